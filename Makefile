@@ -1,0 +1,58 @@
+# Two commands a newcomer needs: `make demo` and `make test`. Everything lives in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PROTOC_VENV := .venv-protoc
+PROTOS := $(wildcard protos/*.proto)
+
+.PHONY: demo test lint types unit integration e2e bench protos check-protos install clean
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("tandem needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
+	@echo "Setting up $(VENV) (a few minutes the first time) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[worker,ray,dev]'
+	@touch $@
+
+demo: $(INSTALLED)
+	@$(BIN)/tandem demo
+
+test: lint types check-protos unit integration e2e
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+unit: $(INSTALLED)
+	$(BIN)/pytest tests/unit
+
+integration: $(INSTALLED)
+	$(BIN)/pytest tests/integration
+
+e2e: $(INSTALLED)
+	$(BIN)/pytest tests/e2e
+
+bench: $(INSTALLED)
+	@$(BIN)/python -m bench.serving
+
+# Generated with an old pinned protoc, so that the code runs with every newer protobuf and grpcio.
+$(PROTOC_VENV)/.installed: $(INSTALLED)
+	@$(BIN)/python -m venv $(PROTOC_VENV)
+	@$(PROTOC_VENV)/bin/python -m pip install --quiet --disable-pip-version-check grpcio-tools==1.81.1 mypy-protobuf==5.1.0
+	@touch $@
+
+protos: $(PROTOC_VENV)/.installed
+	@$(PROTOC_VENV)/bin/python protos/generate.py .
+
+check-protos: $(PROTOC_VENV)/.installed
+	@$(PROTOC_VENV)/bin/python protos/generate.py --check .
+
+clean:
+	rm -rf $(VENV) $(PROTOC_VENV) .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,1 @@
+"""How processes find and trust each other: membership, RPC, errors, logs."""

@@ -1,0 +1,1 @@
+"""What computes: block pool, prefix cache, scheduler, lending, and the engines themselves."""

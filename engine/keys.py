@@ -1,0 +1,39 @@
+"""Names of KV blocks.
+
+A block is named by the whole token chain that leads to it: `key_i = H(key_{i-1}, tokens_i)`. The root of a
+chain holds everything else that decides a block's bytes (weights, layout, dtype) and the cache salt. Router
+and workers compute the same names from the same tokens, so a prefix match is exact.
+"""
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+BlockKey = bytes
+KEY_BYTES = 16
+
+
+def root_key(model_fingerprint: bytes, cache_salt: str) -> BlockKey:
+    """The parent of the first block of every chain of this model and salt."""
+    return blake2b(cache_salt.encode(), key=model_fingerprint[:64], digest_size=KEY_BYTES).digest()
+
+
+def block_keys(
+    parent: BlockKey, token_ids: Sequence[int], block_tokens: int, first_token: int = 0
+) -> list[BlockKey]:
+    """Keys of the full blocks of `token_ids[first_token:]`, whose chain continues `parent`.
+
+    `first_token` must be a multiple of `block_tokens`. Tokens after the last full block have no key.
+    """
+    packed = array("I", token_ids[first_token:]).tobytes()
+    width = 4 * block_tokens
+    keys: list[BlockKey] = []
+    for start in range(0, len(packed) - width + 1, width):
+        parent = blake2b(packed[start : start + width], key=parent, digest_size=KEY_BYTES).digest()
+        keys.append(parent)
+    return keys
+
+
+def split_keys(joined: bytes) -> list[BlockKey]:
+    """Undo `b"".join(keys)`."""
+    return [joined[i : i + KEY_BYTES] for i in range(0, len(joined), KEY_BYTES)]

@@ -1,0 +1,40 @@
+"""The shape of one KV block, which both ends of a transfer must share."""
+
+from dataclasses import dataclass
+from hashlib import blake2b
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """One block holds `block_tokens` tokens of all layers, head-major.
+
+    The pool is [num_blocks, kv_heads, layers, 2, block_tokens, head_dim], so that a block is one contiguous
+    span, and the part of any group of KV heads is one too.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    block_tokens: int
+    dtype: str
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one KV head within a block."""
+        return self.layers * 2 * self.block_tokens * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a whole block."""
+        return self.kv_heads * self.head_bytes
+
+    def fingerprint(self, weights: bytes) -> bytes:
+        """What two workers must share before blocks move between them: weights, layout and dtype. 32 bytes."""
+        shape = f"{self.layers},{self.kv_heads},{self.head_dim},{self.block_tokens},{self.dtype}"
+        return blake2b(shape.encode() + weights, digest_size=32).digest()
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens, the last one perhaps partly filled."""
+        return -(-num_tokens // self.block_tokens)

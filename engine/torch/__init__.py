@@ -1,0 +1,1 @@
+"""The torch engine: a transformers model over paged KV. The only package that imports torch."""

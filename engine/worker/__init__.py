@@ -1,0 +1,1 @@
+"""The process around an engine that both worker roles share."""

@@ -1,0 +1,1 @@
+"""The prefill role: lends KV blocks and computes those it lacks."""

@@ -1,0 +1,59 @@
+"""Generate the Python code of every .proto beside it; with --check, fail when the checked-in code differs."""
+
+import difflib
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from grpc_tools import protoc  # type: ignore[import-untyped]
+
+SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
+
+
+def generate(root: Path, out: Path) -> None:
+    """Run protoc from `root`, so that the generated modules import each other as `protos.<name>_pb2`."""
+    sources = sorted(str(path.relative_to(root)) for path in (root / "protos").glob("*.proto"))
+    include = Path(protoc.__file__).parent / "_proto"
+    arguments = [
+        "protoc",
+        f"-I{root}",
+        f"-I{include}",
+        f"--python_out={out}",
+        f"--grpc_python_out={out}",
+        f"--mypy_out={out}",
+        f"--mypy_grpc_out=only_async:{out}",
+        *sources,
+    ]
+    if protoc.main(arguments) != 0:
+        sys.exit("protoc failed")
+
+
+def check(root: Path) -> list[str]:
+    """The unified diffs between the checked-in generated code and what protoc makes now."""
+    diffs: list[str] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        generate(root, Path(scratch))
+        fresh = Path(scratch) / "protos"
+        names = {path.name for folder in (fresh, root / "protos") for s in SUFFIXES for path in folder.glob(f"*{s}")}
+        for name in sorted(names):
+            old, new = root / "protos" / name, fresh / name
+            before = old.read_text().splitlines() if old.exists() else []
+            after = new.read_text().splitlines() if new.exists() else []
+            diffs += difflib.unified_diff(before, after, f"checked in: {name}", f"generated: {name}", lineterm="")
+    return diffs
+
+
+def main() -> None:
+    # protoc finds its mypy plugin by PATH; the one wanted is installed beside this interpreter.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    root = Path(sys.argv[-1]).resolve()
+    if "--check" not in sys.argv:
+        generate(root, root)
+    elif diffs := check(root):
+        print("\n".join(diffs))
+        sys.exit("protos/: generated code is stale; run `make protos`")
+
+
+if __name__ == "__main__":
+    main()

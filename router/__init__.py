@@ -1,0 +1,1 @@
+"""The global router: takes requests, places each on a pair of workers, retries what fails."""
