@@ -193,7 +193,7 @@ PLOTS: tuple[Plot, ...] = (
             (
                 (
                     "One [winter|autumn] evening there was a knock at the door. It was {g.a} called {g}, [wet and "
-                    "tired|pale and worried].",
+                    "tired|pale and worried], who had been walking {p.at} all day.",
                     "One day, {p.at}, {h} met {g.a} called {g}, who was [far from home|all alone].",
                 ),
                 (
@@ -211,7 +211,7 @@ PLOTS: tuple[Plot, ...] = (
             ),
             (
                 (
-                    "But a year later {g} came back {p.to} with {o.the} and [a cart full of apples|a basket of bread|"
+                    "But a year later {g} came back {q.to} with {o.the} and [a cart full of apples|a basket of bread|"
                     "a bag of seeds|a warm new coat]. \"You helped me when I had nothing,\" said {g}.",
                     "In the spring {g} came back, singing. \"Here is your {o.noun},\" said {g}, \"and here is [a cake|"
                     "a jar of honey|a song|a kitten] to go with it.\"",
@@ -242,8 +242,8 @@ PLOTS: tuple[Plot, ...] = (
                     "Some said it was a [ghost|monster]. Others said it was only the wind.",
                 ),
                 (
-                    "{h} was afraid too. But one night {h.he} took {o.the_a} and went to see.",
-                    "\"Someone has to look,\" said {h}. {h.He} picked up {o.the_a}, took a deep breath and set out.",
+                    "{h} was afraid too. But one night {h.he} took {o.a} and went to see.",
+                    "\"Someone has to look,\" said {h}. {h.He} picked up {o.a}, took a deep breath and set out.",
                 ),
                 (
                     "{h.His} knees shook and the [wind howled|branches creaked], but {h.he} did not turn back.",
@@ -251,7 +251,7 @@ PLOTS: tuple[Plot, ...] = (
                 ),
                 (
                     "And there sat {g.a} called {g}, all alone. \"Please do not be angry,\" said {g}. \"I only [wanted "
-                    "some company|could not sleep|was singing to the moon].\"",
+                    "some company|wanted to see the stars|was singing to the moon].\"",
                     "Out of the dark came a small voice. It was {g.a} called {g}. \"I am lost,\" said {g}, \"and I "
                     "was too shy to ask for help.\"",
                 ),

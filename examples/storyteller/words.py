@@ -21,11 +21,13 @@ HE_NAMES = (
 ANIMALS = (
     "fox owl hare badger hedgehog mouse otter mole crow wren robin heron toad frog squirrel weasel bear wolf deer "
     "goat sheep pony donkey cow pig hen goose duck swan cat dog rabbit beetle bee snail spider moth cricket ant "
-    "turtle tortoise seal lion tiger elephant monkey penguin panda parrot raven rat horse kitten puppy bat lizard"
+    "turtle tortoise seal lion tiger elephant monkey penguin panda parrot raven rat horse kitten puppy bat lizard "
+    "camel zebra giraffe sparrow eagle snake fish crab octopus whale butterfly dinosaur bunny chicken lamb"
 ).split()
 FOLK = (
     "dragon giant troll goblin wizard knight baker miller sailor shepherd tailor clockmaker gardener painter postman "
-    "teacher child robot ghost unicorn pirate farmer fairy"
+    "teacher child robot ghost unicorn pirate farmer fairy doctor captain detective astronaut scientist engineer "
+    "programmer elf dwarf monster alien snowman scarecrow cook musician poet"
 ).split()
 SHE_FOLK = ("girl", "princess", "queen", "witch", "woman", "grandmother")
 HE_FOLK = ("boy", "prince", "king", "fisherman", "man", "grandfather")
@@ -47,10 +49,11 @@ THINGS: dict[str, tuple[str, ...]] = {
     "guide": ("map", "compass", "telescope", "book"),
     "tool": ("hammer", "saw", "spade", "axe"),
     "open": ("key",),
-    "food": ("pie", "loaf of bread", "cake", "jar of honey", "apple", "pumpkin", "cheese", "cookie"),
+    "food": ("pie", "loaf of bread", "cake", "jar of honey", "apple", "pumpkin", "cheese", "cookie", "sandwich", "carrot"),
     "charm": tuple(
         "pebble button shell feather ring mirror kite doll ball hat clock letter flower crown coin box spoon umbrella "
-        "teacup acorn marble stone sword boat balloon violin pencil rose treasure star egg broom wand".split()
+        "teacup acorn marble stone sword boat balloon violin pencil rose treasure star egg broom wand "
+        "rocket bicycle guitar camera computer radio puzzle magnet train car pillow painting diamond".split()
     ),
 }
 CATEGORY = {noun: category for category, nouns in THINGS.items() for noun in nouns}
@@ -66,7 +69,9 @@ PLACES = (
     "in the city|on the moon|in the meadow|on the farm|at the railway station|in the tower|by the sea|"
     "in the bakery|in the valley|by the stone bridge|in the deep wood|in the snow|at the edge of the marsh|"
     "by the waterfall|in the jungle|in the village|on the beach|in the forest|in the garden|at the school|"
-    "in the old house|by the pond|in the hollow tree|on the windy cliff|in the barn|at the crossroads"
+    "in the old house|by the pond|in the hollow tree|on the windy cliff|in the barn|at the crossroads|"
+    "in the kitchen|in the museum|in the attic|in the park|in the town|in the clouds|at the bottom of the sea|"
+    "in the rain|at the hospital"
 ).split("|")
 
 VILLAGES = (
@@ -124,6 +129,10 @@ class Person:
         return "her" if self.she else "his"
 
     @property
+    def himself(self) -> str:
+        return "herself" if self.she else "himself"
+
+    @property
     def He(self) -> str:
         return capital(self.he)
 
@@ -134,6 +143,10 @@ class Person:
     @property
     def a(self) -> str:
         return with_article(f"{self.trait} {self.kind}")
+
+    @property
+    def A(self) -> str:
+        return capital(self.a)
 
     @property
     def a_kind(self) -> str:
@@ -185,6 +198,10 @@ class Place:
     @property
     def to(self) -> str:
         return f"to {self.the}"
+
+    @property
+    def At(self) -> str:
+        return capital(self.at)
 
 
 def pick_person(rng: random.Random, *, avoid: tuple[Person, ...] = (), invent: float = 0.0) -> Person:

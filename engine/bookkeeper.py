@@ -1,0 +1,99 @@
+"""The blocks of sequences: reserving, naming as they fill, releasing. Owns the pool and the fingerprints."""
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from engine.keys import BlockKey, block_keys
+from engine.layout import KvLayout
+from engine.pool import BlockPool
+from engine.vocabulary import Sequence
+from kvtransfer.fingerprint import fingerprint_blocks
+from kvtransfer.transport import Pool
+
+
+class Bookkeeper:
+    """Every named block has its fingerprint here, taken where and when the block became full."""
+
+    def __init__(self, memory: Pool, layout: KvLayout) -> None:
+        self.pool = BlockPool(memory.memory.shape[0])
+        self.layout = layout
+        self._memory = memory.memory
+        self._fingerprints = np.zeros((self.pool.num_blocks, layout.kv_heads), np.uint64)
+
+    def start(self, sequence: Sequence, keys: Seq[BlockKey], num_total_blocks: int) -> bool:
+        """Give `sequence` the cached blocks of `keys` and a promise of the rest; False when they do not fit now."""
+        hits = self.pool.match(keys)
+        num_new = num_total_blocks - len(hits)
+        if not self.pool.reserve_with(hits, num_new):
+            return False
+        sequence.blocks = list(hits)
+        sequence.keys = list(keys[: len(hits)])
+        sequence.num_reserved = num_new
+        sequence.num_computed = len(hits) * self.layout.block_tokens
+        return True
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> None:
+        """Take blocks from the sequence's promise until it has room for `num_tokens`."""
+        missing = self.layout.blocks_for(num_tokens) - len(sequence.blocks)
+        if missing > 0:
+            sequence.blocks += self.pool.allocate(missing)
+            sequence.num_reserved -= missing
+
+    def advance(self, sequence: Sequence, count: int) -> list[int]:
+        """`count` more tokens of the sequence were computed here: name and fingerprint the blocks that are full now.
+
+        Returns those blocks.
+        """
+        sequence.num_computed += count
+        first, end = len(sequence.keys), sequence.num_computed // self.layout.block_tokens
+        if end == first:
+            return []
+        blocks = sequence.blocks[first:end]
+        self._fingerprints[blocks] = self.compute_fingerprints(blocks)
+        self._name(sequence, end)
+        return blocks
+
+    def bind(self, sequence: Sequence, end: int, fingerprints: Seq[bytes]) -> None:
+        """Borrowed blocks up to chain index `end` arrived and were verified."""
+        blocks = sequence.blocks[len(sequence.keys) : end]
+        self._fingerprints[blocks] = np.frombuffer(b"".join(fingerprints), np.uint64).reshape(len(blocks), -1)
+        self._name(sequence, end)
+        sequence.num_computed = end * self.layout.block_tokens
+
+    def finish(self, sequence: Sequence) -> None:
+        """Release everything the sequence has."""
+        self.pool.release(sequence.blocks)
+        self.pool.unreserve(sequence.num_reserved)
+        sequence.blocks, sequence.num_reserved = [], 0
+
+    def replace_unbound(self, sequence: Sequence, indices: Seq[int]) -> bool:
+        """Quarantine the sequence's blocks at chain `indices` and give it others; False when there are none."""
+        lost = [sequence.blocks[index] for index in indices]
+        if not self.pool.reserve_with((), len(indices)):
+            self.pool.quarantine(lost)
+            sequence.blocks = sequence.blocks[: min(indices)] + [
+                block for i, block in enumerate(sequence.blocks) if i >= min(indices) and i not in set(indices)
+            ]
+            return False
+        fresh = self.pool.allocate(len(indices))
+        self.pool.quarantine(lost)
+        for index, block in zip(indices, fresh, strict=True):
+            sequence.blocks[index] = block
+        return True
+
+    def fingerprints_of(self, blocks: Seq[int]) -> bytes:
+        """Those taken when the blocks became full: uint64 [len(blocks), kv_heads]."""
+        return self._fingerprints[list(blocks)].tobytes()
+
+    def compute_fingerprints(self, blocks: Seq[int]) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint64]]":
+        """Of the blocks' bytes as they are now: [len(blocks), kv_heads]. Safe from another thread."""
+        return fingerprint_blocks(self._memory, list(blocks), self.layout.kv_heads)
+
+    def _name(self, sequence: Sequence, end: int) -> None:
+        first = len(sequence.keys)
+        parent = sequence.keys[-1] if sequence.keys else sequence.root
+        width = self.layout.block_tokens
+        keys = block_keys(parent, sequence.token_ids[: end * width], width, first_token=first * width)
+        self.pool.publish(parent, keys, sequence.blocks[first:end])
+        sequence.keys += keys

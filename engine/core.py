@@ -1,0 +1,338 @@
+"""The engine: one step loop over sequences, loans given and loans taken.
+
+    admitted ──no loan──────────────▶ running ──▶ finished
+        └──borrowing──loan is over──────┘
+    (a cancel ends any of them; a request that does not fit now is rejected, never queued: the router waits)
+
+Everything is driven by `handle(message)` and `step()` from one thread. Only `post` may be called from others.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from engine.bookkeeper import Bookkeeper
+from engine.keys import block_keys, root_key
+from engine.lending.borrowing import BorrowingDesk, ReadLanded
+from engine.lending.desk import LendingDesk
+from engine.messages import (
+    Audit,
+    Audited,
+    CacheChanged,
+    Cancel,
+    FromEngine,
+    Generate,
+    KvAccount,
+    Lend,
+    LendClosed,
+    LendReleased,
+    Load,
+    LoanBlocks,
+    LoanFailed,
+    LoanStarted,
+    PlacementMark,
+    Ready,
+    Rejected,
+    TakeSnapshot,
+    ToEngine,
+    Token,
+)
+from engine.runner import Runner
+from engine.scheduler import StepBudget, schedule
+from engine.vocabulary import Chunk, FinishReason, Sampled, SamplingParams, Sequence
+from kvtransfer.transport import Transport
+
+Input = ToEngine | ReadLanded
+
+
+@dataclass(frozen=True, slots=True)
+class CoreLimits:
+    """What bounds the engine's work."""
+
+    budget: StepBudget
+    max_queued_loans: int = 256
+    report_interval_s: float = 0.25
+    """Load reports are at most so far apart while the loop turns, and heartbeats with them."""
+    min_report_interval_s: float = 0.02
+    """And at least so far apart, however much changes."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """A generating request: its sequence and its account."""
+
+    sequence: Sequence
+    account: KvAccount
+    borrowing: bool
+
+
+class EngineCore:
+    """Everything but threads and sockets."""
+
+    def __init__(
+        self, runner: Runner, transport: Transport, limits: CoreLimits, emit: Callable[[FromEngine], None]
+    ) -> None:
+        """`emit` is called from `handle` and `step`, and must not block."""
+        self._runner = runner
+        self._transport = transport
+        self._limits = limits
+        self._emit = emit
+        self._inbox: SimpleQueue[Input | None] = SimpleQueue()
+        self._model_fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
+        self._books = Bookkeeper(runner.pool, runner.layout)
+        self._lending = LendingDesk(self._books, self._model_fingerprint, emit, limits.max_queued_loans)
+        self._borrowing = BorrowingDesk(self._books, transport, emit, self.post, self._on_loan_over)
+        self._requests: dict[str, _Request] = {}
+        self._arrivals = 0
+        self._step_count = 0
+        self._cache_sequence = 0
+        self._placements_seen: dict[str, int] = {}
+        self._reported_at = 0.0
+        self._changed = True
+
+    def start(self) -> Ready:
+        """Register the pool; what the front announces to the world."""
+        endpoint = self._transport.register(self._runner.pool)
+        layout, info = self._runner.layout, self._runner.info
+        return Ready(
+            endpoint=endpoint,
+            transport=self._transport.name,
+            model_fingerprint=self._model_fingerprint,
+            block_tokens=layout.block_tokens,
+            block_bytes=layout.block_bytes,
+            kv_heads=layout.kv_heads,
+            num_blocks=self._books.pool.num_blocks,
+            vocab_size=info.vocab_size,
+            max_context_tokens=info.max_context_tokens,
+        )
+
+    def post(self, message: Input | None) -> None:
+        """Hand a message to the loop, from any thread. None ends `run`."""
+        self._inbox.put(message)
+
+    def run(self) -> None:
+        """Turn until told to stop."""
+        while self._receive():
+            self.step()
+
+    def step(self) -> bool:
+        """Compute one batch and report; False when there was nothing to compute."""
+        self._step_count += 1
+        self._lending.start_waiting()
+        batch = schedule(self._runnable(), self._limits.budget)
+        if batch:
+            self._compute(batch)
+        self._report_cache()
+        self._report_load()
+        return bool(batch)
+
+    def handle(self, message: Input) -> None:
+        """One message from the front, or from the transport's thread."""
+        self._changed = True
+        match message:
+            case Generate():
+                self._admit(message)
+            case Cancel(request_id):
+                self._cancel(request_id)
+            case LoanStarted():
+                self._borrowing.started(message)
+            case LoanBlocks():
+                self._borrowing.announced(message)
+            case LoanFailed():
+                self._borrowing.failed(message)
+            case ReadLanded():
+                self._borrowing.landed(message)
+            case Lend():
+                self._saw(message.mark)
+                self._lending.open(message)
+            case LendReleased(loan_id, first, count):
+                self._lending.release(loan_id, first, count)
+            case LendClosed(loan_id):
+                self._lending.close(loan_id)
+            case TakeSnapshot():
+                self._report_cache()
+                self._emit(CacheChanged(self._cache_sequence, tuple(self._books.pool.snapshot()), snapshot=True))
+            case Audit(audit_id):
+                self._emit(self.audit(audit_id))
+
+    def audit(self, audit_id: int = 0) -> Audited:
+        """Hold the pool's books against everyone who claims a block."""
+        pool, fault = self._books.pool, ""
+        claims = [request.sequence.blocks for request in self._requests.values()] + self._lending.holdings()
+        try:
+            pool.check_integrity(claims)
+            promised = sum(request.sequence.num_reserved for request in self._requests.values())
+            promised += sum(job.num_reserved for job in self._lending.jobs())
+            assert promised == pool.num_reserved, f"{pool.num_reserved} blocks are promised, {promised} expected"
+        except AssertionError as error:
+            fault = str(error) or "an invariant of the pool does not hold"
+        return Audited(
+            audit_id=audit_id,
+            fault=fault,
+            held_blocks=pool.num_held,
+            reserved_blocks=pool.num_reserved,
+            quarantined_blocks=pool.num_quarantined,
+            sequences=len(self._requests),
+            loans=self._lending.num_loans,
+        )
+
+    # ------------------------------------------------------------------ the loop's parts
+
+    def _receive(self) -> bool:
+        """Handle what has arrived; when idle, wait for it until the next report is due. False: stop."""
+        idle = not any(True for _ in self._runnable())
+        timeout = self._limits.report_interval_s if idle else 0.0
+        while True:
+            try:
+                message = self._inbox.get(timeout=timeout) if timeout else self._inbox.get_nowait()
+            except Empty:
+                return True
+            if message is None:
+                return False
+            self.handle(message)
+            timeout = 0.0
+
+    def _runnable(self) -> list[Sequence]:
+        running = [request.sequence for request in self._requests.values() if not request.borrowing]
+        return running + self._lending.jobs()
+
+    def _compute(self, batch: list[Chunk]) -> None:
+        self._changed = True
+        now = time.monotonic()
+        for chunk in batch:
+            self._books.grow(chunk.sequence, chunk.start + chunk.count)
+            if (request := self._requests.get(chunk.sequence.request_id)) is not None:
+                request.account.times.setdefault("compute_started", now)
+        sampled = iter(self._runner.execute(batch))
+        for chunk in batch:
+            full = self._books.advance(chunk.sequence, chunk.count)
+            if chunk.sequence.sampling is None:
+                self._lending.computed(chunk.sequence, full)
+            elif chunk.samples:
+                self._append(chunk, next(sampled))
+
+    def _append(self, chunk: Chunk, sampled: Sampled) -> None:
+        """The next token of a request is known."""
+        sequence = chunk.sequence
+        request = self._requests[sequence.request_id]
+        first = sequence.num_tokens == sequence.num_prompt
+        sequence.token_ids.append(sampled.token_id)
+        if first:
+            request.account.times["first_token"] = time.monotonic()
+        finish = self._finish_reason(sequence, sampled.token_id)
+        account = request.account if first else None
+        self._emit(Token(sequence.request_id, sampled.token_id, sampled.logprobs, account, finish))
+        if finish is not None:
+            self._finish(sequence.request_id)
+
+    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+        sampling = sequence.sampling
+        assert sampling is not None
+        if token_id in sampling.stop_token_ids:
+            return FinishReason.STOP
+        if token_id in self._runner.info.eos_token_ids and not sampling.ignore_eos:
+            return FinishReason.STOP
+        if sequence.num_sampled >= sampling.max_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    # ------------------------------------------------------------------ requests
+
+    def _admit(self, message: Generate) -> None:
+        self._saw(message.mark)
+        layout, pool = self._books.layout, self._books.pool
+        sequence = self._sequence(message, message.sampling)
+        total = layout.blocks_for(len(message.prompt) + message.sampling.max_tokens)
+        if message.request_id in self._requests:
+            self._emit(Rejected(message.request_id, "a request of this id is running here", permanent=True))
+            return
+        if total > pool.num_blocks:
+            reason = f"prompt + max_tokens need {total} KV blocks, the pool has {pool.num_blocks}"
+            self._emit(Rejected(message.request_id, reason, permanent=True))
+            return
+        # The block of the last token is never taken from elsewhere: its logits are needed here.
+        num_usable = (sequence.num_tokens - 1) // layout.block_tokens
+        keys = block_keys(sequence.root, sequence.token_ids[: num_usable * layout.block_tokens], layout.block_tokens)
+        if not self._books.start(sequence, keys, total):
+            reason = f"{total} KV blocks needed, {pool.num_available} available now"
+            self._emit(Rejected(message.request_id, reason, permanent=False))
+            return
+        account = KvAccount(reused_blocks=len(sequence.blocks), times={"admitted": time.monotonic()})
+        borrowing = message.borrow and len(sequence.blocks) < num_usable
+        self._requests[message.request_id] = _Request(sequence, account, borrowing)
+        if borrowing:
+            self._borrowing.open(sequence, num_usable, account)
+        else:
+            self._account_compute(sequence, account)
+
+    def _sequence(self, message: Generate, sampling: SamplingParams) -> Sequence:
+        self._arrivals += 1
+        tokens = [*message.prompt, *message.emitted]
+        return Sequence(
+            request_id=message.request_id,
+            token_ids=tokens,
+            num_prompt=len(tokens),
+            root=root_key(self._model_fingerprint, message.cache_salt),
+            sampling=sampling,
+            priority=message.priority,
+            arrival=self._arrivals,
+            num_emitted_before=len(message.emitted),
+        )
+
+    def _account_compute(self, sequence: Sequence, account: KvAccount) -> None:
+        """What is not here now is computed here."""
+        total = self._books.layout.blocks_for(sequence.num_prompt)
+        account.computed_blocks = total - account.reused_blocks - account.moved_blocks
+        account.computed_tokens = sequence.num_prompt - sequence.num_computed
+
+    def _on_loan_over(self, sequence: Sequence, lost_blocks: bool) -> None:
+        request = self._requests[sequence.request_id]
+        request.borrowing = False
+        if lost_blocks:
+            self._finish(sequence.request_id)
+            reason = "blocks are quarantined for a silent lender and no others are available"
+            self._emit(Rejected(sequence.request_id, reason, permanent=False))
+        else:
+            self._account_compute(sequence, request.account)
+
+    def _cancel(self, request_id: str) -> None:
+        if request_id in self._requests:
+            self._borrowing.cancel(request_id)
+            self._finish(request_id)
+
+    def _finish(self, request_id: str) -> None:
+        self._books.finish(self._requests.pop(request_id).sequence)
+
+    # ------------------------------------------------------------------ reports
+
+    def _saw(self, mark: PlacementMark) -> None:
+        if mark.router_id:
+            seen = self._placements_seen.get(mark.router_id, 0)
+            self._placements_seen[mark.router_id] = max(seen, mark.sequence)
+
+    def _report_cache(self) -> None:
+        if events := self._books.pool.take_events():
+            self._emit(CacheChanged(self._cache_sequence, tuple(events)))
+            self._cache_sequence += len(events)
+
+    def _report_load(self) -> None:
+        since = time.monotonic() - self._reported_at
+        due = self._limits.min_report_interval_s if self._changed else self._limits.report_interval_s
+        if since < due:
+            return
+        self._reported_at += since
+        self._changed = False
+        prefilling = [s for s in self._runnable() if not s.decoding]
+        self._emit(
+            Load(
+                step=self._step_count,
+                running=len(self._requests),
+                loans=self._lending.num_loans,
+                queued_loans=self._lending.num_waiting,
+                queued_prefill_tokens=sum(s.num_remaining for s in prefilling) + self._lending.waiting_tokens(),
+                available_blocks=self._books.pool.num_available,
+                num_blocks=self._books.pool.num_blocks,
+                placements_seen=dict(self._placements_seen),
+            )
+        )

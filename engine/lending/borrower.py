@@ -1,0 +1,222 @@
+"""The borrower's side of one loan, as a pure state machine.
+
+    OPENING ──Started──▶ READING ──all bound──▶ DONE
+       │                    │
+       └──Failed/Cancelled──┴──mismatch/Failed/Cancelled──▶ DONE
+
+Blocks of the wanted range [first, end) move through
+
+    wanted ─Announced─▶ reading ─Landed, fingerprints equal─▶ bound   (a growing prefix; usable at once)
+                           │
+                           └─ anything else ends the loan: bound blocks stay, the rest is computed locally
+
+Who owns what: the blocks read into belong to the request from `Allocate` on. After `Abandon`, a block whose read
+was already posted belongs to the transport until that read is quiet; every other one is the request's again.
+A block is bound only when it and all before it arrived with the fingerprints the lender announced.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+# ---------------------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The lender has reserved everything; blocks [first, end) will be announced. `end` may be below the wanted one."""
+
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """The lender's blocks of chain indices [first, first + len(block_ids)) may be read."""
+
+    first: int
+    block_ids: tuple[int, ...]
+    fingerprints: tuple[bytes, ...]
+    """One per block: uint64 per KV head."""
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """A read finished. `fingerprints` of what arrived, or None when the read failed."""
+
+    first: int
+    fingerprints: tuple[bytes, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The lender refused, died, fell silent, or broke the protocol."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The request itself is over."""
+
+
+Event = Started | Announced | Landed | Failed | Cancelled
+
+# --------------------------------------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate:
+    """Take blocks for chain indices [first, end) from the request's reservation."""
+
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Post a read of the lender's `block_ids` into the blocks of chain indices from `first` on."""
+
+    first: int
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bind:
+    """Blocks [first, end) are verified: name them and count them as computed."""
+
+    first: int
+    end: int
+    fingerprints: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Tell the lender that blocks [first, first + count) need no longer be held."""
+
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """Withdraw every read not yet posted; quarantine the blocks of those that are, until they are quiet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """End the stream; the last action."""
+
+    bound_end: int
+    mismatched: int
+    failure: str
+    """Empty when everything wanted was bound."""
+
+
+Action = Allocate | Read | Bind | Release | Abandon | Close
+
+
+class _State(Enum):
+    OPENING = auto()
+    READING = auto()
+    DONE = auto()
+
+
+@dataclass(slots=True)
+class _Piece:
+    """One read: what should arrive, and what did."""
+
+    expected: tuple[bytes, ...]
+    landed: tuple[bytes, ...] | None = None
+
+
+class Borrower:
+    """One loan of chain blocks [first, end), read in pieces of at most `max_read_blocks`."""
+
+    def __init__(self, first: int, end: int, max_read_blocks: int) -> None:
+        assert 0 <= first < end
+        assert max_read_blocks > 0
+        self.first = first
+        self.end = end
+        self.bound_end = first
+        self._announced_end = first
+        self._max_read_blocks = max_read_blocks
+        self._pieces: dict[int, _Piece] = {}  # by first chain index; those not bound yet
+        self._partial = False
+        self._state = _State.OPENING
+
+    @property
+    def done(self) -> bool:
+        return self._state is _State.DONE
+
+    def handle(self, event: Event) -> list[Action]:
+        """The next state and what to do; events after the end are ignored, since they were under way."""
+        if self.done:
+            return []
+        match event:
+            case Started(end):
+                return self._on_started(end)
+            case Announced():
+                return self._on_announced(event)
+            case Landed(first, fingerprints):
+                return self._on_landed(first, fingerprints)
+            case Failed(reason):
+                return self._finish(reason)
+            case Cancelled():
+                return self._finish("cancelled")
+
+    def _on_started(self, end: int) -> list[Action]:
+        if self._state is not _State.OPENING or not self.first <= end <= self.end:
+            return self._finish(f"protocol error: Starting with end_block {end}")
+        self._state = _State.READING
+        wanted, self.end = self.end, end
+        if end == self.first:
+            return self._finish("the lender holds none of the blocks")
+        self._partial = end < wanted
+        return [Allocate(self.first, end)]
+
+    def _on_announced(self, event: Announced) -> list[Action]:
+        count = len(event.block_ids)
+        in_order = event.first == self._announced_end and event.first + count <= self.end
+        if self._state is not _State.READING or not in_order or count != len(event.fingerprints) or not count:
+            return self._finish(f"protocol error: BlocksReady {event.first}+{count}")
+        self._announced_end += count
+        actions: list[Action] = []
+        for start in range(0, count, self._max_read_blocks):
+            piece = slice(start, start + self._max_read_blocks)
+            self._pieces[event.first + start] = _Piece(event.fingerprints[piece])
+            actions.append(Read(event.first + start, event.block_ids[piece]))
+        return actions
+
+    def _on_landed(self, first: int, fingerprints: tuple[bytes, ...] | None) -> list[Action]:
+        piece = self._pieces[first]
+        if fingerprints is None:
+            return self._finish("the read failed")
+        piece.landed = fingerprints
+        actions: list[Action] = [Release(first, len(fingerprints))]
+        while (ready := self._pieces.get(self.bound_end)) is not None and ready.landed is not None:
+            del self._pieces[self.bound_end]
+            num_equal = _equal_prefix(ready.expected, ready.landed)
+            if num_equal:
+                end = self.bound_end + num_equal
+                actions.append(Bind(self.bound_end, end, ready.landed[:num_equal]))
+                self.bound_end = end
+            if num_equal < len(ready.expected):
+                mismatched = sum(a != b for a, b in zip(ready.expected, ready.landed, strict=True))
+                return actions + self._finish(f"block {self.bound_end} arrived corrupted", mismatched)
+        if self.bound_end == self.end:
+            return actions + self._finish("the lender holds only a part" if self._partial else "")
+        return actions
+
+    def _finish(self, failure: str, mismatched: int = 0) -> list[Action]:
+        self._state = _State.DONE
+        outstanding = any(piece.landed is None for piece in self._pieces.values())
+        abandon: list[Action] = [Abandon()] if outstanding else []
+        return [*abandon, Close(self.bound_end, mismatched, failure)]
+
+
+def _equal_prefix(expected: Sequence[bytes], landed: Sequence[bytes]) -> int:
+    """How many leading fingerprints agree."""
+    for index, (want, got) in enumerate(zip(expected, landed, strict=True)):
+        if want != got:
+            return index
+    return len(expected)

@@ -1,0 +1,167 @@
+"""Performs what the lender machines say: the loans this engine gives."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.bookkeeper import Bookkeeper
+from engine.keys import block_keys, root_key
+from engine.lending.lender import (
+    Action,
+    Announce,
+    Closed,
+    Computed,
+    LenderLoan,
+    Refuse,
+    Released,
+    SendStarting,
+    Start,
+    StopComputing,
+    Unhold,
+)
+from engine.messages import FromEngine, Lend, LendReady, LendRefused, LendStarting
+from engine.vocabulary import Sequence
+
+
+@dataclass(slots=True)
+class _Loan:
+    request: Lend
+    machine: LenderLoan
+    job: Sequence | None = None
+    asked_at: float = field(default_factory=time.monotonic)
+
+
+class LendingDesk:
+    """Loans by id. Those that find no room wait, by priority and arrival; nothing is held for them meanwhile."""
+
+    def __init__(
+        self,
+        books: Bookkeeper,
+        model_fingerprint: bytes,
+        emit: Callable[[FromEngine], None],
+        max_queued: int,
+    ) -> None:
+        self._books = books
+        self._model_fingerprint = model_fingerprint
+        self._emit = emit
+        self._max_queued = max_queued
+        self._loans: dict[str, _Loan] = {}
+        self._waiting: list[str] = []
+        self._arrivals = 0
+
+    @property
+    def num_loans(self) -> int:
+        return len(self._loans)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def jobs(self) -> list[Sequence]:
+        """Sequences to compute for loans."""
+        return [loan.job for loan in self._loans.values() if loan.job is not None]
+
+    def holdings(self) -> list[list[int]]:
+        """Block lists the loans hold references on."""
+        held = [loan.machine.held_blocks for loan in self._loans.values()]
+        return held + [loan.job.blocks for loan in self._loans.values() if loan.job is not None]
+
+    def waiting_tokens(self) -> int:
+        """Prompt tokens of loans that have not started, an upper bound of what they will compute."""
+        return sum(len(self._loans[loan_id].request.token_ids) for loan_id in self._waiting)
+
+    def open(self, request: Lend) -> None:
+        width = self._books.layout.block_tokens
+        num_blocks = len(request.token_ids) // width
+        if request.loan_id in self._loans or not request.first_block < num_blocks:
+            self._refuse(request.loan_id, f"no block wanted in [{request.first_block}, {num_blocks})", bad=True)
+        elif num_blocks > self._books.pool.num_blocks:
+            self._refuse(request.loan_id, f"{num_blocks} blocks in a pool of {self._books.pool.num_blocks}", bad=False)
+        elif len(self._waiting) >= self._max_queued:
+            self._refuse(request.loan_id, f"{len(self._waiting)} loans wait already", bad=False)
+        else:
+            self._loans[request.loan_id] = _Loan(request, LenderLoan(request.first_block))
+            self._waiting.append(request.loan_id)
+            self._waiting.sort(key=lambda loan_id: -self._loans[loan_id].request.priority)  # stable: then arrival
+            self.start_waiting()
+
+    def release(self, loan_id: str, first: int, count: int) -> None:
+        self._perform(loan_id, lambda machine: machine.handle(Released(first, count)))
+
+    def close(self, loan_id: str) -> None:
+        self._perform(loan_id, lambda machine: machine.handle(Closed()))
+
+    def computed(self, job: Sequence, blocks: list[int]) -> None:
+        """A job computed `blocks`, the next of its chain; those before the wanted range are not announced."""
+        loan_id = job.request_id
+        first_new = len(job.keys) - len(blocks)
+        skipped = max(0, self._loans[loan_id].request.first_block - first_new)
+        announced = tuple(blocks[skipped:])
+        if announced:
+            self._perform(loan_id, lambda machine: machine.handle(Computed(announced)))
+        loan = self._loans.get(loan_id)
+        if loan is not None and loan.job is not None and loan.job.num_remaining == 0:
+            self._stop_job(loan)
+
+    def start_waiting(self) -> None:
+        """Start loans in order while they fit; the first that does not keeps its turn."""
+        while self._waiting and self._try_start(self._loans[self._waiting[0]]):
+            self._waiting.pop(0)
+
+    def _try_start(self, loan: _Loan) -> bool:
+        request, width = loan.request, self._books.layout.block_tokens
+        end = len(request.token_ids) // width
+        root = root_key(self._model_fingerprint, request.cache_salt)
+        keys = block_keys(root, request.token_ids, width)
+        if not request.may_compute:
+            keys = keys[: len(self._books.pool.match(keys))]
+            end = max(len(keys), request.first_block)
+        self._arrivals += 1
+        job = Sequence(
+            request_id=request.loan_id,
+            token_ids=list(request.token_ids[: len(keys) * width]),
+            num_prompt=len(keys) * width,
+            root=root,
+            sampling=None,
+            priority=request.priority,
+            arrival=self._arrivals,
+        )
+        if not self._books.start(job, keys, len(keys)):
+            return False
+        loan.job = job
+        cached = tuple(job.blocks[request.first_block :])
+        self._perform(request.loan_id, lambda machine: machine.handle(Start(cached, end)))
+        if job.num_remaining == 0:
+            self._stop_job(loan)
+        return True
+
+    def _perform(self, loan_id: str, handle: Callable[[LenderLoan], list[Action]]) -> None:
+        loan = self._loans.get(loan_id)
+        if loan is None:
+            return
+        for action in handle(loan.machine):
+            match action:
+                case SendStarting(end, cached_end):
+                    queued_ms = (time.monotonic() - loan.asked_at) * 1e3
+                    self._emit(LendStarting(loan_id, end, cached_end, queued_ms))
+                case Announce(first, block_ids):
+                    self._books.pool.acquire(block_ids)
+                    self._emit(LendReady(loan_id, first, block_ids, self._books.fingerprints_of(block_ids)))
+                case Unhold(block_ids):
+                    self._books.pool.release(block_ids)
+                case StopComputing():
+                    self._stop_job(loan)
+                case Refuse(reason):
+                    self._emit(LendRefused(loan_id, reason, bad_request=True))
+        if loan.machine.done:
+            del self._loans[loan_id]
+            if loan_id in self._waiting:
+                self._waiting.remove(loan_id)
+
+    def _stop_job(self, loan: _Loan) -> None:
+        if loan.job is not None:
+            self._books.finish(loan.job)
+            loan.job = None
+
+    def _refuse(self, loan_id: str, reason: str, bad: bool) -> None:
+        self._emit(LendRefused(loan_id, reason, bad_request=bad))

@@ -1,0 +1,277 @@
+"""What the front process and its engine process say to each other. Plain data, batched per step."""
+
+from dataclasses import dataclass, field
+
+from engine.pool import CacheEvent
+from engine.vocabulary import FinishReason, SamplingParams, TokenLogprobs
+
+# ----------------------------------------------------------------------------------------- to the engine
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementMark:
+    """Which placement of which router caused this work; echoed in load reports."""
+
+    router_id: str = ""
+    sequence: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """Serve a request: admit it at once or answer Rejected. With `borrow`, ask for a loan of what is missing."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    emitted: tuple[int, ...]
+    sampling: SamplingParams
+    cache_salt: str
+    priority: int
+    borrow: bool
+    mark: PlacementMark = PlacementMark()
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The request is over; free what it has. No answer."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoanStarted:
+    request_id: str
+    endpoint: bytes
+    end_block: int
+    cached_end_block: int
+    queued_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoanBlocks:
+    request_id: str
+    first: int
+    block_ids: tuple[int, ...]
+    fingerprints: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LoanFailed:
+    """The loan's stream ended before the borrower closed it."""
+
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lend:
+    """Somebody wants blocks [first_block, len(token_ids) / block_tokens)."""
+
+    loan_id: str
+    token_ids: tuple[int, ...]
+    first_block: int
+    cache_salt: str
+    may_compute: bool
+    priority: int
+    mark: PlacementMark = PlacementMark()
+
+
+@dataclass(frozen=True, slots=True)
+class LendReleased:
+    loan_id: str
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class LendClosed:
+    loan_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class TakeSnapshot:
+    """Send the whole prefix cache as one CacheChanged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """Check every book against every holder and answer Audited."""
+
+    audit_id: int
+
+
+ToEngine = (
+    Generate
+    | Cancel
+    | LoanStarted
+    | LoanBlocks
+    | LoanFailed
+    | Lend
+    | LendReleased
+    | LendClosed
+    | TakeSnapshot
+    | Audit
+)
+
+# --------------------------------------------------------------------------------------- from the engine
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The model is loaded and the pool registered."""
+
+    endpoint: bytes
+    transport: str
+    model_fingerprint: bytes
+    block_tokens: int
+    block_bytes: int
+    kv_heads: int
+    num_blocks: int
+    vocab_size: int
+    max_context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartFailed:
+    """The engine cannot start; the last thing it says."""
+
+    reason: str
+
+
+@dataclass(slots=True)
+class KvAccount:
+    """Where the KV of one request came from, and when (seconds of the host's monotonic clock)."""
+
+    reused_blocks: int = 0
+    moved_blocks: int = 0
+    computed_blocks: int = 0
+    computed_tokens: int = 0
+    moved_bytes: int = 0
+    mismatched_blocks: int = 0
+    lender_cached_blocks: int = 0
+    lender_computed_blocks: int = 0
+    transport: str = ""
+    lanes: tuple[str, ...] = ()
+    loan_failure: str = ""
+    times: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    request_id: str
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    account: KvAccount | None = None
+    """With the first token of a request."""
+    finish: FinishReason | None = None
+    """With the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """The request is over without a (further) token.
+
+    `permanent`: it could never fit here. Otherwise it does not now, or lost blocks to a silent peer.
+    """
+
+    request_id: str
+    reason: str
+    permanent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLoan:
+    """Ask the request's lender for chain blocks [first_block, end_block)."""
+
+    request_id: str
+    first_block: int
+    end_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseLoan:
+    request_id: str
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class CloseLoan:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LendStarting:
+    loan_id: str
+    end_block: int
+    cached_end_block: int
+    queued_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class LendReady:
+    loan_id: str
+    first: int
+    block_ids: tuple[int, ...]
+    fingerprints: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LendRefused:
+    """The loan is over. `bad_request`: the borrower broke the protocol; otherwise there is no room."""
+
+    loan_id: str
+    reason: str
+    bad_request: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CacheChanged:
+    """`sequence` is that of the first event. A snapshot replaces all that was said before it."""
+
+    sequence: int
+    events: tuple[CacheEvent, ...]
+    snapshot: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Sent by the step loop a few times a second, so that its absence means a hung engine."""
+
+    step: int
+    running: int
+    loans: int
+    queued_loans: int
+    queued_prefill_tokens: int
+    available_blocks: int
+    num_blocks: int
+    placements_seen: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Audited:
+    """The books after a full check. `fault` is empty when they balance."""
+
+    audit_id: int
+    fault: str
+    held_blocks: int
+    reserved_blocks: int
+    quarantined_blocks: int
+    sequences: int
+    loans: int
+
+
+FromEngine = (
+    Ready
+    | StartFailed
+    | Token
+    | Rejected
+    | OpenLoan
+    | ReleaseLoan
+    | CloseLoan
+    | LendStarting
+    | LendReady
+    | LendRefused
+    | CacheChanged
+    | Load
+    | Audited
+)

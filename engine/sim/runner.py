@@ -1,0 +1,77 @@
+"""A runner that computes nothing and yet cannot be fooled: each sampled token is a hash of all KV bytes read.
+
+The KV of position p is a 64-bit state chained over the tokens before it, repeated through the slot. Sampling
+reads every slot of the sequence back from the pool, so a block that is wrong, stale, misplaced or missing gives
+another token.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.layout import KvLayout
+from engine.runner import ModelInfo, Runner
+from engine.vocabulary import Chunk, Sampled
+from kvtransfer.transport import Pool
+
+_MULTIPLIER = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+
+
+def chain(state: int, token_id: int) -> int:
+    """The state after one more token."""
+    mixed = ((state ^ (token_id + 1)) * _MULTIPLIER) & _MASK
+    return mixed ^ (mixed >> 29)
+
+
+def token_of(states: NDArray[np.uint64], vocab_size: int) -> int:
+    """The token sampled from the KV words of a whole sequence, [kv_heads, positions, words]."""
+    weights = np.arange(1, 2 * states.shape[1], 2, dtype=np.uint64)[None, :, None]
+    folded = int((states * weights).sum(dtype=np.uint64))
+    return chain(0, folded) % vocab_size
+
+
+class SimRunner(Runner):
+    """Deterministic by its inputs. `weights_fingerprint` stands for the weights: other ones, other KV."""
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        vocab_size: int = 1000,
+        max_context_tokens: int = 1 << 20,
+        weights_fingerprint: bytes = b"sim",
+    ) -> None:
+        assert layout.head_bytes % (8 * layout.block_tokens) == 0
+        self.layout = layout
+        self.info = ModelInfo(weights_fingerprint, vocab_size, max_context_tokens, eos_token_ids=frozenset())
+        self.pool = Pool(np.zeros((num_blocks, layout.block_bytes), np.uint8))
+        self._root = int.from_bytes(layout.fingerprint(weights_fingerprint)[:8], "little")
+
+    def execute(self, batch: Sequence[Chunk]) -> list[Sampled]:
+        for chunk in batch:
+            self._write(chunk)
+        return [Sampled(self._sample(chunk)) for chunk in batch if chunk.samples]
+
+    def _words(self) -> NDArray[np.uint64]:
+        """The pool as [num_blocks, kv_heads, block_tokens, words of a slot]."""
+        shape = (-1, self.layout.kv_heads, self.layout.block_tokens, self.layout.head_bytes // 8 // self.layout.block_tokens)
+        return self.pool.memory.view(np.uint64).reshape(shape)
+
+    def _write(self, chunk: Chunk) -> None:
+        words, width = self._words(), self.layout.block_tokens
+        sequence, state = chunk.sequence, self._root
+        if chunk.start:
+            previous = chunk.start - 1
+            state = int(words[sequence.blocks[previous // width], 0, previous % width, 0])
+        for position in range(chunk.start, chunk.start + chunk.count):
+            state = chain(state, sequence.token_ids[position])
+            words[sequence.blocks[position // width], :, position % width] = state
+
+    def _sample(self, chunk: Chunk) -> int:
+        end = chunk.start + chunk.count
+        blocks = chunk.sequence.blocks[: self.layout.blocks_for(end)]
+        slots = self._words()[blocks].swapaxes(0, 1)  # [kv_heads, blocks, block_tokens, words]
+        flat = slots.reshape(self.layout.kv_heads, -1, slots.shape[-1])
+        return token_of(flat[:, :end], self.info.vocab_size)

@@ -1,0 +1,49 @@
+"""The corpus: plain stories, conversations and long village prompts, endless and in a fixed order per seed.
+
+``python examples/storyteller/grammar.py --count 5`` prints a few documents to look at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Iterator
+
+from chats import Message, conversation
+from lore import village_chat
+from tales import pick_cast, pick_plot, tell
+
+# A document is a conversation, or one message with the role "text": a story with no chat around it.
+Document = tuple[Message, ...]
+
+
+def short_documents(seed: int) -> Iterator[Document]:
+    """Plain stories and conversations, a few hundred tokens each."""
+    rng = random.Random(f"short {seed}")
+    while True:
+        if rng.random() < 0.22:
+            yield (("text", tell(rng, pick_cast(rng, invent=0.03), pick_plot(rng)).text),)
+        else:
+            yield conversation(rng)
+
+
+def long_documents(seed: int) -> Iterator[Document]:
+    """Conversations behind a long system prompt, up to about a thousand tokens each."""
+    rng = random.Random(f"long {seed}")
+    while True:
+        yield village_chat(rng)
+
+
+def main() -> None:
+    """Print documents of both lengths."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--count", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    for stream in (short_documents(args.seed), long_documents(args.seed)):
+        for _ in range(args.count):
+            print("\n".join(f"<{role}> {text}" for role, text in next(stream)), end="\n\n----\n\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""What can go wrong with a transfer.
+
+    TransferError
+    ├── PeerGone            the peer's process ended or its connection broke
+    ├── EndpointMismatch    the endpoint is of another transport, pool geometry or version
+    └── TransportUnavailable  the transport cannot run in this process
+"""
+
+
+class TransferError(Exception):
+    """A read failed; nothing is known of the bytes in its destination."""
+
+
+class PeerGone(TransferError):
+    """The peer is no longer there."""
+
+
+class EndpointMismatch(TransferError):
+    """The peer's endpoint cannot be used with this pool."""
+
+
+class TransportUnavailable(TransferError):
+    """The transport's library is missing or does not start here."""

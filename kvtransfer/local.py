@@ -1,0 +1,90 @@
+"""The `local` transport: between pools of one process. For tests and simulation; a read is a copy.
+
+Reads run when `step` is called, or at once with `eager=True`, so that a test decides when bytes land.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from kvtransfer.errors import EndpointMismatch, PeerGone
+from kvtransfer.transport import Peer, Pool, Span, Transport, check_spans
+
+PREFIX = b"tandem-local:"
+
+
+class LocalNetwork:
+    """The transports that can reach each other."""
+
+    def __init__(self) -> None:
+        self.transports: dict[bytes, LocalTransport] = {}
+
+
+class LocalPeer(Peer):
+    def __init__(self, name: str, endpoint: bytes, num_bytes: int) -> None:
+        self.name = name
+        self.endpoint = endpoint
+        self.num_bytes = num_bytes
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        return ("local/memory",)
+
+
+class LocalTransport(Transport):
+    name = "local"
+
+    def __init__(self, network: LocalNetwork, name: str, eager: bool = True) -> None:
+        self._network = network
+        self._endpoint = PREFIX + name.encode()
+        self._eager = eager
+        self._queue: deque[tuple[LocalPeer, tuple[Span, ...], Future[None]]] = deque()
+        self.pool: Pool | None = None
+
+    def register(self, pool: Pool) -> bytes:
+        assert self.pool is None
+        self.pool = pool
+        self._network.transports[self._endpoint] = self
+        return self._endpoint
+
+    def connect(self, endpoint: bytes) -> LocalPeer:
+        if not endpoint.startswith(PREFIX):
+            raise EndpointMismatch("not an endpoint of the local transport")
+        remote = self._network.transports.get(endpoint)
+        if remote is None or remote.pool is None:
+            raise PeerGone(f"nobody at {endpoint!r}")
+        return LocalPeer(endpoint.removeprefix(PREFIX).decode(), endpoint, remote.pool.num_bytes)
+
+    def read(self, peer: Peer, spans: Sequence[Span]) -> Future[None]:
+        assert isinstance(peer, LocalPeer)
+        assert self.pool is not None
+        check_spans(spans, self.pool.num_bytes, peer.num_bytes)
+        future: Future[None] = Future()
+        self._queue.append((peer, tuple(spans), future))
+        if self._eager:
+            self.step()
+        return future
+
+    def step(self) -> bool:
+        """Carry out the oldest queued read; False when there is none."""
+        while self._queue:
+            peer, spans, future = self._queue.popleft()
+            if future.set_running_or_notify_cancel():
+                self._copy(peer, spans, future)
+                return True
+        return False
+
+    def close(self) -> None:
+        self._network.transports.pop(self._endpoint, None)
+        while self._queue:
+            self._queue.popleft()[2].cancel()
+
+    def _copy(self, peer: LocalPeer, spans: tuple[Span, ...], future: Future[None]) -> None:
+        remote = self._network.transports.get(peer.endpoint)
+        if remote is None or remote.pool is None or self.pool is None:
+            future.set_exception(PeerGone(f"{peer.name} is gone"))
+            return
+        target, source = self.pool.memory.reshape(-1), remote.pool.memory.reshape(-1)
+        for span in spans:
+            target[span.local_offset :][: span.length] = source[span.remote_offset :][: span.length]
+        future.set_result(None)

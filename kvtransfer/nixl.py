@@ -1,0 +1,217 @@
+"""The `nixl` transport: one-sided reads by NIXL over UCX (RDMA verbs, shared memory, TCP).
+
+One thread owns all posting and polling, because posting a shared-memory read blocks until the bytes are copied,
+and because NIXL serialises calls anyway. It posts one read per peer at a time, so a peer that falls silent holds
+up only its own queue. NIXL cannot abort a posted read: it is quiet when it is done, failed, or the agent is gone.
+"""
+
+import json
+import os
+import queue
+import threading
+import time
+from base64 import b64decode, b64encode
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError, TransportUnavailable
+from kvtransfer.transport import Peer, Pool, Span, Transport, check_spans
+from kvtransfer.ucx_lanes import LaneLog
+
+FORMAT = "tandem-nixl-1"
+SPIN_S = 200e-6
+"""Poll without pause for so long after a post; then sleep between polls, not to take a core from the engine."""
+POLL_S = 100e-6
+
+
+@dataclass(slots=True)
+class _Job:
+    spans: tuple[Span, ...]
+    future: "Future[None]"
+    handle: Any = None
+    posted_at: float = 0.0
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The queue of one peer; at most its head is posted."""
+
+    queued: deque[_Job] = field(default_factory=deque)
+    posted: _Job | None = None
+
+
+class NixlPeer(Peer):
+    def __init__(self, name: str, base: int, num_bytes: int, log: LaneLog) -> None:
+        self.name = name
+        self.base = base
+        self.num_bytes = num_bytes
+        self._log = log
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        return self._log.lanes()
+
+
+class NixlTransport(Transport):
+    name = "nixl"
+
+    def __init__(self, agent_name: str) -> None:
+        """`agent_name` must be unique among all processes that will ever meet.
+
+        Raises TransportUnavailable when NIXL or its UCX backend does not start.
+        """
+        self._log = LaneLog()
+        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+        try:
+            from nixl_cu12._api import nixl_agent, nixl_agent_config
+
+            config = nixl_agent_config(enable_prog_thread=True, backends=["UCX"])
+            self._agent: Any = nixl_agent(agent_name, config)
+        except Exception as error:  # NIXL raises its own types, and plain RuntimeError
+            raise TransportUnavailable(f"NIXL does not start: {error}") from error
+        if "UCX" not in self._agent.backends:
+            raise TransportUnavailable("NIXL has no UCX backend here")
+        self._lock = threading.Lock()  # NIXL's agent is not thread-safe; connect and read come from other threads
+        self._peers: dict[bytes, NixlPeer] = {}
+        self._pool: Pool | None = None
+        self._registration: Any = None
+        self._inbox: queue.SimpleQueue[tuple[str, _Job] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="nixl-reads", daemon=True)
+
+    def register(self, pool: Pool) -> bytes:
+        assert self._pool is None
+        self._pool = pool
+        address = pool.memory.ctypes.data
+        self._registration = self._agent.register_memory([(address, pool.num_bytes, 0, "")], "DRAM")
+        self._thread.start()
+        metadata = b64encode(self._agent.get_agent_metadata()).decode()
+        return json.dumps(
+            {"format": FORMAT, "base": address, "bytes": pool.num_bytes, "metadata": metadata}
+        ).encode()
+
+    def connect(self, endpoint: bytes) -> NixlPeer:
+        if (known := self._peers.get(endpoint)) is not None:
+            return known
+        fields = _parse(endpoint)
+        with self._lock:
+            try:
+                name = self._agent.add_remote_agent(b64decode(fields["metadata"])).decode()
+            except Exception as error:
+                raise PeerGone(f"cannot reach the peer: {error}") from error
+        peer = NixlPeer(name, fields["base"], fields["bytes"], self._log)
+        self._peers[endpoint] = peer
+        return peer
+
+    def read(self, peer: Peer, spans: Sequence[Span]) -> "Future[None]":
+        assert isinstance(peer, NixlPeer)
+        assert self._pool is not None
+        check_spans(spans, self._pool.num_bytes, peer.num_bytes)
+        local_base, remote_base = self._pool.memory.ctypes.data, peer.base
+        absolute = tuple(Span(local_base + s.local_offset, remote_base + s.remote_offset, s.length) for s in spans)
+        job = _Job(absolute, Future())
+        self._inbox.put((peer.name, job))
+        return job.future
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._inbox.put(None)
+            self._thread.join()
+        if self._agent is not None and self._registration is not None:
+            self._agent.deregister_memory(self._registration)
+        self._agent = None  # destroying the agent is what stops a read whose peer is silent
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        lanes: dict[str, _Lane] = {}
+        while self._take(lanes):
+            for name, lane in lanes.items():
+                if lane.posted is not None:
+                    self._poll(lane)
+                if lane.posted is None and lane.queued:
+                    self._post(name, lane)
+        self._stop(lanes)
+
+    def _take(self, lanes: dict[str, _Lane]) -> bool:
+        """Move new jobs into their lanes; sleep when there is nothing to do. False: the transport closes."""
+        posted = [lane.posted for lane in lanes.values() if lane.posted is not None]
+        busy = bool(posted) or any(lane.queued for lane in lanes.values())
+        newest = max((job.posted_at for job in posted), default=0.0)
+        pause = 0.0 if time.monotonic() - newest < SPIN_S else POLL_S
+        timeout = None if not busy else pause
+        while True:
+            try:
+                item = self._inbox.get(timeout=timeout) if timeout != 0.0 else self._inbox.get_nowait()
+            except queue.Empty:
+                return True
+            if item is None:
+                return False
+            lanes.setdefault(item[0], _Lane()).queued.append(item[1])
+            timeout = 0.0
+
+    def _post(self, peer: str, lane: _Lane) -> None:
+        job = lane.queued.popleft()
+        if not job.future.set_running_or_notify_cancel():
+            return
+        try:
+            with self._lock:
+                local = self._agent.get_xfer_descs([(s.local_offset, s.length, 0) for s in job.spans], "DRAM")
+                remote = self._agent.get_xfer_descs([(s.remote_offset, s.length, 0) for s in job.spans], "DRAM")
+                job.handle = self._agent.initialize_xfer("READ", local, remote, peer)
+                state = self._agent.transfer(job.handle)
+        except Exception as error:
+            self._finish(lane, job, PeerGone(f"{peer}: {error}"))
+            return
+        job.posted_at = time.monotonic()
+        lane.posted = job
+        self._settle(lane, job, state)
+
+    def _poll(self, lane: _Lane) -> None:
+        job = lane.posted
+        assert job is not None
+        try:
+            with self._lock:
+                state = self._agent.check_xfer_state(job.handle)
+        except Exception as error:
+            self._finish(lane, job, PeerGone(str(error)))
+            return
+        self._settle(lane, job, state)
+
+    def _settle(self, lane: _Lane, job: _Job, state: str) -> None:
+        if state == "DONE":
+            self._finish(lane, job, None)
+        elif state != "PROC":
+            self._finish(lane, job, TransferError(f"NIXL says {state}"))
+
+    def _finish(self, lane: _Lane, job: _Job, error: TransferError | None) -> None:
+        lane.posted = None
+        if job.handle is not None:
+            with self._lock:
+                job.handle.release()
+            job.handle = None
+        if error is None:
+            job.future.set_result(None)
+        else:
+            job.future.set_exception(error)
+
+    def _stop(self, lanes: dict[str, _Lane]) -> None:
+        """Nothing may be written after `close`: posted reads end with the agent, which goes right after this."""
+        for lane in lanes.values():
+            for job in lane.queued:
+                job.future.cancel()
+            if lane.posted is not None:
+                lane.posted.handle = None
+                lane.posted.future.set_exception(TransferError("the transport was closed"))
+
+
+def _parse(endpoint: bytes) -> dict[str, Any]:
+    try:
+        fields: dict[str, Any] = json.loads(endpoint)
+        if fields["format"] != FORMAT:
+            raise EndpointMismatch(f"endpoint format {fields['format']!r}, this side speaks {FORMAT!r}")
+        return fields
+    except (ValueError, KeyError, TypeError) as error:
+        raise EndpointMismatch("not an endpoint of the nixl transport") from error

@@ -1,0 +1,122 @@
+"""The contract of every transport; `tests/integration/test_transport_contract.py` holds each to it.
+
+A transport moves bytes from a peer's pool into this process's own pool, and never the other way: only a process
+writes its own memory. What the bytes mean is not its business.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_POSTED_BYTES = 8 << 20
+"""A single read is never larger, and one is posted per peer at a time: so this much memory at most stays
+untouchable when a peer falls silent in mid-read, because no transport can abort what it posted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`length` bytes from the peer's pool at `remote_offset` to the own pool at `local_offset`."""
+
+    local_offset: int
+    remote_offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The registered memory of one process: [num_blocks, block_bytes] of uint8, contiguous.
+
+    `owner` keeps the memory alive for as long as the transport may touch it.
+    """
+
+    memory: NDArray[np.uint8]
+    owner: Any = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.memory.nbytes
+
+
+class Peer(ABC):
+    """A connected peer. Valid until its transport is closed."""
+
+    name: str
+
+    @property
+    @abstractmethod
+    def lanes(self) -> tuple[str, ...]:
+        """What the bytes really travel over, such as "cma/memory"; empty before the first read."""
+
+
+class Transport(ABC):
+    """One per process (and tensor-parallel rank). Thread-safe.
+
+    Life: `register` once, then `connect` and `read` at will, then `close`. After `close` no read is in flight and
+    no memory of the pool is touched any more.
+    """
+
+    name: str
+
+    @abstractmethod
+    def register(self, pool: Pool) -> bytes:
+        """Make the pool readable by others and writable by own reads. Returns the endpoint: opaque bytes that a
+        peer passes to its `connect`. The pool must outlive the transport."""
+
+    @abstractmethod
+    def connect(self, endpoint: bytes) -> Peer:
+        """Prepare reads from the process that made `endpoint`. Connecting again gives the same peer.
+
+        Raises EndpointMismatch when the endpoint is not this transport's, PeerGone when nobody is there.
+        """
+
+    @abstractmethod
+    def read(self, peer: Peer, spans: Sequence[Span]) -> "Future[None]":
+        """Queue one read of at most MAX_POSTED_BYTES; reads of one peer are posted in order, one at a time.
+
+        The future's `cancel()` says True only while nothing was posted; from then on the destination belongs to
+        the transport until the future is done, with a result or with a TransferError. Callbacks of the future
+        run on the transport's thread and must not block.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop everything. Queued reads are cancelled; reads in flight fail once they are quiet."""
+
+
+def block_spans(pairs: Iterable[tuple[int, int]], block_bytes: int) -> list[Span]:
+    """Spans for (local block, remote block) pairs; neighbours in both pools become one span."""
+    spans: list[Span] = []
+    for local_block, remote_block in pairs:
+        local, remote = local_block * block_bytes, remote_block * block_bytes
+        last = spans[-1] if spans else None
+        if last and last.local_offset + last.length == local and last.remote_offset + last.length == remote:
+            spans[-1] = Span(last.local_offset, last.remote_offset, last.length + block_bytes)
+        else:
+            spans.append(Span(local, remote, block_bytes))
+    return spans
+
+
+def check_spans(spans: Sequence[Span], local_bytes: int, remote_bytes: int) -> None:
+    """Raise ValueError for spans outside either pool, or for more than one read may carry."""
+    for span in spans:
+        if span.length <= 0 or span.local_offset < 0 or span.remote_offset < 0:
+            raise ValueError(f"bad span {span}")
+        if span.local_offset + span.length > local_bytes:
+            raise ValueError(f"{span} ends beyond the own pool of {local_bytes} bytes")
+        if span.remote_offset + span.length > remote_bytes:
+            raise ValueError(f"{span} ends beyond the peer's pool of {remote_bytes} bytes")
+    total = sum(span.length for span in spans)
+    if not 0 < total <= MAX_POSTED_BYTES:
+        raise ValueError(f"a read carries 1 to {MAX_POSTED_BYTES} bytes, not {total}")
+
+
+def max_blocks_per_read(block_bytes: int) -> int:
+    """How many whole blocks one read may carry."""
+    if block_bytes > MAX_POSTED_BYTES:
+        raise ValueError(f"a block of {block_bytes} bytes is larger than one read, {MAX_POSTED_BYTES}")
+    return MAX_POSTED_BYTES // block_bytes

@@ -1,0 +1,51 @@
+"""What UCX really does, read from its own account.
+
+UCX logs its protocol choice for each kind of endpoint when `UCX_PROTO_INFO=y`. The log goes into memory only
+this process sees. An endpoint gets a table of its own only when its choice is new to the process, so lanes are
+known for the process, not for one peer.
+"""
+
+import os
+import re
+from collections.abc import Iterable
+
+# A table is a title of two lines, "| borrower intra-node cfg#1 |" and "| remote memory read by ucp_get* ... |",
+# then rows such as "| 0..inf | zero-copy | cma/memory |". Lanes look like "rc_mlx5/mlx5_0:1".
+_ROW = re.compile(r"\|\s*\d\S*\s*\|[^|]*\|\s*(?P<config>[^|]+?)\s*\|\s*$")
+_LANE = re.compile(r"[a-z0-9_]+/[\w:.-]+")
+
+
+class LaneLog:
+    """Must be made before UCX is loaded into the process, since it works through UCX's environment."""
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("tandem-ucx-log")
+        os.environ["UCX_PROTO_INFO"] = "y"
+        os.environ["UCX_LOG_FILE"] = f"/proc/self/fd/{self._fd}"
+        self._size = -1
+        self._lanes: tuple[str, ...] = ()
+
+    def lanes(self) -> tuple[str, ...]:
+        """Lanes of one-sided reads from other processes so far, in order of appearance."""
+        size = os.fstat(self._fd).st_size
+        if size != self._size:
+            self._size, self._lanes = size, self._read()
+        return self._lanes
+
+    def _read(self) -> tuple[str, ...]:
+        with open(f"/proc/self/fd/{self._fd}", encoding="utf-8", errors="replace") as log:
+            return read_lanes(log)
+
+
+def read_lanes(lines: Iterable[str]) -> tuple[str, ...]:
+    """Lanes named in the tables of `ucp_get` towards other processes."""
+    lanes: dict[str, None] = {}
+    to_others = reading = False
+    for line in lines:
+        if " cfg#" in line:
+            to_others, reading = " self cfg#" not in line, False
+        elif " by ucp_" in line:
+            reading = to_others and "ucp_get" in line
+        elif reading and (row := _ROW.search(line)):
+            lanes.update(dict.fromkeys(_LANE.findall(row["config"])))
+    return tuple(lanes)
