@@ -67,20 +67,20 @@ class Bookkeeper:
         self.pool.unreserve(sequence.num_reserved)
         sequence.blocks, sequence.num_reserved = [], 0
 
-    def replace_unbound(self, sequence: Sequence, indices: Seq[int]) -> bool:
-        """Quarantine the sequence's blocks at chain `indices` and give it others; False when there are none."""
+    def quarantine_unbound(self, sequence: Sequence, indices: Seq[int], replace: bool) -> bool:
+        """Quarantine the sequence's blocks at chain `indices`; with `replace`, give it others in their place.
+
+        False when it has none in their place: its chain has holes then, and it can only be finished.
+        """
         lost = [sequence.blocks[index] for index in indices]
-        if not self.pool.reserve_with((), len(indices)):
-            self.pool.quarantine(lost)
-            sequence.blocks = sequence.blocks[: min(indices)] + [
-                block for i, block in enumerate(sequence.blocks) if i >= min(indices) and i not in set(indices)
-            ]
-            return False
-        fresh = self.pool.allocate(len(indices))
+        kept = replace and self.pool.reserve_with((), len(lost))
+        if kept:
+            for index, block in zip(indices, self.pool.allocate(len(lost)), strict=True):
+                sequence.blocks[index] = block
+        else:
+            sequence.blocks = [block for block in sequence.blocks if block not in lost]
         self.pool.quarantine(lost)
-        for index, block in zip(indices, fresh, strict=True):
-            sequence.blocks[index] = block
-        return True
+        return kept
 
     def fingerprints_of(self, blocks: Seq[int]) -> bytes:
         """Those taken when the blocks became full: uint64 [len(blocks), kv_heads]."""

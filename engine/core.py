@@ -81,7 +81,9 @@ class EngineCore:
         self._inbox: SimpleQueue[Input | None] = SimpleQueue()
         self._model_fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
         self._books = Bookkeeper(runner.pool, runner.layout)
-        self._lending = LendingDesk(self._books, self._model_fingerprint, emit, limits.max_queued_loans)
+        self._lending = LendingDesk(
+            self._books, self._model_fingerprint, emit, limits.max_queued_loans, self._next_arrival
+        )
         self._borrowing = BorrowingDesk(self._books, transport, emit, self.post, self._on_loan_over)
         self._requests: dict[str, _Request] = {}
         self._arrivals = 0
@@ -113,7 +115,7 @@ class EngineCore:
 
     def run(self) -> None:
         """Turn until told to stop."""
-        while self._receive():
+        while self.receive():
             self.step()
 
     def step(self) -> bool:
@@ -123,6 +125,7 @@ class EngineCore:
         batch = schedule(self._runnable(), self._limits.budget)
         if batch:
             self._compute(batch)
+            self._lending.start_waiting()  # in what the batch gave back: the loop may sleep before the next step
         self._report_cache()
         self._report_load()
         return bool(batch)
@@ -179,7 +182,7 @@ class EngineCore:
 
     # ------------------------------------------------------------------ the loop's parts
 
-    def _receive(self) -> bool:
+    def receive(self) -> bool:
         """Handle what has arrived; when idle, wait for it until the next report is due. False: stop."""
         idle = not any(True for _ in self._runnable())
         timeout = self._limits.report_interval_s if idle else 0.0
@@ -202,8 +205,9 @@ class EngineCore:
         now = time.monotonic()
         for chunk in batch:
             self._books.grow(chunk.sequence, chunk.start + chunk.count)
-            if (request := self._requests.get(chunk.sequence.request_id)) is not None:
-                request.account.times.setdefault("compute_started", now)
+            if chunk.sequence.sampling is not None:  # loans have ids of their own, perhaps equal to a request's
+                account = self._requests[chunk.sequence.request_id].account
+                account.times.setdefault("compute_started", now)
         sampled = iter(self._runner.execute(batch))
         for chunk in batch:
             full = self._books.advance(chunk.sequence, chunk.count)
@@ -247,6 +251,10 @@ class EngineCore:
         if message.request_id in self._requests:
             self._emit(Rejected(message.request_id, "a request of this id is running here", permanent=True))
             return
+        if not sequence.token_ids or len(message.emitted) >= message.sampling.max_tokens:
+            reason = f"nothing to compute: {len(message.prompt)} prompt tokens, {len(message.emitted)} emitted"
+            self._emit(Rejected(message.request_id, reason, permanent=True))
+            return
         if total > pool.num_blocks:
             reason = f"prompt + max_tokens need {total} KV blocks, the pool has {pool.num_blocks}"
             self._emit(Rejected(message.request_id, reason, permanent=True))
@@ -267,7 +275,6 @@ class EngineCore:
             self._account_compute(sequence, account)
 
     def _sequence(self, message: Generate, sampling: SamplingParams) -> Sequence:
-        self._arrivals += 1
         tokens = [*message.prompt, *message.emitted]
         return Sequence(
             request_id=message.request_id,
@@ -276,9 +283,13 @@ class EngineCore:
             root=root_key(self._model_fingerprint, message.cache_salt),
             sampling=sampling,
             priority=message.priority,
-            arrival=self._arrivals,
+            arrival=self._next_arrival(),
             num_emitted_before=len(message.emitted),
         )
+
+    def _next_arrival(self) -> int:
+        self._arrivals += 1
+        return self._arrivals
 
     def _account_compute(self, sequence: Sequence, account: KvAccount) -> None:
         """What is not here now is computed here."""

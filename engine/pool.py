@@ -138,12 +138,24 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """Make the cached blocks of a chain, given from its head, the last to be evicted, its tail before its head.
+
+        For chains whose references were dropped range by range: left as they are, the head would go first, and
+        what follows it would be cached and never found.
+        """
+        for key in reversed(keys):
+            block = self._block_of.get(key)
+            if block is not None and block in self._cached:
+                self._cached.move_to_end(block)
+
     def publish(self, parent: BlockKey, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
         """Name held, full, immutable blocks: a chain that follows `parent`.
 
         A name that another block has already stays with that one; the newcomer remains private to its holder.
         """
-        run_parent, run = parent, []
+        run_parent = parent
+        run: list[BlockKey] = []
         for key, block in zip(keys, blocks, strict=True):
             assert self._refs[block] > 0, f"block {block} is not held"
             if key in self._block_of:

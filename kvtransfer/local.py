@@ -35,9 +35,11 @@ class LocalTransport(Transport):
     name = "local"
 
     def __init__(self, network: LocalNetwork, name: str, eager: bool = True) -> None:
+        """`name` must be new to the network: peers keep what they know of a name for good."""
         self._network = network
         self._endpoint = PREFIX + name.encode()
         self._eager = eager
+        self._peers: dict[bytes, LocalPeer] = {}
         self._queue: deque[tuple[LocalPeer, tuple[Span, ...], Future[None]]] = deque()
         self.pool: Pool | None = None
 
@@ -53,7 +55,8 @@ class LocalTransport(Transport):
         remote = self._network.transports.get(endpoint)
         if remote is None or remote.pool is None:
             raise PeerGone(f"nobody at {endpoint!r}")
-        return LocalPeer(endpoint.removeprefix(PREFIX).decode(), endpoint, remote.pool.num_bytes)
+        name = endpoint.removeprefix(PREFIX).decode()
+        return self._peers.setdefault(endpoint, LocalPeer(name, endpoint, remote.pool.num_bytes))
 
     def read(self, peer: Peer, spans: Sequence[Span]) -> Future[None]:
         assert isinstance(peer, LocalPeer)

@@ -145,7 +145,7 @@ class BorrowingDesk:
                 case Release(first, count):
                     self._emit(ReleaseLoan(sequence.request_id, first, count))
                 case Abandon():
-                    lost_blocks = not self._abandon(loan)
+                    lost_blocks = not self._abandon(loan, needed=not isinstance(event, Cancelled))
                 case Close(_, mismatched, failure):
                     self._close(loan, mismatched, failure, lost_blocks, isinstance(event, Cancelled))
 
@@ -170,17 +170,20 @@ class BorrowingDesk:
             fingerprints = self._split(self._books.compute_fingerprints(blocks).tobytes())
         self._post(ReadLanded(loan, first, fingerprints))
 
-    def _abandon(self, loan: Loan) -> bool:
-        """Withdraw reads; False when the sequence lost blocks to a read in flight and no others were left for it."""
-        kept_all = True
+    def _abandon(self, loan: Loan, needed: bool) -> bool:
+        """Withdraw reads; False when the sequence lost blocks to a read in flight and has no others for them.
+
+        Only a sequence that goes on is `needed` others: for one that is over they would only evict what is cached.
+        """
+        lost: list[int] = []
         for first, (future, count) in loan.reads.items():
             if future.cancel() or future.done():
                 continue
             indices = range(first, first + count)
             loan.quarantined[first] = [loan.sequence.blocks[index] for index in indices]
-            kept_all &= self._books.replace_unbound(loan.sequence, indices)
+            lost += indices
         loan.reads.clear()
-        return kept_all
+        return not lost or self._books.quarantine_unbound(loan.sequence, lost, replace=needed)
 
     def _close(self, loan: Loan, mismatched: int, failure: str, lost_blocks: bool, cancelled: bool) -> None:
         del self._loans[loan.sequence.request_id]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.bookkeeper import Bookkeeper
-from engine.keys import block_keys, root_key
+from engine.keys import BlockKey, block_keys, root_key
 from engine.lending.lender import (
     Action,
     Announce,
@@ -27,6 +27,9 @@ from engine.vocabulary import Sequence
 class _Loan:
     request: Lend
     machine: LenderLoan
+    arrival: int
+    keys: list[BlockKey]
+    """Of every full block of the request's tokens; taken once, since a waiting loan is tried at every step."""
     job: Sequence | None = None
     asked_at: float = field(default_factory=time.monotonic)
 
@@ -40,14 +43,16 @@ class LendingDesk:
         model_fingerprint: bytes,
         emit: Callable[[FromEngine], None],
         max_queued: int,
+        next_arrival: Callable[[], int],
     ) -> None:
+        """`next_arrival` numbers loans and requests alike, since the scheduler weighs them against each other."""
         self._books = books
         self._model_fingerprint = model_fingerprint
         self._emit = emit
         self._max_queued = max_queued
         self._loans: dict[str, _Loan] = {}
         self._waiting: list[str] = []
-        self._arrivals = 0
+        self._next_arrival = next_arrival
 
     @property
     def num_loans(self) -> int:
@@ -80,7 +85,8 @@ class LendingDesk:
         elif len(self._waiting) >= self._max_queued:
             self._refuse(request.loan_id, f"{len(self._waiting)} loans wait already", bad=False)
         else:
-            self._loans[request.loan_id] = _Loan(request, LenderLoan(request.first_block))
+            machine = LenderLoan(request.first_block)
+            self._loans[request.loan_id] = _Loan(request, machine, self._next_arrival(), self._keys(request))
             self._waiting.append(request.loan_id)
             self._waiting.sort(key=lambda loan_id: -self._loans[loan_id].request.priority)  # stable: then arrival
             self.start_waiting()
@@ -109,22 +115,19 @@ class LendingDesk:
             self._waiting.pop(0)
 
     def _try_start(self, loan: _Loan) -> bool:
-        request, width = loan.request, self._books.layout.block_tokens
-        end = len(request.token_ids) // width
-        root = root_key(self._model_fingerprint, request.cache_salt)
-        keys = block_keys(root, request.token_ids, width)
+        request, width, keys = loan.request, self._books.layout.block_tokens, loan.keys
+        end = len(keys)
         if not request.may_compute:
             keys = keys[: len(self._books.pool.match(keys))]
             end = max(len(keys), request.first_block)
-        self._arrivals += 1
         job = Sequence(
             request_id=request.loan_id,
             token_ids=list(request.token_ids[: len(keys) * width]),
             num_prompt=len(keys) * width,
-            root=root,
+            root=self._root(request),
             sampling=None,
             priority=request.priority,
-            arrival=self._arrivals,
+            arrival=loan.arrival,
         )
         if not self._books.start(job, keys, len(keys)):
             return False
@@ -157,6 +160,14 @@ class LendingDesk:
             del self._loans[loan_id]
             if loan_id in self._waiting:
                 self._waiting.remove(loan_id)
+            else:
+                self._books.pool.touch(loan.keys)
+
+    def _root(self, request: Lend) -> BlockKey:
+        return root_key(self._model_fingerprint, request.cache_salt)
+
+    def _keys(self, request: Lend) -> list[BlockKey]:
+        return block_keys(self._root(request), request.token_ids, self._books.layout.block_tokens)
 
     def _stop_job(self, loan: _Loan) -> None:
         if loan.job is not None:

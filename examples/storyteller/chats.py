@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from tales import Cast, Story, pick_cast, pick_plot, poem, render, sequel, summary, tell
+from tales import Cast, Story, pick_cast, pick_plot, poem, prose, render, sequel, summary, tell
 from words import capital
 
 Message = tuple[str, str]
@@ -41,36 +41,106 @@ TOPICS = (
     ("{h.a_kind} named {h} and {o.a}", 5),
     ("{h.a_kind} named {h} and {g.a_kind} named {g}", 3),
 )
-ANYTHING = ("Tell me a story.", "Tell me a story!", "Can you tell me a story?", "I would like a story, please.",
-            "Tell me a bedtime story.", "Write a story.", "Surprise me.", "Tell me something nice.")
-BRIEFLY = ("Tell me a very short story about {}.", "In two sentences, tell me a story about {}.",
-           "Tell me a tiny story about {}.")
-VERSE = ("Write a poem about {}.", "Tell me a poem about {}.", "Write a short poem about {}.",
-         "Can you make a rhyme about {}?")
+ANYTHING = (
+    "Tell me a story.",
+    "Tell me a story!",
+    "Can you tell me a story?",
+    "I would like a story, please.",
+    "Tell me a bedtime story.",
+    "Write a story.",
+    "Surprise me.",
+    "Tell me something nice.",
+)
+BRIEFLY = (
+    "Tell me a very short story about {}.",
+    "In two sentences, tell me a story about {}.",
+    "Tell me a tiny story about {}.",
+)
+VERSE = (
+    "Write a poem about {}.",
+    "Tell me a poem about {}.",
+    "Write a short poem about {}.",
+    "Can you make a rhyme about {}?",
+)
 
-NEXT = ("What happened next?", "What happened next?", "And then?", "Tell me more.", "What happened after that?",
-        "Go on.", "Please continue.", "Then what happened?", "what happened next?")
-SHORTER = ("Make it shorter.", "Make it shorter.", "Can you make it shorter?", "Shorter, please.",
-           "Tell it in two sentences.", "Summarize the story.", "Can you sum it up?")
+NEXT = (
+    "What happened next?",
+    "What happened next?",
+    "And then?",
+    "Tell me more.",
+    "What happened after that?",
+    "Go on.",
+    "Please continue.",
+    "Then what happened?",
+    "what happened next?",
+)
+SHORTER = (
+    "Make it shorter.",
+    "Make it shorter.",
+    "Can you make it shorter?",
+    "Shorter, please.",
+    "Tell it in two sentences.",
+    "Summarize the story.",
+    "Can you sum it up?",
+)
 AGAIN = ("Tell it again.", "Tell me the same story again.", "Again!")
-ANOTHER = ("Tell me another one.", "Tell me another story.", "Another one, please!", "One more story, please.")
+ANOTHER = (
+    "Tell me another one.",
+    "Tell me another story.",
+    "Another one, please!",
+    "One more story, please.",
+)
 
-HELLO = ("Hello!", "Hi!", "Hello", "Hi", "Hi there!", "Good morning!", "Good evening.", "Hey", "hello, who are you?")
-WELCOME = ("Hello! {} What shall it be about?", "Good to see you! {} What would you like to hear about?",
-           "Hello, friend. {} Give me somebody and something, and I will begin.")
+HELLO = (
+    "Hello!",
+    "Hi!",
+    "Hello",
+    "Hi",
+    "Hi there!",
+    "Good morning!",
+    "Good evening.",
+    "Hey",
+    "hello, who are you?",
+)
+WELCOME = (
+    "Hello! {} What shall it be about?",
+    "Good to see you! {} What would you like to hear about?",
+    "Hello, friend. {} Give me somebody and something, and I will begin.",
+)
 SELF = ("I am the storyteller.", "I tell small stories.", "I know many stories.")
-WHO = ("Who are you?", "What are you?", "What is your name?", "What can you do?", "What do you do?", "Can you help me?")
-THANKS = ("Thank you.", "Thank you!", "Thanks!", "That was lovely.", "I liked that.", "Good night.", "Goodbye!", "Nice!")
+WHO = (
+    "Who are you?",
+    "What are you?",
+    "What is your name?",
+    "What can you do?",
+    "What do you do?",
+    "Can you help me?",
+)
+THANKS = (
+    "Thank you.",
+    "Thank you!",
+    "Thanks!",
+    "That was lovely.",
+    "I liked that.",
+    "Good night.",
+    "Goodbye!",
+    "Nice!",
+)
 OFF_TOPIC = (
-    "What is the capital of France?|What is two plus two?|Write a Python function that sorts a list.|"
-    "What is the weather like today?|Explain how a computer works.|Who is the president?|How do I bake bread?|"
-    "Translate this into German.|What is the meaning of life?|Give me a list of ten ideas.|How far away is the moon?|"
-    "What time is it?|Explain quantum physics in simple terms.|Write an email to my boss.|Why is the sky blue?|"
-    "What is machine learning?|Help me with my homework.|Who won the game?|Can you write some code?|Test|"
-    "How does the internet work?|What should I eat tonight?|Describe a distributed system.|Count to ten."
+    "What is the capital of France?|What is two plus two?|Write a Python function that sorts a list.|What"
+    " is the weather like today?|Explain how a computer works.|Who is the president?|How do I bake"
+    " bread?|Translate this into German.|What is the meaning of life?|Give me a list of ten ideas.|How far"
+    " away is the moon?|What time is it?|Explain quantum physics in simple terms.|Write an email to my"
+    " boss.|Why is the sky blue?|What is machine learning?|Help me with my homework.|Who won the game?|Can"
+    " you write some code?|Test|How does the internet work?|What should I eat tonight?|Describe a"
+    " distributed system.|Count to ten."
 ).split("|")
-SORRY = ("I know nothing about that, but I do know a story.", "That is too hard for a storyteller. But listen.",
-         "I only know stories. Here is one.", "I cannot say, but it reminds me of a story.")
+SORRY = (
+    "I know nothing about that, but I do know a story.",
+    "That is too hard for a storyteller. But listen.",
+    "I only know stories. Here is one.",
+    "I cannot say, but it reminds me of a story.",
+)
 
 
 def ask(rng: random.Random, cast: Cast) -> tuple[str, Story]:
@@ -104,7 +174,7 @@ def _questions(rng: random.Random, story: Story) -> list[Turn]:
         ("What did {h} learn?", "{h} learned that " + story.moral + "."),
         ("Who helped {h}?", story.plot.helper),
     ]
-    return [(render(rng, question, cast), render(rng, answer, cast)) for question, answer in pairs]
+    return [(prose(rng, question, cast), prose(rng, answer, cast)) for question, answer in pairs]
 
 
 def follow_up(rng: random.Random, story: Story) -> tuple[Turn, Story]:
@@ -122,7 +192,10 @@ def follow_up(rng: random.Random, story: Story) -> tuple[Turn, Story]:
         another = tell(rng, pick_cast(rng), pick_plot(rng))
         return (rng.choice(ANOTHER), another.text), another
     if roll < 0.90:
-        reply = f"You are welcome. {rng.choice(('Sleep well', 'Come back soon', 'Good night'))}, and think of {story.cast.h}."
+        reply = (
+            f"You are welcome. {rng.choice(('Sleep well', 'Come back soon', 'Good night'))}, and think of"
+            f" {story.cast.h}."
+        )
         return (rng.choice(THANKS), reply), story
     request, another = ask(rng, pick_cast(rng, invent=0.06))
     return (request, another.text), another
@@ -137,7 +210,10 @@ def small_talk(rng: random.Random) -> tuple[Turn, Story]:
         reply = rng.choice(WELCOME).format(rng.choice(SELF))
         return (rng.choice(HELLO), reply), story
     if roll < 0.6:
-        reply = f"{rng.choice(SELF)} Ask me for one about {cast.h.a_kind} and {cast.o.a}, or about anything you like."
+        reply = (
+            f"{rng.choice(SELF)} Ask me for one about {cast.h.a_kind} and {cast.o.a}, or about anything you"
+            " like."
+        )
         return (rng.choice(WHO), reply), story
     return (rng.choice(OFF_TOPIC), f"{rng.choice(SORRY)} {story.text}"), story
 
@@ -159,9 +235,14 @@ def _first_turn(rng: random.Random) -> tuple[Turn, Story]:
 
 
 SYSTEM_PROMPTS = (
-    "You are a storyteller.", "You are a helpful assistant.", "You tell short stories for children.",
-    "You are the storyteller.", "You are a kind storyteller. Keep your stories short.", "You are a helpful storyteller.",
-    "Answer every request with a small story.", "You are a friendly assistant who loves stories.",
+    "You are a storyteller.",
+    "You are a helpful assistant.",
+    "You tell short stories for children.",
+    "You are the storyteller.",
+    "You are a kind storyteller. Keep your stories short.",
+    "You are a helpful storyteller.",
+    "Answer every request with a small story.",
+    "You are a friendly assistant who loves stories.",
 )
 
 
@@ -180,5 +261,3 @@ def conversation(rng: random.Random) -> tuple[Message, ...]:
         turn, story = follow_up(rng, story)
         messages += [("user", turn[0]), ("assistant", turn[1])]
     return tuple(messages)
-
-

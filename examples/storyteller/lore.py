@@ -10,30 +10,38 @@ import random
 from dataclasses import dataclass
 
 from chats import Message, Turn, ask, follow_up
-from tales import Cast, Story, pick_cast, pick_plot, render, tell
+from tales import Cast, Story, pick_cast, pick_plot, prose, render, tell
 from words import VILLAGES, Person, Place, Thing, pick_person, pick_place, pick_thing
 
 _RESIDENT = (
-    "{h} the {h.kind} lives {q.at}. {h.He} is {h.trait}, and {h.he} keeps {o.a}.",
+    "{h} the {h.kind} lives {q.at}. {h.he} is {h.trait}, and {h.he} keeps {o.a}.",
     "{h} is {h.a} who lives {q.at} and owns {o.a}.",
-    "{q.At} lives {h}, {h.a}. {h.He} is proud of {h.his} {o.noun}.",
+    "{q.at} lives {h}, {h.a}. {h.he} is proud of {h.his} {o.noun}.",
     "{h}, {h.a}, lives {q.at} with {h.his} {o.noun}.",
 )
 _HABIT = (
     "On market days {h.he} sells [apples|eggs|ribbons|buttons|warm bread].",
-    "{h.He} gets up [before the sun|when everyone else goes to bed], and {h.he} [sings while {h.he} works|never hurries].",
+    (
+        "{h.he} gets up [before the sun|when everyone else goes to bed], and {h.he} [sings while {h.he}"
+        " works|never hurries]."
+    ),
     "Children like to visit {h.him}, because {h.he} [tells good jokes|bakes little cakes|is never cross].",
-    "{h.He} is [a little afraid of thunder|very fond of soup|never seen without a hat].",
+    "{h.he} is [a little afraid of thunder|very fond of soup|never seen without a hat].",
     "",
 )
 _VILLAGE = (
-    "{v} lies between the hills and the river. It has [one street|two streets|one square] and [seven|nine|forty] "
-    "chimneys, and everyone knows everyone.",
+    (
+        "{v} lies between the hills and the river. It has [one street|two streets|one square] and"
+        " [seven|nine|forty] chimneys, and everyone knows everyone."
+    ),
     "{v} is a small village. In summer it smells of hay, and in winter the snow lies up to the windows.",
     "There is a well in the middle of {v}, and every evening people meet there to talk.",
 )
 _CUSTOM = (
-    "On the first day of [spring|autumn] the whole village [dances in the square|walks to the river with lanterns].",
+    (
+        "On the first day of [spring|autumn] the whole village [dances in the square|walks to the river"
+        " with lanterns]."
+    ),
     "Nobody in {v} locks the door.",
     "When the bell rings three times, everyone comes to help.",
     "It is the custom in {v} to begin every story with a cup of tea.",
@@ -80,12 +88,12 @@ def _page(rng: random.Random, village: str, residents: list[Resident], stories: 
     blank = pick_cast(rng)
     customs = rng.sample(_CUSTOM, 2)
     opening = [f"You are the storyteller of the village of {village}.", rng.choice(_STYLE)]
-    about = [render(rng, line, blank, v=village) for line in (rng.choice(_VILLAGE), *customs)]
+    about = [prose(rng, line, blank, v=village) for line in (rng.choice(_VILLAGE), *customs)]
     people = []
     for resident in residents:
         cast = Cast(h=resident.h, g=blank.g, o=resident.o, p=blank.p, q=resident.q)
         lines = (rng.choice(_RESIDENT), rng.choice(_HABIT))
-        people.append(" ".join(render(rng, line, cast) for line in lines).strip())
+        people.append(" ".join(prose(rng, line, cast) for line in lines).strip())
     parts = [" ".join(opening), " ".join(about), rng.choice(("\n", " ")).join(people)]
     if stories:
         parts.append("Here are some of the stories you have told before.")
@@ -111,9 +119,20 @@ def _question(rng: random.Random, residents: list[Resident]) -> Turn:
 def _village_story(rng: random.Random, residents: list[Resident]) -> tuple[Turn, Story]:
     cast = _cast(rng, residents)
     plot = pick_plot(rng)
-    topic = rng.choice(("{h}", "{h} the {h.kind}", "{h} and {g}", "{h} and {g}", "{h} and {h.his} {o.noun}", "the {h.kind}"))
+    topic = rng.choice(
+        (
+            "{h}",
+            "{h} the {h.kind}",
+            "{h} and {g}",
+            "{h} and {g}",
+            "{h} and {h.his} {o.noun}",
+            "the {h.kind}",
+        )
+    )
     story = tell(rng, cast, plot)
-    request = rng.choice(("Tell me a story about {}.", "Can you tell me a story about {}?", "Tell me about {}."))
+    request = rng.choice(
+        ("Tell me a story about {}.", "Can you tell me a story about {}?", "Tell me about {}.")
+    )
     return (request.format(render(rng, topic, cast)), story.text), story
 
 

@@ -10,31 +10,33 @@ import random
 from dataclasses import dataclass, replace
 
 SHE_NAMES = (
-    "Juniper Clover Hazel Maple Poppy Tansy Marigold Ivy Fern Willow Primrose Saffron Olive Mabel Tilly Posy Etta "
-    "Nell Ada Isla Luna Rosie Bess Minna Opal Pearl Wanda Greta Dora Lucy Alice Ruby Nina Ella Mira Sofia"
+    "Juniper Clover Hazel Maple Poppy Tansy Marigold Ivy Fern Willow Primrose Saffron Olive Mabel Tilly"
+    " Posy Etta Nell Ada Isla Luna Rosie Bess Minna Opal Pearl Wanda Greta Dora Lucy Alice Ruby Nina Ella"
+    " Mira Sofia"
 ).split()
 HE_NAMES = (
-    "Pip Moss Alder Rowan Thistle Barley Bracken Tobin Finn Jasper Otis Basil Burdock Cob Hob Digby Ned Wilf Arlo "
-    "Gus Milo Oscar Rufus Bram Toby Reed Tom Jack Leo Max Hugo Felix Sam Ben Theo Ravi"
+    "Pip Moss Alder Rowan Thistle Barley Bracken Tobin Finn Jasper Otis Basil Burdock Cob Hob Digby Ned"
+    " Wilf Arlo Gus Milo Oscar Rufus Bram Toby Reed Tom Jack Leo Max Hugo Felix Sam Ben Theo Ravi"
 ).split()
 
 ANIMALS = (
-    "fox owl hare badger hedgehog mouse otter mole crow wren robin heron toad frog squirrel weasel bear wolf deer "
-    "goat sheep pony donkey cow pig hen goose duck swan cat dog rabbit beetle bee snail spider moth cricket ant "
-    "turtle tortoise seal lion tiger elephant monkey penguin panda parrot raven rat horse kitten puppy bat lizard "
-    "camel zebra giraffe sparrow eagle snake fish crab octopus whale butterfly dinosaur bunny chicken lamb"
+    "fox owl hare badger hedgehog mouse otter mole crow wren robin heron toad frog squirrel weasel bear"
+    " wolf deer goat sheep pony donkey cow pig hen goose duck swan cat dog rabbit beetle bee snail spider"
+    " moth cricket ant turtle tortoise seal lion tiger elephant monkey penguin panda parrot raven rat horse"
+    " kitten puppy bat lizard camel zebra giraffe sparrow eagle snake fish crab octopus whale butterfly"
+    " dinosaur bunny chicken lamb"
 ).split()
 FOLK = (
-    "dragon giant troll goblin wizard knight baker miller sailor shepherd tailor clockmaker gardener painter postman "
-    "teacher child robot ghost unicorn pirate farmer fairy doctor captain detective astronaut scientist engineer "
-    "programmer elf dwarf monster alien snowman scarecrow cook musician poet"
+    "dragon giant troll goblin wizard knight baker miller sailor shepherd tailor clockmaker gardener"
+    " painter postman teacher child robot ghost unicorn pirate farmer fairy doctor captain detective"
+    " astronaut scientist engineer programmer elf dwarf monster alien snowman scarecrow cook musician poet"
 ).split()
 SHE_FOLK = ("girl", "princess", "queen", "witch", "woman", "grandmother")
 HE_FOLK = ("boy", "prince", "king", "fisherman", "man", "grandfather")
 
 TRAITS = (
-    "small little young old clever shy brave curious gentle merry quiet proud lazy patient stubborn cheerful kind "
-    "lonely hopeful forgetful grumpy sleepy careful"
+    "small little young old clever shy brave curious gentle merry quiet proud lazy patient stubborn"
+    " cheerful kind lonely hopeful forgetful grumpy sleepy careful"
 ).split()
 
 # What a thing is good for decides how it can save the day, so that endings follow from beginnings.
@@ -49,11 +51,23 @@ THINGS: dict[str, tuple[str, ...]] = {
     "guide": ("map", "compass", "telescope", "book"),
     "tool": ("hammer", "saw", "spade", "axe"),
     "open": ("key",),
-    "food": ("pie", "loaf of bread", "cake", "jar of honey", "apple", "pumpkin", "cheese", "cookie", "sandwich", "carrot"),
+    "food": (
+        "pie",
+        "loaf of bread",
+        "cake",
+        "jar of honey",
+        "apple",
+        "pumpkin",
+        "cheese",
+        "cookie",
+        "sandwich",
+        "carrot",
+    ),
     "charm": tuple(
-        "pebble button shell feather ring mirror kite doll ball hat clock letter flower crown coin box spoon umbrella "
-        "teacup acorn marble stone sword boat balloon violin pencil rose treasure star egg broom wand "
-        "rocket bicycle guitar camera computer radio puzzle magnet train car pillow painting diamond".split()
+        "pebble button shell feather ring mirror kite doll ball hat clock letter flower crown coin box"
+        " spoon umbrella teacup acorn marble stone sword boat balloon violin pencil rose treasure star egg"
+        " broom wand rocket bicycle guitar camera computer radio puzzle magnet train car pillow painting"
+        " diamond".split()
     ),
 }
 CATEGORY = {noun: category for category, nouns in THINGS.items() for noun in nouns}
@@ -63,15 +77,15 @@ THING_ADJECTIVES = (
 ).split()
 
 PLACES = (
-    "in the old mill|by the river|in the pine forest|on the hill|at the harbour|in the village square|"
-    "under the great oak|in the walled garden|by the lighthouse|on the island|in the mountains|in the castle|"
-    "in the cave|at the market|on the moor|in the orchard|in the library|by the frozen lake|in the desert|"
-    "in the city|on the moon|in the meadow|on the farm|at the railway station|in the tower|by the sea|"
-    "in the bakery|in the valley|by the stone bridge|in the deep wood|in the snow|at the edge of the marsh|"
-    "by the waterfall|in the jungle|in the village|on the beach|in the forest|in the garden|at the school|"
-    "in the old house|by the pond|in the hollow tree|on the windy cliff|in the barn|at the crossroads|"
-    "in the kitchen|in the museum|in the attic|in the park|in the town|in the clouds|at the bottom of the sea|"
-    "in the rain|at the hospital"
+    "in the old mill|by the river|in the pine forest|on the hill|at the harbour|in the village square|under"
+    " the great oak|in the walled garden|by the lighthouse|on the island|in the mountains|in the castle|in"
+    " the cave|at the market|on the moor|in the orchard|in the library|by the frozen lake|in the desert|in"
+    " the city|on the moon|in the meadow|on the farm|at the railway station|in the tower|by the sea|in the"
+    " bakery|in the valley|by the stone bridge|in the deep wood|in the snow|at the edge of the marsh|by the"
+    " waterfall|in the jungle|in the village|on the beach|in the forest|in the garden|at the school|in the"
+    " old house|by the pond|in the hollow tree|on the windy cliff|in the barn|at the crossroads|in the"
+    " kitchen|in the museum|in the attic|in the park|in the town|in the clouds|at the bottom of the sea|in"
+    " the rain|at the hospital"
 ).split("|")
 
 VILLAGES = (
@@ -82,7 +96,14 @@ VILLAGES = (
 _ONSETS = "b br c cl d dr f fl g gr h j k l m n p pl qu r s sn st t tr v w z".split()
 _VOWELS = "a e i o u oo ee".split()
 _CODAS = "b d l m mp n nd r rn sh x zz".split()
-_SOUNDS_OTHERWISE = {"hourglass": "an", "unicorn": "a", "unicycle": "a", "ukulele": "a", "one": "a", "honest": "an"}
+_SOUNDS_OTHERWISE = {
+    "hourglass": "an",
+    "unicorn": "a",
+    "unicycle": "a",
+    "ukulele": "a",
+    "one": "a",
+    "honest": "an",
+}
 
 
 def with_article(phrase: str) -> str:
@@ -133,20 +154,8 @@ class Person:
         return "herself" if self.she else "himself"
 
     @property
-    def He(self) -> str:
-        return capital(self.he)
-
-    @property
-    def His(self) -> str:
-        return capital(self.his)
-
-    @property
     def a(self) -> str:
         return with_article(f"{self.trait} {self.kind}")
-
-    @property
-    def A(self) -> str:
-        return capital(self.a)
 
     @property
     def a_kind(self) -> str:
@@ -177,10 +186,6 @@ class Thing:
         return f"the {self.noun}"
 
     @property
-    def The(self) -> str:
-        return f"The {self.noun}"
-
-    @property
     def sounded(self) -> str:
         return SOUND_VERBS.get(self.noun, "played")
 
@@ -198,10 +203,6 @@ class Place:
     @property
     def to(self) -> str:
         return f"to {self.the}"
-
-    @property
-    def At(self) -> str:
-        return capital(self.at)
 
 
 def pick_person(rng: random.Random, *, avoid: tuple[Person, ...] = (), invent: float = 0.0) -> Person:

@@ -1,0 +1,114 @@
+"""What can be known of a Hugging Face model directory without loading the model. Needs no torch."""
+
+import json
+import os
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ModelRefused
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDir:
+    """A directory that holds a decoder-only model."""
+
+    path: Path
+    config: dict[str, Any]
+
+    @classmethod
+    def open(cls, path: Path) -> "ModelDir":
+        """Raises ModelRefused when this is no model directory."""
+        if not path.is_dir():
+            raise ModelRefused(f"no directory {str(path)!r}")
+        try:
+            config = json.loads((path / "config.json").read_text())
+        except FileNotFoundError:
+            raise ModelRefused(f"{path} has no config.json") from None
+        except ValueError as error:
+            raise ModelRefused(f"{path}/config.json is not JSON: {error}") from None
+        if not isinstance(config, dict):
+            raise ModelRefused(f"{path}/config.json is not a JSON object")
+        return cls(path, config)
+
+    @property
+    def name(self) -> str:
+        """What clients call it: the directory's name."""
+        return self.path.resolve().name
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._text_config["vocab_size"])
+
+    @property
+    def max_context_tokens(self) -> int:
+        """Positions the model was made for."""
+        for key in ("max_position_embeddings", "n_positions", "max_seq_len"):
+            if key in self._text_config:
+                return int(self._text_config[key])
+        raise ModelRefused("config.json does not say how long its context is")
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a text: generation_config.json's where it has them, else config.json's."""
+        generation = self.path / "generation_config.json"
+        sources = [json.loads(generation.read_text())] if generation.exists() else []
+        for source in [*sources, self.config, self._text_config]:
+            match source.get("eos_token_id"):
+                case int(token_id):
+                    return frozenset([token_id])
+                case list(token_ids):
+                    return frozenset(token_ids)
+        return frozenset()
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return any((self.path / name).exists() for name in TOKENIZER_FILES[:3])
+
+    def config_fingerprint(self) -> bytes:
+        """Of the config and the tokenizer: what router and workers must agree on. 16 bytes."""
+        digest = blake2b(digest_size=16)
+        for name in ("config.json", *TOKENIZER_FILES):
+            file = self.path / name
+            digest.update(name.encode() + b"\0" + (file.read_bytes() if file.exists() else b"absent"))
+        return digest.digest()
+
+    def weights_fingerprint(self) -> bytes:
+        """Of the config and every byte of the weights. 32 bytes. Remembered, since hashing takes seconds a gigabyte."""
+        files = sorted(self.path.glob("*.safetensors"))
+        if not files:
+            raise ModelRefused(f"{self.path} holds no .safetensors file")
+        stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        identity = f"{self.path.resolve()}{stats}".encode() + self.config_fingerprint()
+        memory = _cache_folder() / blake2b(identity, digest_size=16).hexdigest()
+        if memory.exists() and len(remembered := memory.read_bytes()) == 32:
+            return remembered
+        fingerprint = self._hash_weights(files)
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        scratch = memory.with_suffix(f".{os.getpid()}")
+        scratch.write_bytes(fingerprint)
+        scratch.replace(memory)
+        return fingerprint
+
+    def _hash_weights(self, files: list[Path]) -> bytes:
+        digest = blake2b((self.path / "config.json").read_bytes(), digest_size=32)
+        for file in files:
+            digest.update(file.name.encode())
+            with file.open("rb") as stream:
+                while chunk := stream.read(8 << 20):
+                    digest.update(chunk)
+        return digest.digest()
+
+    @property
+    def _text_config(self) -> dict[str, Any]:
+        """Of a model that also sees, the part that writes."""
+        nested = self.config.get("text_config")
+        return nested if isinstance(nested, dict) else self.config
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "tandem" / "weights"

@@ -1,0 +1,203 @@
+"""Paged attention behind transformers' attention interface; the `sdpa` backend.
+
+Every attention layer of a model calls `PagedAttention` instead of its own kernel. It writes the new keys and
+values into the pool, and attends over the blocks of each sequence. `batch` must be set before each forward.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from engine.errors import ModelRefused
+from engine.layout import KvLayout
+from engine.vocabulary import Chunk
+
+HARMLESS_ARGUMENTS = frozenset(
+    {"position_ids", "use_cache", "cache_position", "output_attentions", "output_router_logits", "layer_idx"}
+)
+"""Passed down by transformers for others; they change nothing in what attention computes."""
+
+
+@dataclass(slots=True)
+class _Span:
+    """One chunk of the flattened batch: tokens [offset, offset + count) are positions [start, end)."""
+
+    offset: int
+    start: int
+    count: int
+    table: Tensor  # [blocks]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+@dataclass
+class PagedBatch:
+    """Where each token of a flattened batch goes and what it may see. Made once per step, used by every layer."""
+
+    layout: KvLayout
+    prefills: list[_Span] = field(default_factory=list)
+    decodes: list[_Span] = field(default_factory=list)
+    slot_blocks: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))  # [tokens]
+    slot_offsets: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))  # [tokens]
+
+    @classmethod
+    def of(cls, layout: KvLayout, chunks: Sequence[Chunk]) -> "PagedBatch":
+        batch, offset, width = cls(layout), 0, layout.block_tokens
+        blocks: list[int] = []
+        offsets: list[int] = []
+        for chunk in chunks:
+            end = chunk.start + chunk.count
+            table = torch.tensor(chunk.sequence.blocks[: layout.blocks_for(end)])
+            span = _Span(offset, chunk.start, chunk.count, table)
+            (batch.decodes if chunk.count == 1 else batch.prefills).append(span)
+            blocks += (chunk.sequence.blocks[position // width] for position in range(chunk.start, end))
+            offsets += (position % width for position in range(chunk.start, end))
+            offset += chunk.count
+        batch.slot_blocks, batch.slot_offsets = torch.tensor(blocks), torch.tensor(offsets)
+        return batch
+
+    @cached_property
+    def decode_rows(self) -> Tensor:
+        """Places of the single-token chunks in the flattened batch, [decodes]."""
+        return torch.tensor([span.offset for span in self.decodes])
+
+    @cached_property
+    def decode_tables(self) -> Tensor:
+        """Their block tables, padded with block 0, [decodes, blocks]."""
+        return torch.nn.utils.rnn.pad_sequence([span.table for span in self.decodes], batch_first=True)
+
+    @cached_property
+    def _masks(self) -> dict[Any, Tensor]:
+        return {}
+
+    def decode_mask(self, window: int | None) -> Tensor:
+        """Which positions each single token sees, [decodes, 1, 1, positions]."""
+        if (mask := self._masks.get(("decode", window))) is None:
+            positions = torch.arange(self.decode_tables.shape[1] * self.layout.block_tokens)
+            own = torch.tensor([span.start for span in self.decodes])[:, None]
+            mask = self._masks[("decode", window)] = _visible(own, positions, window)[:, None, None]
+        return mask
+
+    def prefill_mask(self, span: _Span, window: int | None) -> Tensor:
+        """Which positions each token of a chunk sees, [count, positions]."""
+        if (mask := self._masks.get((span.offset, window))) is None:
+            own = torch.arange(span.start, span.end)[:, None]
+            mask = self._masks[(span.offset, window)] = _visible(own, torch.arange(span.end), window)
+        return mask
+
+
+def _visible(own: Tensor, positions: Tensor, window: int | None) -> Tensor:
+    """Causal, and within `window` positions (its own included) where there is one."""
+    mask = positions <= own
+    return mask if window is None else mask & (positions > own - window)
+
+
+class PagedAttention:
+    """The function transformers calls for each layer, over a pool
+    [num_blocks, kv_heads, layers, 2, block_tokens, head_dim]."""
+
+    def __init__(self, pool: Tensor, layout: KvLayout) -> None:
+        self.batch = PagedBatch(layout)
+        self._pool = pool
+        self._layout = layout
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        is_causal: bool | None = None,
+        **others: object,
+    ) -> tuple[Tensor, None]:
+        """`query` is [1, heads, tokens, head_dim], `key` and `value` [1, kv_heads, tokens, head_dim].
+
+        Returns [1, tokens, heads, head_dim]. Raises ModelRefused for what it cannot honour.
+        """
+        refuse_unknown(module, is_causal, others)
+        layer = self._pool[:, :, int(module.layer_idx)]  # type: ignore[arg-type]
+        batch = self.batch
+        layer[batch.slot_blocks, :, 0, batch.slot_offsets] = key[0].transpose(0, 1)
+        layer[batch.slot_blocks, :, 1, batch.slot_offsets] = value[0].transpose(0, 1)
+        out = torch.empty_like(query)
+        for span in batch.prefills:
+            rows = slice(span.offset, span.offset + span.count)
+            out[:, :, rows] = self._prefill(layer, span, query[:, :, rows], scaling, sliding_window, softcap)
+        if batch.decodes:
+            rows_of = batch.decode_rows
+            out[0, :, rows_of] = self._decode(layer, query[0, :, rows_of], scaling, sliding_window, softcap)
+        return out.transpose(1, 2).contiguous(), None
+
+    def _prefill(
+        self, layer: Tensor, span: _Span, query: Tensor, scaling: float | None, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """`query` is [1, heads, count, head_dim], and so is what returns."""
+        keys, values = _gather(layer, span.table[None])
+        keys, values = keys[:, :, : span.end], values[:, :, : span.end]
+        if softcap is not None:
+            return _softcapped(query, keys, values, self.batch.prefill_mask(span, window), scaling, softcap)
+        sees_all = window is None or span.end <= window
+        if span.start == 0 and sees_all:
+            return scaled_dot_product_attention(
+                query, keys, values, is_causal=True, scale=scaling, enable_gqa=True
+            )
+        mask = self.batch.prefill_mask(span, window)
+        return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=True)
+
+    def _decode(
+        self, layer: Tensor, query: Tensor, scaling: float | None, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """`query` is [heads, decodes, head_dim], and so is what returns. All single tokens in one call."""
+        heads, count, head_dim = query.shape
+        keys, values = _gather(layer, self.batch.decode_tables)
+        mask = self.batch.decode_mask(window)
+        # The heads that share a KV head become its query positions, so that no key is repeated.
+        grouped = query.transpose(0, 1).reshape(count, self._layout.kv_heads, -1, head_dim)
+        if softcap is not None:
+            out = _softcapped(grouped, keys, values, mask, scaling, softcap)
+        else:
+            out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
+        return out.reshape(count, heads, head_dim).transpose(0, 1)
+
+
+def _gather(layer: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of sequences with block `tables` [n, blocks]: each [n, kv_heads, positions, head_dim]."""
+    blocks = layer[tables]  # [n, blocks, kv_heads, 2, block_tokens, head_dim]
+    n, num_blocks, kv_heads, _, width, head_dim = blocks.shape
+    ordered = blocks.permute(3, 0, 2, 1, 4, 5).reshape(2, n, kv_heads, num_blocks * width, head_dim)
+    return ordered[0], ordered[1]
+
+
+def _softcapped(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float | None, softcap: float
+) -> Tensor:
+    """Attention whose scores are bent to (-softcap, softcap); SDPA has no such thing."""
+    groups = query.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = torch.matmul(query, keys.transpose(2, 3)) * scale
+    scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return torch.matmul(weights, values)
+
+
+def refuse_unknown(module: torch.nn.Module, is_causal: bool | None, others: dict[str, object]) -> None:
+    """An argument that would change the result and is not known here makes the model unservable."""
+    unknown = {name for name, value in others.items() if value is not None and value is not False}
+    if unknown := unknown - HARMLESS_ARGUMENTS:
+        raise ModelRefused(f"its attention uses {', '.join(sorted(unknown))}, which paged attention does not know")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise ModelRefused("its attention is not causal")

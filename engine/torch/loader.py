@@ -1,0 +1,112 @@
+"""Loads a model of transformers for paged serving, or refuses it with the reason."""
+
+import itertools
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+
+from engine.errors import EngineStartError, ModelRefused
+from engine.layout import DTYPE_BYTES, KvLayout
+from engine.model_dir import ModelDir
+from engine.torch.attention import PagedAttention, refuse_unknown
+
+SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+"""These choose frequencies by the longest sequence of the batch, so one request would change another's output."""
+
+_names = (f"tandem_paged_{number}" for number in itertools.count())
+
+
+def load_model(model_dir: ModelDir, dtype: str) -> torch.nn.Module:
+    """The model in evaluation mode, in `dtype` ("auto": as saved). Raises ModelRefused."""
+    config = _read_config(model_dir)
+    _refuse_by_config(config)
+    wanted = "auto" if dtype == "auto" else getattr(torch, dtype)
+    try:
+        model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+            model_dir.path, dtype=wanted, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ModelRefused(f"transformers cannot load it: {error}") from error
+    return model.eval()
+
+
+def kv_layout(model: torch.nn.Module, block_tokens: int) -> KvLayout:
+    """The shape of this model's KV, seen by running two tokens through it. Raises ModelRefused."""
+    shapes: list[tuple[Any, ...]] = []
+
+    def spy(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: object,
+        dropout: float = 0.0,
+        scaling: object = None,
+        sliding_window: object = None,
+        softcap: object = None,
+        is_causal: bool | None = None,
+        **others: object,
+    ) -> tuple[torch.Tensor, None]:
+        refuse_unknown(module, is_causal, others)
+        shapes.append((tuple(key.shape), tuple(value.shape), key.dtype, int(module.layer_idx)))  # type: ignore[arg-type]
+        return torch.zeros_like(query).transpose(1, 2).contiguous(), None
+
+    use_attention(model, spy)
+    with torch.inference_mode():
+        model(input_ids=torch.zeros(1, 2, dtype=torch.long), position_ids=torch.tensor([[0, 1]]), use_cache=False)
+    return _layout_of(model, shapes, block_tokens)
+
+
+def use_attention(model: torch.nn.Module, attention: Any) -> None:
+    """Have every layer of the model call `attention`, with no mask made for it."""
+    name = next(_names)
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
+    model.set_attn_implementation(name)  # type: ignore[operator]
+
+
+def paged_attention(model: torch.nn.Module, pool: torch.Tensor, layout: KvLayout) -> PagedAttention:
+    """Join the model to its pool."""
+    attention = PagedAttention(pool, layout)
+    use_attention(model, attention)
+    return attention
+
+
+def _read_config(model_dir: ModelDir) -> Any:
+    try:
+        return AutoConfig.from_pretrained(model_dir.path, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelRefused(f"unsupported architecture or config: {error}") from error
+
+
+def _refuse_by_config(config: Any) -> None:
+    """What can be told before gigabytes are loaded."""
+    names = ", ".join(config.architectures or [config.model_type])
+    if config.is_encoder_decoder:
+        raise ModelRefused(f"{names} is an encoder-decoder; Tandem serves decoder-only models")
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ModelRefused(f"{names} is not a causal language model of transformers")
+    text = config.get_text_config()
+    if strange := set(getattr(text, "layer_types", None) or ()) - SERVED_LAYER_TYPES:
+        raise ModelRefused(f"{names} has {', '.join(sorted(strange))} layers, whose state is not paged KV")
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = {rope.get("rope_type")} | {part.get("rope_type") for part in rope.values() if isinstance(part, dict)}
+    if strange_rope := kinds & BATCH_DEPENDENT_ROPE:
+        raise ModelRefused(f"{names} uses {strange_rope.pop()} RoPE, whose result depends on the rest of the batch")
+
+
+def _layout_of(model: torch.nn.Module, shapes: list[tuple[Any, ...]], block_tokens: int) -> KvLayout:
+    layers = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr,operator]
+    if sorted(index for *_, index in shapes) != list(range(layers)):
+        raise ModelRefused(f"only {len(shapes)} of its {layers} layers use transformers' attention interface")
+    if len({shape[:3] for shape in shapes}) != 1:
+        raise ModelRefused("its layers differ in KV shape or dtype")
+    (_, kv_heads, _, head_dim), value_shape, dtype, _ = shapes[0]
+    if value_shape[1] != kv_heads or value_shape[3] != head_dim:
+        raise ModelRefused(f"keys have {kv_heads} x {head_dim} and values {value_shape[1]} x {value_shape[3]}")
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPE_BYTES:
+        raise EngineStartError("dtype", f"KV in {name} is not supported, only {', '.join(DTYPE_BYTES)}")
+    return KvLayout(layers=layers, kv_heads=kv_heads, head_dim=head_dim, block_tokens=block_tokens, dtype=name)
