@@ -118,6 +118,10 @@ class EngineCore:
         while self.receive():
             self.step()
 
+    def close(self) -> None:
+        """Stop all transfers; nothing touches the pool afterwards."""
+        self._transport.close()
+
     def step(self) -> bool:
         """Compute one batch and report; False when there was nothing to compute."""
         self._step_count += 1

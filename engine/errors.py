@@ -1,13 +1,10 @@
 """Why an engine cannot start."""
 
+from cluster.errors import StartError
 
-class EngineStartError(Exception):
-    """`field` of the configuration is at fault, for `reason`."""
 
-    def __init__(self, field: str, reason: str) -> None:
-        super().__init__(f"{field}: {reason}")
-        self.field = field
-        self.reason = reason
+class EngineStartError(StartError):
+    """A setting of the engine cannot be honoured."""
 
 
 class ModelRefused(EngineStartError):

@@ -68,6 +68,8 @@ class Want(_message.Message):
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     MAY_COMPUTE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    ROUTER_ID_FIELD_NUMBER: _builtins.int
+    PLACEMENT_SEQUENCE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     lender_incarnation: _builtins.bytes
     """The lender this was meant for; another process at the same address refuses."""
@@ -79,6 +81,9 @@ class Want(_message.Message):
     may_compute: _builtins.bool
     """False: lend only what is cached."""
     priority: _builtins.int
+    router_id: _builtins.str
+    """The placement that caused this; echoed in the lender's load reports."""
+    placement_sequence: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens of the chain, up to the end of the last block wanted."""
@@ -94,10 +99,12 @@ class Want(_message.Message):
         first_block: _builtins.int = ...,
         may_compute: _builtins.bool = ...,
         priority: _builtins.int = ...,
+        router_id: _builtins.str = ...,
+        placement_sequence: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "first_block", b"first_block", "lender_incarnation", b"lender_incarnation", "may_compute", b"may_compute", "model_fingerprint", b"model_fingerprint", "priority", b"priority", "request_id", b"request_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "first_block", b"first_block", "lender_incarnation", b"lender_incarnation", "may_compute", b"may_compute", "model_fingerprint", b"model_fingerprint", "placement_sequence", b"placement_sequence", "priority", b"priority", "request_id", b"request_id", "router_id", b"router_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

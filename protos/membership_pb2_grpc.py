@@ -95,3 +95,79 @@ class Membership:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class WorkerStub:
+    """On every worker: what operators and tests ask.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Audit = channel.unary_unary(
+                '/tandem.internal.v1.Worker/Audit',
+                request_serializer=protos_dot_membership__pb2.AuditRequest.SerializeToString,
+                response_deserializer=protos_dot_membership__pb2.AuditReport.FromString,
+                _registered_method=True)
+
+
+class WorkerServicer:
+    """On every worker: what operators and tests ask.
+    """
+
+    def Audit(self, request, context):
+        """Holds the block pool's books against everyone who claims a block.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_WorkerServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Audit': grpc.unary_unary_rpc_method_handler(
+                    servicer.Audit,
+                    request_deserializer=protos_dot_membership__pb2.AuditRequest.FromString,
+                    response_serializer=protos_dot_membership__pb2.AuditReport.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'tandem.internal.v1.Worker', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('tandem.internal.v1.Worker', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Worker:
+    """On every worker: what operators and tests ask.
+    """
+
+    @staticmethod
+    def Audit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.internal.v1.Worker/Audit',
+            protos_dot_membership__pb2.AuditRequest.SerializeToString,
+            protos_dot_membership__pb2.AuditReport.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -27,3 +27,23 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.AsyncIterator[_membership_pb2.RouterMessage]: ...
 
 def add_MembershipServicer_to_server(servicer: MembershipServicer, server: _aio.Server) -> None: ...
+
+class WorkerStub:
+    """On every worker: what operators and tests ask."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Audit: _aio.UnaryUnaryMultiCallable[_membership_pb2.AuditRequest, _membership_pb2.AuditReport]
+    """Holds the block pool's books against everyone who claims a block."""
+
+class WorkerServicer(metaclass=_abc_1.ABCMeta):
+    """On every worker: what operators and tests ask."""
+
+    @_abc_1.abstractmethod
+    def Audit(
+        self,
+        request: _membership_pb2.AuditRequest,
+        context: _aio.ServicerContext[_membership_pb2.AuditRequest, _abc.Awaitable[_membership_pb2.AuditReport]],
+    ) -> _abc.Awaitable[_membership_pb2.AuditReport]:
+        """Holds the block pool's books against everyone who claims a block."""
+
+def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _aio.Server) -> None: ...

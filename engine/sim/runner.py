@@ -6,11 +6,13 @@ another token.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.layout import KvLayout
+from engine.model_dir import ModelDir
 from engine.runner import ModelInfo, Runner
 from engine.vocabulary import Chunk, Sampled
 from kvtransfer.transport import Pool
@@ -75,3 +77,16 @@ class SimRunner(Runner):
         slots = self._words()[blocks].swapaxes(0, 1)  # [kv_heads, blocks, block_tokens, words]
         flat = slots.reshape(self.layout.kv_heads, -1, slots.shape[-1])
         return token_of(flat[:, :end], self.info.vocab_size)
+
+
+def sim_runner(model_path: Path, block_tokens: int, kv_bytes: int) -> SimRunner:
+    """A runner that stands for the model in a directory: its vocabulary, context and weights' fingerprint."""
+    model_dir = ModelDir.open(model_path)
+    layout = KvLayout(layers=2, kv_heads=2, head_dim=4, block_tokens=block_tokens, dtype="float32")
+    return SimRunner(
+        layout,
+        num_blocks=max(1, kv_bytes // layout.block_bytes),
+        vocab_size=model_dir.vocab_size,
+        max_context_tokens=model_dir.max_context_tokens,
+        weights_fingerprint=model_dir.config_fingerprint(),
+    )

@@ -60,3 +60,8 @@ class TorchRunner(Runner):
             logits_to_keep=torch.tensor(last_rows, dtype=torch.long),
         ).logits[0]
         return sample(logits, rows) if rows else []
+
+
+def set_threads(threads: int) -> None:
+    """Compute threads of this process."""
+    torch.set_num_threads(threads)

@@ -1,7 +1,7 @@
 """Long prompts: a village whose people, homes and belongings fill a page, and questions about them.
 
-The serving system this model demonstrates shares the cache of a common prompt between requests; these documents
-are what such a prompt looks like, and they teach the model to stay sensible a thousand tokens in.
+The serving system this model demonstrates shares the cache of a common prompt between requests; these
+documents are what such a prompt looks like, and they teach the model to stay sensible a thousand tokens in.
 """
 
 from __future__ import annotations
@@ -11,48 +11,9 @@ from dataclasses import dataclass
 
 from chats import Message, Turn, ask, follow_up
 from tales import Cast, Story, pick_cast, pick_plot, prose, render, tell
-from words import VILLAGES, Person, Place, Thing, pick_person, pick_place, pick_thing
+from words import VILLAGES, Person, Place, Thing, load, pick_person, pick_place, pick_thing
 
-_RESIDENT = (
-    "{h} the {h.kind} lives {q.at}. {h.he} is {h.trait}, and {h.he} keeps {o.a}.",
-    "{h} is {h.a} who lives {q.at} and owns {o.a}.",
-    "{q.at} lives {h}, {h.a}. {h.he} is proud of {h.his} {o.noun}.",
-    "{h}, {h.a}, lives {q.at} with {h.his} {o.noun}.",
-)
-_HABIT = (
-    "On market days {h.he} sells [apples|eggs|ribbons|buttons|warm bread].",
-    (
-        "{h.he} gets up [before the sun|when everyone else goes to bed], and {h.he} [sings while {h.he}"
-        " works|never hurries]."
-    ),
-    "Children like to visit {h.him}, because {h.he} [tells good jokes|bakes little cakes|is never cross].",
-    "{h.he} is [a little afraid of thunder|very fond of soup|never seen without a hat].",
-    "",
-)
-_VILLAGE = (
-    (
-        "{v} lies between the hills and the river. It has [one street|two streets|one square] and"
-        " [seven|nine|forty] chimneys, and everyone knows everyone."
-    ),
-    "{v} is a small village. In summer it smells of hay, and in winter the snow lies up to the windows.",
-    "There is a well in the middle of {v}, and every evening people meet there to talk.",
-)
-_CUSTOM = (
-    (
-        "On the first day of [spring|autumn] the whole village [dances in the square|walks to the river"
-        " with lanterns]."
-    ),
-    "Nobody in {v} locks the door.",
-    "When the bell rings three times, everyone comes to help.",
-    "It is the custom in {v} to begin every story with a cup of tea.",
-    "Strangers are always given [soup|bread and honey] and a place by the fire.",
-)
-_STYLE = (
-    "You know everyone who lives there, and you tell short stories about them.",
-    "Answer with short, kind stories.",
-    "Children come to you every evening to hear a story.",
-    "Use what you know about the village when you tell a story.",
-)
+_VILLAGE: dict[str, list[str]] = load("phrases")["village"]
 
 
 @dataclass(frozen=True)
@@ -86,13 +47,13 @@ def _cast(rng: random.Random, residents: list[Resident]) -> Cast:
 def _page(rng: random.Random, village: str, residents: list[Resident], stories: int) -> str:
     """The system prompt: who the storyteller is, the village, its people, and stories told before."""
     blank = pick_cast(rng)
-    customs = rng.sample(_CUSTOM, 2)
-    opening = [f"You are the storyteller of the village of {village}.", rng.choice(_STYLE)]
-    about = [prose(rng, line, blank, v=village) for line in (rng.choice(_VILLAGE), *customs)]
+    customs = rng.sample(_VILLAGE["customs"], 2)
+    opening = [f"You are the storyteller of the village of {village}.", rng.choice(_VILLAGE["style"])]
+    about = [prose(rng, line, blank, v=village) for line in (rng.choice(_VILLAGE["about"]), *customs)]
     people = []
     for resident in residents:
         cast = Cast(h=resident.h, g=blank.g, o=resident.o, p=blank.p, q=resident.q)
-        lines = (rng.choice(_RESIDENT), rng.choice(_HABIT))
+        lines = (rng.choice(_VILLAGE["resident"]), rng.choice(_VILLAGE["habit"]))
         people.append(" ".join(prose(rng, line, cast) for line in lines).strip())
     parts = [" ".join(opening), " ".join(about), rng.choice(("\n", " ")).join(people)]
     if stories:

@@ -78,8 +78,8 @@ def encode(tokenizer: PreTrainedTokenizerFast, document: Document) -> list[int]:
 def rows(tokenizer: PreTrainedTokenizerFast, seed: int, length: int, *, long: bool) -> Iterator[list[int]]:
     """Endless training rows of ``length`` ids.
 
-    Every row begins with a whole document (a long one if ``long``), as every prompt will, and is filled up with short
-    ones, so that all positions are trained; what does not fit is cut off rather than carried into the next row.
+    Every row begins with a whole document (a long one if ``long``), as every prompt will, and is filled up
+    with short ones, so that all positions are trained; what does not fit is cut off.
     """
     short, lengthy = short_documents(seed), long_documents(seed)
     rng = random.Random(f"rows {seed} {length}")

@@ -20,7 +20,6 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -101,9 +100,13 @@ def train(
 ) -> None:
     """Run the training loop behind a progress bar."""
     columns = (
-        TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"),
-        TextColumn("{task.fields[speed]:,.0f} tokens/s"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-    )  # fmt: skip
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}, {task.fields[speed]:,.0f} tokens/s,"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+    )
     chosen = optimizers(model, args.lr)
     smooth, start = math.nan, time.monotonic()
     with Progress(*columns, console=console) as bar:

@@ -1,4 +1,4 @@
-"""Vocabulary of the story grammar, and the small value types the templates read.
+"""Loading the hand-written grammar, and the small value types its templates read.
 
 Templates mention a character as ``{h}``, ``{h.he}`` or ``{h.a}``; keeping pronouns and articles on the value
 itself is what keeps them consistent from the first sentence of a story to the last follow-up question.
@@ -7,103 +7,57 @@ itself is what keeps them consistent from the first sentence of a story to the l
 from __future__ import annotations
 
 import random
+import tomllib
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-SHE_NAMES = (
-    "Juniper Clover Hazel Maple Poppy Tansy Marigold Ivy Fern Willow Primrose Saffron Olive Mabel Tilly"
-    " Posy Etta Nell Ada Isla Luna Rosie Bess Minna Opal Pearl Wanda Greta Dora Lucy Alice Ruby Nina Ella"
-    " Mira Sofia"
-).split()
-HE_NAMES = (
-    "Pip Moss Alder Rowan Thistle Barley Bracken Tobin Finn Jasper Otis Basil Burdock Cob Hob Digby Ned"
-    " Wilf Arlo Gus Milo Oscar Rufus Bram Toby Reed Tom Jack Leo Max Hugo Felix Sam Ben Theo Ravi"
-).split()
 
-ANIMALS = (
-    "fox owl hare badger hedgehog mouse otter mole crow wren robin heron toad frog squirrel weasel bear"
-    " wolf deer goat sheep pony donkey cow pig hen goose duck swan cat dog rabbit beetle bee snail spider"
-    " moth cricket ant turtle tortoise seal lion tiger elephant monkey penguin panda parrot raven rat horse"
-    " kitten puppy bat lizard camel zebra giraffe sparrow eagle snake fish crab octopus whale butterfly"
-    " dinosaur bunny chicken lamb"
-).split()
-FOLK = (
-    "dragon giant troll goblin wizard knight baker miller sailor shepherd tailor clockmaker gardener"
-    " painter postman teacher child robot ghost unicorn pirate farmer fairy doctor captain detective"
-    " astronaut scientist engineer programmer elf dwarf monster alien snowman scarecrow cook musician poet"
-).split()
-SHE_FOLK = ("girl", "princess", "queen", "witch", "woman", "grandmother")
-HE_FOLK = ("boy", "prince", "king", "fisherman", "man", "grandfather")
+def load(name: str) -> dict[str, Any]:
+    """One file of the grammar, from the ``corpus`` folder beside this module."""
+    path = Path(__file__).parent / "corpus" / f"{name}.toml"
+    return tomllib.loads(path.read_text(encoding="utf-8"))
 
-TRAITS = (
-    "small little young old clever shy brave curious gentle merry quiet proud lazy patient stubborn"
-    " cheerful kind lonely hopeful forgetful grumpy sleepy careful"
-).split()
 
-# What a thing is good for decides how it can save the day, so that endings follow from beginnings.
-THINGS: dict[str, tuple[str, ...]] = {
-    "light": ("lantern", "candle", "lamp", "torch"),
-    "sound": ("bell", "drum", "flute", "whistle", "horn", "fiddle", "trumpet", "harp"),
-    "reach": ("rope", "ladder", "fishing rod", "net", "walking stick"),
-    "warm": ("blanket", "cloak", "coat", "shawl", "quilt", "scarf"),
-    "brew": ("kettle", "teapot", "cup", "soup pot"),
-    "water": ("bucket", "jug", "watering can"),
-    "carry": ("basket", "sack", "cart", "wheelbarrow", "wagon"),
-    "guide": ("map", "compass", "telescope", "book"),
-    "tool": ("hammer", "saw", "spade", "axe"),
-    "open": ("key",),
-    "food": (
-        "pie",
-        "loaf of bread",
-        "cake",
-        "jar of honey",
-        "apple",
-        "pumpkin",
-        "cheese",
-        "cookie",
-        "sandwich",
-        "carrot",
-    ),
-    "charm": tuple(
-        "pebble button shell feather ring mirror kite doll ball hat clock letter flower crown coin box"
-        " spoon umbrella teacup acorn marble stone sword boat balloon violin pencil rose treasure star egg"
-        " broom wand rocket bicycle guitar camera computer radio puzzle magnet train car pillow painting"
-        " diamond".split()
-    ),
-}
-CATEGORY = {noun: category for category, nouns in THINGS.items() for noun in nouns}
+_WORDS = load("words")
+_THINGS: dict[str, list[str]] = _WORDS["things"]
+VILLAGES: list[str] = _WORDS["villages"]
+CATEGORY = {noun: category for category, nouns in _THINGS.items() for noun in nouns}
 SOUND_VERBS = {"bell": "rang", "drum": "beat", "whistle": "blew", "horn": "blew", "trumpet": "blew"}
-THING_ADJECTIVES = (
-    "red blue green golden silver tiny old wooden rusty magic shiny little big strange beautiful yellow"
-).split()
+# Objects without a use of their own are many, so their category comes up more often.
+_CATEGORIES = (*_THINGS, "charm", "charm", "charm", "light", "sound", "food")
 
-PLACES = (
-    "in the old mill|by the river|in the pine forest|on the hill|at the harbour|in the village square|under"
-    " the great oak|in the walled garden|by the lighthouse|on the island|in the mountains|in the castle|in"
-    " the cave|at the market|on the moor|in the orchard|in the library|by the frozen lake|in the desert|in"
-    " the city|on the moon|in the meadow|on the farm|at the railway station|in the tower|by the sea|in the"
-    " bakery|in the valley|by the stone bridge|in the deep wood|in the snow|at the edge of the marsh|by the"
-    " waterfall|in the jungle|in the village|on the beach|in the forest|in the garden|at the school|in the"
-    " old house|by the pond|in the hollow tree|on the windy cliff|in the barn|at the crossroads|in the"
-    " kitchen|in the museum|in the attic|in the park|in the town|in the clouds|at the bottom of the sea|in"
-    " the rain|at the hospital"
-).split("|")
-
-VILLAGES = (
-    "Thistledown Mossbrook Hollowmere Applewick Fernhollow Otterford Greywater Larkhill Bramblegate "
-    "Willowend Stonebridge Foxley Honeywell Marshlight Underhill Eastmere Rookwood"
-).split()
-
-_ONSETS = "b br c cl d dr f fl g gr h j k l m n p pl qu r s sn st t tr v w z".split()
-_VOWELS = "a e i o u oo ee".split()
-_CODAS = "b d l m mp n nd r rn sh x zz".split()
-_SOUNDS_OTHERWISE = {
-    "hourglass": "an",
-    "unicorn": "a",
-    "unicycle": "a",
-    "ukulele": "a",
-    "one": "a",
-    "honest": "an",
-}
+_ONSETS = (
+    "b",
+    "br",
+    "c",
+    "cl",
+    "d",
+    "dr",
+    "f",
+    "fl",
+    "g",
+    "gr",
+    "h",
+    "j",
+    "k",
+    "l",
+    "m",
+    "n",
+    "p",
+    "qu",
+    "r",
+    "s",
+    "st",
+    "t",
+    "tr",
+    "v",
+    "w",
+    "z",
+)
+_VOWELS = ("a", "e", "i", "o", "u", "oo", "ee")
+_CODAS = ("b", "d", "l", "m", "mp", "n", "nd", "r", "rn", "sh", "x", "zz")
+_SOUNDS_OTHERWISE = {"hourglass": "an", "honest": "an", "unicorn": "a", "unicycle": "a", "ukulele": "a"}
 
 
 def with_article(phrase: str) -> str:
@@ -207,12 +161,17 @@ class Place:
 
 def pick_person(rng: random.Random, *, avoid: tuple[Person, ...] = (), invent: float = 0.0) -> Person:
     """A random character sharing neither name nor kind with those in ``avoid``."""
+    she_folk, he_folk = _WORDS["she_folk"], _WORDS["he_folk"]
     names, kinds = {p.name for p in avoid}, {p.kind for p in avoid}
     while True:
-        kind = rng.choice(ANIMALS) if rng.random() < 0.62 else rng.choice((*FOLK, *SHE_FOLK, *HE_FOLK))
-        she = kind in SHE_FOLK or (kind not in HE_FOLK and rng.random() < 0.5)
-        name = rng.choice(SHE_NAMES if she else HE_NAMES)
-        person = Person(name, kind, rng.choice(TRAITS), she)
+        kind = (
+            rng.choice(_WORDS["animals"])
+            if rng.random() < 0.62
+            else rng.choice(_WORDS["folk"] + she_folk + he_folk)
+        )
+        she = kind in she_folk or (kind not in he_folk and rng.random() < 0.5)
+        name = rng.choice(_WORDS["she_names" if she else "he_names"])
+        person = Person(name, kind, rng.choice(_WORDS["traits"]), she)
         if rng.random() < invent:
             person = replace(person, kind=invented_word(rng))
         if rng.random() < invent:
@@ -223,15 +182,15 @@ def pick_person(rng: random.Random, *, avoid: tuple[Person, ...] = (), invent: f
 
 def pick_thing(rng: random.Random, *, invent: float = 0.0) -> Thing:
     """A random object, a third of the time with an adjective."""
-    category = rng.choice((*THINGS, "charm", "charm", "charm", "light", "sound", "food"))
-    noun = invented_word(rng) if rng.random() < invent else rng.choice(THINGS[category])
-    return Thing(noun, rng.choice(THING_ADJECTIVES) if rng.random() < 0.33 else "")
+    category = rng.choice(_CATEGORIES)
+    noun = invented_word(rng) if rng.random() < invent else rng.choice(_THINGS[category])
+    return Thing(noun, rng.choice(_WORDS["adjectives"]) if rng.random() < 0.33 else "")
 
 
 def pick_place(rng: random.Random, *, avoid: tuple[Place, ...] = (), invent: float = 0.0) -> Place:
     """A random place not in ``avoid``."""
     while True:
-        at = rng.choice(PLACES)
+        at = rng.choice(_WORDS["places"])
         if rng.random() < invent:
             at = f"in the {invented_word(rng)}"
         if at not in {place.at for place in avoid}:

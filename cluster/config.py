@@ -1,0 +1,79 @@
+"""Configuration of a process: a frozen pydantic model, read from a YAML file and `key=value` overrides.
+
+Defaults are written once, in the model. An unknown key, a wrong type or a value out of range is a StartError
+that names the key.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from cluster.errors import StartError
+
+
+class Config(BaseModel):
+    """Base of every configuration."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def parse(cls, values: dict[str, Any]) -> Self:
+        """Raises StartError naming the first field at fault."""
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(map(str, first["loc"])) or "config"
+            reason = first["msg"]
+            if first["type"] == "extra_forbidden":
+                reason = f"unknown key; known are {', '.join(sorted(cls.model_fields))}"
+            raise StartError(field, reason) from None
+
+    @classmethod
+    def from_command_line(cls, prog: str, arguments: Sequence[str] | None = None) -> Self:
+        """Of `python -m ROLE --config FILE --set key=value ...`."""
+        parser = argparse.ArgumentParser(prog=prog, description=cls.__doc__)
+        parser.add_argument("--config", type=Path, help="a YAML file of the keys below")
+        parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="overrides the file")
+        parser.epilog = "keys: " + ", ".join(cls.model_fields)
+        options = parser.parse_args(arguments)
+        return cls.parse(read_file(options.config) | parse_overrides(options.set))
+
+
+def read_file(path: Path | None) -> dict[str, Any]:
+    """The mapping in a YAML file; empty without one."""
+    if path is None:
+        return {}
+    try:
+        values = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise StartError("config", f"cannot read {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise StartError("config", f"{path} is not YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise StartError("config", f"{path} must hold a mapping of keys")
+    return values
+
+
+def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
+    """`key=value`, the value in YAML, so that numbers and lists are what they look like."""
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise StartError("set", f"expected KEY=VALUE, got {pair!r}")
+        values[key] = yaml.safe_load(value)
+    return values
+
+
+def to_overrides(config: Config) -> list[str]:
+    """The command-line arguments that make `from_command_line` give `config` again."""
+    arguments: list[str] = []
+    for key, value in config.model_dump(mode="json", exclude_unset=True).items():
+        arguments += ["--set", f"{key}={json.dumps(value)}"]
+    return arguments

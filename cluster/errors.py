@@ -1,0 +1,141 @@
+"""Errors that leave a process, as types here and as gRPC statuses on the wire.
+
+    TandemError
+    ├── StartError            a process cannot start: which setting is at fault, and why
+    └── ServiceError          a call failed; carries a gRPC code
+        ├── InvalidRequest    INVALID_ARGUMENT: `field` is out of its limits
+        ├── UnknownModel      NOT_FOUND
+        ├── Overloaded        RESOURCE_EXHAUSTED: no room now, or ever (`permanent`)
+        ├── Unavailable       UNAVAILABLE: nobody can serve it now; safe to retry
+        ├── Incompatible      FAILED_PRECONDITION: two processes do not fit together
+        └── DeadlineExceeded  DEADLINE_EXCEEDED
+"""
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+
+class TandemError(Exception):
+    """Anything Tandem itself raises for what the world did."""
+
+
+class StartError(TandemError):
+    """`field` of the configuration is at fault, for `reason`."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field = field
+        self.reason = reason
+
+
+class ServiceError(TandemError):
+    """A failed call. `field` is empty when no single field is at fault."""
+
+    code: grpc.StatusCode = grpc.StatusCode.INTERNAL
+
+    def __init__(self, message: str, field: str = "") -> None:
+        super().__init__(f"{field}: {message}" if field else message)
+        self.message = message
+        self.field = field
+
+
+class InvalidRequest(ServiceError):
+    """`field` is out of its limits, which the message names."""
+
+    code = grpc.StatusCode.INVALID_ARGUMENT
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message, field)
+
+
+class UnknownModel(ServiceError):
+    """No such model is served here."""
+
+    code = grpc.StatusCode.NOT_FOUND
+
+
+class Overloaded(ServiceError):
+    """No room: now, or (`permanent`) ever."""
+
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    def __init__(self, message: str, field: str = "", permanent: bool = False) -> None:
+        super().__init__(message, field)
+        self.permanent = permanent
+
+
+class Unavailable(ServiceError):
+    """Nobody can serve it now; safe to retry."""
+
+    code = grpc.StatusCode.UNAVAILABLE
+
+
+class Incompatible(ServiceError):
+    """Two processes do not fit together."""
+
+    code = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class DeadlineExceeded(ServiceError):
+    """The call's deadline passed."""
+
+    code = grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+_KINDS: dict[grpc.StatusCode, type[ServiceError]] = {
+    kind.code: kind for kind in (UnknownModel, Unavailable, Incompatible, DeadlineExceeded)
+}
+PERMANENT = "PERMANENT"
+DOMAIN = "tandem"
+
+
+def to_status(error: ServiceError) -> "rpc_status._Status":
+    """What a servicer passes to `context.abort_with_status`: code, message, and details naming the field."""
+    status = status_pb2.Status(code=_CODES[error.code], message=str(error))
+    if error.field:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+        _add(status, error_details_pb2.BadRequest(field_violations=[violation]))
+    if isinstance(error, Overloaded) and error.permanent:
+        _add(status, error_details_pb2.ErrorInfo(reason=PERMANENT, domain=DOMAIN))
+    return rpc_status.to_status(status)
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError) -> ServiceError:
+    """The typed error behind a failed call, with its field where the details name one."""
+    message, field, permanent = error.details() or error.code().name, "", False
+    for detail in _details(error):
+        bad, info = error_details_pb2.BadRequest(), error_details_pb2.ErrorInfo()
+        if detail.Unpack(bad) and bad.field_violations:
+            field, message = bad.field_violations[0].field, bad.field_violations[0].description
+        elif detail.Unpack(info):
+            permanent = info.reason == PERMANENT
+    if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+        return InvalidRequest(field, message)
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return Overloaded(message, field, permanent)
+    kind = _KINDS.get(error.code())
+    if kind is not None:
+        return kind(message, field)
+    unknown = ServiceError(message, field)
+    unknown.code = error.code()
+    return unknown
+
+
+def _details(error: grpc.aio.AioRpcError) -> list[any_pb2.Any]:
+    for key, value in error.trailing_metadata() or ():
+        if key == rpc_status.GRPC_DETAILS_METADATA_KEY:
+            status = status_pb2.Status()
+            status.ParseFromString(value if isinstance(value, bytes) else value.encode())
+            return list(status.details)
+    return []
+
+
+def _add(status: status_pb2.Status, detail: error_details_pb2.BadRequest | error_details_pb2.ErrorInfo) -> None:
+    packed = any_pb2.Any()
+    packed.Pack(detail)
+    status.details.append(packed)
+
+
+_CODES = {code: code_pb2.Code.Value(code.name) for code in grpc.StatusCode if code.name in code_pb2.Code.keys()}

@@ -1,0 +1,70 @@
+"""The receipt of a request: what its engine accounted for, in the words of the API."""
+
+from engine.messages import KvAccount
+from protos import decode_pb2 as internal_pb
+from protos import inference_pb2 as pb
+
+
+def build_receipt(
+    request: internal_pb.DecodeRequest,
+    account: KvAccount,
+    block_tokens: int,
+    received_at: float,
+    finished_at: float,
+    worker_id: str,
+) -> pb.Receipt:
+    """Times in the account are seconds of this host's monotonic clock, as are `received_at` and `finished_at`."""
+    return pb.Receipt(
+        request_id=request.request_id,
+        seed=request.sampling.seed,
+        placement=request.placement,
+        kv=_kv(account, block_tokens),
+        stages=[*request.router_stages, *_stages(request, account, received_at, finished_at, worker_id)],
+    )
+
+
+def _kv(account: KvAccount, block_tokens: int) -> pb.KvReceipt:
+    return pb.KvReceipt(
+        block_tokens=block_tokens,
+        reused_blocks=account.reused_blocks,
+        moved_blocks=account.moved_blocks,
+        computed_blocks=account.computed_blocks,
+        computed_tokens=account.computed_tokens,
+        moved_bytes=account.moved_bytes,
+        verified_blocks=account.moved_blocks,
+        mismatched_blocks=account.mismatched_blocks,
+        lender_cached_blocks=account.lender_cached_blocks,
+        lender_computed_blocks=account.lender_computed_blocks,
+        transport=account.transport,
+        ucx_transports=account.lanes,
+        loan_failure=account.loan_failure,
+    )
+
+
+_SPANS = (
+    ("admit", "received", "admitted"),
+    ("lender queue", "loan_opened", "loan_started"),
+    ("lender prefill", "loan_started", "last_blocks_ready"),
+    ("transfer of the last blocks", "last_blocks_ready", "last_bound"),
+    ("decode queue", "admitted_or_loan_closed", "compute_started"),
+    ("prompt tail", "compute_started", "first_token"),
+    ("decode", "first_token", "finished"),
+)
+"""Name, start and end of each stage. A stage whose ends did not happen is left out."""
+
+
+def _stages(
+    request: internal_pb.DecodeRequest, account: KvAccount, received_at: float, finished_at: float, worker_id: str
+) -> list[pb.Stage]:
+    times = {"received": received_at, "finished": finished_at, **account.times}
+    times["admitted_or_loan_closed"] = times.get("loan_closed", times["admitted"])
+    return [
+        pb.Stage(
+            name=name,
+            where=worker_id,
+            start_ms=request.elapsed_ms + (times[start] - received_at) * 1e3,
+            duration_ms=(times[end] - times[start]) * 1e3,
+        )
+        for name, start, end in _SPANS
+        if start in times and end in times
+    ]

@@ -1,0 +1,70 @@
+"""Between tokens and text: the tokenizer of a model directory, and its incremental decoding. Needs no torch."""
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from engine.model_dir import ModelDir
+
+CONTEXT_TOKENS = 8
+"""Tokens of the prompt's end that decoding starts from: what a token says can depend on the one before it."""
+
+
+def load_tokenizer(model_dir: ModelDir) -> Tokenizer | None:
+    """None when the directory has no tokenizer: then only token ids go in and out."""
+    if (file := model_dir.path / "tokenizer.json").exists():
+        return Tokenizer.from_file(str(file))
+    if not model_dir.has_tokenizer:
+        return None
+    from transformers import AutoTokenizer  # converts older formats; slow to import
+
+    slow = AutoTokenizer.from_pretrained(model_dir.path, local_files_only=True)
+    converted: Tokenizer = slow.backend_tokenizer
+    return converted
+
+
+class TextStream:
+    """Text of one completion, as it becomes certain.
+
+    Text that could still turn out to be the beginning of a stop string is held back; `push` returns what is
+    certain, and `stopped` names the stop string once it was found. It is not part of the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int], stop: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(ids=list(prompt[-CONTEXT_TOKENS:]), skip_special_tokens=True)
+        self._stop = tuple(stop)
+        self._held = ""
+        self.stopped = ""
+
+    def push(self, token_id: int) -> str:
+        """One more token."""
+        if self._tokenizer is None or self.stopped:
+            return ""
+        self._held += self._stream.step(self._tokenizer, token_id) or ""
+        return self._certain()
+
+    def finish(self) -> str:
+        """No more tokens: what was held back."""
+        held, self._held = self._held, ""
+        return "" if self.stopped else held
+
+    def _certain(self) -> str:
+        found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if found:
+            at, self.stopped = min(found)
+            text, self._held = self._held[:at], ""
+            return text
+        hold = max((_overlap(self._held, stop) for stop in self._stop), default=0)
+        cut = len(self._held) - hold
+        text, self._held = self._held[:cut], self._held[cut:]
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

@@ -1,0 +1,25 @@
+"""The Worker service: lets operators and tests see that no block is lost."""
+
+from typing import Any
+
+from engine.worker.engine_client import EngineClient
+from protos import membership_pb2 as pb
+from protos import membership_pb2_grpc as pb_grpc
+
+
+class AuditService(pb_grpc.WorkerServicer):
+    def __init__(self, worker_id: str, engine: EngineClient) -> None:
+        self._worker_id = worker_id
+        self._engine = engine
+
+    async def Audit(self, request: pb.AuditRequest, context: Any) -> pb.AuditReport:  # noqa: N802
+        books = await self._engine.audit()
+        return pb.AuditReport(
+            worker_id=self._worker_id,
+            fault=books.fault,
+            held_blocks=books.held_blocks,
+            reserved_blocks=books.reserved_blocks,
+            quarantined_blocks=books.quarantined_blocks,
+            requests=books.sequences,
+            loans=books.loans,
+        )

@@ -1,0 +1,59 @@
+"""Configuration of a worker, of either role."""
+
+import os
+import socket
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from cluster.config import Config
+
+Role = Literal["prefill", "decode"]
+
+
+class WorkerConfig(Config):
+    """A prefill or decode worker."""
+
+    model: Path
+    """A local Hugging Face directory of a decoder-only model."""
+    routers: tuple[str, ...] = ()
+    """host:port of every router to join."""
+    worker_id: str = ""
+    """Unique in the cluster. Default: role, host and process id."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """0 lets the system choose."""
+    advertise_host: str = ""
+    """Host others reach this worker by, when it is not `host`."""
+
+    engine: Literal["torch", "sim"] = "torch"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of weights and KV; auto: as the model was saved."""
+    block_tokens: int = Field(default=16, ge=1, le=1024)
+    kv_memory_mib: PositiveInt = 256
+    """Size of the KV pool."""
+    max_batch_tokens: PositiveInt = 2048
+    """Tokens of one step, decodes and prompts together."""
+    max_prefill_tokens: PositiveInt | None = None
+    """Prompt tokens of one step, the chunk of chunked prefill. Default: 512 for prefill workers; 128 for decode
+    workers, whose running streams wait for every step."""
+    threads: PositiveInt | None = None
+    """Compute threads. Default: as many as `cores`, or as the machine has."""
+    cores: tuple[int, ...] | None = None
+    """CPU cores the engine process is pinned to. Engines that share cores unpinned slow each other several times
+    over."""
+
+    transport: Literal["nixl"] = "nixl"
+    max_queued_loans: PositiveInt = 256
+    peer_silence_s: PositiveFloat = 10.0
+    """A lender whose engine says nothing for so long is given up."""
+
+    def id_for(self, role: Role) -> str:
+        return self.worker_id or f"{role}-{socket.gethostname()}-{os.getpid()}"
+
+    def prefill_chunk(self, role: Role) -> int:
+        """Most prompt tokens in one step."""
+        chosen = self.max_prefill_tokens or (512 if role == "prefill" else 128)
+        return min(chosen, self.max_batch_tokens)

@@ -1,0 +1,24 @@
+"""`python -m prefill_worker --config FILE --set key=value`: one prefill worker until SIGTERM."""
+
+import sys
+
+from cluster.errors import StartError
+from cluster.logs import set_up
+from cluster.process import run_role
+from engine.worker.config import WorkerConfig
+from engine.worker.runtime import start_worker
+from prefill_worker.service import add_lend_service
+
+
+def main() -> int:
+    set_up("prefill")
+    try:
+        config = WorkerConfig.from_command_line("prefill_worker")
+    except StartError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return run_role(lambda: start_worker(config, "prefill", add_lend_service))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

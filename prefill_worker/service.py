@@ -1,0 +1,136 @@
+"""The Lend service: translates between a borrower's stream and the engine, which decides everything."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from cluster.errors import Incompatible, InvalidRequest, Overloaded, ServiceError, Unavailable, to_status
+from engine.messages import (
+    CacheChanged,
+    Lend,
+    LendClosed,
+    LendReady,
+    LendRefused,
+    LendReleased,
+    LendStarting,
+    Load,
+    PlacementMark,
+)
+from engine.worker.engine_client import Mailbox
+from engine.worker.runtime import WorkerContext
+from protos import lend_pb2 as pb
+from protos import lend_pb2_grpc as pb_grpc
+
+HEARTBEAT_S = 0.2
+"""At most one heartbeat in so long, however often the engine reports."""
+
+
+class LendService(pb_grpc.LendServicer):
+    """One stream is one loan: whatever ends the stream releases all that is held for it."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._engine = context.engine
+        self._numbers = itertools.count(1)
+
+    async def Lend(
+        self, request_iterator: AsyncIterator[pb.LendRequest], context: Any
+    ) -> AsyncIterator[pb.LendResponse]:
+        loan_id = f"loan-{next(self._numbers)}"
+        mailbox = self._engine.open_mailbox(loan_id)
+        try:
+            first = await anext(request_iterator, None)
+            self._engine.send(self._lend(loan_id, first))
+            async for response in self._respond(loan_id, request_iterator, mailbox):
+                yield response
+        except ServiceError as error:
+            await context.abort_with_status(to_status(error))
+        finally:
+            self._engine.send(LendClosed(loan_id))
+            self._engine.close_mailbox(loan_id)
+
+    def _lend(self, loan_id: str, first: pb.LendRequest | None) -> Lend:
+        if first is None or not first.HasField("want"):
+            raise InvalidRequest("want", "must be the first message")
+        want = first.want
+        if want.lender_incarnation != self._context.incarnation:
+            raise Incompatible("this worker is another one than the one asked", "lender_incarnation")
+        if want.model_fingerprint != self._context.ready.model_fingerprint:
+            raise Incompatible("weights, layout or dtype differ from the borrower's", "model_fingerprint")
+        return Lend(
+            loan_id=loan_id,
+            token_ids=tuple(want.token_ids),
+            first_block=want.first_block,
+            cache_salt=want.cache_salt,
+            may_compute=want.may_compute,
+            priority=want.priority,
+            mark=PlacementMark(want.router_id, want.placement_sequence),
+        )
+
+    async def _respond(
+        self, loan_id: str, requests: AsyncIterator[pb.LendRequest], mailbox: Mailbox
+    ) -> AsyncIterator[pb.LendResponse]:
+        """Until the borrower half-closes. Heartbeats are the engine's load reports."""
+        done = object()
+        outgoing: asyncio.Queue[object] = asyncio.Queue()
+
+        beaten_at = 0.0
+
+        def beat(message: CacheChanged | Load) -> None:
+            nonlocal beaten_at
+            if isinstance(message, Load) and time.monotonic() - beaten_at >= HEARTBEAT_S:
+                beaten_at = time.monotonic()
+                outgoing.put_nowait(pb.LendResponse(heartbeat=pb.Heartbeat(step=message.step)))
+
+        async def follow_borrower() -> None:
+            async for request in requests:
+                if not request.HasField("release"):
+                    outgoing.put_nowait(InvalidRequest("release", "is all that may follow want"))
+                    return
+                self._engine.send(LendReleased(loan_id, request.release.first, request.release.count))
+            outgoing.put_nowait(done)
+
+        async def follow_engine() -> None:
+            while True:
+                outgoing.put_nowait(self._translate(await mailbox.get()))
+
+        with self._engine.watching(beat):
+            tasks = [asyncio.ensure_future(follow_borrower()), asyncio.ensure_future(follow_engine())]
+            try:
+                while (item := await outgoing.get()) is not done:
+                    if isinstance(item, ServiceError):
+                        raise item
+                    assert isinstance(item, pb.LendResponse)
+                    yield item
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _translate(self, message: object) -> pb.LendResponse | ServiceError:
+        match message:
+            case LendStarting(_, end_block, cached_end_block, queued_ms):
+                starting = pb.Starting(
+                    incarnation=self._context.incarnation,
+                    endpoint=self._context.ready.endpoint,
+                    end_block=end_block,
+                    cached_end_block=cached_end_block,
+                    queued_ms=queued_ms,
+                )
+                return pb.LendResponse(starting=starting)
+            case LendReady(_, first, block_ids, fingerprints):
+                ready = pb.BlocksReady(first=first, block_ids=block_ids, fingerprints=fingerprints)
+                return pb.LendResponse(blocks_ready=ready)
+            case LendRefused(_, reason, bad_request):
+                return InvalidRequest("release", reason) if bad_request else Overloaded(reason)
+            case None:
+                return Unavailable("the lender's engine is gone")
+        raise AssertionError(f"unexpected {message!r}")
+
+
+def add_lend_service(server: Any, context: WorkerContext) -> list[str]:
+    """Both roles lend."""
+    pb_grpc.add_LendServicer_to_server(LendService(context), server.grpc)
+    return ["tandem.internal.v1.Lend"]

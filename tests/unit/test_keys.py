@@ -1,0 +1,60 @@
+"""Names of blocks: exact values, since router and workers of different versions must agree on them."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.keys import KEY_BYTES, block_keys, root_key, split_keys
+
+ROOT = root_key(b"model", "")
+tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+
+
+def test_names_are_pinned() -> None:
+    assert root_key(b"model", "").hex() == "ebc4b4abf8d58a42fbe33854a4114483"
+    assert [key.hex() for key in block_keys(ROOT, [1, 2, 3, 4, 5, 6, 7, 8], 4)] == [
+        "41767dd523ad66b6e52c2b04ed4bb018",
+        "f9ed00f0633d077f60a9847e32658bb7",
+    ]
+
+
+def test_a_partial_block_has_no_name() -> None:
+    assert block_keys(ROOT, [], 4) == []
+    assert block_keys(ROOT, [1, 2, 3], 4) == []
+    assert block_keys(ROOT, [1, 2, 3, 4, 5, 6, 7], 4) == block_keys(ROOT, [1, 2, 3, 4], 4)
+
+
+def test_the_salt_and_the_model_change_every_name() -> None:
+    chains = [
+        block_keys(root_key(model, salt), [1] * 12, 4) for model in (b"a", b"b") for salt in ("", "tenant")
+    ]
+    assert len({key for chain in chains for key in chain}) == 12
+
+
+def test_equal_tokens_at_different_places_have_different_names() -> None:
+    keys = block_keys(ROOT, [7, 7, 7, 7] * 3, 4)
+    assert len(set(keys)) == 3
+
+
+@given(tokens, st.integers(1, 5), st.integers(0, 8))
+def test_a_chain_can_be_continued_anywhere(token_ids: list[int], width: int, split: int) -> None:
+    whole = block_keys(ROOT, token_ids, width)
+    split = min(split, len(whole))
+    parent = whole[split - 1] if split else ROOT
+    assert whole[:split] + block_keys(parent, token_ids, width, first_token=split * width) == whole
+
+
+@given(tokens, tokens, st.integers(1, 5))
+def test_names_agree_exactly_as_far_as_the_tokens_do(left: list[int], right: list[int], width: int) -> None:
+    common = 0
+    while common < min(len(left), len(right)) and left[common] == right[common]:
+        common += 1
+    one, other = block_keys(ROOT, left, width), block_keys(ROOT, right, width)
+    for index, (a, b) in enumerate(zip(one, other, strict=False)):
+        assert (a == b) == ((index + 1) * width <= common)
+
+
+@given(tokens)
+def test_joined_keys_split_again(token_ids: list[int]) -> None:
+    keys = block_keys(ROOT, token_ids, 2)
+    assert all(len(key) == KEY_BYTES for key in keys)
+    assert split_keys(b"".join(keys)) == keys

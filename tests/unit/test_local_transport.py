@@ -1,0 +1,120 @@
+"""The in-process transport, and the arithmetic of spans that every transport shares."""
+
+import numpy as np
+import pytest
+
+from kvtransfer.errors import EndpointMismatch, PeerGone
+from kvtransfer.local import LocalNetwork, LocalTransport
+from kvtransfer.transport import Pool, Span, block_spans, check_spans, max_blocks_per_read
+
+
+def pool_of(fill: int, num_blocks: int = 8, block_bytes: int = 4) -> Pool:
+    return Pool(np.full((num_blocks, block_bytes), fill, np.uint8))
+
+
+def pair(eager: bool) -> tuple[LocalTransport, LocalTransport, bytes]:
+    network = LocalNetwork()
+    reader, source = LocalTransport(network, "reader", eager), LocalTransport(network, "source")
+    reader.register(pool_of(0))
+    return reader, source, source.register(pool_of(7))
+
+
+def test_an_eager_read_is_done_at_once() -> None:
+    reader, _, endpoint = pair(eager=True)
+    future = reader.read(reader.connect(endpoint), [Span(4, 0, 8)])
+    assert future.done()
+    assert future.exception() is None
+    assert reader.pool is not None
+    assert reader.pool.memory.reshape(-1).tolist() == [0] * 4 + [7] * 8 + [0] * 20
+
+
+def test_a_lazy_read_waits_for_its_step_and_reads_the_bytes_of_then() -> None:
+    reader, source, endpoint = pair(eager=False)
+    future = reader.read(reader.connect(endpoint), [Span(0, 0, 4)])
+    assert source.pool is not None
+    source.pool.memory[0] = 9
+    assert not future.done()
+    assert reader.step()
+    assert not reader.step()
+    assert future.result(0) is None
+    assert reader.pool is not None
+    assert reader.pool.memory[0].tolist() == [9] * 4
+
+
+def test_reads_run_in_order_and_cancelled_ones_write_nothing() -> None:
+    reader, _, endpoint = pair(eager=False)
+    peer = reader.connect(endpoint)
+    first, second, third = (reader.read(peer, [Span(4 * i, 0, 4)]) for i in range(3))
+    assert second.cancel()
+    assert reader.step()
+    assert (first.done(), third.done()) == (True, False)
+    assert reader.step()
+    assert third.done()
+    assert reader.pool is not None
+    assert reader.pool.memory[:3, 0].tolist() == [7, 0, 7]
+
+
+def test_connecting_again_gives_the_same_peer() -> None:
+    reader, _, endpoint = pair(eager=True)
+    assert reader.connect(endpoint) is reader.connect(endpoint)
+
+
+def test_nobody_there() -> None:
+    reader, source, endpoint = pair(eager=False)
+    with pytest.raises(PeerGone):
+        reader.connect(b"tandem-local:elsewhere")
+    with pytest.raises(EndpointMismatch):
+        reader.connect(b"tcp://somewhere")
+    future = reader.read(reader.connect(endpoint), [Span(0, 0, 4)])
+    source.close()
+    reader.step()
+    assert isinstance(future.exception(0), PeerGone)
+    with pytest.raises(PeerGone):
+        reader.connect(endpoint)
+
+
+def test_close_cancels_what_is_queued() -> None:
+    reader, _, endpoint = pair(eager=False)
+    future = reader.read(reader.connect(endpoint), [Span(0, 0, 4)])
+    reader.close()
+    assert future.cancelled()
+    assert not reader.step()
+
+
+def test_neighbours_in_both_pools_become_one_span() -> None:
+    assert block_spans([(0, 5), (1, 6), (2, 7)], 4) == [Span(0, 20, 12)]
+    assert block_spans([(0, 5), (1, 7), (2, 8)], 4) == [Span(0, 20, 4), Span(4, 28, 8)]
+    assert block_spans([(1, 5), (0, 6)], 4) == [Span(4, 20, 4), Span(0, 24, 4)]
+    assert block_spans([], 4) == []
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [],
+        [Span(0, 0, 0)],
+        [Span(-1, 0, 4)],
+        [Span(0, -1, 4)],
+        [Span(29, 0, 4)],
+        [Span(0, 61, 4)],
+        [Span(0, 0, 4), Span(30, 0, 4)],
+    ],
+)
+def test_spans_outside_a_pool_are_refused(spans: list[Span]) -> None:
+    with pytest.raises(ValueError, match="span|beyond|carries"):
+        check_spans(spans, local_bytes=32, remote_bytes=64)
+
+
+def test_spans_up_to_the_very_end_are_fine() -> None:
+    check_spans([Span(28, 60, 4), Span(0, 0, 32)], local_bytes=32, remote_bytes=64)
+
+
+def test_one_read_carries_at_most_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtransfer.transport.MAX_POSTED_BYTES", 10)
+    assert max_blocks_per_read(4) == 2
+    assert max_blocks_per_read(10) == 1
+    with pytest.raises(ValueError, match="larger than one read"):
+        max_blocks_per_read(11)
+    check_spans([Span(0, 0, 4), Span(8, 8, 6)], 32, 32)
+    with pytest.raises(ValueError, match="carries"):
+        check_spans([Span(0, 0, 4), Span(8, 8, 7)], 32, 32)

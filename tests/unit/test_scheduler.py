@@ -1,0 +1,132 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.scheduler import StepBudget, schedule
+from engine.vocabulary import Chunk, SamplingParams, Sequence
+
+SAMPLING = SamplingParams(max_tokens=4)
+
+
+def sequence(
+    name: str, arrival: int, prompt: int, computed: int = 0, emitted: int = 0, priority: int = 0, job: bool = False
+) -> Sequence:
+    """A prompt of `prompt` tokens with `emitted` sampled ones after it; a `job` is of a loan and samples nothing."""
+    return Sequence(
+        request_id=name,
+        token_ids=[0] * (prompt + emitted),
+        num_prompt=prompt,
+        root=b"",
+        sampling=None if job else SAMPLING,
+        priority=priority,
+        arrival=arrival,
+        num_computed=computed,
+    )
+
+
+def decoding(name: str, arrival: int, priority: int = 0) -> Sequence:
+    return sequence(name, arrival, prompt=4, computed=4, emitted=1, priority=priority)
+
+
+def plan(batch: list[Chunk]) -> list[tuple[str, int, int]]:
+    return [(chunk.sequence.request_id, chunk.start, chunk.count) for chunk in batch]
+
+
+def test_decodes_go_before_prompts_whatever_their_order() -> None:
+    state = [sequence("prompt", 1, prompt=10, priority=9), decoding("old", 0), decoding("new", 2)]
+    batch = schedule(state, StepBudget(max_tokens=8, max_prefill_tokens=8))
+    assert plan(batch) == [("old", 4, 1), ("new", 4, 1), ("prompt", 0, 6)]
+    assert [chunk.samples for chunk in batch] == [True, True, False]
+
+
+def test_prompts_share_what_is_left_by_priority_then_arrival() -> None:
+    state = [
+        sequence("late", 3, prompt=9),
+        sequence("early", 1, prompt=3, computed=1),
+        sequence("urgent", 2, prompt=2, priority=1),
+    ]
+    batch = schedule(state, StepBudget(max_tokens=16, max_prefill_tokens=7))
+    assert plan(batch) == [("urgent", 0, 2), ("early", 1, 2), ("late", 0, 3)]
+    assert [chunk.samples for chunk in batch] == [True, True, False]
+
+
+def test_a_loans_job_never_samples() -> None:
+    batch = schedule([sequence("job", 1, prompt=8, job=True)], StepBudget(16, 16))
+    assert plan(batch) == [("job", 0, 8)]
+    assert not batch[0].samples
+
+
+def test_decodes_beyond_the_budget_wait() -> None:
+    state = [decoding("c", 3), decoding("b", 2), decoding("a", 1), decoding("vip", 4, priority=1)]
+    assert plan(schedule(state, StepBudget(2, 2))) == [("vip", 4, 1), ("a", 4, 1)]
+
+
+def test_nothing_to_do() -> None:
+    assert schedule([], StepBudget(8, 8)) == []
+
+
+@st.composite
+def states(draw: st.DrawFn) -> list[Sequence]:
+    built: list[Sequence] = []
+    for arrival in draw(st.permutations(range(draw(st.integers(0, 12))))):
+        priority = draw(st.integers(-1, 1))
+        prompt = draw(st.integers(1, 30))
+        kind = draw(st.sampled_from(["decode", "prompt", "job"]))
+        if kind == "decode":
+            extra = draw(st.integers(1, 5))
+            built.append(sequence(str(arrival), arrival, prompt, prompt + extra - 1, extra, priority))
+        else:
+            computed = draw(st.integers(0, prompt - 1))
+            built.append(sequence(str(arrival), arrival, prompt, computed, 0, priority, job=kind == "job"))
+    return built
+
+
+budgets = st.builds(StepBudget, st.integers(1, 20), st.integers(1, 20))
+
+
+@given(states(), budgets)
+def test_every_batch_keeps_the_rules(state: list[Sequence], budget: StepBudget) -> None:
+    batch = schedule(state, budget)
+    decodes = [chunk for chunk in batch if chunk.sequence.decoding]
+    prompts = [chunk for chunk in batch if not chunk.sequence.decoding]
+    assert batch == decodes + prompts
+    assert sum(chunk.count for chunk in batch) <= budget.max_tokens
+    assert sum(chunk.count for chunk in prompts) <= budget.max_prefill_tokens
+    assert len({id(chunk.sequence) for chunk in batch}) == len(batch)
+    for chunk in batch:
+        assert chunk.start == chunk.sequence.num_computed
+        assert 1 <= chunk.count <= chunk.sequence.num_remaining
+    for part, decoding_now in ((decodes, True), (prompts, False)):
+        ranks = [(-chunk.sequence.priority, chunk.sequence.arrival) for chunk in part]
+        everyone = sorted((-s.priority, s.arrival) for s in state if s.decoding is decoding_now)
+        assert ranks == everyone[: len(ranks)], "somebody was passed over"
+    # Work conserving: what was left out or cut short was so by the budget.
+    num_decoding = sum(s.decoding for s in state)
+    assert len(decodes) == min(num_decoding, budget.max_tokens)
+    wanted = sum(s.num_remaining for s in state if not s.decoding)
+    room = min(budget.max_tokens - len(decodes), budget.max_prefill_tokens)
+    assert sum(chunk.count for chunk in prompts) == min(wanted, room)
+
+
+@given(states(), budgets, st.randoms(use_true_random=False))
+def test_the_order_of_the_input_does_not_matter(state: list[Sequence], budget: StepBudget, random: object) -> None:
+    shuffled = list(state)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert plan(schedule(state, budget)) == plan(schedule(shuffled, budget))
+
+
+@given(states(), budgets)
+def test_everything_ends_within_the_steps_its_work_needs(state: list[Sequence], budget: StepBudget) -> None:
+    """No starvation: every step does something, so the work bounds the steps, whatever the priorities are."""
+    running = list(state)
+    steps = 0
+    work = sum(s.num_remaining for s in state) + sum(SAMPLING.max_tokens + 5 for s in state)
+    while running:
+        batch = schedule(running, budget)
+        assert batch
+        steps += 1
+        for chunk in batch:
+            chunk.sequence.num_computed += chunk.count
+            if chunk.samples:
+                chunk.sequence.token_ids.append(0)
+        running = [s for s in running if s.num_remaining > 0 and s.num_sampled <= SAMPLING.max_tokens + 4]
+        assert steps <= work
