@@ -1,14 +1,14 @@
 """Errors that leave a process, as types here and as gRPC statuses on the wire.
 
-    TandemError
-    ├── StartError            a process cannot start: which setting is at fault, and why
-    └── ServiceError          a call failed; carries a gRPC code
-        ├── InvalidRequest    INVALID_ARGUMENT: `field` is out of its limits
-        ├── UnknownModel      NOT_FOUND
-        ├── Overloaded        RESOURCE_EXHAUSTED: no room now, or ever (`permanent`)
-        ├── Unavailable       UNAVAILABLE: nobody can serve it now; safe to retry
-        ├── Incompatible      FAILED_PRECONDITION: two processes do not fit together
-        └── DeadlineExceeded  DEADLINE_EXCEEDED
+TandemError
+├── StartError            a process cannot start: which setting is at fault, and why
+└── ServiceError          a call failed; carries a gRPC code
+    ├── InvalidRequest    INVALID_ARGUMENT: `field` is out of its limits
+    ├── UnknownModel      NOT_FOUND
+    ├── Overloaded        RESOURCE_EXHAUSTED: no room now, or ever (`permanent`)
+    ├── Unavailable       UNAVAILABLE: nobody can serve it now; safe to retry
+    ├── Incompatible      FAILED_PRECONDITION: two processes do not fit together
+    └── DeadlineExceeded  DEADLINE_EXCEEDED
 """
 
 import grpc
@@ -138,4 +138,8 @@ def _add(status: status_pb2.Status, detail: error_details_pb2.BadRequest | error
     status.details.append(packed)
 
 
-_CODES = {code: code_pb2.Code.Value(code.name) for code in grpc.StatusCode if code.name in code_pb2.Code.keys()}
+_CODES = {
+    code: code_pb2.Code.Value(code.name)
+    for code in grpc.StatusCode
+    if code.name in code_pb2.Code.DESCRIPTOR.values_by_name
+}

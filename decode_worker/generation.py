@@ -19,7 +19,11 @@ class Generation:
     """Pure: no sockets, no engine. `absorb` tokens, then `take` the message for the client."""
 
     def __init__(
-        self, request: internal_pb.DecodeRequest, tokenizer: Tokenizer | None, worker_id: str, block_tokens: int
+        self,
+        request: internal_pb.DecodeRequest,
+        tokenizer: Tokenizer | None,
+        worker_id: str,
+        block_tokens: int,
     ) -> None:
         self._request = request
         self._worker_id = worker_id
@@ -78,7 +82,7 @@ class Generation:
             is_stop_token = token.token_id in self._request.sampling.stop_token_ids
             self._finish(_REASONS[token.finish], str(token.token_id) if is_stop_token else "")
 
-    def _finish(self, reason: pb.FinishReason, stop_match: str) -> None:
+    def _finish(self, reason: pb.FinishReason.ValueType, stop_match: str) -> None:
         self.finished = True
         account = self._account
         cached_blocks = account.reused_blocks + account.lender_cached_blocks
@@ -90,7 +94,4 @@ class Generation:
             completion_tokens=self._num_completion,
             cached_tokens=cached_blocks * self._block_tokens,
         )
-        self._message.finish.CopyFrom(
-            pb.Finish(reason=reason, stop_match=stop_match, usage=usage, receipt=receipt)
-        )
-
+        self._message.finish.CopyFrom(pb.Finish(reason=reason, stop_match=stop_match, usage=usage, receipt=receipt))

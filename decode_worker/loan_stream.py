@@ -79,9 +79,7 @@ class LoanStream:
                 )
             case "blocks_ready":
                 ready = response.blocks_ready
-                self._engine.send(
-                    LoanBlocks(self._engine_id, ready.first, tuple(ready.block_ids), ready.fingerprints)
-                )
+                self._engine.send(LoanBlocks(self._engine_id, ready.first, tuple(ready.block_ids), ready.fingerprints))
 
     async def _outgoing(self) -> AsyncIterator[pb.LendRequest]:
         while (request := await self._requests.get()) is not None:

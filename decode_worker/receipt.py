@@ -54,7 +54,11 @@ _SPANS = (
 
 
 def _stages(
-    request: internal_pb.DecodeRequest, account: KvAccount, received_at: float, finished_at: float, worker_id: str
+    request: internal_pb.DecodeRequest,
+    account: KvAccount,
+    received_at: float,
+    finished_at: float,
+    worker_id: str,
 ) -> list[pb.Stage]:
     times = {"received": received_at, "finished": finished_at, **account.times}
     times["admitted_or_loan_closed"] = times.get("loan_closed", times["admitted"])

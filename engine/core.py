@@ -125,11 +125,11 @@ class EngineCore:
     def step(self) -> bool:
         """Compute one batch and report; False when there was nothing to compute."""
         self._step_count += 1
-        self._lending.start_waiting()
+        self._start_loans()
         batch = schedule(self._runnable(), self._limits.budget)
         if batch:
             self._compute(batch)
-            self._lending.start_waiting()  # in what the batch gave back: the loop may sleep before the next step
+            self._start_loans()  # in what the batch gave back: the loop may sleep before the next step
         self._report_cache()
         self._report_load()
         return bool(batch)
@@ -199,6 +199,15 @@ class EngineCore:
                 return False
             self.handle(message)
             timeout = 0.0
+
+    def _start_loans(self) -> None:
+        """Let waiting loans start; whoever waits for a lender's room itself lets nobody wait for its own.
+
+        Else two engines, both full of requests that wait for the other's loan, would wait for good.
+        """
+        self._lending.start_waiting()
+        if self._lending.num_waiting and self._borrowing.waits_for_room:
+            self._lending.refuse_waiting("no room now, and this worker waits for loans itself")
 
     def _runnable(self) -> list[Sequence]:
         running = [request.sequence for request in self._requests.values() if not request.borrowing]

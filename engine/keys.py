@@ -18,9 +18,7 @@ def root_key(model_fingerprint: bytes, cache_salt: str) -> BlockKey:
     return blake2b(cache_salt.encode(), key=model_fingerprint[:64], digest_size=KEY_BYTES).digest()
 
 
-def block_keys(
-    parent: BlockKey, token_ids: Sequence[int], block_tokens: int, first_token: int = 0
-) -> list[BlockKey]:
+def block_keys(parent: BlockKey, token_ids: Sequence[int], block_tokens: int, first_token: int = 0) -> list[BlockKey]:
     """Keys of the full blocks of `token_ids[first_token:]`, whose chain continues `parent`.
 
     `first_token` must be a multiple of `block_tokens`. Tokens after the last full block have no key.

@@ -100,16 +100,7 @@ class Audit:
 
 
 ToEngine = (
-    Generate
-    | Cancel
-    | LoanStarted
-    | LoanBlocks
-    | LoanFailed
-    | Lend
-    | LendReleased
-    | LendClosed
-    | TakeSnapshot
-    | Audit
+    Generate | Cancel | LoanStarted | LoanBlocks | LoanFailed | Lend | LendReleased | LendClosed | TakeSnapshot | Audit
 )
 
 # --------------------------------------------------------------------------------------- from the engine

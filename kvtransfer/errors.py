@@ -1,9 +1,9 @@
 """What can go wrong with a transfer.
 
-    TransferError
-    ├── PeerGone            the peer's process ended or its connection broke
-    ├── EndpointMismatch    the endpoint is of another transport, pool geometry or version
-    └── TransportUnavailable  the transport cannot run in this process
+TransferError
+├── PeerGone            the peer's process ended or its connection broke
+├── EndpointMismatch    the endpoint is of another transport, pool geometry or version
+└── TransportUnavailable  the transport cannot run in this process
 """
 
 

@@ -88,9 +88,7 @@ class NixlTransport(Transport):
         self._registration = self._agent.register_memory([(address, pool.num_bytes, 0, "")], "DRAM")
         self._thread.start()
         metadata = b64encode(self._agent.get_agent_metadata()).decode()
-        return json.dumps(
-            {"format": FORMAT, "base": address, "bytes": pool.num_bytes, "metadata": metadata}
-        ).encode()
+        return json.dumps({"format": FORMAT, "base": address, "bytes": pool.num_bytes, "metadata": metadata}).encode()
 
     def connect(self, endpoint: bytes) -> NixlPeer:
         if (known := self._peers.get(endpoint)) is not None:

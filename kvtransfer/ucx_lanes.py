@@ -5,6 +5,7 @@ this process sees. An endpoint gets a table of its own only when its choice is n
 known for the process, not for one peer.
 """
 
+import ctypes
 import os
 import re
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ from collections.abc import Iterable
 # A table is a title of two lines, "| borrower intra-node cfg#1 |" and "| remote memory read by ucp_get* ... |",
 # then rows such as "| 0..inf | zero-copy | cma/memory |". Lanes look like "rc_mlx5/mlx5_0:1".
 _ROW = re.compile(r"\|\s*\d\S*\s*\|[^|]*\|\s*(?P<config>[^|]+?)\s*\|\s*$")
+_LIBC = ctypes.CDLL(None)
 _LANE = re.compile(r"[a-z0-9_]+/[\w:.-]+")
 
 
@@ -27,6 +29,7 @@ class LaneLog:
 
     def lanes(self) -> tuple[str, ...]:
         """Lanes of one-sided reads from other processes so far, in order of appearance."""
+        _LIBC.fflush(None)  # UCX writes through a buffered stream of its own
         size = os.fstat(self._fd).st_size
         if size != self._size:
             self._size, self._lanes = size, self._read()

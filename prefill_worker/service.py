@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from cluster.errors import Incompatible, InvalidRequest, Overloaded, ServiceError, Unavailable, to_status
+from engine import messages
 from engine.messages import (
     CacheChanged,
-    Lend,
     LendClosed,
     LendReady,
     LendRefused,
@@ -51,7 +51,7 @@ class LendService(pb_grpc.LendServicer):
             self._engine.send(LendClosed(loan_id))
             self._engine.close_mailbox(loan_id)
 
-    def _lend(self, loan_id: str, first: pb.LendRequest | None) -> Lend:
+    def _lend(self, loan_id: str, first: pb.LendRequest | None) -> messages.Lend:
         if first is None or not first.HasField("want"):
             raise InvalidRequest("want", "must be the first message")
         want = first.want
@@ -59,7 +59,7 @@ class LendService(pb_grpc.LendServicer):
             raise Incompatible("this worker is another one than the one asked", "lender_incarnation")
         if want.model_fingerprint != self._context.ready.model_fingerprint:
             raise Incompatible("weights, layout or dtype differ from the borrower's", "model_fingerprint")
-        return Lend(
+        return messages.Lend(
             loan_id=loan_id,
             token_ids=tuple(want.token_ids),
             first_block=want.first_block,

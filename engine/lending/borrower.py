@@ -148,6 +148,11 @@ class Borrower:
     def done(self) -> bool:
         return self._state is _State.DONE
 
+    @property
+    def opening(self) -> bool:
+        """The lender has not said yet that it has room."""
+        return self._state is _State.OPENING
+
     def handle(self, event: Event) -> list[Action]:
         """The next state and what to do; events after the end are ignored, since they were under way."""
         if self.done:

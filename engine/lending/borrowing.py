@@ -83,6 +83,11 @@ class BorrowingDesk:
     def num_loans(self) -> int:
         return len(self._loans)
 
+    @property
+    def waits_for_room(self) -> bool:
+        """Some lender has not started yet, perhaps because it has no room."""
+        return any(loan.machine.opening for loan in self._loans.values())
+
     def open(self, sequence: Sequence, end: int, account: KvAccount) -> None:
         """Ask for the sequence's chain blocks from those it has up to `end`."""
         first = len(sequence.blocks)
@@ -111,9 +116,7 @@ class BorrowingDesk:
             return
         loan.account.times.setdefault("first_blocks_ready", time.monotonic())
         loan.account.times["last_blocks_ready"] = time.monotonic()
-        self._handle(
-            loan, Announced(message.first, message.block_ids, self._split(message.fingerprints))
-        )
+        self._handle(loan, Announced(message.first, message.block_ids, self._split(message.fingerprints)))
 
     def failed(self, message: LoanFailed) -> None:
         if (loan := self._loans.get(message.request_id)) is not None:

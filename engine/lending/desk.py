@@ -114,6 +114,13 @@ class LendingDesk:
         while self._waiting and self._try_start(self._loans[self._waiting[0]]):
             self._waiting.pop(0)
 
+    def refuse_waiting(self, reason: str) -> None:
+        """Nobody waits any longer."""
+        for loan_id in self._waiting:
+            del self._loans[loan_id]
+            self._refuse(loan_id, reason, bad=False)
+        self._waiting.clear()
+
     def _try_start(self, loan: _Loan) -> bool:
         request, width, keys = loan.request, self._books.layout.block_tokens, loan.keys
         end = len(keys)

@@ -144,7 +144,10 @@ class LenderLoan:
     def _on_released(self, first: int, count: int) -> list[Action]:
         indices = range(first, first + count)
         if count < 1 or any(index not in self._held for index in indices):
-            return [Refuse(f"release of blocks [{first}, {first + count}) that this loan does not hold"), *self._finish()]
+            return [
+                Refuse(f"release of blocks [{first}, {first + count}) that this loan does not hold"),
+                *self._finish(),
+            ]
         return [Unhold(tuple(self._held.pop(index) for index in indices))]
 
     def _finish(self) -> list[Action]:

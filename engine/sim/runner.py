@@ -58,7 +58,12 @@ class SimRunner(Runner):
 
     def _words(self) -> NDArray[np.uint64]:
         """The pool as [num_blocks, kv_heads, block_tokens, words of a slot]."""
-        shape = (-1, self.layout.kv_heads, self.layout.block_tokens, self.layout.head_bytes // 8 // self.layout.block_tokens)
+        shape = (
+            -1,
+            self.layout.kv_heads,
+            self.layout.block_tokens,
+            self.layout.head_bytes // 8 // self.layout.block_tokens,
+        )
         return self.pool.memory.view(np.uint64).reshape(shape)
 
     def _write(self, chunk: Chunk) -> None:

@@ -141,7 +141,13 @@ class PagedAttention:
         return out.transpose(1, 2).contiguous(), None
 
     def _prefill(
-        self, layer: Tensor, span: _Span, query: Tensor, scaling: float | None, window: int | None, softcap: float | None
+        self,
+        layer: Tensor,
+        span: _Span,
+        query: Tensor,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
     ) -> Tensor:
         """`query` is [1, heads, count, head_dim], and so is what returns."""
         keys, values = _gather(layer, span.table[None])
@@ -150,9 +156,7 @@ class PagedAttention:
             return _softcapped(query, keys, values, self.batch.prefill_mask(span, window), scaling, softcap)
         sees_all = window is None or span.end <= window
         if span.start == 0 and sees_all:
-            return scaled_dot_product_attention(
-                query, keys, values, is_causal=True, scale=scaling, enable_gqa=True
-            )
+            return scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scaling, enable_gqa=True)
         mask = self.batch.prefill_mask(span, window)
         return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=True)
 

@@ -55,7 +55,11 @@ def kv_layout(model: torch.nn.Module, block_tokens: int) -> KvLayout:
 
     use_attention(model, spy)
     with torch.inference_mode():
-        model(input_ids=torch.zeros(1, 2, dtype=torch.long), position_ids=torch.tensor([[0, 1]]), use_cache=False)
+        model(
+            input_ids=torch.zeros(1, 2, dtype=torch.long),
+            position_ids=torch.tensor([[0, 1]]),
+            use_cache=False,
+        )
     return _layout_of(model, shapes, block_tokens)
 
 

@@ -62,7 +62,7 @@ def _logprobs(logits: Tensor, token: int, num_top: int | None) -> TokenLogprobs 
     if num_top is None:
         return None
     logprobs = logits.log_softmax(-1)
-    top = logprobs.topk(num_top) if num_top else None
+    top = logprobs.topk(min(num_top, logprobs.shape[-1])) if num_top else None
     return TokenLogprobs(
         logprob=float(logprobs[token]),
         top_token_ids=tuple(top.indices.tolist()) if top else (),

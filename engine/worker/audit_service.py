@@ -12,7 +12,7 @@ class AuditService(pb_grpc.WorkerServicer):
         self._worker_id = worker_id
         self._engine = engine
 
-    async def Audit(self, request: pb.AuditRequest, context: Any) -> pb.AuditReport:  # noqa: N802
+    async def Audit(self, request: pb.AuditRequest, context: Any) -> pb.AuditReport:
         books = await self._engine.audit()
         return pb.AuditReport(
             worker_id=self._worker_id,

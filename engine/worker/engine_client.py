@@ -53,7 +53,7 @@ class EngineClient:
         self._ready, self.died = loop.create_future(), loop.create_future()
         own, other = socket.socketpair()
         with other:
-            self._process = subprocess.Popen(
+            self._process = subprocess.Popen(  # noqa: ASYNC220 - a fork and exec; waiting for it is on a thread
                 [sys.executable, "-m", "engine.worker.engine_process", str(other.fileno())],
                 pass_fds=[other.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -106,7 +106,8 @@ class EngineClient:
         number = self._audit_count
         answer = self._audits[number] = asyncio.get_running_loop().create_future()
         self.send(Audit(number))
-        return await answer
+        books: Audited = await answer
+        return books
 
     async def stop(self) -> None:
         """End the process: orderly first, by force after 5 s."""

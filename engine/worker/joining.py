@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from cluster.errors import Incompatible, from_rpc_error
+from cluster.errors import Incompatible, TandemError, from_rpc_error
 from cluster.rpc import channel
 from engine.messages import CacheChanged, Load, TakeSnapshot
 from engine.pool import Stored
@@ -21,7 +21,7 @@ MAX_BACKLOG = 4096
 """Messages a router may lag behind; then the stream is dropped, and the next one begins with a snapshot."""
 
 
-async def stay_joined(router: str, hello: pb.Hello, engine: EngineClient) -> Incompatible:
+async def stay_joined(router: str, hello: pb.Hello, engine: EngineClient) -> TandemError:
     """Join `router` again and again. Returns only when it says that this worker does not fit."""
     async with channel(router) as link:
         while True:

@@ -45,13 +45,14 @@ class Worker:
         self._context = context
         self._server = server
         hello = _hello(context, address)
-        self._joins = [
+        self._joins: list[asyncio.Future[TandemError]] = [
             asyncio.ensure_future(stay_joined(router, hello, context.engine)) for router in context.config.routers
         ]
 
     async def failed(self) -> TandemError:
         """The engine died, or a router says that this worker does not belong to it."""
-        done, _ = await asyncio.wait([self._context.engine.died, *self._joins], return_when=asyncio.FIRST_COMPLETED)
+        causes: list[asyncio.Future[TandemError]] = [self._context.engine.died, *self._joins]
+        done, _ = await asyncio.wait(causes, return_when=asyncio.FIRST_COMPLETED)
         return done.pop().result()
 
     async def stop(self) -> None:

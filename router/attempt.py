@@ -1,0 +1,69 @@
+"""One placement of one request: the call to its decode worker, passed through as bytes."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+
+from cluster.errors import Incompatible, Overloaded, ServiceError, Unavailable, from_rpc_error
+from protos import decode_pb2 as pb
+from protos import inference_pb2 as public_pb
+from router.fleet import Worker
+
+_METHOD = "/tandem.internal.v1.Decode/Generate"
+
+
+class Retriable(Exception):
+    """The attempt failed for a reason that another placement may not have."""
+
+    def __init__(self, cause: ServiceError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+class Emitted:
+    """What the client has been sent, kept as the bytes it was and read only when an attempt failed."""
+
+    def __init__(self) -> None:
+        self._messages: list[bytes] = []
+
+    def add(self, message: bytes) -> None:
+        self._messages.append(message)
+
+    def token_ids(self) -> list[int]:
+        return [token_id for message in self._parsed() for token_id in message.token_ids]
+
+    def num_chars(self) -> int:
+        """Of text. Python's and the worker's count: code points."""
+        return sum(len(message.text) for message in self._parsed())
+
+    def _parsed(self) -> list[public_pb.GenerateResponse]:
+        return [public_pb.GenerateResponse.FromString(message) for message in self._messages]
+
+
+async def run_attempt(
+    link: grpc.aio.Channel, worker: Worker, request: pb.DecodeRequest, timeout_s: float
+) -> AsyncIterator[bytes]:
+    """The worker's messages. Raises Retriable, or a ServiceError that no other placement would mend."""
+    method: grpc.aio.UnaryStreamMultiCallable[pb.DecodeRequest, bytes] = link.unary_stream(
+        _METHOD, request_serializer=pb.DecodeRequest.SerializeToString
+    )
+    call = method(request, timeout=timeout_s)
+    worker.on_lost.add(call.cancel)
+    try:
+        async for message in call:
+            yield message
+    except asyncio.CancelledError:
+        if not worker.lost:
+            raise
+        raise Retriable(Unavailable(f"decode worker {worker.worker_id} fell silent")) from None
+    except grpc.aio.AioRpcError as error:
+        failure = from_rpc_error(error)
+        if isinstance(failure, Unavailable | Incompatible) or error.code() is grpc.StatusCode.CANCELLED:
+            raise Retriable(failure) from None
+        if isinstance(failure, Overloaded) and not failure.permanent:
+            raise Retriable(failure) from None
+        raise failure from None
+    finally:
+        worker.on_lost.discard(call.cancel)
+        call.cancel()

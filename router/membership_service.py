@@ -1,0 +1,82 @@
+"""The Membership service: feeds the fleet from the workers' streams."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from cluster.errors import Incompatible, InvalidRequest, ServiceError, to_status
+from engine.model_dir import ModelDir
+from protos import membership_pb2 as pb
+from protos import membership_pb2_grpc as pb_grpc
+from router.fleet import Fleet, Worker
+
+log = logging.getLogger(__name__)
+
+
+class MembershipService(pb_grpc.MembershipServicer):
+    """One stream is one membership. `on_change` is called after everything that may let a request start."""
+
+    def __init__(self, fleet: Fleet, model_dir: ModelDir, silence_s: float, on_change: Callable[[], None]) -> None:
+        self._fleet = fleet
+        self._model = model_dir.name
+        self._config_fingerprint = model_dir.config_fingerprint()
+        self._silence_s = silence_s
+        self._on_change = on_change
+        self._incarnation = secrets.token_bytes(16)
+
+    async def Join(
+        self, request_iterator: AsyncIterator[pb.WorkerMessage], context: Any
+    ) -> AsyncIterator[pb.RouterMessage]:
+        worker: Worker | None = None
+        try:
+            first = await anext(request_iterator, None)
+            worker = self._admit(first)
+            yield pb.RouterMessage(welcome=pb.Welcome(router_id=self._fleet.router_id, incarnation=self._incarnation))
+            while (message := await self._next(worker, request_iterator)) is not None:
+                if not self._absorb(worker, message):
+                    yield pb.RouterMessage(resync=pb.Resync())
+        except ServiceError as error:
+            await context.abort_with_status(to_status(error))
+        finally:
+            if worker is not None:
+                log.info("%s left", worker.worker_id)
+                self._fleet.left(worker)
+                self._on_change()
+
+    def _admit(self, first: pb.WorkerMessage | None) -> Worker:
+        if first is None or not first.HasField("hello"):
+            raise InvalidRequest("hello", "must be the first message")
+        hello = first.hello
+        if hello.config_fingerprint != self._config_fingerprint:
+            raise Incompatible(
+                f"worker {hello.worker_id} serves {hello.model!r}, whose config or tokenizer differs from this "
+                f"router's {self._model!r}",
+                "model",
+            )
+        log.info("%s joined from %s", hello.worker_id, hello.address)
+        return self._fleet.joined(hello)
+
+    async def _next(self, worker: Worker, messages: AsyncIterator[pb.WorkerMessage]) -> pb.WorkerMessage | None:
+        """None when the stream ended, or when the engine behind it fell silent."""
+        try:
+            return await asyncio.wait_for(anext(messages, None), self._silence_s)
+        except TimeoutError:
+            log.warning("%s was silent for %g s: lost", worker.worker_id, self._silence_s)
+            worker.lost = True
+            for cancel in tuple(worker.on_lost):
+                cancel()
+            return None
+
+    def _absorb(self, worker: Worker, message: pb.WorkerMessage) -> bool:
+        in_step = True
+        match message.WhichOneof("message"):
+            case "load":
+                self._fleet.reported(worker, message.load)
+            case "cache":
+                in_step = self._fleet.cache_changed(worker, message.cache)
+            case _:
+                raise InvalidRequest("hello", "came twice")
+        self._on_change()
+        return in_step

@@ -1,0 +1,54 @@
+"""Puts the router together."""
+
+import asyncio
+
+from cluster.errors import TandemError
+from cluster.rpc import Server
+from engine.model_dir import ModelDir
+from protos import membership_pb2_grpc as pb_grpc
+from router.config import RouterConfig
+from router.dispatch import Dispatcher
+from router.fleet import Fleet
+from router.membership_service import MembershipService
+from router.placement import Rates
+from router.prompts import PromptEncoder
+from router.service import NAME, InferenceService
+from router.serving import Serving
+
+
+class Router:
+    """A started router."""
+
+    def __init__(self, server: Server, address: str) -> None:
+        self.address = address
+        self._server = server
+
+    async def failed(self) -> TandemError:
+        """A router has nothing that could fail by itself."""
+        never: asyncio.Future[TandemError] = asyncio.get_running_loop().create_future()
+        return await never
+
+    async def stop(self) -> None:
+        await self._server.stop(grace_s=0.5)
+
+
+async def start_router(config: RouterConfig) -> Router:
+    """Read the model's config and tokenizer, serve. Raises StartError."""
+    model_dir = ModelDir.open(config.model)
+    encoder = PromptEncoder(model_dir)
+    fleet = Fleet(config.id())
+    rates = Rates(
+        prefill_tokens_per_s=config.prefill_tokens_per_s,
+        decode_prefill_tokens_per_s=config.decode_prefill_tokens_per_s,
+        kv_bytes_per_s=config.kv_bytes_per_s,
+        loan_overhead_s=config.loan_overhead_s,
+    )
+    dispatcher = Dispatcher(fleet, rates, config.max_queued)
+    serving = Serving(config, model_dir, encoder, fleet, dispatcher)
+    server = Server()
+    InferenceService(serving, fleet, model_dir, encoder).add_to(server.grpc)
+    membership = MembershipService(fleet, model_dir, config.worker_silence_s, dispatcher.kick)
+    pb_grpc.add_MembershipServicer_to_server(membership, server.grpc)
+    port = await server.start(config.host, config.port, [NAME, "tandem.internal.v1.Membership"])
+    await server.mark_serving()
+    return Router(server, f"{config.host}:{port}")

@@ -1,0 +1,61 @@
+"""The public Inference service."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from cluster.errors import ServiceError, to_status
+from engine.model_dir import ModelDir
+from protos import inference_pb2 as pb
+from router.fleet import Fleet
+from router.prompts import PromptEncoder
+from router.serving import Serving
+
+NAME = "tandem.v1.Inference"
+
+
+class InferenceService:
+    """Registered by hand instead of by its generated base: Generate passes messages through as bytes."""
+
+    def __init__(self, serving: Serving, fleet: Fleet, model_dir: ModelDir, encoder: PromptEncoder) -> None:
+        self._serving = serving
+        self._fleet = fleet
+        self._model_dir = model_dir
+        self._encoder = encoder
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        handlers: dict[str, Any] = {
+            "Generate": grpc.unary_stream_rpc_method_handler(
+                self.Generate, request_deserializer=pb.GenerateRequest.FromString
+            ),
+            "ListModels": grpc.unary_unary_rpc_method_handler(
+                self.ListModels,
+                request_deserializer=pb.ListModelsRequest.FromString,
+                response_serializer=pb.ListModelsResponse.SerializeToString,
+            ),
+        }
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(NAME, handlers)])
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[bytes]:
+        responses = self._serving.generate(request, context.time_remaining())
+        try:
+            async with contextlib.aclosing(responses):
+                async for response in responses:
+                    yield response
+        except ServiceError as error:
+            await context.abort_with_status(to_status(error))
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
+        workers = self._fleet.workers
+        num_decode = sum(worker.decodes for worker in workers)
+        model = pb.Model(
+            name=self._model_dir.name,
+            max_context_tokens=self._model_dir.max_context_tokens,
+            vocab_size=self._model_dir.vocab_size,
+            prefill_workers=len(workers) - num_decode,
+            decode_workers=num_decode,
+            has_tokenizer=self._encoder.has_tokenizer,
+        )
+        return pb.ListModelsResponse(models=[model])

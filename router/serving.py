@@ -1,0 +1,212 @@
+"""The way of one request through the router: check, tokenise, place, pass through, and place again on failure."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+import grpc
+
+from cluster.errors import DeadlineExceeded, InvalidRequest, Unavailable, UnknownModel
+from cluster.rpc import channel
+from engine.keys import block_keys, root_key
+from engine.model_dir import ModelDir
+from protos import decode_pb2 as pb
+from protos import inference_pb2 as public_pb
+from router.attempt import Emitted, Retriable, run_attempt
+from router.config import RouterConfig
+from router.dispatch import Dispatcher
+from router.fleet import Fleet, Placed, Worker
+from router.placement import Decision, Demand
+from router.prompts import PromptEncoder
+from router.validation import check_names, check_prompt, prompt_field, resolve_sampling
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A checked request and its clock."""
+
+    request: public_pb.GenerateRequest
+    request_id: str
+    prompt: list[int]
+    sampling: public_pb.Sampling
+    arrived_at: float
+    tokenised_at: float
+    deadline: float
+    """Seconds of the monotonic clock, as are the others."""
+
+    def remaining_s(self) -> float:
+        """Raises DeadlineExceeded when nothing remains."""
+        remaining = self.deadline - time.monotonic()
+        if remaining <= 0:
+            raise DeadlineExceeded("the request's deadline passed before it was done")
+        return remaining
+
+
+class Serving:
+    """All requests of one router."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        model_dir: ModelDir,
+        encoder: PromptEncoder,
+        fleet: Fleet,
+        dispatcher: Dispatcher,
+    ) -> None:
+        self._config = config
+        self._model_dir = model_dir
+        self._encoder = encoder
+        self._fleet = fleet
+        self._dispatcher = dispatcher
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def generate(self, request: public_pb.GenerateRequest, deadline_s: float | None) -> AsyncGenerator[bytes]:
+        """Serialised GenerateResponses: one unbroken stream over however many attempts. Raises ServiceError."""
+        ticket = await self._check(request, deadline_s)
+        emitted = Emitted()
+        attempt = 1
+        while True:
+            placed, decision, placed_at = await self._place(ticket, emitted)
+            try:
+                internal = self._decode_request(ticket, emitted, placed, decision, attempt, placed_at)
+                link = self._channel(placed.decode.hello.address)
+                async for message in run_attempt(link, placed.decode, internal, ticket.remaining_s()):
+                    placed.started = True
+                    emitted.add(message)
+                    yield message
+                return
+            except Retriable as failure:
+                log.info("%s: attempt %d failed: %s", ticket.request_id, attempt, failure)
+                if attempt == self._config.max_attempts:
+                    raise failure.cause from None
+                attempt += 1
+            finally:
+                self._fleet.ended(placed)
+                self._dispatcher.kick()
+            await self._settle(placed.decode)
+
+    async def _check(self, request: public_pb.GenerateRequest, deadline_s: float | None) -> Ticket:
+        arrived_at = time.monotonic()
+        if request.model and request.model != self._model_dir.name:
+            raise UnknownModel(f"{request.model!r} is not served here; {self._model_dir.name!r} is", "model")
+        check_names(request)
+        prompt = await self._encoder.encode(request)
+        check_prompt(prompt, prompt_field(request), self._model_dir)
+        sampling = resolve_sampling(request.sampling, len(prompt), self._model_dir)
+        return Ticket(
+            request=request,
+            request_id=request.request_id or secrets.token_hex(8),
+            prompt=prompt,
+            sampling=sampling,
+            arrived_at=arrived_at,
+            tokenised_at=time.monotonic(),
+            deadline=arrived_at + (self._config.default_deadline_s if deadline_s is None else deadline_s),
+        )
+
+    async def _place(self, ticket: Ticket, emitted: Emitted) -> tuple[Placed, Decision, float]:
+        """Wait for a pair. What can never start is refused at once; with nobody there it waits a little."""
+        await self._await_decode_workers(ticket)
+        hello = self._some_decode_worker().hello
+        tokens = [*ticket.prompt, *emitted.token_ids()]
+        demand = self._demand(ticket, len(tokens), hello.block_tokens, hello.block_bytes)
+        root = root_key(hello.model_fingerprint, ticket.request.cache_salt)
+        usable = tokens[: demand.num_usable_blocks * demand.block_tokens]
+        keys = block_keys(root, usable, demand.block_tokens)
+        try:
+            async with asyncio.timeout(ticket.remaining_s()):
+                placed, decision = await self._dispatcher.place(demand, keys, ticket.request.priority)
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline passed while no worker could start the request") from None
+        return placed, decision, time.monotonic()
+
+    def _demand(self, ticket: Ticket, num_tokens: int, block_tokens: int, block_bytes: int) -> Demand:
+        total = -(-(len(ticket.prompt) + ticket.sampling.max_tokens) // block_tokens)
+        largest = max(worker.hello.num_blocks for worker in self._decode_workers())
+        if total > largest:
+            raise InvalidRequest(
+                "sampling.max_tokens",
+                f"prompt of {len(ticket.prompt)} tokens + max_tokens of {ticket.sampling.max_tokens} need {total} KV "
+                f"blocks; the largest pool has {largest}",
+            )
+        return Demand(num_tokens, (num_tokens - 1) // block_tokens, total, block_tokens, block_bytes)
+
+    async def _await_decode_workers(self, ticket: Ticket) -> None:
+        give_up_at = time.monotonic() + min(self._config.no_worker_grace_s, ticket.remaining_s())
+        while not self._decode_workers():
+            if time.monotonic() > give_up_at:
+                raise Unavailable("no decode worker has joined")
+            await asyncio.sleep(0.02)
+
+    async def _settle(self, worker: Worker) -> None:
+        """After a failure: a dead worker's membership ends within moments; do not choose it again before that."""
+        for _ in range(10):
+            if self._fleet.worker(worker.worker_id) is not worker:
+                return
+            await asyncio.sleep(0.02)
+
+    def _decode_workers(self) -> list[Worker]:
+        return [worker for worker in self._fleet.workers if worker.decodes]
+
+    def _some_decode_worker(self) -> Worker:
+        return self._decode_workers()[0]
+
+    def _decode_request(
+        self,
+        ticket: Ticket,
+        emitted: Emitted,
+        placed: Placed,
+        decision: Decision,
+        attempt: int,
+        placed_at: float,
+    ) -> pb.DecodeRequest:
+        lender = placed.lender.hello if placed.lender else None
+        internal = pb.DecodeRequest(
+            request_id=ticket.request_id,
+            worker_incarnation=placed.decode.hello.incarnation,
+            prompt_token_ids=ticket.prompt,
+            emitted_token_ids=emitted.token_ids(),
+            emitted_chars=emitted.num_chars(),
+            sampling=ticket.sampling,
+            cache_salt=ticket.request.cache_salt,
+            priority=ticket.request.priority,
+            placement=public_pb.Placement(
+                decode_worker=decision.decode_id,
+                lender=decision.lender_id or "",
+                reason=decision.reason,
+                candidates=decision.num_candidates,
+                predicted_ttft_ms=decision.predicted_ttft_s * 1e3,
+                attempt=attempt,
+            ),
+            router_stages=self._stages(ticket, placed_at),
+            elapsed_ms=(time.monotonic() - ticket.arrived_at) * 1e3,
+            router_id=self._fleet.router_id,
+            placement_sequence=placed.sequence,
+        )
+        if lender is not None:
+            internal.lender.CopyFrom(
+                pb.Lender(worker_id=lender.worker_id, address=lender.address, incarnation=lender.incarnation)
+            )
+        return internal
+
+    def _stages(self, ticket: Ticket, placed_at: float) -> list[public_pb.Stage]:
+        tokenise_ms = (ticket.tokenised_at - ticket.arrived_at) * 1e3
+        where = self._fleet.router_id
+        return [
+            public_pb.Stage(name="tokenise", where=where, start_ms=0.0, duration_ms=tokenise_ms),
+            public_pb.Stage(
+                name="router queue",
+                where=where,
+                start_ms=tokenise_ms,
+                duration_ms=(placed_at - ticket.tokenised_at) * 1e3,
+            ),
+        ]
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if (link := self._channels.get(address)) is None:
+            link = self._channels[address] = channel(address)
+        return link

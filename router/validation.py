@@ -1,0 +1,86 @@
+"""Limits of a request, each with the field it names; defaults filled in. Pure."""
+
+import math
+import secrets
+from collections.abc import Sequence
+
+from cluster.errors import InvalidRequest
+from engine.model_dir import ModelDir
+from protos import inference_pb2 as pb
+
+DEFAULT_MAX_TOKENS = 256
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+MAX_LOGPROBS = 20
+MAX_NAME_CHARS = 256
+MAX_TEMPERATURE = 100.0
+
+
+def resolve_sampling(sampling: pb.Sampling, num_prompt: int, model_dir: ModelDir) -> pb.Sampling:
+    """A copy with every field set and in range. Raises InvalidRequest."""
+    resolved = pb.Sampling()
+    resolved.CopyFrom(sampling)
+    context = model_dir.max_context_tokens
+    if not sampling.HasField("max_tokens"):
+        resolved.max_tokens = max(1, min(DEFAULT_MAX_TOKENS, context - num_prompt))
+    if not sampling.HasField("temperature"):
+        resolved.temperature = 1.0
+    if not sampling.HasField("top_p"):
+        resolved.top_p = 1.0
+    if not sampling.HasField("seed"):
+        resolved.seed = secrets.randbits(63)
+    _check_numbers(resolved)
+    _check_stops(resolved, model_dir.vocab_size)
+    if num_prompt + resolved.max_tokens > context:
+        raise InvalidRequest(
+            "sampling.max_tokens",
+            f"prompt of {num_prompt} tokens + max_tokens of {resolved.max_tokens} exceed the context of {context}",
+        )
+    return resolved
+
+
+def check_prompt(token_ids: Sequence[int], field: str, model_dir: ModelDir) -> None:
+    """Raises InvalidRequest for an empty prompt, a token out of range, or one beyond the context."""
+    if not token_ids:
+        raise InvalidRequest(field, "the prompt is empty")
+    if (largest := max(token_ids)) >= model_dir.vocab_size:
+        raise InvalidRequest(field, f"token id {largest} is out of range: the vocabulary has {model_dir.vocab_size}")
+    if len(token_ids) >= model_dir.max_context_tokens:
+        limit = model_dir.max_context_tokens
+        raise InvalidRequest(field, f"prompt of {len(token_ids)} tokens leaves no room in the context of {limit}")
+
+
+def check_names(request: pb.GenerateRequest) -> None:
+    """Raises InvalidRequest for a name too long to be one."""
+    for field in ("model", "tenant", "session_id", "request_id", "cache_salt"):
+        if len(getattr(request, field)) > MAX_NAME_CHARS:
+            raise InvalidRequest(field, f"longer than {MAX_NAME_CHARS} characters")
+
+
+def prompt_field(request: pb.GenerateRequest) -> str:
+    """The field the prompt came in."""
+    if request.HasField("text"):
+        return "text"
+    return "messages" if request.messages else "token_ids"
+
+
+def _check_numbers(sampling: pb.Sampling) -> None:
+    if sampling.max_tokens < 1:
+        raise InvalidRequest("sampling.max_tokens", f"must be at least 1, not {sampling.max_tokens}")
+    if not math.isfinite(sampling.temperature) or not 0 <= sampling.temperature <= MAX_TEMPERATURE:
+        raise InvalidRequest("sampling.temperature", f"must be 0 to {MAX_TEMPERATURE:g}, not {sampling.temperature}")
+    if not 0 < sampling.top_p <= 1:
+        raise InvalidRequest("sampling.top_p", f"must be above 0 and at most 1, not {sampling.top_p}")
+    if sampling.top_k < 0:
+        raise InvalidRequest("sampling.top_k", f"must be 0 (off) or more, not {sampling.top_k}")
+    if sampling.HasField("logprobs") and not 0 <= sampling.logprobs <= MAX_LOGPROBS:
+        raise InvalidRequest("sampling.logprobs", f"must be 0 to {MAX_LOGPROBS}, not {sampling.logprobs}")
+
+
+def _check_stops(sampling: pb.Sampling, vocab_size: int) -> None:
+    if len(sampling.stop) > MAX_STOP_STRINGS:
+        raise InvalidRequest("sampling.stop", f"at most {MAX_STOP_STRINGS} stop strings, not {len(sampling.stop)}")
+    if any(not 0 < len(stop) <= MAX_STOP_CHARS for stop in sampling.stop):
+        raise InvalidRequest("sampling.stop", f"each must have 1 to {MAX_STOP_CHARS} characters")
+    if any(token_id >= vocab_size for token_id in sampling.stop_token_ids):
+        raise InvalidRequest("sampling.stop_token_ids", f"token ids must be below {vocab_size}")

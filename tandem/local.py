@@ -1,0 +1,149 @@
+"""The roles as plain processes of this machine: what `tandem demo`, the tests and the benchmarks run on."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from cluster.config import Config, to_overrides
+from cluster.errors import StartError
+from engine.worker.config import WorkerConfig
+from tandem.client import Client
+from tandem.topology import Topology
+
+Say = Callable[[str], None]
+START_TIMEOUT_S = 300.0
+LAST_LINES = 20
+
+
+@dataclass(slots=True)
+class RoleProcess:
+    """A started `python -m ROLE`."""
+
+    name: str
+    process: asyncio.subprocess.Process
+    address: str
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+
+async def start_role(module: str, name: str, config: Config) -> RoleProcess:
+    """Start a role and wait until it serves. Raises StartError with the cause it gave."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        module,
+        *to_overrides(config),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is for the launcher, which stops its roles in order
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdout is not None
+    last_lines: deque[str] = deque(maxlen=LAST_LINES)
+    relay = asyncio.ensure_future(_relay(process, name, last_lines))
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            line = await process.stdout.readline()
+    except TimeoutError:
+        await stop_process(process)
+        raise StartError(name, f"was not ready within {START_TIMEOUT_S:g} s") from None
+    except asyncio.CancelledError:
+        await stop_process(process)
+        raise
+    if not line:
+        await relay
+        await process.wait()
+        cause = last_lines[-1] if last_lines else f"ended with code {process.returncode}"
+        field, _, reason = cause.removeprefix("error: ").partition(": ")
+        raise StartError(f"{name}: {field}", reason)
+    return RoleProcess(name, process, json.loads(line)["address"])
+
+
+async def _relay(process: asyncio.subprocess.Process, name: str, last_lines: deque[str]) -> None:
+    """Pass the role's log on, under its name."""
+    assert process.stderr is not None
+    async for raw in process.stderr:
+        line = raw.decode(errors="replace").rstrip()
+        last_lines.append(line)
+        if not line.startswith("error: "):
+            print(f"[{name}] {line}", file=sys.stderr)
+
+
+async def stop_process(process: asyncio.subprocess.Process, grace_s: float = 8.0) -> None:
+    """SIGTERM, and SIGKILL for one that does not listen."""
+    if process.returncode is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(grace_s):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+class LocalCluster:
+    """A router with its workers; an async context manager that leaves no process behind."""
+
+    def __init__(self, topology: Topology, say: Say = lambda _: None) -> None:
+        self._topology = topology
+        self._say = say
+        self.router: RoleProcess
+        self.prefill: list[RoleProcess] = []
+        self.decode: list[RoleProcess] = []
+
+    @property
+    def address(self) -> str:
+        return self.router.address
+
+    @property
+    def workers(self) -> Sequence[RoleProcess]:
+        return [*self.prefill, *self.decode]
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def add_worker(self, module: str, config: WorkerConfig) -> RoleProcess:
+        """Start one more worker and join it."""
+        joined = config.model_copy(update={"routers": (self.address,)})
+        worker = await start_role(module, config.worker_id, joined)
+        (self.decode if module == "decode_worker" else self.prefill).append(worker)
+        return worker
+
+    async def stop(self) -> None:
+        roles = [*self.workers, *([self.router] if hasattr(self, "router") else [])]
+        await asyncio.gather(*(stop_process(role.process) for role in roles))
+
+    async def _start(self) -> None:
+        self._say("starting the router")
+        self.router = await start_role("router", "router", self._topology.router)
+        self._say(f"router at {self.address}; loading the model into {self._topology.num_workers} workers")
+        starts = [asyncio.ensure_future(self.add_worker(module, config)) for module, config in self._topology.workers()]
+        done, pending = await asyncio.wait(starts, return_when=asyncio.FIRST_EXCEPTION)
+        for start in pending:
+            start.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        for start in done:
+            start.result()
+        self._say("waiting until every worker has joined the router")
+        async with Client(self.address) as client:
+            await client.wait_for_workers(len(self.prefill), len(self.decode), START_TIMEOUT_S)

@@ -1,0 +1,66 @@
+"""How many of which role, and which CPU cores each engine gets. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.errors import StartError
+from engine.worker.config import WorkerConfig
+from router.config import RouterConfig
+
+MODULES = {"prefill": "prefill_worker", "decode": "decode_worker"}
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """One router, and workers of both roles on this machine."""
+
+    router: RouterConfig
+    prefill: tuple[WorkerConfig, ...]
+    decode: tuple[WorkerConfig, ...]
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.prefill) + len(self.decode)
+
+    def workers(self) -> list[tuple[str, WorkerConfig]]:
+        """(module to run, its configuration), decode workers first: without one nothing is served."""
+        decode = [(MODULES["decode"], config) for config in self.decode]
+        return decode + [(MODULES["prefill"], config) for config in self.prefill]
+
+
+def share_cores(cores: Sequence[int], num_engines: int) -> list[tuple[int, ...]]:
+    """Disjoint sets of cores, as equal as can be; engines beyond the number of cores share one core each.
+
+    Co-located engines that are not kept apart slow each other several times over.
+    """
+    if num_engines >= len(cores):
+        return [(cores[number % len(cores)],) for number in range(num_engines)]
+    each, extra = divmod(len(cores), num_engines)
+    shares: list[tuple[int, ...]] = []
+    start = 0
+    for number in range(num_engines):
+        end = start + each + (number < extra)
+        shares.append(tuple(cores[start:end]))
+        start = end
+    return shares
+
+
+def plan_topology(
+    num_prefill: int, num_decode: int, router: dict[str, Any], worker: dict[str, Any], cores: Sequence[int]
+) -> Topology:
+    """`router` and `worker` are settings as in their configurations; each worker gets its id and its cores.
+
+    Raises StartError.
+    """
+    if num_decode < 1:
+        raise StartError("decode", f"at least one decode worker is needed, not {num_decode}")
+    if num_prefill < 0:
+        raise StartError("prefill", f"must not be negative: {num_prefill}")
+    names = [f"prefill-{i}" for i in range(num_prefill)] + [f"decode-{i}" for i in range(num_decode)]
+    shares = share_cores(cores, len(names))
+    workers = [
+        WorkerConfig.parse({"worker_id": name, "cores": share} | worker)
+        for name, share in zip(names, shares, strict=True)
+    ]
+    return Topology(RouterConfig.parse(router), tuple(workers[:num_prefill]), tuple(workers[num_prefill:]))
