@@ -29,6 +29,10 @@ class StartError(TandemError):
         self.field = field
         self.reason = reason
 
+    def __reduce__(self) -> tuple[type["StartError"], tuple[str, str]]:
+        """Travels between processes as a plain StartError, whatever its subclass takes to be made."""
+        return StartError, (self.field, self.reason)
+
 
 class ServiceError(TandemError):
     """A failed call. `field` is empty when no single field is at fault."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from engine.errors import EngineStartError, ModelRefused
 from engine.layout import DTYPE_BYTES, KvLayout
@@ -16,6 +17,9 @@ BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 """These choose frequencies by the longest sequence of the batch, so one request would change another's output."""
 
 _names = (f"tandem_paged_{number}" for number in itertools.count())
+
+
+transformers_logging.disable_progress_bar()
 
 
 def load_model(model_dir: ModelDir, dtype: str) -> torch.nn.Module:

@@ -103,7 +103,11 @@ def test_a_lender_with_nothing() -> None:
     [
         ((BAD, B), None, [Release(1, 2), Abandon(), Close(1, 1, "block 1 arrived corrupted")]),
         ((BAD, BAD), None, [Release(1, 2), Abandon(), Close(1, 2, "block 1 arrived corrupted")]),
-        ((A, BAD), None, [Release(1, 2), Bind(1, 2, (A,)), Abandon(), Close(2, 1, "block 2 arrived corrupted")]),
+        (
+            (A, BAD),
+            None,
+            [Release(1, 2), Bind(1, 2, (A,)), Abandon(), Close(2, 1, "block 2 arrived corrupted")],
+        ),
         ((A, B), (BAD, D), [Release(3, 2), Close(3, 1, "block 3 arrived corrupted")]),
         ((A, B), (C, BAD), [Release(3, 2), Bind(3, 4, (C,)), Close(4, 1, "block 4 arrived corrupted")]),
     ],
@@ -198,7 +202,10 @@ def test_a_start_outside_of_what_was_wanted(end: int) -> None:
 
 
 def test_a_second_start() -> None:
-    assert announced().handle(Started(5)) == [Abandon(), Close(1, 0, "protocol error: Starting with end_block 5")]
+    assert announced().handle(Started(5)) == [
+        Abandon(),
+        Close(1, 0, "protocol error: Starting with end_block 5"),
+    ]
 
 
 def test_an_announcement_before_the_start() -> None:
@@ -225,7 +232,8 @@ def test_a_bad_announcement(event: Announced) -> None:
 
 
 @pytest.mark.parametrize(
-    "event", [Started(5), Announced(1, (1,), (A,)), Landed(1, (A, B)), Landed(1, None), Failed("x"), Cancelled()]
+    "event",
+    [Started(5), Announced(1, (1,), (A,)), Landed(1, (A, B)), Landed(1, None), Failed("x"), Cancelled()],
 )
 def test_after_the_end_everything_is_ignored(event: Event) -> None:
     machine = announced()

@@ -17,7 +17,10 @@ def pool_of(num_blocks: int, seed: int = 1) -> NDArray[np.uint8]:
 def test_values_are_pinned() -> None:
     """Two workers of different versions compare them."""
     pool = np.arange(2 * BLOCK_BYTES, dtype=np.uint8).reshape(2, BLOCK_BYTES)
-    assert fingerprint_blocks(pool, [0, 1], HEADS).tolist() == [[13885892935643323951, 1513150162775475951], [7587151463617179567, 13661152764458883183]]
+    assert fingerprint_blocks(pool, [0, 1], HEADS).tolist() == [
+        [13885892935643323951, 1513150162775475951],
+        [7587151463617179567, 13661152764458883183],
+    ]
 
 
 def test_zeros_do_not_fold_to_zero() -> None:
@@ -72,4 +75,6 @@ def test_one_head_can_be_checked_alone(head: int) -> None:
     pool = pool_of(2)
     half = BLOCK_BYTES // HEADS
     part = np.ascontiguousarray(pool[:, head * half : (head + 1) * half])
-    assert fingerprint_blocks(part, [0, 1], 1)[:, 0].tolist() == fingerprint_blocks(pool, [0, 1], HEADS)[:, head].tolist()
+    assert (
+        fingerprint_blocks(part, [0, 1], 1)[:, 0].tolist() == fingerprint_blocks(pool, [0, 1], HEADS)[:, head].tolist()
+    )

@@ -24,9 +24,7 @@ def test_a_partial_block_has_no_name() -> None:
 
 
 def test_the_salt_and_the_model_change_every_name() -> None:
-    chains = [
-        block_keys(root_key(model, salt), [1] * 12, 4) for model in (b"a", b"b") for salt in ("", "tenant")
-    ]
+    chains = [block_keys(root_key(model, salt), [1] * 12, 4) for model in (b"a", b"b") for salt in ("", "tenant")]
     assert len({key for chain in chains for key in chain}) == 12
 
 

@@ -8,7 +8,13 @@ SAMPLING = SamplingParams(max_tokens=4)
 
 
 def sequence(
-    name: str, arrival: int, prompt: int, computed: int = 0, emitted: int = 0, priority: int = 0, job: bool = False
+    name: str,
+    arrival: int,
+    prompt: int,
+    computed: int = 0,
+    emitted: int = 0,
+    priority: int = 0,
+    job: bool = False,
 ) -> Sequence:
     """A prompt of `prompt` tokens with `emitted` sampled ones after it; a `job` is of a loan and samples nothing."""
     return Sequence(

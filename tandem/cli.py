@@ -1,0 +1,146 @@
+"""The `tandem` command."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from cluster.config import parse_overrides, read_file
+from cluster.errors import StartError, TandemError
+
+app = typer.Typer(
+    name="tandem",
+    help="Serve a language model with prefill and decode on separate workers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console(highlight=False)
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+Address = Annotated[str, typer.Option("--address", "-a", envvar="TANDEM_ADDRESS", help="host:port of a router")]
+MaxTokens = Annotated[int | None, typer.Option(help="most tokens to generate")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy")]
+TopP = Annotated[float | None, typer.Option(help="keep the likeliest tokens up to this probability")]
+TopK = Annotated[int | None, typer.Option(help="keep the k likeliest tokens; 0 keeps all")]
+Seed = Annotated[int | None, typer.Option(help="the same seed gives the same text")]
+Stop = Annotated[list[str] | None, typer.Option(help="end before this string; may be given several times")]
+ShowReceipt = Annotated[bool, typer.Option("--receipt", help="show where the KV came from and where the time went")]
+
+
+@app.command()
+def up(
+    model: Annotated[Path, typer.Option(help="directory of a Hugging Face decoder-only model")],
+    prefill: Annotated[int, typer.Option(help="prefill workers")] = 1,
+    decode: Annotated[int, typer.Option(help="decode workers")] = 1,
+    host: Annotated[str, typer.Option(help="address the router listens on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="port the router listens on; 0 chooses one")] = 50051,
+    worker: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="setting of every worker")] = None,
+    router: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="setting of the router")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with `worker:` and `router:` mappings")] = None,
+) -> None:
+    """Start a router and workers as Ray actors, and serve until Ctrl-C.
+
+    Uses the Ray cluster it finds, or starts one. `ray job submit --working-dir . -- tandem up ...` is the same.
+    """
+    model = model.absolute()
+    console.print(f"tandem: {model.name}, {prefill} prefill + {decode} decode")
+    settings = _settings(config)
+    router_settings = settings["router"] | {"model": model, "host": host, "port": port} | parse_overrides(router or [])
+    worker_settings = settings["worker"] | {"model": model} | parse_overrides(worker or [])
+    from tandem.topology import plan_topology
+
+    topology = plan_topology(prefill, decode, router_settings, worker_settings, _cores())
+    console.print("tandem: looking for a Ray cluster")
+    from tandem.ray_cluster import serve  # importing Ray takes a second: say something first
+
+    _run(serve(topology, lambda line: console.print(f"tandem: {line}")))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="text to continue")],
+    address: Address = DEFAULT_ADDRESS,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    receipt: ShowReceipt = False,
+) -> None:
+    """Continue a text; tokens appear as they are sampled."""
+    from tandem.talk import make_sampling, stream_text
+
+    sampling = make_sampling(max_tokens, temperature, top_p, top_k, seed, stop)
+    _run(stream_text(console, address, prompt, sampling, receipt))
+
+
+@app.command()
+def chat(
+    address: Address = DEFAULT_ADDRESS,
+    system: Annotated[str, typer.Option(help="what the model is told first")] = "",
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    seed: Seed = None,
+    receipt: ShowReceipt = False,
+) -> None:
+    """Talk with the model; an empty line or Ctrl-D ends it."""
+    from tandem.talk import chat_loop, make_sampling
+
+    sampling = make_sampling(max_tokens, temperature, top_p, top_k, seed, None)
+    _run(chat_loop(console, address, system, sampling, receipt))
+
+
+@app.command()
+def demo(
+    requests: Annotated[int, typer.Option(help="concurrent requests", min=8)] = 8,
+    model: Annotated[Path | None, typer.Option(help="another model directory; default: the storyteller")] = None,
+) -> None:
+    """Start a router, a prefill and a decode worker, and watch concurrent requests being served."""
+    console.print("tandem demo: a router, a prefill worker and a decode worker, each a process of its own")
+    from tandem.demo import run_demo
+
+    _run(run_demo(console, requests, model, _cores()))
+
+
+def main() -> None:
+    """Entry point: a Tandem error is one line, the cause; everything else is a bug and keeps its traceback."""
+    try:
+        app()
+    except TandemError as error:
+        console.file.flush()
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    try:
+        asyncio.run(work)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _cores() -> list[int]:
+    return sorted(os.sched_getaffinity(0))
+
+
+def _settings(config: Path | None) -> dict[str, dict[str, Any]]:
+    settings = read_file(config)
+    for key, value in settings.items():
+        if key not in ("router", "worker"):
+            raise StartError(key, "unknown key; known are router, worker")
+        if not isinstance(value, dict):
+            raise StartError(key, "must be a mapping")
+    return {"router": settings.get("router", {}), "worker": settings.get("worker", {})}
+
+
+if __name__ == "__main__":
+    main()

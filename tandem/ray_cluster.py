@@ -1,0 +1,167 @@
+"""The roles as Ray actors: `tandem up`, and the same submitted as a Ray job.
+
+Ray places the actors; this driver waits for any of them to fail. Stopping goes from the roles to Ray: each role
+closes its server and its engine process, then its actor goes, then a Ray cluster that was started here.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+import ray
+import ray.exceptions
+
+from cluster.config import Config
+from cluster.errors import StartError, TandemError
+from tandem.client import Client
+from tandem.topology import Topology
+
+Say = Callable[[str], None]
+STOP_TIMEOUT_S = 10.0
+JOIN_TIMEOUT_S = 60.0
+OBJECT_STORE_BYTES = 100 << 20
+"""Tandem keeps nothing in Ray's object store; this is near its least size."""
+
+
+class RoleActor:
+    """Runs one role inside an actor's process. Made remote by `serve`."""
+
+    def __init__(self) -> None:
+        self._role: Any = None
+
+    async def start(self, module: str, config: Config) -> str:
+        """The role's address. A failure travels to the driver as its text."""
+        from cluster.logs import set_up
+
+        set_up(module)
+        self._role = await _start_role(module, config)
+        address: str = self._role.address
+        return address
+
+    async def failed(self) -> str:
+        """Returns the cause when the role cannot go on."""
+        return str(await self._role.failed())
+
+    async def stop(self) -> None:
+        if self._role is not None:
+            await self._role.stop()
+
+
+async def _start_role(module: str, config: Any) -> Any:
+    if module == "router":
+        from router.runtime import start_router
+
+        return await start_router(config)
+    from engine.worker.runtime import start_worker
+
+    if module == "prefill_worker":
+        from prefill_worker.service import add_lend_service
+
+        return await start_worker(config, "prefill", add_lend_service)
+    from decode_worker.__main__ import add_services
+
+    return await start_worker(config, "decode", add_services)
+
+
+@dataclass(slots=True)
+class _Actor:
+    name: str
+    handle: Any
+
+
+async def serve(topology: Topology, say: Say) -> None:
+    """Start everything, say where it serves, and return after SIGINT or SIGTERM. Raises TandemError with the cause
+    of whatever failed."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    async with _ray(say):
+        # Ray installs handlers of its own when it starts; these must come after.
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, stop.set)
+        actors: list[_Actor] = []
+        stopping = asyncio.ensure_future(stop.wait())
+        serving = asyncio.ensure_future(_serve(topology, say, actors))
+        try:
+            await asyncio.wait([stopping, serving], return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                serving.result()
+        finally:
+            say("stopping")
+            for task in (stopping, serving):
+                task.cancel()
+            await asyncio.gather(stopping, serving, return_exceptions=True)
+            await asyncio.gather(*(_stop(actor) for actor in actors))
+    say("stopped")
+
+
+async def _serve(topology: Topology, say: Say, actors: list[_Actor]) -> None:
+    """Returns never; raises when a role fails."""
+    say("starting the router")
+    address = await _start(actors, "router", "router", topology.router)
+    say(f"loading the model into {topology.num_workers} workers")
+    await asyncio.gather(
+        *(
+            _start(actors, config.worker_id, module, config.model_copy(update={"routers": (address,)}))
+            for module, config in topology.workers()
+        )
+    )
+    async with Client(address) as client:
+        await client.wait_for_workers(len(topology.prefill), len(topology.decode), JOIN_TIMEOUT_S)
+    say(f"serving at {address}; Ctrl-C stops")
+    say(f"try: tandem generate --address {address} 'Once upon a time'")
+    failures = [asyncio.ensure_future(_failure(actor)) for actor in actors]
+    done, _ = await asyncio.wait(failures, return_when=asyncio.FIRST_COMPLETED)
+    raise done.pop().result()
+
+
+async def _start(actors: list[_Actor], name: str, module: str, config: Config) -> str:
+    """Placement is Ray's; cores are pinned by the role itself, so actors ask Ray for none."""
+    actor = _Actor(name, ray.remote(RoleActor).options(num_cpus=0, max_concurrency=8).remote())
+    actors.append(actor)
+    try:
+        address: str = await actor.handle.start.remote(module, config)
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        field, reason = (cause.field, cause.reason) if isinstance(cause, StartError) else ("start", str(cause))
+        raise StartError(f"{name}: {field}", reason) from None
+    except ray.exceptions.RayActorError as error:
+        raise StartError(name, f"its actor died: {error}") from None
+    return address
+
+
+async def _failure(actor: _Actor) -> TandemError:
+    try:
+        cause: str = await actor.handle.failed.remote()
+    except ray.exceptions.RayError as error:
+        cause = f"its actor died: {str(error).splitlines()[0]}"
+    return TandemError(f"{actor.name}: {cause}")
+
+
+async def _stop(actor: _Actor) -> None:
+    with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            await actor.handle.stop.remote()
+    ray.kill(actor.handle)
+
+
+@contextlib.asynccontextmanager
+async def _ray(say: Say) -> AsyncIterator[None]:
+    """Join the running Ray cluster, or start one for as long as this lasts."""
+    quiet = {"log_to_driver": True, "logging_level": "error", "configure_logging": True}
+    try:
+        ray.init(address="auto", **quiet)
+        say("joined the Ray cluster that was running")
+    except ConnectionError:
+        say("no Ray cluster is running: starting one on this machine")
+        ray.init(address="local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
+    try:
+        yield
+    finally:
+        ray.shutdown()

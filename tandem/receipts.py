@@ -1,0 +1,45 @@
+"""Receipts in words, for people."""
+
+from rich.table import Table
+from rich.text import Text
+
+from protos import inference_pb2 as pb
+
+
+def describe(receipt: pb.Receipt, ttft_ms: float | None = None, itl_ms: float | None = None) -> Text:
+    """Two or three lines; `ttft_ms` and `itl_ms` as the client saw them."""
+    kv, placement = receipt.kv, receipt.placement
+    pair = placement.decode_worker + (f" <- {placement.lender}" if placement.lender else " alone")
+    text = Text()
+    text.append(f"{receipt.request_id}  {pair}", style="bold")
+    if ttft_ms is not None and itl_ms is not None:
+        text.append(f"  TTFT {ttft_ms:.1f} ms  inter-token {itl_ms:.1f} ms")
+    text.append(
+        f"\n  blocks: {kv.reused_blocks} reused, {kv.moved_blocks} moved, {kv.computed_blocks} computed"
+        f" ({kv.computed_tokens} tokens)"
+    )
+    if kv.moved_blocks:
+        over = " ".join([kv.transport, *kv.ucx_transports])
+        text.append(f"; {format_bytes(kv.moved_bytes)} over {over}, {kv.verified_blocks}/{kv.moved_blocks} verified")
+    if kv.mismatched_blocks:
+        text.append(f"; {kv.mismatched_blocks} ARRIVED CORRUPTED and were not used", style="bold red")
+    if kv.loan_failure:
+        text.append(f"; the loan ended early: {kv.loan_failure}", style="yellow")
+    text.append(f"\n  why: {placement.reason}", style="dim")
+    return text
+
+
+def stage_table(receipt: pb.Receipt) -> Table:
+    """Where the time of one request went."""
+    table = Table(title=f"where the time of {receipt.request_id} went", title_justify="left")
+    table.add_column("stage")
+    table.add_column("where")
+    table.add_column("from ms", justify="right")
+    table.add_column("took ms", justify="right")
+    for stage in receipt.stages:
+        table.add_row(stage.name, stage.where, f"{stage.start_ms:.1f}", f"{stage.duration_ms:.1f}")
+    return table
+
+
+def format_bytes(count: int) -> str:
+    return f"{count / 1024:.0f} KiB" if count < 1 << 20 else f"{count / (1 << 20):.1f} MiB"

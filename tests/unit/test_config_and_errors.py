@@ -1,0 +1,91 @@
+"""Configuration at the edge, and errors across the wire."""
+
+import pickle
+from pathlib import Path
+
+import grpc
+import pytest
+
+from cluster.config import read_file, to_overrides
+from cluster.errors import InvalidRequest, Overloaded, StartError, Unavailable, from_rpc_error, to_status
+from engine.errors import ModelRefused
+from engine.model_dir import ModelDir
+from engine.worker.config import WorkerConfig
+from router.config import RouterConfig
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"model": "m", "block_token": 16}, "block_token"),
+        ({}, "model"),
+        ({"model": "m", "port": 70000}, "port"),
+        ({"model": "m", "block_tokens": "many"}, "block_tokens"),
+        ({"model": "m", "transport": "carrier pigeon"}, "transport"),
+        ({"model": "m", "kv_memory_mib": 0}, "kv_memory_mib"),
+    ],
+)
+def test_a_bad_setting_is_named(values: dict[str, object], field: str) -> None:
+    with pytest.raises(StartError) as caught:
+        WorkerConfig.parse(values)
+    assert caught.value.field == field
+
+
+def test_an_unknown_key_names_the_known_ones() -> None:
+    with pytest.raises(StartError, match="max_queued"):
+        RouterConfig.parse({"model": "m", "queue": 3})
+
+
+def test_overrides_win_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "worker.yaml"
+    file.write_text("model: a\nblock_tokens: 8\nrouters: [x:1]\n")
+    config = WorkerConfig.from_command_line("w", ["--config", str(file), "--set", "block_tokens=4"])
+    assert (config.block_tokens, config.routers) == (4, ("x:1",))
+
+
+def test_a_configuration_survives_the_command_line() -> None:
+    config = WorkerConfig.parse({"model": "m", "routers": ["a:1", "b:2"], "cores": [0], "worker_id": "w: #1"})
+    assert WorkerConfig.from_command_line("w", to_overrides(config)) == config
+
+
+@pytest.mark.parametrize(("content", "reason"), [("a: [", "not YAML"), ("- a", "mapping")])
+def test_a_bad_file_is_named(tmp_path: Path, content: str, reason: str) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text(content)
+    with pytest.raises(StartError, match=reason):
+        read_file(file)
+    with pytest.raises(StartError, match="No such file"):
+        read_file(tmp_path / "missing.yaml")
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+def test_what_is_no_model_directory_is_refused(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelRefused) as caught:
+        ModelDir.open(tmp_path)
+    assert caught.value.field == "model"
+
+
+def test_start_errors_travel_between_processes() -> None:
+    copy = pickle.loads(pickle.dumps(ModelRefused("too strange")))
+    assert (type(copy), copy.field, copy.reason) == (StartError, "model", "too strange")
+
+
+def over_the_wire(error: InvalidRequest | Overloaded | Unavailable) -> Exception:
+    status = to_status(error)
+    trailers = grpc.aio.Metadata(*status.trailing_metadata)
+    return from_rpc_error(grpc.aio.AioRpcError(status.code, grpc.aio.Metadata(), trailers, details=status.details))
+
+
+def test_errors_keep_their_type_and_field_across_the_wire() -> None:
+    invalid = over_the_wire(InvalidRequest("sampling.top_p", "must be above 0"))
+    assert isinstance(invalid, InvalidRequest)
+    assert (invalid.field, invalid.message) == ("sampling.top_p", "must be above 0")
+    full = over_the_wire(Overloaded("full", "max_tokens", permanent=True))
+    assert isinstance(full, Overloaded)
+    assert full.permanent
+    busy = over_the_wire(Overloaded("busy"))
+    assert isinstance(busy, Overloaded)
+    assert not busy.permanent
+    assert isinstance(over_the_wire(Unavailable("gone")), Unavailable)

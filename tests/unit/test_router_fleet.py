@@ -1,0 +1,100 @@
+"""What the router believes of its workers between their reports."""
+
+from engine.keys import block_keys, root_key
+from protos import membership_pb2 as pb
+from router.fleet import Fleet, Worker
+from router.placement import Decision, Demand
+
+DEMAND = Demand(num_tokens=20, num_usable_blocks=4, num_total_blocks=6, block_tokens=4, block_bytes=100)
+KEYS = block_keys(root_key(b"model", ""), list(range(16)), 4)
+
+
+def hello(worker_id: str, incarnation: bytes = b"1") -> pb.Hello:
+    role = pb.ROLE_DECODE if worker_id.startswith("d") else pb.ROLE_PREFILL
+    return pb.Hello(worker_id=worker_id, incarnation=incarnation, role=role, model_fingerprint=b"model", num_blocks=50)
+
+
+def report(available: int = 50, running: int = 0, queued: int = 0, seen: int = 0) -> pb.LoadReport:
+    return pb.LoadReport(
+        running=running,
+        queued_prefill_tokens=queued,
+        available_blocks=available,
+        num_blocks=50,
+        placements_seen={"router": seen} if seen else {},
+    )
+
+
+def stored(sequence: int, parent: bytes, keys: list[bytes], snapshot: bool = False) -> pb.CacheEvents:
+    event = pb.CacheEvent(parent=parent, stored=b"".join(keys))
+    return pb.CacheEvents(sequence=sequence, events=[event], snapshot=snapshot)
+
+
+def make_fleet() -> tuple[Fleet, Worker, Worker]:
+    fleet = Fleet("router")
+    decode, prefill = fleet.joined(hello("d0")), fleet.joined(hello("p0"))
+    fleet.reported(decode, report())
+    fleet.reported(prefill, report())
+    return fleet, decode, prefill
+
+
+def test_a_worker_counts_once_it_has_reported() -> None:
+    fleet = Fleet("router")
+    worker = fleet.joined(hello("d0"))
+    assert fleet.views() == []
+    fleet.reported(worker, report(available=7))
+    assert [view.available_blocks for view in fleet.views()] == [7]
+
+
+def test_a_placement_counts_until_the_report_that_has_seen_it() -> None:
+    fleet, decode, prefill = make_fleet()
+    placed = fleet.placed(Decision("d0", "p0", 0, 0, 1, ""), DEMAND, KEYS)
+    decode_view, prefill_view = fleet.views()
+    assert (decode_view.running, decode_view.available_blocks) == (1, 44)
+    assert prefill_view.queued_prefill_tokens == 20
+
+    fleet.reported(decode, report(available=44, running=1, seen=placed.sequence))
+    assert [view.available_blocks for view in fleet.views()] == [44, 50]
+    fleet.reported(prefill, report(queued=16, seen=placed.sequence))
+    assert [view.queued_prefill_tokens for view in fleet.views()] == [0, 16]
+
+    fleet.ended(placed)
+    assert [view.running for view in fleet.views()] == [1, 0]
+
+
+def test_siblings_of_a_placement_find_its_blocks_before_any_event() -> None:
+    fleet, _, _ = make_fleet()
+    assert fleet.hits(KEYS) == {}
+    placed = fleet.placed(Decision("d0", "p0", 0, 0, 1, ""), DEMAND, KEYS[:3])
+    assert fleet.hits(KEYS) == {"d0": 3, "p0": 3}
+    placed.started = True  # from now on the workers' own events tell
+    assert fleet.hits(KEYS) == {}
+
+
+def test_events_before_the_snapshot_and_after_a_gap_ask_for_another() -> None:
+    fleet, decode, _ = make_fleet()
+    assert not fleet.cache_changed(decode, stored(0, b"", KEYS[:1]))
+    assert fleet.cache_changed(decode, stored(5, b"", KEYS[:2], snapshot=True))
+    assert fleet.cache_changed(decode, stored(5, KEYS[1], KEYS[2:3]))
+    assert fleet.hits(KEYS) == {"d0": 3}
+    assert not fleet.cache_changed(decode, stored(7, KEYS[2], KEYS[3:]))
+    assert fleet.cache_changed(decode, stored(8, b"", KEYS[:1], snapshot=True))
+    assert fleet.hits(KEYS) == {"d0": 1}
+
+
+def test_removed_blocks_are_forgotten() -> None:
+    fleet, decode, _ = make_fleet()
+    fleet.cache_changed(decode, stored(0, b"", KEYS, snapshot=True))
+    removal = pb.CacheEvents(sequence=0, events=[pb.CacheEvent(removed=KEYS[1])])
+    assert fleet.cache_changed(decode, removal)
+    assert fleet.hits(KEYS) == {"d0": 1}
+
+
+def test_a_restarted_worker_replaces_its_predecessor_and_its_late_end_changes_nothing() -> None:
+    fleet, old, _ = make_fleet()
+    fleet.cache_changed(old, stored(0, b"", KEYS, snapshot=True))
+    new = fleet.joined(hello("d0", incarnation=b"2"))
+    assert fleet.hits(KEYS) == {}
+    fleet.left(old)
+    assert fleet.worker("d0") is new
+    assert fleet.cache_changed(old, stored(1, b"", KEYS)) is True  # ignored
+    assert fleet.hits(KEYS) == {}

@@ -1,0 +1,130 @@
+"""Placement over exact toy numbers: 4-token blocks, 1000 prefill tokens/s, 100 on a decode worker."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.placement import Demand, Rates, WorkerView, place
+
+RATES = Rates(
+    prefill_tokens_per_s=1000,
+    decode_prefill_tokens_per_s=100,
+    kv_bytes_per_s=1e6,
+    loan_overhead_s=0.01,
+    stream_delay_s=0.001,
+)
+DEMAND = Demand(num_tokens=42, num_usable_blocks=10, num_total_blocks=12, block_tokens=4, block_bytes=1000)
+NO_HITS: Mapping[str, int] = {}
+
+
+def worker(name: str, **changes: object) -> WorkerView:
+    view = WorkerView(
+        worker_id=name,
+        decodes=name.startswith("d"),
+        fingerprint=b"model",
+        running=0,
+        queued_prefill_tokens=0,
+        available_blocks=100,
+        num_blocks=100,
+    )
+    return replace(view, **changes)  # type: ignore[arg-type]
+
+
+def test_borrowing_beats_a_slow_local_prefill() -> None:
+    decision = place(DEMAND, [worker("d0"), worker("p0")], NO_HITS, RATES)
+    assert decision is not None
+    assert (decision.decode_id, decision.lender_id, decision.num_candidates) == ("d0", "p0", 2)
+    # overhead 10 ms + 10 blocks of 1 ms transfer + 40 tokens at 1000/s + the 2-token tail at 100/s
+    assert decision.predicted_ttft_s == pytest.approx(0.010 + 0.010 + 0.040 + 0.020)
+
+
+def test_nothing_is_borrowed_when_decode_holds_all_that_may_be_borrowed() -> None:
+    decision = place(DEMAND, [worker("d0"), worker("p0")], {"d0": 10, "p0": 10}, RATES)
+    assert decision is not None
+    assert decision.lender_id is None
+    assert decision.predicted_ttft_s == pytest.approx(0.020)
+    assert "nothing to borrow" in decision.reason
+
+
+def test_a_short_rest_is_computed_on_the_spot() -> None:
+    decision = place(DEMAND, [worker("d0"), worker("p0", queued_prefill_tokens=500)], {"d0": 9}, RATES)
+    assert decision is not None
+    assert decision.lender_id is None
+    assert "cheaper than any loan" in decision.reason
+
+
+def test_running_streams_pay_for_local_prefill() -> None:
+    """Alone, computing 6 tokens here is cheaper than a loan that waits for 100 tokens; with 20 streams it is not."""
+    demand = replace(DEMAND, num_tokens=6, num_usable_blocks=1, num_total_blocks=3)
+    lender = worker("p0", queued_prefill_tokens=100)
+    alone = place(demand, [worker("d0"), lender], NO_HITS, RATES)
+    busy = place(demand, [worker("d0", running=20), lender], NO_HITS, RATES)
+    assert alone is not None
+    assert busy is not None
+    assert (alone.lender_id, busy.lender_id) == (None, "p0")
+
+
+def test_the_lender_that_holds_the_prefix_wins_until_its_queue_is_long() -> None:
+    fleet = [worker("d0"), worker("p0"), worker("p1")]
+    near = place(DEMAND, fleet, {"p1": 10}, RATES)
+    assert near is not None
+    assert near.lender_id == "p1"
+    fleet[2] = worker("p1", queued_prefill_tokens=1000)
+    far = place(DEMAND, fleet, {"p1": 10}, RATES)
+    assert far is not None
+    assert far.lender_id == "p0"
+
+
+def test_only_equal_fingerprints_pair() -> None:
+    decision = place(DEMAND, [worker("d0"), worker("p0", fingerprint=b"other")], NO_HITS, RATES)
+    assert decision is not None
+    assert decision.lender_id is None
+
+
+def test_a_full_decode_worker_is_not_chosen() -> None:
+    fleet = [worker("d0", available_blocks=11), worker("d1", running=50), worker("p0")]
+    decision = place(DEMAND, fleet, {"d0": 10}, RATES)
+    assert decision is not None
+    assert decision.decode_id == "d1"
+    assert place(DEMAND, [worker("d0", available_blocks=11), worker("p0")], NO_HITS, RATES) is None
+
+
+def test_a_lender_too_small_for_the_prompt_is_not_asked() -> None:
+    decision = place(DEMAND, [worker("d0"), worker("p0", num_blocks=9)], NO_HITS, RATES)
+    assert decision is not None
+    assert decision.lender_id is None
+
+
+views = st.lists(
+    st.builds(
+        WorkerView,
+        worker_id=st.sampled_from([f"{role}{number}" for role in "dp" for number in range(4)]),
+        decodes=st.booleans(),
+        fingerprint=st.sampled_from([b"a", b"b"]),
+        running=st.integers(0, 50),
+        queued_prefill_tokens=st.integers(0, 5000),
+        available_blocks=st.integers(0, 100),
+        num_blocks=st.just(100),
+    ),
+    max_size=8,
+    unique_by=lambda view: view.worker_id,
+)
+
+
+@given(views, st.dictionaries(st.sampled_from(["d0", "d1", "p0", "p1"]), st.integers(0, 12)))
+def test_what_is_chosen_can_start_and_fits_together(workers: list[WorkerView], hits: dict[str, int]) -> None:
+    decision = place(DEMAND, workers, hits, RATES)
+    able = [view for view in workers if view.decodes and view.available_blocks >= DEMAND.num_total_blocks]
+    assert (decision is None) == (not able)
+    if decision is not None:
+        by_id = {view.worker_id: view for view in workers}
+        assert by_id[decision.decode_id] in able
+        if decision.lender_id is not None:
+            lender = by_id[decision.lender_id]
+            assert not lender.decodes
+            assert lender.fingerprint == by_id[decision.decode_id].fingerprint
+            assert hits.get(decision.decode_id, 0) < DEMAND.num_usable_blocks
+        assert decision == place(DEMAND, list(reversed(workers)), hits, RATES)

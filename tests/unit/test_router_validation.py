@@ -1,0 +1,79 @@
+"""Every limit of a request, with the field its error names."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from cluster.errors import InvalidRequest
+from engine.model_dir import ModelDir
+from protos import inference_pb2 as pb
+from router.validation import check_names, check_prompt, resolve_sampling
+
+CONTEXT, VOCAB = 100, 50
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> ModelDir:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": VOCAB, "max_position_embeddings": CONTEXT}))
+    return ModelDir.open(tmp_path)
+
+
+def test_defaults_are_filled_in(model_dir: ModelDir) -> None:
+    resolved = resolve_sampling(pb.Sampling(), 10, model_dir)
+    assert (resolved.max_tokens, resolved.temperature, resolved.top_p, resolved.top_k) == (90, 1.0, 1.0, 0)
+    assert resolved.HasField("seed")
+    assert not resolved.HasField("logprobs")
+
+
+def test_what_was_given_stays(model_dir: ModelDir) -> None:
+    given = pb.Sampling(max_tokens=3, temperature=0, top_p=0.5, top_k=7, seed=0, stop=["x"], logprobs=0)
+    assert resolve_sampling(given, 10, model_dir) == given
+
+
+@pytest.mark.parametrize(
+    ("field", "sampling"),
+    [
+        ("max_tokens", pb.Sampling(max_tokens=0)),
+        ("max_tokens", pb.Sampling(max_tokens=-1)),
+        ("max_tokens", pb.Sampling(max_tokens=91)),
+        ("temperature", pb.Sampling(temperature=-0.1)),
+        ("temperature", pb.Sampling(temperature=math.nan)),
+        ("temperature", pb.Sampling(temperature=math.inf)),
+        ("top_p", pb.Sampling(top_p=0)),
+        ("top_p", pb.Sampling(top_p=1.01)),
+        ("top_p", pb.Sampling(top_p=math.nan)),
+        ("top_k", pb.Sampling(top_k=-1)),
+        ("logprobs", pb.Sampling(logprobs=-1)),
+        ("logprobs", pb.Sampling(logprobs=21)),
+        ("stop", pb.Sampling(stop=["x"] * 17)),
+        ("stop", pb.Sampling(stop=[""])),
+        ("stop", pb.Sampling(stop=["x" * 257])),
+        ("stop_token_ids", pb.Sampling(stop_token_ids=[VOCAB])),
+    ],
+)
+def test_out_of_range_names_the_field(model_dir: ModelDir, field: str, sampling: pb.Sampling) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        resolve_sampling(sampling, 10, model_dir)
+    assert caught.value.field == f"sampling.{field}"
+
+
+@pytest.mark.parametrize("prompt", [[], [VOCAB], [0, 2**32 - 1], [0] * CONTEXT])
+def test_bad_prompts_name_their_field(model_dir: ModelDir, prompt: list[int]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check_prompt(prompt, "token_ids", model_dir)
+    assert caught.value.field == "token_ids"
+
+
+def test_the_last_position_may_be_used(model_dir: ModelDir) -> None:
+    check_prompt([VOCAB - 1] * (CONTEXT - 1), "token_ids", model_dir)
+    resolve_sampling(pb.Sampling(max_tokens=1), CONTEXT - 1, model_dir)
+
+
+@pytest.mark.parametrize("field", ["model", "tenant", "session_id", "request_id", "cache_salt"])
+def test_names_have_a_limit(field: str) -> None:
+    check_names(pb.GenerateRequest(**{field: "x" * 256}))
+    with pytest.raises(InvalidRequest) as caught:
+        check_names(pb.GenerateRequest(**{field: "x" * 257}))
+    assert caught.value.field == field

@@ -1,0 +1,90 @@
+"""Text as it becomes certain: incomplete characters, stop strings across tokens, special tokens."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from engine.text import TextStream
+
+
+def make_tokenizer() -> Tokenizer:
+    """One token per byte: every character beyond ASCII takes several tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    return tokenizer
+
+
+TOKENIZER = make_tokenizer()
+
+
+def encode(text: str) -> list[int]:
+    ids: list[int] = TOKENIZER.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def test_a_character_appears_when_it_is_whole() -> None:
+    stream = TextStream(TOKENIZER, encode("x"), ())
+    pieces = [stream.push(token_id) for token_id in encode("aé!")]
+    assert pieces == ["a", "", "é", "!"]
+
+
+def test_a_possible_stop_string_is_held_back_and_released() -> None:
+    stream = TextStream(TOKENIZER, [], ["END"])
+    assert [stream.push(token_id) for token_id in encode("xENxEND y")] == ["x", "", "", "ENx", "", "", "", "", ""]
+    assert stream.stopped == "END"
+    assert stream.finish() == ""
+
+
+def test_what_was_held_back_comes_at_the_end() -> None:
+    stream = TextStream(TOKENIZER, [], ["END"])
+    assert "".join(stream.push(token_id) for token_id in encode("abEN")) == "ab"
+    assert stream.finish() == "EN"
+
+
+def test_the_earliest_of_several_stop_strings_wins() -> None:
+    stream = TextStream(TOKENIZER, [], ["cd", "bcd"])
+    assert "".join(stream.push(token_id) for token_id in encode("abcd")) == "a"
+    assert stream.stopped == "bcd"
+
+
+def test_special_tokens_are_not_text() -> None:
+    stream = TextStream(TOKENIZER, [], ())
+    end = TOKENIZER.token_to_id("<end>")
+    assert stream.push(end) == ""
+
+
+def test_without_a_tokenizer_there_is_no_text() -> None:
+    assert TextStream(None, [1, 2], ["x"]).push(3) == ""
+
+
+@given(
+    st.text(st.sampled_from("abE N\u00e9\u4e2d"), max_size=40),
+    st.lists(st.sampled_from(["END", "b", "\u4e2dE"]), max_size=2),
+)
+def test_all_pieces_together_are_the_text_up_to_the_first_stop(text: str, stops: list[str]) -> None:
+    stream = TextStream(TOKENIZER, encode("a"), stops)
+    got = "".join(stream.push(token_id) for token_id in encode(text)) + stream.finish()
+    cuts = [text.find(stop) for stop in stops if stop in text]
+    if not cuts:
+        assert got == text
+    else:
+        # The stop string that is complete first ends the text; of those, the one that begins first.
+        ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+        assert got == text[: min(text.find(s) for s in stops if s in text and text.find(s) + len(s) == min(ends))]
+
+
+@pytest.mark.parametrize("length", [1, 3, 5])
+def test_replaying_a_part_gives_the_same_rest(length: int) -> None:
+    """What a failover relies on: the text of all tokens does not depend on where the stream was cut."""
+    tokens = encode("a\u00e9\u4e2db EN")
+    whole = TextStream(TOKENIZER, encode("p"), ["END"])
+    pieces = [whole.push(token_id) for token_id in tokens]
+    sent = "".join(pieces[:length])
+    resumed = TextStream(TOKENIZER, encode("p"), ["END"])
+    replayed = "".join(resumed.push(token_id) for token_id in tokens[:length])
+    rest = "".join(resumed.push(token_id) for token_id in tokens[length:]) + resumed.finish()
+    assert (replayed + rest)[len(sent) :] == "".join(pieces[length:]) + whole.finish()

@@ -1,0 +1,37 @@
+"""Cores and ids of the workers `tandem up` starts."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.errors import StartError
+from tandem.topology import plan_topology, share_cores
+
+SETTINGS = {"model": "m"}
+
+
+@given(st.lists(st.integers(0, 255), min_size=1, max_size=16, unique=True), st.integers(1, 20))
+def test_engines_share_no_core_while_there_are_enough(cores: list[int], num_engines: int) -> None:
+    shares = share_cores(cores, num_engines)
+    assert len(shares) == num_engines
+    assert all(shares)
+    if num_engines <= len(cores):
+        assert sorted(core for share in shares for core in share) == sorted(cores)
+        sizes = {len(share) for share in shares}
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_every_worker_has_its_id_and_cores() -> None:
+    topology = plan_topology(1, 2, SETTINGS, SETTINGS, [0, 1, 2])
+    assert [(module, config.worker_id, config.cores) for module, config in topology.workers()] == [
+        ("decode_worker", "decode-0", (1,)),
+        ("decode_worker", "decode-1", (2,)),
+        ("prefill_worker", "prefill-0", (0,)),
+    ]
+
+
+@pytest.mark.parametrize(("prefill", "decode", "field"), [(1, 0, "decode"), (-1, 1, "prefill")])
+def test_a_cluster_needs_a_decode_worker(prefill: int, decode: int, field: str) -> None:
+    with pytest.raises(StartError) as caught:
+        plan_topology(prefill, decode, SETTINGS, SETTINGS, [0])
+    assert caught.value.field == field
