@@ -55,7 +55,7 @@ def kv_layout(model: torch.nn.Module, block_tokens: int) -> KvLayout:
     ) -> tuple[torch.Tensor, None]:
         refuse_unknown(module, is_causal, others)
         shapes.append((tuple(key.shape), tuple(value.shape), key.dtype, int(module.layer_idx)))  # type: ignore[arg-type]
-        return torch.zeros_like(query).transpose(1, 2).contiguous(), None
+        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     use_attention(model, spy)
     with torch.inference_mode():

@@ -101,7 +101,7 @@ def test_neighbours_in_both_pools_become_one_span() -> None:
     ],
 )
 def test_spans_outside_a_pool_are_refused(spans: list[Span]) -> None:
-    with pytest.raises(ValueError, match="span|beyond|carries"):
+    with pytest.raises(ValueError, match=r"span|beyond|carries"):
         check_spans(spans, local_bytes=32, remote_bytes=64)
 
 

@@ -1,6 +1,7 @@
 """The block pool: exact examples, then any sequence of calls against a brute-force model."""
 
 from collections import Counter
+from collections.abc import Sized
 
 import pytest
 from hypothesis import strategies as st
@@ -231,7 +232,7 @@ class PoolModel(RuleBasedStateMachine):
             if not left[block]:
                 (self.cached if block in self.names else self.free).append(block)
 
-    def pick(self, data: st.DataObject, things: list[object]) -> int:
+    def pick(self, data: st.DataObject, things: Sized) -> int:
         return data.draw(st.integers(0, len(things) - 1))
 
     @rule(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=6), extra=st.integers(0, 2))
@@ -324,7 +325,7 @@ class PoolModel(RuleBasedStateMachine):
     @rule(data=st.data())
     def quarantine(self, data: st.DataObject) -> None:
         """The tail of a chain that is read from a peer: unnamed, and nobody else's."""
-        blocks, keys, progress = self.holders[self.pick(data, self.holders)]
+        blocks, _, progress = self.holders[self.pick(data, self.holders)]
         first = data.draw(st.integers(progress[0], len(blocks)))
         tail = blocks[first:]
         self.pool.quarantine(tail)

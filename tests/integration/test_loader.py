@@ -1,0 +1,124 @@
+"""What the torch engine refuses, at load and with the reason."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers as tf
+
+from engine.errors import EngineStartError, ModelRefused
+from engine.torch.runner import TorchRunner
+
+SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
+DENSE: dict[str, Any] = SMALL | {
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def load(path: Path) -> TorchRunner:
+    return TorchRunner(path, "float32", block_tokens=16, kv_bytes=1 << 20)
+
+
+def save(config: Any, path: Path) -> Path:
+    tf.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path
+
+
+def test_encoder_decoders(tmp_path: Path) -> None:
+    tf.T5Config(vocab_size=64, d_model=32, num_layers=1, num_heads=2).save_pretrained(tmp_path)
+    with pytest.raises(ModelRefused, match="encoder-decoder"):
+        load(tmp_path)
+
+
+def test_models_that_generate_nothing(tmp_path: Path) -> None:
+    tf.ViTConfig().save_pretrained(tmp_path)
+    with pytest.raises(ModelRefused, match="not a causal language model"):
+        load(tmp_path)
+
+
+def test_unknown_architectures(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "telepathy"}))
+    with pytest.raises(ModelRefused, match="unsupported architecture"):
+        load(tmp_path)
+
+
+def test_state_space_models(tmp_path: Path) -> None:
+    save(tf.MambaConfig(**SMALL, state_size=4, conv_kernel=2), tmp_path)
+    with pytest.raises(ModelRefused, match="linear_attention"):
+        load(tmp_path)
+
+
+def test_attention_that_does_not_go_through_the_interface(tmp_path: Path) -> None:
+    save(tf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=2, seq_length=64), tmp_path)
+    with pytest.raises(ModelRefused, match="0 of its 2 layers"):
+        load(tmp_path)
+
+
+def test_linear_attention_layers(tmp_path: Path) -> None:
+    config = tf.Qwen3Config(**DENSE, head_dim=16)
+    config.save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    values["layer_types"] = ["linear_attention", "full_attention"]
+    values["model_type"] = "qwen3_next"
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ModelRefused, match="linear_attention"):
+        load(tmp_path)
+
+
+def test_attention_sinks(tmp_path: Path) -> None:
+    config = tf.GptOssConfig(**DENSE, head_dim=16, num_local_experts=2, num_experts_per_tok=1)
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+    save(config, tmp_path)
+    with pytest.raises(ModelRefused, match="s_aux"):
+        load(tmp_path)
+
+
+def test_keys_and_values_of_unequal_size(tmp_path: Path) -> None:
+    config = tf.DeepseekV3Config(
+        **DENSE,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=16,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+    )
+    save(config, tmp_path)
+    with pytest.raises(ModelRefused, match="keys have"):
+        load(tmp_path)
+
+
+def test_rope_that_depends_on_the_batch(tmp_path: Path) -> None:
+    config = tf.LlamaConfig(**DENSE)
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    save(config, tmp_path)
+    with pytest.raises(ModelRefused, match="dynamic RoPE"):
+        load(tmp_path)
+
+
+def test_missing_weights(tmp_path: Path) -> None:
+    tf.LlamaConfig(**DENSE).save_pretrained(tmp_path)
+    with pytest.raises(ModelRefused, match="cannot load"):
+        load(tmp_path)
+
+
+def test_a_pool_too_small_for_one_block(tiny_model: Path) -> None:
+    with pytest.raises(EngineStartError, match="kv_memory_mib"):
+        TorchRunner(tiny_model, "float32", block_tokens=16, kv_bytes=100)
+
+
+def test_other_weights_have_another_fingerprint(make_model) -> None:  # type: ignore[no-untyped-def]
+    one, same, other = (load(make_model("llama", seed=seed)) for seed in (0, 0, 1))
+    assert one.info.weights_fingerprint == same.info.weights_fingerprint
+    assert one.info.weights_fingerprint != other.info.weights_fingerprint
+    assert one.layout == other.layout
