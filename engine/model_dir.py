@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,10 @@ class ModelDir:
         """Raises ModelRefused when this is no model directory."""
         if not path.is_dir():
             raise ModelRefused(f"no directory {str(path)!r}")
-        try:
-            config = json.loads((path / "config.json").read_text())
-        except FileNotFoundError:
-            raise ModelRefused(f"{path} has no config.json") from None
-        except ValueError as error:
-            raise ModelRefused(f"{path}/config.json is not JSON: {error}") from None
-        if not isinstance(config, dict):
-            raise ModelRefused(f"{path}/config.json is not a JSON object")
-        return cls(path, config)
+        if not (path / "config.json").exists():
+            raise ModelRefused(f"{path} has no config.json")
+        model_dir = cls(path, {})
+        return replace(model_dir, config=model_dir.read_json("config.json"))
 
     @property
     def name(self) -> str:
@@ -54,9 +49,7 @@ class ModelDir:
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end a text: generation_config.json's where it has them, else config.json's."""
-        generation = self.path / "generation_config.json"
-        sources = [json.loads(generation.read_text())] if generation.exists() else []
-        for source in [*sources, self.config, self._text_config]:
+        for source in (self.read_json("generation_config.json"), self.config, self._text_config):
             match source.get("eos_token_id"):
                 case int(token_id):
                     return frozenset([token_id])
@@ -67,6 +60,18 @@ class ModelDir:
     @property
     def has_tokenizer(self) -> bool:
         return any((self.path / name).exists() for name in TOKENIZER_FILES[:3])
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """A file of the directory that holds a JSON object; empty when there is none. Raises ModelRefused."""
+        try:
+            values = json.loads((self.path / name).read_text())
+        except FileNotFoundError:
+            return {}
+        except ValueError as error:
+            raise ModelRefused(f"{self.path / name} is not JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise ModelRefused(f"{self.path / name} is not a JSON object")
+        return values
 
     def config_fingerprint(self) -> bytes:
         """Of the config and the tokenizer: what router and workers must agree on. 16 bytes."""

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 
-from kvtransfer.errors import EndpointMismatch, PeerGone
+from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError
 from kvtransfer.transport import Peer, Pool, Span, Transport, check_spans
 
 PREFIX = b"tandem-local:"
@@ -41,6 +41,7 @@ class LocalTransport(Transport):
         self._eager = eager
         self._peers: dict[bytes, LocalPeer] = {}
         self._queue: deque[tuple[LocalPeer, tuple[Span, ...], Future[None]]] = deque()
+        self._closed = False
         self.pool: Pool | None = None
 
     def register(self, pool: Pool) -> bytes:
@@ -52,6 +53,8 @@ class LocalTransport(Transport):
     def connect(self, endpoint: bytes) -> LocalPeer:
         if not endpoint.startswith(PREFIX):
             raise EndpointMismatch("not an endpoint of the local transport")
+        if self._closed:
+            raise TransferError("the transport was closed")
         remote = self._network.transports.get(endpoint)
         if remote is None or remote.pool is None:
             raise PeerGone(f"nobody at {endpoint!r}")
@@ -63,6 +66,9 @@ class LocalTransport(Transport):
         assert self.pool is not None
         check_spans(spans, self.pool.num_bytes, peer.num_bytes)
         future: Future[None] = Future()
+        if self._closed:
+            future.set_exception(TransferError("the transport was closed"))
+            return future
         self._queue.append((peer, tuple(spans), future))
         if self._eager:
             self.step()
@@ -78,6 +84,7 @@ class LocalTransport(Transport):
         return False
 
     def close(self) -> None:
+        self._closed = True
         self._network.transports.pop(self._endpoint, None)
         while self._queue:
             self._queue.popleft()[2].cancel()

@@ -5,6 +5,7 @@ and because NIXL serialises calls anyway. It posts one read per peer at a time, 
 up only its own queue. NIXL cannot abort a posted read: it is quiet when it is done, failed, or the agent is gone.
 """
 
+import contextlib
 import json
 import os
 import queue
@@ -19,9 +20,10 @@ from typing import Any
 
 from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError, TransportUnavailable
 from kvtransfer.transport import Peer, Pool, Span, Transport, check_spans
-from kvtransfer.ucx_lanes import LaneLog
+from kvtransfer.ucx_lanes import LaneLog, process_lane_log
 
 FORMAT = "tandem-nixl-1"
+CLOSED = "the transport was closed"
 SPIN_S = 200e-6
 """Poll without pause for so long after a post; then sleep between polls, not to take a core from the engine."""
 POLL_S = 100e-6
@@ -63,7 +65,7 @@ class NixlTransport(Transport):
 
         Raises TransportUnavailable when NIXL or its UCX backend does not start.
         """
-        self._log = LaneLog()
+        self._log = process_lane_log()
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         try:
             from nixl_cu12._api import nixl_agent, nixl_agent_config
@@ -79,6 +81,9 @@ class NixlTransport(Transport):
         self._pool: Pool | None = None
         self._registration: Any = None
         self._inbox: queue.SimpleQueue[tuple[str, _Job] | None] = queue.SimpleQueue()
+        self._closing = threading.Lock()  # orders `read` against `close`: nothing is queued after the stop marker
+        self._closed = False
+        self._in_flight: list[_Job] = []  # what was posted when the thread stopped
         self._thread = threading.Thread(target=self._run, name="nixl-reads", daemon=True)
 
     def register(self, pool: Pool) -> bytes:
@@ -91,16 +96,21 @@ class NixlTransport(Transport):
         return json.dumps({"format": FORMAT, "base": address, "bytes": pool.num_bytes, "metadata": metadata}).encode()
 
     def connect(self, endpoint: bytes) -> NixlPeer:
-        if (known := self._peers.get(endpoint)) is not None:
-            return known
-        fields = _parse(endpoint)
+        from nixl_cu12._bindings import nixlInvalidParamError, nixlMismatchError, nixlNotFoundError
+
+        base, num_bytes, metadata = _parse(endpoint)
         with self._lock:
+            if (known := self._peers.get(endpoint)) is not None:
+                return known
+            if self._agent is None:
+                raise TransferError(CLOSED)
             try:
-                name = self._agent.add_remote_agent(b64decode(fields["metadata"])).decode()
+                name = self._agent.add_remote_agent(metadata).decode()
+            except (nixlInvalidParamError, nixlMismatchError, nixlNotFoundError) as error:
+                raise EndpointMismatch(f"NIXL cannot use the peer's metadata: {error}") from error
             except Exception as error:
                 raise PeerGone(f"cannot reach the peer: {error}") from error
-        peer = NixlPeer(name, fields["base"], fields["bytes"], self._log)
-        self._peers[endpoint] = peer
+            peer = self._peers[endpoint] = NixlPeer(name, base, num_bytes, self._log)
         return peer
 
     def read(self, peer: Peer, spans: Sequence[Span]) -> "Future[None]":
@@ -110,16 +120,33 @@ class NixlTransport(Transport):
         local_base, remote_base = self._pool.memory.ctypes.data, peer.base
         absolute = tuple(Span(local_base + s.local_offset, remote_base + s.remote_offset, s.length) for s in spans)
         job = _Job(absolute, Future())
-        self._inbox.put((peer.name, job))
+        with self._closing:
+            if self._closed:
+                job.future.set_exception(TransferError(CLOSED))
+            else:
+                self._inbox.put((peer.name, job))
         return job.future
 
     def close(self) -> None:
-        if self._thread.is_alive():
+        with self._closing:
+            first, self._closed = not self._closed, True
+        if first and self._thread.is_alive():
             self._inbox.put(None)
             self._thread.join()
+        with self._lock:
+            self._destroy_agent()
+        in_flight, self._in_flight = self._in_flight, []
+        for job in in_flight:  # only now is their memory nobody's but the pool's
+            job.future.set_exception(TransferError(CLOSED))
+
+    def _destroy_agent(self) -> None:
+        """What stops a read whose peer is silent. Its handles refer to the agent, so they go first."""
+        for job in self._in_flight:
+            job.handle = None
         if self._agent is not None and self._registration is not None:
-            self._agent.deregister_memory(self._registration)
-        self._agent = None  # destroying the agent is what stops a read whose peer is silent
+            with contextlib.suppress(Exception):  # NIXL's own types; the agent's end deregisters as well
+                self._agent.deregister_memory(self._registration)
+        self._registration = self._agent = None
 
     # ------------------------------------------------------------------ the thread
 
@@ -187,7 +214,7 @@ class NixlTransport(Transport):
     def _finish(self, lane: _Lane, job: _Job, error: TransferError | None) -> None:
         lane.posted = None
         if job.handle is not None:
-            with self._lock:
+            with self._lock, contextlib.suppress(Exception):  # of a failed read; the agent keeps what it cannot free
                 job.handle.release()
             job.handle = None
         if error is None:
@@ -196,20 +223,25 @@ class NixlTransport(Transport):
             job.future.set_exception(error)
 
     def _stop(self, lanes: dict[str, _Lane]) -> None:
-        """Nothing may be written after `close`: posted reads end with the agent, which goes right after this."""
+        """Reads in flight are still being written: `close` fails them once the agent is gone."""
         for lane in lanes.values():
             for job in lane.queued:
                 job.future.cancel()
             if lane.posted is not None:
-                lane.posted.handle = None
-                lane.posted.future.set_exception(TransferError("the transport was closed"))
+                self._in_flight.append(lane.posted)
 
 
-def _parse(endpoint: bytes) -> dict[str, Any]:
+def _parse(endpoint: bytes) -> tuple[int, int, bytes]:
+    """Base address and size of the peer's pool, and NIXL's metadata."""
     try:
-        fields: dict[str, Any] = json.loads(endpoint)
+        fields = json.loads(endpoint)
         if fields["format"] != FORMAT:
             raise EndpointMismatch(f"endpoint format {fields['format']!r}, this side speaks {FORMAT!r}")
-        return fields
-    except (ValueError, KeyError, TypeError) as error:
+        base, num_bytes = fields["base"], fields["bytes"]
+        metadata = b64decode(fields["metadata"], validate=True)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise EndpointMismatch("not an endpoint of the nixl transport") from error
+    for name, value in (("base", base), ("bytes", num_bytes)):
+        if type(value) is not int or not 0 < value < 1 << 63:
+            raise EndpointMismatch(f"the endpoint's {name!r} is {value!r}, not a positive number")
+    return base, num_bytes, metadata

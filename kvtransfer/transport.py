@@ -80,7 +80,8 @@ class Transport(ABC):
 
         The future's `cancel()` says True only while nothing was posted; from then on the destination belongs to
         the transport until the future is done, with a result or with a TransferError. Callbacks of the future
-        run on the transport's thread and must not block.
+        run on the transport's thread, or on the one that closes it, and must not block. After `close` the future
+        comes failed. Raises ValueError for spans outside either pool.
         """
 
     @abstractmethod

@@ -9,6 +9,7 @@ import ctypes
 import os
 import re
 from collections.abc import Iterable
+from functools import cache
 
 # A table is a title of two lines, "| borrower intra-node cfg#1 |" and "| remote memory read by ucp_get* ... |",
 # then rows such as "| 0..inf | zero-copy | cma/memory |". Lanes look like "rc_mlx5/mlx5_0:1".
@@ -38,6 +39,12 @@ class LaneLog:
     def _read(self) -> tuple[str, ...]:
         with open(f"/proc/self/fd/{self._fd}", encoding="utf-8", errors="replace") as log:
             return read_lanes(log)
+
+
+@cache
+def process_lane_log() -> LaneLog:
+    """The one log of this process: UCX opens its log once, so a second one would stay empty."""
+    return LaneLog()
 
 
 def read_lanes(lines: Iterable[str]) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """From what a client sent to token ids: chat templates and tokenisation."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -14,16 +15,57 @@ INLINE_CHARS = 4096
 """Longer texts are tokenised on a thread, so that other streams do not wait for them."""
 
 
+class ChatTemplate:
+    """A model's own program that turns messages into text."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
+        # Rendering is transformers' own; importing no more of it than this keeps torch out of the router.
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        self._render = render_jinja_template
+        self._source = source
+        self._special_tokens = special_tokens
+
+    @classmethod
+    def of(cls, model_dir: ModelDir) -> "ChatTemplate | None":
+        """From chat_template.jinja or tokenizer_config.json; None when the model has none."""
+        config = model_dir.read_json("tokenizer_config.json")
+        source = config.get("chat_template")
+        if (file := model_dir.path / "chat_template.jinja").exists():
+            source = file.read_text()
+        if isinstance(source, list):  # several by name
+            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        return cls(source, _special_tokens(config)) if source else None
+
+    def render(self, messages: Sequence[pb.ChatMessage]) -> str:
+        """Ends where the assistant's answer begins. Raises InvalidRequest when the template refuses."""
+        chat = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            rendered, _ = self._render(
+                conversations=[chat],
+                chat_template=self._source,
+                add_generation_prompt=True,
+                **self._special_tokens,
+            )
+        except Exception as error:  # a template is a program and raises what it likes
+            raise InvalidRequest("messages", f"the model's chat template refuses them: {error}") from error
+        text: str = rendered[0]
+        return text
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """bos_token and the like, which templates may name; given as strings or as objects with a `content`."""
+    tokens = {name: value for name, value in config.items() if name.endswith("_token")}
+    texts = {name: value["content"] if isinstance(value, dict) else value for name, value in tokens.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
 class PromptEncoder:
     """The tokenizer and chat template of one model."""
 
     def __init__(self, model_dir: ModelDir) -> None:
         self._tokenizer: Tokenizer | None = load_tokenizer(model_dir)
-        self._template: Any = None
-        if self._tokenizer is not None:
-            from transformers import AutoTokenizer  # slow to import: only where there is something to render
-
-            self._template = AutoTokenizer.from_pretrained(model_dir.path, local_files_only=True)
+        self._template = ChatTemplate.of(model_dir) if self._tokenizer is not None else None
 
     @property
     def has_tokenizer(self) -> bool:
@@ -50,14 +92,9 @@ class PromptEncoder:
         return await self._tokenise(request.text, "text", special_tokens=True)
 
     def _render(self, request: pb.GenerateRequest) -> str:
-        if self._template is None or not self._template.chat_template:
+        if self._template is None:
             raise InvalidRequest("messages", "this model has no chat template; send text or token_ids")
-        messages = [{"role": message.role, "content": message.content} for message in request.messages]
-        try:
-            rendered: str = self._template.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # a template is the model's own program and raises what it likes
-            raise InvalidRequest("messages", f"the model's chat template refuses them: {error}") from error
-        return rendered
+        return self._template.render(request.messages)
 
     async def _tokenise(self, text: str, field: str, special_tokens: bool) -> list[int]:
         if self._tokenizer is None:

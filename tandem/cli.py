@@ -50,6 +50,9 @@ def up(
     """
     model = model.absolute()
     console.print(f"tandem: {model.name}, {prefill} prefill + {decode} decode")
+    from engine.model_dir import ModelDir
+
+    ModelDir.open(model)  # before Ray is started for nothing
     settings = _settings(config)
     router_settings = settings["router"] | {"model": model, "host": host, "port": port} | parse_overrides(router or [])
     worker_settings = settings["worker"] | {"model": model} | parse_overrides(worker or [])

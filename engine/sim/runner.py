@@ -5,6 +5,7 @@ reads every slot of the sequence back from the pool, so a block that is wrong, s
 another token.
 """
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,14 +45,18 @@ class SimRunner(Runner):
         vocab_size: int = 1000,
         max_context_tokens: int = 1 << 20,
         weights_fingerprint: bytes = b"sim",
+        step_s: float = 0.0,
     ) -> None:
         assert layout.head_bytes % (8 * layout.block_tokens) == 0
         self.layout = layout
         self.info = ModelInfo(weights_fingerprint, vocab_size, max_context_tokens, eos_token_ids=frozenset())
         self.pool = Pool(np.zeros((num_blocks, layout.block_bytes), np.uint8))
+        self._step_s = step_s
         self._root = int.from_bytes(layout.fingerprint(weights_fingerprint)[:8], "little")
 
     def execute(self, batch: Sequence[Chunk]) -> list[Sampled]:
+        if self._step_s:
+            time.sleep(self._step_s)
         for chunk in batch:
             self._write(chunk)
         return [Sampled(self._sample(chunk)) for chunk in batch if chunk.samples]
@@ -84,7 +89,7 @@ class SimRunner(Runner):
         return token_of(flat[:, :end], self.info.vocab_size)
 
 
-def sim_runner(model_path: Path, block_tokens: int, kv_bytes: int) -> SimRunner:
+def sim_runner(model_path: Path, block_tokens: int, kv_bytes: int, step_s: float = 0.0) -> SimRunner:
     """A runner that stands for the model in a directory: its vocabulary, context and weights' fingerprint."""
     model_dir = ModelDir.open(model_path)
     layout = KvLayout(layers=2, kv_heads=2, head_dim=4, block_tokens=block_tokens, dtype="float32")
@@ -94,4 +99,5 @@ def sim_runner(model_path: Path, block_tokens: int, kv_bytes: int) -> SimRunner:
         vocab_size=model_dir.vocab_size,
         max_context_tokens=model_dir.max_context_tokens,
         weights_fingerprint=model_dir.config_fingerprint(),
+        step_s=step_s,
     )

@@ -5,7 +5,7 @@ import socket
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from cluster.config import Config
 
@@ -29,6 +29,8 @@ class WorkerConfig(Config):
     """Host others reach this worker by, when it is not `host`."""
 
     engine: Literal["torch", "sim"] = "torch"
+    sim_step_ms: NonNegativeFloat = 0.0
+    """How long a step of the sim engine takes."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and KV; auto: as the model was saved."""
     block_tokens: int = Field(default=16, ge=1, le=1024)

@@ -1,0 +1,86 @@
+"""A bare grpc.aio chain of the same hops and messages as a Tandem request, with no logic in it.
+
+    client ──▶ router ──▶ decode ──▶ lender
+    request    request    want
+                          ◀── starting, blocks ready
+                          ──▶ release, half-close
+    ◀───────── ◀───────── one message per token
+
+Every hop is a process of its own: `python -m bench.chain ROLE [NEXT ADDRESS]` prints its address.
+"""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from cluster.rpc import Server, channel
+
+REQUEST_BYTES = 320
+WANT_BYTES = 400
+STARTING_BYTES = 700
+READY_BYTES = 200
+RELEASE_BYTES = 6
+TOKEN_BYTES = 12
+LAST_BYTES = 700
+NUM_TOKENS = 16
+
+
+async def relay(address: str, request: bytes) -> AsyncIterator[bytes]:
+    async for message in _link(address).unary_stream("/chain/Generate")(request):
+        yield message
+
+
+async def decode(address: str, request: bytes) -> AsyncIterator[bytes]:
+    call = _link(address).stream_stream("/chain/Lend")()
+    await call.write(b"w" * WANT_BYTES)
+    await call.read()
+    await call.read()
+    await call.write(b"r" * RELEASE_BYTES)
+    await call.done_writing()
+    for _ in range(NUM_TOKENS - 1):
+        yield b"t" * TOKEN_BYTES
+    yield b"l" * LAST_BYTES
+    await call.read()
+
+
+async def lend(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+    await anext(requests)
+    yield b"s" * STARTING_BYTES
+    yield b"b" * READY_BYTES
+    async for _ in requests:
+        pass
+
+
+_links: dict[str, grpc.aio.Channel] = {}
+
+
+def _link(address: str) -> grpc.aio.Channel:
+    if address not in _links:
+        _links[address] = channel(address)
+    return _links[address]
+
+
+async def main(role: str, address: str) -> None:
+    step = {"router": relay, "decode": decode}.get(role)
+
+    async def generate(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        assert step is not None
+        async for message in step(address, request):
+            yield message
+
+    handlers = {
+        "Generate": grpc.unary_stream_rpc_method_handler(generate),
+        "Lend": grpc.stream_stream_rpc_method_handler(lend),
+    }
+    server = Server()
+    server.grpc.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("chain", handlers)])
+    port = await server.start("127.0.0.1", 0, ["chain"])
+    print(f"127.0.0.1:{port}", flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)  # until the benchmark closes it
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else ""))

@@ -1,0 +1,245 @@
+"""`make bench`: the demo model through the whole cluster, and what the cluster itself adds to a request.
+
+Added latency is measured with the `sim` engine, which computes nothing: its time to first token is all handshake,
+hops and bookkeeping. It is held against a bare grpc.aio chain of the same hops and messages, in turns, in one run.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress, TimeElapsedColumn, track
+from rich.table import Table
+
+from bench.chain import NUM_TOKENS, REQUEST_BYTES
+from bench.report import Bar, conclude, percentile
+from cluster.rpc import channel
+from protos import inference_pb2 as pb
+from tandem.client import Client
+from tandem.demo import STORYTELLER, make_stories
+from tandem.local import LocalCluster
+from tandem.topology import plan_topology
+
+CONCURRENT = 16
+ROUNDS = 24
+WARM_UP_ROUNDS = 3
+PROMPT_TOKENS = 100
+REQUESTS = 64
+MAX_ADDED = 1.5
+
+
+@dataclass(slots=True)
+class Sample:
+    """One request as its client saw it, in seconds."""
+
+    ttft: float
+    gaps: list[float]
+    finish: pb.Finish = field(default_factory=pb.Finish)
+
+
+async def stream(messages: AsyncIterator[pb.GenerateResponse]) -> Sample:
+    started_at = time.monotonic()
+    times: list[float] = []
+    finish = pb.Finish()
+    async for message in messages:
+        times += [time.monotonic()] * len(message.token_ids)
+        finish = message.finish
+    return Sample(times[0] - started_at, [later - earlier for earlier, later in pairwise(times)], finish)
+
+
+# ---------------------------------------------------------------------------- the demo model
+
+
+async def serve_demo(console: Console) -> dict[str, Any]:
+    cores = sorted(os.sched_getaffinity(0))
+    settings = {"model": STORYTELLER}
+    async with LocalCluster(plan_topology(1, 1, settings | {"port": 0}, settings, cores)) as cluster:
+        async with Client(cluster.address) as client:
+            await run_stories(client, CONCURRENT, None)  # warm up
+            with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
+                task = progress.add_task("demo model", total=REQUESTS)
+                started_at = time.monotonic()
+                samples = await run_stories(client, REQUESTS, lambda: progress.advance(task))
+                elapsed = time.monotonic() - started_at
+        memory = {role.name: peak_memory_mib(role.pid) for role in [cluster.router, *cluster.workers]}
+        for role in cluster.workers:
+            memory[f"{role.name} engine"] = max(map(peak_memory_mib, children(role.pid)))
+    return summarise(samples, elapsed, memory)
+
+
+async def run_stories(client: Client, count: int, advance: Callable[[], None] | None) -> list[Sample]:
+    """`count` requests, CONCURRENT at a time, half of them sharing a long prefix."""
+    gate = asyncio.Semaphore(CONCURRENT)
+    seeds = random.Random(count)
+
+    async def one(number: int) -> Sample:
+        async with gate:
+            story = make_stories(number + 1)[number]
+            sampling = pb.Sampling(max_tokens=64, temperature=0.8, seed=seeds.getrandbits(32), ignore_eos=True)
+            sample = await stream(client.generate(messages=story.messages, sampling=sampling))
+            if advance is not None:
+                advance()
+            return sample
+
+    return await asyncio.gather(*(one(number) for number in range(count)))
+
+
+def summarise(samples: list[Sample], elapsed: float, memory: dict[str, float]) -> dict[str, Any]:
+    ttft = [sample.ttft * 1e3 for sample in samples]
+    gaps = [gap * 1e3 for sample in samples for gap in sample.gaps]
+    stages: dict[str, list[float]] = {}
+    for sample in samples:
+        for stage in sample.finish.receipt.stages:
+            stages.setdefault(stage.name, []).append(stage.duration_ms)
+    return {
+        "ttft_ms": quantiles(ttft),
+        "itl_ms": quantiles(gaps),
+        "output_tokens_per_s": sum(len(sample.gaps) + 1 for sample in samples) / elapsed,
+        "requests_per_s": len(samples) / elapsed,
+        "peak_memory_mib": memory,
+        "stages_ms": {name: quantiles(values) | {"requests": len(values)} for name, values in stages.items()},
+        "moved_blocks": sum(sample.finish.receipt.kv.moved_blocks for sample in samples),
+        "reused_blocks": sum(sample.finish.receipt.kv.reused_blocks for sample in samples),
+    }
+
+
+def quantiles(values: list[float]) -> dict[str, float]:
+    return {"p50": percentile(values, 0.5), "p95": percentile(values, 0.95), "p99": percentile(values, 0.99)}
+
+
+def peak_memory_mib(pid: int) -> float:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) / 1024
+    return 0.0
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()] or [pid]
+
+
+# ---------------------------------------------------------------------------- what the cluster adds
+
+
+async def measure_added(console: Console) -> dict[str, Any]:
+    """TTFT of the sim cluster and of the bare chain, CONCURRENT at a time, in turns."""
+    ours: list[float] = []
+    bare: list[float] = []
+    async with contextlib.AsyncExitStack() as stack:
+        chain = await stack.enter_async_context(bare_chain())
+        cluster = await stack.enter_async_context(sim_cluster(stack))
+        client = await stack.enter_async_context(Client(cluster.address))
+        for number in track(range(WARM_UP_ROUNDS + ROUNDS), "added latency", console=console):
+            rounds = [await one_round(lambda: tandem_ttft(client)), await one_round(lambda: chain_ttft(chain))]
+            if number >= WARM_UP_ROUNDS:
+                ours += rounds[0]
+                bare += rounds[1]
+    scaled = {"tandem_ms": [1e3 * value for value in ours], "bare_ms": [1e3 * value for value in bare]}
+    return {name: quantiles(values) for name, values in scaled.items()}
+
+
+async def one_round(request: Callable[[], Awaitable[float]]) -> list[float]:
+    return list(await asyncio.gather(*(request() for _ in range(CONCURRENT))))
+
+
+async def tandem_ttft(client: Client) -> float:
+    """A prompt nobody has seen, so that every block of it is lent."""
+    prompt = [random.randrange(1000) for _ in range(PROMPT_TOKENS)]
+    sampling = pb.Sampling(max_tokens=NUM_TOKENS)
+    sample = await stream(client.generate(token_ids=prompt, sampling=sampling))
+    assert sample.finish.receipt.kv.moved_blocks == (PROMPT_TOKENS - 1) // 16
+    return sample.ttft
+
+
+async def chain_ttft(call: Any) -> float:
+    started_at = time.monotonic()
+    first = 0.0
+    async for _ in call(b"q" * REQUEST_BYTES):
+        first = first or time.monotonic() - started_at
+    return first
+
+
+@contextlib.asynccontextmanager
+async def sim_cluster(stack: contextlib.AsyncExitStack) -> AsyncIterator[LocalCluster]:
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "sim"
+    folder.mkdir()
+    config = {"model_type": "llama", "vocab_size": 1000, "max_position_embeddings": 4096}
+    (folder / "config.json").write_text(json.dumps(config))
+    settings = {"model": folder}
+    topology = plan_topology(
+        1, 1, settings | {"port": 0}, settings | {"engine": "sim"}, sorted(os.sched_getaffinity(0))
+    )
+    async with LocalCluster(topology) as cluster:
+        yield cluster
+
+
+@contextlib.asynccontextmanager
+async def bare_chain() -> AsyncIterator[Any]:
+    """The chain's processes; the call that goes through them."""
+    processes: list[asyncio.subprocess.Process] = []
+    address = ""
+    try:
+        for role in ("lend", "decode", "router"):
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "bench.chain",
+                role,
+                address,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+            )
+            processes.append(process)
+            assert process.stdout is not None
+            address = (await process.stdout.readline()).decode().strip()
+        async with channel(address) as link:
+            yield link.unary_stream("/chain/Generate")
+    finally:
+        for process in processes:
+            process.kill()
+            await process.wait()
+
+
+# ---------------------------------------------------------------------------- the report
+
+
+def show(console: Console, demo: dict[str, Any], added: dict[str, Any]) -> None:
+    table = Table(title=f"demo model, {REQUESTS} requests, {CONCURRENT} at a time", title_justify="left")
+    for heading in ("", "p50", "p95", "p99"):
+        table.add_column(heading, justify="right" if heading else "left")
+    rows = {"TTFT ms": demo["ttft_ms"], "inter-token ms": demo["itl_ms"]}
+    rows |= {f"stage: {name} ms ({values['requests']})": values for name, values in demo["stages_ms"].items()}
+    rows |= {"added latency, Tandem ms": added["tandem_ms"], "added latency, bare chain ms": added["bare_ms"]}
+    for name, values in rows.items():
+        table.add_row(name, *(f"{values[q]:.1f}" for q in ("p50", "p95", "p99")))
+    console.print(table)
+    console.print(
+        f"{demo['output_tokens_per_s']:.0f} output tokens/s, {demo['requests_per_s']:.1f} requests/s; "
+        f"{demo['moved_blocks']} blocks moved, {demo['reused_blocks']} reused"
+    )
+    console.print("peak memory MiB: " + ", ".join(f"{k} {v:.0f}" for k, v in demo["peak_memory_mib"].items()))
+
+
+def main() -> None:
+    console = Console()
+    demo = asyncio.run(serve_demo(console))
+    added = asyncio.run(measure_added(console))
+    show(console, demo, added)
+    ratio = added["tandem_ms"]["p50"] / added["bare_ms"]["p50"]
+    bars = [Bar(f"added latency p50 / bare grpc.aio chain, {CONCURRENT} concurrent", ratio, MAX_ADDED)]
+    conclude("serving", bars, {"demo": demo, "added": added}, console)
+
+
+if __name__ == "__main__":
+    main()

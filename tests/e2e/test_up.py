@@ -1,0 +1,184 @@
+"""`tandem up`, alone and as a Ray job, on a real Ray cluster; and `tandem demo`, `generate`, `chat`."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tandem.client import Client
+
+ROOT = Path(__file__).parent.parent.parent
+BIN = Path(sys.executable).parent
+ENVIRONMENT = os.environ | {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",  # else a token that an earlier Ray left in the home folder is wanted here and there
+    "PYTHONUNBUFFERED": "1",
+    "COLUMNS": "200",
+}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def run(*arguments: str, timeout: float = 120, **options: object) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(  # type: ignore[call-overload,no-any-return]
+        [str(argument) for argument in arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        **options,
+    )
+
+
+def of_this_model(model: Path) -> list[str]:
+    """Command lines of running processes that name `model`, or that are engines of it."""
+    lines = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if str(model) in command or "engine.worker.engine_process" in command:
+                lines.append(command)
+    return lines
+
+
+def wait_until_gone(model: Path, timeout_s: float = 20) -> None:
+    give_up_at = time.monotonic() + timeout_s
+    while left := of_this_model(model):
+        assert time.monotonic() < give_up_at, left
+        time.sleep(0.1)
+
+
+async def tokens_from(address: str) -> list[int]:
+    """Wait for the cluster, then one request whose KV must move."""
+    async with Client(address) as client:
+        give_up_at = time.monotonic() + 120
+        while True:
+            try:
+                await client.wait_for_workers(1, 1, timeout_s=120)
+                break
+            except Exception:
+                if time.monotonic() > give_up_at:
+                    raise
+                await asyncio.sleep(0.2)
+        tokens: list[int] = []
+        async for message in client.generate(token_ids=list(range(1, 60)), timeout_s=60):
+            tokens += message.token_ids
+        assert message.finish.receipt.kv.moved_blocks == 3
+        return tokens
+
+
+@pytest.fixture
+def ray_head() -> Iterator[str]:
+    """A Ray cluster of its own, as `ray start` makes it: its dashboard's address."""
+    port, dashboard = free_port(), free_port()
+    started = run(
+        BIN / "ray",
+        "start",
+        "--head",
+        f"--port={port}",
+        f"--dashboard-port={dashboard}",
+        "--num-cpus=2",
+        "--object-store-memory=100000000",
+        "--disable-usage-stats",
+    )
+    assert started.returncode == 0, started.stdout + started.stderr
+    yield f"http://127.0.0.1:{dashboard}"
+    run(BIN / "ray", "stop", "--force")
+
+
+def test_ray_job_submit(tiny_model: Path, ray_head: str) -> None:
+    port = free_port()
+    tandem = f"{BIN / 'tandem'} up --model {tiny_model} --port {port} --worker dtype=float32 --worker kv_memory_mib=16"
+    submitted = run(
+        BIN / "ray", "job", "submit", "--address", ray_head, "--working-dir", ".", "--no-wait",
+        "--submission-id", "tandem-test", "--", *tandem.split(),
+    )  # fmt: skip
+    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    try:
+        assert len(asyncio.run(tokens_from(f"127.0.0.1:{port}"))) == 256
+    finally:
+        logs = run(BIN / "ray", "job", "logs", "--address", ray_head, "tandem-test").stdout
+        run(BIN / "ray", "job", "stop", "--address", ray_head, "tandem-test")
+    assert "joined the Ray cluster that was running" in logs
+    assert f"serving at 127.0.0.1:{port}" in logs
+    wait_until_gone(tiny_model)
+
+
+def test_ctrl_c_leaves_nothing_behind(tiny_model: Path) -> None:
+    port = free_port()
+    shared_memory = set(os.listdir("/dev/shm"))
+    up = subprocess.Popen(
+        [BIN / "tandem", "up", "--model", tiny_model, "--port", str(port), "--worker", "kv_memory_mib=16"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        start_new_session=True,
+    )
+    assert up.stdout is not None
+    try:
+        assert up.stdout.readline().startswith("tandem: tiny-llama"), "says what it does before anything slow"
+        asyncio.run(tokens_from(f"127.0.0.1:{port}"))
+        os.killpg(up.pid, signal.SIGINT)  # as a terminal does: the whole group
+        output = up.communicate(timeout=60)[0]
+    finally:
+        if up.poll() is None:
+            os.killpg(up.pid, signal.SIGKILL)
+    assert up.returncode == 0, output
+    assert output.splitlines()[-1] == "tandem: stopped"
+    wait_until_gone(tiny_model)
+    assert set(os.listdir("/dev/shm")) == shared_memory
+    assert not [line for line in run("ps", "-eo", "args").stdout.splitlines() if "raylet" in line]
+
+
+@pytest.mark.parametrize("what", ["no such directory", "unsupported architecture", "port in use", "unknown key"])
+def test_a_failed_start_names_its_cause_in_the_last_line(tiny_model: Path, tmp_path: Path, what: str) -> None:
+    arguments, cause = ["--model", tiny_model, "--port", str(free_port())], ""
+    with socket.socket() as taken:
+        match what:
+            case "no such directory":
+                arguments, cause = ["--model", tmp_path / "nowhere"], "error: model: no directory"
+            case "unsupported architecture":
+                config = {"model_type": "t5", "vocab_size": 9, "n_positions": 64, "is_encoder_decoder": True}
+                (tmp_path / "config.json").write_text(json.dumps(config))
+                arguments, cause = ["--model", tmp_path, "--port", "0"], "error: "
+            case "port in use":
+                taken.bind(("127.0.0.1", 0))
+                taken.listen()
+                port = taken.getsockname()[1]
+                arguments, cause = ["--model", tiny_model, "--port", str(port)], "error: router: port: cannot listen on"
+            case "unknown key":
+                arguments, cause = [*arguments, "--worker", "colour=blue"], "error: colour: unknown key; known are"
+        failed = run(BIN / "tandem", "up", *arguments)
+    assert failed.returncode == 2, failed.stdout + failed.stderr
+    assert failed.stderr.splitlines()[-1].startswith(cause), failed.stderr
+    if what == "unsupported architecture":
+        assert "-0: model: t5 is an encoder-decoder" in failed.stderr.splitlines()[-1]
+
+
+def test_demo_generate_and_chat() -> None:
+    shown = run(BIN / "tandem", "demo", timeout=180)
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    assert shown.stdout.count("why: ") == 10, "eight requests, then two again"
+    assert "0 mismatched" in shown.stdout
+    assert "over nixl" in shown.stdout
+    assert "Once" in shown.stdout
+    assert "where the time of" in shown.stdout
