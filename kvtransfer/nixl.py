@@ -27,6 +27,8 @@ CLOSED = "the transport was closed"
 SPIN_S = 200e-6
 """Poll without pause for so long after a post; then sleep between polls, not to take a core from the engine."""
 POLL_S = 100e-6
+PROGRESS_DELAY_US = 100_000
+_construction = threading.Lock()
 
 
 @dataclass(slots=True)
@@ -43,6 +45,28 @@ class _Lane:
 
     queued: deque[_Job] = field(default_factory=deque)
     posted: _Job | None = None
+
+
+def _make_agent(name: str) -> Any:
+    """An agent whose progress thread sleeps until UCX has something for it.
+
+    NIXL's Python class fixes that thread's delay at 0, which polls without pause: a whole core, taken from the engine
+    that is pinned to it (a read over TCP then takes ten times as long). The delay bounds only how long an event
+    without a wake-up may wait.
+    """
+    from nixl_cu12 import _api, _bindings
+
+    class SleepyConfig(_bindings.nixlAgentConfig):  # type: ignore[misc]
+        def __setattr__(self, key: str, value: object) -> None:
+            super().__setattr__(key, PROGRESS_DELAY_US if key == "pthrDelay" else value)
+
+    with _construction:
+        original = _bindings.nixlAgentConfig
+        _bindings.nixlAgentConfig = SleepyConfig
+        try:
+            return _api.nixl_agent(name, _api.nixl_agent_config(enable_prog_thread=True, backends=["UCX"]))
+        finally:
+            _bindings.nixlAgentConfig = original
 
 
 class NixlPeer(Peer):
@@ -68,10 +92,7 @@ class NixlTransport(Transport):
         self._log = process_lane_log()
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         try:
-            from nixl_cu12._api import nixl_agent, nixl_agent_config
-
-            config = nixl_agent_config(enable_prog_thread=True, backends=["UCX"])
-            self._agent: Any = nixl_agent(agent_name, config)
+            self._agent: Any = _make_agent(agent_name)
         except Exception as error:  # NIXL raises its own types, and plain RuntimeError
             raise TransportUnavailable(f"NIXL does not start: {error}") from error
         if "UCX" not in self._agent.backends:
@@ -129,9 +150,10 @@ class NixlTransport(Transport):
 
     def close(self) -> None:
         with self._closing:
-            first, self._closed = not self._closed, True
-        if first and self._thread.is_alive():
-            self._inbox.put(None)
+            if not self._closed:
+                self._closed = True
+                self._inbox.put(None)
+        if self._thread.is_alive():
             self._thread.join()
         with self._lock:
             self._destroy_agent()
