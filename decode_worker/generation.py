@@ -6,7 +6,7 @@ from tokenizers import Tokenizer
 
 from cluster.errors import Overloaded, Unavailable
 from decode_worker.receipt import build_receipt
-from engine.messages import FromEngine, KvAccount, Rejected, Token
+from engine.messages import FromEngine, KvAccount, LendClosed, Rejected, Token
 from engine.text import TextStream
 from engine.vocabulary import FinishReason
 from protos import decode_pb2 as internal_pb
@@ -37,7 +37,7 @@ class Generation:
         self.finished = False
         self._replay()
 
-    def absorb(self, message: FromEngine | None) -> None:
+    def absorb(self, message: FromEngine | LendClosed | None) -> None:
         """Raises ServiceError when the request failed."""
         match message:
             case Token():

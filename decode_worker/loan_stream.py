@@ -1,8 +1,8 @@
 """One loan's stream to a lender: forwards what the lender says to the engine, and the engine's releases back."""
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator
 
 import grpc
 
@@ -24,51 +24,56 @@ class LoanStream:
     def __init__(
         self, link: grpc.aio.Channel, want: pb.Want, engine_id: str, engine: EngineClient, silence_s: float
     ) -> None:
-        self._stub = pb_grpc.LendStub(link)
+        self._call = pb_grpc.LendStub(link).Lend()
         self._engine_id = engine_id
         self._engine = engine
         self._silence_s = silence_s
-        self._requests: asyncio.Queue[pb.LendRequest | None] = asyncio.Queue()
-        self._requests.put_nowait(pb.LendRequest(want=want))
         self._closed = False
-        self._task = asyncio.ensure_future(self._run())
+        self._task = asyncio.ensure_future(self._run(want))
 
-    def release(self, first: int, count: int) -> None:
-        self._requests.put_nowait(pb.LendRequest(release=pb.Release(first=first, count=count)))
+    async def release(self, first: int, count: int) -> None:
+        await self._write(pb.LendRequest(release=pb.Release(first=first, count=count)))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Half-close: the lender lets go of everything. Nothing more is forwarded to the engine."""
         self._closed = True
-        self._requests.put_nowait(None)
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await self._call.done_writing()
 
     async def cancel(self) -> None:
         """The request is over: end the stream now."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _run(self) -> None:
-        call = self._stub.Lend(self._outgoing())
+    async def _write(self, request: pb.LendRequest) -> None:
+        """A stream that has ended takes nothing more; why it ended is told by `_run`."""
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await self._call.write(request)
+
+    async def _run(self, want: pb.Want) -> None:
+        failure = "the decode worker's side of the loan broke"
         try:
-            await self._follow(call)
+            await self._write(pb.LendRequest(want=want))
+            await self._follow()
             failure = "the lender ended the stream"
         except grpc.aio.AioRpcError as error:
             failure = str(from_rpc_error(error))
         except TimeoutError:
             failure = f"the lender was silent for {self._silence_s:g} s"
         finally:
-            call.cancel()
-        if not self._closed:
-            log.info("loan of %s failed: %s", self._engine_id, failure)
-            self._engine.send(LoanFailed(self._engine_id, failure))
-
-    async def _follow(self, call: "grpc.aio.StreamStreamCall[pb.LendRequest, pb.LendResponse]") -> None:
-        while True:
-            response = await asyncio.wait_for(call.read(), self._silence_s)
-            if response is grpc.aio.EOF:
-                return
-            assert isinstance(response, pb.LendResponse)
+            self._call.cancel()
             if not self._closed:
-                self._forward(response)
+                log.info("loan of %s failed: %s", self._engine_id, failure)
+                self._engine.send(LoanFailed(self._engine_id, failure))
+
+    async def _follow(self) -> None:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(self._silence_s) as silence:
+            while (response := await self._call.read()) is not grpc.aio.EOF:
+                silence.reschedule(loop.time() + self._silence_s)
+                assert isinstance(response, pb.LendResponse)
+                if not self._closed:
+                    self._forward(response)
 
     def _forward(self, response: pb.LendResponse) -> None:
         match response.WhichOneof("message"):
@@ -80,7 +85,3 @@ class LoanStream:
             case "blocks_ready":
                 ready = response.blocks_ready
                 self._engine.send(LoanBlocks(self._engine_id, ready.first, tuple(ready.block_ids), ready.fingerprints))
-
-    async def _outgoing(self) -> AsyncIterator[pb.LendRequest]:
-        while (request := await self._requests.get()) is not None:
-            yield request

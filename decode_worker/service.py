@@ -10,7 +10,16 @@ from cluster.errors import Incompatible, ServiceError, to_status
 from cluster.rpc import channel
 from decode_worker.generation import Generation
 from decode_worker.loan_stream import LoanStream
-from engine.messages import Cancel, CloseLoan, FromEngine, Generate, OpenLoan, PlacementMark, ReleaseLoan
+from engine.messages import (
+    Cancel,
+    CloseLoan,
+    FromEngine,
+    Generate,
+    LendClosed,
+    OpenLoan,
+    PlacementMark,
+    ReleaseLoan,
+)
 from engine.text import load_tokenizer
 from engine.vocabulary import SamplingParams
 from engine.worker.engine_client import Mailbox
@@ -59,9 +68,9 @@ class DecodeService(pb_grpc.DecodeServicer):
                         case OpenLoan(_, first_block, end_block):
                             loan = self._open_loan(engine_id, request, first_block, end_block)
                         case ReleaseLoan(_, first, count) if loan is not None:
-                            loan.release(first, count)
+                            await loan.release(first, count)
                         case CloseLoan() if loan is not None:
-                            loan.close()
+                            await loan.close()
                         case _ if not generation.finished:
                             generation.absorb(message)
                 if (response := generation.take()) is not None:
@@ -96,7 +105,7 @@ def add_decode_service(server: Any, context: WorkerContext) -> list[str]:
     return ["tandem.internal.v1.Decode"]
 
 
-async def _drain(mailbox: Mailbox) -> list[FromEngine | None]:
+async def _drain(mailbox: Mailbox) -> list[FromEngine | LendClosed | None]:
     """At least one message, and all that came with it."""
     messages = [await mailbox.get()]
     while not mailbox.empty():

@@ -4,7 +4,7 @@
         └──borrowing──loan is over──────┘
     (a cancel ends any of them; a request that does not fit now is rejected, never queued: the router waits)
 
-Everything is driven by `handle(message)` and `step()` from one thread. Only `post` may be called from others.
+Everything is driven by `handle`, `handle_posted` and `step` from one thread. Only `post` may be called from others.
 """
 
 import time
@@ -71,14 +71,21 @@ class EngineCore:
     """Everything but threads and sockets."""
 
     def __init__(
-        self, runner: Runner, transport: Transport, limits: CoreLimits, emit: Callable[[FromEngine], None]
+        self,
+        runner: Runner,
+        transport: Transport,
+        limits: CoreLimits,
+        emit: Callable[[FromEngine], None],
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
-        """`emit` is called from `handle` and `step`, and must not block."""
+        """`emit` is called from `handle` and `step`, and must not block. `wake` is called by `post`, from whatever
+        thread that runs on: there is something for `handle_posted`."""
         self._runner = runner
         self._transport = transport
         self._limits = limits
         self._emit = emit
-        self._inbox: SimpleQueue[Input | None] = SimpleQueue()
+        self._posted: SimpleQueue[ReadLanded] = SimpleQueue()
+        self._wake = wake
         self._model_fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
         self._books = Bookkeeper(runner.pool, runner.layout)
         self._lending = LendingDesk(
@@ -109,14 +116,23 @@ class EngineCore:
             max_context_tokens=info.max_context_tokens,
         )
 
-    def post(self, message: Input | None) -> None:
-        """Hand a message to the loop, from any thread. None ends `run`."""
-        self._inbox.put(message)
+    def post(self, message: ReadLanded) -> None:
+        """Hand a message to the loop, from any thread."""
+        self._posted.put(message)
+        self._wake()
 
-    def run(self) -> None:
-        """Turn until told to stop."""
-        while self.receive():
-            self.step()
+    def handle_posted(self) -> None:
+        """Handle what other threads posted."""
+        while True:
+            try:
+                self.handle(self._posted.get_nowait())
+            except Empty:
+                return
+
+    @property
+    def busy(self) -> bool:
+        """There is something to compute: do not wait for messages."""
+        return bool(self._runnable())
 
     def close(self) -> None:
         """Stop all transfers; nothing touches the pool afterwards."""
@@ -185,20 +201,6 @@ class EngineCore:
         )
 
     # ------------------------------------------------------------------ the loop's parts
-
-    def receive(self) -> bool:
-        """Handle what has arrived; when idle, wait for it until the next report is due. False: stop."""
-        idle = not any(True for _ in self._runnable())
-        timeout = self._limits.report_interval_s if idle else 0.0
-        while True:
-            try:
-                message = self._inbox.get(timeout=timeout) if timeout else self._inbox.get_nowait()
-            except Empty:
-                return True
-            if message is None:
-                return False
-            self.handle(message)
-            timeout = 0.0
 
     def _start_loans(self) -> None:
         """Let waiting loans start; whoever waits for a lender's room itself lets nobody wait for its own.

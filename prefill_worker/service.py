@@ -73,44 +73,37 @@ class LendService(pb_grpc.LendServicer):
         self, loan_id: str, requests: AsyncIterator[pb.LendRequest], mailbox: Mailbox
     ) -> AsyncIterator[pb.LendResponse]:
         """Until the borrower half-closes. Heartbeats are the engine's load reports."""
-        done = object()
-        outgoing: asyncio.Queue[object] = asyncio.Queue()
-
         beaten_at = 0.0
 
         def beat(message: CacheChanged | Load) -> None:
             nonlocal beaten_at
             if isinstance(message, Load) and time.monotonic() - beaten_at >= HEARTBEAT_S:
                 beaten_at = time.monotonic()
-                outgoing.put_nowait(pb.LendResponse(heartbeat=pb.Heartbeat(step=message.step)))
-
-        async def follow_borrower() -> None:
-            async for request in requests:
-                if not request.HasField("release"):
-                    outgoing.put_nowait(InvalidRequest("release", "is all that may follow want"))
-                    return
-                self._engine.send(LendReleased(loan_id, request.release.first, request.release.count))
-            outgoing.put_nowait(done)
-
-        async def follow_engine() -> None:
-            while True:
-                outgoing.put_nowait(self._translate(await mailbox.get()))
+                mailbox.put_nowait(message)
 
         with self._engine.watching(beat):
-            tasks = [asyncio.ensure_future(follow_borrower()), asyncio.ensure_future(follow_engine())]
+            following = asyncio.ensure_future(self._follow_borrower(loan_id, requests, mailbox))
             try:
-                while (item := await outgoing.get()) is not done:
-                    if isinstance(item, ServiceError):
-                        raise item
-                    assert isinstance(item, pb.LendResponse)
-                    yield item
+                while (message := await mailbox.get()) != LendClosed(loan_id):
+                    yield self._translate(message)
             finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
 
-    def _translate(self, message: object) -> pb.LendResponse | ServiceError:
+    async def _follow_borrower(self, loan_id: str, requests: AsyncIterator[pb.LendRequest], mailbox: Mailbox) -> None:
+        """Pass releases on; at the end of the borrower's side, say so in the mailbox."""
+        async for request in requests:
+            if not request.HasField("release"):
+                mailbox.put_nowait(LendRefused(loan_id, "only releases may follow want", bad_request=True))
+                return
+            self._engine.send(LendReleased(loan_id, request.release.first, request.release.count))
+        mailbox.put_nowait(LendClosed(loan_id))
+
+    def _translate(self, message: object) -> pb.LendResponse:
+        """Raises ServiceError for what ends the stream."""
         match message:
+            case Load(step):
+                return pb.LendResponse(heartbeat=pb.Heartbeat(step=step))
             case LendStarting(_, end_block, cached_end_block, queued_ms):
                 starting = pb.Starting(
                     incarnation=self._context.incarnation,
@@ -124,9 +117,9 @@ class LendService(pb_grpc.LendServicer):
                 ready = pb.BlocksReady(first=first, block_ids=block_ids, fingerprints=fingerprints)
                 return pb.LendResponse(blocks_ready=ready)
             case LendRefused(_, reason, bad_request):
-                return InvalidRequest("release", reason) if bad_request else Overloaded(reason)
+                raise InvalidRequest("release", reason) if bad_request else Overloaded(reason)
             case None:
-                return Unavailable("the lender's engine is gone")
+                raise Unavailable("the lender's engine is gone")
         raise AssertionError(f"unexpected {message!r}")
 
 

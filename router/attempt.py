@@ -54,8 +54,9 @@ async def run_attempt(
         async for message in call:
             yield message
     except asyncio.CancelledError:
-        if not worker.lost:
-            raise
+        task = asyncio.current_task()
+        if not worker.lost or (task is not None and task.cancelling()):
+            raise  # the client went, at whatever moment
         raise Retriable(Unavailable(f"decode worker {worker.worker_id} fell silent")) from None
     except grpc.aio.AioRpcError as error:
         failure = from_rpc_error(error)

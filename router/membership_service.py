@@ -61,7 +61,8 @@ class MembershipService(pb_grpc.MembershipServicer):
     async def _next(self, worker: Worker, messages: AsyncIterator[pb.WorkerMessage]) -> pb.WorkerMessage | None:
         """None when the stream ended, or when the engine behind it fell silent."""
         try:
-            return await asyncio.wait_for(anext(messages, None), self._silence_s)
+            async with asyncio.timeout(self._silence_s):
+                return await anext(messages, None)
         except TimeoutError:
             log.warning("%s was silent for %g s: lost", worker.worker_id, self._silence_s)
             worker.lost = True

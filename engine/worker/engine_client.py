@@ -7,9 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 
 from cluster.errors import StartError, TandemError, Unavailable
 from engine.messages import (
@@ -17,6 +15,7 @@ from engine.messages import (
     Audited,
     CacheChanged,
     FromEngine,
+    LendClosed,
     LendReady,
     LendRefused,
     LendStarting,
@@ -27,11 +26,13 @@ from engine.messages import (
 )
 from engine.worker.config import Role, WorkerConfig
 from engine.worker.engine_process import EngineSpec
+from engine.worker.link import MessageLink
 
 log = logging.getLogger(__name__)
 
-Mailbox = asyncio.Queue[FromEngine | None]
-"""Messages of one request or loan; None when the engine is gone."""
+Mailbox = asyncio.Queue[FromEngine | LendClosed | None]
+"""Messages of one request or loan; None when the engine is gone. A loan's service adds LendClosed when its borrower
+is done."""
 
 
 class EngineClient:
@@ -52,6 +53,7 @@ class EngineClient:
         loop = asyncio.get_running_loop()
         self._ready, self.died = loop.create_future(), loop.create_future()
         own, other = socket.socketpair()
+        self._link = MessageLink(own)
         with other:
             self._process = subprocess.Popen(  # noqa: ASYNC220 - a fork and exec; waiting for it is on a thread
                 [sys.executable, "-m", "engine.worker.engine_process", str(other.fileno())],
@@ -59,9 +61,9 @@ class EngineClient:
                 stdin=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONUNBUFFERED": "1"},
             )
-        self._connection: Connection = Connection(own.detach())
-        self._connection.send(self._spec)
-        threading.Thread(target=self._receive, args=(loop,), name="engine-client", daemon=True).start()
+        self._loop = loop
+        loop.add_reader(self._link.fileno(), self._on_readable)
+        self._transmit(self._spec)
         try:
             return await self._ready
         except asyncio.CancelledError:
@@ -70,12 +72,8 @@ class EngineClient:
 
     def send(self, *messages: ToEngine) -> None:
         """To the engine; silently nowhere when it is gone, which every mailbox learns by itself."""
-        if self._dead:
-            return
-        try:
-            self._connection.send(messages)
-        except OSError:
-            log.info("the engine is gone")
+        if not self._dead:
+            self._transmit(messages)
 
     def open_mailbox(self, name: str) -> Mailbox:
         """Everything the engine says about request or loan `name` from now on."""
@@ -112,9 +110,7 @@ class EngineClient:
     async def stop(self) -> None:
         """End the process: orderly first, by force after 5 s."""
         with contextlib.suppress(OSError):
-            fd = self._connection.fileno()
-            with socket.socket(fileno=os.dup(fd)) as handle:
-                handle.shutdown(socket.SHUT_WR)
+            self._link.shut_down_sending()
         try:
             await asyncio.to_thread(self._process.wait, 5)
         except subprocess.TimeoutExpired:
@@ -123,14 +119,34 @@ class EngineClient:
 
     # ------------------------------------------------------------------ from the engine
 
-    def _receive(self, loop: asyncio.AbstractEventLoop) -> None:
-        """On a thread of its own."""
-        with contextlib.suppress(EOFError, OSError, RuntimeError):  # RuntimeError: the event loop is closed
-            while True:
-                loop.call_soon_threadsafe(self._dispatch, self._connection.recv())
-        code = self._process.wait()
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(self._on_death, code)
+    def _transmit(self, message: object) -> None:
+        try:
+            self._link.send(message)
+        except OSError:
+            log.info("the engine is gone")  # reading says so too, and that tells everyone
+            return
+        if self._link.has_unsent:
+            self._loop.add_writer(self._link.fileno(), self._on_writable)
+
+    def _on_writable(self) -> None:
+        with contextlib.suppress(OSError):
+            self._link.flush()
+        if not self._link.has_unsent:
+            self._loop.remove_writer(self._link.fileno())
+
+    def _on_readable(self) -> None:
+        try:
+            batches = self._link.receive()
+        except EOFError:
+            self._loop.remove_reader(self._link.fileno())
+            self._loop.remove_writer(self._link.fileno())
+            self._ending = asyncio.ensure_future(self._await_death())
+            return
+        for batch in batches:
+            self._dispatch(batch)
+
+    async def _await_death(self) -> None:
+        self._on_death(await asyncio.to_thread(self._process.wait))
 
     def _dispatch(self, batch: list[FromEngine]) -> None:
         for message in batch:

@@ -1,28 +1,32 @@
 """The engine's own process: `python -m engine.worker.engine_process FD`.
 
-The step loop has the main thread. One thread receives, one sends, so that the loop never waits for the front.
+One loop on the main thread: what arrived, one step, what is to be said. It never waits for a slow front (see
+`link.py`), and no message changes threads, which under Python's lock would cost milliseconds beside a busy loop.
 It dies with its front: by the closed socket, or at once by the kernel when the front is killed.
 """
 
+import contextlib
 import ctypes
 import os
 import signal
+import socket
 import sys
-import threading
+import time
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from queue import SimpleQueue
 
 from engine.core import CoreLimits, EngineCore
 from engine.errors import EngineStartError
-from engine.messages import FromEngine, StartFailed
+from engine.messages import FromEngine, StartFailed, ToEngine
 from engine.runner import Runner
 from engine.scheduler import StepBudget
 from engine.worker.config import Role, WorkerConfig
+from engine.worker.link import LinkWaiter, MessageLink
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.registry import open_transport
 
 PR_SET_PDEATHSIG = 1
+IDLE_TURN_S = 0.25
+"""The loop turns at least so often, which is what makes its load reports heartbeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,66 +38,72 @@ class EngineSpec:
     agent_name: str
 
 
-class _Outbox:
-    """Messages of one turn of the loop leave together."""
+class _Front:
+    """The front as the engine sees it: what is said in one turn of the loop leaves together."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._pending: list[FromEngine] = []
-        self._batches: SimpleQueue[list[FromEngine] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._send, name="engine-outbox", daemon=True)
-        self._thread.start()
+    def __init__(self, link: MessageLink) -> None:
+        self._link = link
+        self._waiter = LinkWaiter(link)
+        self._said: list[FromEngine] = []
+        self.wake = self._waiter.wake
 
-    def add(self, message: FromEngine) -> None:
-        self._pending.append(message)
+    def say(self, message: FromEngine) -> None:
+        self._said.append(message)
 
-    def flush(self) -> None:
-        if self._pending:
-            self._batches.put(self._pending)
-            self._pending = []
+    def send(self) -> None:
+        if self._said:
+            said, self._said = self._said, []
+            self._link.send(said)
 
-    def close(self) -> None:
-        self.flush()
-        self._batches.put(None)
-        self._thread.join(timeout=5)
+    def listen(self, timeout_s: float) -> list[ToEngine]:
+        """What has arrived after at most `timeout_s`, in order. Raises EOFError when the front is gone."""
+        if timeout_s or self._link.has_unsent:
+            self._waiter.wait(timeout_s)
+        return [message for batch in self._link.receive() for message in batch]
 
-    def _send(self) -> None:
-        try:
-            while (batch := self._batches.get()) is not None:
-                self._connection.send(batch)
-        except OSError:
-            return  # the front is gone; the receiving thread ends the process
+    def finish(self, timeout_s: float = 5.0) -> None:
+        """Send what is left, for as long as the front takes it."""
+        self.send()
+        give_up_at = time.monotonic() + timeout_s
+        while self._link.has_unsent and time.monotonic() < give_up_at:
+            self._waiter.wait(0.1)
 
 
 def main() -> None:
     """Serve the front at the other end of the socket whose descriptor is the argument."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the front decides
-    connection: Connection = Connection(int(sys.argv[1]))
-    spec: EngineSpec = connection.recv()
-    outbox = _Outbox(connection)
+    link = MessageLink(socket.socket(fileno=int(sys.argv[1])))
+    spec = _receive_spec(link)
+    front = _Front(link)
     try:
         _prepare(spec.config)
-        core = _start(spec, outbox)
+        core = _start(spec, front)
     except (EngineStartError, TransportUnavailable) as error:
-        outbox.add(StartFailed(str(error)))
-        outbox.close()
+        front.say(StartFailed(str(error)))
+        front.finish()
         return
-    threading.Thread(target=_receive, args=(connection, core), name="engine-inbox", daemon=True).start()
-    while core.receive():
-        core.step()
-        outbox.flush()
+    # The front is gone, by its own end or by ours: either way there is nobody left to serve.
+    with contextlib.suppress(EOFError, ConnectionError):
+        _loop(core, front)
     core.close()
-    outbox.close()
 
 
-def _receive(connection: Connection, core: EngineCore) -> None:
-    try:
-        while True:
-            for message in connection.recv():
-                core.post(message)
-    except (EOFError, OSError):
-        core.post(None)
+def _loop(core: EngineCore, front: _Front) -> None:
+    while True:
+        for message in front.listen(0.0 if core.busy else IDLE_TURN_S):
+            core.handle(message)
+        core.handle_posted()
+        core.step()
+        front.send()
+
+
+def _receive_spec(link: MessageLink) -> EngineSpec:
+    waiter = LinkWaiter(link)
+    while not (messages := link.receive()):
+        waiter.wait(1.0)
+    spec: EngineSpec = messages[0]
+    return spec
 
 
 def _prepare(config: WorkerConfig) -> None:
@@ -113,14 +123,14 @@ def _threads(config: WorkerConfig) -> int:
     return config.threads or len(config.cores or os.sched_getaffinity(0))
 
 
-def _start(spec: EngineSpec, outbox: _Outbox) -> EngineCore:
+def _start(spec: EngineSpec, front: _Front) -> EngineCore:
     transport = open_transport(spec.config.transport, spec.agent_name)
     runner = _make_runner(spec.config)
     budget = StepBudget(spec.config.max_batch_tokens, spec.config.prefill_chunk(spec.role))
     limits = CoreLimits(budget, max_queued_loans=spec.config.max_queued_loans)
-    core = EngineCore(runner, transport, limits, outbox.add)
-    outbox.add(core.start())
-    outbox.flush()
+    core = EngineCore(runner, transport, limits, front.say, front.wake)
+    front.say(core.start())
+    front.send()
     return core
 
 

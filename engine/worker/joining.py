@@ -59,9 +59,12 @@ async def _join(stub: pb_grpc.MembershipStub, hello: pb.Hello, engine: EngineCli
 
     with engine.watching(watch):
         call = stub.Join(outgoing())
-        async for answer in call:
-            if answer.HasField("resync"):
-                engine.send(TakeSnapshot())
+        try:
+            async for answer in call:
+                if answer.HasField("resync"):
+                    engine.send(TakeSnapshot())
+        finally:
+            call.cancel()  # when the router ended it, `outgoing` would wait for its next message for good
 
 
 def load_report(load: Load) -> pb.LoadReport:

@@ -71,8 +71,8 @@ class Engine:
 
     def tell(self, *messages: ToEngine) -> None:
         for message in messages:
-            self.core.post(message)
-        assert self.core.receive()
+            self.core.handle(message)
+        self.core.handle_posted()
         self.check()
 
     def step(self) -> bool:

@@ -185,7 +185,7 @@ class Node:
 
     def tell(self, message: ToEngine) -> None:
         self.core.post(message)
-        self.core.receive()
+        self.core.handle_posted()
 
     def check(self) -> None:
         """The books balance, and nothing is anybody's that a read may still write into."""
@@ -374,7 +374,7 @@ class Cluster:
             self.receive(node)
 
     def receive(self, node: Node) -> None:
-        node.core.receive()
+        node.core.handle_posted()
         self.route(node)
 
     # ------------------------------------------------------------------ faults
@@ -610,7 +610,7 @@ class Silence:
 
     def finish_the_read(self) -> None:
         self.transport.land("lender")
-        self.node.core.receive()
+        self.node.core.handle_posted()
 
     def said(self, kind: type) -> list[FromEngine]:
         return [message for message in self.node.said if isinstance(message, kind)]
@@ -666,7 +666,7 @@ def test_a_read_that_ends_before_the_loan_fails_leaves_nothing_behind(
     silence = Silence(monkeypatch, num_blocks=4)
     silence.transport.land("lender") if how == "land" else silence.transport.fail("lender")
     silence.node.core.post(LoanFailed("r", "silent"))
-    silence.node.core.receive()
+    silence.node.core.handle_posted()
     while silence.node.core.step():
         silence.node.check()
     assert [message.token_id for message in silence.node.said if isinstance(message, Token)] == undisturbed(PROMPT, 2)
@@ -678,7 +678,7 @@ def test_a_loan_that_fails_before_its_landed_read_was_seen(monkeypatch: pytest.M
     silence = Silence(monkeypatch, num_blocks=4)
     silence.node.core.post(LoanFailed("r", "silent"))
     silence.transport.land("lender")
-    silence.node.core.receive()
+    silence.node.core.handle_posted()
     assert silence.books() == (3, 1, 0)
     assert silence.said(Rejected) == []
 

@@ -1,0 +1,104 @@
+"""The socket between a front and its engine process: pickled batches, never blocking on either side."""
+
+import os
+import pickle
+import selectors
+import socket
+import struct
+from typing import Any
+
+_HEADER = struct.Struct("<I")
+_CHUNK = 1 << 20
+
+
+class MessageLink:
+    """One end. What the other end does not take yet waits here, so that nobody waits for a slow reader."""
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setblocking(False)
+        self._socket = end
+        self._outgoing = bytearray()
+        self._incoming = bytearray()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def has_unsent(self) -> bool:
+        """Call `flush` once the socket is writable."""
+        return bool(self._outgoing)
+
+    def send(self, message: Any) -> None:
+        """Raises OSError when the other end is gone."""
+        body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        self._outgoing += _HEADER.pack(len(body)) + body
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what can be sent now."""
+        try:
+            while self._outgoing:
+                del self._outgoing[: self._socket.send(self._outgoing)]
+        except BlockingIOError:
+            return
+
+    def receive(self) -> list[Any]:
+        """Messages that have arrived whole. Raises EOFError when the other end is gone and all it said was read."""
+        gone = False
+        try:
+            while chunk := self._socket.recv(_CHUNK):
+                self._incoming += chunk
+            gone = True
+        except BlockingIOError:
+            pass
+        except ConnectionError:
+            gone = True
+        messages = self._whole_messages()
+        if gone and not messages:
+            raise EOFError
+        return messages
+
+    def shut_down_sending(self) -> None:
+        """The other end will see EOFError; this end can still receive."""
+        self._socket.shutdown(socket.SHUT_WR)
+
+    def _whole_messages(self) -> list[Any]:
+        messages, start, size = [], 0, len(self._incoming)
+        while size - start >= _HEADER.size:
+            (length,) = _HEADER.unpack_from(self._incoming, start)
+            end = start + _HEADER.size + length
+            if end > size:
+                break
+            with memoryview(self._incoming) as view:
+                messages.append(pickle.loads(view[start + _HEADER.size : end]))
+            start = end
+        del self._incoming[:start]
+        return messages
+
+
+class LinkWaiter:
+    """Waits for a link, or for `wake` from another thread, without a thread of its own."""
+
+    def __init__(self, link: MessageLink) -> None:
+        self._link = link
+        self._event = os.eventfd(0, os.EFD_NONBLOCK)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(link, selectors.EVENT_READ)
+        self._selector.register(self._event, selectors.EVENT_READ)
+        self._watches_writing = False
+
+    def wake(self) -> None:
+        """From any thread: end the current or next wait."""
+        os.eventfd_write(self._event, 1)
+
+    def wait(self, timeout_s: float) -> None:
+        """Until something arrived, somebody woke us, or the time is over; flushes what became sendable."""
+        if self._link.has_unsent is not self._watches_writing:
+            self._watches_writing = self._link.has_unsent
+            writing = selectors.EVENT_WRITE if self._watches_writing else 0
+            self._selector.modify(self._link, selectors.EVENT_READ | writing)
+        for key, events in self._selector.select(timeout_s):
+            if key.fileobj is self._link and events & selectors.EVENT_WRITE:
+                self._link.flush()
+            elif key.fileobj == self._event:
+                os.eventfd_read(self._event)
