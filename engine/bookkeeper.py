@@ -1,5 +1,6 @@
 """The blocks of sequences: reserving, naming as they fill, releasing. Owns the pool and the fingerprints."""
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -20,6 +21,9 @@ class Bookkeeper:
         self.layout = layout
         self._memory = memory.memory
         self._fingerprints = np.zeros((self.pool.num_blocks, layout.kv_heads), np.uint64)
+        self._in_step: set[Sequence] = set()
+        self.lingering: list[Sequence] = []
+        """Finished while they were being computed: the step still writes into their blocks, so they keep them."""
 
     def start(self, sequence: Sequence, keys: Seq[BlockKey], num_total_blocks: int) -> bool:
         """Give `sequence` the cached blocks of `keys` and a promise of the rest; False when they do not fit now."""
@@ -61,8 +65,28 @@ class Bookkeeper:
         self._name(sequence, end)
         sequence.num_computed = end * self.layout.block_tokens
 
+    @property
+    def in_step(self) -> bool:
+        """Some sequences' blocks are being written."""
+        return bool(self._in_step)
+
+    def begin_step(self, sequences: Iterable[Sequence]) -> None:
+        """From now until `end_step` the blocks of these sequences are being written."""
+        assert not self._in_step
+        self._in_step = set(sequences)
+
+    def end_step(self) -> None:
+        """Nothing is being written any more; who finished meanwhile releases now."""
+        self._in_step = set()
+        lingering, self.lingering = self.lingering, []
+        for sequence in lingering:
+            self.finish(sequence)
+
     def finish(self, sequence: Sequence) -> None:
-        """Release everything the sequence has."""
+        """Release everything the sequence has; what a step is writing into, when that is over."""
+        if sequence in self._in_step:
+            self.lingering.append(sequence)
+            return
         self.pool.release(sequence.blocks)
         self.pool.unreserve(sequence.num_reserved)
         sequence.blocks, sequence.num_reserved = [], 0

@@ -4,7 +4,9 @@
         └──borrowing──loan is over──────┘
     (a cancel ends any of them; a request that does not fit now is rejected, never queued: the router waits)
 
-Everything is driven by `handle`, `handle_posted` and `step` from one thread. Only `post` may be called from others.
+Everything is driven from one thread by `handle`, `handle_posted`, and `step` or its two halves; only `post` may be
+called from others. Between the halves the runner computes on a thread of its own while messages go on being handled: a
+handshake does not wait for steps.
 """
 
 import time
@@ -56,6 +58,8 @@ class CoreLimits:
     """Load reports are at most so far apart while the loop turns, and heartbeats with them."""
     min_report_interval_s: float = 0.02
     """And at least so far apart, however much changes."""
+    max_step_s: float = 20.0
+    """A step that takes longer counts as hung: the loop, which turns on beside it, stops reporting."""
 
 
 @dataclass(slots=True)
@@ -98,6 +102,7 @@ class EngineCore:
         self._cache_sequence = 0
         self._placements_seen: dict[str, int] = {}
         self._reported_at = 0.0
+        self._step_began_at = 0.0
         self._changed = True
 
     def start(self) -> Ready:
@@ -131,8 +136,8 @@ class EngineCore:
 
     @property
     def busy(self) -> bool:
-        """There is something to compute: do not wait for messages."""
-        return bool(self._runnable())
+        """There is something to compute, and nothing is being computed: do not wait for messages."""
+        return not self._books.in_step and bool(self._runnable())
 
     def close(self) -> None:
         """Stop all transfers; nothing touches the pool afterwards."""
@@ -140,15 +145,49 @@ class EngineCore:
 
     def step(self) -> bool:
         """Compute one batch and report; False when there was nothing to compute."""
-        self._step_count += 1
+        batch = self.begin_step()
+        if batch:
+            self.end_step(batch, self._runner.execute(batch))
+        self.report()
+        return bool(batch)
+
+    def begin_step(self) -> list[Chunk]:
+        """What to compute next. Until `end_step`, messages may be handled while the runner executes it: whatever they
+        end, nobody else gets a block that the batch writes into."""
         self._start_loans()
         batch = schedule(self._runnable(), self._limits.budget)
-        if batch:
-            self._compute(batch)
-            self._start_loans()  # in what the batch gave back: the loop may sleep before the next step
+        now = time.monotonic()
+        self._step_began_at = now
+        for chunk in batch:
+            self._books.grow(chunk.sequence, chunk.start + chunk.count)
+            if chunk.sequence.sampling is not None:  # loans have ids of their own, perhaps equal to a request's
+                account = self._requests[chunk.sequence.request_id].account
+                account.times.setdefault("compute_started", now)
+        self._books.begin_step(chunk.sequence for chunk in batch)
+        return batch
+
+    def end_step(self, batch: list[Chunk], sampled: list[Sampled]) -> None:
+        """The runner's answer to `begin_step`."""
+        self._changed = True
+        self._step_count += 1
+        over = set(self._books.lingering)
+        self._books.end_step()
+        tokens = iter(sampled)
+        for chunk in batch:
+            token = next(tokens) if chunk.samples else None
+            if chunk.sequence in over:
+                continue
+            full = self._books.advance(chunk.sequence, chunk.count)
+            if chunk.sequence.sampling is None:
+                self._lending.computed(chunk.sequence, full)
+            elif token is not None:
+                self._append(chunk, token)
+        self._start_loans()  # in what the batch gave back: the loop may sleep before the next step
+
+    def report(self) -> None:
+        """Tell the world what changed, and that the loop turns. A step that hangs silences it."""
         self._report_cache()
         self._report_load()
-        return bool(batch)
 
     def handle(self, message: Input) -> None:
         """One message from the front, or from the transport's thread."""
@@ -183,10 +222,11 @@ class EngineCore:
         """Hold the pool's books against everyone who claims a block."""
         pool, fault = self._books.pool, ""
         claims = [request.sequence.blocks for request in self._requests.values()] + self._lending.holdings()
+        claims += [sequence.blocks for sequence in self._books.lingering]
         try:
             pool.check_integrity(claims)
             promised = sum(request.sequence.num_reserved for request in self._requests.values())
-            promised += sum(job.num_reserved for job in self._lending.jobs())
+            promised += sum(job.num_reserved for job in [*self._lending.jobs(), *self._books.lingering])
             assert promised == pool.num_reserved, f"{pool.num_reserved} blocks are promised, {promised} expected"
         except AssertionError as error:
             fault = str(error) or "an invariant of the pool does not hold"
@@ -214,22 +254,6 @@ class EngineCore:
     def _runnable(self) -> list[Sequence]:
         running = [request.sequence for request in self._requests.values() if not request.borrowing]
         return running + self._lending.jobs()
-
-    def _compute(self, batch: list[Chunk]) -> None:
-        self._changed = True
-        now = time.monotonic()
-        for chunk in batch:
-            self._books.grow(chunk.sequence, chunk.start + chunk.count)
-            if chunk.sequence.sampling is not None:  # loans have ids of their own, perhaps equal to a request's
-                account = self._requests[chunk.sequence.request_id].account
-                account.times.setdefault("compute_started", now)
-        sampled = iter(self._runner.execute(batch))
-        for chunk in batch:
-            full = self._books.advance(chunk.sequence, chunk.count)
-            if chunk.sequence.sampling is None:
-                self._lending.computed(chunk.sequence, full)
-            elif chunk.samples:
-                self._append(chunk, next(sampled))
 
     def _append(self, chunk: Chunk, sampled: Sampled) -> None:
         """The next token of a request is known."""
@@ -344,6 +368,8 @@ class EngineCore:
 
     def _report_load(self) -> None:
         since = time.monotonic() - self._reported_at
+        if self._books.in_step and time.monotonic() - self._step_began_at > self._limits.max_step_s:
+            return
         due = self._limits.min_report_interval_s if self._changed else self._limits.report_interval_s
         if since < due:
             return

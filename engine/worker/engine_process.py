@@ -1,7 +1,7 @@
 """The engine's own process: `python -m engine.worker.engine_process FD`.
 
-One loop on the main thread: what arrived, one step, what is to be said. It never waits for a slow front (see
-`link.py`), and no message changes threads, which under Python's lock would cost milliseconds beside a busy loop.
+One loop on the main thread: what arrived, what was computed, what to compute next, what is to be said. It never waits
+for a slow front (see `link.py`). The runner computes on a second thread, so that handshakes do not wait for steps.
 It dies with its front: by the closed socket, or at once by the kernel when the front is killed.
 """
 
@@ -11,20 +11,26 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 from engine.core import CoreLimits, EngineCore
 from engine.errors import EngineStartError
 from engine.messages import FromEngine, StartFailed, ToEngine
 from engine.runner import Runner
 from engine.scheduler import StepBudget
+from engine.vocabulary import Chunk, Sampled
 from engine.worker.config import Role, WorkerConfig
 from engine.worker.link import LinkWaiter, MessageLink
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.registry import open_transport
 
 PR_SET_PDEATHSIG = 1
+SWITCH_S = 0.0005
+"""How long the runner's Python may hold the interpreter while a message waits."""
 IDLE_TURN_S = 0.25
 """The loop turns at least so often, which is what makes its load reports heartbeats."""
 
@@ -73,28 +79,68 @@ def main() -> None:
     """Serve the front at the other end of the socket whose descriptor is the argument."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the front decides
+    sys.setswitchinterval(SWITCH_S)
     link = MessageLink(socket.socket(fileno=int(sys.argv[1])))
     spec = _receive_spec(link)
     front = _Front(link)
     try:
         _prepare(spec.config)
-        core = _start(spec, front)
+        core, computer = _start(spec, front)
     except (EngineStartError, TransportUnavailable) as error:
         front.say(StartFailed(str(error)))
         front.finish()
         return
     # The front is gone, by its own end or by ours: either way there is nobody left to serve.
     with contextlib.suppress(EOFError, ConnectionError):
-        _loop(core, front)
+        _loop(core, computer, front)
     core.close()
 
 
-def _loop(core: EngineCore, front: _Front) -> None:
+class _Computer:
+    """Runs one batch at a time on a thread of its own."""
+
+    def __init__(self, runner: Runner, wake: Callable[[], None]) -> None:
+        self._runner = runner
+        self._wake = wake
+        self._batches: SimpleQueue[list[Chunk]] = SimpleQueue()
+        self._result: tuple[list[Chunk], list[Sampled] | BaseException] | None = None
+        self.running = False
+        threading.Thread(target=self._run, name="engine-compute", daemon=True).start()
+
+    def start(self, batch: list[Chunk]) -> None:
+        assert not self.running
+        self.running = True
+        self._batches.put(batch)
+
+    def take(self) -> tuple[list[Chunk], list[Sampled]] | None:
+        """The batch that was started and what it sampled; None while it runs. Raises what the runner raised."""
+        if self._result is None:
+            return None
+        (batch, sampled), self._result, self.running = self._result, None, False
+        if isinstance(sampled, BaseException):
+            raise sampled
+        return batch, sampled
+
+    def _run(self) -> None:
+        while True:
+            batch = self._batches.get()
+            try:
+                self._result = batch, self._runner.execute(batch)
+            except BaseException as error:
+                self._result = batch, error
+            self._wake()
+
+
+def _loop(core: EngineCore, computer: _Computer, front: _Front) -> None:
     while True:
         for message in front.listen(0.0 if core.busy else IDLE_TURN_S):
             core.handle(message)
         core.handle_posted()
-        core.step()
+        if (computed := computer.take()) is not None:
+            core.end_step(*computed)
+        if not computer.running and (batch := core.begin_step()):
+            computer.start(batch)
+        core.report()
         front.send()
 
 
@@ -123,7 +169,7 @@ def _threads(config: WorkerConfig) -> int:
     return config.threads or len(config.cores or os.sched_getaffinity(0))
 
 
-def _start(spec: EngineSpec, front: _Front) -> EngineCore:
+def _start(spec: EngineSpec, front: _Front) -> tuple[EngineCore, _Computer]:
     transport = open_transport(spec.config.transport, spec.agent_name)
     runner = _make_runner(spec.config)
     budget = StepBudget(spec.config.max_batch_tokens, spec.config.prefill_chunk(spec.role))
@@ -131,7 +177,7 @@ def _start(spec: EngineSpec, front: _Front) -> EngineCore:
     core = EngineCore(runner, transport, limits, front.say, front.wake)
     front.say(core.start())
     front.send()
-    return core
+    return core, _Computer(runner, front.wake)
 
 
 def _make_runner(config: WorkerConfig) -> Runner:

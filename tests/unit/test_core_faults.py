@@ -39,7 +39,7 @@ from engine.messages import (
 )
 from engine.scheduler import StepBudget
 from engine.sim.runner import SimRunner, chain, token_of
-from engine.vocabulary import FinishReason, SamplingParams
+from engine.vocabulary import Chunk, FinishReason, Sampled, SamplingParams
 from kvtransfer.errors import PeerGone, TransferError
 from kvtransfer.fingerprint import fingerprint_blocks
 from kvtransfer.transport import Peer, Pool, Span, Transport, check_spans
@@ -182,6 +182,9 @@ class Node:
         limits = CoreLimits(budget, max_queued_loans=4, report_interval_s=0.0)
         self.core = EngineCore(self.runner, self.transport, limits, self.said.append)
         self.endpoint = self.core.start().endpoint
+        self.batch: list[Chunk] = []
+        """Being computed: `end_step` is still to come."""
+        self.sampled: list[Sampled] | None = None
 
     def tell(self, message: ToEngine) -> None:
         self.core.post(message)
@@ -326,8 +329,19 @@ class Cluster:
                 self.duplicate()
 
     def step(self, node: Node) -> bool:
+        """Half a step: it begins, or ends. In between anything else may happen to the engine."""
         self.receive(node)
-        worked = node.core.step()
+        if node.batch:
+            # The runner writes at any time between the halves: here just before the end, or just after the beginning.
+            sampled = node.runner.execute(node.batch) if node.sampled is None else node.sampled
+            batch, node.batch = node.batch, []
+            node.core.end_step(batch, sampled)
+            worked = True
+        else:
+            node.batch = node.core.begin_step()
+            node.sampled = node.runner.execute(node.batch) if self.rng.random() < 0.5 else None
+            worked = bool(node.batch)
+        node.core.report()
         self.route(node)
         return worked
 
