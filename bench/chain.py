@@ -26,6 +26,8 @@ RELEASE_BYTES = 6
 TOKEN_BYTES = 12
 LAST_BYTES = 700
 NUM_TOKENS = 16
+STEP_S = 0.02
+"""Between tokens: streams that run are what a new request meets."""
 
 
 async def relay(address: str, request: bytes) -> AsyncIterator[bytes]:
@@ -42,6 +44,7 @@ async def decode(address: str, request: bytes) -> AsyncIterator[bytes]:
     await call.done_writing()
     for _ in range(NUM_TOKENS - 1):
         yield b"t" * TOKEN_BYTES
+        await asyncio.sleep(STEP_S)
     yield b"l" * LAST_BYTES
     await call.read()
 

@@ -1,7 +1,9 @@
 """`make bench`: the demo model through the whole cluster, and what the cluster itself adds to a request.
 
-Added latency is measured with the `sim` engine, which computes nothing: its time to first token is all handshake,
-hops and bookkeeping. It is held against a bare grpc.aio chain of the same hops and messages, in turns, in one run.
+Added latency is time to first token less what engines compute: here the `sim` engine, whose prefill takes no time and
+whose decode steps take STEP_S without using a core, as a GPU's do. What remains is hops, handshake, transfer and
+bookkeeping. It is held against a bare grpc.aio chain of the same hops and messages whose tokens come at the same pace,
+with as many streams running, in turns, in one run.
 """
 
 import asyncio
@@ -13,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn, track
 from rich.table import Table
 
-from bench.chain import NUM_TOKENS, REQUEST_BYTES
+from bench.chain import NUM_TOKENS, REQUEST_BYTES, STEP_S
 from bench.report import Bar, conclude, percentile
 from cluster.rpc import channel
 from protos import inference_pb2 as pb
@@ -32,8 +34,8 @@ from tandem.local import LocalCluster
 from tandem.topology import plan_topology
 
 CONCURRENT = 16
-ROUNDS = 24
-WARM_UP_ROUNDS = 3
+ROUNDS = 6
+ROUND_S = 3.0
 PROMPT_TOKENS = 100
 REQUESTS = 64
 MAX_ADDED = 1.5
@@ -133,36 +135,48 @@ def children(pid: int) -> list[int]:
 
 
 async def measure_added(console: Console) -> dict[str, Any]:
-    """TTFT of the sim cluster and of the bare chain, CONCURRENT at a time, in turns."""
+    """What Tandem and the bare chain add to a request, CONCURRENT streams at a time, in turns."""
     ours: list[float] = []
     bare: list[float] = []
     async with contextlib.AsyncExitStack() as stack:
         chain = await stack.enter_async_context(bare_chain())
         cluster = await stack.enter_async_context(sim_cluster(stack))
         client = await stack.enter_async_context(Client(cluster.address))
-        for number in track(range(WARM_UP_ROUNDS + ROUNDS), "added latency", console=console):
-            rounds = [await one_round(lambda: tandem_ttft(client)), await one_round(lambda: chain_ttft(chain))]
-            if number >= WARM_UP_ROUNDS:
-                ours += rounds[0]
-                bare += rounds[1]
+        await one_round(lambda: tandem_added(client), ROUND_S)  # warm up
+        await one_round(lambda: chain_added(chain), ROUND_S)
+        for _ in track(range(ROUNDS), "added latency", console=console):
+            ours += await one_round(lambda: tandem_added(client), ROUND_S)
+            bare += await one_round(lambda: chain_added(chain), ROUND_S)
     scaled = {"tandem_ms": [1e3 * value for value in ours], "bare_ms": [1e3 * value for value in bare]}
-    return {name: quantiles(values) for name, values in scaled.items()}
+    return {name: quantiles(values) | {"requests": len(values)} for name, values in scaled.items()}
 
 
-async def one_round(request: Callable[[], Awaitable[float]]) -> list[float]:
-    return list(await asyncio.gather(*(request() for _ in range(CONCURRENT))))
+async def one_round(request: Callable[[], Awaitable[float]], seconds: float) -> list[float]:
+    """CONCURRENT clients, each with one request after the other."""
+    results: list[float] = []
+    end = time.monotonic() + seconds
+
+    async def client() -> None:
+        while time.monotonic() < end:
+            results.append(await request())
+
+    await asyncio.gather(*(client() for _ in range(CONCURRENT)))
+    return results
 
 
-async def tandem_ttft(client: Client) -> float:
+async def tandem_added(client: Client) -> float:
     """A prompt nobody has seen, so that every block of it is lent."""
     prompt = [random.randrange(1000) for _ in range(PROMPT_TOKENS)]
     sampling = pb.Sampling(max_tokens=NUM_TOKENS)
     sample = await stream(client.generate(token_ids=prompt, sampling=sampling))
-    assert sample.finish.receipt.kv.moved_blocks == (PROMPT_TOKENS - 1) // 16
-    return sample.ttft
+    receipt = sample.finish.receipt
+    assert receipt.kv.moved_blocks == (PROMPT_TOKENS - 1) // 16
+    # The wait for the running step, and the request's own first one.
+    computed_ms = sum(stage.duration_ms for stage in receipt.stages if stage.name in ("decode queue", "prompt tail"))
+    return sample.ttft - computed_ms / 1e3
 
 
-async def chain_ttft(call: Any) -> float:
+async def chain_added(call: Any) -> float:
     started_at = time.monotonic()
     first = 0.0
     async for _ in call(b"q" * REQUEST_BYTES):
@@ -176,10 +190,11 @@ async def sim_cluster(stack: contextlib.AsyncExitStack) -> AsyncIterator[LocalCl
     folder.mkdir()
     config = {"model_type": "llama", "vocab_size": 1000, "max_position_embeddings": 4096}
     (folder / "config.json").write_text(json.dumps(config))
-    settings = {"model": folder}
-    topology = plan_topology(
-        1, 1, settings | {"port": 0}, settings | {"engine": "sim"}, sorted(os.sched_getaffinity(0))
-    )
+    router = {"model": folder, "port": 0, "decode_prefill_tokens_per_s": 1.0}  # so that every prompt is lent
+    cores = sorted(os.sched_getaffinity(0))
+    topology = plan_topology(1, 1, router, {"model": folder, "engine": "sim"}, cores)
+    paced = tuple(config.model_copy(update={"sim_step_ms": STEP_S * 1e3}) for config in topology.decode)
+    topology = replace(topology, decode=paced)
     async with LocalCluster(topology) as cluster:
         yield cluster
 

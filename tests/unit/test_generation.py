@@ -1,0 +1,115 @@
+"""From engine messages to the client's messages, the receipt included."""
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from cluster.errors import Overloaded, Unavailable
+from decode_worker.generation import Generation
+from engine.messages import KvAccount, Rejected, Token
+from engine.vocabulary import FinishReason, TokenLogprobs
+from protos import decode_pb2 as internal_pb
+from protos import inference_pb2 as pb
+
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+@pytest.fixture
+def tokenizer() -> Tokenizer:
+    made = Tokenizer(models.BPE({char: i for i, char in enumerate(ALPHABET)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def token(char: str, **fields: object) -> Token:
+    return Token("r", ALPHABET.index(char), **fields)  # type: ignore[arg-type]
+
+
+def request(**fields: object) -> internal_pb.DecodeRequest:
+    sampling = pb.Sampling(max_tokens=9, seed=5, stop=fields.pop("stop", ()))  # type: ignore[arg-type]
+    return internal_pb.DecodeRequest(
+        request_id="r", prompt_token_ids=[ALPHABET.index("p")] * 20, sampling=sampling, **fields  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+ACCOUNT = KvAccount(
+    reused_blocks=1,
+    moved_blocks=3,
+    computed_blocks=1,
+    computed_tokens=4,
+    moved_bytes=300,
+    lender_cached_blocks=2,
+    lender_computed_blocks=1,
+    transport="nixl",
+    lanes=("cma/memory",),
+    times={"admitted": 1.0, "loan_opened": 1.0, "loan_closed": 1.5, "compute_started": 1.6, "first_token": 1.7},
+)
+
+
+def test_tokens_that_came_together_leave_together(tokenizer: Tokenizer) -> None:
+    generation = Generation(request(), tokenizer, "d0", 4)
+    generation.absorb(token("a", account=ACCOUNT))
+    generation.absorb(token("b", logprobs=TokenLogprobs(-0.5, (1,), (-0.5,))))
+    message = generation.take()
+    assert message is not None
+    assert (message.text, len(message.token_ids), message.HasField("finish")) == ("ab", 2, False)
+    assert message.logprobs[0].logprob == -0.5
+    assert generation.take() is None
+
+
+def test_the_last_message_has_usage_and_receipt(tokenizer: Tokenizer) -> None:
+    generation = Generation(request(), tokenizer, "d0", 4)
+    generation.absorb(token("a", account=ACCOUNT, finish=FinishReason.LENGTH))
+    message = generation.take()
+    assert message is not None
+    assert generation.finished
+    finish = message.finish
+    assert finish.reason == pb.FINISH_REASON_LENGTH
+    assert (finish.usage.prompt_tokens, finish.usage.completion_tokens, finish.usage.cached_tokens) == (20, 1, 12)
+    kv = finish.receipt.kv
+    assert (kv.reused_blocks, kv.moved_blocks, kv.computed_blocks, kv.verified_blocks) == (1, 3, 1, 3)
+    assert (kv.transport, list(kv.ucx_transports)) == ("nixl", ["cma/memory"])
+    assert finish.receipt.seed == 5
+    queue = next(stage for stage in finish.receipt.stages if stage.name == "decode queue")
+    assert queue.duration_ms == pytest.approx(100)
+
+
+def test_a_stop_string_ends_it_and_later_tokens_count_for_nothing(tokenizer: Tokenizer) -> None:
+    generation = Generation(request(stop=["bc"]), tokenizer, "d0", 4)
+    for char in "abc":
+        generation.absorb(token(char))
+    message = generation.take()
+    assert message is not None
+    assert (message.text, message.finish.reason, message.finish.stop_match) == ("a", pb.FINISH_REASON_STOP, "bc")
+    assert message.finish.usage.completion_tokens == 3
+
+
+def test_a_second_attempt_sends_only_what_the_first_did_not(tokenizer: Tokenizer) -> None:
+    emitted = [ALPHABET.index(char) for char in "xyz"]
+    generation = Generation(request(emitted_token_ids=emitted, emitted_chars=2), tokenizer, "d0", 4)
+    generation.absorb(token("w", finish=FinishReason.LENGTH))
+    message = generation.take()
+    assert message is not None
+    assert message.text == "zw"
+    assert [ALPHABET[token_id] for token_id in message.token_ids] == ["w"]
+    assert message.finish.usage.completion_tokens == 4
+
+
+@pytest.mark.parametrize(("permanent", "field"), [(True, "max_tokens"), (False, "")])
+def test_a_rejection_is_typed(tokenizer: Tokenizer, permanent: bool, field: str) -> None:
+    with pytest.raises(Overloaded) as caught:
+        Generation(request(), tokenizer, "d0", 4).absorb(Rejected("r", "no room", permanent))
+    assert (caught.value.permanent, caught.value.field) == (permanent, field)
+
+
+def test_a_dead_engine_may_be_retried(tokenizer: Tokenizer) -> None:
+    with pytest.raises(Unavailable):
+        Generation(request(), tokenizer, "d0", 4).absorb(None)
+
+
+def test_without_a_tokenizer_there_are_tokens_only() -> None:
+    generation = Generation(request(), None, "d0", 4)
+    generation.absorb(token("a"))
+    message = generation.take()
+    assert message is not None
+    assert (message.text, len(message.token_ids)) == ("", 1)
