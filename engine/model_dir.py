@@ -36,7 +36,9 @@ class ModelDir:
 
     @property
     def vocab_size(self) -> int:
-        return int(self._text_config["vocab_size"])
+        if not isinstance(size := self._text_config.get("vocab_size"), int):
+            raise ModelRefused("config.json does not say how large its vocabulary is")
+        return size
 
     @property
     def max_context_tokens(self) -> int:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from cluster.config import parse_overrides, read_file
 from cluster.errors import StartError, TandemError
+from tandem.steps import Steps
 
 app = typer.Typer(
     name="tandem",
@@ -59,10 +60,13 @@ def up(
     from tandem.topology import plan_topology
 
     topology = plan_topology(prefill, decode, router_settings, worker_settings, _cores())
-    console.print("tandem: looking for a Ray cluster")
-    from tandem.ray_cluster import serve  # importing Ray takes a second: say something first
-
-    _run(serve(topology, lambda line: console.print(f"tandem: {line}")))
+    with Steps(console, "tandem: ") as steps:
+        steps("looking for a Ray cluster")
+        try:
+            from tandem.ray_cluster import serve  # importing Ray takes a second: say something first
+        except ModuleNotFoundError as error:
+            raise StartError("ray", f"{error}; install tandem-serving[ray]") from None
+        _run(serve(topology, steps))
 
 
 @app.command()

@@ -1,6 +1,7 @@
 """`tandem demo`: the real thing on this machine, with text a person can watch arrive."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from protos import inference_pb2 as pb
 from tandem.client import Client, Message
 from tandem.local import LocalCluster
 from tandem.receipts import describe, stage_table
+from tandem.steps import Steps
 from tandem.topology import plan_topology
 
 STORYTELLER = Path(__file__).parent.parent / "examples" / "storyteller" / "model"
@@ -76,7 +78,9 @@ async def run_demo(console: Console, num_requests: int, model: Path | None, core
         raise StartError("model", f"no directory {str(path)!r}")
     topology = plan_topology(1, 1, {"model": path, "port": 0}, {"model": path}, cores)
     started_at = time.monotonic()
-    async with LocalCluster(topology, lambda line: console.print(f"  {line}")) as cluster:
+    async with contextlib.AsyncExitStack() as stack:
+        with Steps(console, "  ") as steps:
+            cluster = await stack.enter_async_context(LocalCluster(topology, steps))
         console.print(f"  ready after {time.monotonic() - started_at:.1f} s\n")
         async with Client(cluster.address) as client:
             stories = make_stories(num_requests)

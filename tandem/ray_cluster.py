@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,9 @@ import ray.exceptions
 from cluster.config import Config
 from cluster.errors import StartError, TandemError
 from tandem.client import Client
+from tandem.steps import Steps
 from tandem.topology import Topology
 
-Say = Callable[[str], None]
 STOP_TIMEOUT_S = 10.0
 JOIN_TIMEOUT_S = 60.0
 OBJECT_STORE_BYTES = 100 << 20
@@ -76,7 +76,7 @@ class _Actor:
     handle: Any
 
 
-async def serve(topology: Topology, say: Say) -> None:
+async def serve(topology: Topology, say: Steps) -> None:
     """Start everything, say where it serves, and return after SIGINT or SIGTERM. Raises TandemError with the cause
     of whatever failed."""
     stop = asyncio.Event()
@@ -101,7 +101,7 @@ async def serve(topology: Topology, say: Say) -> None:
     say("stopped")
 
 
-async def _serve(topology: Topology, say: Say, actors: list[_Actor]) -> None:
+async def _serve(topology: Topology, say: Steps, actors: list[_Actor]) -> None:
     """Returns never; raises when a role fails."""
     say("starting the router")
     address = await _start(actors, "router", "router", topology.router)
@@ -116,6 +116,7 @@ async def _serve(topology: Topology, say: Say, actors: list[_Actor]) -> None:
         await client.wait_for_workers(len(topology.prefill), len(topology.decode), JOIN_TIMEOUT_S)
     say(f"serving at {address}; Ctrl-C stops")
     say(f"try: tandem generate --address {address} 'Once upon a time'")
+    say.done()
     failures = [asyncio.ensure_future(_failure(actor)) for actor in actors]
     done, _ = await asyncio.wait(failures, return_when=asyncio.FIRST_COMPLETED)
     raise done.pop().result()
@@ -152,7 +153,7 @@ async def _stop(actor: _Actor) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _ray(say: Say) -> AsyncIterator[None]:
+async def _ray(say: Steps) -> AsyncIterator[None]:
     """Join the running Ray cluster, or start one for as long as this lasts."""
     quiet = {"log_to_driver": True, "logging_level": "error", "configure_logging": True}
     try:

@@ -87,7 +87,8 @@ def main() -> None:
         _prepare(spec.config)
         core, computer = _start(spec, front)
     except (EngineStartError, TransportUnavailable) as error:
-        front.say(StartFailed(str(error)))
+        cause = str(error) if isinstance(error, EngineStartError) else f"transport: {error}"
+        front.say(StartFailed(cause))
         front.finish()
         return
     # The front is gone, by its own end or by ours: either way there is nobody left to serve.
@@ -186,7 +187,10 @@ def _make_runner(config: WorkerConfig) -> Runner:
         from engine.sim.runner import sim_runner
 
         return sim_runner(config.model, config.block_tokens, kv_bytes, config.sim_step_ms / 1e3)
-    from engine.torch.runner import TorchRunner, set_threads
+    try:
+        from engine.torch.runner import TorchRunner, set_threads
+    except ModuleNotFoundError as error:
+        raise EngineStartError("engine", f"{error}; install tandem-serving[worker]") from None
 
     set_threads(_threads(config))
     return TorchRunner(config.model, config.dtype, config.block_tokens, kv_bytes)
