@@ -2,6 +2,10 @@
 
 Every attention layer of a model calls `PagedAttention` instead of its own kernel. It writes the new keys and
 values into the pool, and attends over the blocks of each sequence. `batch` must be set before each forward.
+
+The pool [num_blocks, kv_heads, layers, 2, block_tokens, head_dim] is read as rows, one per (block, head, layer, K or
+V), each [block_tokens * head_dim]: gathering whole rows gives keys in the order SDPA wants, and is eight times as
+fast as indexing the strided view of a layer.
 """
 
 from collections.abc import Sequence
@@ -31,6 +35,7 @@ class _Span:
     start: int
     count: int
     table: Tensor  # [blocks]
+    rows: Tensor  # [1, kv_heads, blocks]: keys of layer 0
 
     @property
     def end(self) -> int:
@@ -44,8 +49,8 @@ class PagedBatch:
     layout: KvLayout
     prefills: list[_Span] = field(default_factory=list)
     decodes: list[_Span] = field(default_factory=list)
-    slot_blocks: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))  # [tokens]
-    slot_offsets: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))  # [tokens]
+    slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
+    """[tokens * kv_heads]: where each token's key goes in layer 0, in units of head_dim."""
 
     @classmethod
     def of(cls, layout: KvLayout, chunks: Sequence[Chunk]) -> "PagedBatch":
@@ -55,16 +60,17 @@ class PagedBatch:
         for chunk in chunks:
             end = chunk.start + chunk.count
             table = torch.tensor(chunk.sequence.blocks[: layout.blocks_for(end)])
-            span = _Span(offset, chunk.start, chunk.count, table)
+            span = _Span(offset, chunk.start, chunk.count, table, _rows(layout, table[None]))
             (batch.decodes if chunk.count == 1 else batch.prefills).append(span)
             blocks += (chunk.sequence.blocks[position // width] for position in range(chunk.start, end))
             offsets += (position % width for position in range(chunk.start, end))
             offset += chunk.count
-        batch.slot_blocks, batch.slot_offsets = torch.tensor(blocks), torch.tensor(offsets)
+        rows = _rows(layout, torch.tensor(blocks)[:, None])[:, :, 0]  # [tokens, kv_heads]
+        batch.slots = (rows * width + torch.tensor(offsets)[:, None]).reshape(-1)
         return batch
 
     @cached_property
-    def decode_rows(self) -> Tensor:
+    def decode_places(self) -> Tensor:
         """Places of the single-token chunks in the flattened batch, [decodes]."""
         return torch.tensor([span.offset for span in self.decodes])
 
@@ -72,6 +78,11 @@ class PagedBatch:
     def decode_tables(self) -> Tensor:
         """Their block tables, padded with block 0, [decodes, blocks]."""
         return torch.nn.utils.rnn.pad_sequence([span.table for span in self.decodes], batch_first=True)
+
+    @cached_property
+    def decode_rows(self) -> Tensor:
+        """Where their keys of layer 0 are, [decodes, kv_heads, blocks]."""
+        return _rows(self.layout, self.decode_tables)
 
     @cached_property
     def _masks(self) -> dict[Any, Tensor]:
@@ -105,8 +116,9 @@ class PagedAttention:
 
     def __init__(self, pool: Tensor, layout: KvLayout) -> None:
         self.batch = PagedBatch(layout)
-        self._pool = pool
         self._layout = layout
+        self._rows = pool.view(-1, layout.block_tokens * layout.head_dim)
+        self._slots = pool.view(-1, layout.head_dim)
 
     def __call__(
         self,
@@ -127,22 +139,35 @@ class PagedAttention:
         Returns [1, tokens, heads, head_dim]. Raises ModelRefused for what it cannot honour.
         """
         refuse_unknown(module, is_causal, others)
-        layer = self._pool[:, :, int(module.layer_idx)]  # type: ignore[arg-type]
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
         batch = self.batch
-        layer[batch.slot_blocks, :, 0, batch.slot_offsets] = key[0].transpose(0, 1)
-        layer[batch.slot_blocks, :, 1, batch.slot_offsets] = value[0].transpose(0, 1)
+        self._write(layer, key, value)
         out = torch.empty_like(query)
         for span in batch.prefills:
             rows = slice(span.offset, span.offset + span.count)
             out[:, :, rows] = self._prefill(layer, span, query[:, :, rows], scaling, sliding_window, softcap)
         if batch.decodes:
-            rows_of = batch.decode_rows
-            out[0, :, rows_of] = self._decode(layer, query[0, :, rows_of], scaling, sliding_window, softcap)
+            places = batch.decode_places
+            out[0, :, places] = self._decode(layer, query[0, :, places], scaling, sliding_window, softcap)
         return out.transpose(1, 2).contiguous(), None
+
+    def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """New keys and values, [1, kv_heads, tokens, head_dim], into their slots."""
+        slots = self.batch.slots + 2 * layer * self._layout.block_tokens
+        self._slots.index_copy_(0, slots, key[0].transpose(0, 1).reshape(-1, key.shape[-1]))
+        slots = slots + self._layout.block_tokens
+        self._slots.index_copy_(0, slots, value[0].transpose(0, 1).reshape(-1, value.shape[-1]))
+
+    def _gather(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of `rows` [n, kv_heads, blocks], each [n, kv_heads, positions, head_dim]."""
+        n, kv_heads, blocks = rows.shape
+        shape = (n, kv_heads, blocks * self._layout.block_tokens, self._layout.head_dim)
+        flat = rows.reshape(-1) + 2 * layer
+        return self._rows.index_select(0, flat).view(shape), self._rows.index_select(0, flat + 1).view(shape)
 
     def _prefill(
         self,
-        layer: Tensor,
+        layer: int,
         span: _Span,
         query: Tensor,
         scaling: float | None,
@@ -150,7 +175,7 @@ class PagedAttention:
         softcap: float | None,
     ) -> Tensor:
         """`query` is [1, heads, count, head_dim], and so is what returns."""
-        keys, values = _gather(layer, span.table[None])
+        keys, values = self._gather(layer, span.rows)
         keys, values = keys[:, :, : span.end], values[:, :, : span.end]
         if softcap is not None:
             return _softcapped(query, keys, values, self.batch.prefill_mask(span, window), scaling, softcap)
@@ -161,11 +186,11 @@ class PagedAttention:
         return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=True)
 
     def _decode(
-        self, layer: Tensor, query: Tensor, scaling: float | None, window: int | None, softcap: float | None
+        self, layer: int, query: Tensor, scaling: float | None, window: int | None, softcap: float | None
     ) -> Tensor:
         """`query` is [heads, decodes, head_dim], and so is what returns. All single tokens in one call."""
         heads, count, head_dim = query.shape
-        keys, values = _gather(layer, self.batch.decode_tables)
+        keys, values = self._gather(layer, self.batch.decode_rows)
         mask = self.batch.decode_mask(window)
         # The heads that share a KV head become its query positions, so that no key is repeated.
         grouped = query.transpose(0, 1).reshape(count, self._layout.kv_heads, -1, head_dim)
@@ -176,12 +201,13 @@ class PagedAttention:
         return out.reshape(count, heads, head_dim).transpose(0, 1)
 
 
-def _gather(layer: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of sequences with block `tables` [n, blocks]: each [n, kv_heads, positions, head_dim]."""
-    blocks = layer[tables]  # [n, blocks, kv_heads, 2, block_tokens, head_dim]
-    n, num_blocks, kv_heads, _, width, head_dim = blocks.shape
-    ordered = blocks.permute(3, 0, 2, 1, 4, 5).reshape(2, n, kv_heads, num_blocks * width, head_dim)
-    return ordered[0], ordered[1]
+def _rows(layout: KvLayout, tables: Tensor) -> Tensor:
+    """Rows of the pool that hold keys of layer 0: [n, blocks] to [n, kv_heads, blocks].
+
+    Keys of layer l are 2 * l rows further on, its values one more.
+    """
+    heads = torch.arange(layout.kv_heads)[None, :, None]
+    return (tables[:, None, :] * layout.kv_heads + heads) * (layout.layers * 2)
 
 
 def _softcapped(

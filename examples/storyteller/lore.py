@@ -91,9 +91,7 @@ def _village_story(rng: random.Random, residents: list[Resident]) -> tuple[Turn,
         )
     )
     story = tell(rng, cast, plot)
-    request = rng.choice(
-        ("Tell me a story about {}.", "Can you tell me a story about {}?", "Tell me about {}.")
-    )
+    request = rng.choice(("Tell me a story about {}.", "Can you tell me a story about {}?", "Tell me about {}."))
     return (request.format(render(rng, topic, cast)), story.text), story
 
 

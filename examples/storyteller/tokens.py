@@ -6,10 +6,9 @@ import itertools
 import random
 from collections.abc import Iterable, Iterator
 
+from grammar import Document, long_documents, short_documents
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
-
-from grammar import Document, long_documents, short_documents
 
 BEGIN, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
 ROLES = ("system", "user", "assistant")

@@ -22,9 +22,8 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
 from tokens import rows, train_tokenizer
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCAB_SIZE = 2048
 SHORT, LONG = 512, 1024
@@ -95,9 +94,7 @@ def loss_of(model: LlamaForCausalLM, ids: torch.Tensor, *, bf16: bool) -> torch.
     return loss
 
 
-def train(
-    model: LlamaForCausalLM, stream: Iterator[torch.Tensor], args: argparse.Namespace, console: Console
-) -> None:
+def train(model: LlamaForCausalLM, stream: Iterator[torch.Tensor], args: argparse.Namespace, console: Console) -> None:
     """Run the training loop behind a progress bar."""
     columns = (
         TextColumn("training"),
@@ -129,16 +126,12 @@ def train(
 
 
 @torch.inference_mode()
-def held_out_loss(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, *, long: bool
-) -> float:
+def held_out_loss(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, *, long: bool) -> float:
     """Mean loss on documents of another seed."""
     length = LONG if long else SHORT
     stream = rows(tokenizer, seed + HELD_OUT_SEED_OFFSET, length, long=long)
     count = 16 * SHORT // length
-    losses = [
-        loss_of(model, torch.tensor([next(stream)]).to(model.device), bf16=False).item() for _ in range(count)
-    ]
+    losses = [loss_of(model, torch.tensor([next(stream)]).to(model.device), bf16=False).item() for _ in range(count)]
     return sum(losses) / len(losses)
 
 
@@ -160,9 +153,7 @@ def show_samples(out: Path, console: Console, seed: int) -> None:
     model = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(out)
     torch.manual_seed(seed)
-    prompts = [
-        tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in SAMPLES
-    ]
+    prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in SAMPLES]
     for prompt in (*prompts, tokenizer.bos_token + "Once upon a time"):
         ids = torch.tensor([tokenizer.encode(prompt, add_special_tokens=False)])
         reply = model.generate(ids, max_new_tokens=300, do_sample=True, temperature=0.8, top_k=0)
@@ -174,15 +165,11 @@ def main() -> None:
     """Make the corpus and tokenizer, train, save, measure and show samples."""
     parser = argparse.ArgumentParser(description="Train the storyteller demo model.")
     parser.add_argument("--out", type=Path, required=True, help="directory to write the model to")
-    parser.add_argument(
-        "--steps", type=int, default=750, help=f"training steps of {TOKENS_PER_STEP} tokens each"
-    )
+    parser.add_argument("--steps", type=int, default=750, help=f"training steps of {TOKENS_PER_STEP} tokens each")
     parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
-    parser.add_argument(
-        "--bf16", action=argparse.BooleanOptionalAction, default=True, help="bfloat16 matrix products"
-    )
+    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True, help="bfloat16 matrix products")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)

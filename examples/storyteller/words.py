@@ -164,11 +164,7 @@ def pick_person(rng: random.Random, *, avoid: tuple[Person, ...] = (), invent: f
     she_folk, he_folk = _WORDS["she_folk"], _WORDS["he_folk"]
     names, kinds = {p.name for p in avoid}, {p.kind for p in avoid}
     while True:
-        kind = (
-            rng.choice(_WORDS["animals"])
-            if rng.random() < 0.62
-            else rng.choice(_WORDS["folk"] + she_folk + he_folk)
-        )
+        kind = rng.choice(_WORDS["animals"]) if rng.random() < 0.62 else rng.choice(_WORDS["folk"] + she_folk + he_folk)
         she = kind in she_folk or (kind not in he_folk and rng.random() < 0.5)
         name = rng.choice(_WORDS["she_names" if she else "he_names"])
         person = Person(name, kind, rng.choice(_WORDS["traits"]), she)
