@@ -10,7 +10,9 @@ Every hop is a process of its own: `python -m bench.chain ROLE [NEXT ADDRESS]` p
 """
 
 import asyncio
+import struct
 import sys
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -27,7 +29,9 @@ TOKEN_BYTES = 12
 LAST_BYTES = 700
 NUM_TOKENS = 16
 STEP_S = 0.02
-"""Between tokens: streams that run are what a new request meets."""
+"""Between tokens, which all streams get at once: what a new request meets are running streams of a batch."""
+WAITED = struct.Struct("<d")
+"""The first token's message begins with the seconds its request waited for a step."""
 
 
 async def relay(address: str, request: bytes) -> AsyncIterator[bytes]:
@@ -42,11 +46,36 @@ async def decode(address: str, request: bytes) -> AsyncIterator[bytes]:
     await call.read()
     await call.write(b"r" * RELEASE_BYTES)
     await call.done_writing()
-    for _ in range(NUM_TOKENS - 1):
+    ready_at = time.monotonic()
+    await ticks.next()
+    yield WAITED.pack(time.monotonic() - ready_at) + b"t" * (TOKEN_BYTES - WAITED.size)
+    for _ in range(NUM_TOKENS - 2):
+        await ticks.next()
         yield b"t" * TOKEN_BYTES
-        await asyncio.sleep(STEP_S)
+    await ticks.next()
     yield b"l" * LAST_BYTES
     await call.read()
+
+
+class Ticks:
+    """Steps of a batching engine: what is ready leaves all at once, every STEP_S."""
+
+    def __init__(self) -> None:
+        self._tick: asyncio.Future[None] | None = None
+
+    async def next(self) -> None:
+        if self._tick is None:
+            self._tick = asyncio.get_running_loop().create_future()
+            asyncio.get_running_loop().call_later(STEP_S, self._over)
+        await asyncio.shield(self._tick)
+
+    def _over(self) -> None:
+        assert self._tick is not None
+        tick, self._tick = self._tick, None
+        tick.set_result(None)
+
+
+ticks = Ticks()
 
 
 async def lend(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:

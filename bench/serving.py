@@ -2,8 +2,8 @@
 
 Added latency is time to first token less what engines compute: here the `sim` engine, whose prefill takes no time and
 whose decode steps take STEP_S without using a core, as a GPU's do. What remains is hops, handshake, transfer and
-bookkeeping. It is held against a bare grpc.aio chain of the same hops and messages whose tokens come at the same pace,
-with as many streams running, in turns, in one run.
+bookkeeping. It is held against a bare grpc.aio chain of the same hops and messages, whose streams get their tokens at
+the same pace and, as those of a batch do, all at once; in turns, in one run.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn, track
 from rich.table import Table
 
-from bench.chain import NUM_TOKENS, REQUEST_BYTES, STEP_S
+from bench.chain import NUM_TOKENS, REQUEST_BYTES, STEP_S, WAITED
 from bench.report import Bar, conclude, percentile
 from cluster.rpc import channel
 from protos import inference_pb2 as pb
@@ -178,10 +178,12 @@ async def tandem_added(client: Client) -> float:
 
 async def chain_added(call: Any) -> float:
     started_at = time.monotonic()
-    first = 0.0
-    async for _ in call(b"q" * REQUEST_BYTES):
-        first = first or time.monotonic() - started_at
-    return first
+    added = 0.0
+    async for message in call(b"q" * REQUEST_BYTES):
+        if not added:
+            (waited,) = WAITED.unpack_from(message)
+            added = time.monotonic() - started_at - waited
+    return added
 
 
 @contextlib.asynccontextmanager

@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from cluster.errors import Incompatible, ServiceError, to_status
+from cluster.errors import Incompatible, InvalidRequest, ServiceError, to_status
 from cluster.rpc import channel
 from decode_worker.generation import Generation
 from decode_worker.loan_stream import LoanStream
@@ -23,7 +23,7 @@ from engine.messages import (
 from engine.text import load_tokenizer
 from engine.vocabulary import SamplingParams
 from engine.worker.engine_client import Mailbox
-from engine.worker.runtime import WorkerContext
+from engine.worker.runtime import WorkerContext, check_token_ids
 from protos import decode_pb2 as pb
 from protos import decode_pb2_grpc as pb_grpc
 from protos import inference_pb2 as public_pb
@@ -47,6 +47,7 @@ class DecodeService(pb_grpc.DecodeServicer):
         try:
             if request.worker_incarnation != self._context.incarnation:
                 raise Incompatible("this worker is another one than the one asked", "worker_incarnation")
+            _check(request, ready.vocab_size)
             generation = Generation(request, self._tokenizer, self._context.worker_id, ready.block_tokens)
             async for response in self._run(engine_id, request, mailbox, generation):
                 yield response
@@ -103,6 +104,16 @@ class DecodeService(pb_grpc.DecodeServicer):
 def add_decode_service(server: Any, context: WorkerContext) -> list[str]:
     pb_grpc.add_DecodeServicer_to_server(DecodeService(context), server.grpc)
     return ["tandem.internal.v1.Decode"]
+
+
+def _check(request: pb.DecodeRequest, vocab_size: int) -> None:
+    """Raises InvalidRequest for what the router should have refused."""
+    check_token_ids(request.prompt_token_ids, "prompt_token_ids", vocab_size)
+    check_token_ids(request.emitted_token_ids, "emitted_token_ids", vocab_size)
+    if not request.prompt_token_ids:
+        raise InvalidRequest("prompt_token_ids", "the prompt is empty")
+    if (left := request.sampling.max_tokens - len(request.emitted_token_ids)) < 1:
+        raise InvalidRequest("sampling.max_tokens", f"nothing to generate: {left} tokens are left")
 
 
 async def _drain(mailbox: Mailbox) -> list[FromEngine | LendClosed | None]:

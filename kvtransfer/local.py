@@ -6,6 +6,7 @@ Reads run when `step` is called, or at once with `eager=True`, so that a test de
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from threading import Lock
 
 from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError
 from kvtransfer.transport import Peer, Pool, Span, Transport, check_spans
@@ -41,6 +42,7 @@ class LocalTransport(Transport):
         self._eager = eager
         self._peers: dict[bytes, LocalPeer] = {}
         self._queue: deque[tuple[LocalPeer, tuple[Span, ...], Future[None]]] = deque()
+        self._closing = Lock()  # orders `read` against `close`
         self._closed = False
         self.pool: Pool | None = None
 
@@ -66,10 +68,11 @@ class LocalTransport(Transport):
         assert self.pool is not None
         check_spans(spans, self.pool.num_bytes, peer.num_bytes)
         future: Future[None] = Future()
-        if self._closed:
-            future.set_exception(TransferError("the transport was closed"))
-            return future
-        self._queue.append((peer, tuple(spans), future))
+        with self._closing:
+            if self._closed:
+                future.set_exception(TransferError("the transport was closed"))
+                return future
+            self._queue.append((peer, tuple(spans), future))
         if self._eager:
             self.step()
         return future
@@ -84,7 +87,8 @@ class LocalTransport(Transport):
         return False
 
     def close(self) -> None:
-        self._closed = True
+        with self._closing:
+            self._closed = True
         self._network.transports.pop(self._endpoint, None)
         while self._queue:
             self._queue.popleft()[2].cancel()

@@ -6,6 +6,8 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+from google.protobuf.message import DecodeError
+
 from cluster.errors import Incompatible, InvalidRequest, Overloaded, ServiceError, Unavailable, to_status
 from engine import messages
 from engine.messages import (
@@ -19,7 +21,7 @@ from engine.messages import (
     PlacementMark,
 )
 from engine.worker.engine_client import Mailbox
-from engine.worker.runtime import WorkerContext
+from engine.worker.runtime import WorkerContext, check_token_ids
 from protos import lend_pb2 as pb
 from protos import lend_pb2_grpc as pb_grpc
 
@@ -59,6 +61,10 @@ class LendService(pb_grpc.LendServicer):
             raise Incompatible("this worker is another one than the one asked", "lender_incarnation")
         if want.model_fingerprint != self._context.ready.model_fingerprint:
             raise Incompatible("weights, layout or dtype differ from the borrower's", "model_fingerprint")
+        check_token_ids(want.token_ids, "token_ids", self._context.ready.vocab_size)
+        num_blocks = len(want.token_ids) // self._context.ready.block_tokens
+        if want.first_block >= num_blocks:
+            raise InvalidRequest("first_block", f"no block wanted in [{want.first_block}, {num_blocks})")
         return messages.Lend(
             loan_id=loan_id,
             token_ids=tuple(want.token_ids),
@@ -92,12 +98,16 @@ class LendService(pb_grpc.LendServicer):
 
     async def _follow_borrower(self, loan_id: str, requests: AsyncIterator[pb.LendRequest], mailbox: Mailbox) -> None:
         """Pass releases on; at the end of the borrower's side, say so in the mailbox."""
-        async for request in requests:
-            if not request.HasField("release"):
-                mailbox.put_nowait(LendRefused(loan_id, "only releases may follow want", bad_request=True))
-                return
-            self._engine.send(LendReleased(loan_id, request.release.first, request.release.count))
-        mailbox.put_nowait(LendClosed(loan_id))
+        try:
+            async for request in requests:
+                if not request.HasField("release"):
+                    mailbox.put_nowait(LendRefused(loan_id, "only releases may follow want", bad_request=True))
+                    return
+                self._engine.send(LendReleased(loan_id, request.release.first, request.release.count))
+        except DecodeError as error:  # bytes that are no message; unsaid, the blocks would stay lent
+            mailbox.put_nowait(LendRefused(loan_id, str(error), bad_request=True))
+        else:
+            mailbox.put_nowait(LendClosed(loan_id))
 
     def _translate(self, message: object) -> pb.LendResponse:
         """Raises ServiceError for what ends the stream."""

@@ -33,6 +33,11 @@ class Emitted:
     def token_ids(self) -> list[int]:
         return [token_id for message in self._parsed() for token_id in message.token_ids]
 
+    @property
+    def finished(self) -> bool:
+        """The last message came: whatever fails afterwards, the client has everything."""
+        return bool(self._messages) and public_pb.GenerateResponse.FromString(self._messages[-1]).HasField("finish")
+
     def num_chars(self) -> int:
         """Of text. Python's and the worker's count: code points."""
         return sum(len(message.text) for message in self._parsed())

@@ -49,6 +49,7 @@ class MembershipService(pb_grpc.MembershipServicer):
         if first is None or not first.HasField("hello"):
             raise InvalidRequest("hello", "must be the first message")
         hello = first.hello
+        _check(hello)
         if hello.config_fingerprint != self._config_fingerprint:
             raise Incompatible(
                 f"worker {hello.worker_id} serves {hello.model!r}, whose config or tokenizer differs from this "
@@ -81,3 +82,15 @@ class MembershipService(pb_grpc.MembershipServicer):
                 raise InvalidRequest("hello", "came twice")
         self._on_change()
         return in_step
+
+
+def _check(hello: pb.Hello) -> None:
+    """Raises InvalidRequest for what placement could not work with: it would fail every client's request."""
+    for field in ("worker_id", "address", "incarnation", "model_fingerprint"):
+        if not getattr(hello, field):
+            raise InvalidRequest(field, "is empty")
+    for field in ("block_tokens", "num_blocks", "block_bytes"):
+        if getattr(hello, field) < 1:
+            raise InvalidRequest(field, "must be at least 1")
+    if hello.role not in (pb.ROLE_PREFILL, pb.ROLE_DECODE):
+        raise InvalidRequest("role", f"{hello.role} is none of this router's")

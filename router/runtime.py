@@ -1,6 +1,7 @@
 """Puts the router together."""
 
 import asyncio
+import logging
 
 from cluster.errors import TandemError
 from cluster.rpc import Server
@@ -14,6 +15,8 @@ from router.placement import Rates
 from router.prompts import PromptEncoder
 from router.service import NAME, InferenceService
 from router.serving import Serving
+
+log = logging.getLogger(__name__)
 
 
 class Router:
@@ -35,6 +38,8 @@ class Router:
 async def start_router(config: RouterConfig) -> Router:
     """Read the model's config and tokenizer, serve. Raises StartError."""
     model_dir = ModelDir.open(config.model)
+    # Read here, so that a config that lacks them is refused now and not with the first request.
+    log.info("%s: %d tokens, context %d", model_dir.name, model_dir.vocab_size, model_dir.max_context_tokens)
     encoder = PromptEncoder(model_dir)
     fleet = Fleet(config.id())
     rates = Rates(

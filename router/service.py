@@ -48,7 +48,7 @@ class InferenceService:
             await context.abort_with_status(to_status(error))
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
-        workers = self._fleet.workers
+        workers = [worker for worker in self._fleet.workers if worker.load is not None]
         num_decode = sum(worker.decodes for worker in workers)
         model = pb.Model(
             name=self._model_dir.name,

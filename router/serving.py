@@ -43,7 +43,7 @@ class Ticket:
         """Raises DeadlineExceeded when nothing remains."""
         remaining = self.deadline - time.monotonic()
         if remaining <= 0:
-            raise DeadlineExceeded("the request's deadline passed before it was done")
+            raise DeadlineExceeded("the deadline passed before the request was done")
         return remaining
 
 
@@ -81,6 +81,8 @@ class Serving:
                     yield message
                 return
             except Retriable as failure:
+                if emitted.finished:
+                    return
                 log.info("%s: attempt %d failed: %s", ticket.request_id, attempt, failure)
                 if attempt == self._config.max_attempts:
                     raise failure.cause from None
@@ -117,12 +119,25 @@ class Serving:
         root = root_key(hello.model_fingerprint, ticket.request.cache_salt)
         usable = tokens[: demand.num_usable_blocks * demand.block_tokens]
         keys = block_keys(root, usable, demand.block_tokens)
+        placing = asyncio.ensure_future(self._dispatcher.place(demand, keys, ticket.request.priority))
         try:
-            async with asyncio.timeout(ticket.remaining_s()):
-                placed, decision = await self._dispatcher.place(demand, keys, ticket.request.priority)
-        except TimeoutError:
-            raise DeadlineExceeded("the deadline passed while no worker could start the request") from None
+            while not placing.done():
+                await asyncio.wait([placing], timeout=min(self._config.no_worker_grace_s, ticket.remaining_s()))
+                if not placing.done():
+                    await self._await_decode_workers(ticket)  # the last one may have gone meanwhile
+            placed, decision = placing.result()
+        except BaseException:
+            self._withdraw(placing)
+            raise
         return placed, decision, time.monotonic()
+
+    def _withdraw(self, placing: "asyncio.Future[tuple[Placed, Decision]]") -> None:
+        """The request goes elsewhere than to its place, if it has got one by now."""
+        if not placing.done():
+            placing.cancel()  # the dispatcher takes it back
+        elif not placing.cancelled() and placing.exception() is None:
+            self._fleet.ended(placing.result()[0])
+            self._dispatcher.kick()
 
     def _demand(self, ticket: Ticket, num_tokens: int, block_tokens: int, block_bytes: int) -> Demand:
         total = -(-(len(ticket.prompt) + ticket.sampling.max_tokens) // block_tokens)
@@ -150,7 +165,8 @@ class Serving:
             await asyncio.sleep(0.02)
 
     def _decode_workers(self) -> list[Worker]:
-        return [worker for worker in self._fleet.workers if worker.decodes]
+        """Those whose engine has reported: one that hangs may join again and again, and say no more than Hello."""
+        return [worker for worker in self._fleet.workers if worker.decodes and worker.load is not None]
 
     def _some_decode_worker(self) -> Worker:
         return self._decode_workers()[0]

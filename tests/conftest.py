@@ -90,7 +90,7 @@ def tiny_model(make_model: ModelFactory) -> Path:
 ClusterFactory = Callable[..., Any]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def cluster_of() -> ClusterFactory:
     """cluster_of(model, prefill=1, decode=1, **worker settings) -> a LocalCluster to enter."""
 

@@ -1,0 +1,536 @@
+"""Processes that die, hang, come back or are told to stop, under real requests.
+
+The sim engine samples a hash of the KV it reads, so a block that is lost, stale or half-written gives another token:
+every stream here is held against one that nothing disturbed. Afterwards every surviving worker's books must balance
+with nothing held, and no engine process may be left.
+"""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+
+from cluster.errors import DeadlineExceeded, ServiceError, Unavailable
+from cluster.rpc import Server, channel
+from engine.model_dir import ModelDir
+from protos import decode_pb2_grpc, membership_pb2, membership_pb2_grpc
+from protos import inference_pb2 as pb
+from router.config import RouterConfig
+from tandem.client import Client
+from tandem.local import LocalCluster, RoleProcess, start_role, stop_process
+
+BLOCK = 16
+STEP_MS = 8.0
+CHUNK = 32
+"""Prompt tokens of one step: a prompt of 1,600 tokens takes 50 steps."""
+WORDS = 344
+VOCAB = 256 + WORDS
+PATIENCE_S = 20.0
+LENDER_ALWAYS = {"decode_prefill_tokens_per_s": 1.0}
+"""Makes every loan look worth it."""
+
+SIM: dict[str, Any] = {"engine": "sim", "sim_step_ms": STEP_MS, "max_prefill_tokens": CHUNK, "kv_memory_mib": 4}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the sim engine reads of a model."""
+    path = tmp_path_factory.mktemp("faults") / "simulated"
+    path.mkdir()
+    config = {"model_type": "llama", "vocab_size": VOCAB, "max_position_embeddings": 100_000}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.fixture(scope="module")
+def speaking_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a tokenizer whose tokens are words and single bytes, so that text lags behind tokens."""
+    path = tmp_path_factory.mktemp("faults") / "speaking"
+    path.mkdir()
+    config = {"model_type": "llama", "vocab_size": VOCAB, "max_position_embeddings": 100_000}
+    (path / "config.json").write_text(json.dumps(config))
+    pieces = sorted(ByteLevel.alphabet()) + [f"Ġword{number}" for number in range(WORDS)]
+    tokenizer = Tokenizer(BPE({piece: number for number, piece in enumerate(pieces)}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return path
+
+
+def prompt_of(seed: int, num_tokens: int) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB), k=num_tokens)
+
+
+async def until(condition: Callable[[], Awaitable[bool]], what: str, timeout_s: float = PATIENCE_S) -> None:
+    give_up_at = time.monotonic() + timeout_s
+    while not await condition():
+        assert time.monotonic() < give_up_at, f"waited in vain until {what}"
+        await asyncio.sleep(0.01)
+
+
+class Stream:
+    """One request under way, its messages as they come."""
+
+    def __init__(self, client: Client, prompt: Sequence[int], max_tokens: int, **options: Any) -> None:
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.finish: pb.Finish | None = None
+        sampling = pb.Sampling(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        self._call = client.generate(token_ids=prompt, sampling=sampling, **({"timeout_s": 60.0} | options))
+        self.task = asyncio.ensure_future(self._follow())
+
+    async def _follow(self) -> "Stream":
+        try:
+            async for message in self._call:
+                assert self.finish is None, "nothing comes after the finish"
+                self.token_ids += message.token_ids
+                self.text += message.text
+                if message.HasField("finish"):
+                    self.finish = message.finish
+        finally:
+            await self._call.aclose()  # type: ignore[attr-defined]  # leaving the loop cancels the request
+        assert self.finish is not None, "a stream that ends well has a finish"
+        assert self.finish.usage.completion_tokens == len(self.token_ids)
+        return self
+
+    async def reached(self, num_tokens: int) -> None:
+        """Raises what the stream failed with before that."""
+
+        async def there() -> bool:
+            if self.task.done() and len(self.token_ids) < num_tokens:
+                self.task.result()
+            return len(self.token_ids) >= num_tokens
+
+        await until(there, f"{num_tokens} tokens have come")
+
+    async def cancel(self) -> None:
+        self.task.cancel()
+        with suppress(asyncio.CancelledError, ServiceError):
+            await self.task
+
+    @property
+    def receipt(self) -> pb.Receipt:
+        assert self.finish is not None
+        return self.finish.receipt
+
+
+async def finished(streams: Sequence[Stream]) -> list[Stream]:
+    async with asyncio.timeout(60):
+        return list(await asyncio.gather(*(stream.task for stream in streams)))
+
+
+def assert_equal_answers(disturbed: Sequence[Stream], undisturbed: Sequence[Stream]) -> None:
+    for one, other in zip(disturbed, undisturbed, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.text == other.text
+        assert one.finish is not None
+        assert other.finish is not None
+        assert one.finish.reason == other.finish.reason
+        assert one.finish.usage.prompt_tokens == other.finish.usage.prompt_tokens
+
+
+# ----------------------------------------------------------------------------------------------- processes
+
+
+def state_of(pid: int) -> str:
+    """Its letter in /proc: T is stopped; empty when there is no such process, or a dead one."""
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return "" if letter in "ZX" else letter
+
+
+def engine_of(role: RoleProcess) -> int:
+    """The engine process behind a worker's front."""
+    children = Path(f"/proc/{role.pid}/task/{role.pid}/children").read_text().split()
+    (engine,) = [
+        int(child)
+        for child in children
+        if b"engine.worker.engine_process" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+    return engine
+
+
+def named(cluster: LocalCluster, name: str) -> RoleProcess:
+    """The order of a cluster's workers is the one they became ready in."""
+    (worker,) = [worker for worker in cluster.workers if worker.name == name]
+    return worker
+
+
+async def pause(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+
+    async def stopped() -> bool:
+        return state_of(pid) == "T"
+
+    await until(stopped, f"{pid} is stopped")
+
+
+@asynccontextmanager
+async def running(cluster: LocalCluster) -> AsyncIterator[tuple[LocalCluster, Client]]:
+    """The cluster and a client of it. Afterwards no engine that it ever had is left."""
+    engines: list[int] = []
+    async with cluster, Client(cluster.address) as client:
+        engines += [engine_of(worker) for worker in cluster.workers]
+        cluster.engines = engines  # type: ignore[attr-defined]  # tests that start more workers add theirs
+        yield cluster, client
+
+    async def all_gone() -> bool:
+        return not any(state_of(pid) for pid in engines)
+
+    await until(all_gone, f"the engines {engines} are gone", 3.0)
+
+
+async def report_of(address: str) -> membership_pb2.AuditReport:
+    async with channel(address) as link:
+        stub = membership_pb2_grpc.WorkerStub(link)
+        report: membership_pb2.AuditReport = await stub.Audit(membership_pb2.AuditRequest(), timeout=10)
+        return report
+
+
+async def lending(worker: RoleProcess, num_loans: int, num_blocks: int) -> None:
+    """So many loans are under way there, with so many blocks held for them."""
+
+    async def busy() -> bool:
+        report = await report_of(worker.address)
+        return report.loans >= num_loans and report.held_blocks >= num_blocks
+
+    await until(busy, f"{worker.name} lends")
+
+
+async def workers_joined(client: Client, num_prefill: int, num_decode: int) -> None:
+    async def joined() -> bool:
+        (served,) = await client.list_models()
+        return (served.prefill_workers, served.decode_workers) == (num_prefill, num_decode)
+
+    await until(joined, f"{num_prefill} prefill and {num_decode} decode workers have joined")
+
+
+def alive(cluster: LocalCluster) -> list[str]:
+    return [worker.address for worker in cluster.workers if worker.process.returncode is None]
+
+
+# ------------------------------------------------------------------------------------ decode workers that die
+
+
+def kill_worker(role: RoleProcess) -> None:
+    os.kill(engine_of(role), signal.SIGKILL)
+    role.process.kill()
+
+
+def kill_front(role: RoleProcess) -> None:
+    role.process.kill()
+
+
+def kill_engine(role: RoleProcess) -> None:
+    os.kill(engine_of(role), signal.SIGKILL)
+
+
+async def test_streams_survive_their_decode_workers(speaking_model, cluster_of, audit) -> None:  # type: ignore[no-untyped-def]
+    """The whole worker, its front alone, its engine alone: what ran there goes on elsewhere, token by token."""
+    shapes = [(number, 40 + 37 * number, 60 + 5 * number) for number in range(6)]
+    async with running(cluster_of(speaking_model, decode=2, router={}, **SIM)) as (cluster, client):
+
+        def start(salt: str) -> list[Stream]:
+            return [Stream(client, prompt_of(seed, length), count, cache_salt=salt) for seed, length, count in shapes]
+
+        undisturbed = await finished(start("undisturbed"))
+        assert any(stream.text for stream in undisturbed)
+        config = cluster._topology.decode[0]
+        for kill in (kill_worker, kill_front, kill_engine):
+            victim = named(cluster, "decode-0")
+            engine = engine_of(victim)
+            streams = start(kill.__name__)
+            await asyncio.gather(*(stream.reached(10) for stream in streams))
+            assert not any(stream.task.done() for stream in streams)
+            kill(victim)
+            assert_equal_answers(await finished(streams), undisturbed)
+            attempts = [stream.receipt.placement.attempt for stream in streams]
+            assert 2 in attempts, "some ran there"
+            assert 1 in attempts, "and some did not"
+            assert {stream.receipt.placement.decode_worker for stream in streams} == {"decode-1"}
+            await victim.process.wait()
+
+            async def engine_gone(engine: int = engine) -> bool:
+                return not state_of(engine)
+
+            await until(engine_gone, "the engine followed its front")
+            await audit(alive(cluster))
+
+            # It comes back under its own name, and is used again: idle workers are taken in order of their names.
+            cluster.decode.remove(victim)
+            await workers_joined(client, 1, 1)
+            restarted = await cluster.add_worker("decode_worker", config)
+            cluster.engines.append(engine_of(restarted))
+            await workers_joined(client, 1, 2)
+            again = Stream(client, prompt_of(*shapes[0][:2]), shapes[0][2], cache_salt=f"after {kill.__name__}")
+            assert_equal_answers(await finished([again]), undisturbed[:1])
+            assert again.receipt.placement.decode_worker == "decode-0"
+            assert again.receipt.placement.attempt == 1
+        await audit(alive(cluster))
+
+
+async def test_the_last_decode_worker_dies(model, cluster_of, audit) -> None:  # type: ignore[no-untyped-def]
+    """Those that ran and those that waited alike are told so, within the grace and not at their deadline."""
+    router = {"no_worker_grace_s": 0.5}
+    async with running(cluster_of(model, router=router, **SIM | {"kv_memory_mib": 1})) as (cluster, client):
+        runs = Stream(client, prompt_of(1, 100), 5000)
+        await runs.reached(5)
+        waits = Stream(client, prompt_of(2, 100), 5000)
+        await runs.reached(30)  # 200 ms later the other one is in the router's queue
+        assert not waits.token_ids
+        kill_worker(cluster.decode[0])
+        killed_at = time.monotonic()
+        for stream in (runs, waits):
+            with pytest.raises(Unavailable, match="no decode worker"):
+                await stream.task
+        assert time.monotonic() - killed_at < 5
+        with pytest.raises(Unavailable, match="no decode worker"):
+            await Stream(client, prompt_of(3, 100), 5).task
+        await audit([worker.address for worker in cluster.prefill])
+
+
+async def test_a_decode_worker_that_hangs_and_wakes(model, cluster_of, audit) -> None:  # type: ignore[no-untyped-def]
+    """Its streams move; when it wakes it drops what it had and is used again."""
+    router = {"worker_silence_s": 1.5}
+    async with running(cluster_of(model, decode=2, router=router, **SIM)) as (cluster, client):
+
+        def start(salt: str) -> list[Stream]:
+            return [Stream(client, prompt_of(seed, 200), 60, cache_salt=salt) for seed in range(6)]
+
+        undisturbed = await finished(start("undisturbed"))
+        streams = start("disturbed")
+        await asyncio.gather(*(stream.reached(10) for stream in streams))
+        engine = engine_of(named(cluster, "decode-0"))
+        await pause(engine)
+        assert_equal_answers(await finished(streams), undisturbed)
+        attempts = [stream.receipt.placement.attempt for stream in streams]
+        assert (1 in attempts, 2 in attempts) == (True, True)
+        assert {stream.receipt.placement.decode_worker for stream in streams} == {"decode-1"}
+
+        # While it hangs, nothing is placed there.
+        await workers_joined(client, 1, 1)
+        (meanwhile,) = await finished([Stream(client, prompt_of(0, 200), 5, cache_salt="meanwhile")])
+        assert meanwhile.receipt.placement.decode_worker == "decode-1"
+
+        os.kill(engine, signal.SIGCONT)
+        await workers_joined(client, 1, 2)
+        again = await finished(start("afterwards"))
+        assert_equal_answers(again, undisturbed)
+        assert {stream.receipt.placement.decode_worker for stream in again} == {"decode-0", "decode-1"}
+        await audit(alive(cluster))
+
+
+# ------------------------------------------------------------------------------------------ lenders that fail
+
+
+async def test_lenders_that_hang_wake_and_die_in_mid_loan(model, cluster_of, audit) -> None:  # type: ignore[no-untyped-def]
+    """A failed loan costs a recompute; what the lender does later harms nobody."""
+    lengths = (1600, 1200, 800)
+    async with running(cluster_of(model, router=LENDER_ALWAYS, **SIM, peer_silence_s=1.0)) as (cluster, client):
+
+        def start(salt: str) -> list[Stream]:
+            return [Stream(client, prompt_of(n, length), 12, cache_salt=salt) for n, length in enumerate(lengths)]
+
+        (lender,) = cluster.prefill
+        undisturbed = await finished(start("undisturbed"))
+        for stream, length in zip(undisturbed, lengths, strict=True):
+            assert stream.receipt.kv.moved_blocks == (length - 1) // BLOCK
+            assert not stream.receipt.kv.loan_failure
+
+        engine = engine_of(lender)
+        streams = start("hangs")
+        await lending(lender, num_loans=3, num_blocks=20)
+        await pause(engine)
+        assert_equal_answers(await finished(streams), undisturbed)
+        for stream in streams:
+            assert "silent for 1 s" in stream.receipt.kv.loan_failure
+            assert stream.receipt.placement.attempt == 1
+            assert stream.receipt.kv.computed_blocks > 0
+        await audit([worker.address for worker in cluster.decode])  # nothing quarantined
+
+        os.kill(engine, signal.SIGCONT)
+        await audit(alive(cluster))
+        again = await finished(start("woken"))
+        assert_equal_answers(again, undisturbed)
+        assert all(stream.receipt.kv.moved_blocks and not stream.receipt.kv.loan_failure for stream in again)
+        await audit(alive(cluster))
+
+        streams = start("dies")
+        await lending(lender, num_loans=3, num_blocks=20)
+        kill_worker(lender)
+        assert_equal_answers(await finished(streams), undisturbed)
+        for stream in streams:
+            assert stream.receipt.kv.loan_failure
+            assert stream.receipt.placement.attempt == 1
+        await lender.process.wait()
+        await workers_joined(client, 0, 1)
+        await audit(alive(cluster))
+
+        # And without any lender left, everything is computed where it is decoded.
+        alone = await finished(start("alone"))
+        assert_equal_answers(alone, undisturbed)
+        assert not any(stream.receipt.placement.lender for stream in alone)
+
+        cluster.prefill.remove(lender)
+        restarted = await cluster.add_worker("prefill_worker", cluster._topology.prefill[0])
+        cluster.engines.append(engine_of(restarted))
+        await workers_joined(client, 1, 1)
+        lent = await finished(start("restarted"))
+        assert_equal_answers(lent, undisturbed)
+        assert all(stream.receipt.kv.moved_blocks for stream in lent)
+        await audit(alive(cluster))
+
+
+# -------------------------------------------------------------------------------------------- clients that go
+
+
+async def test_cancelled_at_any_moment_nothing_stays_held(model, cluster_of, audit) -> None:  # type: ignore[no-untyped-def]
+    """Queued, placed, borrowing, computing, decoding: within 2 s every block of every worker is free again."""
+    rng = random.Random(20)
+    settings = SIM | {"kv_memory_mib": 1, "sim_step_ms": 2.0}  # 8,192 tokens: some requests wait in the router
+    async with running(cluster_of(model, prefill=2, decode=2, router=LENDER_ALWAYS, **settings)) as (cluster, client):
+        keep = Stream(client, prompt_of(1000, 300), 40, cache_salt="undisturbed")
+        undisturbed = await finished([keep])
+
+        async def come_and_go(seed: int) -> None:
+            length, count = rng.choice([10, 100, 700, 1600, 2500]), rng.choice([5, 50, 500])
+            stream = Stream(client, prompt_of(seed, length), count, timeout_s=rng.choice([60.0, 60.0, 0.3]))
+            if rng.random() < 0.3:
+                with suppress(ServiceError, TimeoutError):
+                    await asyncio.wait_for(stream.reached(rng.randint(1, 4)), 2.0)
+            else:
+                await asyncio.wait([stream.task], timeout=rng.random() * 0.8)
+            await stream.cancel()
+
+        async def client_of_many(first: int) -> None:
+            for seed in range(first, first + 8):
+                await come_and_go(seed)
+
+        stays = [Stream(client, prompt_of(1000, 300), 40, cache_salt=f"stays {n}") for n in range(4)]
+        await asyncio.gather(*(client_of_many(100 * number) for number in range(6)))
+        assert_equal_answers(await finished(stays), undisturbed * 4)
+        await audit(alive(cluster), settle_s=2.0)
+        after = Stream(client, prompt_of(1000, 300), 40, cache_salt="after")
+        assert_equal_answers(await finished([after]), undisturbed)
+
+
+async def test_a_deadline_in_mid_stream(model, cluster_of, audit) -> None:  # type: ignore[no-untyped-def]
+    async with running(cluster_of(model, router=LENDER_ALWAYS, **SIM)) as (cluster, client):
+        borrowing = Stream(client, prompt_of(1, 6000), 5, timeout_s=0.7)
+        decoding = Stream(client, prompt_of(2, 10), 5000, timeout_s=0.7)  # less than a block: nothing to borrow
+        for stream in (borrowing, decoding):
+            with pytest.raises(DeadlineExceeded):
+                await stream.task
+        assert decoding.token_ids
+        assert not borrowing.token_ids
+        await audit(alive(cluster))
+
+
+# ------------------------------------------------------------------------------------------- the router itself
+
+
+async def test_the_router_dies_and_comes_back(model, cluster_of, audit) -> None:  # type: ignore[no-untyped-def]
+    """Workers drop what the dead one had asked for, and join its successor by themselves."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    async with running(cluster_of(model, decode=2, router={"port": port}, **SIM)) as (cluster, client):
+        undisturbed = await finished([Stream(client, prompt_of(1, 300), 20, cache_salt="undisturbed")])
+        streams = [Stream(client, prompt_of(seed, 300), 5000) for seed in range(4)]
+        await asyncio.gather(*(stream.reached(2) for stream in streams))
+        cluster.router.process.kill()
+        await cluster.router.process.wait()
+        for stream in streams:
+            with pytest.raises(Unavailable):
+                await stream.task
+        await audit(alive(cluster))
+        cluster.router = await start_role("router", "router", cluster._topology.router)
+        await workers_joined(client, 1, 2)
+        again = Stream(client, prompt_of(1, 300), 20, cache_salt="undisturbed")
+        assert_equal_answers(await finished([again]), undisturbed)
+        # The new router knows what the caches hold: they told it when they joined.
+        assert again.receipt.kv.reused_blocks == 300 // BLOCK
+        await audit(alive(cluster))
+
+
+async def test_workers_are_stopped_while_they_serve(model, cluster_of, audit) -> None:  # type: ignore[no-untyped-def]
+    """SIGTERM, as a rolling update sends it: the streams go on elsewhere and the process ends well."""
+    async with running(cluster_of(model, decode=2, router={}, **SIM)) as (cluster, client):
+
+        def start(salt: str) -> list[Stream]:
+            return [Stream(client, prompt_of(seed, 100), 80, cache_salt=salt) for seed in range(4)]
+
+        undisturbed = await finished(start("undisturbed"))
+        streams = start("disturbed")
+        await asyncio.gather(*(stream.reached(10) for stream in streams))
+        leaving = named(cluster, "decode-0")
+        await stop_process(leaving.process)
+        assert leaving.process.returncode == 0
+        assert_equal_answers(await finished(streams), undisturbed)
+        assert 2 in [stream.receipt.placement.attempt for stream in streams]
+        await audit(alive(cluster))
+
+
+class TreacherousWorker(decode_pb2_grpc.DecodeServicer, membership_pb2_grpc.WorkerServicer):
+    """A decode worker that says everything, and then fails before it has ended its stream."""
+
+    def __init__(self) -> None:
+        self.attempts = 0
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[pb.GenerateResponse]:  # noqa: N802
+        self.attempts += 1
+        yield pb.GenerateResponse(token_ids=[1, 2, 3])
+        yield pb.GenerateResponse(finish=pb.Finish(usage=pb.Usage(completion_tokens=3)))
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "died in the last moment")
+
+
+async def test_a_worker_that_dies_after_its_last_word_costs_nothing(model) -> None:  # type: ignore[no-untyped-def]
+    """The client has its answer: no second attempt, and no error after the finish."""
+    router = await start_role("router", "router", RouterConfig(model=model, port=0))
+    server, worker, over = Server(), TreacherousWorker(), asyncio.Event()
+    decode_pb2_grpc.add_DecodeServicer_to_server(worker, server.grpc)
+    port = await server.start("127.0.0.1", 0, [])
+
+    async def membership() -> AsyncIterator[membership_pb2.WorkerMessage]:
+        shape = {"block_tokens": BLOCK, "num_blocks": 100, "block_bytes": 2048, "max_context_tokens": 1000}
+        yield membership_pb2.WorkerMessage(
+            hello=membership_pb2.Hello(
+                worker_id="treacherous",
+                incarnation=b"x" * 16,
+                role=membership_pb2.ROLE_DECODE,
+                address=f"127.0.0.1:{port}",
+                model_fingerprint=b"y" * 32,
+                config_fingerprint=ModelDir.open(model).config_fingerprint(),
+                **shape,
+            )
+        )
+        yield membership_pb2.WorkerMessage(load=membership_pb2.LoadReport(available_blocks=100, num_blocks=100))
+        await over.wait()
+
+    try:
+        async with channel(router.address) as link, Client(router.address) as client:
+            joined = membership_pb2_grpc.MembershipStub(link).Join(membership())
+            await workers_joined(client, 0, 1)
+            (stream,) = await finished([Stream(client, [1, 2, 3], 3)])
+            assert stream.token_ids == [1, 2, 3]
+            assert worker.attempts == 1
+            over.set()
+            joined.cancel()
+    finally:
+        await server.stop(0)
+        await stop_process(router.process)

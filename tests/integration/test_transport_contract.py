@@ -1,0 +1,597 @@
+"""What `kvtransfer/transport.py` promises, held against every transport.
+
+`local` runs within this process, stepped by hand. `nixl` reads from other processes, over shared memory or, where a
+read must be caught in flight, over TCP.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError
+from kvtransfer.local import LocalNetwork, LocalTransport
+from kvtransfer.nixl import NixlTransport
+from kvtransfer.transport import MAX_POSTED_BYTES, Peer, Pool, Span, Transport, block_spans
+
+BLOCK = 4096
+LENDER_BLOCKS = 48
+READER_BLOCKS = 64
+WINDOW = MAX_POSTED_BYTES
+TIMEOUT_S = 20.0
+UNTOUCHED = 0xEE
+SCRIPT = Path(__file__).with_name("lender_peer.py")
+
+Bytes = NDArray[np.uint8]
+
+
+def contents(seed: int, num_bytes: int) -> Bytes:
+    return np.random.default_rng(seed).integers(0, 256, num_bytes, np.uint8)
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = TIMEOUT_S) -> None:
+    give_up_at = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up_at, f"waited in vain until {what}"
+        time.sleep(0.002)
+
+
+class Lender:
+    """Somebody to read from: `data` is what its pool holds."""
+
+    endpoint: bytes
+    data: Bytes
+
+    def kill(self) -> None:
+        raise NotImplementedError
+
+
+class LocalLender(Lender):
+    def __init__(self, network: LocalNetwork, name: str, seed: int) -> None:
+        self.data = contents(seed, LENDER_BLOCKS * BLOCK)
+        self._transport = LocalTransport(network, name)
+        self.endpoint = self._transport.register(Pool(self.data.copy().reshape(LENDER_BLOCKS, BLOCK)))
+
+    def kill(self) -> None:
+        self._transport.close()
+
+
+class ProcessLender(Lender):
+    """A real process; it dies with this one."""
+
+    count: ClassVar[int] = 0
+
+    def __init__(self, seed: int, num_bytes: int = LENDER_BLOCKS * BLOCK, **env: str) -> None:
+        ProcessLender.count += 1
+        name = f"lender-{os.getpid()}-{ProcessLender.count}"
+        self.data = contents(seed, num_bytes)
+        self.process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), name, str(seed), str(num_bytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(SCRIPT.parents[2])} | env,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the lender did not start"
+        self.endpoint = json.loads(line)["endpoint"].encode()
+
+    def stop(self) -> None:
+        """SIGSTOP, and wait until it is in force for every thread."""
+        self.process.send_signal(signal.SIGSTOP)
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        wait_until(
+            lambda: all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks.iterdir()),
+            "the lender is stopped",
+        )
+
+    def wake(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+class World:
+    """A reader, its memory, and lenders to read from."""
+
+    reader: Transport
+    another_format: bytes
+    """An endpoint of another version or transport."""
+
+    def __init__(self, num_bytes: int = READER_BLOCKS * BLOCK) -> None:
+        self.memory: Bytes = np.full(num_bytes, UNTOUCHED, np.uint8)
+        self.pool = Pool(self.memory.reshape(1, -1))
+
+    def lender(self, number: int) -> Lender:
+        """A lender that lives as long as the tests."""
+        raise NotImplementedError
+
+    def mortal(self) -> Lender:
+        """A lender of this test's own, to be killed."""
+        raise NotImplementedError
+
+    def done(self, future: "Future[None]") -> None:
+        """Wait for it; raises what it failed with."""
+        raise NotImplementedError
+
+    @contextmanager
+    def held(self, peer: Peer, own_offset: int) -> Iterator[None]:
+        """Nothing is posted meanwhile. Writes the first block of `peer` at `own_offset`."""
+        raise NotImplementedError
+        yield
+
+    def untouched(self, first: int = 0, end: int | None = None) -> bool:
+        return bool((self.memory[first:end] == UNTOUCHED).all())
+
+    def close(self) -> None:
+        self.reader.close()
+
+
+class LocalWorld(World):
+    another_format = b"nixl:whatever"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._network = LocalNetwork()
+        self._lenders: dict[int, Lender] = {}
+        self.reader: LocalTransport = LocalTransport(self._network, "reader", eager=False)
+        self.reader.register(self.pool)
+
+    def lender(self, number: int) -> Lender:
+        if number not in self._lenders:
+            self._lenders[number] = LocalLender(self._network, f"lender-{number}", seed=number)
+        return self._lenders[number]
+
+    def mortal(self) -> Lender:
+        return self.lender(99)
+
+    def done(self, future: "Future[None]") -> None:
+        while not future.done():
+            assert self.reader.step()
+        future.result(0)
+
+    @contextmanager
+    def held(self, peer: Peer, own_offset: int) -> Iterator[None]:
+        self.done(self.reader.read(peer, [Span(own_offset, 0, BLOCK)]))
+        yield
+
+
+class NixlWorld(World):
+    another_format = json.dumps({"format": "tandem-nixl-0", "base": 1, "bytes": 1, "metadata": ""}).encode()
+    count: ClassVar[int] = 0
+
+    def __init__(self, lenders: list[ProcessLender], num_bytes: int = READER_BLOCKS * BLOCK) -> None:
+        super().__init__(num_bytes)
+        NixlWorld.count += 1
+        self._lenders = lenders
+        self._mortals: list[Lender] = []
+        self.reader: NixlTransport = NixlTransport(f"reader-{os.getpid()}-{NixlWorld.count}")
+        self.reader.register(self.pool)
+
+    def lender(self, number: int) -> Lender:
+        return self._lenders[number]
+
+    def mortal(self) -> Lender:
+        self._mortals.append(ProcessLender(seed=99))
+        return self._mortals[-1]
+
+    def done(self, future: "Future[None]") -> None:
+        future.result(TIMEOUT_S)
+
+    @contextmanager
+    def held(self, peer: Peer, own_offset: int) -> Iterator[None]:
+        """The thread that posts is kept busy in a callback."""
+        reached, go_on = threading.Event(), threading.Event()
+
+        def hold(_: "Future[None]") -> None:
+            reached.set()
+            go_on.wait(TIMEOUT_S)
+
+        # Added before the read can be done, since a callback of a future that is done runs on this thread.
+        with self.reader._lock:
+            self.reader.read(peer, [Span(own_offset, 0, BLOCK)]).add_done_callback(hold)
+        assert reached.wait(TIMEOUT_S)
+        try:
+            yield
+        finally:
+            go_on.set()
+
+    def close(self) -> None:
+        super().close()
+        for lender in self._mortals:
+            lender.kill()
+
+
+@pytest.fixture(scope="module")
+def lenders() -> Iterator[list[ProcessLender]]:
+    """Two processes for all tests that do them no harm."""
+    started = [ProcessLender(seed=number) for number in range(2)]
+    yield started
+    for lender in started:
+        lender.kill()
+
+
+@pytest.fixture(scope="module")
+def nixl_world(lenders: list[ProcessLender]) -> Iterator[NixlWorld]:
+    """One for all tests that only try to connect."""
+    made = NixlWorld(lenders)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["local", "nixl"])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    made: World = LocalWorld() if request.param == "local" else NixlWorld(request.getfixturevalue("lenders"))
+    yield made
+    made.close()
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+def test_one_span_arrives_to_the_byte_and_nothing_else_changes(world: World) -> None:
+    lender = world.lender(0)
+    world.done(world.reader.read(world.reader.connect(lender.endpoint), [Span(5, 17, 1001)]))
+    assert world.memory[5:1006].tobytes() == lender.data[17:1018].tobytes()
+    assert world.untouched(0, 5)
+    assert world.untouched(1006)
+
+
+def test_many_spans_in_one_read(world: World) -> None:
+    lender = world.lender(0)
+    pairs = [(own, (7 * own + 3) % LENDER_BLOCKS) for own in range(0, READER_BLOCKS, 2)]
+    spans = block_spans(pairs, BLOCK)
+    assert len(spans) == len(pairs)
+    world.done(world.reader.read(world.reader.connect(lender.endpoint), spans))
+    own, theirs = world.memory.reshape(-1, BLOCK), lender.data.reshape(-1, BLOCK)
+    for mine, remote in pairs:
+        assert own[mine].tobytes() == theirs[remote].tobytes()
+        assert (own[mine + 1] == UNTOUCHED).all()
+
+
+def test_neighbours_merged_into_one_span_arrive_as_single_blocks_would(world: World) -> None:
+    lender = world.lender(0)
+    pairs = [(8, 3), (9, 4), (10, 5), (20, 6), (21, 7), (22, 1), (11, 2)]
+    spans = block_spans(pairs, BLOCK)
+    assert [span.length // BLOCK for span in spans] == [3, 2, 1, 1]
+    world.done(world.reader.read(world.reader.connect(lender.endpoint), spans))
+    own, theirs = world.memory.reshape(-1, BLOCK), lender.data.reshape(-1, BLOCK)
+    for mine, remote in pairs:
+        assert own[mine].tobytes() == theirs[remote].tobytes()
+    assert int((own == UNTOUCHED).all(axis=1).sum()) == READER_BLOCKS - len(pairs)
+
+
+def test_the_whole_pool_to_its_last_byte(world: World) -> None:
+    lender = world.lender(1)
+    world.done(world.reader.read(world.reader.connect(lender.endpoint), [Span(0, 0, lender.data.nbytes)]))
+    assert world.memory[: lender.data.nbytes].tobytes() == lender.data.tobytes()
+
+
+def test_two_lenders_are_not_mixed_up(world: World) -> None:
+    first, second = world.lender(0), world.lender(1)
+    reads = [
+        world.reader.read(world.reader.connect(lender.endpoint), [Span(number * BLOCK, 0, BLOCK)])
+        for number, lender in enumerate((first, second) * 8)
+    ]
+    for read in reads:
+        world.done(read)
+    for number, lender in enumerate((first, second) * 8):
+        assert world.memory[number * BLOCK :][:BLOCK].tobytes() == lender.data[:BLOCK].tobytes()
+
+
+def test_reads_of_one_peer_happen_in_order(world: World) -> None:
+    """Each overwrites the one before it."""
+    lender = world.lender(0)
+    peer = world.reader.connect(lender.endpoint)
+    finished: list[int] = []
+    with world.held(peer, 0):
+        reads = [world.reader.read(peer, [Span(BLOCK, number * BLOCK, BLOCK)]) for number in range(32)]
+        for number, read in enumerate(reads):
+            read.add_done_callback(lambda _, number=number: finished.append(number))
+    for read in reads:
+        world.done(read)
+    assert finished == list(range(32))
+    assert world.memory[BLOCK : 2 * BLOCK].tobytes() == lender.data[31 * BLOCK : 32 * BLOCK].tobytes()
+
+
+def test_what_a_read_went_over_is_known_after_it(world: World) -> None:
+    peer = world.reader.connect(world.lender(0).endpoint)
+    world.done(world.reader.read(peer, [Span(0, 0, BLOCK)]))
+    assert peer.lanes
+    assert all(lane.endswith(("/memory", "/lo")) or lane.startswith(("tcp", "rc", "dc", "ud")) for lane in peer.lanes)
+
+
+@pytest.mark.parametrize(
+    "span",
+    [
+        Span(0, LENDER_BLOCKS * BLOCK, 1),
+        Span(0, LENDER_BLOCKS * BLOCK - 1, 2),
+        Span(READER_BLOCKS * BLOCK - 1, 0, 2),
+        Span(-1, 0, 1),
+        Span(0, -1, 1),
+        Span(0, 0, 0),
+        Span(0, 0, -1),
+        Span(0, 0, WINDOW + 1),
+    ],
+)
+def test_spans_out_of_range_are_refused(world: World, span: Span) -> None:
+    peer = world.reader.connect(world.lender(0).endpoint)
+    with pytest.raises(ValueError, match=r"span|pool|carries"):
+        world.reader.read(peer, [Span(0, 0, 1), span])
+    world.done(world.reader.read(peer, [Span(0, 0, BLOCK)]))
+    assert world.untouched(BLOCK)
+
+
+# --------------------------------------------------------------------------------------------- connecting
+
+
+def test_connecting_again_gives_the_same_peer(world: World) -> None:
+    endpoint = world.lender(0).endpoint
+    assert world.reader.connect(endpoint) is world.reader.connect(bytes(bytearray(endpoint)))
+    assert world.reader.connect(endpoint) is not world.reader.connect(world.lender(1).endpoint)
+
+
+def test_connecting_from_many_threads_gives_one_peer(world: World) -> None:
+    endpoint, gate = world.lender(0).endpoint, threading.Barrier(8)
+    peers: list[Peer] = []
+
+    def connect() -> None:
+        gate.wait()
+        peers.append(world.reader.connect(endpoint))
+
+    threads = [threading.Thread(target=connect) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(map(id, peers))) == 1
+    assert len(peers) == 8
+
+
+@pytest.mark.parametrize("endpoint", [b"", b"garbage", b"\xff\x00\xfe", b"{}", b"[]", b"null", b'"text"', b"[" * 9999])
+def test_garbage_is_no_endpoint(world: World, endpoint: bytes) -> None:
+    with pytest.raises(EndpointMismatch):
+        world.reader.connect(endpoint)
+
+
+def test_an_endpoint_of_another_format_is_refused(world: World) -> None:
+    with pytest.raises(EndpointMismatch):
+        world.reader.connect(world.another_format)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[(name, None) for name in ("format", "base", "bytes", "metadata")],
+        *[("base", value) for value in ("12", -1, 0, 1.5, True, [], 1 << 64)],
+        *[("bytes", value) for value in ("12", -1, 0, 1.5, True, {})],
+        *[("metadata", value) for value in (1, "not base64!", "", "AAAA", [])],
+        ("format", ["tandem-nixl-1"]),
+    ],
+)
+def test_an_endpoint_of_nixl_with_a_bad_field(
+    nixl_world: NixlWorld, lenders: list[ProcessLender], field: str, value: Any
+) -> None:
+    fields = json.loads(lenders[0].endpoint)
+    fields.pop(field)
+    if value is not None:
+        fields[field] = value
+    with pytest.raises(EndpointMismatch):
+        nixl_world.reader.connect(json.dumps(fields).encode())
+    nixl_world.done(nixl_world.reader.read(nixl_world.reader.connect(lenders[0].endpoint), [Span(0, 0, BLOCK)]))
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.5, 0.9, 0.999])
+def test_metadata_of_nixl_cut_short_is_refused(
+    nixl_world: NixlWorld, lenders: list[ProcessLender], share: float
+) -> None:
+    fields = json.loads(lenders[0].endpoint)
+    metadata = b64decode(fields["metadata"])
+    fields["metadata"] = b64encode(metadata[: int(share * len(metadata))]).decode()
+    with pytest.raises(EndpointMismatch):
+        nixl_world.reader.connect(json.dumps(fields).encode())
+
+
+# ---------------------------------------------------------------------------- cancelling, dying, closing
+
+
+def test_a_read_cancelled_before_it_is_posted_writes_nothing(world: World) -> None:
+    peer = world.reader.connect(world.lender(0).endpoint)
+    with world.held(peer, 0):
+        cancelled = world.reader.read(peer, [Span(BLOCK, 0, BLOCK)])
+        after = world.reader.read(peer, [Span(2 * BLOCK, 0, BLOCK)])
+        assert cancelled.cancel()
+    world.done(after)
+    assert cancelled.cancelled()
+    assert world.untouched(BLOCK, 2 * BLOCK)
+
+
+def test_a_read_that_was_posted_cannot_be_cancelled(world: World) -> None:
+    peer = world.reader.connect(world.lender(0).endpoint)
+    read = world.reader.read(peer, [Span(0, 0, BLOCK)])
+    world.done(read)
+    assert not read.cancel()
+    assert not world.untouched(0, BLOCK)
+
+
+def test_a_dead_peer_fails_its_reads_and_no_others(world: World) -> None:
+    mortal, other = world.mortal(), world.lender(0)
+    dying, living = world.reader.connect(mortal.endpoint), world.reader.connect(other.endpoint)
+    world.done(world.reader.read(dying, [Span(0, 0, BLOCK)]))
+    assert world.memory[:BLOCK].tobytes() == mortal.data[:BLOCK].tobytes()
+    mortal.kill()
+    reads = [world.reader.read(dying, [Span(BLOCK, 0, BLOCK)]) for _ in range(2)]
+    good = world.reader.read(living, [Span(2 * BLOCK, 0, BLOCK)])
+    for read in reads:
+        with pytest.raises(TransferError):
+            world.done(read)
+    world.done(good)
+    assert world.memory[2 * BLOCK : 3 * BLOCK].tobytes() == other.data[:BLOCK].tobytes()
+
+
+def test_a_peer_that_died_before_the_first_read(world: World) -> None:
+    mortal = world.mortal()
+    peer = world.reader.connect(mortal.endpoint)
+    mortal.kill()
+    with pytest.raises(PeerGone):
+        world.done(world.reader.read(peer, [Span(0, 0, BLOCK)]))
+    assert world.untouched()
+
+
+def test_closing_cancels_what_is_queued(world: World) -> None:
+    peer = world.reader.connect(world.lender(0).endpoint)
+    closing = threading.Thread(target=world.reader.close)
+    with world.held(peer, 0):
+        queued = [world.reader.read(peer, [Span(BLOCK, 0, BLOCK)]) for _ in range(3)]
+        closing.start()
+        wait_until(lambda: world.reader.read(peer, [Span(BLOCK, 0, BLOCK)]).done(), "it refuses reads")
+    closing.join(TIMEOUT_S)
+    assert not closing.is_alive()
+    assert all(read.cancelled() for read in queued)
+    assert world.untouched(BLOCK)
+
+
+def test_a_closed_transport_fails_reads_at_once(world: World) -> None:
+    peer = world.reader.connect(world.lender(0).endpoint)
+    world.reader.close()
+    read = world.reader.read(peer, [Span(0, 0, BLOCK)])
+    assert read.done(), "it must not hang"
+    assert isinstance(read.exception(), TransferError)
+    with pytest.raises(TransferError):
+        world.reader.connect(world.lender(1).endpoint)
+    assert world.untouched()
+
+
+def test_closing_twice_is_fine(world: World) -> None:
+    world.reader.close()
+    world.reader.close()
+
+
+def test_reads_from_many_threads_while_it_closes_are_all_settled(world: World) -> None:
+    """No read is left without an answer, whichever side of the stop it falls on."""
+    peer = world.reader.connect(world.lender(0).endpoint)
+    reads: list[Future[None]] = []
+    closed = threading.Event()
+
+    def keep_reading() -> None:
+        while not closed.is_set():
+            reads.append(world.reader.read(peer, [Span(0, 0, BLOCK)]))
+        reads.append(world.reader.read(peer, [Span(0, 0, BLOCK)]))
+
+    threads = [threading.Thread(target=keep_reading) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(reads) > 50, "some reads are queued")
+    world.reader.close()
+    closed.set()
+    for thread in threads:
+        thread.join()
+    for read in reads:
+        try:
+            read.result(TIMEOUT_S)
+        except (CancelledError, TransferError):
+            continue
+
+
+# ------------------------------------------------------- reads in flight: over TCP, from a stopped process
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[NixlWorld, ProcessLender, Peer]]:
+    """A connected lender that is stopped, so that a read from it stays in flight."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    lender = ProcessLender(7, WINDOW, UCX_TLS="tcp")
+    world = NixlWorld([], num_bytes=WINDOW + BLOCK)
+    try:
+        peer = world.reader.connect(lender.endpoint)
+        world.done(world.reader.read(peer, [Span(WINDOW, 0, BLOCK)]))
+        lender.stop()
+        yield world, lender, peer
+    finally:
+        world.close()
+        lender.kill()
+
+
+def test_a_read_in_flight_cannot_be_cancelled_and_completes(
+    stopped: tuple[NixlWorld, ProcessLender, Peer],
+) -> None:
+    world, lender, peer = stopped
+    read = world.reader.read(peer, [Span(0, 0, WINDOW)])
+    wait_until(read.running, "the read is posted")
+    assert not read.cancel()
+    lender.wake()
+    world.done(read)
+    assert world.memory[:WINDOW].tobytes() == lender.data.tobytes()
+
+
+def test_a_silent_peer_holds_up_no_other(stopped: tuple[NixlWorld, ProcessLender, Peer]) -> None:
+    world, lender, peer = stopped
+    stuck = world.reader.read(peer, [Span(0, 0, WINDOW - BLOCK)])
+    other = ProcessLender(8, UCX_TLS="tcp")
+    try:
+        world.done(world.reader.read(world.reader.connect(other.endpoint), [Span(WINDOW - BLOCK, 0, BLOCK)]))
+        assert world.memory[WINDOW - BLOCK : WINDOW].tobytes() == other.data[:BLOCK].tobytes()
+        assert not stuck.done()
+        lender.wake()
+        world.done(stuck)
+    finally:
+        other.kill()
+
+
+def test_a_peer_killed_in_mid_read_fails_it_and_what_waits_behind_it(
+    stopped: tuple[NixlWorld, ProcessLender, Peer],
+) -> None:
+    world, lender, peer = stopped
+    reads = [world.reader.read(peer, [Span(0, 0, WINDOW)]) for _ in range(3)]
+    wait_until(reads[0].running, "the read is posted")
+    lender.process.kill()
+    for read in reads:
+        with pytest.raises(TransferError):
+            world.done(read)
+
+
+def test_after_close_nothing_is_written_by_a_peer_that_wakes(
+    stopped: tuple[NixlWorld, ProcessLender, Peer],
+) -> None:
+    """A read in flight fails, and only once its memory is safe to use: here it is refilled at that very moment."""
+    world, lender, peer = stopped
+    in_flight = world.reader.read(peer, [Span(0, 0, WINDOW)])
+    queued = [world.reader.read(peer, [Span(0, 0, WINDOW)]) for _ in range(2)]
+    wait_until(in_flight.running, "the read is posted")
+    woken: list[bool] = []
+
+    def reuse(_: "Future[None]") -> None:
+        world.memory[:] = UNTOUCHED
+        lender.wake()
+        # It sends what it was asked for within milliseconds. (UCX may also end it: its reply finds nobody.)
+        give_up_at = time.monotonic() + 0.3
+        while world.untouched() and lender.process.poll() is None and time.monotonic() < give_up_at:
+            time.sleep(0.001)
+        woken.append(world.untouched())
+
+    in_flight.add_done_callback(reuse)
+    world.reader.close()
+    assert woken == [True]
+    assert isinstance(in_flight.exception(), TransferError)
+    assert all(read.cancelled() for read in queued)
+    lender.kill()
+    assert world.untouched()
