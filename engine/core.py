@@ -56,7 +56,7 @@ class CoreLimits:
     max_queued_loans: int = 256
     report_interval_s: float = 0.25
     """Load reports are at most so far apart while the loop turns, and heartbeats with them."""
-    min_report_interval_s: float = 0.02
+    min_report_interval_s: float = 0.05
     """And at least so far apart, however much changes."""
     max_step_s: float = 20.0
     """A step that takes longer counts as hung: the loop, which turns on beside it, stops reporting."""
@@ -168,13 +168,14 @@ class EngineCore:
 
     def end_step(self, batch: list[Chunk], sampled: list[Sampled]) -> None:
         """The runner's answer to `begin_step`."""
-        self._changed = True
         self._step_count += 1
         over = set(self._books.lingering)
         self._books.end_step()
         tokens = iter(sampled)
-        for chunk in batch:
-            token = next(tokens) if chunk.samples else None
+        results = [(chunk, next(tokens) if chunk.samples else None) for chunk in batch]
+        # First tokens leave first: they are waited for, while those of running streams come anyway.
+        for chunk, token in sorted(results, key=lambda result: result[0].sequence.decoding):
+            self._changed |= not chunk.sequence.decoding
             if chunk.sequence in over:
                 continue
             full = self._books.advance(chunk.sequence, chunk.count)
@@ -352,6 +353,7 @@ class EngineCore:
             self._finish(request_id)
 
     def _finish(self, request_id: str) -> None:
+        self._changed = True
         self._books.finish(self._requests.pop(request_id).sequence)
 
     # ------------------------------------------------------------------ reports

@@ -23,6 +23,7 @@ from engine.messages import (
     Ready,
     StartFailed,
     ToEngine,
+    Token,
 )
 from engine.worker.config import Role, WorkerConfig
 from engine.worker.engine_process import EngineSpec
@@ -151,6 +152,8 @@ class EngineClient:
     def _dispatch(self, batch: list[FromEngine]) -> None:
         for message in batch:
             match message:
+                case Token(request_id):  # first, since most are
+                    self._deliver(request_id, message)
                 case Load() | CacheChanged():
                     for watcher in tuple(self._watchers):
                         watcher(message)
