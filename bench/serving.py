@@ -29,7 +29,7 @@ from bench.report import Bar, conclude, percentile
 from cluster.rpc import channel
 from protos import inference_pb2 as pb
 from tandem.client import Client
-from tandem.demo import STORYTELLER, make_stories
+from tandem.demo import LORE, STORYTELLER, SUBJECTS
 from tandem.local import LocalCluster
 from tandem.topology import plan_topology
 
@@ -81,15 +81,16 @@ async def serve_demo(console: Console) -> dict[str, Any]:
 
 
 async def run_stories(client: Client, count: int, advance: Callable[[], None] | None) -> list[Sample]:
-    """`count` requests, CONCURRENT at a time, half of them sharing a long prefix."""
+    """`count` requests, CONCURRENT at a time: half share a long prefix, half bring a long one of their own."""
     gate = asyncio.Semaphore(CONCURRENT)
     seeds = random.Random(count)
 
     async def one(number: int) -> Sample:
         async with gate:
-            story = make_stories(number + 1)[number]
+            lore = LORE * 3 if number % 2 else f"Chapter {seeds.getrandbits(32)}. {LORE * 3}"
+            messages = [("system", lore), ("user", f"Tell me a story about {SUBJECTS[number % len(SUBJECTS)]}.")]
             sampling = pb.Sampling(max_tokens=64, temperature=0.8, seed=seeds.getrandbits(32), ignore_eos=True)
-            sample = await stream(client.generate(messages=story.messages, sampling=sampling))
+            sample = await stream(client.generate(messages=messages, sampling=sampling))
             if advance is not None:
                 advance()
             return sample
