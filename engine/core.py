@@ -1,8 +1,4 @@
-"""The engine: one step loop over sequences, loans given and loans taken.
-
-    admitted ──no loan──────────────▶ running ──▶ finished
-        └──borrowing──loan is over──────┘
-    (a cancel ends any of them; a request that does not fit now is rejected, never queued: the router waits)
+"""The engine: one step loop over requests, loans taken and loans given.
 
 Everything is driven from one thread by `handle`, `handle_posted`, and `step` or its two halves; only `post` may be
 called from others. Between the halves the runner computes on a thread of its own while messages go on being handled: a
@@ -15,8 +11,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from engine.bookkeeper import Bookkeeper
-from engine.keys import block_keys, root_key
-from engine.lending.borrowing import BorrowingDesk, ReadLanded
+from engine.lending.borrowing import ReadLanded
 from engine.lending.desk import LendingDesk
 from engine.messages import (
     Audit,
@@ -25,7 +20,6 @@ from engine.messages import (
     Cancel,
     FromEngine,
     Generate,
-    KvAccount,
     Lend,
     LendClosed,
     LendReleased,
@@ -35,14 +29,13 @@ from engine.messages import (
     LoanStarted,
     PlacementMark,
     Ready,
-    Rejected,
     TakeSnapshot,
     ToEngine,
-    Token,
 )
+from engine.requests import RequestDesk
 from engine.runner import Runner
 from engine.scheduler import StepBudget, schedule
-from engine.vocabulary import Chunk, FinishReason, Sampled, SamplingParams, Sequence
+from engine.vocabulary import Chunk, Sampled, Sequence
 from kvtransfer.transport import Transport
 
 Input = ToEngine | ReadLanded
@@ -60,15 +53,6 @@ class CoreLimits:
     """And at least so far apart, however much changes."""
     max_step_s: float = 20.0
     """A step that takes longer counts as hung: the loop, which turns on beside it, stops reporting."""
-
-
-@dataclass(slots=True)
-class _Request:
-    """A generating request: its sequence and its account."""
-
-    sequence: Sequence
-    account: KvAccount
-    borrowing: bool
 
 
 class EngineCore:
@@ -95,8 +79,15 @@ class EngineCore:
         self._lending = LendingDesk(
             self._books, self._model_fingerprint, emit, limits.max_queued_loans, self._next_arrival
         )
-        self._borrowing = BorrowingDesk(self._books, transport, emit, self.post, self._on_loan_over)
-        self._requests: dict[str, _Request] = {}
+        self._requests = RequestDesk(
+            self._books,
+            transport,
+            self._model_fingerprint,
+            runner.info.eos_token_ids,
+            emit,
+            self.post,
+            self._next_arrival,
+        )
         self._arrivals = 0
         self._step_count = 0
         self._cache_sequence = 0
@@ -161,8 +152,7 @@ class EngineCore:
         for chunk in batch:
             self._books.grow(chunk.sequence, chunk.start + chunk.count)
             if chunk.sequence.sampling is not None:  # loans have ids of their own, perhaps equal to a request's
-                account = self._requests[chunk.sequence.request_id].account
-                account.times.setdefault("compute_started", now)
+                self._requests.computing(chunk.sequence, now)
         self._books.begin_step(chunk.sequence for chunk in batch)
         return batch
 
@@ -172,6 +162,7 @@ class EngineCore:
         over = set(self._books.lingering)
         self._books.end_step()
         tokens = iter(sampled)
+        num_requests = self._requests.num_requests
         results = [(chunk, next(tokens) if chunk.samples else None) for chunk in batch]
         # First tokens leave first: they are waited for, while those of running streams come anyway.
         for chunk, token in sorted(results, key=lambda result: result[0].sequence.decoding):
@@ -182,7 +173,8 @@ class EngineCore:
             if chunk.sequence.sampling is None:
                 self._lending.computed(chunk.sequence, full)
             elif token is not None:
-                self._append(chunk, token)
+                self._requests.append(chunk.sequence, token)
+        self._changed |= self._requests.num_requests != num_requests
         self._start_loans()  # in what the batch gave back: the loop may sleep before the next step
 
     def report(self) -> None:
@@ -195,17 +187,18 @@ class EngineCore:
         self._changed = True
         match message:
             case Generate():
-                self._admit(message)
+                self._saw(message.mark)
+                self._requests.admit(message)
             case Cancel(request_id):
-                self._cancel(request_id)
+                self._requests.cancel(request_id)
             case LoanStarted():
-                self._borrowing.started(message)
+                self._requests.loans.started(message)
             case LoanBlocks():
-                self._borrowing.announced(message)
+                self._requests.loans.announced(message)
             case LoanFailed():
-                self._borrowing.failed(message)
+                self._requests.loans.failed(message)
             case ReadLanded():
-                self._borrowing.landed(message)
+                self._requests.loans.landed(message)
             case Lend():
                 self._saw(message.mark)
                 self._lending.open(message)
@@ -222,12 +215,12 @@ class EngineCore:
     def audit(self, audit_id: int = 0) -> Audited:
         """Hold the pool's books against everyone who claims a block."""
         pool, fault = self._books.pool, ""
-        claims = [request.sequence.blocks for request in self._requests.values()] + self._lending.holdings()
-        claims += [sequence.blocks for sequence in self._books.lingering]
+        claims = [sequence.blocks for sequence in [*self._requests.sequences, *self._books.lingering]]
+        claims += self._lending.holdings()
         try:
             pool.check_integrity(claims)
-            promised = sum(request.sequence.num_reserved for request in self._requests.values())
-            promised += sum(job.num_reserved for job in [*self._lending.jobs(), *self._books.lingering])
+            promising = [*self._requests.sequences, *self._lending.jobs(), *self._books.lingering]
+            promised = sum(sequence.num_reserved for sequence in promising)
             assert promised == pool.num_reserved, f"{pool.num_reserved} blocks are promised, {promised} expected"
         except AssertionError as error:
             fault = str(error) or "an invariant of the pool does not hold"
@@ -237,7 +230,7 @@ class EngineCore:
             held_blocks=pool.num_held,
             reserved_blocks=pool.num_reserved,
             quarantined_blocks=pool.num_quarantined,
-            sequences=len(self._requests),
+            sequences=self._requests.num_requests,
             loans=self._lending.num_loans,
         )
 
@@ -249,112 +242,16 @@ class EngineCore:
         Else two engines, both full of requests that wait for the other's loan, would wait for good.
         """
         self._lending.start_waiting()
-        if self._lending.num_waiting and self._borrowing.waits_for_room:
+        if self._lending.num_waiting and self._requests.loans.waits_for_room:
             self._lending.refuse_waiting("no room now, and this worker waits for loans itself")
 
     def _runnable(self) -> list[Sequence]:
-        running = [request.sequence for request in self._requests.values() if not request.borrowing]
-        return running + self._lending.jobs()
-
-    def _append(self, chunk: Chunk, sampled: Sampled) -> None:
-        """The next token of a request is known."""
-        sequence = chunk.sequence
-        request = self._requests[sequence.request_id]
-        first = sequence.num_tokens == sequence.num_prompt
-        sequence.token_ids.append(sampled.token_id)
-        if first:
-            request.account.times["first_token"] = time.monotonic()
-        finish = self._finish_reason(sequence, sampled.token_id)
-        account = request.account if first else None
-        self._emit(Token(sequence.request_id, sampled.token_id, sampled.logprobs, account, finish))
-        if finish is not None:
-            self._finish(sequence.request_id)
-
-    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        sampling = sequence.sampling
-        assert sampling is not None
-        if token_id in sampling.stop_token_ids:
-            return FinishReason.STOP
-        if token_id in self._runner.info.eos_token_ids and not sampling.ignore_eos:
-            return FinishReason.STOP
-        if sequence.num_sampled >= sampling.max_tokens:
-            return FinishReason.LENGTH
-        return None
-
-    # ------------------------------------------------------------------ requests
-
-    def _admit(self, message: Generate) -> None:
-        self._saw(message.mark)
-        layout, pool = self._books.layout, self._books.pool
-        sequence = self._sequence(message, message.sampling)
-        total = layout.blocks_for(len(message.prompt) + message.sampling.max_tokens)
-        if message.request_id in self._requests:
-            self._emit(Rejected(message.request_id, "a request of this id is running here", permanent=True))
-            return
-        if not sequence.token_ids or len(message.emitted) >= message.sampling.max_tokens:
-            reason = f"nothing to compute: {len(message.prompt)} prompt tokens, {len(message.emitted)} emitted"
-            self._emit(Rejected(message.request_id, reason, permanent=True))
-            return
-        if total > pool.num_blocks:
-            reason = f"prompt + max_tokens need {total} KV blocks, the pool has {pool.num_blocks}"
-            self._emit(Rejected(message.request_id, reason, permanent=True))
-            return
-        # The block of the last token is never taken from elsewhere: its logits are needed here.
-        num_usable = (sequence.num_tokens - 1) // layout.block_tokens
-        keys = block_keys(sequence.root, sequence.token_ids[: num_usable * layout.block_tokens], layout.block_tokens)
-        if not self._books.start(sequence, keys, total):
-            reason = f"{total} KV blocks needed, {pool.num_available} available now"
-            self._emit(Rejected(message.request_id, reason, permanent=False))
-            return
-        account = KvAccount(reused_blocks=len(sequence.blocks), times={"admitted": time.monotonic()})
-        borrowing = message.borrow and len(sequence.blocks) < num_usable
-        self._requests[message.request_id] = _Request(sequence, account, borrowing)
-        if borrowing:
-            self._borrowing.open(sequence, num_usable, account)
-        else:
-            self._account_compute(sequence, account)
-
-    def _sequence(self, message: Generate, sampling: SamplingParams) -> Sequence:
-        tokens = [*message.prompt, *message.emitted]
-        return Sequence(
-            request_id=message.request_id,
-            token_ids=tokens,
-            num_prompt=len(tokens),
-            root=root_key(self._model_fingerprint, message.cache_salt),
-            sampling=sampling,
-            priority=message.priority,
-            arrival=self._next_arrival(),
-            num_emitted_before=len(message.emitted),
-        )
+        return self._requests.running() + self._lending.jobs()
 
     def _next_arrival(self) -> int:
+        """One count for requests and loans: the scheduler orders them together."""
         self._arrivals += 1
         return self._arrivals
-
-    def _account_compute(self, sequence: Sequence, account: KvAccount) -> None:
-        """What is not here now is computed here."""
-        total = self._books.layout.blocks_for(sequence.num_prompt)
-        account.computed_blocks = total - account.reused_blocks - account.moved_blocks
-        account.computed_tokens = sequence.num_prompt - sequence.num_computed
-
-    def _on_loan_over(self, sequence: Sequence, lost_blocks: bool) -> None:
-        request = self._requests[sequence.request_id]
-        request.borrowing = False
-        if lost_blocks:
-            self._finish(sequence.request_id)
-            reason = "blocks are quarantined for a silent lender and no others are available"
-            self._emit(Rejected(sequence.request_id, reason, permanent=False))
-        else:
-            self._account_compute(sequence, request.account)
-
-    def _cancel(self, request_id: str) -> None:
-        if request_id in self._requests:
-            self._borrowing.cancel(request_id)
-            self._finish(request_id)
-
-    def _finish(self, request_id: str) -> None:
-        self._changed = True
-        self._books.finish(self._requests.pop(request_id).sequence)
 
     # ------------------------------------------------------------------ reports
 
@@ -381,7 +278,7 @@ class EngineCore:
         self._emit(
             Load(
                 step=self._step_count,
-                running=len(self._requests),
+                running=self._requests.num_requests,
                 loans=self._lending.num_loans,
                 queued_loans=self._lending.num_waiting,
                 queued_prefill_tokens=sum(s.num_remaining for s in prefilling) + self._lending.waiting_tokens(),

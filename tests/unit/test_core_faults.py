@@ -197,7 +197,7 @@ class Node:
         pool = self.core._books.pool
         for read in self.transport.posted.values():
             for block in read.blocks():
-                owners = [r for r in self.core._requests.values() if block in r.sequence.blocks]
+                owners = [r for r in self.core._requests._requests.values() if block in r.sequence.blocks]
                 if block in pool._quarantined:
                     assert not owners, f"{self.name}: block {block} is quarantined and owned"
                 else:
@@ -406,8 +406,8 @@ class Cluster:
     def duplicate(self) -> None:
         node = self.rng.choice(self.nodes)
         self.receive(node)
-        if node.core._requests:
-            request_id = self.rng.choice(sorted(node.core._requests))
+        if node.core._requests.num_requests:
+            request_id = self.rng.choice(sorted(node.core._requests._requests))
             self.num_duplicates += 1
             node.tell(self.generate(request_id))
             self.route(node)
