@@ -398,7 +398,7 @@ class Cluster:
         if running:
             request_id, client, node = self.rng.choice(running)
             self.receive(node)  # what arrived before may have ended it
-            if request_id in node.core._requests:
+            if request_id in node.core._requests._requests:
                 client.state = "cancelled"
                 node.tell(Cancel(request_id))
                 self.route(node)
