@@ -1,7 +1,8 @@
 """What the router knows of its workers. Pure bookkeeping: told of events, asked for snapshots.
 
 Between a placement and the worker's report of it, the router counts the placement itself: the blocks and tokens
-it will take, and the blocks it will leave in the caches, so that a burst of siblings goes together.
+it will take, and the blocks its lender will have, so that a burst of siblings goes to the same lender. What a decode
+worker will have counts only when it has it: a sibling that came sooner would find nothing there.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,6 +42,7 @@ class Placed:
     sequence: int
     decode: Worker
     lender: Worker | None
+    lender_tokens: int
     demand: Demand
     keys: tuple[BlockKey, ...]
     started: bool = False
@@ -104,7 +106,7 @@ class Fleet:
         self._sequence += 1
         decode = self._workers[decision.decode_id]
         lender = self._workers[decision.lender_id] if decision.lender_id else None
-        placed = Placed(self._sequence, decode, lender, demand, tuple(keys))
+        placed = Placed(self._sequence, decode, lender, decision.lender_tokens, demand, tuple(keys))
         self._placed.add(placed)
         return placed
 
@@ -118,14 +120,14 @@ class Fleet:
         return [self._view(w) for w in sorted(self._workers.values(), key=lambda w: w.worker_id) if w.load is not None]
 
     def hits(self, keys: Sequence[BlockKey]) -> dict[str, int]:
-        """Blocks of the chain each worker holds, or will hold once what was placed on it has run."""
+        """Blocks of the chain each worker holds, or, of a lender, will have computed before it turns to the next."""
         hits = self._index.match(keys)
         for placed in self._placed:
-            if not placed.started:
+            if placed.lender is not None and not placed.started:
                 shared = _shared_prefix(keys, placed.keys)
-                for worker in (placed.decode, placed.lender):
-                    if shared and worker is not None:
-                        hits[worker.worker_id] = max(hits.get(worker.worker_id, 0), shared)
+                if shared:
+                    lender_id = placed.lender.worker_id
+                    hits[lender_id] = max(hits.get(lender_id, 0), shared)
         return hits
 
     def _view(self, worker: Worker) -> WorkerView:
@@ -140,7 +142,7 @@ class Fleet:
             decodes=worker.decodes,
             fingerprint=worker.hello.model_fingerprint,
             running=load.running + len(decodes),
-            queued_prefill_tokens=load.queued_prefill_tokens + sum(p.demand.num_tokens for p in lends),
+            queued_prefill_tokens=load.queued_prefill_tokens + sum(p.lender_tokens for p in lends),
             available_blocks=load.available_blocks - sum(p.demand.num_total_blocks for p in decodes),
             num_blocks=load.num_blocks,
         )

@@ -58,6 +58,8 @@ class Decision:
 
     decode_id: str
     lender_id: str | None
+    lender_tokens: int
+    """What the lender will have to compute."""
     predicted_ttft_s: float
     cost_s: float
     num_candidates: int
@@ -82,6 +84,7 @@ def place(demand: Demand, workers: Sequence[WorkerView], hits: Mapping[str, int]
     return Decision(
         decode_id=best.decode.worker_id,
         lender_id=best.lender.worker_id if best.lender else None,
+        lender_tokens=best.lender_tokens,
         predicted_ttft_s=best.ttft_s,
         cost_s=best.cost_s,
         num_candidates=len(candidates),
@@ -93,6 +96,7 @@ def place(demand: Demand, workers: Sequence[WorkerView], hits: Mapping[str, int]
 class _Candidate:
     decode: WorkerView
     lender: WorkerView | None
+    lender_tokens: int
     ttft_s: float
     cost_s: float
 
@@ -107,20 +111,21 @@ def _assess(
 ) -> _Candidate:
     own_hits = min(hits.get(decode.worker_id, 0), demand.num_usable_blocks)
     lent_s = 0.0
+    lender_tokens = 0
     own_blocks = own_hits
     if lender is not None:
         lender_hits = min(hits.get(lender.worker_id, 0), demand.num_usable_blocks)
-        to_compute = (demand.num_usable_blocks - lender_hits) * demand.block_tokens
+        lender_tokens = (demand.num_usable_blocks - lender_hits) * demand.block_tokens
         moved = (demand.num_usable_blocks - own_hits) * demand.block_bytes
         lent_s = rates.loan_overhead_s + moved / rates.kv_bytes_per_s
-        lent_s += (lender.queued_prefill_tokens + to_compute) / rates.prefill_tokens_per_s
+        lent_s += (lender.queued_prefill_tokens + lender_tokens) / rates.prefill_tokens_per_s
         own_blocks = demand.num_usable_blocks
     own_tokens = demand.num_tokens - own_blocks * demand.block_tokens
     own_s = own_tokens / rates.decode_prefill_tokens_per_s
     queue_s = decode.queued_prefill_tokens / rates.decode_prefill_tokens_per_s
     ttft_s = lent_s + queue_s + own_s
     delay_s = decode.running * (own_s + rates.stream_delay_s)
-    return _Candidate(decode, lender, ttft_s, ttft_s + delay_s)
+    return _Candidate(decode, lender, lender_tokens, ttft_s, ttft_s + delay_s)
 
 
 def _reason(demand: Demand, best: _Candidate, hits: Mapping[str, int]) -> str:

@@ -72,8 +72,15 @@ class LendingDesk:
         return held + [loan.job.blocks for loan in self._loans.values() if loan.job is not None]
 
     def waiting_tokens(self) -> int:
-        """Prompt tokens of loans that have not started, an upper bound of what they will compute."""
-        return sum(len(self._loans[loan_id].request.token_ids) for loan_id in self._waiting)
+        """Tokens that the loans which have not started will compute: each block once, whoever it is for."""
+        missing: set[BlockKey] = set()
+        for loan_id in self._waiting:
+            keys = self._loans[loan_id].keys
+            missing.update(keys[len(self._books.pool.match(keys)) :])
+        for loan in self._loans.values():
+            if loan.job is not None:
+                missing.difference_update(loan.keys)
+        return len(missing) * self._books.layout.block_tokens
 
     def open(self, request: Lend) -> None:
         width = self._books.layout.block_tokens
@@ -110,9 +117,32 @@ class LendingDesk:
             self._stop_job(loan)
 
     def start_waiting(self) -> None:
-        """Start loans in order while they fit; the first that does not keeps its turn."""
-        while self._waiting and self._try_start(self._loans[self._waiting[0]]):
-            self._waiting.pop(0)
+        """Start loans in order while they fit; the first that does not keeps its turn.
+
+        A loan whose next missing block is being computed for another waits for it and lets others pass, so that a
+        burst of siblings computes what they share once.
+        """
+        for loan in [self._loans[loan_id] for loan_id in self._waiting]:
+            if self._waits_for_sibling(loan):
+                continue
+            if not self._try_start(loan):
+                return
+            self._waiting.remove(loan.request.loan_id)
+
+    def _waits_for_sibling(self, loan: _Loan) -> bool:
+        if not loan.request.may_compute:
+            return False
+        num_cached = len(self._books.pool.match(loan.keys))
+        if num_cached == len(loan.keys):
+            return False
+        missing = loan.keys[num_cached]
+        # A key names its whole chain, so it stands at the same place in every chain that has it.
+        return any(
+            other.job is not None
+            and len(other.job.keys) <= num_cached < len(other.keys)
+            and other.keys[num_cached] == missing
+            for other in self._loans.values()
+        )
 
     def refuse_waiting(self, reason: str) -> None:
         """Nobody waits any longer."""

@@ -555,15 +555,46 @@ def test_a_loan_and_a_request_of_the_same_id_do_not_mix() -> None:
     assert engine.held() == NOTHING_LEFT
 
 
-def test_two_loans_of_one_chain_at_once() -> None:
-    """Both compute; the second's blocks stay private, are lent all the same, and are free afterwards."""
-    engine = Engine(budget=StepBudget(64, 64))
+def test_two_loans_of_one_chain_at_once_compute_it_once() -> None:
+    engine = Engine(budget=StepBudget(4, 4))
+    engine.tell(lend("l", TWELVE), lend("m", [*TWELVE[:8], 90, 91, 92, 93]), lend("n", [70, 71, 72, 73]))
+    heard: list[tuple[str, int, tuple[int, ...]]] = []
+    for _ in range(5):
+        engine.step()
+        heard += [(ready.loan_id, ready.first, ready.block_ids) for ready in engine.hear(LendReady)]
+    # "m" waits while "l" computes what they share, then gets both blocks and its turn, which came before that of "n".
+    assert heard == [
+        ("l", 0, (0,)),
+        ("l", 1, (1,)),
+        ("m", 0, (0, 1)),
+        ("l", 2, (2,)),
+        ("m", 2, (3,)),
+        ("n", 0, (4,)),
+    ]
+    assert not engine.step()
+
+
+def test_a_loan_whose_sibling_goes_away_computes_itself() -> None:
+    engine = Engine(budget=StepBudget(4, 4))
     engine.tell(lend("l", TWELVE), lend("m", TWELVE))
     engine.step()
-    one, two = engine.hear(LendReady)
-    assert (one.block_ids, two.block_ids) == ((0, 1, 2), (3, 4, 5))
-    assert one.fingerprints == two.fingerprints
-    engine.tell(LendClosed("l"), LendClosed("m"))
+    engine.tell(LendClosed("l"))
+    engine.hear(LendReady)
+    engine.run()
+    blocks = [block for ready in engine.hear(LendReady) for block in ready.block_ids]
+    assert len(set(blocks)) == 3
+    engine.tell(LendClosed("m"))
+    assert engine.held() == NOTHING_LEFT
+
+
+def test_a_loan_and_a_request_of_one_chain_at_once() -> None:
+    """Both compute; the later one's blocks stay private, are lent all the same, and are free afterwards."""
+    engine = Engine(budget=StepBudget(64, 64))
+    engine.tell(generate("r", [*TWELVE, 5], max_tokens=1), lend("l", TWELVE))
+    engine.step()
+    (ready,) = engine.hear(LendReady)
+    assert ready.block_ids == (4, 5, 6)
+    engine.tell(LendClosed("l"))
     assert engine.held() == NOTHING_LEFT
     assert engine.core._books.pool.match(block_keys(root_key(engine.ready.model_fingerprint, ""), TWELVE, 4)) == [
         0,

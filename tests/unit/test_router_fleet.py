@@ -47,10 +47,10 @@ def test_a_worker_counts_once_it_has_reported() -> None:
 
 def test_a_placement_counts_until_the_report_that_has_seen_it() -> None:
     fleet, decode, prefill = make_fleet()
-    placed = fleet.placed(Decision("d0", "p0", 0, 0, 1, ""), DEMAND, KEYS)
+    placed = fleet.placed(Decision("d0", "p0", 16, 0, 0, 1, ""), DEMAND, KEYS)
     decode_view, prefill_view = fleet.views()
     assert (decode_view.running, decode_view.available_blocks) == (1, 44)
-    assert prefill_view.queued_prefill_tokens == 20
+    assert prefill_view.queued_prefill_tokens == 16
 
     fleet.reported(decode, report(available=44, running=1, seen=placed.sequence))
     assert [view.available_blocks for view in fleet.views()] == [44, 50]
@@ -61,11 +61,11 @@ def test_a_placement_counts_until_the_report_that_has_seen_it() -> None:
     assert [view.running for view in fleet.views()] == [1, 0]
 
 
-def test_siblings_of_a_placement_find_its_blocks_before_any_event() -> None:
+def test_siblings_of_a_placement_find_its_blocks_at_the_lender_before_any_event() -> None:
     fleet, _, _ = make_fleet()
     assert fleet.hits(KEYS) == {}
-    placed = fleet.placed(Decision("d0", "p0", 0, 0, 1, ""), DEMAND, KEYS[:3])
-    assert fleet.hits(KEYS) == {"d0": 3, "p0": 3}
+    placed = fleet.placed(Decision("d0", "p0", 16, 0, 0, 1, ""), DEMAND, KEYS[:3])
+    assert fleet.hits(KEYS) == {"p0": 3}, "the decode worker has nothing yet"
     placed.started = True  # from now on the workers' own events tell
     assert fleet.hits(KEYS) == {}
 
