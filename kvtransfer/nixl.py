@@ -27,6 +27,8 @@ CLOSED = "the transport was closed"
 SPIN_S = 200e-6
 """Poll without pause for so long after a post; then sleep between polls, not to take a core from the engine."""
 POLL_S = 100e-6
+MAX_POLL_S = 2e-3
+"""The longer a read takes, the less often it is asked after; a silent peer must not keep a core busy."""
 PROGRESS_DELAY_US = 100_000
 _construction = threading.Lock()
 
@@ -187,7 +189,8 @@ class NixlTransport(Transport):
         posted = [lane.posted for lane in lanes.values() if lane.posted is not None]
         busy = bool(posted) or any(lane.queued for lane in lanes.values())
         newest = max((job.posted_at for job in posted), default=0.0)
-        pause = 0.0 if time.monotonic() - newest < SPIN_S else POLL_S
+        waiting = time.monotonic() - newest
+        pause = 0.0 if waiting < SPIN_S else min(max(POLL_S, waiting / 20), MAX_POLL_S)
         timeout = None if not busy else pause
         while True:
             try:
