@@ -24,6 +24,13 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
     ignore_eos: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit)."""
+    min_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +71,11 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Sampled so far, by this attempt and earlier ones."""
+        return self.token_ids[self.num_prompt - self.num_emitted_before :]
 
     @property
     def num_remaining(self) -> int:

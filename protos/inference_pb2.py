@@ -24,43 +24,47 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/inference.proto\x12\ttandem.v1\"\xfe\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\x04text\x18\x02 \x01(\tH\x00\x88\x01\x01\x12(\n\x08messages\x18\x03 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12%\n\x08sampling\x18\x05 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x12\n\nsession_id\x18\x08 \x01(\t\x12\x12\n\nrequest_id\x18\t \x01(\t\x12\x12\n\ncache_salt\x18\n \x01(\tB\x07\n\x05_text\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x92\x02\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x15\n\x08logprobs\x18\x08 \x01(\x05H\x05\x88\x01\x01\x12\x12\n\nignore_eos\x18\t \x01(\x08\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\x0b\n\t_logprobs\"\x82\x01\n\x10GenerateResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12*\n\x08logprobs\x18\x03 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12!\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x11.tandem.v1.Finish\"M\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\x8b\x01\n\x06\x46inish\x12\'\n\x06reason\x18\x01 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x12\n\nstop_match\x18\x02 \x01(\t\x12\x1f\n\x05usage\x18\x03 \x01(\x0b\x32\x10.tandem.v1.Usage\x12#\n\x07receipt\x18\x04 \x01(\x0b\x32\x12.tandem.v1.Receipt\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x98\x01\n\x07Receipt\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\'\n\tplacement\x18\x03 \x01(\x0b\x32\x14.tandem.v1.Placement\x12 \n\x02kv\x18\x04 \x01(\x0b\x32\x14.tandem.v1.KvReceipt\x12 \n\x06stages\x18\x05 \x03(\x0b\x32\x10.tandem.v1.Stage\"\x82\x01\n\tPlacement\x12\x15\n\rdecode_worker\x18\x01 \x01(\t\x12\x0e\n\x06lender\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x12\n\ncandidates\x18\x04 \x01(\r\x12\x19\n\x11predicted_ttft_ms\x18\x05 \x01(\x01\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\r\"\xc8\x02\n\tKvReceipt\x12\x14\n\x0c\x62lock_tokens\x18\x01 \x01(\r\x12\x15\n\rreused_blocks\x18\x02 \x01(\r\x12\x14\n\x0cmoved_blocks\x18\x03 \x01(\r\x12\x17\n\x0f\x63omputed_blocks\x18\x04 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x05 \x01(\r\x12\x13\n\x0bmoved_bytes\x18\x06 \x01(\x04\x12\x17\n\x0fverified_blocks\x18\x07 \x01(\r\x12\x19\n\x11mismatched_blocks\x18\x08 \x01(\r\x12\x1c\n\x14lender_cached_blocks\x18\t \x01(\r\x12\x1e\n\x16lender_computed_blocks\x18\n \x01(\r\x12\x11\n\ttransport\x18\x0b \x01(\t\x12\x16\n\x0eucx_transports\x18\x0c \x03(\t\x12\x14\n\x0cloan_failure\x18\r \x01(\t\"K\n\x05Stage\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05where\x18\x02 \x01(\t\x12\x10\n\x08start_ms\x18\x03 \x01(\x01\x12\x13\n\x0b\x64uration_ms\x18\x04 \x01(\x01\"\x13\n\x11ListModelsRequest\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.tandem.v1.Model\"\x8d\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x17\n\x0fprefill_workers\x18\x04 \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_workers\x18\x05 \x01(\r\x12\x15\n\rhas_tokenizer\x18\x06 \x01(\x08*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x9d\x01\n\tInference\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12I\n\nListModels\x12\x1c.tandem.v1.ListModelsRequest\x1a\x1d.tandem.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16protos/inference.proto\x12\ttandem.v1\"\xfe\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\x04text\x18\x02 \x01(\tH\x00\x88\x01\x01\x12(\n\x08messages\x18\x03 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12%\n\x08sampling\x18\x05 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x12\n\nsession_id\x18\x08 \x01(\t\x12\x12\n\nrequest_id\x18\t \x01(\t\x12\x12\n\ncache_salt\x18\n \x01(\tB\x07\n\x05_text\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xe4\x04\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x15\n\x08logprobs\x18\x08 \x01(\x05H\x05\x88\x01\x01\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x12\n\x05min_p\x18\n \x01(\x01H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0b \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x0c \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\r \x01(\x01H\t\x88\x01\x01\x12\x36\n\nlogit_bias\x18\x0e \x03(\x0b\x32\".tandem.v1.Sampling.LogitBiasEntry\x12\x17\n\nmin_tokens\x18\x0f \x01(\x05H\n\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\x0b\n\t_logprobsB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_min_tokens\"\x82\x01\n\x10GenerateResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12*\n\x08logprobs\x18\x03 \x03(\x0b\x32\x18.tandem.v1.TokenLogprobs\x12!\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x11.tandem.v1.Finish\"M\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\x8b\x01\n\x06\x46inish\x12\'\n\x06reason\x18\x01 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x12\n\nstop_match\x18\x02 \x01(\t\x12\x1f\n\x05usage\x18\x03 \x01(\x0b\x32\x10.tandem.v1.Usage\x12#\n\x07receipt\x18\x04 \x01(\x0b\x32\x12.tandem.v1.Receipt\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x98\x01\n\x07Receipt\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\'\n\tplacement\x18\x03 \x01(\x0b\x32\x14.tandem.v1.Placement\x12 \n\x02kv\x18\x04 \x01(\x0b\x32\x14.tandem.v1.KvReceipt\x12 \n\x06stages\x18\x05 \x03(\x0b\x32\x10.tandem.v1.Stage\"\x82\x01\n\tPlacement\x12\x15\n\rdecode_worker\x18\x01 \x01(\t\x12\x0e\n\x06lender\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x12\n\ncandidates\x18\x04 \x01(\r\x12\x19\n\x11predicted_ttft_ms\x18\x05 \x01(\x01\x12\x0f\n\x07\x61ttempt\x18\x06 \x01(\r\"\xc8\x02\n\tKvReceipt\x12\x14\n\x0c\x62lock_tokens\x18\x01 \x01(\r\x12\x15\n\rreused_blocks\x18\x02 \x01(\r\x12\x14\n\x0cmoved_blocks\x18\x03 \x01(\r\x12\x17\n\x0f\x63omputed_blocks\x18\x04 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x05 \x01(\r\x12\x13\n\x0bmoved_bytes\x18\x06 \x01(\x04\x12\x17\n\x0fverified_blocks\x18\x07 \x01(\r\x12\x19\n\x11mismatched_blocks\x18\x08 \x01(\r\x12\x1c\n\x14lender_cached_blocks\x18\t \x01(\r\x12\x1e\n\x16lender_computed_blocks\x18\n \x01(\r\x12\x11\n\ttransport\x18\x0b \x01(\t\x12\x16\n\x0eucx_transports\x18\x0c \x03(\t\x12\x14\n\x0cloan_failure\x18\r \x01(\t\"K\n\x05Stage\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05where\x18\x02 \x01(\t\x12\x10\n\x08start_ms\x18\x03 \x01(\x01\x12\x13\n\x0b\x64uration_ms\x18\x04 \x01(\x01\"\x13\n\x11ListModelsRequest\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.tandem.v1.Model\"\x8d\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x17\n\x0fprefill_workers\x18\x04 \x01(\r\x12\x16\n\x0e\x64\x65\x63ode_workers\x18\x05 \x01(\r\x12\x15\n\rhas_tokenizer\x18\x06 \x01(\x08*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\x9d\x01\n\tInference\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12I\n\nListModels\x12\x1c.tandem.v1.ListModelsRequest\x1a\x1d.tandem.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1970
-  _globals['_FINISHREASON']._serialized_end=2065
+  _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_FINISHREASON']._serialized_start=2308
+  _globals['_FINISHREASON']._serialized_end=2403
   _globals['_GENERATEREQUEST']._serialized_start=38
   _globals['_GENERATEREQUEST']._serialized_end=292
   _globals['_CHATMESSAGE']._serialized_start=294
   _globals['_CHATMESSAGE']._serialized_end=338
   _globals['_SAMPLING']._serialized_start=341
-  _globals['_SAMPLING']._serialized_end=615
-  _globals['_GENERATERESPONSE']._serialized_start=618
-  _globals['_GENERATERESPONSE']._serialized_end=748
-  _globals['_TOKENLOGPROBS']._serialized_start=750
-  _globals['_TOKENLOGPROBS']._serialized_end=827
-  _globals['_FINISH']._serialized_start=830
-  _globals['_FINISH']._serialized_end=969
-  _globals['_USAGE']._serialized_start=971
-  _globals['_USAGE']._serialized_end=1051
-  _globals['_RECEIPT']._serialized_start=1054
-  _globals['_RECEIPT']._serialized_end=1206
-  _globals['_PLACEMENT']._serialized_start=1209
-  _globals['_PLACEMENT']._serialized_end=1339
-  _globals['_KVRECEIPT']._serialized_start=1342
-  _globals['_KVRECEIPT']._serialized_end=1670
-  _globals['_STAGE']._serialized_start=1672
-  _globals['_STAGE']._serialized_end=1747
-  _globals['_LISTMODELSREQUEST']._serialized_start=1749
-  _globals['_LISTMODELSREQUEST']._serialized_end=1768
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1770
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1824
-  _globals['_MODEL']._serialized_start=1827
-  _globals['_MODEL']._serialized_end=1968
-  _globals['_INFERENCE']._serialized_start=2068
-  _globals['_INFERENCE']._serialized_end=2225
+  _globals['_SAMPLING']._serialized_end=953
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=741
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=789
+  _globals['_GENERATERESPONSE']._serialized_start=956
+  _globals['_GENERATERESPONSE']._serialized_end=1086
+  _globals['_TOKENLOGPROBS']._serialized_start=1088
+  _globals['_TOKENLOGPROBS']._serialized_end=1165
+  _globals['_FINISH']._serialized_start=1168
+  _globals['_FINISH']._serialized_end=1307
+  _globals['_USAGE']._serialized_start=1309
+  _globals['_USAGE']._serialized_end=1389
+  _globals['_RECEIPT']._serialized_start=1392
+  _globals['_RECEIPT']._serialized_end=1544
+  _globals['_PLACEMENT']._serialized_start=1547
+  _globals['_PLACEMENT']._serialized_end=1677
+  _globals['_KVRECEIPT']._serialized_start=1680
+  _globals['_KVRECEIPT']._serialized_end=2008
+  _globals['_STAGE']._serialized_start=2010
+  _globals['_STAGE']._serialized_end=2085
+  _globals['_LISTMODELSREQUEST']._serialized_start=2087
+  _globals['_LISTMODELSREQUEST']._serialized_end=2106
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2108
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2162
+  _globals['_MODEL']._serialized_start=2165
+  _globals['_MODEL']._serialized_end=2306
+  _globals['_INFERENCE']._serialized_start=2406
+  _globals['_INFERENCE']._serialized_end=2563
 # @@protoc_insertion_point(module_scope)

@@ -13,6 +13,9 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_LOGPROBS = 20
 MAX_NAME_CHARS = 256
+MAX_REPETITION_PENALTY = 10.0
+MAX_BIASED_TOKENS = 1024
+MAX_BIAS = 100.0
 MAX_TEMPERATURE = 100.0
 
 
@@ -27,10 +30,13 @@ def resolve_sampling(sampling: pb.Sampling, num_prompt: int, model_dir: ModelDir
         resolved.temperature = 1.0
     if not sampling.HasField("top_p"):
         resolved.top_p = 1.0
+    if not sampling.HasField("repetition_penalty"):
+        resolved.repetition_penalty = 1.0
     if not sampling.HasField("seed"):
         resolved.seed = secrets.randbits(63)
     _check_numbers(resolved)
     _check_stops(resolved, model_dir.vocab_size)
+    _check_bias(resolved, model_dir.vocab_size)
     if num_prompt + resolved.max_tokens > context:
         raise InvalidRequest(
             "sampling.max_tokens",
@@ -73,6 +79,15 @@ def _check_numbers(sampling: pb.Sampling) -> None:
         raise InvalidRequest("sampling.top_p", f"must be above 0 and at most 1, not {sampling.top_p}")
     if sampling.top_k < 0:
         raise InvalidRequest("sampling.top_k", f"must be 0 (off) or more, not {sampling.top_k}")
+    _check_range(sampling.min_p, "min_p", 0, 1)
+    if not 0 < sampling.repetition_penalty <= MAX_REPETITION_PENALTY:
+        limits = f"above 0 and at most {MAX_REPETITION_PENALTY:g}"
+        raise InvalidRequest("sampling.repetition_penalty", f"must be {limits}, not {sampling.repetition_penalty}")
+    _check_range(sampling.presence_penalty, "presence_penalty", -2, 2)
+    _check_range(sampling.frequency_penalty, "frequency_penalty", -2, 2)
+    if not 0 <= sampling.min_tokens <= sampling.max_tokens:
+        limits = f"0 to max_tokens, {sampling.max_tokens}"
+        raise InvalidRequest("sampling.min_tokens", f"must be {limits}, not {sampling.min_tokens}")
     if sampling.HasField("logprobs") and not 0 <= sampling.logprobs <= MAX_LOGPROBS:
         raise InvalidRequest("sampling.logprobs", f"must be 0 to {MAX_LOGPROBS}, not {sampling.logprobs}")
 
@@ -84,3 +99,20 @@ def _check_stops(sampling: pb.Sampling, vocab_size: int) -> None:
         raise InvalidRequest("sampling.stop", f"each must have 1 to {MAX_STOP_CHARS} characters")
     if any(token_id >= vocab_size for token_id in sampling.stop_token_ids):
         raise InvalidRequest("sampling.stop_token_ids", f"token ids must be below {vocab_size}")
+
+
+def _check_bias(sampling: pb.Sampling, vocab_size: int) -> None:
+    if len(sampling.logit_bias) > MAX_BIASED_TOKENS:
+        raise InvalidRequest(
+            "sampling.logit_bias", f"at most {MAX_BIASED_TOKENS} tokens, not {len(sampling.logit_bias)}"
+        )
+    for token_id, bias in sampling.logit_bias.items():
+        if token_id >= vocab_size:
+            raise InvalidRequest("sampling.logit_bias", f"token ids must be below {vocab_size}, not {token_id}")
+        _check_range(bias, "logit_bias", -MAX_BIAS, MAX_BIAS)
+
+
+def _check_range(value: float, field: str, low: float, high: float) -> None:
+    """NaN is in no range."""
+    if not low <= value <= high:
+        raise InvalidRequest(f"sampling.{field}", f"must be {low:g} to {high:g}, not {value}")

@@ -1,6 +1,6 @@
 """The torch engine: a transformers model over a paged KV pool."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ from engine.runner import ModelInfo, Runner
 from engine.torch.attention import PagedBatch
 from engine.torch.loader import kv_layout, load_model, paged_attention
 from engine.torch.sampler import sample
-from engine.vocabulary import Chunk, Sampled
+from engine.vocabulary import Chunk, Sampled, Sequence
 from kvtransfer.transport import Pool
 
 
@@ -40,18 +40,18 @@ class TorchRunner(Runner):
         self._attention = paged_attention(self._model, pool, layout)
 
     @torch.inference_mode()
-    def execute(self, batch: Sequence[Chunk]) -> list[Sampled]:
+    def execute(self, batch: Seq[Chunk]) -> list[Sampled]:
         tokens: list[int] = []
         positions: list[int] = []
         last_rows: list[int] = []
-        rows = []
+        sampling: list[Sequence] = []
         for chunk in batch:
             end = chunk.start + chunk.count
             tokens += chunk.sequence.token_ids[chunk.start : end]
             positions += range(chunk.start, end)
-            if chunk.samples and chunk.sequence.sampling is not None:
+            if chunk.samples:
                 last_rows.append(len(tokens) - 1)
-                rows.append((chunk.sequence.sampling, end))
+                sampling.append(chunk.sequence)
         self._attention.batch = PagedBatch.of(self.layout, batch)
         logits = self._model(
             input_ids=torch.tensor([tokens]),
@@ -59,7 +59,7 @@ class TorchRunner(Runner):
             use_cache=False,
             logits_to_keep=torch.tensor(last_rows, dtype=torch.long),
         ).logits[0]
-        return sample(logits, rows) if rows else []
+        return sample(logits, sampling, self.info.eos_token_ids) if sampling else []
 
 
 def set_threads(threads: int) -> None:

@@ -1,54 +1,90 @@
-"""The sampler's distributions against a float64 reference."""
+"""The sampler's distributions against a float64 reference, each option alone and combined."""
 
 import math
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from engine.torch.sampler import sample, uniform
-from engine.vocabulary import SamplingParams
+from engine.vocabulary import SamplingParams, Sequence
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 DRAWS = 4000
+PROMPT = [0, 3]
+OUTPUT = [1, 1, 4]
+EOS = frozenset({0})
 
 
-def reference(temperature: float, top_k: int, top_p: float) -> np.ndarray:  # type: ignore[type-arg]
-    """In float64, token by token, from the definitions."""
-    scaled = LOGITS.double().numpy() / temperature
-    probs = np.exp(scaled) / np.exp(scaled).sum()
-    order = np.argsort(-probs)
-    kept = list(order[: top_k or None])
-    probs = np.array([p if i in kept else 0.0 for i, p in enumerate(probs)])
+def sequence(options: dict[str, Any], prompt: list[int] = PROMPT, output: list[int] = OUTPUT) -> Sequence:
+    params = SamplingParams(**{"max_tokens": 10} | options)
+    made = Sequence("r", [*prompt, *output], len(prompt), b"", params, 0, 0)
+    assert made.output_token_ids == output
+    return made
+
+
+def reference(options: dict[str, Any]) -> NDArray[np.float64]:
+    """In float64, step by step, from the definitions."""
+    logits = LOGITS.double().numpy().copy()
+    for token, bias in options.get("logit_bias", ()):
+        logits[token] += bias
+    for token in {*PROMPT, *OUTPUT}:
+        penalty = options.get("repetition_penalty", 1.0)
+        logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
+    for token, times in Counter(OUTPUT).items():
+        logits[token] -= options.get("presence_penalty", 0.0) + options.get("frequency_penalty", 0.0) * times
+    if len(OUTPUT) < options.get("min_tokens", 0):
+        for token in {*options.get("stop_token_ids", ()), *(() if options.get("ignore_eos") else EOS)}:
+            logits[token] = -np.inf
+    probs = np.exp(logits / options.get("temperature", 1.0))
+    probs /= probs.sum()
+    order = sorted(range(len(probs)), key=lambda token: -probs[token])
+    kept = [token for token in order if probs[token] >= options.get("min_p", 0.0) * probs.max()]
+    kept = kept[: options.get("top_k") or None]
+    probs = np.array([p if token in kept else 0.0 for token, p in enumerate(probs)])
     probs /= probs.sum()
     total, final = 0.0, []
-    for index in kept:
-        if total < top_p:
-            final.append(index)
-        total += probs[index]
-    probs = np.array([p if i in final else 0.0 for i, p in enumerate(probs)])
-    return probs / probs.sum()
+    for token in kept:
+        if total < options.get("top_p", 1.0):
+            final.append(token)
+        total += probs[token]
+    probs = np.array([p if token in final else 0.0 for token, p in enumerate(probs)])
+    normalised: NDArray[np.float64] = probs / probs.sum()
+    return normalised
 
 
-@pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
-    [
-        (1.0, 0, 1.0),
-        (0.5, 0, 1.0),
-        (2.0, 0, 1.0),
-        (1.0, 2, 1.0),
-        (1.0, 0, 0.7),
-        (1.3, 4, 0.8),
-        (1.0, 1, 1.0),
-        (1.0, 0, 1e-9),
-    ],
-)
-def test_draws_follow_the_distribution(temperature: float, top_k: int, top_p: float) -> None:
-    expected = reference(temperature, top_k, top_p)
-    params = SamplingParams(1, temperature=temperature, top_k=top_k, top_p=top_p, seed=11)
-    drawn = sample(LOGITS.repeat(DRAWS, 1), [(params, position) for position in range(DRAWS)])
-    counts = Counter(token.token_id for token in drawn)
+CASES: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.5},
+    {"temperature": 2.0},
+    {"top_k": 2},
+    {"top_k": 1},
+    {"top_p": 0.7},
+    {"top_p": 1e-9},
+    {"min_p": 0.3},
+    {"min_p": 1.0},
+    {"repetition_penalty": 1.8},
+    {"repetition_penalty": 0.5},
+    {"presence_penalty": 1.5},
+    {"frequency_penalty": -0.8},
+    {"logit_bias": ((5, 4.0), (0, -100.0))},
+    {"min_tokens": 4},
+    {"min_tokens": 4, "ignore_eos": True, "stop_token_ids": frozenset({1, 2})},
+    {"min_tokens": 3},
+    {"temperature": 1.3, "top_k": 4, "top_p": 0.8},
+    {"temperature": 0.7, "min_p": 0.05, "top_k": 4, "top_p": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.4},
+    {"temperature": 1.5, "presence_penalty": -1.0, "logit_bias": ((2, 1.5),), "min_tokens": 9, "top_p": 0.95},
+]
+
+
+@pytest.mark.parametrize("options", CASES, ids=lambda options: " ".join(options) or "plain")
+def test_draws_follow_the_distribution(options: dict[str, Any]) -> None:
+    expected = reference(options)
+    rows = [sequence(options | {"seed": seed}) for seed in range(DRAWS)]
+    counts = Counter(token.token_id for token in sample(LOGITS.repeat(DRAWS, 1), rows, EOS))
     for token, probability in enumerate(expected):
         if probability == 0:
             assert counts[token] == 0
@@ -57,17 +93,37 @@ def test_draws_follow_the_distribution(temperature: float, top_k: int, top_p: fl
             assert abs(counts[token] - DRAWS * probability) <= spread
 
 
-def test_greedy_takes_the_likeliest_whatever_else_is_asked() -> None:
-    params = SamplingParams(1, temperature=0, top_k=3, top_p=0.1, seed=5)
-    assert sample(LOGITS[None], [(params, 9)])[0].token_id == 0
+@pytest.mark.parametrize("options", CASES, ids=lambda options: " ".join(options) or "plain")
+def test_greedy_takes_the_likeliest_after_penalties(options: dict[str, Any]) -> None:
+    likeliest = int(reference(options | {"temperature": 1.0, "top_k": 1}).argmax())
+    (token,) = sample(LOGITS[None], [sequence(options | {"temperature": 0})], EOS)
+    assert token.token_id == likeliest
+
+
+def test_rows_do_not_mix() -> None:
+    """Every case at once, each row as if it were alone; the logits stay as they were."""
+    rows = [sequence(options | {"seed": seed}) for options in CASES for seed in range(20)]
+    logits = LOGITS.repeat(len(rows), 1)
+    together = sample(logits, rows, EOS)
+    assert together == [sample(LOGITS[None], [row], EOS)[0] for row in rows]
+    assert torch.equal(logits, LOGITS.repeat(len(rows), 1))
 
 
 def test_a_draw_depends_on_seed_and_position_alone() -> None:
-    params = SamplingParams(1, seed=3)
-    other = SamplingParams(1, temperature=0.3, top_k=2, seed=99)
-    alone = sample(LOGITS[None], [(params, 7)])[0]
-    in_company = sample(LOGITS.repeat(3, 1), [(other, 1), (params, 7), (other, 7)])[1]
-    assert alone == in_company
+    first = sequence({"seed": 3})
+    assert sample(LOGITS[None], [first], EOS) == sample(LOGITS[None], [sequence({"seed": 3})], EOS)
+    draws = {uniform(seed, position) for seed in range(50) for position in range(50)}
+    assert len(draws) == 2500
+
+
+def test_a_resumed_request_has_the_same_penalties() -> None:
+    """What an earlier attempt emitted is output, not prompt."""
+    options = {"frequency_penalty": 2.0, "min_tokens": 4, "seed": 9}
+    whole = sequence(options)
+    params = whole.sampling
+    resumed = Sequence("r", [*PROMPT, *OUTPUT], len(PROMPT) + 2, b"", params, 0, 0, num_emitted_before=2)
+    assert (resumed.output_token_ids, resumed.num_sampled) == (OUTPUT, 3)
+    assert sample(LOGITS[None], [resumed], EOS) == sample(LOGITS[None], [whole], EOS)
 
 
 def test_uniform_is_uniform() -> None:
@@ -80,8 +136,7 @@ def test_uniform_is_uniform() -> None:
 
 def test_logprobs_are_the_models_own() -> None:
     expected = LOGITS.double().log_softmax(-1)
-    params = SamplingParams(1, temperature=0.2, top_k=1, logprobs=3)
-    (token,) = sample(LOGITS[None], [(params, 0)])
+    (token,) = sample(LOGITS[None], [sequence({"temperature": 0.2, "top_k": 1, "logprobs": 3})], EOS)
     assert token.logprobs is not None
     assert token.logprobs.logprob == pytest.approx(float(expected[0]), abs=1e-6)
     assert token.logprobs.top_token_ids == (0, 1, 2)
@@ -89,11 +144,11 @@ def test_logprobs_are_the_models_own() -> None:
 
 
 def test_more_logprobs_than_tokens_and_none_at_all() -> None:
-    (many,) = sample(LOGITS[None], [(SamplingParams(1, logprobs=20), 0)])
+    (many,) = sample(LOGITS[None], [sequence({"logprobs": 20})], EOS)
     assert many.logprobs is not None
     assert len(many.logprobs.top_token_ids) == 6
-    (zero,) = sample(LOGITS[None], [(SamplingParams(1, logprobs=0), 0)])
+    (zero,) = sample(LOGITS[None], [sequence({"logprobs": 0})], EOS)
     assert zero.logprobs is not None
     assert zero.logprobs.top_token_ids == ()
-    (none,) = sample(LOGITS[None], [(SamplingParams(1), 0)])
+    (none,) = sample(LOGITS[None], [sequence({})], EOS)
     assert none.logprobs is None

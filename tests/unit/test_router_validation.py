@@ -28,7 +28,9 @@ def test_defaults_are_filled_in(model_dir: ModelDir) -> None:
 
 
 def test_what_was_given_stays(model_dir: ModelDir) -> None:
-    given = pb.Sampling(max_tokens=3, temperature=0, top_p=0.5, top_k=7, seed=0, stop=["x"], logprobs=0)
+    given = pb.Sampling(
+        max_tokens=3, temperature=0, top_p=0.5, top_k=7, seed=0, stop=["x"], logprobs=0, repetition_penalty=1.1
+    )
     assert resolve_sampling(given, 10, model_dir) == given
 
 
@@ -47,6 +49,18 @@ def test_what_was_given_stays(model_dir: ModelDir) -> None:
         ("top_k", pb.Sampling(top_k=-1)),
         ("logprobs", pb.Sampling(logprobs=-1)),
         ("logprobs", pb.Sampling(logprobs=21)),
+        ("min_p", pb.Sampling(min_p=-0.1)),
+        ("min_p", pb.Sampling(min_p=math.nan)),
+        ("repetition_penalty", pb.Sampling(repetition_penalty=0)),
+        ("repetition_penalty", pb.Sampling(repetition_penalty=math.nan)),
+        ("presence_penalty", pb.Sampling(presence_penalty=2.1)),
+        ("frequency_penalty", pb.Sampling(frequency_penalty=-2.1)),
+        ("min_tokens", pb.Sampling(min_tokens=-1)),
+        ("min_tokens", pb.Sampling(max_tokens=3, min_tokens=4)),
+        ("logit_bias", pb.Sampling(logit_bias={VOCAB: 1.0})),
+        ("logit_bias", pb.Sampling(logit_bias={1: 101.0})),
+        ("logit_bias", pb.Sampling(logit_bias={1: math.nan})),
+        ("logit_bias", pb.Sampling(logit_bias=dict.fromkeys(range(1025), 1.0))),
         ("stop", pb.Sampling(stop=["x"] * 17)),
         ("stop", pb.Sampling(stop=[""])),
         ("stop", pb.Sampling(stop=["x" * 257])),
