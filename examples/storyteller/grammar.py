@@ -1,4 +1,4 @@
-"""The corpus: plain stories, conversations and long village prompts, endless and in a fixed order per seed.
+"""The corpus: drills, plain stories, conversations and long village prompts, endless and in a fixed order per seed.
 
 ``python examples/storyteller/grammar.py --count 5`` prints a few documents to look at.
 """
@@ -11,10 +11,19 @@ from collections.abc import Iterator
 
 from chats import Message, conversation
 from lore import village_chat
-from tales import pick_cast, pick_plot, tell
+from tales import pick_cast, pick_plot, prose, tell
+from words import load
 
 # A document is a conversation, or one message with the role "text": a story with no chat around it.
 Document = tuple[Message, ...]
+
+
+def drills(seed: int) -> Iterator[Document]:
+    """A few lines each, to learn from them to repeat what was said before."""
+    rng = random.Random(f"drills {seed}")
+    templates: list[str] = load("drills")["drills"]
+    while True:
+        yield (("text", prose(rng, rng.choice(templates), pick_cast(rng, invent=0.1))),)
 
 
 def short_documents(seed: int) -> Iterator[Document]:
@@ -35,12 +44,12 @@ def long_documents(seed: int) -> Iterator[Document]:
 
 
 def main() -> None:
-    """Print documents of both lengths."""
+    """Print documents of every kind."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--count", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    for stream in (short_documents(args.seed), long_documents(args.seed)):
+    for stream in (drills(args.seed), short_documents(args.seed), long_documents(args.seed)):
         for _ in range(args.count):
             print("\n".join(f"<{role}> {text}" for role, text in next(stream)), end="\n\n----\n\n")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterable, Iterator
 
 from grammar import Document, long_documents, short_documents
@@ -74,18 +73,18 @@ def encode(tokenizer: PreTrainedTokenizerFast, document: Document) -> list[int]:
     return ids
 
 
-def rows(tokenizer: PreTrainedTokenizerFast, seed: int, length: int, *, long: bool) -> Iterator[list[int]]:
+def rows(
+    tokenizer: PreTrainedTokenizerFast, first: Iterator[Document], filler: Iterator[Document], length: int
+) -> Iterator[list[int]]:
     """Endless training rows of ``length`` ids.
 
-    Every row begins with a whole document (a long one if ``long``), as every prompt will, and is filled up
-    with short ones, so that all positions are trained; what does not fit is cut off.
+    Every row begins with a whole document, as every prompt will, and is filled up with others, so that all
+    positions are trained; what does not fit is cut off.
     """
-    short, lengthy = short_documents(seed), long_documents(seed)
-    rng = random.Random(f"rows {seed} {length}")
-    while True:
-        row = encode(tokenizer, next(lengthy if long else short))
-        if not long and rng.random() < 0.05:
+    for number, document in enumerate(first):
+        row = encode(tokenizer, document)
+        if number % 20 == 0:
             row = row[1:]  # text completion without a begin token should work too
         while len(row) < length:
-            row += encode(tokenizer, next(short))
+            row += encode(tokenizer, next(filler))
         yield row[:length]

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from grammar import drills, long_documents, short_documents
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -26,8 +27,9 @@ from tokens import rows, train_tokenizer
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCAB_SIZE = 2048
-SHORT, LONG = 512, 1024
-TOKENS_PER_STEP = 4096
+DRILL, SHORT, LONG = 128, 512, 1024
+TOKENS_PER_STEP, DRILL_TOKENS_PER_STEP = 4096, 2048
+DRILL_SHARE = 0.5
 HELD_OUT_SEED_OFFSET = 1_000_000
 SAMPLES: tuple[list[dict[str, str]], ...] = (
     [{"role": "user", "content": "Tell me a story about a fox and a lantern."}],
@@ -74,17 +76,29 @@ def lr_scale(step: int, steps: int, warmup: int = 40) -> float:
 
 
 def batches(tokenizer: PreTrainedTokenizerFast, seed: int, steps: int) -> Iterator[torch.Tensor]:
-    """``steps`` batches: short rows first, because they are cheap, then more and more long ones."""
-    short = rows(tokenizer, seed, SHORT, long=False)
-    long = rows(tokenizer, seed, LONG, long=True)
+    """``steps`` batches: drills first, then short documents, then more and more long ones.
+
+    Only the drills teach the model within minutes to look back and repeat a name; stories teach it too thinly.
+    """
+    drill = rows(tokenizer, drills(seed), drills(seed + 1), DRILL)
+    short = rows(tokenizer, short_documents(seed), short_documents(seed + 1), SHORT)
+    long = rows(tokenizer, long_documents(seed), short_documents(seed + 2), LONG)
     due = 0.0
     for step in range(steps):
         progress = step / steps
-        due += 0.0 if progress < 0.2 else (0.5 if progress < 0.85 else 0.7)
+        if progress < DRILL_SHARE:
+            yield batch_of(drill, DRILL_TOKENS_PER_STEP // DRILL)
+            continue
+        due += 0.0 if progress < 0.75 else 0.6
         take_long = due >= 1.0
         due -= take_long
         stream, length = (long, LONG) if take_long else (short, SHORT)
-        yield torch.tensor(list(itertools.islice(stream, TOKENS_PER_STEP // length)))
+        yield batch_of(stream, TOKENS_PER_STEP // length)
+
+
+def batch_of(stream: Iterator[list[int]], count: int) -> torch.Tensor:
+    """The next ``count`` rows."""
+    return torch.tensor(list(itertools.islice(stream, count)))
 
 
 def loss_of(model: LlamaForCausalLM, ids: torch.Tensor, *, bf16: bool) -> torch.Tensor:
@@ -105,7 +119,7 @@ def train(model: LlamaForCausalLM, stream: Iterator[torch.Tensor], args: argpars
         TextColumn("left"),
     )
     chosen = optimizers(model, args.lr)
-    smooth, start = math.nan, time.monotonic()
+    smooth, tokens, start = math.nan, 0, time.monotonic()
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("train", total=args.steps, loss=math.nan, speed=0.0)
         for step, ids in enumerate(stream):
@@ -119,7 +133,8 @@ def train(model: LlamaForCausalLM, stream: Iterator[torch.Tensor], args: argpars
                 optimizer.step()
                 optimizer.zero_grad()
             smooth = loss.item() if math.isnan(smooth) else 0.97 * smooth + 0.03 * loss.item()
-            speed = (step + 1) * TOKENS_PER_STEP / (time.monotonic() - start)
+            tokens += ids.numel()
+            speed = tokens / (time.monotonic() - start)
             bar.update(task, advance=1, loss=smooth, speed=speed)
             if (step + 1) % 100 == 0 and not console.is_terminal:
                 console.print(f"step {step + 1}/{args.steps}  loss {smooth:.3f}  {speed:,.0f} tokens/s")
@@ -129,7 +144,8 @@ def train(model: LlamaForCausalLM, stream: Iterator[torch.Tensor], args: argpars
 def held_out_loss(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, *, long: bool) -> float:
     """Mean loss on documents of another seed."""
     length = LONG if long else SHORT
-    stream = rows(tokenizer, seed + HELD_OUT_SEED_OFFSET, length, long=long)
+    seed += HELD_OUT_SEED_OFFSET
+    stream = rows(tokenizer, (long_documents if long else short_documents)(seed), short_documents(seed + 1), length)
     count = 16 * SHORT // length
     losses = [loss_of(model, torch.tensor([next(stream)]).to(model.device), bf16=False).item() for _ in range(count)]
     return sum(losses) / len(losses)
@@ -165,7 +181,7 @@ def main() -> None:
     """Make the corpus and tokenizer, train, save, measure and show samples."""
     parser = argparse.ArgumentParser(description="Train the storyteller demo model.")
     parser.add_argument("--out", type=Path, required=True, help="directory to write the model to")
-    parser.add_argument("--steps", type=int, default=750, help=f"training steps of {TOKENS_PER_STEP} tokens each")
+    parser.add_argument("--steps", type=int, default=1000, help="training steps")
     parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
