@@ -20,10 +20,10 @@ from engine.messages import (
     PlacementMark,
     ReleaseLoan,
 )
-from engine.text import load_tokenizer
+from engine.text import check_token_ids, load_tokenizer
 from engine.vocabulary import SamplingParams
 from engine.worker.engine_client import Mailbox
-from engine.worker.runtime import WorkerContext, check_token_ids
+from engine.worker.runtime import WorkerContext
 from protos import decode_pb2 as pb
 from protos import decode_pb2_grpc as pb_grpc
 from protos import inference_pb2 as public_pb

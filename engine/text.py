@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from cluster.errors import InvalidRequest
 from engine.model_dir import ModelDir
 
 CONTEXT_TOKENS = 8
@@ -22,6 +23,12 @@ def load_tokenizer(model_dir: ModelDir) -> Tokenizer | None:
     slow = AutoTokenizer.from_pretrained(model_dir.path, local_files_only=True)
     converted: Tokenizer = slow.backend_tokenizer
     return converted
+
+
+def check_token_ids(token_ids: Sequence[int], field: str, vocab_size: int) -> None:
+    """Raises InvalidRequest. A token that is none would end the engine, with all that runs on it."""
+    if token_ids and (largest := max(token_ids)) >= vocab_size:
+        raise InvalidRequest(field, f"token id {largest} is out of range: the vocabulary has {vocab_size}")
 
 
 class TextStream:

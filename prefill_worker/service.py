@@ -20,8 +20,9 @@ from engine.messages import (
     Load,
     PlacementMark,
 )
+from engine.text import check_token_ids
 from engine.worker.engine_client import Mailbox
-from engine.worker.runtime import WorkerContext, check_token_ids
+from engine.worker.runtime import WorkerContext
 from protos import lend_pb2 as pb
 from protos import lend_pb2_grpc as pb_grpc
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from cluster.errors import InvalidRequest
 from engine.model_dir import ModelDir
+from engine.text import check_token_ids
 from protos import inference_pb2 as pb
 
 DEFAULT_MAX_TOKENS = 256
@@ -49,8 +50,7 @@ def check_prompt(token_ids: Sequence[int], field: str, model_dir: ModelDir) -> N
     """Raises InvalidRequest for an empty prompt, a token out of range, or one beyond the context."""
     if not token_ids:
         raise InvalidRequest(field, "the prompt is empty")
-    if (largest := max(token_ids)) >= model_dir.vocab_size:
-        raise InvalidRequest(field, f"token id {largest} is out of range: the vocabulary has {model_dir.vocab_size}")
+    check_token_ids(token_ids, field, model_dir.vocab_size)
     if len(token_ids) >= model_dir.max_context_tokens:
         limit = model_dir.max_context_tokens
         raise InvalidRequest(field, f"prompt of {len(token_ids)} tokens leaves no room in the context of {limit}")

@@ -2,10 +2,10 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster.errors import InvalidRequest, TandemError
+from cluster.errors import TandemError
 from cluster.rpc import Server
 from engine.messages import Ready
 from engine.model_dir import ModelDir
@@ -79,12 +79,6 @@ async def start_worker(config: WorkerConfig, role: Role, add_services: AddServic
         await engine.stop()
         raise
     return Worker(context, server, f"{config.advertise_host or config.host}:{port}")
-
-
-def check_token_ids(token_ids: Sequence[int], field: str, vocab_size: int) -> None:
-    """Raises InvalidRequest. A token that is none would end the engine, with all that runs on it."""
-    if token_ids and (largest := max(token_ids)) >= vocab_size:
-        raise InvalidRequest(field, f"token id {largest} is out of range: the vocabulary has {vocab_size}")
 
 
 def _hello(context: WorkerContext, address: str) -> pb.Hello:

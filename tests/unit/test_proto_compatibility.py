@@ -32,7 +32,10 @@ def value_of(field: FieldDescriptor) -> Any:
 def fill(message: Message) -> Message:
     """Every field set, in every message below."""
     for field in message.DESCRIPTOR.fields:
-        if field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            entry = field.message_type.fields_by_name
+            getattr(message, field.name)[value_of(entry["key"])] = value_of(entry["value"])
+        elif field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
             child = getattr(message, field.name)
             fill(child.add() if field.is_repeated else child)
         elif field.is_repeated:
