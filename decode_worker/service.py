@@ -20,6 +20,7 @@ from engine.messages import (
     PlacementMark,
     ReleaseLoan,
 )
+from engine.structured import FIELD, read_structured
 from engine.text import check_token_ids, load_tokenizer
 from engine.vocabulary import SamplingParams
 from engine.worker.engine_client import Mailbox
@@ -47,7 +48,7 @@ class DecodeService(pb_grpc.DecodeServicer):
         try:
             if request.worker_incarnation != self._context.incarnation:
                 raise Incompatible("this worker is another one than the one asked", "worker_incarnation")
-            _check(request, ready.vocab_size)
+            _check(request, ready.vocab_size, self._context.config.engine)
             generation = Generation(request, self._tokenizer, self._context.worker_id, ready.block_tokens)
             async for response in self._run(engine_id, request, mailbox, generation):
                 yield response
@@ -106,14 +107,16 @@ def add_decode_service(server: Any, context: WorkerContext) -> list[str]:
     return ["tandem.internal.v1.Decode"]
 
 
-def _check(request: pb.DecodeRequest, vocab_size: int) -> None:
-    """Raises InvalidRequest for what the router should have refused."""
+def _check(request: pb.DecodeRequest, vocab_size: int, engine: str) -> None:
+    """Raises InvalidRequest for what the router should have refused, and for what this engine cannot do."""
     check_token_ids(request.prompt_token_ids, "prompt_token_ids", vocab_size)
     check_token_ids(request.emitted_token_ids, "emitted_token_ids", vocab_size)
     if not request.prompt_token_ids:
         raise InvalidRequest("prompt_token_ids", "the prompt is empty")
     if (left := request.sampling.max_tokens - len(request.emitted_token_ids)) < 1:
         raise InvalidRequest("sampling.max_tokens", f"nothing to generate: {left} tokens are left")
+    if read_structured(request.sampling) is not None and engine == "sim":
+        raise InvalidRequest(FIELD, "the sim engine's tokens are hashes of its KV blocks and keep to no grammar")
 
 
 async def _drain(mailbox: Mailbox) -> list[FromEngine | LendClosed | None]:
@@ -146,6 +149,7 @@ def _generate(engine_id: str, request: pb.DecodeRequest) -> Generate:
             frequency_penalty=sampling.frequency_penalty,
             logit_bias=tuple(sampling.logit_bias.items()),
             min_tokens=sampling.min_tokens,
+            structured=read_structured(sampling),
         ),
         cache_salt=request.cache_salt,
         priority=request.priority,

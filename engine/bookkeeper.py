@@ -25,6 +25,15 @@ class Bookkeeper:
         self.lingering: list[Sequence] = []
         """Finished while they were being computed: the step still writes into their blocks, so they keep them."""
 
+    def usable_keys(self, sequence: Sequence) -> list[BlockKey]:
+        """Of the sequence's full blocks that may come from elsewhere.
+
+        The block of the last token is never among them: its logits are needed here.
+        """
+        width = self.layout.block_tokens
+        end = (sequence.num_tokens - 1) // width * width
+        return block_keys(sequence.root, sequence.token_ids[:end], width)
+
     def start(self, sequence: Sequence, keys: Seq[BlockKey], num_total_blocks: int) -> bool:
         """Give `sequence` the cached blocks of `keys` and a promise of the rest; False when they do not fit now."""
         hits = self.pool.match(keys)
@@ -37,10 +46,30 @@ class Bookkeeper:
         sequence.num_computed = len(hits) * self.layout.block_tokens
         return True
 
+    def could_start_without(
+        self, others: Seq[Sequence], sequence: Sequence, keys: Seq[BlockKey], num_total_blocks: int
+    ) -> bool:
+        """`start` would succeed, were `others` preempted."""
+        hits = self.pool.match(keys)
+        promised = sum(other.num_reserved for other in others)
+        held = [other.blocks for other in others]
+        return self.pool.could_reserve_without(held, promised, hits, num_total_blocks - len(hits))
+
+    def num_lacking(self, sequence: Sequence, num_tokens: int) -> int:
+        """Blocks the sequence must be promised before it can `grow` to `num_tokens`."""
+        return max(0, self.layout.blocks_for(num_tokens) - len(sequence.blocks) - sequence.num_reserved)
+
+    def extend(self, sequence: Sequence, count: int) -> None:
+        """Promise the sequence `count` more blocks; they are available."""
+        kept = self.pool.reserve_with((), count)
+        assert kept, f"{count} blocks are not available"
+        sequence.num_reserved += count
+
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
         """Take blocks from the sequence's promise until it has room for `num_tokens`."""
         missing = self.layout.blocks_for(num_tokens) - len(sequence.blocks)
         if missing > 0:
+            assert missing <= sequence.num_reserved, "a block is taken that was not promised"
             sequence.blocks += self.pool.allocate(missing)
             sequence.num_reserved -= missing
 
@@ -90,6 +119,12 @@ class Bookkeeper:
         self.pool.release(sequence.blocks)
         self.pool.unreserve(sequence.num_reserved)
         sequence.blocks, sequence.num_reserved = [], 0
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take everything back from a sequence that goes on; what is named stays as cache. No step computes it now."""
+        assert sequence not in self._in_step
+        self.finish(sequence)
+        sequence.keys, sequence.num_computed = [], 0
 
     def quarantine_unbound(self, sequence: Sequence, indices: Seq[int], replace: bool) -> bool:
         """Quarantine the sequence's blocks at chain `indices`; with `replace`, give it others in their place.

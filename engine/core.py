@@ -47,6 +47,8 @@ class CoreLimits:
 
     budget: StepBudget
     max_queued_loans: int = 256
+    reserve_output_tokens: int = 256
+    """Output for which a request is promised blocks when it starts, at most; beyond it takes what is available."""
     report_interval_s: float = 0.25
     """Load reports are at most so far apart while the loop turns, and heartbeats with them."""
     min_report_interval_s: float = 0.05
@@ -87,6 +89,7 @@ class EngineCore:
             emit,
             self.post,
             self._next_arrival,
+            limits.reserve_output_tokens,
         )
         self._arrivals = 0
         self._step_count = 0
@@ -145,8 +148,9 @@ class EngineCore:
     def begin_step(self) -> list[Chunk]:
         """What to compute next. Until `end_step`, messages may be handled while the runner executes it: whatever they
         end, nobody else gets a block that the batch writes into."""
+        self._requests.residency.begin_step()
         self._start_loans()
-        batch = schedule(self._runnable(), self._limits.budget)
+        batch = self._batch_with_room()
         now = time.monotonic()
         self._step_began_at = now
         for chunk in batch:
@@ -175,7 +179,8 @@ class EngineCore:
             elif token is not None:
                 self._requests.append(chunk.sequence, token)
         self._changed |= self._requests.num_requests != num_requests
-        self._start_loans()  # in what the batch gave back: the loop may sleep before the next step
+        self._requests.residency.restart()  # in what the batch gave back: the loop may sleep before the next step
+        self._start_loans()
 
     def report(self) -> None:
         """Tell the world what changed, and that the loop turns. A step that hangs silences it."""
@@ -202,6 +207,7 @@ class EngineCore:
             case Lend():
                 self._saw(message.mark)
                 self._lending.open(message)
+                self._start_loans()
             case LendReleased(loan_id, first, count):
                 self._lending.release(loan_id, first, count)
             case LendClosed(loan_id):
@@ -237,19 +243,30 @@ class EngineCore:
     # ------------------------------------------------------------------ the loop's parts
 
     def _start_loans(self) -> None:
-        """Let waiting loans start; whoever waits for a lender's room itself lets nobody wait for its own.
+        """Let waiting loans start; whoever waits for room itself, a lender's or its own, lets nobody wait for its own.
 
-        Else two engines, both full of requests that wait for the other's loan, would wait for good.
+        Else two engines, both full of requests that wait for the other's loan, would wait for good. As it is, whoever
+        is waited for waits for nothing but its own steps. And room that a loan takes is not taken back: an engine
+        whose own requests were preempted for want of it gives none away.
         """
-        self._lending.start_waiting()
-        if self._lending.num_waiting and self._requests.loans.waits_for_room:
-            self._lending.refuse_waiting("no room now, and this worker waits for loans itself")
+        short = self._requests.residency.short
+        if not short:
+            self._lending.start_waiting()
+        if self._lending.num_waiting and (short or self._requests.loans.waits_for_room):
+            self._lending.refuse_waiting("no room now, and requests of this worker wait for room themselves")
+
+    def _batch_with_room(self) -> list[Chunk]:
+        """The batch of the next step, with promises for all its blocks; requests are preempted until there are."""
+        while True:
+            batch = schedule(self._runnable(), self._limits.budget)
+            if self._requests.residency.make_room(batch):
+                return batch
 
     def _runnable(self) -> list[Sequence]:
-        return self._requests.running() + self._lending.jobs()
+        return self._requests.residency.running + self._lending.jobs()
 
     def _next_arrival(self) -> int:
-        """One count for requests and loans: the scheduler orders them together."""
+        """One count for requests and loans, arrivals and turns: the scheduler orders them together."""
         self._arrivals += 1
         return self._arrivals
 
@@ -274,7 +291,8 @@ class EngineCore:
             return
         self._reported_at += since
         self._changed = False
-        prefilling = [s for s in self._runnable() if not s.decoding]
+        residency = self._requests.residency
+        prefilling = [s for s in self._runnable() + residency.preempted if not s.decoding]
         self._emit(
             Load(
                 step=self._step_count,
@@ -282,8 +300,10 @@ class EngineCore:
                 loans=self._lending.num_loans,
                 queued_loans=self._lending.num_waiting,
                 queued_prefill_tokens=sum(s.num_remaining for s in prefilling) + self._lending.waiting_tokens(),
-                available_blocks=self._books.pool.num_available,
+                available_blocks=0 if residency.short else self._books.pool.num_available,
                 num_blocks=self._books.pool.num_blocks,
                 placements_seen=dict(self._placements_seen),
+                preempted=len(residency.preempted),
+                preemptions=residency.num_preemptions,
             )
         )

@@ -12,3 +12,10 @@ class ModelRefused(EngineStartError):
 
     def __init__(self, reason: str) -> None:
         super().__init__("model", reason)
+
+
+class KernelsUnavailable(EngineStartError):
+    """The CPU kernels cannot be compiled or loaded on this machine."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__("backend", reason)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from engine.pool import CacheEvent
-from engine.vocabulary import FinishReason, SamplingParams, TokenLogprobs
+from engine.vocabulary import Failure, FinishReason, SamplingParams, TokenLogprobs
 
 # ----------------------------------------------------------------------------------------- to the engine
 
@@ -143,6 +143,10 @@ class KvAccount:
     transport: str = ""
     lanes: tuple[str, ...] = ()
     loan_failure: str = ""
+    preemptions: int = 0
+    """How often its blocks were taken back, so that all its tokens had to be computed anew."""
+    recomputed_tokens: int = 0
+    """Of those tokens, the ones that had been computed and were no longer cached; `computed_tokens` leaves them out."""
     times: dict[str, float] = field(default_factory=dict)
 
 
@@ -152,7 +156,7 @@ class Token:
     token_id: int
     logprobs: TokenLogprobs | None = None
     account: KvAccount | None = None
-    """With the first token of a request."""
+    """With the first token of a request, and with the first one after it was preempted."""
     finish: FinishReason | None = None
     """With the last one."""
 
@@ -167,6 +171,14 @@ class Rejected:
     request_id: str
     reason: str
     permanent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request is over without a further token: it was at fault itself, and would be anywhere."""
+
+    request_id: str
+    failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +248,10 @@ class Load:
     available_blocks: int
     num_blocks: int
     placements_seen: dict[str, int]
+    preempted: int = 0
+    """Requests that wait to be computed anew; they count as running too. While there are any, nothing is available."""
+    preemptions: int = 0
+    """Since the engine started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +272,7 @@ FromEngine = (
     | StartFailed
     | Token
     | Rejected
+    | Failed
     | OpenLoan
     | ReleaseLoan
     | CloseLoan

@@ -90,7 +90,7 @@ class ModelDir:
             raise ModelRefused(f"{self.path} holds no .safetensors file")
         stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         identity = f"{self.path.resolve()}{stats}".encode() + self.config_fingerprint()
-        memory = _cache_folder() / blake2b(identity, digest_size=16).hexdigest()
+        memory = cache_folder("weights") / blake2b(identity, digest_size=16).hexdigest()
         if memory.exists() and len(remembered := memory.read_bytes()) == 32:
             return remembered
         fingerprint = self._hash_weights(files)
@@ -116,6 +116,7 @@ class ModelDir:
         return nested if isinstance(nested, dict) else self.config
 
 
-def _cache_folder() -> Path:
+def cache_folder(kind: str) -> Path:
+    """Where things that can be made anew are remembered on this machine."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "tandem" / "weights"
+    return Path(base) / "tandem" / kind

@@ -94,6 +94,15 @@ class BlockPool:
         self._reserved += num_new
         return True
 
+    def could_reserve_without(
+        self, holders: Iterable[Sequence[int]], num_promised: int, hits: Sequence[int], num_new: int
+    ) -> bool:
+        """`reserve_with` would succeed, had `holders` been released and a promise of `num_promised` been given back."""
+        dropped = Counter(block for blocks in holders for block in blocks)
+        freed = sum(1 for block, count in dropped.items() if self._refs[block] == count)
+        pinned = sum(1 for block in set(hits) if self._refs[block] == dropped[block])
+        return self.num_available + num_promised + freed - pinned >= num_new
+
     def unreserve(self, count: int) -> None:
         """Give back a promise of `count` blocks."""
         assert 0 <= count <= self._reserved

@@ -1,8 +1,16 @@
 """The requests this engine serves: admitted or rejected at once, borrowing or running, until they finish.
 
 admitted ──no loan──────────────▶ running ──▶ finished
-    └──borrowing──loan is over──────┘
+    └──borrowing──loan is over──────┘ │ ▲
+                                      │ └──blocks for all its tokens──┐
+                                      └──somebody lacks a block──▶ preempted
 (a cancel ends any of them; a request that does not fit now is rejected, never queued: the router waits)
+
+Who is borrowing or running holds blocks, and a promise of those it was admitted with and has not taken yet. Who is
+preempted holds none. It restarts with all its tokens, computes in chunks what the prefix cache has lost of them, and
+goes on after the last one: what it emitted is not emitted again, and what it will emit is what it would have been,
+since sampling is keyed by (seed, position). Victims are chosen where no step runs, at `begin_step`; who they are, and
+who restarts when, stands in `engine/preemption.py`.
 """
 
 import time
@@ -10,9 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.bookkeeper import Bookkeeper
-from engine.keys import block_keys, root_key
+from engine.keys import root_key
 from engine.lending.borrowing import BorrowingDesk, ReadLanded
-from engine.messages import FromEngine, Generate, KvAccount, Rejected, Token
+from engine.messages import Failed, FromEngine, Generate, KvAccount, Rejected, Token
+from engine.residency import Residency
 from engine.vocabulary import FinishReason, Sampled, SamplingParams, Sequence
 from kvtransfer.transport import Transport
 
@@ -36,7 +45,10 @@ class RequestDesk:
         emit: Callable[[FromEngine], None],
         post: Callable[[ReadLanded], None],
         next_arrival: Callable[[], int],
+        reserve_output_tokens: int,
     ) -> None:
+        """`next_arrival` numbers arrivals and turns."""
+        self.residency = Residency(books, reserve_output_tokens, next_arrival)
         self.loans = BorrowingDesk(books, transport, emit, post, self._on_loan_over)
         self._books = books
         self._model_fingerprint = model_fingerprint
@@ -54,15 +66,11 @@ class RequestDesk:
         """Of all requests: who claims which blocks."""
         return [request.sequence for request in self._requests.values()]
 
-    def running(self) -> list[Sequence]:
-        """Those that may be computed."""
-        return [request.sequence for request in self._requests.values() if not request.borrowing]
-
     def admit(self, message: Generate) -> None:
-        """Start it with all its blocks promised, or say Rejected."""
+        """Start it with blocks promised for its prompt and some output, or say Rejected."""
         layout, pool = self._books.layout, self._books.pool
         sequence = self._sequence(message, message.sampling)
-        total = layout.blocks_for(len(message.prompt) + message.sampling.max_tokens)
+        total = layout.blocks_for(sequence.max_num_tokens)
         if message.request_id in self._requests:
             self._reject(message.request_id, "a request of this id is running here", permanent=True)
             return
@@ -74,35 +82,42 @@ class RequestDesk:
             reason = f"prompt + max_tokens need {total} KV blocks, the pool has {pool.num_blocks}"
             self._reject(message.request_id, reason, permanent=True)
             return
-        # The block of the last token is never taken from elsewhere: its logits are needed here.
-        num_usable = (sequence.num_tokens - 1) // layout.block_tokens
-        keys = block_keys(sequence.root, sequence.token_ids[: num_usable * layout.block_tokens], layout.block_tokens)
-        if not self._books.start(sequence, keys, total):
-            reason = f"{total} KV blocks needed, {pool.num_available} available now"
+        keys = self._books.usable_keys(sequence)
+        if not self.residency.admit(sequence, keys):
+            needed = self.residency.num_promised_blocks(sequence)
+            reason = f"{needed} KV blocks needed, {pool.num_available} available now"
+            if waiting := len(self.residency.preempted):
+                reason += f", {waiting} preempted requests wait for some"
             self._reject(message.request_id, reason, permanent=False)
             return
         account = KvAccount(reused_blocks=len(sequence.blocks), times={"admitted": time.monotonic()})
-        borrowing = message.borrow and len(sequence.blocks) < num_usable
+        borrowing = message.borrow and len(sequence.blocks) < len(keys)
         self._requests[message.request_id] = _Request(sequence, account, borrowing)
         if borrowing:
-            self.loans.open(sequence, num_usable, account)
+            self.loans.open(sequence, len(keys), account)
         else:
-            self._account_compute(sequence, account)
+            self._run(sequence, account)
 
     def computing(self, sequence: Sequence, now: float) -> None:
         """A step begins to compute some of the request's tokens."""
         self._requests[sequence.request_id].account.times.setdefault("compute_started", now)
 
     def append(self, sequence: Sequence, sampled: Sampled) -> None:
-        """The request's next token is known."""
-        request = self._requests[sequence.request_id]
+        """The request's next token is known, or that there can be none."""
+        if sampled.failure is not None:
+            self._emit(Failed(sequence.request_id, sampled.failure))
+            self._finish(sequence.request_id)
+            return
+        account = self._requests[sequence.request_id].account
         first = sequence.num_tokens == sequence.num_prompt
+        news = first or account.preemptions < sequence.num_preemptions
         sequence.token_ids.append(sampled.token_id)
+        sequence.turn = self._next_arrival()
         if first:
-            request.account.times["first_token"] = time.monotonic()
+            account.times["first_token"] = time.monotonic()
+        account.preemptions, account.recomputed_tokens = sequence.num_preemptions, sequence.num_recomputed
         finish = self._finish_reason(sequence, sampled.token_id)
-        account = request.account if first else None
-        self._emit(Token(sequence.request_id, sampled.token_id, sampled.logprobs, account, finish))
+        self._emit(Token(sequence.request_id, sampled.token_id, sampled.logprobs, account if news else None, finish))
         if finish is not None:
             self._finish(sequence.request_id)
 
@@ -130,14 +145,16 @@ class RequestDesk:
         assert sampling is not None
         if token_id in sampling.stop_token_ids:
             return FinishReason.STOP
-        if token_id in self._eos_token_ids and not sampling.ignore_eos:
+        # With a grammar and ignore_eos the end token is sampled only where no other may follow (see the sampler).
+        if token_id in self._eos_token_ids and (not sampling.ignore_eos or sampling.structured is not None):
             return FinishReason.STOP
         if sequence.num_sampled >= sampling.max_tokens:
             return FinishReason.LENGTH
         return None
 
-    def _account_compute(self, sequence: Sequence, account: KvAccount) -> None:
+    def _run(self, sequence: Sequence, account: KvAccount) -> None:
         """What is not here now is computed here."""
+        self.residency.run(sequence)
         total = self._books.layout.blocks_for(sequence.num_prompt)
         account.computed_blocks = total - account.reused_blocks - account.moved_blocks
         account.computed_tokens = sequence.num_prompt - sequence.num_computed
@@ -150,10 +167,12 @@ class RequestDesk:
             reason = "blocks are quarantined for a silent lender and no others are available"
             self._reject(sequence.request_id, reason, permanent=False)
         else:
-            self._account_compute(sequence, request.account)
+            self._run(sequence, request.account)
 
     def _finish(self, request_id: str) -> None:
-        self._books.finish(self._requests.pop(request_id).sequence)
+        sequence = self._requests.pop(request_id).sequence
+        self.residency.drop(sequence)
+        self._books.finish(sequence)
 
     def _reject(self, request_id: str, reason: str, permanent: bool) -> None:
         self._emit(Rejected(request_id, reason, permanent))

@@ -1,4 +1,22 @@
-"""What one step computes. Pure: the same sequences and budget give the same batch."""
+"""What one step computes. Pure: the same sequences and budget give the same batch.
+
+Decoding sequences come first, then prompts (and what preempted ones must compute anew), each by priority and arrival.
+That order alone would starve: a low priority under a constant flow of higher ones, or prompts while decoding
+sequences fill the budget. So every step has a guaranteed share, `StepBudget.guaranteed_tokens`, for one sequence: the
+one that has waited longest for its next token. That is the one of the lowest `turn`, a number drawn from a rising
+counter whenever a sequence starts or restarts with its blocks, and whenever it gets a token.
+
+The bound: a runnable sequence that stays runnable gets its next token within
+
+    sum over itself and those of a lower turn of ceil(num_remaining / guaranteed_tokens)   steps.
+
+For whoever joins later has a higher turn; whoever has the lowest gets the share at every step until its token
+(a loan's job: until its end), and then it has a higher turn, or is gone. `max_wait_steps` bounds the sum by the size of
+the pool: every token left to compute has a slot in a block that only its own sequence holds or was promised.
+
+Where priorities are equal the share changes nothing while the decoding sequences leave room for it: the prompt that
+has waited longest is the first in order as well.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,22 +32,36 @@ class StepBudget:
     max_prefill_tokens: int
     """Of those, at most this many for prompts: what bounds the inter-token latency of running streams."""
 
+    @property
+    def guaranteed_tokens(self) -> int:
+        """The share of the sequence that has waited longest for its next token."""
+        return max(1, min(self.max_tokens, self.max_prefill_tokens) // 4)
+
 
 def schedule(runnable: Iterable[Sequence], budget: StepBudget) -> list[Chunk]:
-    """Every decoding sequence first, then prompts by priority and arrival with what the budget leaves.
+    """Every decoding sequence first, then prompts by priority and arrival with what the budget leaves; before all of
+    them the share of the one that has waited longest.
 
-    All sequences given have their blocks reserved, so none of them can run out in mid-step. Decoding
-    sequences beyond the budget wait a step, the longest-waiting (lowest arrival) go first.
+    What does not fit the budget waits a step. The blocks of what is computed are the caller's affair.
     """
-    ordered = sorted(runnable, key=lambda sequence: (-sequence.priority, sequence.arrival))
-    decodes = [sequence for sequence in ordered if sequence.decoding][: budget.max_tokens]
-    batch = [Chunk(sequence, sequence.num_computed, 1) for sequence in decodes]
-    left = min(budget.max_tokens - len(batch), budget.max_prefill_tokens)
+    ordered = sorted(runnable, key=lambda sequence: (not sequence.decoding, -sequence.priority, sequence.arrival))
+    if not ordered:
+        return []
+    longest = min(ordered, key=lambda sequence: (sequence.turn, sequence.arrival))
+    counts = dict.fromkeys(ordered, 0)
+    counts[longest] = min(longest.num_remaining, budget.guaranteed_tokens)
+    left = budget.max_tokens - counts[longest]
+    prefill_left = budget.max_prefill_tokens - (0 if longest.decoding else counts[longest])
     for sequence in ordered:
-        if left <= 0:
-            break
+        count = min(sequence.num_remaining - counts[sequence], left)
         if not sequence.decoding:
-            count = min(sequence.num_remaining, left)
-            batch.append(Chunk(sequence, sequence.num_computed, count))
-            left -= count
-    return batch
+            count = min(count, prefill_left)
+            prefill_left -= count
+        counts[sequence] += count
+        left -= count
+    return [Chunk(sequence, sequence.num_computed, counts[sequence]) for sequence in ordered if counts[sequence]]
+
+
+def max_wait_steps(budget: StepBudget, num_blocks: int, block_tokens: int) -> int:
+    """Steps within which a runnable sequence gets its next token, whatever else is in a pool of `num_blocks`."""
+    return num_blocks + num_blocks * block_tokens // budget.guaranteed_tokens

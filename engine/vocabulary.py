@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal
 
 from engine.keys import BlockKey
 
@@ -9,6 +10,23 @@ from engine.keys import BlockKey
 class FinishReason(Enum):
     STOP = "stop"
     LENGTH = "length"
+
+
+StructureKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """The form an output must have; `protos/inference.proto` documents the kinds."""
+
+    kind: StructureKind
+    texts: tuple[str, ...]
+    """The choices of `choice`, nothing of `json_object`, one text of the others."""
+
+    @property
+    def field(self) -> str:
+        """What an error about it names."""
+        return f"sampling.structured.{self.kind}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +49,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, what is added to its logit)."""
     min_tokens: int = 0
+    structured: StructuredOutput | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +61,7 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """A token chain whose KV is being computed here.
 
@@ -51,7 +70,9 @@ class Sequence:
         named       [0 .. num_published blocks)                  in `keys`
 
     `num_prompt` counts tokens that were given: the prompt, and what an earlier attempt emitted. A sequence
-    without `sampling` computes the KV of a loan and samples nothing.
+    without `sampling` computes the KV of a loan and samples nothing. A preempted one has lost its KV: all its
+    tokens, those it sampled among them, are computed again in chunks as a prompt is, and the next one is sampled at
+    their end.
     """
 
     request_id: str
@@ -67,6 +88,11 @@ class Sequence:
     keys: list[BlockKey] = field(default_factory=list)
     num_emitted_before: int = 0
     """Tokens among `num_prompt` that count against max_tokens: an earlier attempt sampled them."""
+    turn: int = 0
+    """Its place among those that wait for their next token: lower waits longer. See `engine/scheduler.py`."""
+    num_preemptions: int = 0
+    num_recomputed: int = 0
+    """Tokens whose KV was here, was given back by preemption, and had to be computed again."""
 
     @property
     def num_tokens(self) -> int:
@@ -88,9 +114,15 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt + self.num_emitted_before
 
     @property
+    def max_num_tokens(self) -> int:
+        """Tokens it has when it has sampled all it may."""
+        new = self.sampling.max_tokens - self.num_emitted_before if self.sampling is not None else 0
+        return self.num_prompt + new
+
+    @property
     def decoding(self) -> bool:
-        """The prompt is done: each step computes one token and samples the next."""
-        return self.sampling is not None and self.num_computed >= self.num_prompt
+        """Only the token sampled last is left to compute: each step computes one and samples the next."""
+        return self.sampling is not None and self.num_remaining == 1 and self.num_tokens > self.num_prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +140,18 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a request cannot go on: `field` of it is at fault."""
+
+    field: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Sampled:
-    """One token sampled for a chunk's sequence."""
+    """One token sampled for a chunk's sequence, or why there can be none."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
+    failure: Failure | None = None
+    """The request ends with it, and `token_id` means nothing."""

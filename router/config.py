@@ -30,6 +30,9 @@ class RouterConfig(Config):
     """Placements of one request, the first one included."""
     worker_silence_s: PositiveFloat = 10.0
     """A worker whose engine reports nothing for so long is lost; its requests are placed anew."""
+    grammar_limit_s: PositiveFloat = 2.0
+    """How long the grammar of a structured output may take to compile. The decode worker compiles it again, once, and
+    its streams wait as long."""
 
     prefill_tokens_per_s: PositiveFloat = 4000.0
     """What placement assumes of a prefill worker."""

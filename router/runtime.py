@@ -10,6 +10,7 @@ from protos import membership_pb2_grpc as pb_grpc
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
+from router.grammar_checker import GrammarChecker
 from router.membership_service import MembershipService
 from router.placement import Rates
 from router.prompts import PromptEncoder
@@ -22,9 +23,10 @@ log = logging.getLogger(__name__)
 class Router:
     """A started router."""
 
-    def __init__(self, server: Server, address: str) -> None:
+    def __init__(self, server: Server, grammars: GrammarChecker, address: str) -> None:
         self.address = address
         self._server = server
+        self._grammars = grammars
 
     async def failed(self) -> TandemError:
         """A router has nothing that could fail by itself."""
@@ -33,6 +35,7 @@ class Router:
 
     async def stop(self) -> None:
         await self._server.stop(grace_s=0.5)
+        await self._grammars.close()
 
 
 async def start_router(config: RouterConfig) -> Router:
@@ -49,11 +52,12 @@ async def start_router(config: RouterConfig) -> Router:
         loan_overhead_s=config.loan_overhead_s,
     )
     dispatcher = Dispatcher(fleet, rates, config.max_queued)
-    serving = Serving(config, model_dir, encoder, fleet, dispatcher)
+    grammars = GrammarChecker(model_dir, config.grammar_limit_s)
+    serving = Serving(config, model_dir, encoder, grammars, fleet, dispatcher)
     server = Server()
     InferenceService(serving, fleet, model_dir, encoder).add_to(server.grpc)
     membership = MembershipService(fleet, model_dir, config.worker_silence_s, dispatcher.kick)
     pb_grpc.add_MembershipServicer_to_server(membership, server.grpc)
     port = await server.start(config.host, config.port, [NAME, "tandem.internal.v1.Membership"])
     await server.mark_serving()
-    return Router(server, f"{config.host}:{port}")
+    return Router(server, grammars, f"{config.host}:{port}")

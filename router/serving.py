@@ -13,12 +13,14 @@ from cluster.errors import DeadlineExceeded, InvalidRequest, Unavailable, Unknow
 from cluster.rpc import channel
 from engine.keys import block_keys, root_key
 from engine.model_dir import ModelDir
+from engine.structured import read_structured
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
 from router.attempt import Emitted, Retriable, run_attempt
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.fleet import Fleet, Placed, Worker
+from router.grammar_checker import GrammarChecker
 from router.placement import Decision, Demand
 from router.prompts import PromptEncoder
 from router.validation import check_names, check_prompt, prompt_field, resolve_sampling
@@ -55,12 +57,14 @@ class Serving:
         config: RouterConfig,
         model_dir: ModelDir,
         encoder: PromptEncoder,
+        grammars: GrammarChecker,
         fleet: Fleet,
         dispatcher: Dispatcher,
     ) -> None:
         self._config = config
         self._model_dir = model_dir
         self._encoder = encoder
+        self._grammars = grammars
         self._fleet = fleet
         self._dispatcher = dispatcher
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -100,6 +104,8 @@ class Serving:
         prompt = await self._encoder.encode(request)
         check_prompt(prompt, prompt_field(request), self._model_dir)
         sampling = resolve_sampling(request.sampling, len(prompt), self._model_dir)
+        if (structured := read_structured(sampling)) is not None:
+            await self._grammars.check(structured)
         return Ticket(
             request=request,
             request_id=request.request_id or secrets.token_hex(8),

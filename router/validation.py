@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from cluster.errors import InvalidRequest
 from engine.model_dir import ModelDir
+from engine.structured import FIELD, read_structured
 from engine.text import check_token_ids
 from protos import inference_pb2 as pb
 
@@ -38,6 +39,7 @@ def resolve_sampling(sampling: pb.Sampling, num_prompt: int, model_dir: ModelDir
     _check_numbers(resolved)
     _check_stops(resolved, model_dir.vocab_size)
     _check_bias(resolved, model_dir.vocab_size)
+    _check_structured(resolved, model_dir)
     if num_prompt + resolved.max_tokens > context:
         raise InvalidRequest(
             "sampling.max_tokens",
@@ -110,6 +112,12 @@ def _check_bias(sampling: pb.Sampling, vocab_size: int) -> None:
         if token_id >= vocab_size:
             raise InvalidRequest("sampling.logit_bias", f"token ids must be below {vocab_size}, not {token_id}")
         _check_range(bias, "logit_bias", -MAX_BIAS, MAX_BIAS)
+
+
+def _check_structured(sampling: pb.Sampling, model_dir: ModelDir) -> None:
+    """Whether it compiles is not checked here but by `grammar_checker.py`."""
+    if read_structured(sampling) is not None and not model_dir.has_tokenizer:
+        raise InvalidRequest(FIELD, "this model has no tokenizer, so its tokens cannot be told apart by their text")
 
 
 def _check_range(value: float, field: str, low: float, high: float) -> None:

@@ -31,6 +31,27 @@ TopP = Annotated[float | None, typer.Option(help="keep the likeliest tokens up t
 TopK = Annotated[int | None, typer.Option(help="keep the k likeliest tokens; 0 keeps all")]
 Seed = Annotated[int | None, typer.Option(help="the same seed gives the same text")]
 Stop = Annotated[list[str] | None, typer.Option(help="end before this string; may be given several times")]
+MinP = Annotated[float | None, typer.Option(help="keep tokens this likely compared with the likeliest")]
+RepetitionPenalty = Annotated[float | None, typer.Option(help="above 1: less of what prompt and output have")]
+PresencePenalty = Annotated[float | None, typer.Option(help="above 0: less of what the output has")]
+FrequencyPenalty = Annotated[float | None, typer.Option(help="above 0: less of what the output has often")]
+LogitBias = Annotated[list[str] | None, typer.Option(metavar="TOKEN=BIAS", help="added to a token's logit; repeatable")]
+MinTokens = Annotated[int | None, typer.Option(help="fewest tokens to generate")]
+StopTokenId = Annotated[list[int] | None, typer.Option(help="end after this token; repeatable")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="go on after the model's end token")]
+Logprobs = Annotated[int | None, typer.Option(help="show log probabilities, and those of so many likeliest tokens")]
+STRUCTURED = "Structured output (one of)"
+JsonSchema = Annotated[
+    str | None, typer.Option(metavar="SCHEMA|@FILE", help="JSON of this schema", rich_help_panel=STRUCTURED)
+]
+JsonObject = Annotated[bool, typer.Option("--json", help="any JSON object", rich_help_panel=STRUCTURED)]
+Regex = Annotated[str | None, typer.Option(help="text that matches", rich_help_panel=STRUCTURED)]
+Grammar = Annotated[
+    str | None, typer.Option(metavar="LARK|@FILE", help="text of this grammar", rich_help_panel=STRUCTURED)
+]
+Choice = Annotated[
+    list[str] | None, typer.Option(help="this text, or another given so; repeatable", rich_help_panel=STRUCTURED)
+]
 ShowReceipt = Annotated[bool, typer.Option("--receipt", help="show where the KV came from and where the time went")]
 
 
@@ -78,13 +99,47 @@ def generate(
     top_p: TopP = None,
     top_k: TopK = None,
     seed: Seed = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    presence_penalty: PresencePenalty = None,
+    frequency_penalty: FrequencyPenalty = None,
+    logit_bias: LogitBias = None,
     stop: Stop = None,
+    stop_token_id: StopTokenId = None,
+    min_tokens: MinTokens = None,
+    ignore_eos: IgnoreEos = False,
+    logprobs: Logprobs = None,
+    json_schema: JsonSchema = None,
+    json_object: JsonObject = False,
+    regex: Regex = None,
+    grammar: Grammar = None,
+    choice: Choice = None,
     receipt: ShowReceipt = False,
 ) -> None:
     """Continue a text; tokens appear as they are sampled."""
-    from tandem.talk import make_sampling, stream_text
+    from tandem.talk import make_sampling, make_structured, parse_logit_bias, stream_text
 
-    sampling = make_sampling(max_tokens, temperature, top_p, top_k, seed, stop)
+    structured = make_structured(
+        json_schema=json_schema, json_object=json_object or None, regex=regex, grammar=grammar, choice=choice or None
+    )
+    sampling = make_sampling(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=parse_logit_bias(logit_bias),
+        stop=stop,
+        stop_token_ids=stop_token_id,
+        min_tokens=min_tokens,
+        ignore_eos=ignore_eos,
+        logprobs=logprobs,
+        structured=structured,
+    )
     _run(stream_text(console, address, prompt, sampling, receipt))
 
 
@@ -102,7 +157,7 @@ def chat(
     """Talk with the model; an empty line or Ctrl-D ends it."""
     from tandem.talk import chat_loop, make_sampling
 
-    sampling = make_sampling(max_tokens, temperature, top_p, top_k, seed, None)
+    sampling = make_sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     _run(chat_loop(console, address, system, sampling, receipt))
 
 

@@ -2,39 +2,71 @@
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from cluster.errors import InvalidRequest
+from engine.structured import FIELD
 from protos import inference_pb2 as pb
 from tandem.client import Client, Message
 from tandem.receipts import describe, stage_table
 
 
-def make_sampling(
-    max_tokens: int | None,
-    temperature: float | None,
-    top_p: float | None,
-    top_k: int | None,
-    seed: int | None,
-    stop: Sequence[str] | None,
-) -> pb.Sampling:
-    """What was given; the router fills in the rest. Raises InvalidRequest for numbers no message can hold."""
+def make_sampling(**options: Any) -> pb.Sampling:
+    """Of the fields of `pb.Sampling` those that were given; the router fills in the rest.
+
+    Raises InvalidRequest for numbers no message can hold.
+    """
     try:
-        return pb.Sampling(
-            max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop or ()
-        )
+        return pb.Sampling(**{name: value for name, value in options.items() if value is not None})
     except ValueError as error:
         raise InvalidRequest("sampling", str(error)) from None
+
+
+def make_structured(**options: Any) -> pb.StructuredOutput | None:
+    """Of the fields of `pb.StructuredOutput` those that were given; None when none was.
+
+    A schema or grammar "@file" stands in that file. Raises InvalidRequest for a file that cannot be read.
+    """
+    given = {name: _text_of(name, value) for name, value in options.items() if value is not None}
+    return pb.StructuredOutput(**given) if given else None
+
+
+def parse_logit_bias(biases: Sequence[str] | None) -> dict[int, float]:
+    """From TOKEN=BIAS. Raises InvalidRequest."""
+    parsed: dict[int, float] = {}
+    for bias in biases or ():
+        token_id, _, value = bias.partition("=")
+        try:
+            parsed[int(token_id)] = float(value)
+        except ValueError:
+            raise InvalidRequest("sampling.logit_bias", f"must be TOKEN=BIAS, not {bias!r}") from None
+    return parsed
+
+
+def _text_of(name: str, value: Any) -> Any:
+    if name not in ("json_schema", "grammar") or not value.startswith("@"):
+        return value
+    try:
+        return Path(value[1:]).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"{FIELD}.{name}", f"cannot be read: {error}") from None
 
 
 async def stream_text(console: Console, address: str, prompt: str, sampling: pb.Sampling, receipt: bool) -> None:
     async with Client(address) as client:
         finish: pb.Finish | None = None
+        logprobs: list[tuple[int, pb.TokenLogprobs]] = []
         async for piece in client.generate(prompt, sampling=sampling):
             console.print(piece.text, end="", markup=False, soft_wrap=True)
+            logprobs += zip(piece.token_ids, piece.logprobs, strict=False)  # of no token when none were asked for
             finish = piece.finish if piece.HasField("finish") else finish
         console.print()
+        if logprobs:
+            console.print(_logprob_table(logprobs))
         _show(console, finish, receipt)
 
 
@@ -65,3 +97,13 @@ def _show(console: Console, finish: pb.Finish | None, receipt: bool) -> None:
     if receipt and finish is not None:
         console.print(describe(finish.receipt))
         console.print(stage_table(finish.receipt))
+
+
+def _logprob_table(logprobs: Sequence[tuple[int, pb.TokenLogprobs]]) -> Table:
+    table = Table("token", "logprob", "likeliest", box=None)
+    for token_id, of in logprobs:
+        likeliest = zip(of.top_token_ids, of.top_logprobs, strict=True)
+        table.add_row(
+            str(token_id), f"{of.logprob:.3f}", "  ".join(f"{other} {value:.3f}" for other, value in likeliest)
+        )
+    return table

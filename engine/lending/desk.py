@@ -35,7 +35,7 @@ class _Loan:
 
 
 class LendingDesk:
-    """Loans by id. Those that find no room wait, by priority and arrival; nothing is held for them meanwhile."""
+    """Loans by id. New ones wait, by priority and arrival, for `start_waiting`; nothing is held for them meanwhile."""
 
     def __init__(
         self,
@@ -45,7 +45,8 @@ class LendingDesk:
         max_queued: int,
         next_arrival: Callable[[], int],
     ) -> None:
-        """`next_arrival` numbers loans and requests alike, since the scheduler weighs them against each other."""
+        """`next_arrival` numbers loans and requests alike, arrivals and turns, since the scheduler weighs them against
+        each other."""
         self._books = books
         self._model_fingerprint = model_fingerprint
         self._emit = emit
@@ -96,7 +97,6 @@ class LendingDesk:
             self._loans[request.loan_id] = _Loan(request, machine, self._next_arrival(), self._keys(request))
             self._waiting.append(request.loan_id)
             self._waiting.sort(key=lambda loan_id: -self._loans[loan_id].request.priority)  # stable: then arrival
-            self.start_waiting()
 
     def release(self, loan_id: str, first: int, count: int) -> None:
         self._perform(loan_id, lambda machine: machine.handle(Released(first, count)))
@@ -165,6 +165,7 @@ class LendingDesk:
             sampling=None,
             priority=request.priority,
             arrival=loan.arrival,
+            turn=self._next_arrival(),
         )
         if not self._books.start(job, keys, len(keys)):
             return False

@@ -10,7 +10,7 @@ from transformers.utils import logging as transformers_logging
 from engine.errors import EngineStartError, ModelRefused
 from engine.layout import DTYPE_BYTES, KvLayout
 from engine.model_dir import ModelDir
-from engine.torch.attention import PagedAttention, refuse_unknown
+from engine.torch.attention import refuse_unknown
 
 SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
@@ -73,13 +73,6 @@ def use_attention(model: torch.nn.Module, attention: Any) -> None:
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
     model.set_attn_implementation(name)  # type: ignore[operator]
-
-
-def paged_attention(model: torch.nn.Module, pool: torch.Tensor, layout: KvLayout) -> PagedAttention:
-    """Join the model to its pool."""
-    attention = PagedAttention(pool, layout)
-    use_attention(model, attention)
-    return attention
 
 
 def _read_config(model_dir: ModelDir) -> Any:

@@ -4,19 +4,30 @@ The same seed, tokens and options give the same next token on any worker, whoeve
 that depends on what came before (penalties, min_tokens) is derived from the tokens themselves, so a request that
 moves to another worker goes on as if nothing had happened.
 
-In order: logit bias, penalties, min_tokens; then temperature, min-p, top-k, top-p. Log probabilities are of the model
-itself, before all of them.
+In order: the grammar of a structured output; logit bias, penalties, min_tokens; then temperature, min-p, top-k, top-p.
+Log probabilities are of the model itself, before all of them.
+
+What the grammar forbids is impossible and nothing later brings it back: minus infinity stays that under a bias or a
+penalty. It allows the model's end tokens only where the output is complete. min_tokens and ignore_eos hold an end back
+while anything else may follow; where nothing may, it is sampled all the same, and the request finishes by it.
 """
 
 import struct
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 from hashlib import blake2b
 
 import torch
 from torch import Tensor
 
+from engine.grammar import Grammars, TokenMasks
+from engine.torch.drawing import draw
 from engine.vocabulary import Sampled, SamplingParams, Sequence, TokenLogprobs
+
+_WORD = 32
+LIKELIEST: Callable[[Tensor], Tensor] = partial(torch.argmax, dim=-1)
 
 
 def uniform(seed: int, position: int, purpose: bytes = b"token") -> float:
@@ -25,25 +36,71 @@ def uniform(seed: int, position: int, purpose: bytes = b"token") -> float:
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def sample(logits: Tensor, sequences: Seq[Sequence], eos_token_ids: frozenset[int]) -> list[Sampled]:
-    """The next token of each sequence. `logits` is [sequences, vocab] in any float dtype."""
-    logits = logits.float()
+def sample(
+    logits: Tensor,
+    sequences: Seq[Sequence],
+    eos_token_ids: frozenset[int],
+    grammars: Grammars | None = None,
+    argmax: Callable[[Tensor], Tensor] = LIKELIEST,
+) -> list[Sampled]:
+    """The next token of each sequence, or why there is none. `logits` is [sequences, vocab] in any float dtype.
+
+    `grammars` holds the states of structured outputs; without it no sequence may ask for one. `argmax` gives
+    the first largest of each contiguous row.
+    """
     params = [_params(sequence) for sequence in sequences]
-    adjusted = _adjust(logits, sequences, params, eos_token_ids)
-    tokens = adjusted.argmax(-1)
+    if all(_plain(sequence, sampling) for sequence, sampling in zip(sequences, params, strict=True)):
+        return [Sampled(token) for token in argmax(logits).tolist()]
+    masks = _masks(sequences, params, grammars)  # first: a GPU is still busy with the logits meanwhile
+    logits = logits.float()
+    allowed = logits if masks is None else _mask(logits, masks)
+    adjusted = _adjust(allowed, sequences, params, eos_token_ids)
+    tokens = argmax(adjusted)
     drawing = [row for row, sampling in enumerate(params) if sampling.temperature > 0]
     if drawing:
         targets = [uniform(params[row].seed, sequences[row].num_tokens) for row in drawing]
-        tokens[drawing] = _draw(adjusted[drawing], [params[row] for row in drawing], targets)
-    return [
+        rows = adjusted if len(drawing) == len(params) else adjusted[drawing]
+        tokens[drawing] = draw(rows, [params[row] for row in drawing], targets)
+    sampled = [
         Sampled(token, _logprobs(logits[row], token, sampling.logprobs))
         for row, (token, sampling) in enumerate(zip(tokens.tolist(), params, strict=True))
     ]
+    for row, failure in masks.failures.items() if masks is not None else ():
+        sampled[row] = Sampled(-1, failure=failure)
+    return sampled
 
 
 def _params(sequence: Sequence) -> SamplingParams:
     assert sequence.sampling is not None
     return sequence.sampling
+
+
+def _plain(sequence: Sequence, sampling: SamplingParams) -> bool:
+    """Nothing but the likeliest token is wanted, and nothing changes which that is."""
+    changed = sampling.logit_bias or sampling.repetition_penalty != 1 or sampling.structured is not None
+    penalised = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+    early = sequence.num_sampled < sampling.min_tokens
+    return sampling.temperature == 0 and sampling.logprobs is None and not (changed or penalised or early)
+
+
+def _masks(sequences: Seq[Sequence], params: Seq[SamplingParams], grammars: Grammars | None) -> TokenMasks | None:
+    if all(sampling.structured is None for sampling in params):
+        return None
+    assert grammars is not None
+    return grammars.masks(sequences)
+
+
+def _mask(logits: Tensor, masks: TokenMasks) -> Tensor:
+    """A copy in which tokens that a row's grammar forbids are impossible; rows without one are as they were."""
+    packed = torch.from_numpy(masks.bits).to(logits.device)
+    bits = packed[:, :, None] >> torch.arange(_WORD, dtype=torch.int32, device=logits.device) & 1
+    width = logits.shape[-1]
+    allowed = torch.zeros(len(masks.rows), width, dtype=torch.bool, device=logits.device)
+    known = bits.flatten(1)[:, :width]  # of more logits than there are tokens, the rest is padding
+    allowed[:, : known.shape[-1]] = known.bool()
+    masked = logits.clone()
+    masked[masks.rows] = logits[masks.rows].masked_fill(~allowed, -torch.inf)
+    return masked
 
 
 def _adjust(
@@ -65,68 +122,35 @@ def _adjust_row(
 ) -> Tensor | None:
     """One row, [vocab]; None when nothing changes."""
     penalised = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
-    early = sequence.num_sampled < sampling.min_tokens
-    if not (sampling.logit_bias or sampling.repetition_penalty != 1 or penalised or early):
+    held_back = _held_back(sequence, sampling, eos_token_ids)
+    if not (sampling.logit_bias or sampling.repetition_penalty != 1 or penalised or held_back):
         return None
     row = logits.clone()
     if sampling.logit_bias:
         token_ids, biases = zip(*sampling.logit_bias, strict=True)
-        row[list(token_ids)] += torch.tensor(biases, dtype=row.dtype)
+        row[list(token_ids)] += torch.tensor(biases, dtype=row.dtype, device=row.device)
     if sampling.repetition_penalty != 1:
-        seen = torch.tensor(sorted(set(sequence.token_ids)))
+        seen = torch.tensor(sorted(set(sequence.token_ids)), device=row.device)
         values = row[seen]
         row[seen] = torch.where(values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty)
     if penalised and (counts := Counter(sequence.output_token_ids)):
-        seen, times = torch.tensor(list(counts)), torch.tensor(list(counts.values()), dtype=row.dtype)
+        seen = torch.tensor(list(counts), device=row.device)
+        times = torch.tensor(list(counts.values()), dtype=row.dtype, device=row.device)
         row[seen] -= sampling.presence_penalty + sampling.frequency_penalty * times
-    if early:
-        ends = sampling.stop_token_ids if sampling.ignore_eos else sampling.stop_token_ids | eos_token_ids
-        row[sorted(ends)] = -torch.inf
+    if held_back:
+        ended = row
+        row = row.index_fill(0, torch.tensor(sorted(held_back), device=row.device), -torch.inf)
+        if sampling.structured is not None and not (row > -torch.inf).any():
+            return ended  # the grammar allows nothing but an end
     return row
 
 
-def _draw(logits: Tensor, params: Seq[SamplingParams], targets: Seq[float]) -> Tensor:
-    """One token a row, [rows]. `logits` is [rows, vocab]."""
-    temperatures = torch.tensor([sampling.temperature for sampling in params], dtype=torch.float64)
-    scaled = logits.double() / temperatures[:, None]
-    target = torch.tensor(targets, dtype=torch.float64)
-    tokens = torch.empty(len(params), dtype=torch.long)
-    filtered = [row for row, sampling in enumerate(params) if _filters(sampling)]
-    plain = [row for row, sampling in enumerate(params) if not _filters(sampling)]
-    if plain:
-        tokens[plain] = _invert(scaled[plain].softmax(-1), target[plain])
-    if filtered:
-        ordered, token_ids = scaled[filtered].sort(dim=-1, descending=True, stable=True)
-        probs = _filter(ordered.softmax(-1), [params[row] for row in filtered])
-        places = _invert(probs, target[filtered])
-        tokens[filtered] = token_ids.gather(-1, places[:, None])[:, 0]
-    return tokens
-
-
-def _filters(sampling: SamplingParams) -> bool:
-    return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-
-
-def _filter(probs: Tensor, params: Seq[SamplingParams]) -> Tensor:
-    """Zero what min-p, top-k and then top-p leave out. `probs` is [rows, vocab] in falling order."""
-    vocab = probs.shape[-1]
-    min_p = torch.tensor([[sampling.min_p] for sampling in params], dtype=probs.dtype)
-    top_k = torch.tensor([[sampling.top_k or vocab] for sampling in params])
-    top_p = torch.tensor([[sampling.top_p] for sampling in params], dtype=probs.dtype)
-    kept = (probs >= min_p * probs[:, :1]) & (torch.arange(vocab) < top_k)
-    probs = probs.masked_fill(~kept, 0.0)
-    probs = probs / probs.sum(-1, keepdim=True)
-    before = probs.cumsum(-1) - probs
-    return probs.masked_fill((top_p < 1) & (before >= top_p), 0.0)
-
-
-def _invert(probs: Tensor, target: Tensor) -> Tensor:
-    """The first index whose cumulated share exceeds `target`, by row; never one of probability zero."""
-    cumulated = probs.cumsum(-1)
-    wanted = (target * cumulated[:, -1])[:, None]
-    found = torch.searchsorted(cumulated, wanted, right=True)[:, 0]
-    last_possible = probs.shape[-1] - 1 - (probs > 0).flip(-1).int().argmax(-1)
-    return torch.minimum(found, last_possible)
+def _held_back(sequence: Sequence, sampling: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
+    """Ends that may not come yet, by min_tokens, or while there is a choice, by ignore_eos with a grammar."""
+    early = sampling.stop_token_ids if sequence.num_sampled < sampling.min_tokens else frozenset()
+    if sampling.structured is not None and sampling.ignore_eos:
+        return early | eos_token_ids
+    return early if sampling.ignore_eos or sequence.num_sampled >= sampling.min_tokens else early | eos_token_ids
 
 
 def _logprobs(logits: Tensor, token: int, num_top: int | None) -> TokenLogprobs | None:

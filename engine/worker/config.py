@@ -33,6 +33,9 @@ class WorkerConfig(Config):
     """How long a step of the sim engine takes."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and KV; auto: as the model was saved."""
+    backend: Literal["auto", "native", "sdpa"] = "auto"
+    """What the torch engine computes with. native: kernels compiled once for this machine's CPU; sdpa: torch's own,
+    several times slower. auto: native where a C++ compiler is found, else sdpa with a warning."""
     block_tokens: int = Field(default=16, ge=1, le=1024)
     kv_memory_mib: PositiveInt = 256
     """Size of the KV pool."""
@@ -43,6 +46,9 @@ class WorkerConfig(Config):
     workers, whose running streams wait for every step."""
     threads: PositiveInt | None = None
     """Compute threads. Default: as many as `cores`, or as the machine has."""
+    reserve_output_tokens: PositiveInt = 256
+    """KV blocks promised to a request beyond its prompt are for this many tokens at most. What it generates beyond
+    takes blocks as they are available, and where none is, somebody is preempted and computed anew later."""
     cores: tuple[int, ...] | None = None
     """CPU cores the engine process is pinned to. Engines that share cores unpinned slow each other several times
     over."""

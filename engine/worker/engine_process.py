@@ -174,7 +174,11 @@ def _start(spec: EngineSpec, front: _Front) -> tuple[EngineCore, _Computer]:
     transport = open_transport(spec.config.transport, spec.agent_name)
     runner = _make_runner(spec.config)
     budget = StepBudget(spec.config.max_batch_tokens, spec.config.prefill_chunk(spec.role))
-    limits = CoreLimits(budget, max_queued_loans=spec.config.max_queued_loans)
+    limits = CoreLimits(
+        budget,
+        max_queued_loans=spec.config.max_queued_loans,
+        reserve_output_tokens=spec.config.reserve_output_tokens,
+    )
     core = EngineCore(runner, transport, limits, front.say, front.wake)
     front.say(core.start())
     front.send()
@@ -193,7 +197,7 @@ def _make_runner(config: WorkerConfig) -> Runner:
         raise EngineStartError("engine", f"{error}; install tandem-serving[worker]") from None
 
     set_threads(_threads(config))
-    return TorchRunner(config.model, config.dtype, config.block_tokens, kv_bytes)
+    return TorchRunner(config.model, config.dtype, config.block_tokens, kv_bytes, config.backend)
 
 
 if __name__ == "__main__":

@@ -186,6 +186,11 @@ SAMPLING: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["x"] * 17}, "stop"),
     ({"stop": ["x" * 257]}, "stop"),
     ({"stop_token_ids": [VOCAB]}, "stop_token_ids"),
+    ({"structured": pb.StructuredOutput()}, "structured"),
+    ({"structured": pb.StructuredOutput(regex="a", json_object=True)}, "structured"),
+    ({"structured": pb.StructuredOutput(choice=[""])}, "structured.choice"),
+    ({"structured": pb.StructuredOutput(grammar="x" * 65_537)}, "structured.grammar"),
+    ({"structured": pb.StructuredOutput(regex="the model has no tokenizer")}, "structured"),
 ]
 
 
@@ -423,6 +428,16 @@ DECODES: dict[str, tuple[dict[str, Any], type[ServiceError], str]] = {
     "less than nothing": ({"sampling": pb.Sampling(max_tokens=-5)}, InvalidRequest, "sampling.max_tokens"),
     "all emitted already": ({"emitted_token_ids": [1, 2, 3, 4]}, InvalidRequest, "sampling.max_tokens"),
     "more than the pool": ({"sampling": pb.Sampling(max_tokens=POOL_TOKENS)}, Overloaded, "max_tokens"),
+    "a grammar for the sim engine": (
+        {"sampling": pb.Sampling(max_tokens=4, structured=pb.StructuredOutput(json_object=True))},
+        InvalidRequest,
+        "sampling.structured",
+    ),
+    "two grammars": (
+        {"sampling": pb.Sampling(max_tokens=4, structured=pb.StructuredOutput(regex="a", choice=["a"]))},
+        InvalidRequest,
+        "sampling.structured",
+    ),
 }
 
 

@@ -287,7 +287,8 @@ async def test_streams_survive_their_decode_workers(speaking_model, cluster_of, 
 async def test_the_last_decode_worker_dies(model, cluster_of, audit) -> None:  # type: ignore[no-untyped-def]
     """Those that ran and those that waited alike are told so, within the grace and not at their deadline."""
     router = {"no_worker_grace_s": 0.5}
-    async with running(cluster_of(model, router=router, **SIM | {"kv_memory_mib": 1})) as (cluster, client):
+    one_at_a_time = {"kv_memory_mib": 1, "reserve_output_tokens": 5000}
+    async with running(cluster_of(model, router=router, **SIM | one_at_a_time)) as (cluster, client):
         runs = Stream(client, prompt_of(1, 100), 5000)
         await runs.reached(5)
         waits = Stream(client, prompt_of(2, 100), 5000)

@@ -173,13 +173,15 @@ class SlowTransport(Transport):
 class Node:
     """One engine process."""
 
-    def __init__(self, network: dict[bytes, Pool], name: str, num_blocks: int, budget: StepBudget) -> None:
+    def __init__(
+        self, network: dict[bytes, Pool], name: str, num_blocks: int, budget: StepBudget, reserve: int = 256
+    ) -> None:
         self.name = name
         self.alive = True
         self.said: list[FromEngine] = []
         self.transport = SlowTransport(network, name)
         self.runner = SimRunner(LAYOUT, num_blocks, VOCAB)
-        limits = CoreLimits(budget, max_queued_loans=4, report_interval_s=0.0)
+        limits = CoreLimits(budget, 4, reserve, report_interval_s=0.0)
         self.core = EngineCore(self.runner, self.transport, limits, self.said.append)
         self.endpoint = self.core.start().endpoint
         self.batch: list[Chunk] = []
@@ -257,12 +259,18 @@ def undisturbed(prompt: Sequence[int], max_tokens: int) -> list[int]:
 class Cluster:
     """A few engines, their clients, and everything between them, moved by one random generator."""
 
-    def __init__(self, seed: int, num_nodes: int = 3, faults: bool = True, crowded: bool = False) -> None:
+    def __init__(
+        self, seed: int, num_nodes: int = 3, faults: bool = True, crowded: bool = False, reserve: int = 256
+    ) -> None:
         self.rng = random.Random(seed)
+        self.reserve = reserve
+        """Output tokens that admission promises blocks for; a small one makes engines preempt."""
+        self.max_tokens = 6 if reserve > 6 else 12
         self.faults = faults
         self.fault_rate = self.rng.choice([0.01, 0.03, 0.06])
         self.crowded = crowded
-        """Every pool has room for one request, and every request wants a loan."""
+        """Every pool has room for one request, or two that will be too large, and every request wants a loan."""
+        self.crowded_length = 17 if reserve > 6 else 9
         self.pool_range = (6, 7) if crowded else self.rng.choice([(6, 10), (8, 16), (10, 24)])
         self.network: dict[bytes, Pool] = {}
         self.num_started = 0
@@ -284,15 +292,16 @@ class Cluster:
         rng = self.rng
         self.num_started += 1
         budget = StepBudget(rng.randint(2, 16), rng.randint(2, 12))
-        return Node(self.network, f"node-{self.num_started}", rng.randint(*self.pool_range), budget)
+        name, num_blocks = f"node-{self.num_started}", rng.randint(*self.pool_range)
+        return Node(self.network, name, num_blocks, budget, self.reserve)
 
     # ------------------------------------------------------------------ what a trial is made of
 
     def run(self, num_requests: int, num_moves: int) -> None:
         for _ in range(num_requests):
-            length = 17 if self.crowded else self.rng.randint(1, 28)
+            length = self.crowded_length if self.crowded else self.rng.randint(1, 28)
             prompt = tuple(self.rng.choice(self.trunks)[:length])
-            self.clients.append(Client(prompt, self.rng.randint(1, 6), self.rng.randint(0, 1)))
+            self.clients.append(Client(prompt, self.rng.randint(1, self.max_tokens), self.rng.randint(0, 1)))
         for move in range(num_moves):
             self.move()
             self.check(contents=move % 8 == 0)
@@ -479,12 +488,14 @@ class Cluster:
         if message.account is not None:
             account = message.account
             moved, reused, computed = account.moved_blocks, account.reused_blocks, account.computed_blocks
-            given = len(client.prompt) + len(client.tokens) - 1
-            assert moved + reused + computed == LAYOUT.blocks_for(given)
-            assert account.computed_tokens == given - (moved + reused) * WIDTH
+            if not account.preemptions:
+                given = len(client.prompt) + len(client.tokens) - 1
+                assert moved + reused + computed == LAYOUT.blocks_for(given)
+                assert account.computed_tokens == given - (moved + reused) * WIDTH
             self.seen["moved"] += moved
             self.seen["reused"] += reused
             self.seen["mismatched"] += account.mismatched_blocks
+            self.seen["preempted"] += account.preemptions
         if message.finish is not None:
             assert message.finish is FinishReason.LENGTH
             client.state = "done"
@@ -530,6 +541,7 @@ class Cluster:
         for node in self.nodes:
             node.check()
             self.seen["quarantined"] += bool(node.core._books.pool.num_quarantined)
+            self.seen["waiting preempted"] += bool(node.core._requests.residency.preempted)
             if contents:
                 node.check_contents()
 
@@ -706,7 +718,7 @@ def test_any_schedule_of_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(TRIALS):
         window = LAYOUT.block_bytes * (1, 2, 64)[seed % 3]
         monkeypatch.setattr("kvtransfer.transport.MAX_POSTED_BYTES", window)
-        cluster = Cluster(seed, num_nodes=2 + seed % 2)
+        cluster = Cluster(seed, num_nodes=2 + seed % 2, reserve=(256, 1, 4, 1)[seed % 4])
         try:
             cluster.run(num_requests=14, num_moves=300)
         except BaseException as error:
@@ -730,25 +742,28 @@ REACHED = {
     "mismatched": 20,
     "quarantined": 300,
     "lost blocks": 3,
+    "preempted": 30,
 }
 """How often each must happen in 100 trials, at the least, for the trials to mean anything."""
 
 
 def test_engines_never_wait_for_each_other_for_good() -> None:
     """Without faults no deadline is needed, however full the pools are."""
-    refused = 0
-    for seed in range(40):
-        cluster = Cluster(seed, num_nodes=2, faults=False, crowded=True)
+    refused, preempted = 0, 0
+    for seed in range(60):
+        cluster = Cluster(seed, num_nodes=2, faults=False, crowded=True, reserve=(256, 1)[seed % 2])
         cluster.run(num_requests=6, num_moves=60)
         assert cluster.seen["deadline"] == 0, f"seed {seed}"
         refused += cluster.seen["refused"]
+        preempted += cluster.seen["preempted"]
     assert refused > 0
+    assert preempted > 0
 
 
 def test_without_faults_every_request_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtransfer.transport.MAX_POSTED_BYTES", 2 * LAYOUT.block_bytes)
     for seed in range(20):
-        cluster = Cluster(seed, faults=False)
+        cluster = Cluster(seed, faults=False, reserve=(256, 1)[seed % 2])
         cluster.run(num_requests=10, num_moves=150)
         assert cluster.seen["mismatched"] == cluster.seen["deadline"] == 0
         assert cluster.seen["done"] + cluster.seen["rejected"] == 10

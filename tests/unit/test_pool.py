@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sized
+from copy import deepcopy
 
 import pytest
 from hypothesis import strategies as st
@@ -253,6 +254,20 @@ class PoolModel(RuleBasedStateMachine):
             self.cached = [block for block in self.cached if block not in pinned]
             self.reserved += num_new
             self.holders.append((hits, keys, [len(hits), num_new]))
+
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 2), max_size=6), extra=st.integers(0, 3))
+    def foresee(self, data: st.DataObject, tokens: list[int], extra: int) -> None:
+        """What a reservation would say if some holders were gone."""
+        gone = [holder for holder in self.holders if data.draw(st.booleans())]
+        hits = self.pool.match(chain(*tokens))
+        num_new = len(tokens) - len(hits) + extra
+        blocks, promised = [holder[0] for holder in gone], sum(progress[1] for _, _, progress in gone)
+        later = deepcopy(self.pool)
+        for held in blocks:
+            later.release(held)
+        later.unreserve(promised)
+        expected = later.reserve_with(hits, num_new)
+        assert self.pool.could_reserve_without(blocks, promised, hits, num_new) is expected
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())

@@ -1,0 +1,57 @@
+"""Models of known shapes with random weights, made on the spot: nothing here depends on what they would say."""
+
+import json
+import shutil
+from pathlib import Path
+
+QWEN2_HALF_B = {
+    "vocab_size": 151_936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32_768,
+    "tie_word_embeddings": True,
+    "eos_token_id": 151_643,
+    "bos_token_id": 151_643,
+}
+
+
+def qwen2_half_b(path: Path) -> Path:
+    """The shape of Qwen2 0.5 B in bfloat16, with a tokenizer of one word per token. Made once."""
+    if (path / "tokenizer.json").exists():
+        return path
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    shutil.rmtree(path, ignore_errors=True)
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        model = Qwen2ForCausalLM(Qwen2Config(**QWEN2_HALF_B)).to(torch.bfloat16)
+    model.save_pretrained(path)
+    vocabulary = {f"w{number}": number for number in range(QWEN2_HALF_B["vocab_size"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w151643").save_pretrained(path)
+    return path
+
+
+def weight_bytes(path: Path) -> int:
+    """Size of the weights as saved."""
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
+def linear_shapes(path: Path) -> list[tuple[int, int, int]]:
+    """(outputs, inputs, how many) of every linear layer, the output layer included."""
+    config = json.loads((path / "config.json").read_text())
+    hidden, inner, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
+    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    return [
+        (hidden, hidden, 2 * layers),
+        (kv, hidden, 2 * layers),
+        (inner, hidden, 2 * layers),
+        (hidden, inner, layers),
+        (config["vocab_size"], hidden, 1),
+    ]

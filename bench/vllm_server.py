@@ -1,0 +1,113 @@
+"""`vllm serve` as a user would start it here: all cores, and the libraries its manual tells to preload."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+
+PORT = 8797
+START_TIMEOUT_S = 600.0
+KV_GIB = 4
+
+
+class VllmServer:
+    """An async context manager; `pause` stops its processes while another system is measured."""
+
+    def __init__(self, environment: Path, model: Path, cores: Sequence[int], cache: Path, *options: str) -> None:
+        self._environment = environment
+        self._model = model
+        self._cores = cores
+        self._cache = cache
+        self._options = options
+
+    async def __aenter__(self) -> Self:
+        self._cache.mkdir(parents=True, exist_ok=True)
+        self._log = (self._cache / "server.log").open("w")
+        self._process = await asyncio.create_subprocess_exec(
+            str(self._environment / "bin" / "vllm"),
+            "serve",
+            str(self._model),
+            *("--port", str(PORT), "--served-model-name", "m", "--no-enable-prefix-caching", *self._options),
+            env=self._variables(),
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,
+        )
+        self._session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=None), connector=aiohttp.TCPConnector(limit=0)
+        )
+        try:
+            await self._await_ready()
+        except BaseException:
+            await self._stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.resume()
+        await self._stop()
+
+    def pause(self) -> None:
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.killpg(self._process.pid, signal.SIGCONT)
+
+    async def generate(self, token_ids: Sequence[int], max_tokens: int) -> AsyncIterator[float]:
+        """The moments at which tokens arrive, by the monotonic clock."""
+        request = {
+            "model": "m",
+            "prompt": list(token_ids),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        async with self._session.post(f"http://127.0.0.1:{PORT}/v1/completions", json=request) as answer:
+            answer.raise_for_status()
+            async for line in answer.content:
+                if line.startswith(b"data: {") and json.loads(line[6:])["choices"]:
+                    yield time.monotonic()
+
+    def _variables(self) -> dict[str, str]:
+        libraries = [*self._environment.rglob("libiomp5.so"), *self._environment.rglob("libtcmalloc*.so*")]
+        return os.environ | {
+            "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
+            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, self._cores)),
+            "VLLM_CACHE_ROOT": str(self._cache),
+            "TORCHINDUCTOR_CACHE_DIR": str(self._cache / "inductor"),
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "LD_PRELOAD": ":".join(map(str, libraries)),
+        }
+
+    async def _await_ready(self) -> None:
+        give_up_at = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < give_up_at and self._process.returncode is None:
+            with contextlib.suppress(aiohttp.ClientError):
+                async with self._session.get(f"http://127.0.0.1:{PORT}/health") as answer:
+                    if answer.status == 200:
+                        return
+            await asyncio.sleep(0.25)
+        raise RuntimeError(f"vllm serve did not start; see {self._log.name}")
+
+    async def _stop(self) -> None:
+        await self._session.close()
+        if self._process.returncode is None:
+            os.killpg(self._process.pid, signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(20):
+                    await self._process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # whatever of its family is left
+        self._log.close()

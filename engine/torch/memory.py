@@ -1,0 +1,64 @@
+"""Memory of large tensors."""
+
+import ctypes
+import mmap
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_HUGE = 2 << 20
+_CHUNK = 64 << 20
+_MADV_DONTNEED = 4
+
+
+def huge_tensor(num_bytes: int) -> Tensor:
+    """Zeroed uint8 memory that begins on a huge page; physical memory is taken when it is first written.
+
+    For what is read at random: of 4 KiB pages, each would cost a walk of the page table.
+    """
+    memory = mmap.mmap(-1, num_bytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    first = -tensor.data_ptr() % _HUGE
+    return tensor[first : first + num_bytes]
+
+
+class Arena:
+    """Zeroed pieces of shared huge pages, so that a small piece does not cost a page of its own. Never shrinks."""
+
+    def __init__(self) -> None:
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """uint8, aligned to 64 bytes."""
+        if num_bytes > self._chunk.numel():
+            if num_bytes > _CHUNK // 2:
+                return huge_tensor(num_bytes)
+            self._chunk = huge_tensor(_CHUNK)
+        size = -(-num_bytes // 64) * 64
+        piece, self._chunk = self._chunk[:num_bytes], self._chunk[size:]
+        return piece
+
+
+def forget_file_pages(tensor: Tensor) -> None:
+    """Drop the physical pages of a tensor that is mapped from a .safetensors file and was not changed; nothing for
+    any other. Reading it again reads the file: what is not used any more stops counting as this process's memory."""
+    first, end = tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+    first, end = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+    if first < end and _mapped_from_weights(first, end):
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), _MADV_DONTNEED)
+
+
+def _mapped_from_weights(first: int, end: int) -> bool:
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return False
+    for line in lines:
+        addresses, *_, path = line.split(maxsplit=5)
+        low, _, high = addresses.partition("-")
+        if path.endswith(".safetensors") and int(low, 16) <= first and end <= int(high, 16):
+            return True
+    return False

@@ -1,0 +1,101 @@
+"""Checks grammars of requests by compiling them, in a process that may die of it.
+
+llguidance is careful, but a grammar is a program: a few kilobytes can take it minutes, or more stack than there is,
+which no exception reports. What does so, does it here, and costs a process that nobody needs. What passed within the
+time limit will compile in an engine too, which has more stack to do it with.
+"""
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections import OrderedDict
+
+from cluster.errors import InvalidRequest, Unavailable
+from engine.model_dir import ModelDir
+from engine.vocabulary import StructuredOutput
+
+START_S = 60.0
+"""To load the tokenizer."""
+MAX_REMEMBERED = 128
+
+
+class GrammarChecker:
+    """One process, started with the first grammar and again after it died. Grammars wait for each other."""
+
+    def __init__(self, model_dir: ModelDir, limit_s: float) -> None:
+        self._model_dir = model_dir
+        self._limit_s = limit_s
+        self._turn = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+        self._refusal: InvalidRequest | None = None
+        """Of every grammar, for a model that can have none."""
+        self._remembered: OrderedDict[StructuredOutput, InvalidRequest | None] = OrderedDict()
+
+    async def check(self, structured: StructuredOutput) -> None:
+        """Raises InvalidRequest, naming the field, for what does not compile or takes too long to."""
+        if structured in self._remembered:
+            self._remembered.move_to_end(structured)
+            fault = self._remembered[structured]
+        else:
+            async with self._turn:
+                fault = self._refusal or await self._ask(structured)
+        if fault is not None:
+            raise InvalidRequest(fault.field, fault.message)
+
+    async def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    async def _ask(self, structured: StructuredOutput) -> InvalidRequest | None:
+        question = json.dumps({"kind": structured.kind, "texts": structured.texts})
+        answered = False
+        try:
+            process = self._process or await self._start()
+            assert process.stdin is not None
+            process.stdin.write(f"{question}\n".encode())
+            fault = await self._answer(process, self._limit_s)
+            answered = True
+        except TimeoutError:
+            return InvalidRequest(structured.field, f"too complex: it takes longer than {self._limit_s:g} s to compile")
+        except (EOFError, ConnectionError):
+            return InvalidRequest(structured.field, "too complex: it takes too much memory to compile")
+        finally:
+            if not answered:  # also when the client went: the answer would be taken for that to the next question
+                await self.close()
+        self._remembered[structured] = fault
+        if len(self._remembered) > MAX_REMEMBERED:
+            self._remembered.popitem(last=False)
+        return fault
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        """Raises InvalidRequest when this model can have no structured output."""
+        self._process = process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "router.grammar_process",
+            str(self._model_dir.path),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        try:
+            self._refusal = await self._answer(process, START_S)
+        except (EOFError, TimeoutError):
+            raise Unavailable("the process that checks grammars does not start") from None
+        if self._refusal is not None:
+            raise self._refusal
+        return process
+
+    async def _answer(self, process: asyncio.subprocess.Process, limit_s: float) -> InvalidRequest | None:
+        """The next line. Raises EOFError when the process has died."""
+        assert process.stdout is not None
+        async with asyncio.timeout(limit_s):
+            line = await process.stdout.readline()
+        if not line:
+            raise EOFError
+        answer = json.loads(line)
+        return InvalidRequest(answer["field"], answer["message"]) if answer else None

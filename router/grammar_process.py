@@ -1,0 +1,56 @@
+"""A process that compiles grammars of requests and may die of it: `python -m router.grammar_process MODEL`.
+
+One line of JSON in for each grammar, one out: {} when it compiles, else its `field` and `message`. One line comes
+before all others; if it has a `message`, this model can have no structured output. See `grammar_checker.py`.
+"""
+
+import ctypes
+import json
+import resource
+import signal
+import sys
+from pathlib import Path
+
+from cluster.errors import InvalidRequest
+from engine.grammar import CHECK_STACK_BYTES, GrammarCompiler, reason_of
+from engine.model_dir import ModelDir
+from engine.vocabulary import StructuredOutput
+
+PR_SET_PDEATHSIG = 1
+MEMORY_BYTES = 8 << 30
+"""Of address space, most of which is never touched."""
+
+
+def main() -> None:
+    """Answer until the other end closes."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the router decides
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    try:
+        compiler = GrammarCompiler(ModelDir.open(Path(sys.argv[1])), CHECK_STACK_BYTES)
+    except InvalidRequest as error:
+        _say(error)
+        return
+    _say(None)
+    for line in sys.stdin:
+        question = json.loads(line)
+        _say(_fault(compiler, StructuredOutput(question["kind"], tuple(question["texts"]))))
+
+
+def _fault(compiler: GrammarCompiler, structured: StructuredOutput) -> InvalidRequest | None:
+    """What is wrong with it. The first mask counts too: it is often the largest."""
+    try:
+        matcher = compiler.compile(structured)
+    except InvalidRequest as error:
+        return error
+    compiler.masks([matcher])
+    return InvalidRequest(structured.field, reason_of(matcher)) if matcher.is_error() else None
+
+
+def _say(error: InvalidRequest | None) -> None:
+    print(json.dumps({} if error is None else {"field": error.field, "message": error.message}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Structured output through the whole cluster: the storyteller writes what it was asked for, even across a failover."""
+
+import asyncio
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from cluster.errors import InvalidRequest
+from protos import inference_pb2 as pb
+from tandem.client import Client
+
+STORYTELLER = Path(__file__).parents[2] / "examples" / "storyteller" / "model"
+HERO = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[A-Z][a-z]{2,8}$"},
+        "deeds": {"type": "array", "items": {"type": "string", "maxLength": 60}, "minItems": 2, "maxItems": 4},
+        "brave": {"type": "boolean"},
+        "age": {"type": "integer", "minimum": 1, "maximum": 99},
+    },
+    "required": ["name", "deeds", "brave", "age"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+SCHEMA = pb.StructuredOutput(json_schema=json.dumps(HERO))
+
+
+@dataclass
+class Told:
+    """One stream so far."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish: pb.Finish | None = None
+    under_way: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+async def tell(client: Client, told: Told, **sampling: object) -> Told:
+    options = pb.Sampling(**{"max_tokens": 400, "structured": SCHEMA} | sampling)  # type: ignore[arg-type]
+    messages = [("user", "Tell me a story about a brave girl.")]
+    async for piece in client.generate(messages=messages, sampling=options, timeout_s=120):
+        told.text += piece.text
+        told.token_ids += piece.token_ids
+        told.finish = piece.finish if piece.HasField("finish") else told.finish
+        if len(told.token_ids) >= 5:
+            told.under_way.set()
+    return told
+
+
+async def heroes(client: Client, seeds: Sequence[int]) -> list[Told]:
+    return list(await asyncio.gather(*(tell(client, Told(), seed=seed) for seed in seeds)))
+
+
+def check_hero(told: Told) -> None:
+    assert told.finish is not None
+    assert told.finish.reason == pb.FINISH_REASON_STOP
+    hero = json.loads(told.text)
+    assert list(hero) == ["name", "deeds", "brave", "age"]
+    assert hero["name"].isalpha()
+    assert 2 <= len(hero["deeds"]) <= 4
+    assert isinstance(hero["brave"], bool)
+    assert 1 <= hero["age"] <= 99
+
+
+async def test_the_storyteller_keeps_to_a_schema_across_a_failover(cluster_of, audit) -> None:  # type: ignore[no-untyped-def]
+    seeds = range(8)
+    async with cluster_of(STORYTELLER, decode=2, dtype="float32") as cluster, Client(cluster.address) as client:
+        undisturbed = await heroes(client, seeds)
+        for told in undisturbed:
+            check_hero(told)
+        streams = [Told() for _ in seeds]
+        telling = [asyncio.ensure_future(tell(client, told, seed=seed)) for seed, told in enumerate(streams)]
+        await asyncio.gather(*(told.under_way.wait() for told in streams))
+        cluster.decode[0].process.kill()
+        await asyncio.gather(*telling)
+        for told, before in zip(streams, undisturbed, strict=True):
+            assert (told.token_ids, told.text) == (before.token_ids, before.text)
+        assert any(told.finish is not None and told.finish.receipt.placement.attempt > 1 for told in streams)
+        await audit([cluster.decode[1].address])
+
+
+async def test_each_kind_and_each_refusal(cluster_of, audit) -> None:  # type: ignore[no-untyped-def]
+    async with cluster_of(STORYTELLER) as cluster, Client(cluster.address) as client:
+        choice, regex, grammar, plain = await asyncio.gather(
+            tell(client, Told(), structured=pb.StructuredOutput(choice=["the fox", "the owl"])),
+            tell(client, Told(), structured=pb.StructuredOutput(regex="[A-Z][a-z]{2,8} said: [0-9]{3}")),
+            tell(
+                client, Told(), structured=pb.StructuredOutput(grammar='start: "<" W ("," W){2} ">"\nW: /[a-z]{2,5}/')
+            ),
+            tell(client, Told(), structured=None, max_tokens=20),
+        )
+        assert choice.text in ("the fox", "the owl")
+        assert re.fullmatch("[A-Z][a-z]{2,8} said: [0-9]{3}", regex.text)
+        assert (grammar.text[0], grammar.text[-1], grammar.text.count(",")) == ("<", ">", 2)
+        assert len(plain.token_ids) == 20
+        empty_object = await tell(client, Told(), structured=pb.StructuredOutput(json_object=True), max_tokens=3)
+        assert empty_object.text.lstrip().startswith("{")
+        for bad, field_name in (
+            (pb.StructuredOutput(json_schema='{"type": "hero"}'), "json_schema"),
+            (pb.StructuredOutput(regex="(fox"), "regex"),
+            (pb.StructuredOutput(grammar="start: fox"), "grammar"),
+        ):
+            with pytest.raises(InvalidRequest) as caught:
+                await tell(client, Told(), structured=bad)
+            assert caught.value.field == f"sampling.structured.{field_name}"
+        # It compiles and can never end: the engine finds out, and ends this request alone.
+        endless, beside = await asyncio.gather(
+            tell(client, Told(), structured=pb.StructuredOutput(grammar='start: a\na: "x" a')),
+            tell(client, Told(), seed=1),
+            return_exceptions=True,
+        )
+        assert isinstance(endless, InvalidRequest)
+        assert endless.field == "sampling.structured.grammar"
+        assert isinstance(beside, Told)
+        check_hero(beside)
+        await audit([worker.address for worker in cluster.workers])

@@ -1,0 +1,110 @@
+"""Hostile grammars cost a process that nobody needs, and the next one is checked all the same."""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from cluster.errors import InvalidRequest
+from engine.model_dir import ModelDir
+from engine.vocabulary import StructuredOutput
+from router.grammar_checker import GrammarChecker
+
+STORYTELLER = Path(__file__).parents[2] / "examples" / "storyteller" / "model"
+GOOD = StructuredOutput("regex", ("[a-z]+",))
+DEEP = "".join(f'a{number}: (((((((((("y"|a{number + 1})))))))))) \n' for number in range(1600))
+WIDE = {"type": "object", "patternProperties": {f"^a{number}$": {"type": "integer"} for number in range(1500)}}
+
+
+@asynccontextmanager
+async def checking(model: Path = STORYTELLER, limit_s: float = 5.0) -> AsyncIterator[GrammarChecker]:
+    checker = GrammarChecker(ModelDir.open(model), limit_s)
+    try:
+        yield checker
+    finally:
+        await checker.close()
+
+
+async def fault_of(checker: GrammarChecker, structured: StructuredOutput) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        await checker.check(structured)
+    return caught.value
+
+
+BROKEN = [
+    (StructuredOutput("regex", ("(a",)), "unclosed group"),
+    (StructuredOutput("regex", (r"(a)\1",)), "backreference"),
+    (StructuredOutput("json_schema", ("{'a'}",)), "not JSON"),
+    (StructuredOutput("json_schema", ('{"type": "nothing"}',)), "nothing"),
+    (StructuredOutput("json_schema", ('{"not": {}}',)), "not"),
+    (StructuredOutput("json_schema", ('{"$ref": "https://example.com/schema"}',)), "registry"),
+    (StructuredOutput("json_schema", ('{"$ref": "#"}',)), "nothing matches it"),
+    (StructuredOutput("grammar", ("start: missing",)), "missing"),
+    (StructuredOutput("grammar", ('{"grammars": [{"lark_grammar": "start: \\"a\\""}]}',)), "1("),
+    (StructuredOutput("grammar", ("start: " + "(" * 30_000,)), "nested"),
+]
+
+
+async def test_what_does_not_compile_names_its_field_and_the_cause() -> None:
+    async with checking() as checker:
+        for structured, cause in BROKEN:
+            fault = await fault_of(checker, structured)
+            assert fault.field == f"sampling.structured.{structured.kind}"
+            assert cause in fault.message
+            assert len(fault.message) < 400, "it travels in a trailer"
+        process = checker._process
+        await checker.check(GOOD)
+        await checker.check(StructuredOutput("json_object", ()))
+        await checker.check(StructuredOutput("choice", ("a", "é", "\n", '"', "\\")))
+        assert checker._process is process is not None, "none of them ended it"
+
+
+async def test_what_overflows_the_stack_ends_the_checker_and_not_the_router() -> None:
+    async with checking() as checker:
+        fault = await fault_of(checker, StructuredOutput("grammar", (f'start: a0\n{DEEP}a1600: "x"',)))
+        assert (fault.field, fault.message) == (
+            "sampling.structured.grammar",
+            "too complex: it takes too much memory to compile",
+        )
+        await checker.check(GOOD)
+
+
+async def test_what_takes_too_long_is_given_up() -> None:
+    async with checking(limit_s=1.0) as checker:
+        await checker.check(GOOD)
+        began = time.monotonic()
+        fault = await fault_of(checker, StructuredOutput("json_schema", (json.dumps(WIDE),)))
+        assert time.monotonic() - began < 5
+        assert fault.message == "too complex: it takes longer than 1 s to compile"
+        others = [StructuredOutput("regex", (f"a{{{number}}}",)) for number in range(1, 20)]
+        await asyncio.gather(*(checker.check(other) for other in others))
+
+
+async def test_a_client_that_goes_does_not_shift_the_answers() -> None:
+    async with checking() as checker:
+        await checker.check(GOOD)
+        for number in range(5):
+            bad = asyncio.ensure_future(checker.check(StructuredOutput("regex", (f"({number}",))))
+            await asyncio.sleep(0.001 * number)
+            bad.cancel()
+            with contextlib.suppress(asyncio.CancelledError, InvalidRequest):
+                await bad
+            await checker.check(StructuredOutput("regex", (f"{number}",)))
+
+
+async def test_a_model_without_an_end_token_is_told_so_once(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((STORYTELLER / name).read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    async with checking(tmp_path) as checker:
+        for _ in range(2):
+            fault = await fault_of(checker, GOOD)
+            assert fault.field == "sampling.structured"
+            assert "no end token" in fault.message
+        assert checker._process is None
