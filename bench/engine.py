@@ -119,8 +119,8 @@ async def long_prompt(generate: Generate, seed: int) -> float:
     return 1e3 * (await request(generate, 1024, 1, seed)).ttft
 
 
-async def interference(generate: Generate, seed: int) -> tuple[float, float]:
-    """(p99 inter-token latency of the streams, median TTFT of the long prompts), in milliseconds."""
+async def interference(generate: Generate, seed: int) -> dict[str, Any]:
+    """Inter-token latencies of running streams while long prompts arrive, and their TTFT, in milliseconds."""
     moments: list[list[float]] = [[] for _ in range(STREAMS)]
     streams = [
         asyncio.ensure_future(request(generate, STREAM_PROMPT, 4000, seed + i, tokens))
@@ -133,12 +133,17 @@ async def interference(generate: Generate, seed: int) -> tuple[float, float]:
     for number in range(LONG_PROMPTS):
         longs.append(asyncio.ensure_future(request(generate, LONG_PROMPT, LONG_OUTPUT, seed + 100 + number)))
         await asyncio.sleep(LONG_EVERY_S)
-    ttfts = [timed.ttft for timed in await asyncio.gather(*longs)]
+    ttfts = [1e3 * timed.ttft for timed in await asyncio.gather(*longs)]
     for stream in streams:
         stream.cancel()
     await asyncio.gather(*streams, return_exceptions=True)
-    gaps = [later - earlier for tokens in moments for earlier, later in pairwise(tokens) if later > began_at]
-    return 1e3 * percentile(gaps, 0.99), 1e3 * statistics.median(ttfts)
+    gaps = [1e3 * (later - earlier) for tokens in moments for earlier, later in pairwise(tokens) if later > began_at]
+    return {
+        "itl_p50": percentile(gaps, 0.5),
+        "itl_p99": percentile(gaps, 0.99),
+        "ttft_p50": statistics.median(ttfts),
+        "ttfts": ttfts,
+    }
 
 
 # ---------------------------------------------------------------------------- the two sides in turns
@@ -208,7 +213,7 @@ async def linears_alone(model: Path, cores: Sequence[int]) -> dict[str, float]:
 
 
 async def compare_interference(model: Path, cores: Sequence[int], scratch: Path, console: Console) -> dict[str, Any]:
-    sides: dict[str, list[tuple[float, float]]] = {"vllm": [], "tandem": []}
+    sides: dict[str, list[dict[str, Any]]] = {"vllm": [], "tandem": []}
     chunks = ("--max-num-batched-tokens", "256", "--max-num-seqs", "64")
     async with VllmServer(VLLM, model, cores, scratch / "cold", *chunks) as vllm, Tandem(model, cores, 1) as tandem:
         await request(vllm.generate, 64, 8, 1)
@@ -217,11 +222,13 @@ async def compare_interference(model: Path, cores: Sequence[int], scratch: Path,
             sides["vllm"].append(await interference(vllm.generate, 1000 * number))
             with quiet(vllm):
                 sides["tandem"].append(await interference(tandem.generate, 1000 * number))
-            console.print(f"streams and long prompts, (ITL p99, TTFT) ms: {sides}")
+            for side, rounds in sides.items():
+                last = {name: value for name, value in rounds[-1].items() if name != "ttfts"}
+                console.print(f"{STREAMS} streams beside long prompts, ms: {side}", last)
     return {
-        name: {side: statistics.median(values[at] for values in sides[side]) for side in sides}
-        for at, name in enumerate(("stream_itl_p99_ms", "long_ttft_ms"))
-    } | {"all": sides}
+        name: {side: statistics.median(each[figure] for each in rounds) for side, rounds in sides.items()}
+        for name, figure in (("stream_itl_p99_ms", "itl_p99"), ("long_ttft_ms", "ttft_p50"))
+    } | {"interference": sides}
 
 
 def bars_of(figures: dict[str, Any], model: Path) -> list[Bar]:

@@ -3,6 +3,10 @@
 import json
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.torch.runner import BuiltModel
 
 QWEN2_HALF_B = {
     "vocab_size": 151_936,
@@ -16,6 +20,38 @@ QWEN2_HALF_B = {
     "eos_token_id": 151_643,
     "bos_token_id": 151_643,
 }
+
+LLAMA_8B = {
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 16_384,
+    "tie_word_embeddings": False,
+    "eos_token_id": 128_001,
+    "bos_token_id": 128_000,
+}
+
+
+def llama_8b(device: str) -> "BuiltModel":
+    """The shape of Llama 3 8 B in bfloat16, made on the device: 16 GB, and no file."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from engine.runner import ModelInfo
+    from engine.torch.runner import BuiltModel
+
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA_8B), dtype=torch.bfloat16).eval()
+    info = ModelInfo(
+        weights_fingerprint=bytes(32),
+        vocab_size=LLAMA_8B["vocab_size"],
+        max_context_tokens=LLAMA_8B["max_position_embeddings"],
+        eos_token_ids=frozenset(),
+    )
+    return BuiltModel(model, info)
 
 
 def qwen2_half_b(path: Path) -> Path:

@@ -5,18 +5,39 @@ import time
 from tokenizers import Tokenizer
 
 from cluster.errors import InvalidRequest, Overloaded, Unavailable
+from decode_worker.placed_request import emitted_of, num_choices
 from decode_worker.receipt import build_receipt
-from engine.messages import Failed, FromEngine, KvAccount, LendClosed, Rejected, Token
+from engine.messages import Failed, FromEngine, KvAccount, LendClosed, PromptScored, Rejected, Token
 from engine.text import TextStream
-from engine.vocabulary import FinishReason
+from engine.vocabulary import FinishReason, TokenLogprobs
 from protos import decode_pb2 as internal_pb
 from protos import inference_pb2 as pb
 
 _REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
 
 
+MAX_PROMPT_LOGPROBS = 4096
+"""In one message, however long nobody has taken one: with the 20 likeliest each less than 1 MiB."""
+
+
+class _Choice:
+    """One choice: its text, and what of it is still to be sent."""
+
+    def __init__(self, index: int, text: TextStream, num_completion: int, num_known: int, finished: bool) -> None:
+        self.index = index
+        self.text = text
+        self.num_completion = num_completion
+        self.num_known = num_known
+        """Tokens that the engine will say though the client has them: of beams, which are searched anew."""
+        self.finished = finished
+        self.message = pb.GenerateResponse(index=index)
+
+
 class Generation:
-    """Pure: no sockets, no engine. `absorb` tokens, then `take` the message for the client."""
+    """Pure: no sockets, no engine. `absorb` tokens, then `take` the messages for the client.
+
+    Each message is of one choice. The `finish` of the one that ends last has what is of all: receipt and prompt.
+    """
 
     def __init__(
         self,
@@ -29,19 +50,25 @@ class Generation:
         self._worker_id = worker_id
         self._block_tokens = block_tokens
         self._received_at = time.monotonic()
-        self._text = TextStream(tokenizer, request.prompt_token_ids, request.sampling.stop)
         self._account = KvAccount(times={"admitted": self._received_at})
-        self._num_completion = len(request.emitted_token_ids)
-        self._message = pb.GenerateResponse()
-        self._dirty = False
-        self.finished = False
-        self._replay()
+        self._prompt_logprobs: list[pb.TokenLogprobs] = []
+        self._news: dict[int, None] = {}
+        """Choices with something to send, in the order in which to send it."""
+        self._stopped: list[int] = []
+        self._choices = [self._choice(tokenizer, index) for index in range(num_choices(request.sampling))]
+
+    @property
+    def finished(self) -> bool:
+        """Every choice is."""
+        return all(choice.finished for choice in self._choices)
 
     def absorb(self, message: FromEngine | LendClosed | None) -> None:
         """Raises ServiceError when the request failed."""
         match message:
             case Token():
                 self._token(message)
+            case PromptScored(_, logprobs):
+                self._prompt_logprobs += map(_logprobs, logprobs)
             case Rejected(_, reason, permanent):
                 raise Overloaded(reason, "max_tokens" if permanent else "", permanent)
             case Failed(_, failure):
@@ -50,50 +77,85 @@ class Generation:
                 raise Unavailable("the engine of the decode worker is gone")
 
     def take(self) -> pb.GenerateResponse | None:
-        """What is new since the last call; None when nothing is."""
-        if not self._dirty:
+        """What is new of one choice; None when nothing is of any."""
+        if self._prompt_logprobs:
+            scored = self._prompt_logprobs[:MAX_PROMPT_LOGPROBS]
+            del self._prompt_logprobs[:MAX_PROMPT_LOGPROBS]
+            return pb.GenerateResponse(prompt_logprobs=scored)
+        if not self._news:
             return None
-        message, self._message, self._dirty = self._message, pb.GenerateResponse(), False
+        index = next(iter(self._news))
+        del self._news[index]
+        choice = self._choices[index]
+        message, choice.message = choice.message, pb.GenerateResponse(index=index)
         return message
 
-    def _replay(self) -> None:
+    def take_stopped(self) -> list[int]:
+        """Choices that a stop string ended since the last call: the engine does not know."""
+        stopped, self._stopped = self._stopped, []
+        return stopped
+
+    def _choice(self, tokenizer: Tokenizer | None, index: int) -> _Choice:
         """An earlier attempt streamed tokens and text: skip just that much of the text they make."""
-        text = "".join(self._text.push(token_id) for token_id in self._request.emitted_token_ids)
-        if rest := text[self._request.emitted_chars :]:
-            self._message.text, self._dirty = rest, True
+        request = self._request
+        token_ids, num_chars = emitted_of(request, index)
+        stream = TextStream(tokenizer, request.prompt_token_ids, request.sampling.stop)
+        text = "".join(stream.push(token_id) for token_id in token_ids)
+        num_known = len(token_ids) if request.sampling.HasField("beam_width") else 0
+        choice = _Choice(index, stream, len(token_ids), num_known, index in request.finished_choices)
+        if not choice.finished and (rest := text[num_chars:]):
+            choice.message.text = rest
+            self._news[index] = None
+        return choice
 
     def _token(self, token: Token) -> None:
         self._account = token.account or self._account
-        self._num_completion += 1
-        self._dirty = True
-        message = self._message
+        choice = self._choices[token.choice]
+        if choice.finished:
+            return
+        if choice.num_known:
+            choice.num_known -= 1
+            return
+        choice.num_completion += 1
+        self._news[choice.index] = None
+        message = choice.message
         message.token_ids.append(token.token_id)
-        message.text += self._text.push(token.token_id)
+        message.text += choice.text.push(token.token_id)
         if token.logprobs is not None:
-            message.logprobs.append(
-                pb.TokenLogprobs(
-                    logprob=token.logprobs.logprob,
-                    top_token_ids=token.logprobs.top_token_ids,
-                    top_logprobs=token.logprobs.top_logprobs,
-                )
-            )
-        if self._text.stopped:
-            self._finish(pb.FINISH_REASON_STOP, self._text.stopped)
+            message.logprobs.append(_logprobs(token.logprobs))
+        if choice.text.stopped:
+            if token.finish is None:
+                self._stopped.append(choice.index)
+            self._finish(choice, pb.FINISH_REASON_STOP, choice.text.stopped)
         elif token.finish is not None:
-            message.text += self._text.finish()
+            message.text += choice.text.finish()
             is_stop_token = token.token_id in self._request.sampling.stop_token_ids
-            self._finish(_REASONS[token.finish], str(token.token_id) if is_stop_token else "")
+            self._finish(choice, _REASONS[token.finish], str(token.token_id) if is_stop_token else "")
+            if token.cumulative_logprob is not None:
+                message.finish.cumulative_logprob = token.cumulative_logprob
 
-    def _finish(self, reason: pb.FinishReason.ValueType, stop_match: str) -> None:
-        self.finished = True
+    def _finish(self, choice: _Choice, reason: pb.FinishReason.ValueType, stop_match: str) -> None:
+        choice.finished = True
+        finish = pb.Finish(reason=reason, stop_match=stop_match)
+        finish.usage.completion_tokens = choice.num_completion
+        if self.finished:
+            self._add_shared(finish)
+        choice.message.finish.CopyFrom(finish)
+        del self._news[choice.index]
+        self._news[choice.index] = None  # behind all others: the last finish is the last message
+
+    def _add_shared(self, finish: pb.Finish) -> None:
         account = self._account
         cached_blocks = account.reused_blocks + account.lender_cached_blocks
+        finish.usage.prompt_tokens = len(self._request.prompt_token_ids)
+        finish.usage.cached_tokens = cached_blocks * self._block_tokens
         receipt = build_receipt(
             self._request, account, self._block_tokens, self._received_at, time.monotonic(), self._worker_id
         )
-        usage = pb.Usage(
-            prompt_tokens=len(self._request.prompt_token_ids),
-            completion_tokens=self._num_completion,
-            cached_tokens=cached_blocks * self._block_tokens,
-        )
-        self._message.finish.CopyFrom(pb.Finish(reason=reason, stop_match=stop_match, usage=usage, receipt=receipt))
+        finish.receipt.CopyFrom(receipt)
+
+
+def _logprobs(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(
+        logprob=logprobs.logprob, top_token_ids=logprobs.top_token_ids, top_logprobs=logprobs.top_logprobs
+    )

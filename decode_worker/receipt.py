@@ -38,6 +38,8 @@ def _kv(account: KvAccount, block_tokens: int) -> pb.KvReceipt:
         transport=account.transport,
         ucx_transports=account.lanes,
         loan_failure=account.loan_failure,
+        preemptions=account.preemptions,
+        recomputed_tokens=account.recomputed_tokens,
     )
 
 

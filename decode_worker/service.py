@@ -6,23 +6,20 @@ from typing import Any
 
 import grpc
 
-from cluster.errors import Incompatible, InvalidRequest, ServiceError, to_status
+from cluster.errors import Incompatible, ServiceError, to_status
 from cluster.rpc import channel
 from decode_worker.generation import Generation
 from decode_worker.loan_stream import LoanStream
+from decode_worker.placed_request import check_request, engine_request, lead_tokens
 from engine.messages import (
     Cancel,
     CloseLoan,
     FromEngine,
-    Generate,
     LendClosed,
     OpenLoan,
-    PlacementMark,
     ReleaseLoan,
 )
-from engine.structured import FIELD, read_structured
-from engine.text import check_token_ids, load_tokenizer
-from engine.vocabulary import SamplingParams
+from engine.text import load_tokenizer
 from engine.worker.engine_client import Mailbox
 from engine.worker.runtime import WorkerContext
 from protos import decode_pb2 as pb
@@ -48,7 +45,7 @@ class DecodeService(pb_grpc.DecodeServicer):
         try:
             if request.worker_incarnation != self._context.incarnation:
                 raise Incompatible("this worker is another one than the one asked", "worker_incarnation")
-            _check(request, ready.vocab_size, self._context.config.engine)
+            check_request(request, ready.vocab_size, self._context.config.engine)
             generation = Generation(request, self._tokenizer, self._context.worker_id, ready.block_tokens)
             async for response in self._run(engine_id, request, mailbox, generation):
                 yield response
@@ -62,7 +59,7 @@ class DecodeService(pb_grpc.DecodeServicer):
         self, engine_id: str, request: pb.DecodeRequest, mailbox: Mailbox, generation: Generation
     ) -> AsyncIterator[public_pb.GenerateResponse]:
         loan: LoanStream | None = None
-        self._engine.send(_generate(engine_id, request))
+        self._engine.send(engine_request(engine_id, request))
         try:
             while not generation.finished:
                 for message in await _drain(mailbox):
@@ -75,7 +72,9 @@ class DecodeService(pb_grpc.DecodeServicer):
                             await loan.close()
                         case _ if not generation.finished:
                             generation.absorb(message)
-                if (response := generation.take()) is not None:
+                for choice in generation.take_stopped():
+                    self._engine.send(Cancel(engine_id, choice))
+                while (response := generation.take()) is not None:
                     yield response
         finally:
             if loan is not None:
@@ -85,7 +84,7 @@ class DecodeService(pb_grpc.DecodeServicer):
         lender = request.lender
         if (link := self._channels.get(lender.address)) is None:
             link = self._channels[lender.address] = channel(lender.address)
-        tokens = [*request.prompt_token_ids, *request.emitted_token_ids]
+        tokens = lead_tokens(request)
         ready = self._context.ready
         want = lend_pb2.Want(
             request_id=request.request_id,
@@ -107,52 +106,9 @@ def add_decode_service(server: Any, context: WorkerContext) -> list[str]:
     return ["tandem.internal.v1.Decode"]
 
 
-def _check(request: pb.DecodeRequest, vocab_size: int, engine: str) -> None:
-    """Raises InvalidRequest for what the router should have refused, and for what this engine cannot do."""
-    check_token_ids(request.prompt_token_ids, "prompt_token_ids", vocab_size)
-    check_token_ids(request.emitted_token_ids, "emitted_token_ids", vocab_size)
-    if not request.prompt_token_ids:
-        raise InvalidRequest("prompt_token_ids", "the prompt is empty")
-    if (left := request.sampling.max_tokens - len(request.emitted_token_ids)) < 1:
-        raise InvalidRequest("sampling.max_tokens", f"nothing to generate: {left} tokens are left")
-    if read_structured(request.sampling) is not None and engine == "sim":
-        raise InvalidRequest(FIELD, "the sim engine's tokens are hashes of its KV blocks and keep to no grammar")
-
-
 async def _drain(mailbox: Mailbox) -> list[FromEngine | LendClosed | None]:
     """At least one message, and all that came with it."""
     messages = [await mailbox.get()]
     while not mailbox.empty():
         messages.append(mailbox.get_nowait())
     return messages
-
-
-def _generate(engine_id: str, request: pb.DecodeRequest) -> Generate:
-    sampling = request.sampling
-    return Generate(
-        request_id=engine_id,
-        prompt=tuple(request.prompt_token_ids),
-        emitted=tuple(request.emitted_token_ids),
-        sampling=SamplingParams(
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=sampling.seed,
-            stop=tuple(sampling.stop),
-            stop_token_ids=frozenset(sampling.stop_token_ids),
-            logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
-            ignore_eos=sampling.ignore_eos,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            logit_bias=tuple(sampling.logit_bias.items()),
-            min_tokens=sampling.min_tokens,
-            structured=read_structured(sampling),
-        ),
-        cache_salt=request.cache_salt,
-        priority=request.priority,
-        borrow=request.HasField("lender"),
-        mark=PlacementMark(request.router_id, request.placement_sequence),
-    )

@@ -1,25 +1,27 @@
 """The blocks of sequences: reserving, naming as they fill, releasing. Owns the pool and the fingerprints."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.keys import BlockKey, block_keys
 from engine.layout import KvLayout
 from engine.pool import BlockPool
 from engine.vocabulary import Sequence
-from kvtransfer.fingerprint import fingerprint_blocks
-from kvtransfer.transport import Pool
 
 
 class Bookkeeper:
     """Every named block has its fingerprint here, taken where and when the block became full."""
 
-    def __init__(self, memory: Pool, layout: KvLayout) -> None:
-        self.pool = BlockPool(memory.memory.shape[0])
+    def __init__(
+        self, num_blocks: int, layout: KvLayout, compute_fingerprints: Callable[[Seq[int]], NDArray[np.uint64]]
+    ) -> None:
+        self.pool = BlockPool(num_blocks)
         self.layout = layout
-        self._memory = memory.memory
+        self.compute_fingerprints = compute_fingerprints
+        """Of the blocks' bytes as they are now: [len(blocks), kv_heads]. Safe from another thread."""
         self._fingerprints = np.zeros((self.pool.num_blocks, layout.kv_heads), np.uint64)
         self._in_step: set[Sequence] = set()
         self.lingering: list[Sequence] = []
@@ -28,10 +30,10 @@ class Bookkeeper:
     def usable_keys(self, sequence: Sequence) -> list[BlockKey]:
         """Of the sequence's full blocks that may come from elsewhere.
 
-        The block of the last token is never among them: its logits are needed here.
+        None whose logits are needed here is among them, so never the block of the last token.
         """
         width = self.layout.block_tokens
-        end = (sequence.num_tokens - 1) // width * width
+        end = sequence.num_reusable // width * width
         return block_keys(sequence.root, sequence.token_ids[:end], width)
 
     def start(self, sequence: Sequence, keys: Seq[BlockKey], num_total_blocks: int) -> bool:
@@ -45,6 +47,34 @@ class Bookkeeper:
         sequence.num_reserved = num_new
         sequence.num_computed = len(hits) * self.layout.block_tokens
         return True
+
+    def fork(
+        self, parent: Sequence, child: Sequence, num_tokens: int, num_total_blocks: int
+    ) -> list[tuple[int, int]] | None:
+        """Let `child`, which has nothing, share the first `num_tokens` of what `parent` has computed, with a promise of
+        all else; None when that does not fit now.
+
+        Full blocks are shared. Into the last one, if it is partial, the child will write, so it gets one of its own:
+        returns (block, its copy), to be copied before either is released. No step may be computing the parent.
+        """
+        assert parent not in self._in_step
+        assert num_tokens <= parent.num_computed
+        full = num_tokens // self.layout.block_tokens
+        if not self.pool.reserve_with(parent.blocks[:full], num_total_blocks - full):
+            return None
+        child.blocks = parent.blocks[:full]
+        child.keys = parent.keys[:full]
+        child.num_reserved = num_total_blocks - full
+        child.num_computed = num_tokens
+        self.grow(child, num_tokens)
+        return list(zip(parent.blocks[full:], child.blocks[full:], strict=False))
+
+    def lower_promise(self, sequence: Sequence, num_total_blocks: int) -> None:
+        """Give back what of the sequence's promise goes beyond so many blocks in all."""
+        surplus = min(sequence.num_reserved, len(sequence.blocks) + sequence.num_reserved - num_total_blocks)
+        if surplus > 0:
+            self.pool.unreserve(surplus)
+            sequence.num_reserved -= surplus
 
     def could_start_without(
         self, others: Seq[Sequence], sequence: Sequence, keys: Seq[BlockKey], num_total_blocks: int
@@ -144,10 +174,6 @@ class Bookkeeper:
     def fingerprints_of(self, blocks: Seq[int]) -> bytes:
         """Those taken when the blocks became full: uint64 [len(blocks), kv_heads]."""
         return self._fingerprints[list(blocks)].tobytes()
-
-    def compute_fingerprints(self, blocks: Seq[int]) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint64]]":
-        """Of the blocks' bytes as they are now: [len(blocks), kv_heads]. Safe from another thread."""
-        return fingerprint_blocks(self._memory, list(blocks), self.layout.kv_heads)
 
     def _name(self, sequence: Sequence, end: int) -> None:
         first = len(sequence.keys)

@@ -16,22 +16,20 @@ from engine.lending.desk import LendingDesk
 from engine.messages import (
     Audit,
     Audited,
-    CacheChanged,
     Cancel,
     FromEngine,
     Generate,
     Lend,
     LendClosed,
     LendReleased,
-    Load,
     LoanBlocks,
     LoanFailed,
     LoanStarted,
-    PlacementMark,
     Ready,
     TakeSnapshot,
     ToEngine,
 )
+from engine.reports import Reporter, ReportTimes
 from engine.requests import RequestDesk
 from engine.runner import Runner
 from engine.scheduler import StepBudget, schedule
@@ -77,7 +75,7 @@ class EngineCore:
         self._posted: SimpleQueue[ReadLanded] = SimpleQueue()
         self._wake = wake
         self._model_fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
-        self._books = Bookkeeper(runner.pool, runner.layout)
+        self._books = Bookkeeper(runner.pool.num_blocks, runner.layout, runner.fingerprints)
         self._lending = LendingDesk(
             self._books, self._model_fingerprint, emit, limits.max_queued_loans, self._next_arrival
         )
@@ -90,14 +88,11 @@ class EngineCore:
             self.post,
             self._next_arrival,
             limits.reserve_output_tokens,
+            runner.copy_block,
         )
+        times = ReportTimes(limits.report_interval_s, limits.min_report_interval_s, limits.max_step_s)
+        self._reports = Reporter(self._books, self._requests, self._lending, times, emit)
         self._arrivals = 0
-        self._step_count = 0
-        self._cache_sequence = 0
-        self._placements_seen: dict[str, int] = {}
-        self._reported_at = 0.0
-        self._step_began_at = 0.0
-        self._changed = True
 
     def start(self) -> Ready:
         """Register the pool; what the front announces to the world."""
@@ -131,7 +126,7 @@ class EngineCore:
     @property
     def busy(self) -> bool:
         """There is something to compute, and nothing is being computed: do not wait for messages."""
-        return not self._books.in_step and bool(self._runnable())
+        return not self._books.in_step and bool(self._runnable() or self._requests.residency.forkable)
 
     def close(self) -> None:
         """Stop all transfers; nothing touches the pool afterwards."""
@@ -149,10 +144,11 @@ class EngineCore:
         """What to compute next. Until `end_step`, messages may be handled while the runner executes it: whatever they
         end, nobody else gets a block that the batch writes into."""
         self._requests.residency.begin_step()
+        self._requests.part()
         self._start_loans()
         batch = self._batch_with_room()
         now = time.monotonic()
-        self._step_began_at = now
+        self._reports.step_began(now)
         for chunk in batch:
             self._books.grow(chunk.sequence, chunk.start + chunk.count)
             if chunk.sequence.sampling is not None:  # loans have ids of their own, perhaps equal to a request's
@@ -162,40 +158,41 @@ class EngineCore:
 
     def end_step(self, batch: list[Chunk], sampled: list[Sampled]) -> None:
         """The runner's answer to `begin_step`."""
-        self._step_count += 1
+        self._reports.step_ended()
         over = set(self._books.lingering)
         self._books.end_step()
         tokens = iter(sampled)
         num_requests = self._requests.num_requests
-        results = [(chunk, next(tokens) if chunk.samples else None) for chunk in batch]
+        results = [(chunk, next(tokens) if chunk.answers else None) for chunk in batch]
         # First tokens leave first: they are waited for, while those of running streams come anyway.
         for chunk, token in sorted(results, key=lambda result: result[0].sequence.decoding):
-            self._changed |= not chunk.sequence.decoding
-            if chunk.sequence in over:
-                continue
-            full = self._books.advance(chunk.sequence, chunk.count)
-            if chunk.sequence.sampling is None:
-                self._lending.computed(chunk.sequence, full)
+            self._reports.changed |= not chunk.sequence.decoding
+            sequence = chunk.sequence
+            if sequence in over or (sequence.sampling is not None and not self._requests.has(sequence)):
+                continue  # cancelled meanwhile, or another choice of the request failed just now
+            full = self._books.advance(sequence, chunk.count)
+            if sequence.sampling is None:
+                self._lending.computed(sequence, full)
             elif token is not None:
-                self._requests.append(chunk.sequence, token)
-        self._changed |= self._requests.num_requests != num_requests
+                self._requests.computed(sequence, token, chunk.samples)
+        self._requests.part()
+        self._reports.changed |= self._requests.num_requests != num_requests
         self._requests.residency.restart()  # in what the batch gave back: the loop may sleep before the next step
         self._start_loans()
 
     def report(self) -> None:
         """Tell the world what changed, and that the loop turns. A step that hangs silences it."""
-        self._report_cache()
-        self._report_load()
+        self._reports.report()
 
     def handle(self, message: Input) -> None:
         """One message from the front, or from the transport's thread."""
-        self._changed = True
+        self._reports.changed = True
         match message:
             case Generate():
-                self._saw(message.mark)
+                self._reports.saw(message.mark)
                 self._requests.admit(message)
-            case Cancel(request_id):
-                self._requests.cancel(request_id)
+            case Cancel(request_id, choice):
+                self._requests.cancel(request_id, choice)
             case LoanStarted():
                 self._requests.loans.started(message)
             case LoanBlocks():
@@ -205,7 +202,7 @@ class EngineCore:
             case ReadLanded():
                 self._requests.loans.landed(message)
             case Lend():
-                self._saw(message.mark)
+                self._reports.saw(message.mark)
                 self._lending.open(message)
                 self._start_loans()
             case LendReleased(loan_id, first, count):
@@ -213,8 +210,7 @@ class EngineCore:
             case LendClosed(loan_id):
                 self._lending.close(loan_id)
             case TakeSnapshot():
-                self._report_cache()
-                self._emit(CacheChanged(self._cache_sequence, tuple(self._books.pool.snapshot()), snapshot=True))
+                self._reports.send_snapshot()
             case Audit(audit_id):
                 self._emit(self.audit(audit_id))
 
@@ -269,41 +265,3 @@ class EngineCore:
         """One count for requests and loans, arrivals and turns: the scheduler orders them together."""
         self._arrivals += 1
         return self._arrivals
-
-    # ------------------------------------------------------------------ reports
-
-    def _saw(self, mark: PlacementMark) -> None:
-        if mark.router_id:
-            seen = self._placements_seen.get(mark.router_id, 0)
-            self._placements_seen[mark.router_id] = max(seen, mark.sequence)
-
-    def _report_cache(self) -> None:
-        if events := self._books.pool.take_events():
-            self._emit(CacheChanged(self._cache_sequence, tuple(events)))
-            self._cache_sequence += len(events)
-
-    def _report_load(self) -> None:
-        since = time.monotonic() - self._reported_at
-        if self._books.in_step and time.monotonic() - self._step_began_at > self._limits.max_step_s:
-            return
-        due = self._limits.min_report_interval_s if self._changed else self._limits.report_interval_s
-        if since < due:
-            return
-        self._reported_at += since
-        self._changed = False
-        residency = self._requests.residency
-        prefilling = [s for s in self._runnable() + residency.preempted if not s.decoding]
-        self._emit(
-            Load(
-                step=self._step_count,
-                running=self._requests.num_requests,
-                loans=self._lending.num_loans,
-                queued_loans=self._lending.num_waiting,
-                queued_prefill_tokens=sum(s.num_remaining for s in prefilling) + self._lending.waiting_tokens(),
-                available_blocks=0 if residency.short else self._books.pool.num_available,
-                num_blocks=self._books.pool.num_blocks,
-                placements_seen=dict(self._placements_seen),
-                preempted=len(residency.preempted),
-                preemptions=residency.num_preemptions,
-            )
-        )

@@ -15,7 +15,7 @@ class ModelRefused(EngineStartError):
 
 
 class KernelsUnavailable(EngineStartError):
-    """The CPU kernels cannot be compiled or loaded on this machine."""
+    """The kernels of a backend cannot be had on this machine, or not for this model."""
 
     def __init__(self, reason: str) -> None:
         super().__init__("backend", reason)

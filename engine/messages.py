@@ -28,13 +28,27 @@ class Generate:
     priority: int
     borrow: bool
     mark: PlacementMark = PlacementMark()
+    emitted_others: tuple[tuple[int, ...], ...] = ()
+    """As `emitted`, of choices 1, 2 and so on; of those left out nothing was."""
+    finished: frozenset[int] = frozenset()
+    """Choices that an earlier attempt finished."""
+    num_scored: int = 0
+    """Prompt tokens whose log probabilities an earlier attempt gave out."""
+
+    def emitted_of(self, choice: int) -> tuple[int, ...]:
+        """What an earlier attempt emitted of it."""
+        if choice == 0:
+            return self.emitted
+        return self.emitted_others[choice - 1] if choice <= len(self.emitted_others) else ()
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The request is over; free what it has. No answer."""
+    """The request, or one choice of it, is over; free what it has. No answer."""
 
     request_id: str
+    choice: int | None = None
+    """None: all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +172,18 @@ class Token:
     account: KvAccount | None = None
     """With the first token of a request, and with the first one after it was preempted."""
     finish: FinishReason | None = None
-    """With the last one."""
+    """With the last one of the choice."""
+    choice: int = 0
+    cumulative_logprob: float | None = None
+    """Of a beam, with the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScored:
+    """Log probabilities of the next prompt tokens, in order, when they were asked for."""
+
+    request_id: str
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +296,7 @@ FromEngine = (
     Ready
     | StartFailed
     | Token
+    | PromptScored
     | Rejected
     | Failed
     | OpenLoan

@@ -11,7 +11,11 @@ and each next one, within
 
 after it was admitted (or its loan was over), or after the token before, or from any step between on. Who arrives later
 does not count, whatever its priority. The inner 1 is for one that was borrowing: when it comes back it is the oldest,
-and whoever was may have waited in vain.
+and whoever was may have waited in vain. Each choice of a request is a sequence of its own here, in their order; that
+they part (`engine/choices.py`) counts as one token more of the first.
+
+A beam that waits for the others of its search has nothing to compute, so it is not the oldest, and may be a victim:
+what was heard of it is kept. So the search goes on as long as the oldest of its beams does that still computes.
 
 Blocks that others need meanwhile (of loans given, of requests that borrow, of reads that cannot be stopped) are not
 taken back. They come back by themselves, since no loan starts that could wait for this engine in turn; steps in which

@@ -9,28 +9,48 @@ admitted ──no loan──────────────▶ running ─�
 Who is borrowing or running holds blocks, and a promise of those it was admitted with and has not taken yet. Who is
 preempted holds none. It restarts with all its tokens, computes in chunks what the prefix cache has lost of them, and
 goes on after the last one: what it emitted is not emitted again, and what it will emit is what it would have been,
-since sampling is keyed by (seed, position). Victims are chosen where no step runs, at `begin_step`; who they are, and
-who restarts when, stands in `engine/preemption.py`.
+since sampling is keyed by (seed, choice, position). Victims are chosen where no step runs, at `begin_step`; who they
+are, and who restarts when, stands in `engine/preemption.py`.
+
+All of this is of one sequence. A request of several choices is admitted and borrows as one, its lead; then each choice
+runs and finishes by itself (`engine/choices.py`), and the request is over with the last one.
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from engine.beams import BeamSearch
 from engine.bookkeeper import Bookkeeper
+from engine.choices import chains_of, num_blocks_at_most, search_of
 from engine.keys import root_key
 from engine.lending.borrowing import BorrowingDesk, ReadLanded
-from engine.messages import Failed, FromEngine, Generate, KvAccount, Rejected, Token
+from engine.messages import Failed, FromEngine, Generate, KvAccount, PromptScored, Rejected, Token
 from engine.residency import Residency
-from engine.vocabulary import FinishReason, Sampled, SamplingParams, Sequence
+from engine.vocabulary import FinishReason, Sampled, Sequence
 from kvtransfer.transport import Transport
 
 
 @dataclass(slots=True)
 class _Request:
-    sequence: Sequence
+    chains: dict[int, Sequence]
+    """By choice, those that are not over."""
     account: KvAccount
     borrowing: bool
+    num_choices: int
+    """Of beams, how many of those found are wanted."""
+    search: BeamSearch | None = None
+    num_preemptions_over: int = 0
+    """Of chains that are over."""
+    num_recomputed_over: int = 0
+
+    def count_preemptions(self) -> bool:
+        """Bring the account up to date; False when nothing is new."""
+        before = self.account.preemptions
+        chains = self.chains.values()
+        self.account.preemptions = self.num_preemptions_over + sum(s.num_preemptions for s in chains)
+        self.account.recomputed_tokens = self.num_recomputed_over + sum(s.num_recomputed for s in chains)
+        return self.account.preemptions > before
 
 
 class RequestDesk:
@@ -46,9 +66,10 @@ class RequestDesk:
         post: Callable[[ReadLanded], None],
         next_arrival: Callable[[], int],
         reserve_output_tokens: int,
+        copy_block: Callable[[int, int], None],
     ) -> None:
-        """`next_arrival` numbers arrivals and turns."""
-        self.residency = Residency(books, reserve_output_tokens, next_arrival)
+        """`next_arrival` numbers arrivals and turns. `copy_block(source, target)` is called between steps."""
+        self.residency = Residency(books, reserve_output_tokens, next_arrival, copy_block)
         self.loans = BorrowingDesk(books, transport, emit, post, self._on_loan_over)
         self._books = books
         self._model_fingerprint = model_fingerprint
@@ -64,24 +85,27 @@ class RequestDesk:
     @property
     def sequences(self) -> list[Sequence]:
         """Of all requests: who claims which blocks."""
-        return [request.sequence for request in self._requests.values()]
+        return [chain for request in self._requests.values() for chain in request.chains.values()]
 
     def admit(self, message: Generate) -> None:
         """Start it with blocks promised for its prompt and some output, or say Rejected."""
         layout, pool = self._books.layout, self._books.pool
-        sequence = self._sequence(message, message.sampling)
-        total = layout.blocks_for(sequence.max_num_tokens)
+        root = root_key(self._model_fingerprint, message.cache_salt)
+        search = search_of(message, self._eos_token_ids)
+        chains = chains_of(message, root, search, self._next_arrival)
         if message.request_id in self._requests:
             self._reject(message.request_id, "a request of this id is running here", permanent=True)
             return
-        if not sequence.token_ids or len(message.emitted) >= message.sampling.max_tokens:
+        if not message.prompt or not chains or any(c.num_tokens >= c.max_num_tokens for c in chains):
             reason = f"nothing to compute: {len(message.prompt)} prompt tokens, {len(message.emitted)} emitted"
             self._reject(message.request_id, reason, permanent=True)
             return
-        if total > pool.num_blocks:
-            reason = f"prompt + max_tokens need {total} KV blocks, the pool has {pool.num_blocks}"
+        if (total := num_blocks_at_most(chains, layout)) > pool.num_blocks:
+            tokens = "max_tokens" if len(chains) == 1 else f"{len(chains)} x max_tokens"
+            reason = f"prompt + {tokens} need {total} KV blocks, the pool has {pool.num_blocks}"
             self._reject(message.request_id, reason, permanent=True)
             return
+        sequence = chains[0]
         keys = self._books.usable_keys(sequence)
         if not self.residency.admit(sequence, keys):
             needed = self.residency.num_promised_blocks(sequence)
@@ -92,7 +116,8 @@ class RequestDesk:
             return
         account = KvAccount(reused_blocks=len(sequence.blocks), times={"admitted": time.monotonic()})
         borrowing = message.borrow and len(sequence.blocks) < len(keys)
-        self._requests[message.request_id] = _Request(sequence, account, borrowing)
+        by_choice = {chain.choice: chain for chain in chains}
+        self._requests[message.request_id] = _Request(by_choice, account, borrowing, message.sampling.n, search)
         if borrowing:
             self.loans.open(sequence, len(keys), account)
         else:
@@ -102,43 +127,96 @@ class RequestDesk:
         """A step begins to compute some of the request's tokens."""
         self._requests[sequence.request_id].account.times.setdefault("compute_started", now)
 
-    def append(self, sequence: Sequence, sampled: Sampled) -> None:
-        """The request's next token is known, or that there can be none."""
+    def has(self, sequence: Sequence) -> bool:
+        """It is not over."""
+        request = self._requests.get(sequence.request_id)
+        return request is not None and request.chains.get(sequence.choice) is sequence
+
+    def computed(self, sequence: Sequence, sampled: Sampled, samples: bool) -> None:
+        """What the runner has to say of a sequence's chunk; `samples`: the sequence's next token is among it."""
+        if sampled.prompt:
+            sequence.num_scored += len(sampled.prompt)
+            self._emit(PromptScored(sequence.request_id, sampled.prompt))
+        if samples:
+            self._append(sequence, sampled)
+
+    def _append(self, sequence: Sequence, sampled: Sampled) -> None:
+        """The sequence's next token is known, or what may come next of a beam, or that there can be none."""
         if sampled.failure is not None:
             self._emit(Failed(sequence.request_id, sampled.failure))
             self._finish(sequence.request_id)
             return
-        account = self._requests[sequence.request_id].account
+        request = self._requests[sequence.request_id]
+        account = request.account
         first = sequence.num_tokens == sequence.num_prompt
-        news = first or account.preemptions < sequence.num_preemptions
-        sequence.token_ids.append(sampled.token_id)
         sequence.turn = self._next_arrival()
         if first:
-            account.times["first_token"] = time.monotonic()
-        account.preemptions, account.recomputed_tokens = sequence.num_preemptions, sequence.num_recomputed
+            account.times.setdefault("first_token", time.monotonic())
+        news = (sequence.num_preemptions > 0 and request.count_preemptions()) or first
+        if request.search is not None:
+            assert sampled.logprobs is not None
+            request.search.hear(sequence.choice, sampled.logprobs)
+            return
+        sequence.token_ids.append(sampled.token_id)
         finish = self._finish_reason(sequence, sampled.token_id)
-        self._emit(Token(sequence.request_id, sampled.token_id, sampled.logprobs, account if news else None, finish))
+        said = account if news else None
+        self._emit(Token(sequence.request_id, sampled.token_id, sampled.logprobs, said, finish, choice=sequence.choice))
         if finish is not None:
-            self._finish(sequence.request_id)
+            self._end(request, sequence)
 
-    def cancel(self, request_id: str) -> None:
-        """Nobody wants the rest."""
-        if request_id in self._requests:
+    def part(self) -> None:
+        """Fork what has computed all that it shares, and beams whose candidates are all known. No step is running."""
+        for lead in self.residency.forkable:
+            siblings, lead.siblings = lead.siblings, []
+            lead.turn = self._next_arrival()
+            self.residency.fork(lead, siblings, lead.fork_at)
+        searches = [r for r in self._requests.values() if r.search is not None and r.search.ready]
+        for request in searches:
+            self._advance(request)
+
+    def cancel(self, request_id: str, choice: int | None = None) -> None:
+        """Nobody wants the rest, or that of one choice, which has got a token already."""
+        if (request := self._requests.get(request_id)) is None:
+            return
+        if choice is None:
             self.loans.cancel(request_id)
             self._finish(request_id)
+        elif (chain := request.chains.get(choice)) is not None:
+            self._end(request, chain)
 
-    def _sequence(self, message: Generate, sampling: SamplingParams) -> Sequence:
-        tokens = [*message.prompt, *message.emitted]
-        return Sequence(
-            request_id=message.request_id,
-            token_ids=tokens,
-            num_prompt=len(tokens),
-            root=root_key(self._model_fingerprint, message.cache_salt),
-            sampling=sampling,
-            priority=message.priority,
-            arrival=self._next_arrival(),
-            num_emitted_before=len(message.emitted),
-        )
+    def _advance(self, request: _Request) -> None:
+        """All is known of the beams of a search that decides who goes on."""
+        search, chains = request.search, request.chains
+        assert search is not None
+        moves = search.advance()
+        if search.over:
+            self._deliver(request, search)
+            return
+        for slot in chains.keys() - {move.parent for move in moves}:
+            self.residency.drop(chains[slot])
+            self._books.preempt(chains[slot])
+        for move in moves:  # all forks before any chain grows: who goes on twice does so from where it was
+            if move.slot != move.parent:
+                parent, child = chains[move.parent], chains[move.slot]
+                child.token_ids = [*parent.token_ids, move.token_id]
+                self.residency.fork(parent, [child], parent.num_tokens)
+        for move in moves:
+            if move.slot == move.parent:
+                chains[move.slot].token_ids.append(move.token_id)
+
+    def _deliver(self, request: _Request, search: BeamSearch) -> None:
+        """The best beams, and the request is over."""
+        request_id = next(iter(request.chains.values())).request_id
+        account: KvAccount | None = request.account
+        for rank, found in enumerate(search.found()[: request.num_choices]):
+            *others, last = found.beam.token_ids
+            for token_id in others:
+                self._emit(Token(request_id, token_id, account=account, choice=rank))
+                account = None
+            finish = FinishReason.STOP if found.stopped else FinishReason.LENGTH
+            self._emit(Token(request_id, last, None, account, finish, rank, found.beam.logprob))
+            account = None
+        self._finish(request_id)
 
     def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
         sampling = sequence.sampling
@@ -170,9 +248,21 @@ class RequestDesk:
             self._run(sequence, request.account)
 
     def _finish(self, request_id: str) -> None:
-        sequence = self._requests.pop(request_id).sequence
-        self.residency.drop(sequence)
-        self._books.finish(sequence)
+        for chain in self._requests.pop(request_id).chains.values():
+            self.residency.drop(chain)
+            self._books.finish(chain)
+
+    def _end(self, request: _Request, chain: Sequence) -> None:
+        """This choice is over, and the request with the last one."""
+        assert not chain.siblings
+        if len(request.chains) == 1:
+            self._finish(chain.request_id)
+            return
+        del request.chains[chain.choice]
+        request.num_preemptions_over += chain.num_preemptions
+        request.num_recomputed_over += chain.num_recomputed
+        self.residency.drop(chain)
+        self._books.finish(chain)
 
     def _reject(self, request_id: str, reason: str, permanent: bool) -> None:
         self._emit(Rejected(request_id, reason, permanent))

@@ -1,7 +1,8 @@
 """Which requests have KV blocks: performs what `engine/preemption.py` decides.
 
 A sequence that may be computed is *running* and has blocks for all it has computed. A *preempted* one has none, and
-waits. Whoever is borrowing has blocks and is neither: it comes with `run` when its loan is over.
+waits. Whoever is borrowing has blocks and is neither: it comes with `run` when its loan is over. A running one that has
+nothing to compute is about to be forked, or a beam that waits for the others of its search (`engine/choices.py`).
 """
 
 from collections.abc import Callable
@@ -26,9 +27,16 @@ class _Lost:
 class Residency:
     """Running and preempted sequences of requests. Never of loans: nobody takes their blocks."""
 
-    def __init__(self, books: Bookkeeper, reserve_output_tokens: int, next_turn: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        books: Bookkeeper,
+        reserve_output_tokens: int,
+        next_turn: Callable[[], int],
+        copy_block: Callable[[int, int], None],
+    ) -> None:
         """`reserve_output_tokens`: what is promised beyond the tokens a sequence has when it starts, at most."""
         self._books = books
+        self._copy_block = copy_block
         self._reserve_output_tokens = reserve_output_tokens
         self._next_turn = next_turn
         self._running: dict[Sequence, None] = {}
@@ -40,7 +48,12 @@ class Residency:
     @property
     def running(self) -> list[Sequence]:
         """Those that may be computed."""
-        return [sequence for sequence in self._running if sequence is not self._stalled]
+        return [s for s in self._running if s is not self._stalled and s.num_remaining]
+
+    @property
+    def forkable(self) -> list[Sequence]:
+        """Those that have computed all that their siblings wait for."""
+        return [sequence for sequence in self._running if sequence.siblings and not sequence.num_remaining]
 
     @property
     def preempted(self) -> list[Sequence]:
@@ -60,14 +73,32 @@ class Residency:
         return self._books.start(sequence, keys, self.num_promised_blocks(sequence))
 
     def num_promised_blocks(self, sequence: Sequence) -> int:
-        """With which a sequence starts or restarts: for the tokens it has, and some of those it may sample."""
-        num_tokens = min(sequence.max_num_tokens, sequence.num_tokens + self._reserve_output_tokens)
-        return self._books.layout.blocks_for(num_tokens)
+        """With which a sequence starts or restarts: for the tokens it has, and some of those it may sample; and for
+        those of siblings still to be forked from it, but for the full blocks they will share."""
+        shared = sequence.fork_at // self._books.layout.block_tokens
+        return self._num_own_blocks(sequence) + sum(self._num_own_blocks(s) - shared for s in sequence.siblings)
 
     def run(self, sequence: Sequence) -> None:
         """It has its blocks, and may be computed from now on."""
         sequence.turn = self._next_turn()
         self._running[sequence] = None
+
+    def fork(self, parent: Sequence, children: Seq[Sequence], num_tokens: int) -> None:
+        """Let `children`, which have nothing, go on from the first `num_tokens` that `parent` has computed. Those that
+        find no room, or whose parent was preempted, wait as preempted ones do. No step may be running."""
+        if parent in self._running:
+            self._books.lower_promise(parent, self._num_own_blocks(parent))
+        num_shared = min(num_tokens, parent.num_computed)  # less when it was preempted and has just restarted
+        for child in children:
+            copies = None
+            if parent in self._running:
+                copies = self._books.fork(parent, child, num_shared, self._num_own_blocks(child))
+            if copies is None:
+                self._preempted[child] = _Lost(0, self._books.usable_keys(child))
+                continue
+            for source, target in copies:
+                self._copy_block(source, target)
+            self.run(child)
 
     def drop(self, sequence: Sequence) -> None:
         """It is over; its blocks are the caller's affair."""
@@ -105,6 +136,10 @@ class Residency:
             self._stalled = oldest
         return False
 
+    def _num_own_blocks(self, sequence: Sequence) -> int:
+        num_tokens = min(sequence.max_num_tokens, sequence.num_tokens + self._reserve_output_tokens)
+        return self._books.layout.blocks_for(num_tokens)
+
     def _rescue(self, oldest: Sequence) -> None:
         """Restart the oldest with room for its next token, if that is possible at all."""
         num_blocks, victims = self._books.layout.blocks_for(oldest.num_tokens + 1), list(self._running)
@@ -132,4 +167,4 @@ class Residency:
         return True
 
     def _oldest(self) -> Sequence | None:
-        return oldest_of([*self._running, *self._preempted])
+        return oldest_of(s for s in [*self._running, *self._preempted] if s.num_remaining)

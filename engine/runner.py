@@ -4,9 +4,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.layout import KvLayout
 from engine.vocabulary import Chunk, Sampled
-from kvtransfer.transport import Pool
+from kvtransfer.fingerprint import fingerprint_blocks
+from kvtransfer.transport import AnyPool, Pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +28,30 @@ class Runner(ABC):
 
     layout: KvLayout
     info: ModelInfo
-    pool: Pool
+    pool: AnyPool
     """[num_blocks, block_bytes] of uint8: what `execute` writes, transports move and fingerprints cover."""
+
+    def bind(self, own_cores: Sequence[int], shared_cores: Sequence[int]) -> None:  # noqa: B027 - most need nothing
+        """Called once, on the thread that will call `execute`: where its threads may compute. Both may be empty."""
 
     @abstractmethod
     def execute(self, batch: Sequence[Chunk]) -> list[Sampled]:
-        """Compute the KV of every chunk's tokens into its sequence's blocks; blocks before a chunk are full.
+        """Compute the KV of every chunk's tokens into its sequence's blocks; blocks before a chunk are full. It is
+        there for everyone, transports too, when this returns.
 
-        Returns one Sampled per chunk with `chunk.samples`, in order. Writes only into slots of the chunks' own
+        Returns one Sampled per chunk with `chunk.answers`, in order. Writes only into slots of the chunks' own
         tokens. Does not change the sequences.
         """
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Make block `target` equal to `source`. Called between steps; the next `execute` sees it."""
+        assert isinstance(self.pool, Pool)
+        self.pool.memory[target] = self.pool.memory[source]
+
+    def fingerprints(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
+        """Those of `kvtransfer/fingerprint.py`, of the blocks' bytes as they are now: [len(blocks), kv_heads].
+
+        Called from any thread, also while `execute` runs. A runner whose pool is not in main memory brings its own.
+        """
+        assert isinstance(self.pool, Pool)
+        return fingerprint_blocks(self.pool.memory, list(blocks), self.layout.kv_heads)

@@ -4,7 +4,8 @@ Decoding sequences come first, then prompts (and what preempted ones must comput
 That order alone would starve: a low priority under a constant flow of higher ones, or prompts while decoding
 sequences fill the budget. So every step has a guaranteed share, `StepBudget.guaranteed_tokens`, for one sequence: the
 one that has waited longest for its next token. That is the one of the lowest `turn`, a number drawn from a rising
-counter whenever a sequence starts or restarts with its blocks, and whenever it gets a token.
+counter whenever a sequence starts or restarts with its blocks, and whenever it gets a token or others are forked from
+it.
 
 The bound: a runnable sequence that stays runnable gets its next token within
 

@@ -12,6 +12,9 @@ class FinishReason(Enum):
     LENGTH = "length"
 
 
+MAX_CHAINS = 64
+"""Choices or beams of one request, at most."""
+
 StructureKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
 
 
@@ -27,6 +30,15 @@ class StructuredOutput:
     def field(self) -> str:
         """What an error about it names."""
         return f"sampling.structured.{self.kind}"
+
+
+@dataclass(frozen=True, slots=True)
+class BeamParams:
+    """Beam search; `protos/inference.proto` documents the fields."""
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +62,14 @@ class SamplingParams:
     """(token id, what is added to its logit)."""
     min_tokens: int = 0
     structured: StructuredOutput | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+    beam: BeamParams | None = None
+
+    @property
+    def num_chains(self) -> int:
+        """Chains that are computed at once: choices, or beams."""
+        return self.n if self.beam is None else self.beam.width
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +113,14 @@ class Sequence:
     num_preemptions: int = 0
     num_recomputed: int = 0
     """Tokens whose KV was here, was given back by preemption, and had to be computed again."""
+    choice: int = 0
+    """Which of its request's choices it is. What it draws depends on it."""
+    siblings: list["Sequence"] = field(default_factory=list)
+    """Those that will be forked from it: they wait, with no KV, until it has computed what they share."""
+    fork_at: int = 0
+    """How many leading tokens they share. It computes no more than those while it has `siblings`."""
+    num_scored: int = 0
+    """Prompt tokens after the first whose log probabilities were given out, when they are asked for."""
 
     @property
     def num_tokens(self) -> int:
@@ -106,7 +134,20 @@ class Sequence:
     @property
     def num_remaining(self) -> int:
         """Tokens whose KV is not computed yet."""
-        return len(self.token_ids) - self.num_computed
+        end = self.fork_at if self.siblings else len(self.token_ids)
+        return max(0, end - self.num_computed)
+
+    @property
+    def num_to_score(self) -> int:
+        """Prompt tokens whose log probabilities are to be given out: all but the first."""
+        if self.sampling is None or self.sampling.prompt_logprobs is None:
+            return 0
+        return self.num_prompt - self.num_emitted_before - 1
+
+    @property
+    def num_reusable(self) -> int:
+        """Leading tokens whose KV may come from elsewhere: not those whose logits are needed here."""
+        return self.num_scored if self.num_scored < self.num_to_score else len(self.token_ids) - 1
 
     @property
     def num_sampled(self) -> int:
@@ -122,7 +163,9 @@ class Sequence:
     @property
     def decoding(self) -> bool:
         """Only the token sampled last is left to compute: each step computes one and samples the next."""
-        return self.sampling is not None and self.num_remaining == 1 and self.num_tokens > self.num_prompt
+        if self.sampling is None or self.siblings:
+            return False
+        return self.num_remaining == 1 and self.num_tokens > self.num_prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +181,17 @@ class Chunk:
         """The chunk reaches the sequence's end, so that its next token is sampled."""
         return self.sequence.sampling is not None and self.start + self.count == self.sequence.num_tokens
 
+    @property
+    def scored(self) -> range:
+        """Positions of the chunk whose logits give the log probability of the prompt token that follows."""
+        sequence = self.sequence
+        return range(max(self.start, sequence.num_scored), min(self.start + self.count, sequence.num_to_score))
+
+    @property
+    def answers(self) -> bool:
+        """The runner has something to say of it."""
+        return self.samples or len(self.scored) > 0
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -149,9 +203,12 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One token sampled for a chunk's sequence, or why there can be none."""
+    """What a chunk's logits gave: one token sampled for its sequence, or why there can be none."""
 
     token_id: int
+    """-1 when the chunk samples none."""
     logprobs: TokenLogprobs | None = None
     failure: Failure | None = None
     """The request ends with it, and `token_id` means nothing."""
+    prompt: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt tokens that follow `Chunk.scored`."""

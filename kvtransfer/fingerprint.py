@@ -15,7 +15,7 @@ WORD_BYTES = 8
 
 
 @lru_cache(maxsize=8)
-def _constants(num_words: int) -> tuple[NDArray[np.uint64], np.uint64]:
+def constants(num_words: int) -> tuple[NDArray[np.uint64], np.uint64]:
     """Multipliers [num_words], and what a span of zeros folds to."""
     rng = np.random.Generator(np.random.PCG64(0x7A9DE3))
     limit = np.iinfo(np.uint64).max
@@ -30,7 +30,7 @@ def fingerprint_blocks(pool: NDArray[np.uint8], block_ids: list[int], kv_heads: 
     `block_bytes` must be a multiple of `kv_heads * 8`.
     """
     words = pool.view(np.uint64).reshape(pool.shape[0], kv_heads, -1)
-    multipliers, zero = _constants(words.shape[2])
+    multipliers, zero = constants(words.shape[2])
     folded = np.empty((len(block_ids), kv_heads), np.uint64)
     for row, block in enumerate(block_ids):  # one block at a time: stays in the cache, needs no gather
         np.matmul(words[block], multipliers, out=folded[row])

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from threading import Lock
 
-from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError
-from kvtransfer.transport import Peer, Pool, Span, Transport, check_spans
+from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError, TransportUnavailable
+from kvtransfer.transport import AnyPool, Peer, Pool, Span, Transport, check_spans
 
 PREFIX = b"tandem-local:"
 
@@ -46,8 +46,10 @@ class LocalTransport(Transport):
         self._closed = False
         self.pool: Pool | None = None
 
-    def register(self, pool: Pool) -> bytes:
+    def register(self, pool: AnyPool) -> bytes:
         assert self.pool is None
+        if not isinstance(pool, Pool):
+            raise TransportUnavailable("the local transport copies between pools in main memory only")
         self.pool = pool
         self._network.transports[self._endpoint] = self
         return self._endpoint

@@ -1,4 +1,4 @@
-"""The `nixl` transport: one-sided reads by NIXL over UCX (RDMA verbs, shared memory, TCP).
+"""The `nixl` transport: one-sided reads by NIXL over UCX (RDMA verbs, shared memory, CUDA IPC, TCP).
 
 One thread owns all posting and polling, because posting a shared-memory read blocks until the bytes are copied,
 and because NIXL serialises calls anyway. It posts one read per peer at a time, so a peer that falls silent holds
@@ -16,10 +16,13 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, Literal
 
 from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError, TransportUnavailable
-from kvtransfer.transport import Peer, Pool, Span, Transport, check_spans
+from kvtransfer.transport import AnyPool, DevicePool, Peer, Span, Transport, check_spans
 from kvtransfer.ucx_lanes import LaneLog, process_lane_log
 
 FORMAT = "tandem-nixl-1"
@@ -30,12 +33,39 @@ POLL_S = 100e-6
 MAX_POLL_S = 2e-3
 """The longer a read takes, the less often it is asked after; a silent peer must not keep a core busy."""
 PROGRESS_DELAY_US = 100_000
+PACKAGES = ("nixl_cu12", "nixl_cu13")
+"""NIXL's package is named for the CUDA it was built for; without a GPU either will do."""
 _construction = threading.Lock()
+
+MemoryKind = Literal["DRAM", "VRAM"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """Where a pool lies, in NIXL's words."""
+
+    base: int
+    num_bytes: int
+    kind: MemoryKind = "DRAM"
+    device: int = 0
+
+    @classmethod
+    def of(cls, pool: AnyPool) -> "_Memory":
+        if isinstance(pool, DevicePool):
+            return cls(pool.address, pool.num_bytes, "VRAM", pool.device)
+        return cls(pool.memory.ctypes.data, pool.num_bytes)
+
+    def fields(self) -> dict[str, Any]:
+        """Of an endpoint; main memory goes without saying."""
+        where = {"kind": self.kind, "device": self.device} if self.kind != "DRAM" else {}
+        return {"base": self.base, "bytes": self.num_bytes} | where
 
 
 @dataclass(slots=True)
 class _Job:
     spans: tuple[Span, ...]
+    """Offsets are addresses."""
+    source: _Memory
     future: "Future[None]"
     handle: Any = None
     posted_at: float = 0.0
@@ -56,7 +86,8 @@ def _make_agent(name: str) -> Any:
     that is pinned to it (a read over TCP then takes ten times as long). The delay bounds only how long an event
     without a wake-up may wait.
     """
-    from nixl_cu12 import _api, _bindings
+    _api: Any = _module("_api")
+    _bindings: Any = _module("_bindings")
 
     class SleepyConfig(_bindings.nixlAgentConfig):  # type: ignore[misc]
         def __setattr__(self, key: str, value: object) -> None:
@@ -71,11 +102,16 @@ def _make_agent(name: str) -> Any:
             _bindings.nixlAgentConfig = original
 
 
+def _module(name: str) -> ModuleType:
+    """A module of NIXL's package. Raises ImportError when none is installed."""
+    package = next((package for package in PACKAGES if find_spec(package) is not None), PACKAGES[0])
+    return import_module(f"{package}.{name}")
+
+
 class NixlPeer(Peer):
-    def __init__(self, name: str, base: int, num_bytes: int, log: LaneLog) -> None:
+    def __init__(self, name: str, memory: _Memory, log: LaneLog) -> None:
         self.name = name
-        self.base = base
-        self.num_bytes = num_bytes
+        self.memory = memory
         self._log = log
 
     @property
@@ -101,7 +137,8 @@ class NixlTransport(Transport):
             raise TransportUnavailable("NIXL has no UCX backend here")
         self._lock = threading.Lock()  # NIXL's agent is not thread-safe; connect and read come from other threads
         self._peers: dict[bytes, NixlPeer] = {}
-        self._pool: Pool | None = None
+        self._pool: AnyPool | None = None
+        self._memory = _Memory(0, 0)
         self._registration: Any = None
         self._inbox: queue.SimpleQueue[tuple[str, _Job] | None] = queue.SimpleQueue()
         self._closing = threading.Lock()  # orders `read` against `close`: nothing is queued after the stop marker
@@ -109,19 +146,27 @@ class NixlTransport(Transport):
         self._in_flight: list[_Job] = []  # what was posted when the thread stopped
         self._thread = threading.Thread(target=self._run, name="nixl-reads", daemon=True)
 
-    def register(self, pool: Pool) -> bytes:
+    def register(self, pool: AnyPool) -> bytes:
+        """Takes pools in main memory and, where UCX has its CUDA modules, on a GPU."""
         assert self._pool is None
         self._pool = pool
-        address = pool.memory.ctypes.data
-        self._registration = self._agent.register_memory([(address, pool.num_bytes, 0, "")], "DRAM")
+        memory = self._memory = _Memory.of(pool)
+        try:
+            self._registration = self._agent.register_memory(
+                [(memory.base, memory.num_bytes, memory.device, "")], memory.kind
+            )
+        except Exception as error:  # NIXL's own types
+            raise TransportUnavailable(
+                f"NIXL cannot register {memory.num_bytes} bytes of {memory.kind}: {error}"
+            ) from error
         self._thread.start()
         metadata = b64encode(self._agent.get_agent_metadata()).decode()
-        return json.dumps({"format": FORMAT, "base": address, "bytes": pool.num_bytes, "metadata": metadata}).encode()
+        return json.dumps({"format": FORMAT, **memory.fields(), "metadata": metadata}).encode()
 
     def connect(self, endpoint: bytes) -> NixlPeer:
-        from nixl_cu12._bindings import nixlInvalidParamError, nixlMismatchError, nixlNotFoundError
-
-        base, num_bytes, metadata = _parse(endpoint)
+        bindings = _module("_bindings")
+        unusable = (bindings.nixlInvalidParamError, bindings.nixlMismatchError, bindings.nixlNotFoundError)
+        memory, metadata = _parse(endpoint)
         with self._lock:
             if (known := self._peers.get(endpoint)) is not None:
                 return known
@@ -129,20 +174,20 @@ class NixlTransport(Transport):
                 raise TransferError(CLOSED)
             try:
                 name = self._agent.add_remote_agent(metadata).decode()
-            except (nixlInvalidParamError, nixlMismatchError, nixlNotFoundError) as error:
+            except unusable as error:
                 raise EndpointMismatch(f"NIXL cannot use the peer's metadata: {error}") from error
             except Exception as error:
                 raise PeerGone(f"cannot reach the peer: {error}") from error
-            peer = self._peers[endpoint] = NixlPeer(name, base, num_bytes, self._log)
+            peer = self._peers[endpoint] = NixlPeer(name, memory, self._log)
         return peer
 
     def read(self, peer: Peer, spans: Sequence[Span]) -> "Future[None]":
         assert isinstance(peer, NixlPeer)
         assert self._pool is not None
-        check_spans(spans, self._pool.num_bytes, peer.num_bytes)
-        local_base, remote_base = self._pool.memory.ctypes.data, peer.base
-        absolute = tuple(Span(local_base + s.local_offset, remote_base + s.remote_offset, s.length) for s in spans)
-        job = _Job(absolute, Future())
+        local, remote = self._memory, peer.memory
+        check_spans(spans, local.num_bytes, remote.num_bytes)
+        absolute = tuple(Span(local.base + s.local_offset, remote.base + s.remote_offset, s.length) for s in spans)
+        job = _Job(absolute, remote, Future())
         with self._closing:
             if self._closed:
                 job.future.set_exception(TransferError(CLOSED))
@@ -208,8 +253,8 @@ class NixlTransport(Transport):
             return
         try:
             with self._lock:
-                local = self._agent.get_xfer_descs([(s.local_offset, s.length, 0) for s in job.spans], "DRAM")
-                remote = self._agent.get_xfer_descs([(s.remote_offset, s.length, 0) for s in job.spans], "DRAM")
+                local = self._descriptors(self._memory, [(span.local_offset, span.length) for span in job.spans])
+                remote = self._descriptors(job.source, [(span.remote_offset, span.length) for span in job.spans])
                 job.handle = self._agent.initialize_xfer("READ", local, remote, peer)
                 state = self._agent.transfer(job.handle)
         except Exception as error:
@@ -218,6 +263,10 @@ class NixlTransport(Transport):
         job.posted_at = time.monotonic()
         lane.posted = job
         self._settle(lane, job, state)
+
+    def _descriptors(self, memory: _Memory, pieces: list[tuple[int, int]]) -> Any:
+        """NIXL's list of (address, length) pieces."""
+        return self._agent.get_xfer_descs([(*piece, memory.device) for piece in pieces], memory.kind)
 
     def _poll(self, lane: _Lane) -> None:
         job = lane.posted
@@ -256,17 +305,20 @@ class NixlTransport(Transport):
                 self._in_flight.append(lane.posted)
 
 
-def _parse(endpoint: bytes) -> tuple[int, int, bytes]:
-    """Base address and size of the peer's pool, and NIXL's metadata."""
+def _parse(endpoint: bytes) -> tuple[_Memory, bytes]:
+    """The peer's pool, and NIXL's metadata."""
     try:
         fields = json.loads(endpoint)
         if fields["format"] != FORMAT:
             raise EndpointMismatch(f"endpoint format {fields['format']!r}, this side speaks {FORMAT!r}")
         base, num_bytes = fields["base"], fields["bytes"]
+        kind, device = fields.get("kind", "DRAM"), fields.get("device", 0)
         metadata = b64decode(fields["metadata"], validate=True)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise EndpointMismatch("not an endpoint of the nixl transport") from error
     for name, value in (("base", base), ("bytes", num_bytes)):
         if type(value) is not int or not 0 < value < 1 << 63:
             raise EndpointMismatch(f"the endpoint's {name!r} is {value!r}, not a positive number")
-    return base, num_bytes, metadata
+    if kind not in ("DRAM", "VRAM") or type(device) is not int or not 0 <= device < 1 << 16:
+        raise EndpointMismatch(f"the endpoint's memory is {kind!r} of device {device!r}")
+    return _Memory(base, num_bytes, kind, device), metadata

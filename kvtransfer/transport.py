@@ -41,6 +41,32 @@ class Pool:
     def num_bytes(self) -> int:
         return self.memory.nbytes
 
+    @property
+    def num_blocks(self) -> int:
+        return len(self.memory)
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePool:
+    """The registered memory of one process on a GPU: `num_blocks` blocks of `block_bytes`, contiguous from `address`.
+
+    A transport takes it only where its `register` says so. `owner` keeps the memory alive, as above.
+    """
+
+    address: int
+    num_blocks: int
+    block_bytes: int
+    device: int
+    """CUDA's number of the GPU, as this process counts them."""
+    owner: Any = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+
+AnyPool = Pool | DevicePool
+
 
 class Peer(ABC):
     """A connected peer. Valid until its transport is closed."""
@@ -63,9 +89,11 @@ class Transport(ABC):
     name: str
 
     @abstractmethod
-    def register(self, pool: Pool) -> bytes:
+    def register(self, pool: AnyPool) -> bytes:
         """Make the pool readable by others and writable by own reads. Returns the endpoint: opaque bytes that a
-        peer passes to its `connect`. The pool must outlive the transport."""
+        peer passes to its `connect`. The pool must outlive the transport.
+
+        Raises TransportUnavailable for memory of a kind that this transport does not reach."""
 
     @abstractmethod
     def connect(self, endpoint: bytes) -> Peer:

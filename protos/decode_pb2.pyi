@@ -37,6 +37,9 @@ class DecodeRequest(_message.Message):
     ELAPSED_MS_FIELD_NUMBER: _builtins.int
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     PLACEMENT_SEQUENCE_FIELD_NUMBER: _builtins.int
+    EMITTED_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    EMITTED_CHOICES_FIELD_NUMBER: _builtins.int
+    FINISHED_CHOICES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     worker_incarnation: _builtins.bytes
     """The worker this was meant for; another one at the same address refuses."""
@@ -48,6 +51,8 @@ class DecodeRequest(_message.Message):
     router_id: _builtins.str
     """Echoed in the worker's load reports, so that the router counts no placement twice."""
     placement_sequence: _builtins.int
+    emitted_prompt_logprobs: _builtins.int
+    """How many prompt_logprobs an earlier attempt streamed."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -70,6 +75,14 @@ class DecodeRequest(_message.Message):
     def router_stages(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.Stage]:
         """What the router did before; goes into the receipt as it is."""
 
+    @_builtins.property
+    def emitted_choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmittedChoice]:
+        """What an earlier attempt streamed of the choices after the first, which has the fields above; absent: nothing."""
+
+    @_builtins.property
+    def finished_choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Choices whose finish was streamed."""
+
     def __init__(
         self,
         *,
@@ -87,14 +100,44 @@ class DecodeRequest(_message.Message):
         elapsed_ms: _builtins.float = ...,
         router_id: _builtins.str = ...,
         placement_sequence: _builtins.int = ...,
+        emitted_prompt_logprobs: _builtins.int = ...,
+        emitted_choices: _abc.Iterable[Global___EmittedChoice] | None = ...,
+        finished_choices: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lender", b"lender", "placement", b"placement", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "elapsed_ms", b"elapsed_ms", "emitted_chars", b"emitted_chars", "emitted_token_ids", b"emitted_token_ids", "lender", b"lender", "placement", b"placement", "placement_sequence", b"placement_sequence", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "router_id", b"router_id", "router_stages", b"router_stages", "sampling", b"sampling", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "elapsed_ms", b"elapsed_ms", "emitted_chars", b"emitted_chars", "emitted_choices", b"emitted_choices", "emitted_prompt_logprobs", b"emitted_prompt_logprobs", "emitted_token_ids", b"emitted_token_ids", "finished_choices", b"finished_choices", "lender", b"lender", "placement", b"placement", "placement_sequence", b"placement_sequence", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "router_id", b"router_id", "router_stages", b"router_stages", "sampling", b"sampling", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DecodeRequest: _TypeAlias = DecodeRequest  # noqa: Y015
+
+@_typing.final
+class EmittedChoice(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CHARS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    chars: _builtins.int
+    """Of text."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        chars: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chars", b"chars", "index", b"index", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmittedChoice: _TypeAlias = EmittedChoice  # noqa: Y015
 
 @_typing.final
 class Lender(_message.Message):

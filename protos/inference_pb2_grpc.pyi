@@ -5,7 +5,7 @@ The public API of Tandem.
 
 A client opens one `Generate` stream per request. Tokens arrive as they are sampled; the last
 message carries `finish`: why the stream ended, what was used, and a receipt of where every block
-of KV cache came from. The deadline and cancellation of the gRPC call are honoured on every
+of KV cache came from. With several choices (`sampling.n`) each has a `finish` of its own. The deadline and cancellation of the gRPC call are honoured on every
 worker the request touches.
 
 Errors are ordinary gRPC statuses with `google.rpc.Status` details in the trailers:
@@ -28,7 +28,7 @@ GRPC_VERSION: str
 class InferenceStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
-    """Generates one completion and streams it."""
+    """Generates a completion, or several of one prompt, and streams them."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """The models this router can serve now."""
 
@@ -39,7 +39,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _aio.ServicerContext[_inference_pb2.GenerateRequest, _abc.AsyncIterator[_inference_pb2.GenerateResponse]],
     ) -> _abc.AsyncIterator[_inference_pb2.GenerateResponse]:
-        """Generates one completion and streams it."""
+        """Generates a completion, or several of one prompt, and streams them."""
 
     @_abc_1.abstractmethod
     def ListModels(

@@ -140,6 +140,7 @@ class Hello(_message.Message):
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     LENDS_FIELD_NUMBER: _builtins.int
+    RESERVE_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.bytes
     role: Global___Role.ValueType
@@ -157,6 +158,8 @@ class Hello(_message.Message):
     transport: _builtins.str
     lends: _builtins.bool
     """This worker's transport can read from and be read by others."""
+    reserve_output_tokens: _builtins.int
+    """Output for which a new request is promised blocks, at most. 0: for all of max_tokens."""
     def __init__(
         self,
         *,
@@ -173,10 +176,11 @@ class Hello(_message.Message):
         max_context_tokens: _builtins.int = ...,
         transport: _builtins.str = ...,
         lends: _builtins.bool = ...,
+        reserve_output_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "config_fingerprint", b"config_fingerprint", "incarnation", b"incarnation", "lends", b"lends", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "role", b"role", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "config_fingerprint", b"config_fingerprint", "incarnation", b"incarnation", "lends", b"lends", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "reserve_output_tokens", b"reserve_output_tokens", "role", b"role", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -270,6 +274,8 @@ class LoadReport(_message.Message):
     AVAILABLE_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     PLACEMENTS_SEEN_FIELD_NUMBER: _builtins.int
+    PREEMPTED_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Steps of the engine's loop since its start. A report is sent by that loop, so a hung engine
     stops reporting.
@@ -282,6 +288,10 @@ class LoadReport(_message.Message):
     available_blocks: _builtins.int
     """Blocks that new requests could reserve now."""
     num_blocks: _builtins.int
+    preempted: _builtins.int
+    """Requests whose blocks were taken back and that wait to be computed anew; they count as running too."""
+    preemptions: _builtins.int
+    """Since the engine's start."""
     @_builtins.property
     def placements_seen(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """By router id: the highest placement_sequence this report already counts."""
@@ -297,10 +307,12 @@ class LoadReport(_message.Message):
         available_blocks: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
         placements_seen: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        preempted: _builtins.int = ...,
+        preemptions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_blocks", b"available_blocks", "loans", b"loans", "num_blocks", b"num_blocks", "placements_seen", b"placements_seen", "queued_loans", b"queued_loans", "queued_prefill_tokens", b"queued_prefill_tokens", "running", b"running", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_blocks", b"available_blocks", "loans", b"loans", "num_blocks", b"num_blocks", "placements_seen", b"placements_seen", "preempted", b"preempted", "preemptions", b"preemptions", "queued_loans", b"queued_loans", "queued_prefill_tokens", b"queued_prefill_tokens", "running", b"running", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

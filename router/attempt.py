@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 
 import grpc
 
@@ -21,29 +22,51 @@ class Retriable(Exception):
         self.cause = cause
 
 
+@dataclass(slots=True)
+class EmittedChoice:
+    """What the client has been sent of one choice."""
+
+    token_ids: list[int] = field(default_factory=list)
+    num_chars: int = 0
+    """Of text. Python's and the worker's count: code points."""
+    finished: bool = False
+
+
 class Emitted:
     """What the client has been sent, kept as the bytes it was and read only when an attempt failed."""
 
-    def __init__(self) -> None:
-        self._messages: list[bytes] = []
+    def __init__(self, num_choices: int) -> None:
+        self._unread: list[bytes] = []
+        self._choices = [EmittedChoice() for _ in range(num_choices)]
+        self._num_prompt_logprobs = 0
 
     def add(self, message: bytes) -> None:
-        self._messages.append(message)
+        self._unread.append(message)
 
-    def token_ids(self) -> list[int]:
-        return [token_id for message in self._parsed() for token_id in message.token_ids]
+    @property
+    def choices(self) -> list[EmittedChoice]:
+        self._read()
+        return self._choices
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        self._read()
+        return self._num_prompt_logprobs
 
     @property
     def finished(self) -> bool:
         """The last message came: whatever fails afterwards, the client has everything."""
-        return bool(self._messages) and public_pb.GenerateResponse.FromString(self._messages[-1]).HasField("finish")
+        return all(choice.finished for choice in self.choices)
 
-    def num_chars(self) -> int:
-        """Of text. Python's and the worker's count: code points."""
-        return sum(len(message.text) for message in self._parsed())
-
-    def _parsed(self) -> list[public_pb.GenerateResponse]:
-        return [public_pb.GenerateResponse.FromString(message) for message in self._messages]
+    def _read(self) -> None:
+        for unread in self._unread:
+            message = public_pb.GenerateResponse.FromString(unread)
+            self._num_prompt_logprobs += len(message.prompt_logprobs)
+            choice = self._choices[message.index]
+            choice.token_ids += message.token_ids
+            choice.num_chars += len(message.text)
+            choice.finished |= message.HasField("finish")
+        self._unread.clear()
 
 
 async def run_attempt(

@@ -133,6 +133,7 @@ class Fleet:
     def _view(self, worker: Worker) -> WorkerView:
         load = worker.load
         assert load is not None
+        reserve = worker.hello.reserve_output_tokens
         seen = load.placements_seen.get(self.router_id, 0)
         unseen = [p for p in self._placed if p.sequence > seen]
         decodes = [p for p in unseen if p.decode is worker]
@@ -141,10 +142,11 @@ class Fleet:
             worker_id=worker.worker_id,
             decodes=worker.decodes,
             fingerprint=worker.hello.model_fingerprint,
-            running=load.running + len(decodes),
+            running=load.running + sum(max(1, len(p.demand.chain_tokens)) for p in decodes),
             queued_prefill_tokens=load.queued_prefill_tokens + sum(p.lender_tokens for p in lends),
-            available_blocks=load.available_blocks - sum(p.demand.num_total_blocks for p in decodes),
+            available_blocks=load.available_blocks - sum(p.demand.num_promised_blocks(reserve) for p in decodes),
             num_blocks=load.num_blocks,
+            reserve_output_tokens=reserve,
         )
 
 

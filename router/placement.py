@@ -24,6 +24,8 @@ class WorkerView:
     queued_prefill_tokens: int
     available_blocks: int
     num_blocks: int
+    reserve_output_tokens: int = 0
+    """As in its Hello."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +49,28 @@ class Demand:
     num_usable_blocks: int
     """Full blocks before the last prompt token: those that may come from elsewhere."""
     num_total_blocks: int
-    """Of prompt and expected output."""
+    """At its end, when every choice has all its max_tokens."""
     block_tokens: int
     block_bytes: int
+    chain_tokens: tuple[int, ...] = ()
+    """Of each choice that is to be computed: prompt and what was emitted."""
+    max_chain_tokens: int = 0
+    """Prompt and max_tokens."""
+    shared_tokens: int = 0
+    """Of the prompt, those whose full blocks the choices share."""
+
+    def num_promised_blocks(self, reserve_output_tokens: int) -> int:
+        """What a worker that promises so much output must have to start it now; 0: all of it."""
+        if not reserve_output_tokens or not self.chain_tokens:
+            return self.num_total_blocks
+        ends = [min(self.max_chain_tokens, tokens + reserve_output_tokens) for tokens in self.chain_tokens]
+        return num_blocks_of(ends, self.shared_tokens, self.block_tokens)
+
+
+def num_blocks_of(ends: Sequence[int], shared_tokens: int, block_tokens: int) -> int:
+    """Of chains that have so many tokens each and share the full blocks of the first `shared_tokens`."""
+    shared = shared_tokens // block_tokens
+    return shared + sum(-(-end // block_tokens) - shared for end in ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +95,7 @@ def place(demand: Demand, workers: Sequence[WorkerView], hits: Mapping[str, int]
     candidates = [
         _assess(demand, decode, lender, hits, rates)
         for decode in workers
-        if decode.decodes and decode.available_blocks >= demand.num_total_blocks
+        if decode.decodes and decode.available_blocks >= demand.num_promised_blocks(decode.reserve_output_tokens)
         for lender in [None, *(w for w in workers if not w.decodes and w.fingerprint == decode.fingerprint)]
         if lender is None or _can_lend(demand, decode, lender, hits)
     ]
@@ -133,7 +154,7 @@ def _reason(demand: Demand, best: _Candidate, hits: Mapping[str, int]) -> str:
     own_hits = min(hits.get(best.decode.worker_id, 0), demand.num_usable_blocks)
     holds = f"holds {own_hits} of {demand.num_usable_blocks} usable blocks, {best.decode.running} running"
     if demand.num_usable_blocks == 0:
-        return f"prompt shorter than a block; {best.decode.running} running"
+        return f"nothing to borrow: a short prompt, or one computed as a whole; {best.decode.running} running"
     if best.lender is None:
         kept = "nothing to borrow" if own_hits >= demand.num_usable_blocks else "cheaper than any loan"
         return f"{holds}; {kept}"

@@ -21,7 +21,7 @@ from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.fleet import Fleet, Placed, Worker
 from router.grammar_checker import GrammarChecker
-from router.placement import Decision, Demand
+from router.placement import Decision, Demand, num_blocks_of
 from router.prompts import PromptEncoder
 from router.validation import check_names, check_prompt, prompt_field, resolve_sampling
 
@@ -72,7 +72,7 @@ class Serving:
     async def generate(self, request: public_pb.GenerateRequest, deadline_s: float | None) -> AsyncGenerator[bytes]:
         """Serialised GenerateResponses: one unbroken stream over however many attempts. Raises ServiceError."""
         ticket = await self._check(request, deadline_s)
-        emitted = Emitted()
+        emitted = Emitted(ticket.sampling.n)
         attempt = 1
         while True:
             placed, decision, placed_at = await self._place(ticket, emitted)
@@ -120,8 +120,9 @@ class Serving:
         """Wait for a pair. What can never start is refused at once; with nobody there it waits a little."""
         await self._await_decode_workers(ticket)
         hello = self._some_decode_worker().hello
-        tokens = [*ticket.prompt, *emitted.token_ids()]
-        demand = self._demand(ticket, len(tokens), hello.block_tokens, hello.block_bytes)
+        chains = _chains(ticket, emitted)
+        tokens = chains[0]
+        demand = self._demand(ticket, chains, emitted, hello.block_tokens, hello.block_bytes)
         root = root_key(hello.model_fingerprint, ticket.request.cache_salt)
         usable = tokens[: demand.num_usable_blocks * demand.block_tokens]
         keys = block_keys(root, usable, demand.block_tokens)
@@ -145,16 +146,25 @@ class Serving:
             self._fleet.ended(placing.result()[0])
             self._dispatcher.kick()
 
-    def _demand(self, ticket: Ticket, num_tokens: int, block_tokens: int, block_bytes: int) -> Demand:
-        total = -(-(len(ticket.prompt) + ticket.sampling.max_tokens) // block_tokens)
+    def _demand(
+        self, ticket: Ticket, chains: list[list[int]], emitted: Emitted, block_tokens: int, block_bytes: int
+    ) -> Demand:
+        num_prompt, sampling = len(ticket.prompt), ticket.sampling
+        end = num_prompt + sampling.max_tokens
+        shared = num_prompt - 1 if len(chains) > 1 else 0
+        total = num_blocks_of([end] * len(chains), shared, block_tokens)
         largest = max(worker.hello.num_blocks for worker in self._decode_workers())
         if total > largest:
+            times = f" {len(chains)} times" if len(chains) > 1 else ""
             raise InvalidRequest(
                 "sampling.max_tokens",
-                f"prompt of {len(ticket.prompt)} tokens + max_tokens of {ticket.sampling.max_tokens} need {total} KV "
-                f"blocks; the largest pool has {largest}",
+                f"prompt of {num_prompt} tokens + max_tokens of {sampling.max_tokens}{times} need {total} KV blocks; "
+                f"the largest pool has {largest}",
             )
-        return Demand(num_tokens, (num_tokens - 1) // block_tokens, total, block_tokens, block_bytes)
+        to_score = sampling.HasField("prompt_logprobs") and emitted.num_prompt_logprobs < num_prompt - 1
+        num_usable = 0 if to_score else (len(chains[0]) - 1) // block_tokens
+        lengths = tuple(map(len, chains))
+        return Demand(len(chains[0]), num_usable, total, block_tokens, block_bytes, lengths, end, shared)
 
     async def _await_decode_workers(self, ticket: Ticket) -> None:
         give_up_at = time.monotonic() + min(self._config.no_worker_grace_s, ticket.remaining_s())
@@ -191,8 +201,15 @@ class Serving:
             request_id=ticket.request_id,
             worker_incarnation=placed.decode.hello.incarnation,
             prompt_token_ids=ticket.prompt,
-            emitted_token_ids=emitted.token_ids(),
-            emitted_chars=emitted.num_chars(),
+            emitted_token_ids=emitted.choices[0].token_ids,
+            emitted_chars=emitted.choices[0].num_chars,
+            emitted_choices=[
+                pb.EmittedChoice(index=index, token_ids=choice.token_ids, chars=choice.num_chars)
+                for index, choice in enumerate(emitted.choices)
+                if index and choice.token_ids
+            ],
+            finished_choices=[index for index, choice in enumerate(emitted.choices) if choice.finished],
+            emitted_prompt_logprobs=emitted.num_prompt_logprobs,
             sampling=ticket.sampling,
             cache_salt=ticket.request.cache_salt,
             priority=ticket.request.priority,
@@ -232,3 +249,10 @@ class Serving:
         if (link := self._channels.get(address)) is None:
             link = self._channels[address] = channel(address)
         return link
+
+
+def _chains(ticket: Ticket, emitted: Emitted) -> list[list[int]]:
+    """The tokens of each choice that is not finished; of beam search, which begins anew, those of each beam."""
+    if ticket.sampling.HasField("beam_width"):
+        return [ticket.prompt] * ticket.sampling.beam_width
+    return [[*ticket.prompt, *choice.token_ids] for choice in emitted.choices if not choice.finished]

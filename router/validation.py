@@ -8,7 +8,9 @@ from cluster.errors import InvalidRequest
 from engine.model_dir import ModelDir
 from engine.structured import FIELD, read_structured
 from engine.text import check_token_ids
+from engine.vocabulary import MAX_CHAINS
 from protos import inference_pb2 as pb
+from router.beam_validation import check_beam_search
 
 DEFAULT_MAX_TOKENS = 256
 MAX_STOP_STRINGS = 16
@@ -28,8 +30,10 @@ def resolve_sampling(sampling: pb.Sampling, num_prompt: int, model_dir: ModelDir
     context = model_dir.max_context_tokens
     if not sampling.HasField("max_tokens"):
         resolved.max_tokens = max(1, min(DEFAULT_MAX_TOKENS, context - num_prompt))
+    if not sampling.HasField("n"):
+        resolved.n = 1
     if not sampling.HasField("temperature"):
-        resolved.temperature = 1.0
+        resolved.temperature = 0.0 if sampling.HasField("beam_width") else 1.0
     if not sampling.HasField("top_p"):
         resolved.top_p = 1.0
     if not sampling.HasField("repetition_penalty"):
@@ -37,6 +41,11 @@ def resolve_sampling(sampling: pb.Sampling, num_prompt: int, model_dir: ModelDir
     if not sampling.HasField("seed"):
         resolved.seed = secrets.randbits(63)
     _check_numbers(resolved)
+    if sampling.HasField("beam_width"):
+        check_beam_search(sampling, resolved.n, model_dir.vocab_size)
+    elif sampling.HasField("length_penalty") or sampling.early_stopping:
+        field = "length_penalty" if sampling.HasField("length_penalty") else "early_stopping"
+        raise InvalidRequest(f"sampling.{field}", "means nothing without beam_width")
     _check_stops(resolved, model_dir.vocab_size)
     _check_bias(resolved, model_dir.vocab_size)
     _check_structured(resolved, model_dir)
@@ -92,6 +101,9 @@ def _check_numbers(sampling: pb.Sampling) -> None:
         raise InvalidRequest("sampling.min_tokens", f"must be {limits}, not {sampling.min_tokens}")
     if sampling.HasField("logprobs") and not 0 <= sampling.logprobs <= MAX_LOGPROBS:
         raise InvalidRequest("sampling.logprobs", f"must be 0 to {MAX_LOGPROBS}, not {sampling.logprobs}")
+    if sampling.HasField("prompt_logprobs"):
+        _check_range(sampling.prompt_logprobs, "prompt_logprobs", 0, MAX_LOGPROBS)
+    _check_range(sampling.n, "n", 1, MAX_CHAINS)
 
 
 def _check_stops(sampling: pb.Sampling, vocab_size: int) -> None:

@@ -40,6 +40,12 @@ MinTokens = Annotated[int | None, typer.Option(help="fewest tokens to generate")
 StopTokenId = Annotated[list[int] | None, typer.Option(help="end after this token; repeatable")]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="go on after the model's end token")]
 Logprobs = Annotated[int | None, typer.Option(help="show log probabilities, and those of so many likeliest tokens")]
+PromptLogprobs = Annotated[
+    int | None, typer.Option(help="show those of the prompt's tokens too, and of so many likeliest ones")
+]
+Choices = Annotated[int | None, typer.Option("--n", help="so many completions")]
+BeamWidth = Annotated[int | None, typer.Option(help="beam search of so many beams")]
+LengthPenalty = Annotated[float | None, typer.Option(help="of beam search; above 0 favours longer text")]
 STRUCTURED = "Structured output (one of)"
 JsonSchema = Annotated[
     str | None, typer.Option(metavar="SCHEMA|@FILE", help="JSON of this schema", rich_help_panel=STRUCTURED)
@@ -109,6 +115,10 @@ def generate(
     min_tokens: MinTokens = None,
     ignore_eos: IgnoreEos = False,
     logprobs: Logprobs = None,
+    prompt_logprobs: PromptLogprobs = None,
+    n: Choices = None,
+    beam_width: BeamWidth = None,
+    length_penalty: LengthPenalty = None,
     json_schema: JsonSchema = None,
     json_object: JsonObject = False,
     regex: Regex = None,
@@ -117,7 +127,8 @@ def generate(
     receipt: ShowReceipt = False,
 ) -> None:
     """Continue a text; tokens appear as they are sampled."""
-    from tandem.talk import make_sampling, make_structured, parse_logit_bias, stream_text
+    from tandem.generated import stream_text
+    from tandem.talk import make_sampling, make_structured, parse_logit_bias
 
     structured = make_structured(
         json_schema=json_schema, json_object=json_object or None, regex=regex, grammar=grammar, choice=choice or None
@@ -138,6 +149,10 @@ def generate(
         min_tokens=min_tokens,
         ignore_eos=ignore_eos,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        n=n,
+        beam_width=beam_width,
+        length_penalty=length_penalty,
         structured=structured,
     )
     _run(stream_text(console, address, prompt, sampling, receipt))

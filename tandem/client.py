@@ -55,6 +55,8 @@ class Client:
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Stream one completion; the last message has `finish`. Leaving the loop early cancels the request.
 
+        With `sampling.n` above 1 each message is of the choice `index`, and each choice ends with a `finish`.
+
         Raises ServiceError: InvalidRequest names the field at fault; Unavailable may be retried.
         """
         try:

@@ -1,9 +1,17 @@
 """Receipts in words, for people."""
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from protos import inference_pb2 as pb
+
+
+def show_receipt(console: Console, finish: pb.Finish | None, wanted: bool) -> None:
+    """If it was asked for and there is one."""
+    if wanted and finish is not None:
+        console.print(describe(finish.receipt))
+        console.print(stage_table(finish.receipt))
 
 
 def describe(receipt: pb.Receipt, ttft_ms: float | None = None, itl_ms: float | None = None) -> Text:
@@ -21,6 +29,8 @@ def describe(receipt: pb.Receipt, ttft_ms: float | None = None, itl_ms: float | 
     if kv.moved_blocks:
         over = " ".join([kv.transport, *kv.ucx_transports])
         text.append(f"; {format_bytes(kv.moved_bytes)} over {over}, {kv.verified_blocks}/{kv.moved_blocks} verified")
+    if kv.preemptions:
+        text.append(f"; preempted {kv.preemptions} times, {kv.recomputed_tokens} tokens computed again", style="yellow")
     if kv.mismatched_blocks:
         text.append(f"; {kv.mismatched_blocks} ARRIVED CORRUPTED and were not used", style="bold red")
     if kv.loan_failure:

@@ -1,4 +1,4 @@
-"""`tandem generate` and `tandem chat`."""
+"""`tandem chat`, and what it and `tandem generate` make of their options."""
 
 import asyncio
 from collections.abc import Sequence
@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from cluster.errors import InvalidRequest
 from engine.structured import FIELD
 from protos import inference_pb2 as pb
 from tandem.client import Client, Message
-from tandem.receipts import describe, stage_table
+from tandem.receipts import show_receipt
 
 
 def make_sampling(**options: Any) -> pb.Sampling:
@@ -56,20 +55,6 @@ def _text_of(name: str, value: Any) -> Any:
         raise InvalidRequest(f"{FIELD}.{name}", f"cannot be read: {error}") from None
 
 
-async def stream_text(console: Console, address: str, prompt: str, sampling: pb.Sampling, receipt: bool) -> None:
-    async with Client(address) as client:
-        finish: pb.Finish | None = None
-        logprobs: list[tuple[int, pb.TokenLogprobs]] = []
-        async for piece in client.generate(prompt, sampling=sampling):
-            console.print(piece.text, end="", markup=False, soft_wrap=True)
-            logprobs += zip(piece.token_ids, piece.logprobs, strict=False)  # of no token when none were asked for
-            finish = piece.finish if piece.HasField("finish") else finish
-        console.print()
-        if logprobs:
-            console.print(_logprob_table(logprobs))
-        _show(console, finish, receipt)
-
-
 async def chat_loop(console: Console, address: str, system: str, sampling: pb.Sampling, receipt: bool) -> None:
     messages: list[Message] = [("system", system)] if system else []
     async with Client(address) as client:
@@ -83,7 +68,7 @@ async def chat_loop(console: Console, address: str, system: str, sampling: pb.Sa
                 finish = piece.finish if piece.HasField("finish") else finish
             console.print()
             messages.append(("assistant", answer))
-            _show(console, finish, receipt)
+            show_receipt(console, finish, receipt)
 
 
 async def _ask(console: Console) -> str:
@@ -91,19 +76,3 @@ async def _ask(console: Console) -> str:
         return await asyncio.to_thread(console.input, "[bold]you>[/bold] ")
     except EOFError:
         return ""
-
-
-def _show(console: Console, finish: pb.Finish | None, receipt: bool) -> None:
-    if receipt and finish is not None:
-        console.print(describe(finish.receipt))
-        console.print(stage_table(finish.receipt))
-
-
-def _logprob_table(logprobs: Sequence[tuple[int, pb.TokenLogprobs]]) -> Table:
-    table = Table("token", "logprob", "likeliest", box=None)
-    for token_id, of in logprobs:
-        likeliest = zip(of.top_token_ids, of.top_logprobs, strict=True)
-        table.add_row(
-            str(token_id), f"{of.logprob:.3f}", "  ".join(f"{other} {value:.3f}" for other, value in likeliest)
-        )
-    return table

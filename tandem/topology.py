@@ -8,6 +8,8 @@ from cluster.errors import StartError
 from engine.worker.config import WorkerConfig
 from router.config import RouterConfig
 
+DECODE_NICENESS = 4
+"""Of two engines on one core, the one that decodes gets 30 %. Measured: docs/benchmarks.md."""
 MODULES = {"prefill": "prefill_worker", "decode": "decode_worker"}
 
 
@@ -46,6 +48,20 @@ def share_cores(cores: Sequence[int], num_engines: int) -> list[tuple[int, ...]]
     return shares
 
 
+def _lend_cores(prefill: Sequence[tuple[int, ...]], decode: Sequence[tuple[int, ...]]) -> list[dict[str, Any]]:
+    """Settings by which prefill engines compute on decode engines' cores too, each core lent to one of them.
+
+    A decode step mostly waits for weights to come from memory, and a prompt is soon over: it gets more of a core that
+    both want, or prompts would queue behind streams that are faster than anybody reads.
+    """
+    own = {core for share in prefill for core in share}
+    lent = [core for share in decode for core in share if core not in own]
+    if not prefill:
+        return [{} for _ in decode]
+    shares = [tuple(lent[number :: len(prefill)]) for number in range(len(prefill))]
+    return [{"shared_cores": share} for share in shares] + [{"niceness": DECODE_NICENESS} for _ in decode]
+
+
 def plan_topology(
     num_prefill: int, num_decode: int, router: dict[str, Any], worker: dict[str, Any], cores: Sequence[int]
 ) -> Topology:
@@ -59,8 +75,9 @@ def plan_topology(
         raise StartError("prefill", f"must not be negative: {num_prefill}")
     names = [f"prefill-{i}" for i in range(num_prefill)] + [f"decode-{i}" for i in range(num_decode)]
     shares = share_cores(cores, len(names))
+    lent = _lend_cores(shares[:num_prefill], shares[num_prefill:])
     workers = [
-        WorkerConfig.parse({"worker_id": name, "cores": share} | worker)
-        for name, share in zip(names, shares, strict=True)
+        WorkerConfig.parse({"worker_id": name, "cores": share} | extra | worker)
+        for name, share, extra in zip(names, shares, lent, strict=True)
     ]
     return Topology(RouterConfig.parse(router), tuple(workers[:num_prefill]), tuple(workers[num_prefill:]))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from engine.layout import KvLayout
 from engine.model_dir import ModelDir
 from engine.runner import ModelInfo, Runner
-from engine.vocabulary import Chunk, Sampled
+from engine.vocabulary import Chunk, Sampled, TokenLogprobs
 from kvtransfer.transport import Pool
 
 _MULTIPLIER = 0x9E3779B97F4A7C15
@@ -35,8 +35,29 @@ def token_of(states: NDArray[np.uint64], vocab_size: int) -> int:
     return chain(0, folded) % vocab_size
 
 
+def choice_token(token: int, choice: int, vocab_size: int) -> int:
+    """What a choice samples where the first of its request would sample `token`."""
+    return (token + choice * (1 + token % 7)) % vocab_size
+
+
+def likeliest(token: int, count: int, vocab_size: int) -> TokenLogprobs:
+    """The `count` likeliest tokens of beam search, where `token` would be sampled: never two the same."""
+    count = min(count, vocab_size)
+    token_ids = tuple((token + rank) % vocab_size for rank in range(count))
+    first, step = token * 0.618034 % 1, 0.05 + token * 0.754878 % 0.3  # no two tokens have the same
+    logprobs = tuple(-first - rank * step for rank in range(count))
+    return TokenLogprobs(logprobs[0], token_ids, logprobs)
+
+
+def prompt_logprob(token: int) -> float:
+    """Of a prompt token that follows those from which `token` would be sampled."""
+    return -token / 64
+
+
 class SimRunner(Runner):
     """Deterministic by its inputs. `weights_fingerprint` stands for the weights: other ones, other KV."""
+
+    pool: Pool
 
     def __init__(
         self,
@@ -59,7 +80,7 @@ class SimRunner(Runner):
             time.sleep(self._step_s)
         for chunk in batch:
             self._write(chunk)
-        return [Sampled(self._sample(chunk)) for chunk in batch if chunk.samples]
+        return [self._answer(chunk) for chunk in batch if chunk.answers]
 
     def _words(self) -> NDArray[np.uint64]:
         """The pool as [num_blocks, kv_heads, block_tokens, words of a slot]."""
@@ -81,8 +102,18 @@ class SimRunner(Runner):
             state = chain(state, sequence.token_ids[position])
             words[sequence.blocks[position // width], :, position % width] = state
 
-    def _sample(self, chunk: Chunk) -> int:
-        end = chunk.start + chunk.count
+    def _answer(self, chunk: Chunk) -> Sampled:
+        prompt = tuple(TokenLogprobs(prompt_logprob(self._sample(chunk, p + 1)), (), ()) for p in chunk.scored)
+        if not chunk.samples:
+            return Sampled(-1, prompt=prompt)
+        token, sampling = self._sample(chunk, chunk.start + chunk.count), chunk.sequence.sampling
+        assert sampling is not None
+        if sampling.beam is not None:
+            return Sampled(token, likeliest(token, sampling.logprobs or 1, self.info.vocab_size), prompt=prompt)
+        return Sampled(choice_token(token, chunk.sequence.choice, self.info.vocab_size), prompt=prompt)
+
+    def _sample(self, chunk: Chunk, end: int) -> int:
+        """From the sequence's first `end` tokens."""
         blocks = chunk.sequence.blocks[: self.layout.blocks_for(end)]
         slots = self._words()[blocks].swapaxes(0, 1)  # [kv_heads, blocks, block_tokens, words]
         flat = slots.reshape(self.layout.kv_heads, -1, slots.shape[-1])

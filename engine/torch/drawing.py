@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from engine.torch.device import staged
 from engine.vocabulary import SamplingParams
 
 CANDIDATES = 1024
@@ -21,16 +22,18 @@ BLOCK = 512
 def draw(logits: Tensor, params: Seq[SamplingParams], targets: Seq[float]) -> Tensor:
     """One token a row, int64 [rows]. `logits` is float32 [rows, vocab]; `targets` are numbers in [0, 1)."""
     device = logits.device
-    temperatures = torch.tensor([sampling.temperature for sampling in params], device=device)
+    temperatures = staged([sampling.temperature for sampling in params], torch.float32, device)
     scaled = logits / temperatures[:, None]
-    target = torch.tensor(targets, dtype=torch.float64, device=device)
+    target = staged(targets, torch.float64, device)
     tokens = torch.empty(len(params), dtype=torch.long, device=device)
     filtered = [row for row, sampling in enumerate(params) if _filters(sampling)]
     plain = [row for row, sampling in enumerate(params) if not _filters(sampling)]
     if plain:
-        tokens[plain] = _invert(_weights(_rows(scaled, plain)), target[plain])
+        at = staged(plain, torch.long, device)
+        tokens[at] = _invert(_weights(_rows(scaled, at)), target[at])
     if filtered:
-        tokens[filtered] = _draw_filtered(_rows(scaled, filtered), [params[row] for row in filtered], target[filtered])
+        at = staged(filtered, torch.long, device)
+        tokens[at] = _draw_filtered(_rows(scaled, at), [params[row] for row in filtered], target[at])
     return tokens
 
 
@@ -38,7 +41,7 @@ def _filters(sampling: SamplingParams) -> bool:
     return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
 
 
-def _rows(scaled: Tensor, rows: list[int]) -> Tensor:
+def _rows(scaled: Tensor, rows: Tensor) -> Tensor:
     return scaled if len(rows) == len(scaled) else scaled[rows]
 
 
@@ -83,9 +86,9 @@ def _filter(weights: Tensor, total: Tensor, params: Seq[SamplingParams]) -> tupl
     returns which rows need no weight beyond those, [rows].
     """
     count, device = weights.shape[-1], weights.device
-    min_p = torch.tensor([[sampling.min_p] for sampling in params], dtype=weights.dtype, device=device)
-    top_k = torch.tensor([[sampling.top_k or 2**62] for sampling in params], device=device)
-    top_p = torch.tensor([[sampling.top_p] for sampling in params], dtype=weights.dtype, device=device)
+    min_p = staged([sampling.min_p for sampling in params], weights.dtype, device)[:, None]
+    top_k = staged([sampling.top_k or 2**62 for sampling in params], torch.long, device)[:, None]
+    top_p = staged([sampling.top_p for sampling in params], weights.dtype, device)[:, None]
     kept = (weights >= min_p * weights[:, :1]) & (torch.arange(count, device=device) < top_k)
     whole = ~kept[:, -1:]  # what min-p and top-k keep ends before the last one
     weights = weights.masked_fill(~kept, 0.0)

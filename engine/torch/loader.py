@@ -22,8 +22,8 @@ _names = (f"tandem_paged_{number}" for number in itertools.count())
 transformers_logging.disable_progress_bar()
 
 
-def load_model(model_dir: ModelDir, dtype: str) -> torch.nn.Module:
-    """The model in evaluation mode, in `dtype` ("auto": as saved). Raises ModelRefused."""
+def load_model(model_dir: ModelDir, dtype: str, device: torch.device) -> torch.nn.Module:
+    """The model in evaluation mode, in `dtype` ("auto": as saved), on a device. Raises ModelRefused."""
     config = _read_config(model_dir)
     _refuse_by_config(config)
     wanted = "auto" if dtype == "auto" else getattr(torch, dtype)
@@ -33,7 +33,10 @@ def load_model(model_dir: ModelDir, dtype: str) -> torch.nn.Module:
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelRefused(f"transformers cannot load it: {error}") from error
-    return model.eval()
+    try:
+        return model.eval().to(device)
+    except torch.cuda.OutOfMemoryError as error:
+        raise EngineStartError("model", f"the GPU has no room for its weights: {error}") from error
 
 
 def kv_layout(model: torch.nn.Module, block_tokens: int) -> KvLayout:
@@ -58,10 +61,11 @@ def kv_layout(model: torch.nn.Module, block_tokens: int) -> KvLayout:
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     use_attention(model, spy)
+    device = next(model.parameters()).device
     with torch.inference_mode():
         model(
-            input_ids=torch.zeros(1, 2, dtype=torch.long),
-            position_ids=torch.tensor([[0, 1]]),
+            input_ids=torch.zeros(1, 2, dtype=torch.long, device=device),
+            position_ids=torch.tensor([[0, 1]], device=device),
             use_cache=False,
         )
     return _layout_of(model, shapes, block_tokens)

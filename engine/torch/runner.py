@@ -1,68 +1,96 @@
 """The torch engine: a transformers model over a paged KV pool."""
 
-import logging
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from functools import partial
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from engine.errors import EngineStartError, KernelsUnavailable
+from engine.errors import EngineStartError
 from engine.grammar import Grammars
 from engine.model_dir import ModelDir
 from engine.runner import ModelInfo, Runner
-from engine.torch.attention import PagedAttention
+from engine.torch.backends import Backend, join
+from engine.torch.cuda.graphs import decode_graphs
+from engine.torch.device import Device, allocate, choose_device, staged
+from engine.torch.fingerprint import TensorFingerprints
 from engine.torch.loader import kv_layout, load_model, use_attention
-from engine.torch.memory import huge_tensor
-from engine.torch.native.attention import NativePagedAttention
-from engine.torch.native.kernels import TYPES, Kernels
-from engine.torch.native.modules import LastRows, use_kernels
 from engine.torch.sampler import sample
-from engine.torch.sdpa import SdpaPagedAttention
+from engine.torch.scoring import PromptScorer, scored_rows, wants_scores
 from engine.vocabulary import Chunk, Sampled
-from kvtransfer.transport import Pool
 
-log = logging.getLogger(__name__)
 
-Backend = Literal["auto", "native", "sdpa"]
+@dataclass(frozen=True, slots=True)
+class BuiltModel:
+    """A model that was made rather than loaded, where it shall compute. It serves no structured output."""
+
+    model: torch.nn.Module
+    info: ModelInfo
 
 
 class TorchRunner(Runner):
-    """One model on the CPU. Raises EngineStartError (or ModelRefused) when it cannot serve."""
+    """One model on one device. Raises EngineStartError (or ModelRefused) when it cannot serve."""
 
     def __init__(
-        self, model_path: Path, dtype: str, block_tokens: int, kv_bytes: int, backend: Backend = "auto"
+        self,
+        source: Path | BuiltModel,
+        dtype: str,
+        block_tokens: int,
+        kv_bytes: int,
+        backend: Backend = "auto",
+        device: Device = "auto",
     ) -> None:
-        model_dir = ModelDir.open(model_path)
-        self._model = load_model(model_dir, dtype)
-        self.layout = kv_layout(self._model, block_tokens)
-        self.info = ModelInfo(
-            weights_fingerprint=model_dir.weights_fingerprint(),
-            vocab_size=model_dir.vocab_size,
-            max_context_tokens=model_dir.max_context_tokens,
-            eos_token_ids=model_dir.eos_token_ids,
-        )
+        """`source` is a model directory; of a built model `dtype` is what it has."""
+        self.device = choose_device(device)
+        self._grammars: Grammars | None = None
+        if isinstance(source, BuiltModel):
+            self._model = source.model
+            self.layout = kv_layout(self._model, block_tokens)
+            self.info = source.info
+        else:
+            model_dir = ModelDir.open(source)
+            self._model = load_model(model_dir, dtype, self.device)
+            self.layout = kv_layout(self._model, block_tokens)
+            self.info = _info_of(model_dir)
+            self._grammars = Grammars(model_dir)
         num_blocks = kv_bytes // self.layout.block_bytes
         if num_blocks < 1:
             raise EngineStartError("kv_memory_mib", f"less than one KV block of {self.layout.block_bytes} bytes")
-        layout = self.layout
-        shape = (num_blocks, layout.kv_heads, layout.layers, 2, layout.block_tokens, layout.head_dim)
-        memory = huge_tensor(num_blocks * layout.block_bytes)
-        bytes_view: np.ndarray[tuple[int, ...], np.dtype[np.uint8]] = memory.view(num_blocks, -1).numpy()
-        self.pool = Pool(bytes_view, owner=memory)
-        self._last_rows: LastRows | None = None
-        self._attention = self._join(memory.view(getattr(torch, layout.dtype)).view(shape), backend)
+        memory = allocate(self.layout, num_blocks, self.device)
+        self.pool = memory.pool
+        self._blocks = memory.byte_blocks
+        self._device_fingerprints = TensorFingerprints(self._blocks, self.layout.kv_heads) if self._on_gpu else None
+        joined = join(self._model, memory.tensor, self.layout, backend)
+        self.backend, self._attention = joined.backend, joined.attention
+        self._argmax, self._last_rows, self._bind_threads = joined.argmax, joined.last_rows, joined.bind_threads
         use_attention(self._model, self._attention)
-        self._grammars = Grammars(model_dir)
+        self._scorer = PromptScorer(self._model, self.info.vocab_size)
+        self._graphs = decode_graphs(self._attention, self.layout, self._forward_all, memory, self.info)
+
+    def bind(self, own_cores: Seq[int], shared_cores: Seq[int]) -> None:
+        """Cores of others only for the kernels, which give work to threads as they become free: torch's operators
+        deal it out in equal parts, and would wait for the thread that gets the least of its core."""
+        if self._bind_threads is None or not own_cores:
+            return
+        cores = [*own_cores, *shared_cores]
+        torch.set_num_threads(len(cores))  # of teams that this thread begins
+        self._bind_threads(cores)
 
     @torch.inference_mode()
     def execute(self, batch: Seq[Chunk]) -> list[Sampled]:
-        logits = self.logits(batch)
+        scores = wants_scores(batch)
+        with self._scorer.keeping() if scores else nullcontext():
+            logits = self.logits(batch)
         sampling = [chunk.sequence for chunk in batch if chunk.samples]
-        return sample(logits, sampling, self.info.eos_token_ids, self._grammars, self._argmax) if sampling else []
+        sampled = sample(logits, sampling, self.info.eos_token_ids, self._grammars, self._argmax) if sampling else []
+        if scores:
+            sampled = self._scorer.score(batch, sampled)
+        if self._on_gpu:  # a step that samples nothing is still computing
+            torch.cuda.current_stream(self.device).synchronize()
+        return sampled
 
     @torch.inference_mode()
     def logits(self, batch: Seq[Chunk]) -> torch.Tensor:
@@ -70,48 +98,56 @@ class TorchRunner(Runner):
         tokens: list[int] = []
         positions: list[int] = []
         last_rows: list[int] = []
+        wanted: list[int] = []
         for chunk in batch:
+            wanted += scored_rows(chunk, len(tokens))
             end = chunk.start + chunk.count
             tokens += chunk.sequence.token_ids[chunk.start : end]
             positions += range(chunk.start, end)
             if chunk.samples:
                 last_rows.append(len(tokens) - 1)
-        rows = torch.tensor(last_rows, dtype=torch.long)
+                wanted.append(len(tokens) - 1)
+        scores = len(wanted) > len(last_rows)
+        if self._graphs is not None and self._graphs.takes(batch) and not scores:
+            every = self._graphs.logits(batch)
+            return every if len(last_rows) == len(tokens) else every[staged(last_rows, torch.long, self.device)]
+        rows = staged(last_rows, torch.long, self.device)
         self._attention.prepare(batch)
         if self._last_rows is not None:
-            self._last_rows.rows = rows
+            self._last_rows.rows = staged(wanted, torch.long, self.device) if scores else rows
         logits: torch.Tensor = self._model(
-            input_ids=torch.tensor([tokens]),
-            position_ids=torch.tensor([positions]),
+            input_ids=staged(tokens, torch.long, self.device)[None],
+            position_ids=staged(positions, torch.long, self.device)[None],
             use_cache=False,
             logits_to_keep=rows,
         ).logits[0]
         return logits
 
-    def _join(self, pool: torch.Tensor, backend: Backend) -> PagedAttention:
-        """Join the model to its pool, by the CPU kernels unless they cannot be had. Raises KernelsUnavailable when
-        they were asked for by name."""
-        self.backend: Backend = "sdpa"
-        self._argmax: Callable[[torch.Tensor], torch.Tensor] = partial(torch.argmax, dim=-1)
-        if backend == "sdpa":
-            return SdpaPagedAttention(pool, self.layout)
-        try:
-            if pool.dtype not in TYPES:
-                raise KernelsUnavailable(f"there are no CPU kernels for {self.layout.dtype}")
-            kernels = Kernels()
-        except KernelsUnavailable as error:
-            if backend == "native":
-                raise
-            log.warning("the CPU kernels are not used, expect several times slower steps: %s", error)
-            return SdpaPagedAttention(pool, self.layout)
-        heads = self._model.config.get_text_config().num_attention_heads  # type: ignore[union-attr,operator]
-        self.backend = "native"
-        self._argmax = kernels.argmax
-        attention = NativePagedAttention(kernels, pool, self.layout, heads)
-        self._last_rows = use_kernels(self._model, kernels).last_rows
-        if self._last_rows is not None:
-            attention.trim_last_layer()
-        return attention
+    def fingerprints(self, blocks: Seq[int]) -> NDArray[np.uint64]:
+        if self._device_fingerprints is None:
+            return super().fingerprints(blocks)
+        return self._device_fingerprints.of(blocks)
+
+    def copy_block(self, source: int, target: int) -> None:
+        self._blocks[target] = self._blocks[source]
+
+    def _forward_all(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Logits of every token: [tokens, vocab]. The attention is prepared for them."""
+        logits: torch.Tensor = self._model(input_ids=token_ids, position_ids=positions, use_cache=False).logits[0]
+        return logits
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+
+def _info_of(model_dir: ModelDir) -> ModelInfo:
+    return ModelInfo(
+        weights_fingerprint=model_dir.weights_fingerprint(),
+        vocab_size=model_dir.vocab_size,
+        max_context_tokens=model_dir.max_context_tokens,
+        eos_token_ids=model_dir.eos_token_ids,
+    )
 
 
 def set_threads(threads: int) -> None:

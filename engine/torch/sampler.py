@@ -1,8 +1,8 @@
-"""Sampling: one uniform number per token, keyed by (seed, position), and the inverse of the distribution.
+"""Sampling: one uniform number per token, keyed by (seed, choice, position), and the inverse of the distribution.
 
-The same seed, tokens and options give the same next token on any worker, whoever else is in the batch. Everything
-that depends on what came before (penalties, min_tokens) is derived from the tokens themselves, so a request that
-moves to another worker goes on as if nothing had happened.
+The same seed, choice, tokens and options give the same next token on any worker, whoever else is in the batch.
+Everything that depends on what came before (penalties, min_tokens) is derived from the tokens themselves, so a request
+that moves to another worker goes on as if nothing had happened.
 
 In order: the grammar of a structured output; logit bias, penalties, min_tokens; then temperature, min-p, top-k, top-p.
 Log probabilities are of the model itself, before all of them.
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from engine.grammar import Grammars, TokenMasks
+from engine.torch.device import read_back, staged
 from engine.torch.drawing import draw
 from engine.vocabulary import Sampled, SamplingParams, Sequence, TokenLogprobs
 
@@ -30,9 +31,10 @@ _WORD = 32
 LIKELIEST: Callable[[Tensor], Tensor] = partial(torch.argmax, dim=-1)
 
 
-def uniform(seed: int, position: int, purpose: bytes = b"token") -> float:
+def uniform(seed: int, position: int, choice: int = 0, purpose: bytes = b"token") -> float:
     """A number in [0, 1) that depends on nothing else."""
-    digest = blake2b(struct.pack("<QQ", seed, position), key=purpose, digest_size=8).digest()
+    keyed = struct.pack("<QQ", seed, position) if choice == 0 else struct.pack("<QQQ", seed, position, choice)
+    digest = blake2b(keyed, key=purpose, digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
@@ -50,7 +52,7 @@ def sample(
     """
     params = [_params(sequence) for sequence in sequences]
     if all(_plain(sequence, sampling) for sequence, sampling in zip(sequences, params, strict=True)):
-        return [Sampled(token) for token in argmax(logits).tolist()]
+        return [Sampled(token) for token in read_back(argmax(logits))]
     masks = _masks(sequences, params, grammars)  # first: a GPU is still busy with the logits meanwhile
     logits = logits.float()
     allowed = logits if masks is None else _mask(logits, masks)
@@ -58,12 +60,13 @@ def sample(
     tokens = argmax(adjusted)
     drawing = [row for row, sampling in enumerate(params) if sampling.temperature > 0]
     if drawing:
-        targets = [uniform(params[row].seed, sequences[row].num_tokens) for row in drawing]
-        rows = adjusted if len(drawing) == len(params) else adjusted[drawing]
-        tokens[drawing] = draw(rows, [params[row] for row in drawing], targets)
+        targets = [uniform(params[row].seed, sequences[row].num_tokens, sequences[row].choice) for row in drawing]
+        at = staged(drawing, torch.long, logits.device)
+        rows = adjusted if len(drawing) == len(params) else adjusted[at]
+        tokens[at] = draw(rows, [params[row] for row in drawing], targets)
     sampled = [
         Sampled(token, _logprobs(logits[row], token, sampling.logprobs))
-        for row, (token, sampling) in enumerate(zip(tokens.tolist(), params, strict=True))
+        for row, (token, sampling) in enumerate(zip(read_back(tokens), params, strict=True))
     ]
     for row, failure in masks.failures.items() if masks is not None else ():
         sampled[row] = Sampled(-1, failure=failure)

@@ -39,32 +39,33 @@ class PagedBatch:
     """Where each token of a flattened batch goes and what it may see. Made once per step, used by every layer."""
 
     layout: KvLayout
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     prefills: list[_Span] = field(default_factory=list)
     decodes: list[_Span] = field(default_factory=list)
     slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
     """[tokens * kv_heads]: where each token's key goes in layer 0, in units of head_dim."""
 
     @classmethod
-    def of(cls, layout: KvLayout, chunks: Sequence[Chunk]) -> "PagedBatch":
-        batch, offset, width = cls(layout), 0, layout.block_tokens
+    def of(cls, layout: KvLayout, chunks: Sequence[Chunk], device: torch.device) -> "PagedBatch":
+        batch, offset, width = cls(layout, device), 0, layout.block_tokens
         blocks: list[int] = []
         offsets: list[int] = []
         for chunk in chunks:
             end = chunk.start + chunk.count
-            table = torch.tensor(chunk.sequence.blocks[: layout.blocks_for(end)])
+            table = torch.tensor(chunk.sequence.blocks[: layout.blocks_for(end)], device=device)
             span = _Span(offset, chunk.start, chunk.count, table, _rows(layout, table[None]))
             (batch.decodes if chunk.count == 1 else batch.prefills).append(span)
             blocks += (chunk.sequence.blocks[position // width] for position in range(chunk.start, end))
             offsets += (position % width for position in range(chunk.start, end))
             offset += chunk.count
-        rows = _rows(layout, torch.tensor(blocks)[:, None])[:, :, 0]  # [tokens, kv_heads]
-        batch.slots = (rows * width + torch.tensor(offsets)[:, None]).reshape(-1)
+        rows = _rows(layout, torch.tensor(blocks, device=device)[:, None])[:, :, 0]  # [tokens, kv_heads]
+        batch.slots = (rows * width + torch.tensor(offsets, device=device)[:, None]).reshape(-1)
         return batch
 
     @cached_property
     def decode_places(self) -> Tensor:
         """Places of the single-token chunks in the flattened batch, [decodes]."""
-        return torch.tensor([span.offset for span in self.decodes])
+        return torch.tensor([span.offset for span in self.decodes], device=self.device)
 
     @cached_property
     def decode_tables(self) -> Tensor:
@@ -83,16 +84,16 @@ class PagedBatch:
     def decode_mask(self, window: int | None) -> Tensor:
         """Which positions each single token sees, [decodes, 1, 1, positions]."""
         if (mask := self._masks.get(("decode", window))) is None:
-            positions = torch.arange(self.decode_tables.shape[1] * self.layout.block_tokens)
-            own = torch.tensor([span.start for span in self.decodes])[:, None]
+            positions = torch.arange(self.decode_tables.shape[1] * self.layout.block_tokens, device=self.device)
+            own = torch.tensor([span.start for span in self.decodes], device=self.device)[:, None]
             mask = self._masks[("decode", window)] = _visible(own, positions, window)[:, None, None]
         return mask
 
     def prefill_mask(self, span: _Span, window: int | None) -> Tensor:
         """Which positions each token of a chunk sees, [count, positions]."""
         if (mask := self._masks.get((span.offset, window))) is None:
-            own = torch.arange(span.start, span.end)[:, None]
-            mask = self._masks[(span.offset, window)] = _visible(own, torch.arange(span.end), window)
+            positions = torch.arange(span.end, device=self.device)
+            mask = self._masks[(span.offset, window)] = _visible(positions[span.start :, None], positions, window)
         return mask
 
 
@@ -106,13 +107,13 @@ class SdpaPagedAttention(PagedAttention):
     """Over a pool [num_blocks, kv_heads, layers, 2, block_tokens, head_dim]."""
 
     def __init__(self, pool: Tensor, layout: KvLayout) -> None:
-        self.batch = PagedBatch(layout)
+        self.batch = PagedBatch(layout, pool.device)
         self._layout = layout
         self._rows = pool.view(-1, layout.block_tokens * layout.head_dim)
         self._slots = pool.view(-1, layout.head_dim)
 
     def prepare(self, chunks: Sequence[Chunk]) -> None:
-        self.batch = PagedBatch.of(self._layout, chunks)
+        self.batch = PagedBatch.of(self._layout, chunks, self.batch.device)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float
@@ -181,7 +182,7 @@ def _rows(layout: KvLayout, tables: Tensor) -> Tensor:
 
     Keys of layer l are 2 * l rows further on, its values one more.
     """
-    heads = torch.arange(layout.kv_heads)[None, :, None]
+    heads = torch.arange(layout.kv_heads, device=tables.device)[None, :, None]
     return (tables[:, None, :] * layout.kv_heads + heads) * (layout.layers * 2)
 
 

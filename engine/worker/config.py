@@ -33,9 +33,13 @@ class WorkerConfig(Config):
     """How long a step of the sim engine takes."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and KV; auto: as the model was saved."""
-    backend: Literal["auto", "native", "sdpa"] = "auto"
-    """What the torch engine computes with. native: kernels compiled once for this machine's CPU; sdpa: torch's own,
-    several times slower. auto: native where a C++ compiler is found, else sdpa with a warning."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the torch engine computes and keeps KV. cuda: the first GPU the process sees. auto: that where there is
+    one, else the CPU."""
+    backend: Literal["auto", "native", "flashinfer", "sdpa"] = "auto"
+    """What the torch engine computes with. native: kernels compiled once for this machine's CPU; flashinfer: on NVIDIA
+    GPUs; sdpa: torch's own on either, several times slower. auto: native or flashinfer, where a C++ compiler or
+    flashinfer is found and knows the dtype, else sdpa with a warning."""
     block_tokens: int = Field(default=16, ge=1, le=1024)
     kv_memory_mib: PositiveInt = 256
     """Size of the KV pool."""
@@ -52,6 +56,11 @@ class WorkerConfig(Config):
     cores: tuple[int, ...] | None = None
     """CPU cores the engine process is pinned to. Engines that share cores unpinned slow each other several times
     over."""
+    shared_cores: tuple[int, ...] = ()
+    """Cores of other engines that the native backend computes on as well, with one thread bound to each: what a
+    prefill worker gets of the cores of a decode worker, whose steps wait for memory more than they compute."""
+    niceness: int = Field(default=0, ge=0, le=19)
+    """How far the engine steps back behind others on the same cores; as `nice`."""
 
     transport: Literal["nixl"] = "nixl"
     max_queued_loans: PositiveInt = 256

@@ -77,6 +77,8 @@ def load_report(load: Load) -> pb.LoadReport:
         available_blocks=load.available_blocks,
         num_blocks=load.num_blocks,
         placements_seen=load.placements_seen,
+        preempted=load.preempted,
+        preemptions=load.preemptions,
     )
 
 

@@ -97,4 +97,5 @@ def _hello(context: WorkerContext, address: str) -> pb.Hello:
         max_context_tokens=ready.max_context_tokens,
         transport=ready.transport,
         lends=True,
+        reserve_output_tokens=context.config.reserve_output_tokens,
     )

@@ -32,18 +32,21 @@ from engine.messages import (
     LoanFailed,
     LoanStarted,
     OpenLoan,
+    PromptScored,
     Rejected,
     ReleaseLoan,
     ToEngine,
     Token,
 )
 from engine.scheduler import StepBudget
-from engine.sim.runner import SimRunner, chain, token_of
-from engine.vocabulary import Chunk, FinishReason, Sampled, SamplingParams
+from engine.sim.runner import SimRunner, chain, choice_token, prompt_logprob, token_of
+from engine.vocabulary import BeamParams, Chunk, FinishReason, Sampled, SamplingParams
 from kvtransfer.errors import PeerGone, TransferError
 from kvtransfer.fingerprint import fingerprint_blocks
 from kvtransfer.transport import Peer, Pool, Span, Transport, check_spans
 
+KINDS = 6 * [(1, 0)] + [(2, 0), (3, 0), (1, 2), (2, 3)]
+"""Choices and beams of a request."""
 TRIALS = int(os.environ.get("TANDEM_TRIALS", "300"))
 WIDTH = 4
 LAYOUT = KvLayout(layers=1, kv_heads=2, head_dim=1, block_tokens=WIDTH, dtype="float32")
@@ -199,7 +202,11 @@ class Node:
         pool = self.core._books.pool
         for read in self.transport.posted.values():
             for block in read.blocks():
-                owners = [r for r in self.core._requests._requests.values() if block in r.sequence.blocks]
+                owners = [
+                    request
+                    for request in self.core._requests._requests.values()
+                    if any(block in chain.blocks for chain in request.chains.values())
+                ]
                 if block in pool._quarantined:
                     assert not owners, f"{self.name}: block {block} is quarantined and owned"
                 else:
@@ -222,10 +229,30 @@ class Client:
     prompt: tuple[int, ...]
     max_tokens: int
     priority: int
-    tokens: list[int] = field(default_factory=list)
+    num_choices: int = 1
+    num_beams: int = 0
+    scored: bool = False
+    """It wants log probabilities of its prompt."""
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    """By choice."""
+    finished: set[int] = field(default_factory=set)
+    scores: list[float] = field(default_factory=list)
     state: str = "new"
     attempt: str = ""
     """The request id of the latest attempt."""
+
+    @property
+    def sampling(self) -> SamplingParams:
+        beam = BeamParams(self.num_beams) if self.num_beams else None
+        scores = 0 if self.scored else None
+        return SamplingParams(self.max_tokens, n=self.num_choices, beam=beam, prompt_logprobs=scores)
+
+    def chain(self) -> tuple[int, ...]:
+        """The tokens of the choice that borrows for all."""
+        if self.num_beams:
+            return self.prompt
+        lead = next(choice for choice in range(self.num_choices) if choice not in self.finished)
+        return (*self.prompt, *self.tokens.get(lead, ()))
 
 
 @dataclass(eq=False)
@@ -242,7 +269,7 @@ class Stream:
     broken: bool = False
 
 
-def undisturbed(prompt: Sequence[int], max_tokens: int) -> list[int]:
+def undisturbed(prompt: Sequence[int], max_tokens: int, choice: int = 0) -> list[int]:
     """What the simulated model answers, with no engine about it."""
     state = int.from_bytes(LAYOUT.fingerprint(b"sim")[:8], "little")
     states: list[int] = []
@@ -252,8 +279,21 @@ def undisturbed(prompt: Sequence[int], max_tokens: int) -> list[int]:
             state = chain(state, token)
             states.append(state)
         words = np.array([states] * LAYOUT.kv_heads, np.uint64)[:, :, None]
-        tokens.append(token_of(words, VOCAB))
+        tokens.append(choice_token(token_of(words, VOCAB), choice, VOCAB))
     return tokens[len(prompt) :]
+
+
+def searched(client: Client) -> dict[int, list[int]]:
+    """The beams that an engine finds which has room for all, and nobody beside it."""
+    node = Node({}, "alone", 200, StepBudget(64, 64))
+    node.tell(Generate("r", client.prompt, (), client.sampling, "", 0, borrow=False))
+    while node.core.step():
+        pass
+    found: dict[int, list[int]] = {}
+    for message in node.said:
+        if isinstance(message, Token):
+            found.setdefault(message.choice, []).append(message.token_id)
+    return found
 
 
 class Cluster:
@@ -301,7 +341,10 @@ class Cluster:
         for _ in range(num_requests):
             length = self.crowded_length if self.crowded else self.rng.randint(1, 28)
             prompt = tuple(self.rng.choice(self.trunks)[:length])
-            self.clients.append(Client(prompt, self.rng.randint(1, self.max_tokens), self.rng.randint(0, 1)))
+            client = Client(prompt, self.rng.randint(1, self.max_tokens), self.rng.randint(0, 1))
+            client.num_choices, client.num_beams = self.rng.choice(KINDS)
+            client.scored = self.rng.random() < 0.1
+            self.clients.append(client)
         for move in range(num_moves):
             self.move()
             self.check(contents=move % 8 == 0)
@@ -363,9 +406,20 @@ class Cluster:
 
     def generate(self, request_id: str) -> Generate:
         client, _ = self.attempts[request_id]
-        sampling = SamplingParams(client.max_tokens)
         borrow = self.crowded or self.rng.random() < 0.8
-        return Generate(request_id, client.prompt, tuple(client.tokens), sampling, "", client.priority, borrow)
+        emitted = [tuple(client.tokens.get(choice, ())) for choice in range(client.num_choices)]
+        return Generate(
+            request_id,
+            client.prompt,
+            emitted[0],
+            client.sampling,
+            "",
+            client.priority,
+            borrow,
+            emitted_others=tuple(emitted[1:]),
+            finished=frozenset(client.finished),
+            num_scored=len(client.scores),
+        )
 
     def transfer(self, node: Node) -> None:
         transport, rng = node.transport, self.rng
@@ -455,6 +509,9 @@ class Cluster:
             match message:
                 case Token():
                     self.on_token(node, message)
+                case PromptScored():
+                    client, _ = self.attempts[message.request_id]
+                    client.scores += [of.logprob for of in message.logprobs]
                 case Rejected():
                     self.on_rejected(message)
                 case OpenLoan():
@@ -484,12 +541,13 @@ class Cluster:
         assert client.state == "running"
         assert client.attempt == message.request_id
         assert at is node
-        client.tokens.append(message.token_id)
+        tokens = client.tokens.setdefault(message.choice, [])
+        tokens.append(message.token_id)
         if message.account is not None:
             account = message.account
             moved, reused, computed = account.moved_blocks, account.reused_blocks, account.computed_blocks
-            if not account.preemptions:
-                given = len(client.prompt) + len(client.tokens) - 1
+            if not account.preemptions and client.num_choices == 1 and not client.num_beams:
+                given = len(client.prompt) + len(tokens) - 1
                 assert moved + reused + computed == LAYOUT.blocks_for(given)
                 assert account.computed_tokens == given - (moved + reused) * WIDTH
             self.seen["moved"] += moved
@@ -498,7 +556,11 @@ class Cluster:
             self.seen["preempted"] += account.preemptions
         if message.finish is not None:
             assert message.finish is FinishReason.LENGTH
-            client.state = "done"
+            client.finished.add(message.choice)
+            if len(client.finished) == client.num_choices:
+                client.state = "done"
+                self.seen["parted"] += client.num_choices > 1 and not client.num_beams
+                self.seen["searched"] += client.num_beams > 0
 
     def on_rejected(self, message: Rejected) -> None:
         if message.permanent and "of this id" in message.reason:
@@ -516,7 +578,7 @@ class Cluster:
         others = [other for other in self.nodes if other is not node] + self.dead[-1:]
         stream = Stream(f"loan-{len(self.streams)}", message.request_id, node, self.rng.choice(others))
         self.streams.append(stream)
-        tokens = (client.prompt + tuple(client.tokens))[: message.end_block * WIDTH]
+        tokens = client.chain()[: message.end_block * WIDTH]
         may_compute = self.crowded or self.rng.random() < 0.7
         if not stream.lender.alive:
             stream.broken = True
@@ -594,11 +656,18 @@ class Cluster:
         for client in self.clients:
             self.seen[client.state] += 1
             assert client.state in ("done", "cancelled", "rejected"), "a request was lost"
-            expected = undisturbed(client.prompt, client.max_tokens)
-            if client.state == "done":
-                assert client.tokens == expected, "a wrong token"
-            else:
-                assert client.tokens == expected[: len(client.tokens)], "a wrong token before the end"
+            if client.num_beams:
+                assert client.tokens == (searched(client) if client.state == "done" else {}), "a wrong beam"
+                continue
+            for choice, tokens in client.tokens.items():
+                expected = undisturbed(client.prompt, client.max_tokens, choice)
+                if client.state == "done":
+                    assert tokens == expected, "a wrong token"
+                else:
+                    assert tokens == expected[: len(tokens)], "a wrong token before the end"
+            wanted = range(1, len(client.prompt) if client.scored else 1)
+            scores = [prompt_logprob(undisturbed(client.prompt[:end], 1)[0]) for end in wanted]
+            assert client.scores == (scores if client.state == "done" else scores[: len(client.scores)])
 
 
 # ----------------------------------------------------------------------------------- one silent lender
@@ -743,6 +812,8 @@ REACHED = {
     "quarantined": 300,
     "lost blocks": 3,
     "preempted": 30,
+    "parted": 50,
+    "searched": 50,
 }
 """How often each must happen in 100 trials, at the least, for the trials to mean anything."""
 

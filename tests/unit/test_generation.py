@@ -1,11 +1,13 @@
 """From engine messages to the client's messages, the receipt included."""
 
+from typing import Any
+
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.errors import Overloaded, Unavailable
 from decode_worker.generation import Generation
-from engine.messages import KvAccount, Rejected, Token
+from engine.messages import KvAccount, PromptScored, Rejected, Token
 from engine.vocabulary import FinishReason, TokenLogprobs
 from protos import decode_pb2 as internal_pb
 from protos import inference_pb2 as pb
@@ -113,3 +115,80 @@ def test_without_a_tokenizer_there_are_tokens_only() -> None:
     message = generation.take()
     assert message is not None
     assert (message.text, len(message.token_ids)) == ("", 1)
+
+
+# ------------------------------------------------------------------------------------------- several choices
+
+
+def choices_request(n: int, **fields: Any) -> internal_pb.DecodeRequest:
+    made = request(**fields)
+    made.sampling.n = n
+    return made
+
+
+def messages_of(generation: Generation) -> list[pb.GenerateResponse]:
+    return list(iter(generation.take, None))
+
+
+def test_each_choice_has_messages_of_its_own_and_the_last_finish_the_receipt(tokenizer: Tokenizer) -> None:
+    generation = Generation(choices_request(2), tokenizer, "d0", 4)
+    generation.absorb(PromptScored("r", (TokenLogprobs(-1.5, (), ()),)))
+    generation.absorb(token("a", account=ACCOUNT, choice=1))
+    generation.absorb(token("b", finish=FinishReason.LENGTH))
+    generation.absorb(token("c", choice=1))
+    scored, one, other = messages_of(generation)
+    assert [of.logprob for of in scored.prompt_logprobs] == [-1.5]
+    assert (one.index, one.text, one.HasField("finish")) == (1, "ac", False)
+    assert (other.index, other.text) == (0, "b")
+    assert (other.finish.usage.completion_tokens, other.finish.usage.prompt_tokens) == (1, 0)
+    assert not other.finish.HasField("receipt")
+    assert not generation.finished
+    generation.absorb(token("d", finish=FinishReason.STOP, choice=1))
+    (last,) = messages_of(generation)
+    assert (last.index, last.finish.usage.completion_tokens, last.finish.usage.prompt_tokens) == (1, 3, 20)
+    assert last.finish.receipt.kv.moved_blocks == 3
+    assert generation.finished
+
+
+def test_the_last_finish_is_the_last_message(tokenizer: Tokenizer) -> None:
+    generation = Generation(choices_request(3), tokenizer, "d0", 4)
+    generation.absorb(token("a", choice=0))
+    generation.absorb(token("b", choice=2, finish=FinishReason.STOP))
+    generation.absorb(token("c", choice=1, finish=FinishReason.STOP))
+    generation.absorb(token("d", choice=0, finish=FinishReason.STOP))
+    heard = messages_of(generation)
+    assert [message.index for message in heard] == [2, 1, 0]
+    assert [message.finish.HasField("receipt") for message in heard] == [False, False, True]
+
+
+def test_a_stop_string_ends_one_choice_and_the_engine_is_to_be_told(tokenizer: Tokenizer) -> None:
+    generation = Generation(choices_request(2, stop=["bc"]), tokenizer, "d0", 4)
+    for char in "abc":
+        generation.absorb(token(char, choice=1))
+    generation.absorb(token("x", choice=1))
+    assert generation.take_stopped() == [1]
+    assert generation.take_stopped() == []
+    (message,) = messages_of(generation)
+    assert (message.text, message.finish.stop_match, message.finish.usage.completion_tokens) == ("a", "bc", 3)
+    assert not generation.finished
+
+
+def test_a_second_attempt_goes_on_with_each_choice(tokenizer: Tokenizer) -> None:
+    emitted = [internal_pb.EmittedChoice(index=1, token_ids=[ALPHABET.index(char) for char in "xyz"], chars=2)]
+    generation = Generation(choices_request(3, emitted_choices=emitted, finished_choices=[0, 2]), tokenizer, "d0", 4)
+    generation.absorb(token("w", choice=1, finish=FinishReason.LENGTH))
+    (message,) = messages_of(generation)
+    assert (message.index, message.text, len(message.token_ids)) == (1, "zw", 1)
+    assert message.finish.usage.completion_tokens == 4
+    assert message.finish.HasField("receipt")
+
+
+def test_beams_that_are_found_again_are_sent_from_where_they_were(tokenizer: Tokenizer) -> None:
+    made = choices_request(2, emitted_token_ids=[ALPHABET.index("a")], emitted_chars=1, finished_choices=[1])
+    made.sampling.beam_width = 2
+    generation = Generation(made, tokenizer, "d0", 4)
+    generation.absorb(token("a", account=ACCOUNT))
+    generation.absorb(token("b", finish=FinishReason.LENGTH, cumulative_logprob=-2.5))
+    generation.absorb(token("c", choice=1, finish=FinishReason.LENGTH, cumulative_logprob=-3.5))
+    (message,) = messages_of(generation)
+    assert (message.text, message.finish.cumulative_logprob, message.finish.usage.completion_tokens) == ("b", -2.5, 2)

@@ -98,3 +98,20 @@ def test_a_restarted_worker_replaces_its_predecessor_and_its_late_end_changes_no
     assert fleet.worker("d0") is new
     assert fleet.cache_changed(old, stored(1, b"", KEYS)) is True  # ignored
     assert fleet.hits(KEYS) == {}
+
+
+def test_a_placement_takes_what_its_worker_promises_and_not_all_it_may_need() -> None:
+    fleet = Fleet("router")
+    made = hello("d0")
+    made.reserve_output_tokens = 8
+    worker = fleet.joined(made)
+    fleet.reported(worker, report())
+    demand = Demand(20, 4, 30, 4, 100, chain_tokens=(20,), max_chain_tokens=120)
+    assert [demand.num_promised_blocks(reserve) for reserve in (0, 1, 8, 1000)] == [30, 6, 7, 30]
+    fleet.placed(Decision("d0", None, 0, 0, 0, 1, ""), demand, [])
+    assert [view.available_blocks for view in fleet.views()] == [43]
+
+
+def test_choices_take_what_they_share_once() -> None:
+    demand = Demand(21, 5, 95, 4, 100, chain_tokens=(21, 23, 21), max_chain_tokens=120, shared_tokens=20)
+    assert demand.num_promised_blocks(4) == 5 + (7 - 5) + (7 - 5) + (7 - 5)

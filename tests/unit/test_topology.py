@@ -35,3 +35,22 @@ def test_a_cluster_needs_a_decode_worker(prefill: int, decode: int, field: str) 
     with pytest.raises(StartError) as caught:
         plan_topology(prefill, decode, SETTINGS, SETTINGS, [0])
     assert caught.value.field == field
+
+
+def test_prefill_engines_also_compute_on_the_cores_of_decode_engines_which_step_back() -> None:
+    topology = plan_topology(2, 2, SETTINGS, SETTINGS, [0, 1, 2, 3])
+    assert [worker.cores for worker in topology.prefill] == [(0,), (1,)]
+    assert [worker.shared_cores for worker in topology.prefill] == [(2,), (3,)], "each core is lent to one of them"
+    assert all(worker.niceness > 0 and not worker.shared_cores for worker in topology.decode)
+    assert all(worker.niceness == 0 for worker in topology.prefill)
+
+
+def test_nobody_steps_back_where_nothing_is_shared() -> None:
+    alone = plan_topology(0, 2, SETTINGS, SETTINGS, [0, 1, 2])
+    assert [(worker.shared_cores, worker.niceness) for worker in alone.decode] == [((), 0), ((), 0)]
+
+
+def test_engines_that_share_one_core_anyway_get_it_once() -> None:
+    topology = plan_topology(1, 1, SETTINGS, SETTINGS, [5])
+    assert topology.prefill[0].cores == (5,)
+    assert topology.prefill[0].shared_cores == ()

@@ -45,6 +45,10 @@ class NativePagedAttention(PagedAttention):
                 (token + first, min(step, chunk.count - first), chunk.start + first, table)
                 for first in range(0, chunk.count, step)
             )
+            sampled += (
+                (token + first - chunk.start, min(step, chunk.scored.stop - first), first, table)
+                for first in range(chunk.scored.start, chunk.scored.stop, step)
+            )
             if chunk.samples:
                 sampled.append((token + chunk.count - 1, 1, end - 1, table))
             token += chunk.count
@@ -54,7 +58,7 @@ class NativePagedAttention(PagedAttention):
         self._sampled = self._work(sampled)
 
     def trim_last_layer(self) -> None:
-        """In the last layer, attend only for the tokens that are sampled from."""
+        """In the last layer, attend only for the tokens whose logits are wanted."""
         self._last_only_samples = True
 
     def attend(

@@ -19,6 +19,9 @@
 #include <immintrin.h>
 #endif
 #include <omp.h>
+#if defined(__linux__)
+#include <sched.h>
+#endif
 
 namespace {
 
@@ -82,6 +85,10 @@ inline bfloat16 narrow<bfloat16>(float x) {
     return out[0];
 }
 
+#if defined(__AVX512F__)
+inline float sum(Vec x) { return _mm512_reduce_add_ps((__m512)x); }
+inline float largest(Vec x) { return _mm512_reduce_max_ps((__m512)x); }
+#else
 inline float sum(Vec x) {
     float total = 0;
     for (int i = 0; i < LANES; i++) total += x[i];
@@ -93,9 +100,15 @@ inline float largest(Vec x) {
     for (int i = 1; i < LANES; i++) most = std::max(most, x[i]);
     return most;
 }
+#endif
 
+#if defined(__AVX512F__)
+inline Vec maximum(Vec a, Vec b) { return (Vec)_mm512_max_ps((__m512)a, (__m512)b); }
+inline Vec minimum(Vec a, Vec b) { return (Vec)_mm512_min_ps((__m512)a, (__m512)b); }
+#else
 inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
 inline Vec minimum(Vec a, Vec b) { return a < b ? a : b; }
+#endif
 
 // exp(x) to 2 units in the last place for x <= 88; 0 below -87. Cephes' way: 2^n times a polynomial.
 inline Vec exponential(Vec x) {
@@ -683,6 +696,21 @@ void argmax(const T* x, long rows, long n, int64_t* out) {
 }  // namespace
 
 extern "C" {
+
+// Thread i of the calling thread's team to cores[i]; a core that this process may not use is ignored.
+void tandem_bind(const int* cores, int count) {
+#if defined(__linux__)
+#pragma omp parallel num_threads(count)
+    {
+        cpu_set_t own;
+        CPU_ZERO(&own);
+        CPU_SET(cores[omp_get_thread_num()], &own);
+        sched_setaffinity(0, sizeof own, &own);
+    }
+#else
+    (void)cores, (void)count;
+#endif
+}
 
 // 1 when this library multiplies bfloat16 natively: without it the linear functions do not exist.
 int tandem_has_linear() {

@@ -5,6 +5,7 @@ bit whoever else is in the batch and however its prompt was cut into chunks.
 """
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -70,9 +71,17 @@ class Kernels:
             names |= _SIGNATURES
             self._library.tandem_packed_bytes.argtypes = [_LONG, _LONG]
             self._library.tandem_packed_bytes.restype = _LONG
+        names["tandem_bind"] = [_POINTER, ctypes.c_int]
         for name, types in names.items():
             function = getattr(self._library, name)
             function.argtypes, function.restype = types, None
+
+    def bind_threads(self, cores: Sequence[int]) -> None:
+        """Bind the calling thread to the first core, and each thread of the teams it will begin to one of the others.
+
+        Left to itself the system puts two of them on one core as soon as another process is busy on the other.
+        """
+        self._library.tandem_bind((ctypes.c_int * len(cores))(*cores), len(cores))
 
     def pack(self, weights: Tensor) -> PackedMatrix:
         """bfloat16 [n, k], which is not to be used any more."""

@@ -26,7 +26,7 @@ TOLERANCE = 0.02
 
 
 class LastRows:
-    """Which rows of the flattened batch somebody will read after the last layer's attention; None: all.
+    """Which rows of the flattened batch, in order, somebody will read after the last layer's attention; None: all.
 
     In the last layer only they are computed: the others' keys and values are still needed, what follows is not.
     """
@@ -217,7 +217,9 @@ def _replace_rotary(model: nn.Module, kernels: Kernels) -> bool:
 
     @functools.wraps(function)
     def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: object, **others: object) -> Any:
-        plain = not args and not others and q.dim() == 4 and q.shape[0] == 1 and cos.shape[-1] == q.shape[-1]
+        plain = (
+            q.is_cpu and not args and not others and q.dim() == 4 and q.shape[0] == 1 and cos.shape[-1] == q.shape[-1]
+        )
         if not plain or q.dtype not in TYPES or cos.dtype != q.dtype or q.stride(-1) != 1 or k.stride(-1) != 1:
             return function(q, k, cos, sin, *args, **others)
         cos, sin = cos.contiguous(), sin.contiguous()

@@ -1,0 +1,106 @@
+"""A request as the router placed it: checked, and said in the engine's words."""
+
+from cluster.errors import InvalidRequest
+from engine.messages import Generate, PlacementMark
+from engine.structured import FIELD, read_structured
+from engine.text import check_token_ids
+from engine.vocabulary import MAX_CHAINS, BeamParams, SamplingParams
+from protos import decode_pb2 as pb
+from protos import inference_pb2 as public_pb
+
+
+def check_request(request: pb.DecodeRequest, vocab_size: int, engine: str) -> None:
+    """Raises InvalidRequest for what the router should have refused, and for what this engine cannot do."""
+    sampling = request.sampling
+    check_token_ids(request.prompt_token_ids, "prompt_token_ids", vocab_size)
+    check_token_ids(request.emitted_token_ids, "emitted_token_ids", vocab_size)
+    for emitted in request.emitted_choices:
+        check_token_ids(emitted.token_ids, "emitted_choices", vocab_size)
+    if not request.prompt_token_ids:
+        raise InvalidRequest("prompt_token_ids", "the prompt is empty")
+    if request.emitted_prompt_logprobs >= len(request.prompt_token_ids):
+        raise InvalidRequest("emitted_prompt_logprobs", "more than the prompt has")
+    for field in ("n", "beam_width"):
+        if sampling.HasField(field) and not 1 <= getattr(sampling, field) <= MAX_CHAINS:
+            raise InvalidRequest(f"sampling.{field}", f"must be 1 to {MAX_CHAINS}, not {getattr(sampling, field)}")
+    choices = set(range(num_choices(sampling)))
+    if sampling.HasField("beam_width") and len(choices) > sampling.beam_width:
+        raise InvalidRequest("sampling.n", f"at most beam_width, {sampling.beam_width}, not {len(choices)}")
+    if not choices - set(request.finished_choices):
+        raise InvalidRequest("finished_choices", "nothing to generate: all choices are finished")
+    if not {*request.finished_choices, *(emitted.index for emitted in request.emitted_choices)} <= choices:
+        raise InvalidRequest("emitted_choices", f"there are {len(choices)} choices")
+    longest = max(len(emitted_of(request, choice)[0]) for choice in choices - set(request.finished_choices))
+    if sampling.max_tokens < 1 or (longest >= sampling.max_tokens and not sampling.HasField("beam_width")):
+        left = sampling.max_tokens - longest
+        raise InvalidRequest("sampling.max_tokens", f"nothing to generate: {left} tokens are left")
+    if read_structured(sampling) is not None and engine == "sim":
+        raise InvalidRequest(FIELD, "the sim engine's tokens are hashes of its KV blocks and keep to no grammar")
+
+
+def engine_request(engine_id: str, request: pb.DecodeRequest) -> Generate:
+    """In the engine's words."""
+    sampling = request.sampling
+    others = [emitted_of(request, choice)[0] for choice in range(1, num_choices(sampling))]
+    return Generate(
+        request_id=engine_id,
+        prompt=tuple(request.prompt_token_ids),
+        emitted=tuple(request.emitted_token_ids),
+        sampling=SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=sampling.seed,
+            stop=tuple(sampling.stop),
+            stop_token_ids=frozenset(sampling.stop_token_ids),
+            logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+            ignore_eos=sampling.ignore_eos,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            logit_bias=tuple(sampling.logit_bias.items()),
+            min_tokens=sampling.min_tokens,
+            structured=read_structured(sampling),
+            prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
+            n=num_choices(sampling),
+            beam=_beam(sampling),
+        ),
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        borrow=request.HasField("lender"),
+        mark=PlacementMark(request.router_id, request.placement_sequence),
+        emitted_others=tuple(others) if any(others) else (),
+        finished=frozenset(request.finished_choices),
+        num_scored=request.emitted_prompt_logprobs,
+    )
+
+
+def num_choices(sampling: public_pb.Sampling) -> int:
+    """Completions that were asked for."""
+    return sampling.n if sampling.HasField("n") else 1
+
+
+def emitted_of(request: pb.DecodeRequest, choice: int) -> tuple[tuple[int, ...], int]:
+    """What an earlier attempt streamed of it: tokens, and characters of text."""
+    if choice == 0:
+        return tuple(request.emitted_token_ids), request.emitted_chars
+    for emitted in request.emitted_choices:
+        if emitted.index == choice:
+            return tuple(emitted.token_ids), emitted.chars
+    return (), 0
+
+
+def lead_tokens(request: pb.DecodeRequest) -> list[int]:
+    """Of the choice that computes what all share, and borrows for it: the first that is not finished."""
+    choice = next(c for c in range(num_choices(request.sampling)) if c not in request.finished_choices)
+    emitted = () if request.sampling.HasField("beam_width") else emitted_of(request, choice)[0]
+    return [*request.prompt_token_ids, *emitted]
+
+
+def _beam(sampling: public_pb.Sampling) -> BeamParams | None:
+    if not sampling.HasField("beam_width"):
+        return None
+    length_penalty = sampling.length_penalty if sampling.HasField("length_penalty") else 1.0
+    return BeamParams(sampling.beam_width, length_penalty, sampling.early_stopping)

@@ -1,0 +1,99 @@
+"""What an engine tells the world of itself: changes of its cache, and its load as a sign that its loop turns."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.bookkeeper import Bookkeeper
+from engine.lending.desk import LendingDesk
+from engine.messages import CacheChanged, FromEngine, Load, PlacementMark
+from engine.requests import RequestDesk
+
+
+@dataclass(frozen=True, slots=True)
+class ReportTimes:
+    """When load is reported."""
+
+    interval_s: float
+    """Reports are at most so far apart while the loop turns."""
+    min_interval_s: float
+    """And at least so far apart, however much changes."""
+    max_step_s: float
+    """A step that takes longer counts as hung: nothing is reported any more."""
+
+
+class Reporter:
+    """Driven by the engine's loop; says nothing by itself."""
+
+    def __init__(
+        self,
+        books: Bookkeeper,
+        requests: RequestDesk,
+        lending: LendingDesk,
+        times: ReportTimes,
+        emit: Callable[[FromEngine], None],
+    ) -> None:
+        self._books = books
+        self._requests = requests
+        self._lending = lending
+        self._times = times
+        self._emit = emit
+        self._cache_sequence = 0
+        self._placements_seen: dict[str, int] = {}
+        self._reported_at = 0.0
+        self._step_began_at = 0.0
+        self._step_count = 0
+        self.changed = True
+        """Load has changed since the last report."""
+
+    def saw(self, mark: PlacementMark) -> None:
+        """The work of this placement is counted from now on."""
+        if mark.router_id:
+            seen = self._placements_seen.get(mark.router_id, 0)
+            self._placements_seen[mark.router_id] = max(seen, mark.sequence)
+
+    def step_began(self, now: float) -> None:
+        self._step_began_at = now
+
+    def step_ended(self) -> None:
+        self._step_count += 1
+
+    def report(self) -> None:
+        """Say what is due. A step that hangs silences it."""
+        self._report_cache()
+        self._report_load()
+
+    def send_snapshot(self) -> None:
+        """The whole prefix cache, for a reader that lost some changes."""
+        self._report_cache()
+        self._emit(CacheChanged(self._cache_sequence, tuple(self._books.pool.snapshot()), snapshot=True))
+
+    def _report_cache(self) -> None:
+        if events := self._books.pool.take_events():
+            self._emit(CacheChanged(self._cache_sequence, tuple(events)))
+            self._cache_sequence += len(events)
+
+    def _report_load(self) -> None:
+        since = time.monotonic() - self._reported_at
+        if self._books.in_step and time.monotonic() - self._step_began_at > self._times.max_step_s:
+            return
+        if since < (self._times.min_interval_s if self.changed else self._times.interval_s):
+            return
+        self._reported_at += since
+        self.changed = False
+        residency = self._requests.residency
+        prefilling = [s for s in residency.running + self._lending.jobs() + residency.preempted if not s.decoding]
+        self._emit(
+            Load(
+                step=self._step_count,
+                running=len(self._requests.sequences),
+                loans=self._lending.num_loans,
+                queued_loans=self._lending.num_waiting,
+                queued_prefill_tokens=sum(s.num_remaining for s in prefilling) + self._lending.waiting_tokens(),
+                available_blocks=0 if residency.short else self._books.pool.num_available,
+                num_blocks=self._books.pool.num_blocks,
+                placements_seen=dict(self._placements_seen),
+                preempted=len(residency.preempted),
+                preemptions=residency.num_preemptions,
+            )
+        )

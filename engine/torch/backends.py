@@ -1,0 +1,85 @@
+"""Joins a model to its KV memory by the fastest kernels that can be had."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+
+from engine.errors import EngineStartError, KernelsUnavailable
+from engine.layout import KvLayout
+from engine.torch.attention import PagedAttention
+from engine.torch.native.attention import NativePagedAttention
+from engine.torch.native.kernels import TYPES, Kernels
+from engine.torch.native.modules import LastRows, use_kernels
+from engine.torch.sampler import LIKELIEST
+from engine.torch.sdpa import SdpaPagedAttention
+
+log = logging.getLogger(__name__)
+
+Backend = Literal["auto", "native", "flashinfer", "sdpa"]
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """What a runner computes with. The model's modules may have been replaced."""
+
+    backend: Backend
+    """Never auto."""
+    attention: PagedAttention
+    argmax: Callable[[Tensor], Tensor] = LIKELIEST
+    last_rows: LastRows | None = None
+    bind_threads: Callable[[Sequence[int]], None] | None = None
+    """Of the thread that computes, to one core each; None where it would not help."""
+
+
+def join(model: nn.Module, pool: Tensor, layout: KvLayout, backend: Backend) -> Joined:
+    """auto: `native` on a CPU, `flashinfer` on a GPU, and `sdpa` with a warning where they cannot be had.
+
+    Raises KernelsUnavailable when they were asked for by name, EngineStartError when they are another device's.
+    """
+    on_gpu = pool.is_cuda
+    if backend in ("native", "flashinfer") and on_gpu != (backend == "flashinfer"):
+        raise EngineStartError("backend", f"{backend} does not run on {pool.device.type}")
+    if backend == "sdpa":
+        return _sdpa(pool, layout)
+    try:
+        return _flashinfer(model, pool, layout) if on_gpu else _native(model, pool, layout)
+    except KernelsUnavailable as error:
+        if backend != "auto":
+            raise
+        kernels = "GPU" if on_gpu else "CPU"
+        log.warning("the %s kernels are not used, expect several times slower steps: %s", kernels, error)
+        return _sdpa(pool, layout)
+
+
+def query_heads(model: nn.Module) -> int:
+    heads: int = model.config.get_text_config().num_attention_heads  # type: ignore[union-attr,operator]
+    return heads
+
+
+def _sdpa(pool: Tensor, layout: KvLayout) -> Joined:
+    return Joined("sdpa", SdpaPagedAttention(pool, layout))
+
+
+def _native(model: nn.Module, pool: Tensor, layout: KvLayout) -> Joined:
+    if pool.dtype not in TYPES:
+        raise KernelsUnavailable(f"there are no CPU kernels for {layout.dtype}")
+    kernels = Kernels()
+    attention = NativePagedAttention(kernels, pool, layout, query_heads(model))
+    last_rows = use_kernels(model, kernels).last_rows
+    if last_rows is not None:
+        attention.trim_last_layer()
+    return Joined("native", attention, kernels.argmax, last_rows, kernels.bind_threads)
+
+
+def _flashinfer(model: nn.Module, pool: Tensor, layout: KvLayout) -> Joined:
+    from engine.torch.cuda.attention import FlashInferPagedAttention
+    from engine.torch.cuda.library import load_flashinfer, prefill_kernel
+    from engine.torch.cuda.modules import fuse
+
+    flashinfer = load_flashinfer(layout)
+    attention = FlashInferPagedAttention(flashinfer, pool, layout, query_heads(model), prefill_kernel())
+    fuse(model, flashinfer)
+    return Joined("flashinfer", attention)

@@ -1,0 +1,93 @@
+"""Two processes, KV from the GPU memory of one into that of the other, by NIXL."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.torch.fingerprint import TensorFingerprints
+from kvtransfer.transport import Span, max_blocks_per_read
+
+SCRIPT = Path(__file__).with_name("vram_lender.py")
+NUM_BLOCKS, BLOCK_BYTES, SEED = 64, 2 << 20, 5
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture
+def lender() -> Iterator[bytes]:
+    """The endpoint of a process of its own."""
+    process = subprocess.Popen(
+        [sys.executable, str(SCRIPT), f"vram-lender-{os.getpid()}", str(SEED), str(NUM_BLOCKS), str(BLOCK_BYTES)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[2]), *sys.path])},
+        text=True,
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, "the lender did not start"
+    yield json.loads(line)["endpoint"].encode()
+    process.kill()
+    process.wait()
+
+
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("vram_lender", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_blocks_move_between_gpu_memories(lender: bytes) -> None:
+    """And what arrives has the fingerprints of what was lent. Prints the bandwidth and the lanes."""
+    from kvtransfer.nixl import NixlTransport
+
+    theirs = script().contents(SEED, NUM_BLOCKS, BLOCK_BYTES)
+    memory = torch.zeros(NUM_BLOCKS, BLOCK_BYTES, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    transport = NixlTransport(f"vram-reader-{os.getpid()}")
+    transport.register(script().device_pool(memory))
+    peer = transport.connect(lender)
+    step = max_blocks_per_read(BLOCK_BYTES)
+    for measured in (False, True):  # the first reads set the connection up
+        started_at = time.monotonic()
+        reads = [
+            transport.read(peer, [Span(first * BLOCK_BYTES, first * BLOCK_BYTES, step * BLOCK_BYTES)])
+            for first in range(0, NUM_BLOCKS, step)
+        ]
+        for read in reads:
+            read.result(TIMEOUT_S)
+        if measured:
+            rate = NUM_BLOCKS * BLOCK_BYTES / (time.monotonic() - started_at) / 1e9
+            print(f"{rate:.1f} GB/s over {peer.lanes}")
+    assert torch.equal(memory.cpu(), theirs)
+    blocks = list(range(NUM_BLOCKS))
+    arrived, lent = TensorFingerprints(memory, 8).of(blocks), TensorFingerprints(theirs, 8).of(blocks)
+    assert (arrived == lent).all()
+    transport.close()
+
+
+def test_main_memory_reads_from_gpu_memory(lender: bytes) -> None:
+    """A worker without a GPU may borrow from one that has one."""
+    import numpy as np
+
+    from kvtransfer.nixl import NixlTransport
+    from kvtransfer.transport import Pool
+
+    memory = np.zeros((4, BLOCK_BYTES), np.uint8)
+    transport = NixlTransport(f"dram-reader-{os.getpid()}")
+    transport.register(Pool(memory))
+    peer = transport.connect(lender)
+    transport.read(peer, [Span(0, BLOCK_BYTES, BLOCK_BYTES)]).result(TIMEOUT_S)
+    assert memory[0].tobytes() == script().contents(SEED, NUM_BLOCKS, BLOCK_BYTES)[1].numpy().tobytes()
+    transport.close()

@@ -1,0 +1,471 @@
+"""The parts of the GPU backend that need no GPU: tables, plans, buckets and their padding, replaced modules.
+
+`FakeFlashinfer` does on the CPU what flashinfer documents, and no more: it reads pages through the strides of the views
+it is given, knows only what was planned, and in graph mode only what its buffers hold. tests/gpu runs the real one.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+from transformers import AutoModelForCausalLM
+
+from engine.errors import EngineStartError, KernelsUnavailable
+from engine.layout import KvLayout
+from engine.model_dir import ModelDir
+from engine.torch.cuda.attention import FlashInferPagedAttention
+from engine.torch.cuda.graphs import Captured, DecodeGraphs
+from engine.torch.cuda.library import load_flashinfer
+from engine.torch.cuda.modules import FusedRotary, fuse
+from engine.torch.cuda.tables import Sections, StepTables
+from engine.torch.device import choose_device, read_back, staged
+from engine.torch.fingerprint import BLOCKS_AT_ONCE, TensorFingerprints
+from engine.torch.loader import kv_layout, load_model, use_attention
+from engine.torch.runner import BuiltModel, TorchRunner
+from engine.torch.sdpa import SdpaPagedAttention
+from engine.vocabulary import Chunk, SamplingParams, Sequence
+from kvtransfer.errors import EndpointMismatch, TransportUnavailable
+from kvtransfer.fingerprint import fingerprint_blocks
+from kvtransfer.local import LocalNetwork, LocalTransport
+from kvtransfer.nixl import FORMAT, _Memory, _parse
+from kvtransfer.transport import DevicePool, Pool
+
+CPU = torch.device("cpu")
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+
+
+class _Wrapper:
+    """What decode and prefill wrappers share."""
+
+    def __init__(self, workspace: Tensor, kv_layout: str, backend: str) -> None:
+        assert workspace.dtype == torch.uint8
+        assert kv_layout == "HND"
+        assert backend in ("fa2", "fa3")
+        self.planned: dict[str, Any] = {}
+
+    def _remember(self, heads: int, kv_heads: int, head_dim: int, page: int, **options: Any) -> None:
+        assert set(options) == {"q_data_type", "kv_data_type", "sm_scale", "window_left", "logits_soft_cap"}
+        self.planned = options | {"shape": (heads, kv_heads, head_dim, page)}
+
+    def _attend(
+        self,
+        q: Tensor,
+        cache: tuple[Tensor, Tensor],
+        out: Tensor,
+        query_starts: Tensor,
+        starts: Tensor,
+        indices: Tensor,
+        last: Tensor,
+    ) -> Tensor:
+        assert all(t.dtype == torch.int32 for t in (query_starts, starts, indices, last))
+        assert q.dtype == self.planned["q_data_type"]
+        assert out.is_contiguous()
+        assert cache[0].stride() == cache[1].stride()
+        heads, kv_heads, _, page = self.planned["shape"]
+        for row in range(len(last)):
+            pages = indices[starts[row] : starts[row + 1]].long()
+            length = (len(pages) - 1) * page + int(last[row])
+            keys, values = (part[pages].transpose(1, 2).flatten(0, 1)[:length] for part in cache)
+            keys, values = (part.repeat_interleave(heads // kv_heads, 1).float() for part in (keys, values))
+            first, end = int(query_starts[row]), int(query_starts[row + 1])
+            scores = torch.einsum("qhd,khd->hqk", q[first:end].float(), keys) * self.planned["sm_scale"]
+            if cap := self.planned["logits_soft_cap"]:
+                scores = torch.tanh(scores / cap) * cap
+            own = torch.arange(length - (end - first), length)[:, None]
+            seen = torch.arange(length) <= own
+            if (left := self.planned["window_left"]) >= 0:
+                seen &= torch.arange(length) >= own - left
+            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            out[first:end] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
+        return out
+
+
+class DecodeWrapper(_Wrapper):
+    def __init__(
+        self,
+        workspace: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: Tensor | None = None,
+        paged_kv_indices_buffer: Tensor | None = None,
+        paged_kv_last_page_len_buffer: Tensor | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(workspace, kv_layout, backend)
+        self.graph = use_cuda_graph
+        self.buffers: list[Any] = [
+            paged_kv_indptr_buffer,
+            paged_kv_indices_buffer,
+            paged_kv_last_page_len_buffer,
+        ]
+
+    def plan(self, indptr: Tensor, indices: Tensor, last: Tensor, *shape: int, **options: Any) -> None:
+        self._remember(*shape, **options)
+        assert len(indices) == indptr[-1]
+        if not self.graph:
+            self.buffers = [indptr, indices, last]
+            return
+        self.buffers[0].copy_(indptr)
+        self.buffers[1][: len(indices)].copy_(indices)
+        self.buffers[2].copy_(last)
+
+    def run(self, q: Tensor, cache: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
+        starts, indices, last = self.buffers
+        assert len(q) == len(last)
+        return self._attend(q, cache, out, torch.arange(len(q) + 1, dtype=torch.int32), starts, indices, last)
+
+
+class PrefillWrapper(_Wrapper):
+    def __init__(self, workspace: Tensor, kv_layout: str = "NHD", backend: str = "auto") -> None:
+        super().__init__(workspace, kv_layout, backend)
+        self.tables: list[Tensor] = []
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        indptr: Tensor,
+        indices: Tensor,
+        last: Tensor,
+        *shape: int,
+        causal: bool,
+        **options: Any,
+    ) -> None:
+        assert causal
+        assert len(indices) == indptr[-1]
+        self._remember(*shape, **options)
+        self.tables = [qo_indptr, indptr, indices, last]
+
+    def run(self, q: Tensor, cache: tuple[Tensor, Tensor], out: Tensor) -> Tensor:
+        assert len(q) == self.tables[0][-1]
+        return self._attend(q, cache, out, *self.tables)
+
+
+class FakeFlashinfer:
+    BatchDecodeWithPagedKVCacheWrapper = DecodeWrapper
+    BatchPrefillWithPagedKVCacheWrapper = PrefillWrapper
+
+    @staticmethod
+    def append_paged_kv_cache(
+        key: Tensor,
+        value: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        cache: tuple[Tensor, Tensor],
+        indices: Tensor,
+        indptr: Tensor,
+        last: Tensor,
+        kv_layout: str = "NHD",
+    ) -> None:
+        assert kv_layout == "HND"
+        assert all(t.dtype == torch.int32 for t in (rows, positions, indices, indptr, last))
+        assert len(rows) == len(positions) == len(key)
+        page = cache[0].shape[2]
+        for token, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
+            block = int(indices[int(indptr[row]) + position // page])
+            cache[0][block, :, position % page] = key[token]
+            cache[1][block, :, position % page] = value[token]
+
+    @staticmethod
+    def fast_decode_plan(
+        wrapper: DecodeWrapper,
+        indptr: Tensor,
+        indices: Tensor,
+        last: Tensor,
+        *shape: int,
+        global_override_indptr_cpu: Tensor,
+        **options: Any,
+    ) -> None:
+        """Copies nothing: the wrapper's buffers must hold the tables by now."""
+        wrapper._remember(*shape, **options)
+        assert indptr.tolist() == global_override_indptr_cpu.tolist() == wrapper.buffers[0].tolist()
+        assert wrapper.buffers[1][: len(indices)].tolist() == indices.tolist()
+        assert wrapper.buffers[2].tolist() == last.tolist()
+
+    @staticmethod
+    def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        assert x.dim() == 2
+        wide = x.float()
+        return (weight.float() * wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+    @staticmethod
+    def silu_and_mul(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return silu(gate) * up
+
+    @staticmethod
+    def apply_rope_with_cos_sin_cache_inplace(
+        positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool = True
+    ) -> None:
+        assert is_neox
+        assert cos_sin_cache.dtype == torch.float32
+        cos, sin = cos_sin_cache[positions][:, None].chunk(2, dim=-1)
+        for heads in (query, key):
+            view = heads.view(heads.shape[0], -1, head_size)
+            first, second = view.float().chunk(2, dim=-1)
+            view.copy_(torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(heads.dtype))
+
+
+def sequence(length: int, first_block: int, layout: KvLayout, seed: int = 0) -> Sequence:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1, 500, (length,), generator=generator).tolist()
+    blocks = [first_block + 2 * i for i in range(layout.blocks_for(length))]  # not side by side
+    return Sequence("a", tokens, length, b"", SamplingParams(1), 0, 0, blocks=blocks)
+
+
+LAYOUT = KvLayout(layers=3, kv_heads=2, head_dim=8, block_tokens=4, dtype="float32")
+
+
+# ---------------------------------------------------------------------------- tables
+
+
+def test_tables_of_a_mixed_step() -> None:
+    decode, prompt, single = sequence(9, 0, LAYOUT), sequence(7, 20, LAYOUT), sequence(5, 40, LAYOUT)
+    step = StepTables.of(LAYOUT, [Chunk(decode, 8, 1), Chunk(prompt, 2, 5), Chunk(single, 4, 1)])
+    assert step.num_decodes == 1  # a single token after a prompt goes with the prompts
+    assert step.positions.tolist() == [8, 2, 3, 4, 5, 6, 4]
+    assert step.rows.tolist() == [0, 1, 1, 1, 1, 1, 2]
+    assert step.tables.tolist() == [0, 2, 4, 20, 22, 40, 42]
+    assert step.table_starts.tolist() == [0, 3, 5, 7]
+    assert step.last_lens.tolist() == [1, 3, 1]
+    assert [values.tolist() for values in step.prefill_starts()] == [[0, 5, 6], [0, 2, 4]]
+
+
+def test_a_full_last_block_counts_as_full() -> None:
+    assert StepTables.of(LAYOUT, [Chunk(sequence(8, 0, LAYOUT), 7, 1)]).last_lens.tolist() == [4]
+
+
+def test_padding_is_decodes_in_the_scratch_block() -> None:
+    step = StepTables.of(LAYOUT, [Chunk(sequence(5, 0, LAYOUT), 4, 1)])
+    step.pad(LAYOUT, 3, block=99)
+    assert (step.num_decodes, step.num_chunks, step.num_tokens) == (3, 3, 3)
+    assert step.tables.tolist() == [0, 2, 99, 99]
+    assert step.table_starts.tolist() == [0, 2, 3, 4]
+    assert step.last_lens.tolist() == [1, 1, 1]
+    assert step.positions.tolist() == [4, 0, 0]
+
+
+def test_sections_lie_apart_and_are_aligned() -> None:
+    sections = Sections([3, 0, 17])
+    assert sections.offsets == [0, 16, 16, 48]
+    buffer = torch.zeros(sections.num_elements, dtype=torch.int32)
+    step = StepTables.of(LAYOUT, [Chunk(sequence(5, 0, LAYOUT), 2, 3)])
+    assert sections.fill(buffer, [step.positions, step.prefill_starts()[0][:0], step.tables]) == 18
+    assert sections.views(buffer)[0].tolist() == [2, 3, 4]
+    assert sections.views(buffer)[2][:2].tolist() == [0, 2]
+
+
+# ---------------------------------------------------------------------------- attention
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, 0.0), (3, 0.0), (None, 20.0), (5, 30.0)])
+@pytest.mark.parametrize("heads", [2, 4, 10])
+def test_attention_equals_sdpa(window: int | None, softcap: float, heads: int) -> None:
+    shape = (64, LAYOUT.kv_heads, LAYOUT.layers, 2, LAYOUT.block_tokens, LAYOUT.head_dim)
+    generator = torch.Generator().manual_seed(1)
+    pool = torch.randn(shape, generator=generator)
+    ours, theirs = pool.clone(), pool.clone()
+    fake = FlashInferPagedAttention(FakeFlashinfer(), ours, LAYOUT, heads, "fa2")
+    sdpa = SdpaPagedAttention(theirs, LAYOUT)
+    first, second, prompt, fresh = (sequence(n, b, LAYOUT) for n, b in ((9, 0), (16, 1), (13, 20), (6, 40)))
+    steps = [
+        [Chunk(first, 8, 1), Chunk(second, 15, 1), Chunk(prompt, 3, 10), Chunk(fresh, 0, 6)],
+        [Chunk(first, 8, 1), Chunk(second, 15, 1)],
+        [Chunk(fresh, 0, 5), Chunk(first, 8, 1)],
+    ]
+    for chunks in steps:
+        tokens = sum(chunk.count for chunk in chunks)
+        for attention in (fake, sdpa):
+            attention.prepare(chunks)
+        for layer in (0, 2):
+            query = torch.randn(1, tokens, heads, LAYOUT.head_dim, generator=generator).transpose(1, 2)
+            key, value = torch.randn(2, 1, LAYOUT.kv_heads, tokens, LAYOUT.head_dim, generator=generator)
+            got, wanted = (a.attend(layer, query, key, value, 0.3, window, softcap) for a in (fake, sdpa))
+            assert got.shape == wanted.shape
+            assert got.is_contiguous()
+            assert torch.allclose(got, wanted, atol=1e-5)
+            assert torch.equal(ours, theirs)
+
+
+def test_layers_that_differ_have_plans_of_their_own() -> None:
+    pool = torch.zeros(8, LAYOUT.kv_heads, LAYOUT.layers, 2, LAYOUT.block_tokens, LAYOUT.head_dim)
+    attention = FlashInferPagedAttention(FakeFlashinfer(), pool, LAYOUT, 4, "fa2")
+    attention.prepare([Chunk(sequence(9, 0, LAYOUT), 8, 1)])
+    q, kv = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 1, 8)
+    for layer, window in enumerate((3, None, 3)):
+        attention.attend(layer, q, kv, kv, 0.5, window, 0.0)
+    assert sorted(variant.window or 0 for variant in attention.step.planned) == [0, 3]
+
+
+# ---------------------------------------------------------------------------- graphs, without graphs
+
+
+def repeated(attention: FlashInferPagedAttention) -> Callable[[Callable[[], Tensor]], Captured]:
+    """Stands for capturing: computes again, from what the same inputs hold by then."""
+
+    def capture(compute: Callable[[], Tensor]) -> Captured:
+        step, output = attention.step, compute()
+
+        def replay() -> None:
+            attention.step = step
+            output.copy_(compute())
+
+        return Captured(output, replay)
+
+    return capture
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "qwen3"])
+@torch.inference_mode()
+def test_buckets_compute_what_sdpa_computes(make_model, family: str) -> None:  # type: ignore[no-untyped-def]
+    path = make_model(family)
+    reference = TorchRunner(path, "float32", block_tokens=16, kv_bytes=4 << 20, backend="sdpa", device="cpu")
+    model = load_model(ModelDir.open(path), "float32", CPU)
+    layout, num_blocks = kv_layout(model, 16), reference.pool.num_blocks
+    pool = torch.zeros(num_blocks + 1, layout.kv_heads, layout.layers, 2, 16, layout.head_dim)
+    attention = FlashInferPagedAttention(FakeFlashinfer(), pool, layout, 4, "fa2")
+    use_attention(model, attention)
+
+    def forward(token_ids: Tensor, positions: Tensor) -> Tensor:
+        logits: Tensor = model(input_ids=token_ids, position_ids=positions, use_cache=False).logits[0]
+        return logits
+
+    graphs = DecodeGraphs(attention, layout, forward, repeated(attention), num_blocks, 8, batches=(1, 2, 4))
+    sequences = [sequence(n, 20 * i, layout, seed=i) for i, n in enumerate((40, 17, 16, 33))]
+    for some in sequences:
+        prompt = Chunk(some, 0, some.num_tokens - 1)
+        reference.logits([prompt])
+        attention.prepare([prompt])
+        forward(torch.tensor([some.token_ids[:-1]]), torch.arange(some.num_tokens - 1)[None])
+    for chosen in ([0], [0, 1, 2], [3, 1], [0, 1, 2, 3]):
+        chunks = [Chunk(sequences[i], sequences[i].num_tokens - 1, 1) for i in chosen]
+        assert graphs.takes(chunks)
+        assert torch.allclose(graphs.logits(chunks), reference.logits(chunks), atol=1e-4)
+    assert not graphs.takes([])
+    assert not graphs.takes([Chunk(sequences[0], 0, 2)])
+    assert not graphs.takes([Chunk(sequences[0], 0, 1)] * 5)
+    held = {block for some in sequences for block in some.blocks}
+    written = set(pool.flatten(1).any(1).nonzero()[:, 0].tolist())
+    assert written == held | {num_blocks}  # padding writes into the scratch block only
+
+
+# ---------------------------------------------------------------------------- replaced modules
+
+
+@pytest.mark.parametrize(
+    ("family", "norms", "mlps"), [("llama", 7, 3), ("qwen2", 7, 3), ("qwen3", 13, 3), ("gemma2", 0, 0)]
+)
+def test_fused_models_compute_the_same(make_model, family: str, norms: int, mlps: int) -> None:  # type: ignore[no-untyped-def]
+    model = AutoModelForCausalLM.from_pretrained(make_model(family)).eval()
+    ids = torch.arange(1, 40)[None]
+    with torch.inference_mode():
+        wanted = model(ids).logits
+    fused = fuse(model, FakeFlashinfer())
+    assert (fused.norms, fused.mlps, fused.projections) == (norms, mlps, 3)
+    with torch.inference_mode():
+        assert torch.allclose(model(ids).logits, wanted, atol=1e-4)
+
+
+def test_the_fused_rotary_embedding(make_model) -> None:  # type: ignore[no-untyped-def]
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    original = apply_rotary_pos_emb
+    while hasattr(original, "original"):  # earlier tests of this process put others in its place
+        original = original.original
+    rotary = FusedRotary(FakeFlashinfer(), original)
+    whole = torch.randn(1, 5, (4 + 2 + 2) * 64)  # queries, keys and values side by side, as the shared product has them
+    q, k = whole[..., : 4 * 64].view(1, 5, 4, 64).transpose(1, 2), whole[..., 256:384].view(1, 5, 2, 64).transpose(1, 2)
+    angles = torch.randn(1, 5, 32).repeat(1, 1, 2)
+    wanted = original(q.clone(), k.clone(), angles.cos(), angles.sin())
+    values = whole[..., 384:].clone()
+    rotary.rotate(q, k, angles.cos(), angles.sin())
+    assert torch.allclose(q, wanted[0], atol=1e-5)
+    assert torch.allclose(k, wanted[1], atol=1e-5)
+    assert torch.equal(whole[..., 384:], values)
+    assert rotary(q, k, angles.cos(), angles.sin())[0] is not q  # on a CPU the model's own
+
+
+# ---------------------------------------------------------------------------- fingerprints, devices
+
+
+@pytest.mark.parametrize(("kv_heads", "block_bytes"), [(1, 64), (2, 64), (8, 4096)])
+def test_fingerprints_by_torch_are_those_by_numpy(kv_heads: int, block_bytes: int) -> None:
+    count = 2 * BLOCKS_AT_ONCE + 3
+    pool = np.random.default_rng(3).integers(0, 256, (count, block_bytes), np.uint8)
+    pool[0] = 255  # as far as the sums can wrap
+    blocks = [*range(count - 1, -1, -1), 0]
+    got = TensorFingerprints(torch.from_numpy(pool), kv_heads).of(blocks)
+    assert got.dtype == np.uint64
+    assert np.array_equal(got, fingerprint_blocks(pool, blocks, kv_heads))
+    assert TensorFingerprints(torch.from_numpy(pool), kv_heads).of([]).shape == (0, kv_heads)
+
+
+@no_gpu
+def test_without_a_gpu_auto_is_the_cpu() -> None:
+    assert choose_device("auto") == choose_device("cpu") == CPU
+    with pytest.raises(EngineStartError, match="no CUDA device"):
+        choose_device("cuda")
+
+
+def test_a_backend_of_another_device_is_refused(tiny_model) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(EngineStartError, match="flashinfer does not run on cpu"):
+        TorchRunner(tiny_model, "float32", 16, 1 << 20, backend="flashinfer", device="cpu")
+
+
+@pytest.mark.parametrize(("dtype", "head_dim", "reason"), [("float32", 64, "float32"), ("bfloat16", 16, "16")])
+def test_flashinfer_says_what_it_does_not_serve(dtype: str, head_dim: int, reason: str) -> None:
+    with pytest.raises(KernelsUnavailable, match=reason):
+        load_flashinfer(KvLayout(layers=1, kv_heads=1, head_dim=head_dim, block_tokens=16, dtype=dtype))
+
+
+def test_a_built_model_is_served_like_a_loaded_one(tiny_model) -> None:  # type: ignore[no-untyped-def]
+    loaded = TorchRunner(tiny_model, "float32", 16, 1 << 20, backend="sdpa", device="cpu")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model).eval()
+    built = TorchRunner(BuiltModel(model, loaded.info), "auto", 16, 1 << 20, backend="sdpa", device="cpu")
+    some = sequence(20, 0, loaded.layout)
+    assert torch.equal(*(runner.logits([Chunk(some, 0, 20)]) for runner in (built, loaded)))
+
+
+def test_blocks_are_copied_within_the_pool(tiny_model) -> None:  # type: ignore[no-untyped-def]
+    runner = TorchRunner(tiny_model, "float32", 16, 1 << 20, backend="sdpa", device="cpu")
+    runner.logits([Chunk(sequence(16, 0, runner.layout), 0, 16)])
+    runner.copy_block(0, 5)
+    prints = runner.fingerprints([0, 5, 1])
+    assert prints[0].tolist() == prints[1].tolist() != prints[2].tolist()
+
+
+def test_staged_and_read_back_on_the_cpu() -> None:
+    assert read_back(staged([3, 1], torch.long, CPU)) == [3, 1]
+    assert staged([], torch.long, CPU).shape == (0,)
+
+
+# ---------------------------------------------------------------------------- pools on devices
+
+
+def endpoint(**fields: object) -> bytes:
+    return json.dumps({"format": FORMAT, "metadata": ""} | fields).encode()
+
+
+def test_endpoints_say_where_their_memory_is() -> None:
+    on_gpu = _Memory.of(DevicePool(4096, num_blocks=3, block_bytes=100, device=1))
+    assert on_gpu == _Memory(4096, 300, "VRAM", 1)
+    assert _parse(endpoint(**on_gpu.fields())) == (on_gpu, b"")
+    in_main_memory = _Memory.of(Pool(np.zeros((3, 8), np.uint8)))
+    assert set(in_main_memory.fields()) == {"base", "bytes"}  # as peers that know of nothing else write and read it
+    assert _parse(endpoint(**in_main_memory.fields())) == (in_main_memory, b"")
+
+
+@pytest.mark.parametrize("wrong", [{"kind": "FILE"}, {"device": -1}, {"device": "0"}, {"device": True}, {"kind": None}])
+def test_an_endpoint_of_unknown_memory_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(EndpointMismatch, match="memory"):
+        _parse(endpoint(**{"base": 4096, "bytes": 8, "kind": "VRAM", "device": 0} | wrong))
+
+
+def test_the_local_transport_takes_main_memory_only() -> None:
+    with pytest.raises(TransportUnavailable, match="main memory"):
+        LocalTransport(LocalNetwork(), "one").register(DevicePool(4096, 1, 8, device=0))

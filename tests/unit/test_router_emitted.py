@@ -1,0 +1,24 @@
+"""What the router remembers of a stream, for the next attempt."""
+
+from protos import inference_pb2 as pb
+from router.attempt import Emitted
+
+
+def test_what_was_sent_is_kept_by_choice() -> None:
+    emitted = Emitted(2)
+    assert not emitted.finished
+    messages = [
+        pb.GenerateResponse(prompt_logprobs=[pb.TokenLogprobs()] * 3),
+        pb.GenerateResponse(token_ids=[1, 2], text="ab", index=1),
+        pb.GenerateResponse(token_ids=[3], text="é"),
+        pb.GenerateResponse(token_ids=[4], index=1, finish=pb.Finish()),
+    ]
+    for message in messages:
+        emitted.add(message.SerializeToString())
+    first, second = emitted.choices
+    assert (first.token_ids, first.num_chars, first.finished) == ([3], 1, False)
+    assert (second.token_ids, second.num_chars, second.finished) == ([1, 2, 4], 2, True)
+    assert emitted.num_prompt_logprobs == 3
+    assert not emitted.finished
+    emitted.add(pb.GenerateResponse(finish=pb.Finish()).SerializeToString())
+    assert emitted.finished
