@@ -29,7 +29,7 @@ def test_defaults_are_filled_in(model_dir: ModelDir) -> None:
 
 def test_what_was_given_stays(model_dir: ModelDir) -> None:
     given = pb.Sampling(
-        max_tokens=3, temperature=0, top_p=0.5, top_k=7, seed=0, stop=["x"], logprobs=0, repetition_penalty=1.1
+        max_tokens=3, temperature=0, top_p=0.5, top_k=7, seed=0, stop=["x"], logprobs=0, repetition_penalty=1.1, n=1
     )
     assert resolve_sampling(given, 10, model_dir) == given
 
