@@ -42,7 +42,8 @@ class VllmServer:
             start_new_session=True,
         )
         self._session = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=None), connector=aiohttp.TCPConnector(limit=0)
+            timeout=aiohttp.ClientTimeout(total=None),
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),  # the server closes idle ones while stopped
         )
         try:
             await self._await_ready()

@@ -250,7 +250,7 @@ inline void for_row_groups(long rows, Body body) {
 #if defined(__AVX512BF16__)
 
 constexpr long DEPTH = 1024;     // of a unit of work: 128 KiB of weights, so that it and the next fit the L2 cache
-constexpr long RUNS = 16;        // of units that each thread takes
+constexpr long RUNS = 64;        // of units that each thread takes
 constexpr long BLOCK_ROWS = 256; // rows of A that one unit is used for before the next is read
 
 inline long panels(long n) { return (n + PANEL - 1) / PANEL; }
@@ -639,7 +639,10 @@ void rms_norm(const T* x, long rows, long n, const T* weight, float epsilon, T* 
         T* to = out + r * n;
         Vec squares{};
         long i = 0;
-        for (; i + LANES <= n; i += LANES) squares += load(from + i) * load(from + i);
+        for (; i + LANES <= n; i += LANES) {
+            const Vec value = load(from + i);
+            squares += value * value;
+        }
         float total = sum(squares);
         for (; i < n; i++) total += widen(from[i]) * widen(from[i]);
         const float scale = 1.0f / std::sqrt(total / n + epsilon);
