@@ -1,27 +1,52 @@
 """The blocks of sequences: reserving, naming as they fill, releasing. Owns the pool and the fingerprints."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.keys import BlockKey, block_keys
 from engine.layout import KvLayout
-from engine.pool import BlockPool
+from engine.pool import BlockPool, CacheEvent, Evicted, Removed, Stored
+from engine.rates import WorkRates
+from engine.tiers.tiers import Tiers
 from engine.vocabulary import Sequence
+
+
+class BlockMemory(Protocol):
+    """The bytes of the pool's blocks. All of it may be called on any thread."""
+
+    def fingerprints(self, blocks: Seq[int]) -> NDArray[np.uint64]:
+        """Of the blocks' bytes as they are now: [len(blocks), kv_heads]."""
+
+    def read_blocks(self, blocks: Seq[int]) -> Seq[NDArray[np.uint8]]:
+        """Their bytes, [block_bytes] each; valid until the blocks are written."""
+
+    def write_block(self, block: int, content: NDArray[np.uint8]) -> None:
+        """Set its bytes."""
 
 
 class Bookkeeper:
     """Every named block has its fingerprint here, taken where and when the block became full."""
 
     def __init__(
-        self, num_blocks: int, layout: KvLayout, compute_fingerprints: Callable[[Seq[int]], NDArray[np.uint64]]
+        self,
+        num_blocks: int,
+        layout: KvLayout,
+        memory: BlockMemory,
+        tiers: Tiers | None = None,
+        rates: WorkRates | None = None,
     ) -> None:
-        self.pool = BlockPool(num_blocks)
+        """What the pool evicts goes to `tiers`, and comes back where `rates` say that it is worth it."""
+        self.pool = BlockPool(num_blocks, self._demote)
         self.layout = layout
-        self.compute_fingerprints = compute_fingerprints
-        """Of the blocks' bytes as they are now: [len(blocks), kv_heads]. Safe from another thread."""
+        self.tiers = tiers
+        self.rates = rates or WorkRates()
+        self._memory = memory
+        self.compute_fingerprints = memory.fingerprints
+        self.write_block = memory.write_block
         self._fingerprints = np.zeros((self.pool.num_blocks, layout.kv_heads), np.uint64)
         self._in_step: set[Sequence] = set()
         self.lingering: list[Sequence] = []
@@ -116,6 +141,41 @@ class Bookkeeper:
         self._fingerprints[blocks] = self.compute_fingerprints(blocks)
         self._name(sequence, end)
         return blocks
+
+    def num_restorable(self, keys: Seq[BlockKey]) -> int:
+        """How many leading blocks the tiers hold, if bringing them back is quicker than computing them."""
+        if self.tiers is None or not keys:
+            return 0
+        count = self.tiers.match(keys)
+        tokens = count * self.layout.block_tokens
+        return count if self.rates.worth_restoring(tokens, count * self.layout.block_bytes) else 0
+
+    def take_cache_events(self) -> list[CacheEvent]:
+        """Changes since the last call of what is held here, in the pool or in the tiers below it."""
+        events = self.pool.take_events()
+        if self.tiers is None:
+            return events
+        events += self.tiers.take_events()
+        return [kept for event in events if (kept := self._without_held(event)) is not None]
+
+    def cache_snapshot(self) -> list[CacheEvent]:
+        """All that is held here, as events."""
+        return self.pool.snapshot() + (self.tiers.snapshot() if self.tiers else [])
+
+    def _without_held(self, event: CacheEvent) -> CacheEvent | None:
+        """What left the pool may be in a tier by now, and the other way round."""
+        if isinstance(event, Stored):
+            return event
+        assert self.tiers is not None
+        gone = tuple(key for key in event.keys if key not in self.pool and not self.tiers.match([key]))
+        return Removed(gone) if gone else None
+
+    def _demote(self, evicted: list[Evicted]) -> None:
+        if self.tiers is None:
+            return
+        contents = self._memory.read_blocks([each.block for each in evicted])
+        for each, content in zip(evicted, contents, strict=True):
+            self.tiers.put(each.parent, each.key, content, self.fingerprints_of([each.block]))
 
     def bind(self, sequence: Sequence, end: int, fingerprints: Seq[bytes]) -> None:
         """Borrowed blocks up to chain index `end` arrived and were verified."""

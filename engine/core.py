@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from engine.bookkeeper import Bookkeeper
-from engine.lending.borrowing import ReadLanded
+from engine.lending.borrowing import BorrowingDesk, ReadLanded, RunAside
 from engine.lending.desk import LendingDesk
 from engine.messages import (
     Audit,
@@ -33,6 +33,7 @@ from engine.reports import Reporter, ReportTimes
 from engine.requests import RequestDesk
 from engine.runner import Runner
 from engine.scheduler import StepBudget, schedule
+from engine.tiers.tiers import Tiers
 from engine.vocabulary import Chunk, Sampled, Sequence
 from kvtransfer.transport import Transport
 
@@ -65,9 +66,12 @@ class EngineCore:
         limits: CoreLimits,
         emit: Callable[[FromEngine], None],
         wake: Callable[[], None] = lambda: None,
+        tiers: Tiers | None = None,
+        run_aside: RunAside = lambda function: function(),
     ) -> None:
         """`emit` is called from `handle` and `step`, and must not block. `wake` is called by `post`, from whatever
-        thread that runs on: there is something for `handle_posted`."""
+        thread that runs on: there is something for `handle_posted`. `run_aside` runs what takes its time and is
+        waited for by nobody."""
         self._runner = runner
         self._transport = transport
         self._limits = limits
@@ -75,17 +79,17 @@ class EngineCore:
         self._posted: SimpleQueue[ReadLanded] = SimpleQueue()
         self._wake = wake
         self._model_fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
-        self._books = Bookkeeper(runner.pool.num_blocks, runner.layout, runner.fingerprints)
+        self._books = Bookkeeper(runner.pool.num_blocks, runner.layout, runner, tiers)
+        self._borrowing = BorrowingDesk(self._books, transport, emit, self.post, run_aside)
         self._lending = LendingDesk(
-            self._books, self._model_fingerprint, emit, limits.max_queued_loans, self._next_arrival
+            self._books, self._borrowing, self._model_fingerprint, emit, limits.max_queued_loans, self._next_arrival
         )
         self._requests = RequestDesk(
             self._books,
-            transport,
+            self._borrowing,
             self._model_fingerprint,
             runner.info.eos_token_ids,
             emit,
-            self.post,
             self._next_arrival,
             limits.reserve_output_tokens,
             runner.copy_block,
@@ -131,6 +135,8 @@ class EngineCore:
     def close(self) -> None:
         """Stop all transfers; nothing touches the pool afterwards."""
         self._transport.close()
+        if self._books.tiers is not None:
+            self._books.tiers.close()
 
     def step(self) -> bool:
         """Compute one batch and report; False when there was nothing to compute."""
@@ -158,7 +164,8 @@ class EngineCore:
 
     def end_step(self, batch: list[Chunk], sampled: list[Sampled]) -> None:
         """The runner's answer to `begin_step`."""
-        self._reports.step_ended()
+        prompt_tokens = sum(chunk.count for chunk in batch if not chunk.sequence.decoding)
+        self._books.rates.computed(prompt_tokens, self._reports.step_ended())
         over = set(self._books.lingering)
         self._books.end_step()
         tokens = iter(sampled)
@@ -194,13 +201,13 @@ class EngineCore:
             case Cancel(request_id, choice):
                 self._requests.cancel(request_id, choice)
             case LoanStarted():
-                self._requests.loans.started(message)
+                self._borrowing.started(message)
             case LoanBlocks():
-                self._requests.loans.announced(message)
+                self._borrowing.announced(message)
             case LoanFailed():
-                self._requests.loans.failed(message)
+                self._borrowing.failed(message)
             case ReadLanded():
-                self._requests.loans.landed(message)
+                self._borrowing.landed(message)
             case Lend():
                 self._reports.saw(message.mark)
                 self._lending.open(message)
@@ -221,7 +228,7 @@ class EngineCore:
         claims += self._lending.holdings()
         try:
             pool.check_integrity(claims)
-            promising = [*self._requests.sequences, *self._lending.jobs(), *self._books.lingering]
+            promising = [*self._requests.sequences, *self._lending.started_jobs(), *self._books.lingering]
             promised = sum(sequence.num_reserved for sequence in promising)
             assert promised == pool.num_reserved, f"{pool.num_reserved} blocks are promised, {promised} expected"
         except AssertionError as error:
@@ -248,7 +255,7 @@ class EngineCore:
         short = self._requests.residency.short
         if not short:
             self._lending.start_waiting()
-        if self._lending.num_waiting and (short or self._requests.loans.waits_for_room):
+        if self._lending.num_waiting and (short or self._borrowing.waits_for_room):
             self._lending.refuse_waiting("no room now, and requests of this worker wait for room themselves")
 
     def _batch_with_room(self) -> list[Chunk]:

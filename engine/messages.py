@@ -28,6 +28,8 @@ class Generate:
     priority: int
     borrow: bool
     mark: PlacementMark = PlacementMark()
+    lender_computes: bool = True
+    """What it lacks; else it lends what it holds."""
     emitted_others: tuple[tuple[int, ...], ...] = ()
     """As `emitted`, of choices 1, 2 and so on; of those left out nothing was."""
     finished: frozenset[int] = frozenset()
@@ -66,6 +68,7 @@ class LoanBlocks:
     first: int
     block_ids: tuple[int, ...]
     fingerprints: bytes
+    fetched: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,8 @@ class Lend:
     may_compute: bool
     priority: int
     mark: PlacementMark = PlacementMark()
+    borrow: bool = False
+    """Somebody is named who holds more of it: ask for a loan of what is missing before computing it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +159,9 @@ class KvAccount:
     mismatched_blocks: int = 0
     lender_cached_blocks: int = 0
     lender_computed_blocks: int = 0
+    lender_fetched_blocks: int = 0
+    restored_blocks: int = 0
+    """Brought back from this engine's own tiers."""
     transport: str = ""
     lanes: tuple[str, ...] = ()
     loan_failure: str = ""
@@ -208,11 +216,12 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class OpenLoan:
-    """Ask the request's lender for chain blocks [first_block, end_block)."""
+    """Ask for chain blocks [first_block, end_block): the lender of a request, or the source of a loan given."""
 
     request_id: str
     first_block: int
     end_block: int
+    may_compute: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +250,8 @@ class LendReady:
     first: int
     block_ids: tuple[int, ...]
     fingerprints: bytes
+    fetched: bool = False
+    """Not computed here but borrowed, or brought back from a tier."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ runs out. `free + cached >= reserved` always holds.
 """
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.keys import BlockKey
@@ -40,12 +40,23 @@ class Removed:
 CacheEvent = Stored | Removed
 
 
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """A cached block that is about to be reused."""
+
+    block: int
+    parent: BlockKey
+    key: BlockKey
+
+
 class BlockPool:
     """Reference counts, prefix cache and reservations over `num_blocks` blocks. Not thread-safe."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, on_evict: Callable[[list[Evicted]], None] = lambda evicted: None) -> None:
+        """`on_evict` is called before the blocks are anybody else's."""
         assert num_blocks > 0
         self.num_blocks = num_blocks
+        self._on_evict = on_evict
         self._free: deque[int] = deque(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._refs: list[int] = [0] * num_blocks
@@ -74,6 +85,9 @@ class BlockPool:
     def num_quarantined(self) -> int:
         """Blocks that an unfinished read may still write into."""
         return len(self._quarantined)
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._block_of
 
     def match(self, keys: Iterable[BlockKey]) -> list[int]:
         """Blocks of the longest prefix of `keys` that is here. Takes no reference."""
@@ -112,7 +126,7 @@ class BlockPool:
         """Turn `count` promised blocks into held ones with one reference, evicting where nothing is free."""
         assert 0 <= count <= self._reserved
         self._reserved -= count
-        evicted: list[BlockKey] = []
+        evicted: list[Evicted] = []
         blocks: list[int] = []
         for _ in range(count):
             if self._free:
@@ -123,7 +137,8 @@ class BlockPool:
             self._refs[block] = 1
             blocks.append(block)
         if evicted:
-            self._events.append(Removed(tuple(evicted)))
+            self._on_evict(evicted)
+            self._events.append(Removed(tuple(each.key for each in evicted)))
         return blocks
 
     def acquire(self, blocks: Iterable[int]) -> None:
@@ -223,10 +238,10 @@ class BlockPool:
             counts = {block: refs for block, refs in enumerate(self._refs) if refs}
             assert claimed == counts, f"claimed {dict(claimed)}, counted {counts}"
 
-    def _forget(self, block: int) -> BlockKey:
-        _, key = self._name_of.pop(block)
+    def _forget(self, block: int) -> Evicted:
+        parent, key = self._name_of.pop(block)
         del self._block_of[key]
-        return key
+        return Evicted(block, parent, key)
 
     def _stored(self, parent: BlockKey, run: list[BlockKey]) -> None:
         if run:

@@ -55,8 +55,10 @@ class Reporter:
     def step_began(self, now: float) -> None:
         self._step_began_at = now
 
-    def step_ended(self) -> None:
+    def step_ended(self) -> float:
+        """How long it took, in seconds."""
         self._step_count += 1
+        return time.monotonic() - self._step_began_at
 
     def report(self) -> None:
         """Say what is due. A step that hangs silences it."""
@@ -66,10 +68,10 @@ class Reporter:
     def send_snapshot(self) -> None:
         """The whole prefix cache, for a reader that lost some changes."""
         self._report_cache()
-        self._emit(CacheChanged(self._cache_sequence, tuple(self._books.pool.snapshot()), snapshot=True))
+        self._emit(CacheChanged(self._cache_sequence, tuple(self._books.cache_snapshot()), snapshot=True))
 
     def _report_cache(self) -> None:
-        if events := self._books.pool.take_events():
+        if events := self._books.take_cache_events():
             self._emit(CacheChanged(self._cache_sequence, tuple(events)))
             self._cache_sequence += len(events)
 
@@ -82,7 +84,7 @@ class Reporter:
         self._reported_at += since
         self.changed = False
         residency = self._requests.residency
-        prefilling = [s for s in residency.running + self._lending.jobs() + residency.preempted if not s.decoding]
+        prefilling = [s for s in residency.running + self._lending.started_jobs() + residency.preempted if not s.decoding]
         self._emit(
             Load(
                 step=self._step_count,

@@ -24,11 +24,10 @@ from engine.beams import BeamSearch
 from engine.bookkeeper import Bookkeeper
 from engine.choices import chains_of, num_blocks_at_most, search_of
 from engine.keys import root_key
-from engine.lending.borrowing import BorrowingDesk, ReadLanded
+from engine.lending.borrowing import BorrowingDesk, Wanted
 from engine.messages import Failed, FromEngine, Generate, KvAccount, PromptScored, Rejected, Token
 from engine.residency import Residency
 from engine.vocabulary import FinishReason, Sampled, Sequence
-from kvtransfer.transport import Transport
 
 
 @dataclass(slots=True)
@@ -59,19 +58,18 @@ class RequestDesk:
     def __init__(
         self,
         books: Bookkeeper,
-        transport: Transport,
+        borrowing: BorrowingDesk,
         model_fingerprint: bytes,
         eos_token_ids: frozenset[int],
         emit: Callable[[FromEngine], None],
-        post: Callable[[ReadLanded], None],
         next_arrival: Callable[[], int],
         reserve_output_tokens: int,
         copy_block: Callable[[int, int], None],
     ) -> None:
         """`next_arrival` numbers arrivals and turns. `copy_block(source, target)` is called between steps."""
         self.residency = Residency(books, reserve_output_tokens, next_arrival, copy_block)
-        self.loans = BorrowingDesk(books, transport, emit, post, self._on_loan_over)
         self._books = books
+        self._borrowing = borrowing
         self._model_fingerprint = model_fingerprint
         self._eos_token_ids = eos_token_ids
         self._emit = emit
@@ -115,13 +113,12 @@ class RequestDesk:
             self._reject(message.request_id, reason, permanent=False)
             return
         account = KvAccount(reused_blocks=len(sequence.blocks), times={"admitted": time.monotonic()})
-        borrowing = message.borrow and len(sequence.blocks) < len(keys)
         by_choice = {chain.choice: chain for chain in chains}
-        self._requests[message.request_id] = _Request(by_choice, account, borrowing, message.sampling.n, search)
-        if borrowing:
-            self.loans.open(sequence, len(keys), account)
-        else:
-            self._run(sequence, account)
+        request = _Request(by_choice, account, True, message.sampling.n, search)
+        self._requests[message.request_id] = request
+        lender = message.lender_computes if message.borrow else None
+        if not self._borrowing.take(Wanted(sequence, keys, lender, account, self)):
+            self.loan_over(sequence, lost_blocks=False)
 
     def computing(self, sequence: Sequence, now: float) -> None:
         """A step begins to compute some of the request's tokens."""
@@ -179,7 +176,7 @@ class RequestDesk:
         if (request := self._requests.get(request_id)) is None:
             return
         if choice is None:
-            self.loans.cancel(request_id)
+            self._borrowing.cancel(request_id)
             self._finish(request_id)
         elif (chain := request.chains.get(choice)) is not None:
             self._end(request, chain)
@@ -230,14 +227,11 @@ class RequestDesk:
             return FinishReason.LENGTH
         return None
 
-    def _run(self, sequence: Sequence, account: KvAccount) -> None:
-        """What is not here now is computed here."""
-        self.residency.run(sequence)
-        total = self._books.layout.blocks_for(sequence.num_prompt)
-        account.computed_blocks = total - account.reused_blocks - account.moved_blocks
-        account.computed_tokens = sequence.num_prompt - sequence.num_computed
+    def loan_bound(self, sequence: Sequence, first: int) -> None:
+        """It is computed when the loan is over."""
 
-    def _on_loan_over(self, sequence: Sequence, lost_blocks: bool) -> None:
+    def loan_over(self, sequence: Sequence, lost_blocks: bool) -> None:
+        """What is not here now is computed here."""
         request = self._requests[sequence.request_id]
         request.borrowing = False
         if lost_blocks:
@@ -245,7 +239,11 @@ class RequestDesk:
             reason = "blocks are quarantined for a silent lender and no others are available"
             self._reject(sequence.request_id, reason, permanent=False)
         else:
-            self._run(sequence, request.account)
+            self.residency.run(sequence)
+            account = request.account
+            total = self._books.layout.blocks_for(sequence.num_prompt)
+            account.computed_blocks = total - account.reused_blocks - account.restored_blocks - account.moved_blocks
+            account.computed_tokens = sequence.num_prompt - sequence.num_computed
 
     def _finish(self, request_id: str) -> None:
         for chain in self._requests.pop(request_id).chains.values():

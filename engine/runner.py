@@ -48,6 +48,17 @@ class Runner(ABC):
         assert isinstance(self.pool, Pool)
         self.pool.memory[target] = self.pool.memory[source]
 
+    def read_blocks(self, blocks: Sequence[int]) -> Sequence[NDArray[np.uint8]]:
+        """The bytes of blocks that nobody writes, [block_bytes] each; valid until somebody does. From any thread."""
+        assert isinstance(self.pool, Pool)
+        memory = self.pool.memory
+        return [memory[block] for block in blocks]
+
+    def write_block(self, block: int, content: NDArray[np.uint8]) -> None:
+        """Set the bytes of a block that no batch uses; they are there when this returns. From any thread."""
+        assert isinstance(self.pool, Pool)
+        self.pool.memory[block] = content
+
     def fingerprints(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
         """Those of `kvtransfer/fingerprint.py`, of the blocks' bytes as they are now: [len(blocks), kv_heads].
 

@@ -23,21 +23,22 @@ _sym_db = _symbol_database.Default()
 
 
 from protos import inference_pb2 as protos_dot_inference__pb2
+from protos import lend_pb2 as protos_dot_lend__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/decode.proto\x12\x12tandem.internal.v1\x1a\x16protos/inference.proto\"\x90\x04\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1a\n\x12worker_incarnation\x18\x02 \x01(\x0c\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x19\n\x11\x65mitted_token_ids\x18\x04 \x03(\r\x12\x15\n\remitted_chars\x18\x05 \x01(\r\x12%\n\x08sampling\x18\x06 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12*\n\x06lender\x18\t \x01(\x0b\x32\x1a.tandem.internal.v1.Lender\x12\'\n\tplacement\x18\n \x01(\x0b\x32\x14.tandem.v1.Placement\x12\'\n\rrouter_stages\x18\x0b \x03(\x0b\x32\x10.tandem.v1.Stage\x12\x12\n\nelapsed_ms\x18\x0c \x01(\x01\x12\x11\n\trouter_id\x18\r \x01(\t\x12\x1a\n\x12placement_sequence\x18\x0e \x01(\x04\x12\x1f\n\x17\x65mitted_prompt_logprobs\x18\x0f \x01(\r\x12:\n\x0f\x65mitted_choices\x18\x10 \x03(\x0b\x32!.tandem.internal.v1.EmittedChoice\x12\x18\n\x10\x66inished_choices\x18\x11 \x03(\r\"@\n\rEmittedChoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\r\n\x05\x63hars\x18\x03 \x01(\r\"A\n\x06Lender\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x0c\x32V\n\x06\x44\x65\x63ode\x12L\n\x08Generate\x12!.tandem.internal.v1.DecodeRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/decode.proto\x12\x12tandem.internal.v1\x1a\x16protos/inference.proto\x1a\x11protos/lend.proto\"\x90\x04\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1a\n\x12worker_incarnation\x18\x02 \x01(\x0c\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x19\n\x11\x65mitted_token_ids\x18\x04 \x03(\r\x12\x15\n\remitted_chars\x18\x05 \x01(\r\x12%\n\x08sampling\x18\x06 \x01(\x0b\x32\x13.tandem.v1.Sampling\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12*\n\x06lender\x18\t \x01(\x0b\x32\x1a.tandem.internal.v1.Lender\x12\'\n\tplacement\x18\n \x01(\x0b\x32\x14.tandem.v1.Placement\x12\'\n\rrouter_stages\x18\x0b \x03(\x0b\x32\x10.tandem.v1.Stage\x12\x12\n\nelapsed_ms\x18\x0c \x01(\x01\x12\x11\n\trouter_id\x18\r \x01(\t\x12\x1a\n\x12placement_sequence\x18\x0e \x01(\x04\x12\x1f\n\x17\x65mitted_prompt_logprobs\x18\x0f \x01(\r\x12:\n\x0f\x65mitted_choices\x18\x10 \x03(\x0b\x32!.tandem.internal.v1.EmittedChoice\x12\x18\n\x10\x66inished_choices\x18\x11 \x03(\r\"@\n\rEmittedChoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\r\n\x05\x63hars\x18\x03 \x01(\r\"u\n\x06Lender\x12*\n\x06worker\x18\x01 \x01(\x0b\x32\x1a.tandem.internal.v1.Holder\x12\x13\n\x0bmay_compute\x18\x02 \x01(\x08\x12*\n\x06source\x18\x03 \x01(\x0b\x32\x1a.tandem.internal.v1.Holder2V\n\x06\x44\x65\x63ode\x12L\n\x08Generate\x12!.tandem.internal.v1.DecodeRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.decode_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DECODEREQUEST']._serialized_start=68
-  _globals['_DECODEREQUEST']._serialized_end=596
-  _globals['_EMITTEDCHOICE']._serialized_start=598
-  _globals['_EMITTEDCHOICE']._serialized_end=662
-  _globals['_LENDER']._serialized_start=664
-  _globals['_LENDER']._serialized_end=729
-  _globals['_DECODE']._serialized_start=731
-  _globals['_DECODE']._serialized_end=817
+  _globals['_DECODEREQUEST']._serialized_start=87
+  _globals['_DECODEREQUEST']._serialized_end=615
+  _globals['_EMITTEDCHOICE']._serialized_start=617
+  _globals['_EMITTEDCHOICE']._serialized_end=681
+  _globals['_LENDER']._serialized_start=683
+  _globals['_LENDER']._serialized_end=800
+  _globals['_DECODE']._serialized_start=802
+  _globals['_DECODE']._serialized_end=888
 # @@protoc_insertion_point(module_scope)

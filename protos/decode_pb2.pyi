@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from protos import inference_pb2 as _inference_pb2
+from protos import lend_pb2 as _lend_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -143,22 +144,27 @@ Global___EmittedChoice: _TypeAlias = EmittedChoice  # noqa: Y015
 class Lender(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    WORKER_ID_FIELD_NUMBER: _builtins.int
-    ADDRESS_FIELD_NUMBER: _builtins.int
-    INCARNATION_FIELD_NUMBER: _builtins.int
-    worker_id: _builtins.str
-    address: _builtins.str
-    incarnation: _builtins.bytes
+    WORKER_FIELD_NUMBER: _builtins.int
+    MAY_COMPUTE_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    may_compute: _builtins.bool
+    """Of what it lacks; a lender that may not lends what it holds."""
+    @_builtins.property
+    def worker(self) -> _lend_pb2.Holder: ...
+    @_builtins.property
+    def source(self) -> _lend_pb2.Holder:
+        """As in Want."""
+
     def __init__(
         self,
         *,
-        worker_id: _builtins.str = ...,
-        address: _builtins.str = ...,
-        incarnation: _builtins.bytes = ...,
+        worker: _lend_pb2.Holder | None = ...,
+        may_compute: _builtins.bool = ...,
+        source: _lend_pb2.Holder | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["may_compute", b"may_compute", "source", b"source", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

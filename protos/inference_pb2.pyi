@@ -594,6 +594,7 @@ class Placement(_message.Message):
     CANDIDATES_FIELD_NUMBER: _builtins.int
     PREDICTED_TTFT_MS_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     decode_worker: _builtins.str
     lender: _builtins.str
     """Empty when the decode worker computed the prompt itself."""
@@ -604,6 +605,8 @@ class Placement(_message.Message):
     predicted_ttft_ms: _builtins.float
     attempt: _builtins.int
     """1 when the first placement succeeded."""
+    source: _builtins.str
+    """The worker from which the lender was to read what it lacked; empty when it computed it."""
     def __init__(
         self,
         *,
@@ -613,10 +616,11 @@ class Placement(_message.Message):
         candidates: _builtins.int = ...,
         predicted_ttft_ms: _builtins.float = ...,
         attempt: _builtins.int = ...,
+        source: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "candidates", b"candidates", "decode_worker", b"decode_worker", "lender", b"lender", "predicted_ttft_ms", b"predicted_ttft_ms", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "candidates", b"candidates", "decode_worker", b"decode_worker", "lender", b"lender", "predicted_ttft_ms", b"predicted_ttft_ms", "reason", b"reason", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -645,6 +649,8 @@ class KvReceipt(_message.Message):
     LOAN_FAILURE_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    RESTORED_BLOCKS_FIELD_NUMBER: _builtins.int
+    LENDER_FETCHED_BLOCKS_FIELD_NUMBER: _builtins.int
     block_tokens: _builtins.int
     reused_blocks: _builtins.int
     """Found in the decode worker's own cache."""
@@ -670,6 +676,10 @@ class KvReceipt(_message.Message):
     """How often blocks of the request were taken back for others while it ran."""
     recomputed_tokens: _builtins.int
     """Tokens computed again because of that; computed_tokens leaves them out."""
+    restored_blocks: _builtins.int
+    """Evicted from the pool before, and brought back from host memory or disk."""
+    lender_fetched_blocks: _builtins.int
+    """Of the moved blocks: those the lender read from another worker, or brought back from its host memory or disk."""
     @_builtins.property
     def ucx_transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """UCX's own account of the lanes that reads from this lender use, such as "cma/memory"."""
@@ -692,10 +702,12 @@ class KvReceipt(_message.Message):
         loan_failure: _builtins.str = ...,
         preemptions: _builtins.int = ...,
         recomputed_tokens: _builtins.int = ...,
+        restored_blocks: _builtins.int = ...,
+        lender_fetched_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "computed_blocks", b"computed_blocks", "computed_tokens", b"computed_tokens", "lender_cached_blocks", b"lender_cached_blocks", "lender_computed_blocks", b"lender_computed_blocks", "loan_failure", b"loan_failure", "mismatched_blocks", b"mismatched_blocks", "moved_blocks", b"moved_blocks", "moved_bytes", b"moved_bytes", "preemptions", b"preemptions", "recomputed_tokens", b"recomputed_tokens", "reused_blocks", b"reused_blocks", "transport", b"transport", "ucx_transports", b"ucx_transports", "verified_blocks", b"verified_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "computed_blocks", b"computed_blocks", "computed_tokens", b"computed_tokens", "lender_cached_blocks", b"lender_cached_blocks", "lender_computed_blocks", b"lender_computed_blocks", "lender_fetched_blocks", b"lender_fetched_blocks", "loan_failure", b"loan_failure", "mismatched_blocks", b"mismatched_blocks", "moved_blocks", b"moved_blocks", "moved_bytes", b"moved_bytes", "preemptions", b"preemptions", "recomputed_tokens", b"recomputed_tokens", "restored_blocks", b"restored_blocks", "reused_blocks", b"reused_blocks", "transport", b"transport", "ucx_transports", b"ucx_transports", "verified_blocks", b"verified_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -70,6 +70,7 @@ class Want(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     PLACEMENT_SEQUENCE_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     lender_incarnation: _builtins.bytes
     """The lender this was meant for; another process at the same address refuses."""
@@ -79,7 +80,7 @@ class Want(_message.Message):
     first_block: _builtins.int
     """Blocks [first_block, len(token_ids) / block_tokens) are wanted."""
     may_compute: _builtins.bool
-    """False: lend only what is cached."""
+    """False: lend only what is cached, at once or not at all."""
     priority: _builtins.int
     router_id: _builtins.str
     """The placement that caused this; echoed in the lender's load reports."""
@@ -87,6 +88,10 @@ class Want(_message.Message):
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens of the chain, up to the end of the last block wanted."""
+
+    @_builtins.property
+    def source(self) -> Global___Holder:
+        """Somebody who holds more of the chain: a lender that computes reads from there what it lacks, before it computes."""
 
     def __init__(
         self,
@@ -101,14 +106,42 @@ class Want(_message.Message):
         priority: _builtins.int = ...,
         router_id: _builtins.str = ...,
         placement_sequence: _builtins.int = ...,
+        source: Global___Holder | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "first_block", b"first_block", "lender_incarnation", b"lender_incarnation", "may_compute", b"may_compute", "model_fingerprint", b"model_fingerprint", "placement_sequence", b"placement_sequence", "priority", b"priority", "request_id", b"request_id", "router_id", b"router_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "first_block", b"first_block", "lender_incarnation", b"lender_incarnation", "may_compute", b"may_compute", "model_fingerprint", b"model_fingerprint", "placement_sequence", b"placement_sequence", "priority", b"priority", "request_id", b"request_id", "router_id", b"router_id", "source", b"source", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Want: _TypeAlias = Want  # noqa: Y015
+
+@_typing.final
+class Holder(_message.Message):
+    """A worker, as one that wants something of it must know it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    address: _builtins.str
+    incarnation: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+        incarnation: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Holder: _TypeAlias = Holder  # noqa: Y015
 
 @_typing.final
 class Release(_message.Message):
@@ -205,10 +238,13 @@ class BlocksReady(_message.Message):
     FIRST_FIELD_NUMBER: _builtins.int
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     FINGERPRINTS_FIELD_NUMBER: _builtins.int
+    FETCHED_FIELD_NUMBER: _builtins.int
     first: _builtins.int
     """Index in the chain of the first block announced; announcements are in order, without gaps."""
     fingerprints: _builtins.bytes
     """Little-endian uint64, [len(block_ids), kv_heads]."""
+    fetched: _builtins.bool
+    """Read from the lender's source or brought back from its tiers, not computed."""
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Indices into the lender's pool."""
@@ -219,10 +255,11 @@ class BlocksReady(_message.Message):
         first: _builtins.int = ...,
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
         fingerprints: _builtins.bytes = ...,
+        fetched: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "fingerprints", b"fingerprints", "first", b"first"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "fetched", b"fetched", "fingerprints", b"fingerprints", "first", b"first"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

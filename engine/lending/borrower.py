@@ -13,10 +13,13 @@ Blocks of the wanted range [first, end) move through
 Who owns what: the blocks read into belong to the request from `Allocate` on. After `Abandon`, a block whose read
 was already posted belongs to the transport until that read is quiet; every other one is the request's again.
 A block is bound only when it and all before it arrived with the fingerprints the lender announced.
+
+A borrower of several tensor-parallel ranks reads every piece once on each rank, into that rank's pool, and the ranks
+finish when they finish. A piece has landed with its last rank: only then is it compared, bound and released.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 # ---------------------------------------------------------------------------------------------- events
@@ -41,10 +44,11 @@ class Announced:
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """A read finished. `fingerprints` of what arrived, or None when the read failed."""
+    """A read finished on one rank. `fingerprints` of what arrived, of that rank's KV heads, or None when it failed."""
 
     first: int
     fingerprints: tuple[bytes, ...] | None
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,7 @@ class Allocate:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Post a read of the lender's `block_ids` into the blocks of chain indices from `first` on."""
+    """Post a read of the lender's `block_ids` into the blocks of chain indices from `first` on, on every rank."""
 
     first: int
     block_ids: tuple[int, ...]
@@ -126,20 +130,35 @@ class _Piece:
     """One read: what should arrive, and what did."""
 
     expected: tuple[bytes, ...]
-    landed: tuple[bytes, ...] | None = None
+    parts: dict[int, tuple[bytes, ...]] = field(default_factory=dict)
+    """By rank."""
+
+    def landed(self, ranks: int) -> tuple[bytes, ...] | None:
+        """Of all heads, one entry per block; None while a rank is still reading."""
+        if len(self.parts) < ranks:
+            return None
+        return tuple(b"".join(parts) for parts in zip(*(self.parts[rank] for rank in range(ranks)), strict=True))
 
 
 class Borrower:
-    """One loan of chain blocks [first, end), read in pieces of at most `max_read_blocks`."""
+    """One loan of chain blocks [first, end), read in pieces of at most `max_read_blocks` on each of `ranks`.
 
-    def __init__(self, first: int, end: int, max_read_blocks: int) -> None:
+    `may_be_part`: the lender computes nothing, so that less than was wanted is no failure.
+    """
+
+    def __init__(
+        self, first: int, end: int, max_read_blocks: int, may_be_part: bool = False, ranks: int = 1
+    ) -> None:
         assert 0 <= first < end
         assert max_read_blocks > 0
+        assert ranks > 0
         self.first = first
         self.end = end
         self.bound_end = first
         self._announced_end = first
         self._max_read_blocks = max_read_blocks
+        self._may_be_part = may_be_part
+        self._ranks = ranks
         self._pieces: dict[int, _Piece] = {}  # by first chain index; those not bound yet
         self._partial = False
         self._state = _State.OPENING
@@ -162,8 +181,8 @@ class Borrower:
                 return self._on_started(end)
             case Announced():
                 return self._on_announced(event)
-            case Landed(first, fingerprints):
-                return self._on_landed(first, fingerprints)
+            case Landed(first, fingerprints, rank):
+                return self._on_landed(first, fingerprints, rank)
             case Failed(reason):
                 return self._finish(reason)
             case Cancelled():
@@ -176,7 +195,7 @@ class Borrower:
         wanted, self.end = self.end, end
         if end == self.first:
             return self._finish("the lender holds none of the blocks")
-        self._partial = end < wanted
+        self._partial = end < wanted and not self._may_be_part
         return [Allocate(self.first, end)]
 
     def _on_announced(self, event: Announced) -> list[Action]:
@@ -192,21 +211,27 @@ class Borrower:
             actions.append(Read(event.first + start, event.block_ids[piece]))
         return actions
 
-    def _on_landed(self, first: int, fingerprints: tuple[bytes, ...] | None) -> list[Action]:
+    def _on_landed(self, first: int, fingerprints: tuple[bytes, ...] | None, rank: int) -> list[Action]:
         piece = self._pieces[first]
         if fingerprints is None:
             return self._finish("the read failed")
-        piece.landed = fingerprints
-        actions: list[Action] = [Release(first, len(fingerprints))]
-        while (ready := self._pieces.get(self.bound_end)) is not None and ready.landed is not None:
+        assert 0 <= rank < self._ranks
+        assert rank not in piece.parts
+        piece.parts[rank] = fingerprints
+        if piece.landed(self._ranks) is None:
+            return []
+        actions: list[Action] = [Release(first, len(piece.expected))]
+        while (ready := self._pieces.get(self.bound_end)) is not None:
+            if (landed := ready.landed(self._ranks)) is None:
+                break
             del self._pieces[self.bound_end]
-            num_equal = _equal_prefix(ready.expected, ready.landed)
+            num_equal = _equal_prefix(ready.expected, landed)
             if num_equal:
                 end = self.bound_end + num_equal
-                actions.append(Bind(self.bound_end, end, ready.landed[:num_equal]))
+                actions.append(Bind(self.bound_end, end, landed[:num_equal]))
                 self.bound_end = end
             if num_equal < len(ready.expected):
-                mismatched = sum(a != b for a, b in zip(ready.expected, ready.landed, strict=True))
+                mismatched = sum(a != b for a, b in zip(ready.expected, landed, strict=True))
                 return actions + self._finish(f"block {self.bound_end} arrived corrupted", mismatched)
         if self.bound_end == self.end:
             return actions + self._finish("the lender holds only a part" if self._partial else "")
@@ -214,7 +239,7 @@ class Borrower:
 
     def _finish(self, failure: str, mismatched: int = 0) -> list[Action]:
         self._state = _State.DONE
-        outstanding = any(piece.landed is None for piece in self._pieces.values())
+        outstanding = any(piece.landed(self._ranks) is None for piece in self._pieces.values())
         abandon: list[Action] = [Abandon()] if outstanding else []
         return [*abandon, Close(self.bound_end, mismatched, failure)]
 

@@ -1,11 +1,18 @@
-"""Performs what the borrower machines say: the loans this engine takes."""
+"""Performs what the borrower machines say: the loans this engine takes, from its own tiers and from other workers.
+
+A sequence that lacks blocks asks its sources one after the other: what the tiers below the pool hold of the chain is
+brought back first, and a lender is asked for what is then still missing. Each source is one loan with a machine of its
+own; the sequence may be computed when the last is over, however much they brought.
+"""
 
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from engine.bookkeeper import Bookkeeper
+from engine.keys import BlockKey
 from engine.lending.borrower import (
     Abandon,
     Allocate,
@@ -21,47 +28,64 @@ from engine.lending.borrower import (
     Release,
     Started,
 )
-from engine.messages import (
-    CloseLoan,
-    FromEngine,
-    KvAccount,
-    LoanBlocks,
-    LoanFailed,
-    LoanStarted,
-    OpenLoan,
-    ReleaseLoan,
-)
+from engine.lending.sources import Lender, LowerTiers, Source
+from engine.messages import FromEngine, KvAccount, LoanBlocks, LoanFailed, LoanStarted
 from engine.vocabulary import Sequence
 from kvtransfer.errors import TransferError
-from kvtransfer.transport import Peer, Transport, block_spans, max_blocks_per_read
+from kvtransfer.transport import Transport, max_blocks_per_read
+
+
+class LoanOwner(Protocol):
+    """Whose sequence it is."""
+
+    def loan_bound(self, sequence: Sequence, first: int) -> None:
+        """Its chain blocks from `first` to the last it has named came, and were verified."""
+
+    def loan_over(self, sequence: Sequence, lost_blocks: bool) -> None:
+        """It may be computed. `lost_blocks`: no, its chain has holes; it can only be finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a sequence asks for."""
+
+    sequence: Sequence
+    keys: list[BlockKey]
+    """Of its chain up to the last block that may come from elsewhere."""
+    lender_computes: bool | None
+    """None: there is no lender to ask. Else whether it may compute what it lacks."""
+    account: KvAccount
+    owner: LoanOwner
 
 
 @dataclass(slots=True, eq=False)
 class Loan:
     """One loan: its machine, and the reads that machine has asked for."""
 
-    sequence: Sequence
+    wanted: Wanted
     machine: Borrower
-    account: KvAccount
-    peer: Peer | None = None
+    source: Source
     reads: dict[int, tuple["Future[None]", int]] = field(default_factory=dict)
     """By first chain index: the read, and how many blocks it fills."""
     quarantined: dict[int, list[int]] = field(default_factory=dict)
     """By first chain index: blocks that are nobody's until that read is quiet."""
-    lender_cached_end: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ReadLanded:
-    """From the transport's thread: a posted read is quiet."""
+    """From another thread: a posted read is quiet."""
 
     loan: Loan
     first: int
     fingerprints: tuple[bytes, ...] | None
 
 
+RunAside = Callable[[Callable[[], None]], object]
+"""Runs a function soon, on a thread that may take its time, or right here."""
+
+
 class BorrowingDesk:
-    """Loans by request. `on_over(sequence, lost_blocks)` is called once per loan, when the request may go on."""
+    """Loans by the id of the request, or of the loan given, that they are for: there is one at a time."""
 
     def __init__(
         self,
@@ -69,13 +93,14 @@ class BorrowingDesk:
         transport: Transport,
         emit: Callable[[FromEngine], None],
         post: Callable[[ReadLanded], None],
-        on_over: Callable[[Sequence, bool], None],
+        run_aside: RunAside,
     ) -> None:
+        """What arrived is fingerprinted by `run_aside`, so that the next read need not wait for it."""
         self._books = books
         self._transport = transport
         self._emit = emit
         self._post = post
-        self._on_over = on_over
+        self._run_aside = run_aside
         self._loans: dict[str, Loan] = {}
         self._max_read_blocks = max_blocks_per_read(books.layout.block_bytes)
 
@@ -85,46 +110,52 @@ class BorrowingDesk:
 
     @property
     def waits_for_room(self) -> bool:
-        """Some lender has not started yet, perhaps because it has no room."""
-        return any(loan.machine.opening for loan in self._loans.values())
+        """Some lender has not started yet, perhaps because it has no room. One that computes nothing never waits."""
+        return any(
+            loan.machine.opening and isinstance(loan.source, Lender) and loan.source.may_compute
+            for loan in self._loans.values()
+        )
 
-    def open(self, sequence: Sequence, end: int, account: KvAccount) -> None:
-        """Ask for the sequence's chain blocks from those it has up to `end`."""
-        first = len(sequence.blocks)
-        machine = Borrower(first, end, self._max_read_blocks)
-        self._loans[sequence.request_id] = Loan(sequence, machine, account)
-        account.times["loan_opened"] = time.monotonic()
-        self._emit(OpenLoan(sequence.request_id, first, end))
+    def take(self, wanted: Wanted) -> bool:
+        """Ask for what the sequence lacks; False when there is nobody to ask. The owner hears when it is over."""
+        loan_id = wanted.sequence.request_id
+        assert loan_id not in self._loans
+        return self._restore(wanted) or self._borrow(wanted)
 
     def started(self, message: LoanStarted) -> None:
-        loan = self._loans.get(message.request_id)
+        loan, lender = self._of_lender(message.request_id)
         if loan is None:
             return
-        loan.account.times["loan_started"] = time.monotonic()
-        loan.account.times["lender_queued_s"] = message.queued_ms / 1e3
-        loan.lender_cached_end = message.cached_end_block
+        times = loan.wanted.account.times
+        times["loan_started"] = time.monotonic()
+        times["lender_queued_s"] = message.queued_ms / 1e3
+        lender.cached_end = lender.fetched_end = message.cached_end_block
         try:
-            loan.peer = self._transport.connect(message.endpoint)
+            lender.connect(message.endpoint)
         except TransferError as error:
             self._handle(loan, Failed(str(error)))
             return
         self._handle(loan, Started(message.end_block))
 
     def announced(self, message: LoanBlocks) -> None:
-        loan = self._loans.get(message.request_id)
+        loan, lender = self._of_lender(message.request_id)
         if loan is None:
             return
-        loan.account.times.setdefault("first_blocks_ready", time.monotonic())
-        loan.account.times["last_blocks_ready"] = time.monotonic()
+        times = loan.wanted.account.times
+        times.setdefault("first_blocks_ready", time.monotonic())
+        times["last_blocks_ready"] = time.monotonic()
+        if message.fetched:
+            lender.fetched_end = message.first + len(message.block_ids)
         self._handle(loan, Announced(message.first, message.block_ids, self._split(message.fingerprints)))
 
     def failed(self, message: LoanFailed) -> None:
-        if (loan := self._loans.get(message.request_id)) is not None:
+        loan, _ = self._of_lender(message.request_id)
+        if loan is not None:
             self._handle(loan, Failed(message.reason))
 
-    def cancel(self, request_id: str) -> None:
-        """The request is over. Afterwards its sequence holds no block that may still be written."""
-        if (loan := self._loans.get(request_id)) is not None:
+    def cancel(self, loan_id: str) -> None:
+        """Nobody wants it any more. Afterwards its sequence holds no block that may still be written."""
+        if (loan := self._loans.get(loan_id)) is not None:
             self._handle(loan, Cancelled())
 
     def landed(self, message: ReadLanded) -> None:
@@ -134,8 +165,55 @@ class BorrowingDesk:
         elif loan.reads.pop(message.first, None) is not None:
             self._handle(loan, Landed(message.first, message.fingerprints))
 
+    # ------------------------------------------------------------------ the sources in turn
+
+    def _restore(self, wanted: Wanted) -> bool:
+        """From the tiers, if they hold what comes next."""
+        tiers, first = self._books.tiers, len(wanted.sequence.keys)
+        count = self._books.num_restorable(wanted.keys[first:])
+        if tiers is None or not count:
+            return False
+        source = LowerTiers(tiers, wanted.keys[first : first + count], self._books.write_block)
+        loan = self._open(wanted, source, first, first + count)
+        wanted.account.times["restore_started"] = time.monotonic()
+        self._handle(loan, Started(loan.machine.end))
+        self._handle(loan, Announced(first, tuple(range(count)), source.fingerprints()))
+        return True
+
+    def _borrow(self, wanted: Wanted) -> bool:
+        """From the lender, if there is one and something is missing."""
+        sequence = wanted.sequence
+        first = len(sequence.keys)
+        if wanted.lender_computes is None or first >= len(wanted.keys):
+            return False
+        lender = Lender(
+            sequence.request_id,
+            wanted.lender_computes,
+            self._transport,
+            self._books.layout.block_bytes,
+            self._emit,
+        )
+        loan = self._open(wanted, lender, first, len(wanted.keys), may_be_part=not wanted.lender_computes)
+        wanted.account.times["loan_opened"] = time.monotonic()
+        lender.open(first, loan.machine.end)
+        return True
+
+    def _open(self, wanted: Wanted, source: Source, first: int, end: int, may_be_part: bool = False) -> Loan:
+        machine = Borrower(first, end, self._max_read_blocks, may_be_part)
+        loan = self._loans[wanted.sequence.request_id] = Loan(wanted, machine, source)
+        return loan
+
+    def _of_lender(self, loan_id: str) -> tuple[Loan, Lender] | tuple[None, None]:
+        """The loan that a message of its lender is about, if it is still that one."""
+        loan = self._loans.get(loan_id)
+        if loan is None or not isinstance(loan.source, Lender):
+            return None, None
+        return loan, loan.source
+
+    # ------------------------------------------------------------------ what a machine says
+
     def _handle(self, loan: Loan, event: Event) -> None:
-        sequence, lost_blocks = loan.sequence, False
+        sequence, lost_blocks = loan.wanted.sequence, False
         for action in loan.machine.handle(event):
             match action:
                 case Allocate(_, end):
@@ -145,67 +223,78 @@ class BorrowingDesk:
                 case Bind(first, end, fingerprints):
                     self._books.bind(sequence, end, fingerprints)
                     self._count(loan, first, end)
+                    loan.wanted.owner.loan_bound(sequence, first)
                 case Release(first, count):
-                    self._emit(ReleaseLoan(sequence.request_id, first, count))
+                    loan.source.release(first, count)
                 case Abandon():
                     lost_blocks = not self._abandon(loan, needed=not isinstance(event, Cancelled))
                 case Close(_, mismatched, failure):
                     self._close(loan, mismatched, failure, lost_blocks, isinstance(event, Cancelled))
 
     def _read(self, loan: Loan, first: int, block_ids: tuple[int, ...]) -> None:
-        assert loan.peer is not None
-        blocks = loan.sequence.blocks[first : first + len(block_ids)]
-        spans = block_spans(zip(blocks, block_ids, strict=True), self._books.layout.block_bytes)
-        try:
-            future = self._transport.read(loan.peer, spans)
-        except ValueError:  # the lender announced a block that its pool does not have
-            future = Future()
-            future.set_exception(TransferError("announced blocks lie outside the lender's pool"))
+        blocks = loan.wanted.sequence.blocks[first : first + len(block_ids)]
+        future = loan.source.read(block_ids, blocks)
         loan.reads[first] = future, len(blocks)
         future.add_done_callback(lambda done: self._quiet(loan, first, blocks, done))
 
     def _quiet(self, loan: Loan, first: int, blocks: list[int], done: "Future[None]") -> None:
-        """On the transport's thread."""
+        """On the thread that read."""
         if done.cancelled():
             return
-        fingerprints = None
-        if done.exception() is None:
-            fingerprints = self._split(self._books.compute_fingerprints(blocks).tobytes())
-        self._post(ReadLanded(loan, first, fingerprints))
+        if done.exception() is not None:
+            self._post(ReadLanded(loan, first, None))
+        else:
+            self._run_aside(lambda: self._post(ReadLanded(loan, first, self._fingerprints(blocks))))
+
+    def _fingerprints(self, blocks: list[int]) -> tuple[bytes, ...]:
+        return self._split(self._books.compute_fingerprints(blocks).tobytes())
 
     def _abandon(self, loan: Loan, needed: bool) -> bool:
         """Withdraw reads; False when the sequence lost blocks to a read in flight and has no others for them.
 
         Only a sequence that goes on is `needed` others: for one that is over they would only evict what is cached.
         """
-        lost: list[int] = []
+        sequence, lost = loan.wanted.sequence, list[int]()
         for first, (future, count) in loan.reads.items():
             if future.cancel() or future.done():
                 continue
             indices = range(first, first + count)
-            loan.quarantined[first] = [loan.sequence.blocks[index] for index in indices]
+            loan.quarantined[first] = [sequence.blocks[index] for index in indices]
             lost += indices
         loan.reads.clear()
-        return not lost or self._books.quarantine_unbound(loan.sequence, lost, replace=needed)
+        return not lost or self._books.quarantine_unbound(sequence, lost, replace=needed)
 
     def _close(self, loan: Loan, mismatched: int, failure: str, lost_blocks: bool, cancelled: bool) -> None:
-        del self._loans[loan.sequence.request_id]
-        loan.account.mismatched_blocks = mismatched
-        loan.account.loan_failure = failure
-        loan.account.times["loan_closed"] = time.monotonic()
-        if loan.peer is not None and loan.account.moved_blocks:
-            loan.account.lanes = loan.peer.lanes
-        self._emit(CloseLoan(loan.sequence.request_id))
-        if not cancelled:
-            self._on_over(loan.sequence, lost_blocks)
+        wanted, account = loan.wanted, loan.wanted.account
+        del self._loans[wanted.sequence.request_id]
+        account.mismatched_blocks += mismatched
+        if failure and not cancelled:
+            account.loan_failure = failure
+            loan.source.spoiled(wanted.keys[loan.machine.bound_end])
+        if isinstance(loan.source, Lender):
+            account.times["loan_closed"] = time.monotonic()
+            if account.moved_blocks:
+                account.lanes = loan.source.lanes
+        else:
+            account.times["restored"] = time.monotonic()
+            seconds = account.times["restored"] - account.times["restore_started"]
+            self._books.rates.restored(account.restored_blocks * self._books.layout.block_bytes, seconds)
+        loan.source.close()
+        if not cancelled and (lost_blocks or isinstance(loan.source, Lender) or not self._borrow(wanted)):
+            wanted.owner.loan_over(wanted.sequence, lost_blocks)
 
     def _count(self, loan: Loan, first: int, end: int) -> None:
-        account, count = loan.account, end - first
-        cached = max(0, min(end, loan.lender_cached_end) - first)
+        account, count = loan.wanted.account, end - first
+        if not isinstance(loan.source, Lender):
+            account.restored_blocks += count
+            return
+        cached = max(0, min(end, loan.source.cached_end) - first)
+        fetched = max(0, min(end, loan.source.fetched_end) - max(first, loan.source.cached_end))
         account.moved_blocks += count
         account.moved_bytes += count * self._books.layout.block_bytes
         account.lender_cached_blocks += cached
-        account.lender_computed_blocks += count - cached
+        account.lender_fetched_blocks += fetched
+        account.lender_computed_blocks += count - cached - fetched
         account.transport = self._transport.name
         account.times["last_bound"] = time.monotonic()
 

@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 
 from engine.bookkeeper import Bookkeeper
 from engine.keys import BlockKey, block_keys, root_key
+from engine.lending.borrowing import BorrowingDesk, Wanted
 from engine.lending.lender import (
     Action,
     Announce,
     Closed,
     Computed,
     LenderLoan,
+    Lost,
     Refuse,
     Released,
     SendStarting,
@@ -19,7 +21,7 @@ from engine.lending.lender import (
     StopComputing,
     Unhold,
 )
-from engine.messages import FromEngine, Lend, LendReady, LendRefused, LendStarting
+from engine.messages import FromEngine, KvAccount, Lend, LendReady, LendRefused, LendStarting
 from engine.vocabulary import Sequence
 
 
@@ -31,15 +33,20 @@ class _Loan:
     keys: list[BlockKey]
     """Of every full block of the request's tokens; taken once, since a waiting loan is tried at every step."""
     job: Sequence | None = None
+    fetching: bool = False
+    """The job borrows, or restores from a tier, and is not computed meanwhile."""
     asked_at: float = field(default_factory=time.monotonic)
 
 
 class LendingDesk:
-    """Loans by id. New ones wait, by priority and arrival, for `start_waiting`; nothing is held for them meanwhile."""
+    """Loans by id. New ones wait, by priority and arrival, for `start_waiting`; nothing is held for them meanwhile.
+    Only those that may compute wait: one that is to lend what is here starts at once or is refused, so that who asks
+    for it waits for nobody's room."""
 
     def __init__(
         self,
         books: Bookkeeper,
+        borrowing: BorrowingDesk,
         model_fingerprint: bytes,
         emit: Callable[[FromEngine], None],
         max_queued: int,
@@ -48,6 +55,7 @@ class LendingDesk:
         """`next_arrival` numbers loans and requests alike, arrivals and turns, since the scheduler weighs them against
         each other."""
         self._books = books
+        self._borrowing = borrowing
         self._model_fingerprint = model_fingerprint
         self._emit = emit
         self._max_queued = max_queued
@@ -64,13 +72,17 @@ class LendingDesk:
         return len(self._waiting)
 
     def jobs(self) -> list[Sequence]:
-        """Sequences to compute for loans."""
+        """Sequences to compute for loans, now."""
+        return [loan.job for loan in self._loans.values() if loan.job is not None and not loan.fetching]
+
+    def started_jobs(self) -> list[Sequence]:
+        """With those that are fetching."""
         return [loan.job for loan in self._loans.values() if loan.job is not None]
 
     def holdings(self) -> list[list[int]]:
         """Block lists the loans hold references on."""
         held = [loan.machine.held_blocks for loan in self._loans.values()]
-        return held + [loan.job.blocks for loan in self._loans.values() if loan.job is not None]
+        return held + [job.blocks for job in self.started_jobs()]
 
     def waiting_tokens(self) -> int:
         """Tokens that the loans which have not started will compute: each block once, whoever it is for."""
@@ -90,11 +102,17 @@ class LendingDesk:
             self._refuse(request.loan_id, f"no block wanted in [{request.first_block}, {num_blocks})", bad=True)
         elif num_blocks > self._books.pool.num_blocks:
             self._refuse(request.loan_id, f"{num_blocks} blocks in a pool of {self._books.pool.num_blocks}", bad=False)
-        elif len(self._waiting) >= self._max_queued:
+        elif request.may_compute and len(self._waiting) >= self._max_queued:
             self._refuse(request.loan_id, f"{len(self._waiting)} loans wait already", bad=False)
         else:
             machine = LenderLoan(request.first_block)
-            self._loans[request.loan_id] = _Loan(request, machine, self._next_arrival(), self._keys(request))
+            loan = _Loan(request, machine, self._next_arrival(), self._keys(request))
+            self._loans[request.loan_id] = loan
+            if not request.may_compute:
+                if not self._try_start(loan):
+                    del self._loans[request.loan_id]
+                    self._refuse(request.loan_id, "no room to lend what is cached", bad=False)
+                return
             self._waiting.append(request.loan_id)
             self._waiting.sort(key=lambda loan_id: -self._loans[loan_id].request.priority)  # stable: then arrival
 
@@ -105,16 +123,38 @@ class LendingDesk:
         self._perform(loan_id, lambda machine: machine.handle(Closed()))
 
     def computed(self, job: Sequence, blocks: list[int]) -> None:
-        """A job computed `blocks`, the next of its chain; those before the wanted range are not announced."""
+        """A job computed `blocks`, the next of its chain."""
+        self._announce(job, blocks, fetched=False)
+        loan = self._loans.get(job.request_id)
+        if loan is not None and loan.job is not None and loan.job.num_remaining == 0:
+            self._stop_job(loan)
+
+    def loan_bound(self, sequence: Sequence, first: int) -> None:
+        """Blocks of a job came from elsewhere: they are lent on at once."""
+        self._announce(sequence, sequence.blocks[first : len(sequence.keys)], fetched=True)
+
+    def loan_over(self, sequence: Sequence, lost_blocks: bool) -> None:
+        """The job computes what nobody else had."""
+        loan = self._loans[sequence.request_id]
+        loan.fetching = False
+        if lost_blocks:
+            self._lose(loan, "blocks are quarantined for a silent source and no others are available")
+        elif sequence.num_remaining == 0:
+            self._stop_job(loan)
+        elif not loan.request.may_compute:
+            self._lose(loan, "what a lower tier held could not be brought back")
+
+    def _lose(self, loan: _Loan, reason: str) -> None:
+        self._perform(loan.request.loan_id, lambda machine: machine.handle(Lost(reason)))
+
+    def _announce(self, job: Sequence, blocks: list[int], fetched: bool) -> None:
+        """Blocks before the wanted range are not announced."""
         loan_id = job.request_id
         first_new = len(job.keys) - len(blocks)
         skipped = max(0, self._loans[loan_id].request.first_block - first_new)
         announced = tuple(blocks[skipped:])
         if announced:
-            self._perform(loan_id, lambda machine: machine.handle(Computed(announced)))
-        loan = self._loans.get(loan_id)
-        if loan is not None and loan.job is not None and loan.job.num_remaining == 0:
-            self._stop_job(loan)
+            self._perform(loan_id, lambda machine: machine.handle(Computed(announced, fetched)))
 
     def start_waiting(self) -> None:
         """Start loans in order while they fit; the first that does not keeps its turn.
@@ -130,8 +170,6 @@ class LendingDesk:
             self._waiting.remove(loan.request.loan_id)
 
     def _waits_for_sibling(self, loan: _Loan) -> bool:
-        if not loan.request.may_compute:
-            return False
         num_cached = len(self._books.pool.match(loan.keys))
         if num_cached == len(loan.keys):
             return False
@@ -153,10 +191,10 @@ class LendingDesk:
 
     def _try_start(self, loan: _Loan) -> bool:
         request, width, keys = loan.request, self._books.layout.block_tokens, loan.keys
-        end = len(keys)
         if not request.may_compute:
-            keys = keys[: len(self._books.pool.match(keys))]
-            end = max(len(keys), request.first_block)
+            num_cached = len(self._books.pool.match(keys))
+            keys = keys[: num_cached + self._books.num_restorable(keys[num_cached:])]
+        end = max(len(keys), request.first_block)
         job = Sequence(
             request_id=request.loan_id,
             token_ids=list(request.token_ids[: len(keys) * width]),
@@ -169,11 +207,12 @@ class LendingDesk:
         )
         if not self._books.start(job, keys, len(keys)):
             return False
-        loan.job = job
+        loan.job, loan.fetching = job, True
         cached = tuple(job.blocks[request.first_block :])
         self._perform(request.loan_id, lambda machine: machine.handle(Start(cached, end)))
-        if job.num_remaining == 0:
-            self._stop_job(loan)
+        wanted = Wanted(job, keys, False if request.borrow else None, KvAccount(), self)
+        if loan.job is not None and not self._borrowing.take(wanted):
+            self.loan_over(job, lost_blocks=False)
         return True
 
     def _perform(self, loan_id: str, handle: Callable[[LenderLoan], list[Action]]) -> None:
@@ -185,15 +224,16 @@ class LendingDesk:
                 case SendStarting(end, cached_end):
                     queued_ms = (time.monotonic() - loan.asked_at) * 1e3
                     self._emit(LendStarting(loan_id, end, cached_end, queued_ms))
-                case Announce(first, block_ids):
+                case Announce(first, block_ids, fetched):
                     self._books.pool.acquire(block_ids)
-                    self._emit(LendReady(loan_id, first, block_ids, self._books.fingerprints_of(block_ids)))
+                    fingerprints = self._books.fingerprints_of(block_ids)
+                    self._emit(LendReady(loan_id, first, block_ids, fingerprints, fetched))
                 case Unhold(block_ids):
                     self._books.pool.release(block_ids)
                 case StopComputing():
                     self._stop_job(loan)
-                case Refuse(reason):
-                    self._emit(LendRefused(loan_id, reason, bad_request=True))
+                case Refuse(reason, bad_request):
+                    self._emit(LendRefused(loan_id, reason, bad_request))
         if loan.machine.done:
             del self._loans[loan_id]
             if loan_id in self._waiting:
@@ -209,6 +249,7 @@ class LendingDesk:
 
     def _stop_job(self, loan: _Loan) -> None:
         if loan.job is not None:
+            self._borrowing.cancel(loan.job.request_id)
             self._books.finish(loan.job)
             loan.job = None
 

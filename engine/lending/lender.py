@@ -1,7 +1,7 @@
 """The lender's side of one loan, as a pure state machine.
 
-    QUEUED ──Start──▶ LENDING ──Closed / protocol error──▶ DONE
-       └──────────────────Closed──────────────────────────────┘
+    QUEUED ──Start──▶ LENDING ──Closed / Lost / protocol error──▶ DONE
+       └──────────────────Closed──────────────────────────────────────┘
 
 The loan holds one reference on every announced block until the borrower releases it or the stream ends. While it
 is QUEUED it holds nothing; at `Start` everything it will need is reserved, so half-done loans cannot block each
@@ -25,9 +25,10 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The next blocks of the chain are full."""
+    """The next blocks of the chain are full: computed here, or `fetched` from elsewhere."""
 
     block_ids: tuple[int, ...]
+    fetched: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,14 @@ class Closed:
     """The stream ended, for whatever reason."""
 
 
-Event = Start | Computed | Released | Closed
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """What the loan was to lend cannot be had: blocks are quarantined for a silent source, and there are no others."""
+
+    reason: str
+
+
+Event = Start | Computed | Released | Closed | Lost
 
 # --------------------------------------------------------------------------------------------- actions
 
@@ -60,6 +68,7 @@ class Announce:
 
     first: int
     block_ids: tuple[int, ...]
+    fetched: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +85,10 @@ class StopComputing:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """End the stream with INVALID_ARGUMENT."""
+    """End the stream: the borrower broke the protocol, or there is no room."""
 
     reason: str
+    bad_request: bool = True
 
 
 Action = SendStarting | Announce | Unhold | StopComputing | Refuse
@@ -117,9 +127,11 @@ class LenderLoan:
         match event:
             case Start(cached, end):
                 return self._on_start(cached, end)
-            case Computed(block_ids):
+            case Computed(block_ids, fetched):
                 assert self._state is _State.LENDING
-                return self._announce(block_ids)
+                return self._announce(block_ids, fetched)
+            case Lost(reason):
+                return [Refuse(reason, bad_request=False), *self._finish()]
             case Released(first, count):
                 return self._on_released(first, count)
             case Closed():
@@ -132,14 +144,14 @@ class LenderLoan:
         self._end = end
         return [SendStarting(end, self.first + len(cached)), *self._announce(cached)]
 
-    def _announce(self, block_ids: tuple[int, ...]) -> list[Action]:
+    def _announce(self, block_ids: tuple[int, ...], fetched: bool = False) -> list[Action]:
         if not block_ids:
             return []
         first = self._announced_end
         self._announced_end += len(block_ids)
         assert self._announced_end <= self._end
         self._held.update(zip(range(first, self._announced_end), block_ids, strict=True))
-        return [Announce(first, block_ids)]
+        return [Announce(first, block_ids, fetched)]
 
     def _on_released(self, first: int, count: int) -> list[Action]:
         indices = range(first, first + count)

@@ -5,7 +5,7 @@ import socket
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from cluster.config import Config
 
@@ -43,6 +43,12 @@ class WorkerConfig(Config):
     block_tokens: int = Field(default=16, ge=1, le=1024)
     kv_memory_mib: PositiveInt = 256
     """Size of the KV pool."""
+    kv_host_memory_mib: NonNegativeInt = 0
+    """Host memory for blocks that the pool evicts. They come back from there where that is quicker than computing."""
+    kv_disk_dir: Path | None = None
+    """A directory for blocks that leave host memory. They outlive the worker. Workers of one host may share it."""
+    kv_disk_mib: PositiveInt = 4096
+    """Size of this worker's file in `kv_disk_dir`."""
     max_batch_tokens: PositiveInt = 2048
     """Tokens of one step, decodes and prompts together."""
     max_prefill_tokens: PositiveInt | None = None

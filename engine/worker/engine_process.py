@@ -14,15 +14,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
 
 from engine.core import CoreLimits, EngineCore
 from engine.errors import EngineStartError
 from engine.messages import FromEngine, StartFailed, ToEngine
+from engine.layout import KvLayout
 from engine.runner import Runner
 from engine.scheduler import StepBudget
+from engine.tiers.tiers import TierConfig, Tiers
 from engine.vocabulary import Chunk, Sampled
 from engine.worker.config import Role, WorkerConfig
 from engine.worker.cores import stay_on, step_back
@@ -204,10 +206,21 @@ def _start(spec: EngineSpec, front: _Front) -> tuple[EngineCore, _Computer]:
         max_queued_loans=spec.config.max_queued_loans,
         reserve_output_tokens=spec.config.reserve_output_tokens,
     )
-    core = EngineCore(runner, transport, limits, front.say, front.wake)
+    fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
+    tiers = _open_tiers(spec.config, runner.layout, fingerprint)
+    verifier = ThreadPoolExecutor(1, thread_name_prefix="verify")
+    core = EngineCore(runner, transport, limits, front.say, front.wake, tiers, verifier.submit)
     front.say(core.start())
     front.send()
     return core, computer
+
+
+def _open_tiers(config: WorkerConfig, layout: KvLayout, model_fingerprint: bytes) -> Tiers | None:
+    """Raises EngineStartError."""
+    if not config.kv_host_memory_mib and config.kv_disk_dir is None:
+        return None
+    tiers = TierConfig(config.kv_host_memory_mib << 20, config.kv_disk_dir, config.kv_disk_mib << 20)
+    return Tiers(tiers, layout.block_bytes, layout.kv_heads, model_fingerprint)
 
 
 def _make_runner(config: WorkerConfig) -> Runner:

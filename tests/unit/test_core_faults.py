@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from engine.core import CoreLimits, EngineCore
+from engine.keys import block_keys, root_key
 from engine.layout import KvLayout
 from engine.messages import (
     Cancel,
@@ -203,15 +204,20 @@ class Node:
         for read in self.transport.posted.values():
             for block in read.blocks():
                 owners = [
-                    request
+                    request.borrowing
                     for request in self.core._requests._requests.values()
                     if any(block in chain.blocks for chain in request.chains.values())
+                ]
+                owners += [
+                    loan.fetching
+                    for loan in self.core._lending._loans.values()
+                    if loan.job is not None and block in loan.job.blocks
                 ]
                 if block in pool._quarantined:
                     assert not owners, f"{self.name}: block {block} is quarantined and owned"
                 else:
                     assert len(owners) == 1, f"{self.name}: block {block} is read into and has {len(owners)} owners"
-                    assert owners[0].borrowing, f"{self.name}: block {block} is in use while a read is in flight"
+                    assert owners[0], f"{self.name}: block {block} is in use while a read is in flight"
                     assert block not in pool._name_of, f"{self.name}: block {block} is named while a read is in flight"
 
     def check_contents(self) -> None:
@@ -261,8 +267,10 @@ class Stream:
 
     loan_id: str
     request_id: str
+    """Of the request, or the id of the loan given, that it is for."""
     borrower: Node
     lender: Node
+    tokens: tuple[int, ...]
     to_lender: deque[ToEngine] = field(default_factory=deque)
     to_borrower: deque[ToEngine] = field(default_factory=deque)
     closed: bool = False
@@ -419,6 +427,7 @@ class Cluster:
             emitted_others=tuple(emitted[1:]),
             finished=frozenset(client.finished),
             num_scored=len(client.scores),
+            lender_computes=self.crowded or self.rng.random() < 0.7,
         )
 
     def transfer(self, node: Node) -> None:
@@ -527,9 +536,10 @@ class Cluster:
                 case LendStarting(loan_id, end, cached_end, _):
                     stream = self.loan(loan_id)
                     self.to_borrower(stream, LoanStarted(stream.request_id, node.endpoint, end, cached_end, 0.0))
-                case LendReady(loan_id, first, block_ids, fingerprints):
+                case LendReady(loan_id, first, block_ids, fingerprints, fetched):
                     stream = self.loan(loan_id)
-                    self.to_borrower(stream, LoanBlocks(stream.request_id, first, block_ids, fingerprints))
+                    self.seen["lent on"] += fetched * len(block_ids)
+                    self.to_borrower(stream, LoanBlocks(stream.request_id, first, block_ids, fingerprints, fetched))
                 case LendRefused(loan_id, reason, bad_request):
                     assert not bad_request, reason
                     self.seen["refused"] += 1
@@ -574,17 +584,26 @@ class Cluster:
         client.state = "new" if retry else "rejected"
 
     def on_open(self, node: Node, message: OpenLoan) -> None:
-        client, _ = self.attempts[message.request_id]
         others = [other for other in self.nodes if other is not node] + self.dead[-1:]
-        stream = Stream(f"loan-{len(self.streams)}", message.request_id, node, self.rng.choice(others))
+        if message.request_id in self.attempts:
+            client, _ = self.attempts[message.request_id]
+            tokens, priority = client.chain(), client.priority
+        else:
+            tokens, priority = self.loan(message.request_id).tokens, 0
+        tokens = tokens[: message.end_block * WIDTH]
+        lender = self.rng.choice(others)
+        if not message.may_compute and self.rng.random() < 0.8:  # the router says who holds most
+            keys = block_keys(root_key(node.core._model_fingerprint, ""), tokens, WIDTH)
+            lender = max(others, key=lambda other: len(other.core._books.pool.match(keys)))
+        stream = Stream(f"loan-{len(self.streams)}", message.request_id, node, lender, tokens)
         self.streams.append(stream)
-        tokens = client.chain()[: message.end_block * WIDTH]
-        may_compute = self.crowded or self.rng.random() < 0.7
         if not stream.lender.alive:
             stream.broken = True
             stream.to_borrower.append(LoanFailed(message.request_id, "nobody answers"))
             return
-        stream.to_lender.append(Lend(stream.loan_id, tokens, message.first_block, "", may_compute, client.priority))
+        has_source = message.may_compute and self.rng.random() < 0.7
+        lend = Lend(stream.loan_id, tokens, message.first_block, "", message.may_compute, priority, borrow=has_source)
+        stream.to_lender.append(lend)
 
     def to_borrower(self, stream: Stream, message: ToEngine) -> None:
         """To a borrower that has closed already it arrives all the same, or not."""
@@ -814,6 +833,7 @@ REACHED = {
     "preempted": 30,
     "parted": 50,
     "searched": 50,
+    "lent on": 10,
 }
 """How often each must happen in 100 trials, at the least, for the trials to mean anything."""
 

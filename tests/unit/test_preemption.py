@@ -526,7 +526,7 @@ def test_who_is_borrowing_is_never_a_victim() -> None:
     engine = Engine(num_blocks=6, bounded=False)
     engine.ask("a", tokens(10, 7), 16)
     engine.ask("b", tokens(50, 9), 4, priority=-1, borrow=True)
-    assert engine.hear(OpenLoan) == [OpenLoan("b", 0, 2)]
+    assert engine.hear(OpenLoan) == [OpenLoan("b", 0, 2, may_compute=True)]
     engine.run()
     assert engine.preempted() == []
     assert engine.books() == (3, 3, 0, 2, 0)
