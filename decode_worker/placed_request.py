@@ -70,6 +70,7 @@ def engine_request(engine_id: str, request: pb.DecodeRequest) -> Generate:
         cache_salt=request.cache_salt,
         priority=request.priority,
         borrow=request.HasField("lender"),
+        lender_computes=request.lender.may_compute,
         mark=PlacementMark(request.router_id, request.placement_sequence),
         emitted_others=tuple(others) if any(others) else (),
         finished=frozenset(request.finished_choices),

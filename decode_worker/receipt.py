@@ -40,11 +40,14 @@ def _kv(account: KvAccount, block_tokens: int) -> pb.KvReceipt:
         loan_failure=account.loan_failure,
         preemptions=account.preemptions,
         recomputed_tokens=account.recomputed_tokens,
+        restored_blocks=account.restored_blocks,
+        lender_fetched_blocks=account.lender_fetched_blocks,
     )
 
 
 _SPANS = (
     ("admit", "received", "admitted"),
+    ("restore from tiers", "restore_started", "restored"),
     ("lender queue", "loan_opened", "loan_started"),
     ("lender prefill", "loan_started", "last_blocks_ready"),
     ("transfer of the last blocks", "last_blocks_ready", "last_bound"),
@@ -63,7 +66,8 @@ def _stages(
     worker_id: str,
 ) -> list[pb.Stage]:
     times = {"received": received_at, "finished": finished_at, **account.times}
-    times["admitted_or_loan_closed"] = times.get("loan_closed", times["admitted"])
+    fetched = [times[end] for end in ("restored", "loan_closed") if end in times]
+    times["admitted_or_loan_closed"] = max(fetched, default=times["admitted"])
     return [
         pb.Stage(
             name=name,

@@ -84,7 +84,9 @@ class Reporter:
         self._reported_at += since
         self.changed = False
         residency = self._requests.residency
-        prefilling = [s for s in residency.running + self._lending.started_jobs() + residency.preempted if not s.decoding]
+        prefilling = [
+            s for s in residency.running + self._lending.started_jobs() + residency.preempted if not s.decoding
+        ]
         self._emit(
             Load(
                 step=self._step_count,

@@ -1,6 +1,7 @@
 """The Lend service: translates between a borrower's stream and the engine, which decides everything."""
 
 import asyncio
+import functools
 import itertools
 import time
 from collections.abc import AsyncIterator
@@ -22,6 +23,7 @@ from engine.messages import (
 )
 from engine.text import check_token_ids
 from engine.worker.engine_client import Mailbox
+from engine.worker.loan_stream import Borrowing, Chain
 from engine.worker.runtime import WorkerContext
 from protos import lend_pb2 as pb
 from protos import lend_pb2_grpc as pb_grpc
@@ -45,8 +47,11 @@ class LendService(pb_grpc.LendServicer):
         mailbox = self._engine.open_mailbox(loan_id)
         try:
             first = await anext(request_iterator, None)
-            self._engine.send(self._lend(loan_id, first))
-            async for response in self._respond(loan_id, request_iterator, mailbox):
+            if first is None or not first.HasField("want"):
+                raise InvalidRequest("want", "must be the first message")
+            self._engine.send(self._lend(loan_id, first.want))
+            source = Borrowing(self._context.lenders, loan_id, first.want.source, functools.partial(_chain, first.want))
+            async for response in self._respond(loan_id, request_iterator, mailbox, source):
                 yield response
         except ServiceError as error:
             await context.abort_with_status(to_status(error))
@@ -54,10 +59,7 @@ class LendService(pb_grpc.LendServicer):
             self._engine.send(LendClosed(loan_id))
             self._engine.close_mailbox(loan_id)
 
-    def _lend(self, loan_id: str, first: pb.LendRequest | None) -> messages.Lend:
-        if first is None or not first.HasField("want"):
-            raise InvalidRequest("want", "must be the first message")
-        want = first.want
+    def _lend(self, loan_id: str, want: pb.Want) -> messages.Lend:
         if want.lender_incarnation != self._context.incarnation:
             raise Incompatible("this worker is another one than the one asked", "lender_incarnation")
         if want.model_fingerprint != self._context.ready.model_fingerprint:
@@ -74,10 +76,11 @@ class LendService(pb_grpc.LendServicer):
             may_compute=want.may_compute,
             priority=want.priority,
             mark=PlacementMark(want.router_id, want.placement_sequence),
+            borrow=want.HasField("source"),
         )
 
     async def _respond(
-        self, loan_id: str, requests: AsyncIterator[pb.LendRequest], mailbox: Mailbox
+        self, loan_id: str, requests: AsyncIterator[pb.LendRequest], mailbox: Mailbox, source: Borrowing
     ) -> AsyncIterator[pb.LendResponse]:
         """Until the borrower half-closes. Heartbeats are the engine's load reports."""
         beaten_at = 0.0
@@ -92,8 +95,10 @@ class LendService(pb_grpc.LendServicer):
             following = asyncio.ensure_future(self._follow_borrower(loan_id, requests, mailbox))
             try:
                 while (message := await mailbox.get()) != LendClosed(loan_id):
-                    yield self._translate(message)
+                    if not await source.handle(message):
+                        yield self._translate(message)
             finally:
+                await source.cancel()
                 following.cancel()
                 await asyncio.gather(following, return_exceptions=True)
 
@@ -124,14 +129,19 @@ class LendService(pb_grpc.LendServicer):
                     queued_ms=queued_ms,
                 )
                 return pb.LendResponse(starting=starting)
-            case LendReady(_, first, block_ids, fingerprints):
-                ready = pb.BlocksReady(first=first, block_ids=block_ids, fingerprints=fingerprints)
+            case LendReady(_, first, block_ids, fingerprints, fetched):
+                ready = pb.BlocksReady(first=first, block_ids=block_ids, fingerprints=fingerprints, fetched=fetched)
                 return pb.LendResponse(blocks_ready=ready)
             case LendRefused(_, reason, bad_request):
                 raise InvalidRequest("release", reason) if bad_request else Overloaded(reason)
             case None:
                 raise Unavailable("the lender's engine is gone")
         raise AssertionError(f"unexpected {message!r}")
+
+
+def _chain(want: pb.Want) -> Chain:
+    """What the loan reads from its source: no placement, since the source computes nothing for it."""
+    return Chain(want.request_id, want.token_ids, want.cache_salt, want.priority, "", 0)
 
 
 def add_lend_service(server: Any, context: WorkerContext) -> list[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from engine.keys import BlockKey, split_keys
 from protos import membership_pb2 as pb
 from router.index import PrefixIndex
-from router.placement import Decision, Demand, WorkerView
+from router.placement import Decision, Demand, Hits, WorkerView
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +43,8 @@ class Placed:
     decode: Worker
     lender: Worker | None
     lender_tokens: int
+    lender_computes: bool
+    source: Worker | None
     demand: Demand
     keys: tuple[BlockKey, ...]
     started: bool = False
@@ -106,7 +108,17 @@ class Fleet:
         self._sequence += 1
         decode = self._workers[decision.decode_id]
         lender = self._workers[decision.lender_id] if decision.lender_id else None
-        placed = Placed(self._sequence, decode, lender, decision.lender_tokens, demand, tuple(keys))
+        source = self._workers[decision.source_id] if decision.source_id else None
+        placed = Placed(
+            sequence=self._sequence,
+            decode=decode,
+            lender=lender,
+            lender_tokens=decision.lender_tokens,
+            lender_computes=decision.lender_computes,
+            source=source,
+            demand=demand,
+            keys=tuple(keys),
+        )
         self._placed.add(placed)
         return placed
 
@@ -119,16 +131,17 @@ class Fleet:
         """All workers that have reported."""
         return [self._view(w) for w in sorted(self._workers.values(), key=lambda w: w.worker_id) if w.load is not None]
 
-    def hits(self, keys: Sequence[BlockKey]) -> dict[str, int]:
-        """Blocks of the chain each worker holds, or, of a lender, will have computed before it turns to the next."""
-        hits = self._index.match(keys)
+    def hits(self, keys: Sequence[BlockKey]) -> Hits:
+        """Blocks of the chain each worker holds, and will have computed before it turns to the next as a lender."""
+        held = self._index.match(keys)
+        due = dict(held)
         for placed in self._placed:
-            if placed.lender is not None and not placed.started:
+            if placed.lender is not None and placed.lender_computes and not placed.started:
                 shared = _shared_prefix(keys, placed.keys)
                 if shared:
                     lender_id = placed.lender.worker_id
-                    hits[lender_id] = max(hits.get(lender_id, 0), shared)
-        return hits
+                    due[lender_id] = max(due.get(lender_id, 0), shared)
+        return Hits(held, due)
 
     def _view(self, worker: Worker) -> WorkerView:
         load = worker.load

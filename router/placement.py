@@ -1,15 +1,17 @@
 """Where a request goes: one pure function over a snapshot.
 
-Every pair (decode worker, lender or none) that can start the request now gets a predicted cost in seconds:
+Every way to start the request now gets a predicted cost in seconds: a decode worker, and where it gets the blocks that
+it lacks. It may compute them itself; read what another worker holds of them, which that worker lends at once; or borrow
+all from a prefill worker, which computes what it lacks, and may itself read a part from whoever holds more.
 
-    TTFT     the lender's queue and what it must compute, the transfer of what the decode worker lacks, and what the
-             decode worker computes itself
+    TTFT     the lender's queue, what it must read and compute, the transfer of what the decode worker lacks, and what
+             the decode worker computes itself
     + delay  what computing on the decode worker costs each of its running streams, and what a further stream costs
 
-and the cheapest pair wins.
+and the cheapest wins.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -74,11 +76,30 @@ def num_blocks_of(ends: Sequence[int], shared_tokens: int, block_tokens: int) ->
 
 
 @dataclass(frozen=True, slots=True)
+class Hits:
+    """Leading blocks of a prompt, by worker; who has none may be left out."""
+
+    held: Mapping[str, int]
+    """There now."""
+    due: Mapping[str, int]
+    """There when a loan that computes would come to be served."""
+
+    @classmethod
+    def just(cls, held: Mapping[str, int]) -> "Hits":
+        """Nothing is being computed."""
+        return cls(held, held)
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
-    """The chosen pair; `lender_id` None: the decode worker computes the prompt itself."""
+    """The chosen workers; `lender_id` None: the decode worker computes the prompt itself."""
 
     decode_id: str
     lender_id: str | None
+    lender_computes: bool
+    """What it lacks; else it lends what it holds."""
+    source_id: str | None
+    """From whom the lender reads what it lacks, before it computes the rest."""
     lender_tokens: int
     """What the lender will have to compute."""
     predicted_ttft_s: float
@@ -87,25 +108,27 @@ class Decision:
     reason: str
 
 
-def place(demand: Demand, workers: Sequence[WorkerView], hits: Mapping[str, int], rates: Rates) -> Decision | None:
-    """The cheapest pair, or None when no decode worker can start the request now.
+def place(demand: Demand, workers: Sequence[WorkerView], hits: Hits, rates: Rates) -> Decision | None:
+    """The cheapest way, or None when no decode worker can start the request now.
 
-    `hits` gives the blocks of the prompt that each worker holds. Ties go to the first in order of worker id.
+    Ties go to the first in order of worker ids.
     """
     candidates = [
-        _assess(demand, decode, lender, hits, rates)
+        _assess(demand, decode, loan, hits, rates)
         for decode in workers
         if decode.decodes and decode.available_blocks >= demand.num_promised_blocks(decode.reserve_output_tokens)
-        for lender in [None, *(w for w in workers if not w.decodes and w.fingerprint == decode.fingerprint)]
-        if lender is None or _can_lend(demand, decode, lender, hits)
+        for loan in _loans(demand, decode, workers, hits, rates)
     ]
     if not candidates:
         return None
-    best = min(candidates, key=lambda c: (c.cost_s, c.decode.worker_id, c.lender.worker_id if c.lender else ""))
+    best = min(candidates, key=lambda candidate: (candidate.cost_s, *candidate.names))
+    lender, source = best.loan.lender, best.loan.source
     return Decision(
         decode_id=best.decode.worker_id,
-        lender_id=best.lender.worker_id if best.lender else None,
-        lender_tokens=best.lender_tokens,
+        lender_id=lender.worker_id if lender else None,
+        lender_computes=best.loan.computes,
+        source_id=source.worker_id if source else None,
+        lender_tokens=best.loan.computed_tokens,
         predicted_ttft_s=best.ttft_s,
         cost_s=best.cost_s,
         num_candidates=len(candidates),
@@ -114,50 +137,97 @@ def place(demand: Demand, workers: Sequence[WorkerView], hits: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
+class _Loan:
+    """A way for a decode worker to get blocks."""
+
+    lender: WorkerView | None = None
+    computes: bool = False
+    source: WorkerView | None = None
+    num_blocks: int = 0
+    """Leading blocks of the prompt that the decode worker has after it, its own included."""
+    computed_tokens: int = 0
+    seconds: float = 0.0
+    """Until they are there."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Candidate:
     decode: WorkerView
-    lender: WorkerView | None
-    lender_tokens: int
+    loan: _Loan
     ttft_s: float
     cost_s: float
 
+    @property
+    def names(self) -> tuple[str, str, bool]:
+        return self.decode.worker_id, self.loan.lender.worker_id if self.loan.lender else "", self.loan.computes
 
-def _can_lend(demand: Demand, decode: WorkerView, lender: WorkerView, hits: Mapping[str, int]) -> bool:
-    missing = demand.num_usable_blocks > hits.get(decode.worker_id, 0)
-    return missing and demand.num_usable_blocks <= lender.num_blocks
+
+def _loans(
+    demand: Demand, decode: WorkerView, workers: Sequence[WorkerView], hits: Hits, rates: Rates
+) -> Iterator[_Loan]:
+    usable = demand.num_usable_blocks
+    own = min(hits.held.get(decode.worker_id, 0), usable)
+    yield _Loan(num_blocks=own)
+    if own == usable:
+        return
+    for other in workers:
+        if other is decode or other.fingerprint != decode.fingerprint:
+            continue
+        held = min(hits.held.get(other.worker_id, 0), usable)
+        if held > own:
+            yield _Loan(other, num_blocks=held, seconds=_transfer_s(demand, held - own, rates))
+        if not other.decodes and usable <= other.num_blocks:
+            yield _computing_loan(demand, own, other, workers, hits, rates)
 
 
-def _assess(
-    demand: Demand, decode: WorkerView, lender: WorkerView | None, hits: Mapping[str, int], rates: Rates
-) -> _Candidate:
-    own_hits = min(hits.get(decode.worker_id, 0), demand.num_usable_blocks)
-    lent_s = 0.0
-    lender_tokens = 0
-    own_blocks = own_hits
-    if lender is not None:
-        lender_hits = min(hits.get(lender.worker_id, 0), demand.num_usable_blocks)
-        lender_tokens = (demand.num_usable_blocks - lender_hits) * demand.block_tokens
-        moved = (demand.num_usable_blocks - own_hits) * demand.block_bytes
-        lent_s = rates.loan_overhead_s + moved / rates.kv_bytes_per_s
-        lent_s += (lender.queued_prefill_tokens + lender_tokens) / rates.prefill_tokens_per_s
-        own_blocks = demand.num_usable_blocks
-    own_tokens = demand.num_tokens - own_blocks * demand.block_tokens
+def _computing_loan(
+    demand: Demand, own: int, lender: WorkerView, workers: Sequence[WorkerView], hits: Hits, rates: Rates
+) -> _Loan:
+    """All of the prompt from a worker that computes what neither it nor its best source has."""
+    usable = demand.num_usable_blocks
+    have = min(hits.due.get(lender.worker_id, 0), usable)
+    prepare_s, source = 0.0, None
+    others = [w for w in workers if w is not lender and w.fingerprint == lender.fingerprint]
+    fullest = min(others, key=lambda other: (-hits.held.get(other.worker_id, 0), other.worker_id), default=None)
+    if fullest is not None:
+        gain = min(hits.held.get(fullest.worker_id, 0), usable) - have
+        fetch_s = _transfer_s(demand, gain, rates)
+        if gain > 0 and fetch_s < gain * demand.block_tokens / rates.prefill_tokens_per_s:
+            prepare_s, source, have = fetch_s, fullest, have + gain
+    tokens = (usable - have) * demand.block_tokens
+    compute_s = (lender.queued_prefill_tokens + tokens) / rates.prefill_tokens_per_s
+    seconds = prepare_s + compute_s + _transfer_s(demand, usable - own, rates)
+    return _Loan(lender, True, source, usable, tokens, seconds)
+
+
+def _transfer_s(demand: Demand, num_blocks: int, rates: Rates) -> float:
+    return rates.loan_overhead_s + num_blocks * demand.block_bytes / rates.kv_bytes_per_s
+
+
+def _assess(demand: Demand, decode: WorkerView, loan: _Loan, hits: Hits, rates: Rates) -> _Candidate:
+    own_tokens = demand.num_tokens - loan.num_blocks * demand.block_tokens
     own_s = own_tokens / rates.decode_prefill_tokens_per_s
     queue_s = decode.queued_prefill_tokens / rates.decode_prefill_tokens_per_s
-    ttft_s = lent_s + queue_s + own_s
+    ttft_s = loan.seconds + queue_s + own_s
     delay_s = decode.running * (own_s + rates.stream_delay_s)
-    return _Candidate(decode, lender, lender_tokens, ttft_s, ttft_s + delay_s)
+    return _Candidate(decode, loan, ttft_s, ttft_s + delay_s)
 
 
-def _reason(demand: Demand, best: _Candidate, hits: Mapping[str, int]) -> str:
+def _reason(demand: Demand, best: _Candidate, hits: Hits) -> str:
     """In words a user can check against the receipt."""
-    own_hits = min(hits.get(best.decode.worker_id, 0), demand.num_usable_blocks)
-    holds = f"holds {own_hits} of {demand.num_usable_blocks} usable blocks, {best.decode.running} running"
-    if demand.num_usable_blocks == 0:
+    usable, loan = demand.num_usable_blocks, best.loan
+
+    def held(worker: WorkerView) -> int:
+        return min(hits.held.get(worker.worker_id, 0), usable)
+
+    if usable == 0:
         return f"nothing to borrow: a short prompt, or one computed as a whole; {best.decode.running} running"
-    if best.lender is None:
-        kept = "nothing to borrow" if own_hits >= demand.num_usable_blocks else "cheaper than any loan"
+    holds = f"holds {held(best.decode)} of {usable} usable blocks, {best.decode.running} running"
+    if loan.lender is None:
+        kept = "nothing to borrow" if held(best.decode) >= usable else "cheaper than any loan"
         return f"{holds}; {kept}"
-    lender_hits = min(hits.get(best.lender.worker_id, 0), demand.num_usable_blocks)
-    queued = best.lender.queued_prefill_tokens
-    return f"{holds}; lender holds {lender_hits}, {queued} tokens queued there"
+    if not loan.computes:
+        return f"{holds}; lender holds {loan.num_blocks}, computes none"
+    due = min(hits.due.get(loan.lender.worker_id, 0), usable)
+    reason = f"{holds}; lender holds {due}, {loan.lender.queued_prefill_tokens} tokens queued there"
+    return reason if loan.source is None else f"{reason}; reads up to {held(loan.source)} from {loan.source.worker_id}"

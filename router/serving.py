@@ -16,6 +16,7 @@ from engine.model_dir import ModelDir
 from engine.structured import read_structured
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
+from protos import lend_pb2, membership_pb2
 from router.attempt import Emitted, Retriable, run_attempt
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
@@ -197,6 +198,7 @@ class Serving:
         placed_at: float,
     ) -> pb.DecodeRequest:
         lender = placed.lender.hello if placed.lender else None
+        source = placed.source.hello if placed.source else None
         internal = pb.DecodeRequest(
             request_id=ticket.request_id,
             worker_incarnation=placed.decode.hello.incarnation,
@@ -216,6 +218,7 @@ class Serving:
             placement=public_pb.Placement(
                 decode_worker=decision.decode_id,
                 lender=decision.lender_id or "",
+                source=decision.source_id or "",
                 reason=decision.reason,
                 candidates=decision.num_candidates,
                 predicted_ttft_ms=decision.predicted_ttft_s * 1e3,
@@ -228,7 +231,7 @@ class Serving:
         )
         if lender is not None:
             internal.lender.CopyFrom(
-                pb.Lender(worker_id=lender.worker_id, address=lender.address, incarnation=lender.incarnation)
+                pb.Lender(worker=_holder(lender), may_compute=decision.lender_computes, source=_holder(source))
             )
         return internal
 
@@ -249,6 +252,12 @@ class Serving:
         if (link := self._channels.get(address)) is None:
             link = self._channels[address] = channel(address)
         return link
+
+
+def _holder(hello: membership_pb2.Hello | None) -> lend_pb2.Holder | None:
+    if hello is None:
+        return None
+    return lend_pb2.Holder(worker_id=hello.worker_id, address=hello.address, incarnation=hello.incarnation)
 
 
 def _chains(ticket: Ticket, emitted: Emitted) -> list[list[int]]:

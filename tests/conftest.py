@@ -142,7 +142,7 @@ def ask() -> Ask:
         tokens = [token_id for message in messages for token_id in message.token_ids]
         assert finish.usage.completion_tokens == len(tokens)
         kv = finish.receipt.kv
-        total = kv.reused_blocks + kv.moved_blocks + kv.computed_blocks
+        total = kv.reused_blocks + kv.restored_blocks + kv.moved_blocks + kv.computed_blocks
         assert total == -(-len(token_ids) // kv.block_tokens)
         assert kv.verified_blocks == kv.moved_blocks
         return Answer(

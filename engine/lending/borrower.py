@@ -146,9 +146,7 @@ class Borrower:
     `may_be_part`: the lender computes nothing, so that less than was wanted is no failure.
     """
 
-    def __init__(
-        self, first: int, end: int, max_read_blocks: int, may_be_part: bool = False, ranks: int = 1
-    ) -> None:
+    def __init__(self, first: int, end: int, max_read_blocks: int, may_be_part: bool = False, ranks: int = 1) -> None:
         assert 0 <= first < end
         assert max_read_blocks > 0
         assert ranks > 0

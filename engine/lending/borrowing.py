@@ -123,9 +123,9 @@ class BorrowingDesk:
         return self._restore(wanted) or self._borrow(wanted)
 
     def started(self, message: LoanStarted) -> None:
-        loan, lender = self._of_lender(message.request_id)
-        if loan is None:
+        if (found := self._of_lender(message.request_id)) is None:
             return
+        loan, lender = found
         times = loan.wanted.account.times
         times["loan_started"] = time.monotonic()
         times["lender_queued_s"] = message.queued_ms / 1e3
@@ -138,9 +138,9 @@ class BorrowingDesk:
         self._handle(loan, Started(message.end_block))
 
     def announced(self, message: LoanBlocks) -> None:
-        loan, lender = self._of_lender(message.request_id)
-        if loan is None:
+        if (found := self._of_lender(message.request_id)) is None:
             return
+        loan, lender = found
         times = loan.wanted.account.times
         times.setdefault("first_blocks_ready", time.monotonic())
         times["last_blocks_ready"] = time.monotonic()
@@ -149,9 +149,8 @@ class BorrowingDesk:
         self._handle(loan, Announced(message.first, message.block_ids, self._split(message.fingerprints)))
 
     def failed(self, message: LoanFailed) -> None:
-        loan, _ = self._of_lender(message.request_id)
-        if loan is not None:
-            self._handle(loan, Failed(message.reason))
+        if (found := self._of_lender(message.request_id)) is not None:
+            self._handle(found[0], Failed(message.reason))
 
     def cancel(self, loan_id: str) -> None:
         """Nobody wants it any more. Afterwards its sequence holds no block that may still be written."""
@@ -203,11 +202,11 @@ class BorrowingDesk:
         loan = self._loans[wanted.sequence.request_id] = Loan(wanted, machine, source)
         return loan
 
-    def _of_lender(self, loan_id: str) -> tuple[Loan, Lender] | tuple[None, None]:
+    def _of_lender(self, loan_id: str) -> tuple[Loan, Lender] | None:
         """The loan that a message of its lender is about, if it is still that one."""
         loan = self._loans.get(loan_id)
         if loan is None or not isinstance(loan.source, Lender):
-            return None, None
+            return None
         return loan, loan.source
 
     # ------------------------------------------------------------------ what a machine says

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from engine.keys import BlockKey
 from engine.messages import CloseLoan, FromEngine, OpenLoan, ReleaseLoan
-from engine.tiers.tiers import Held, Tiers
+from engine.tiers.tiers import Tiers
+from engine.tiers.work import Held
 from kvtransfer.errors import TransferError
 from kvtransfer.transport import Peer, Transport, block_spans
 
@@ -43,7 +44,12 @@ class Lender(Source):
     """Another worker, reached by the front's Lend stream and read by the transport."""
 
     def __init__(
-        self, loan_id: str, may_compute: bool, transport: Transport, block_bytes: int, emit: Callable[[FromEngine], None]
+        self,
+        loan_id: str,
+        may_compute: bool,
+        transport: Transport,
+        block_bytes: int,
+        emit: Callable[[FromEngine], None],
     ) -> None:
         self._loan_id = loan_id
         self._transport = transport

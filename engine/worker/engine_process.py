@@ -20,8 +20,8 @@ from queue import SimpleQueue
 
 from engine.core import CoreLimits, EngineCore
 from engine.errors import EngineStartError
-from engine.messages import FromEngine, StartFailed, ToEngine
 from engine.layout import KvLayout
+from engine.messages import FromEngine, StartFailed, ToEngine
 from engine.runner import Runner
 from engine.scheduler import StepBudget
 from engine.tiers.tiers import TierConfig, Tiers

@@ -13,6 +13,7 @@ from engine.worker.audit_service import AuditService
 from engine.worker.config import Role, WorkerConfig
 from engine.worker.engine_client import EngineClient
 from engine.worker.joining import stay_joined
+from engine.worker.loan_stream import Lenders
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 
@@ -31,6 +32,7 @@ class WorkerContext:
     model_dir: ModelDir
     engine: EngineClient
     ready: Ready
+    lenders: Lenders
 
 
 AddServices = Callable[[Server, WorkerContext], list[str]]
@@ -68,7 +70,8 @@ async def start_worker(config: WorkerConfig, role: Role, add_services: AddServic
     worker_id, incarnation = config.id_for(role), secrets.token_bytes(16)
     engine = EngineClient(config, role, agent_name=f"{worker_id}-{incarnation.hex()}")
     ready = await engine.start()
-    context = WorkerContext(config, role, worker_id, incarnation, model_dir, engine, ready)
+    lenders = Lenders(engine, ready.model_fingerprint, ready.block_tokens, config.peer_silence_s)
+    context = WorkerContext(config, role, worker_id, incarnation, model_dir, engine, ready, lenders)
     try:
         server = Server()
         pb_grpc.add_WorkerServicer_to_server(AuditService(worker_id, engine), server.grpc)

@@ -372,10 +372,17 @@ WANTS: dict[str, tuple[dict[str, Any], type[ServiceError], str]] = {
 }
 
 
+async def held_open(*messages: lend_pb2.LendRequest) -> AsyncIterator[lend_pb2.LendRequest]:
+    """A borrower that does not half-close: one that does may be gone before it is refused, and is told OK."""
+    for message in messages:
+        yield message
+    await asyncio.Event().wait()
+
+
 @pytest.mark.parametrize(("fields", "kind", "name"), WANTS.values(), ids=WANTS)
 async def test_loans_that_are_refused(site: Site, fields: dict[str, Any], kind: type[ServiceError], name: str) -> None:
     stub = lend_pb2_grpc.LendStub(site.link(site.prefill.address))
-    error = await refusal(stub.Lend(iter([want(site, **fields)])))
+    error = await refusal(stub.Lend(held_open(want(site, **fields))))
     assert type(error) is kind
     assert error.field == name
 
@@ -505,9 +512,7 @@ async def test_placed_requests_that_are_refused(
 
 @pytest.mark.parametrize("wrong", ["address", "incarnation", "self"])
 async def test_a_lender_that_is_not_there_costs_a_recompute_only(site: Site, wrong: str) -> None:
-    lender = decode_pb2.Lender(
-        worker_id="prefill-0", address=site.prefill.address, incarnation=site.prefill.incarnation
-    )
+    lender = lend_pb2.Holder(worker_id="prefill-0", address=site.prefill.address, incarnation=site.prefill.incarnation)
     if wrong == "address":
         with socket.socket() as unused:
             unused.bind(("127.0.0.1", 0))
@@ -521,7 +526,7 @@ async def test_a_lender_that_is_not_there_costs_a_recompute_only(site: Site, wro
         prompt_token_ids=GOOD,
         sampling=pb.Sampling(max_tokens=4),
         cache_salt=wrong,
-        lender=lender,
+        lender=decode_pb2.Lender(worker=lender, may_compute=True),
     )
     stub = decode_pb2_grpc.DecodeStub(site.link(site.decode.address))
     finish = [message async for message in stub.Generate(request, timeout=10)][-1].finish

@@ -47,7 +47,7 @@ def test_a_worker_counts_once_it_has_reported() -> None:
 
 def test_a_placement_counts_until_the_report_that_has_seen_it() -> None:
     fleet, decode, prefill = make_fleet()
-    placed = fleet.placed(Decision("d0", "p0", 16, 0, 0, 1, ""), DEMAND, KEYS)
+    placed = fleet.placed(Decision("d0", "p0", True, None, 16, 0, 0, 1, ""), DEMAND, KEYS)
     decode_view, prefill_view = fleet.views()
     assert (decode_view.running, decode_view.available_blocks) == (1, 44)
     assert prefill_view.queued_prefill_tokens == 16
@@ -63,11 +63,12 @@ def test_a_placement_counts_until_the_report_that_has_seen_it() -> None:
 
 def test_siblings_of_a_placement_find_its_blocks_at_the_lender_before_any_event() -> None:
     fleet, _, _ = make_fleet()
-    assert fleet.hits(KEYS) == {}
-    placed = fleet.placed(Decision("d0", "p0", 16, 0, 0, 1, ""), DEMAND, KEYS[:3])
-    assert fleet.hits(KEYS) == {"p0": 3}, "the decode worker has nothing yet"
+    assert fleet.hits(KEYS).due == {}
+    placed = fleet.placed(Decision("d0", "p0", True, None, 16, 0, 0, 1, ""), DEMAND, KEYS[:3])
+    assert fleet.hits(KEYS).due == {"p0": 3}, "the decode worker has nothing yet"
+    assert fleet.hits(KEYS).held == {}, "and nobody can read it yet"
     placed.started = True  # from now on the workers' own events tell
-    assert fleet.hits(KEYS) == {}
+    assert fleet.hits(KEYS).due == {}
 
 
 def test_events_before_the_snapshot_and_after_a_gap_ask_for_another() -> None:
@@ -75,10 +76,10 @@ def test_events_before_the_snapshot_and_after_a_gap_ask_for_another() -> None:
     assert not fleet.cache_changed(decode, stored(0, b"", KEYS[:1]))
     assert fleet.cache_changed(decode, stored(5, b"", KEYS[:2], snapshot=True))
     assert fleet.cache_changed(decode, stored(5, KEYS[1], KEYS[2:3]))
-    assert fleet.hits(KEYS) == {"d0": 3}
+    assert fleet.hits(KEYS).due == fleet.hits(KEYS).held == {"d0": 3}
     assert not fleet.cache_changed(decode, stored(7, KEYS[2], KEYS[3:]))
     assert fleet.cache_changed(decode, stored(8, b"", KEYS[:1], snapshot=True))
-    assert fleet.hits(KEYS) == {"d0": 1}
+    assert fleet.hits(KEYS).due == {"d0": 1}
 
 
 def test_removed_blocks_are_forgotten() -> None:
@@ -86,18 +87,18 @@ def test_removed_blocks_are_forgotten() -> None:
     fleet.cache_changed(decode, stored(0, b"", KEYS, snapshot=True))
     removal = pb.CacheEvents(sequence=0, events=[pb.CacheEvent(removed=KEYS[1])])
     assert fleet.cache_changed(decode, removal)
-    assert fleet.hits(KEYS) == {"d0": 1}
+    assert fleet.hits(KEYS).due == {"d0": 1}
 
 
 def test_a_restarted_worker_replaces_its_predecessor_and_its_late_end_changes_nothing() -> None:
     fleet, old, _ = make_fleet()
     fleet.cache_changed(old, stored(0, b"", KEYS, snapshot=True))
     new = fleet.joined(hello("d0", incarnation=b"2"))
-    assert fleet.hits(KEYS) == {}
+    assert fleet.hits(KEYS).due == {}
     fleet.left(old)
     assert fleet.worker("d0") is new
     assert fleet.cache_changed(old, stored(1, b"", KEYS)) is True  # ignored
-    assert fleet.hits(KEYS) == {}
+    assert fleet.hits(KEYS).due == {}
 
 
 def test_a_placement_takes_what_its_worker_promises_and_not_all_it_may_need() -> None:
@@ -108,7 +109,7 @@ def test_a_placement_takes_what_its_worker_promises_and_not_all_it_may_need() ->
     fleet.reported(worker, report())
     demand = Demand(20, 4, 30, 4, 100, chain_tokens=(20,), max_chain_tokens=120)
     assert [demand.num_promised_blocks(reserve) for reserve in (0, 1, 8, 1000)] == [30, 6, 7, 30]
-    fleet.placed(Decision("d0", None, 0, 0, 0, 1, ""), demand, [])
+    fleet.placed(Decision("d0", None, False, None, 0, 0, 0, 1, ""), demand, [])
     assert [view.available_blocks for view in fleet.views()] == [43]
 
 

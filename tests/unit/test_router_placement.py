@@ -1,13 +1,12 @@
 """Placement over exact toy numbers: 4-token blocks, 1000 prefill tokens/s, 100 on a decode worker."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.placement import Demand, Rates, WorkerView, place
+from router.placement import Demand, Hits, Rates, WorkerView, place
 
 RATES = Rates(
     prefill_tokens_per_s=1000,
@@ -17,7 +16,7 @@ RATES = Rates(
     stream_delay_s=0.001,
 )
 DEMAND = Demand(num_tokens=42, num_usable_blocks=10, num_total_blocks=12, block_tokens=4, block_bytes=1000)
-NO_HITS: Mapping[str, int] = {}
+NO_HITS = Hits.just({})
 
 
 def worker(name: str, **changes: object) -> WorkerView:
@@ -42,7 +41,7 @@ def test_borrowing_beats_a_slow_local_prefill() -> None:
 
 
 def test_nothing_is_borrowed_when_decode_holds_all_that_may_be_borrowed() -> None:
-    decision = place(DEMAND, [worker("d0"), worker("p0")], {"d0": 10, "p0": 10}, RATES)
+    decision = place(DEMAND, [worker("d0"), worker("p0")], Hits.just({"d0": 10, "p0": 10}), RATES)
     assert decision is not None
     assert decision.lender_id is None
     assert decision.predicted_ttft_s == pytest.approx(0.020)
@@ -50,7 +49,7 @@ def test_nothing_is_borrowed_when_decode_holds_all_that_may_be_borrowed() -> Non
 
 
 def test_a_short_rest_is_computed_on_the_spot() -> None:
-    decision = place(DEMAND, [worker("d0"), worker("p0", queued_prefill_tokens=500)], {"d0": 9}, RATES)
+    decision = place(DEMAND, [worker("d0"), worker("p0", queued_prefill_tokens=500)], Hits.just({"d0": 9}), RATES)
     assert decision is not None
     assert decision.lender_id is None
     assert "cheaper than any loan" in decision.reason
@@ -69,13 +68,13 @@ def test_running_streams_pay_for_local_prefill() -> None:
 
 def test_the_lender_that_holds_the_prefix_wins_until_its_queue_is_long() -> None:
     fleet = [worker("d0"), worker("p0"), worker("p1")]
-    near = place(DEMAND, fleet, {"p1": 10}, RATES)
+    near = place(DEMAND, fleet, Hits.just({"p1": 5}), RATES)
     assert near is not None
     assert near.lender_id == "p1"
     fleet[2] = worker("p1", queued_prefill_tokens=1000)
-    far = place(DEMAND, fleet, {"p1": 10}, RATES)
+    far = place(DEMAND, fleet, Hits.just({"p1": 5}), RATES)
     assert far is not None
-    assert far.lender_id == "p0"
+    assert (far.lender_id, far.source_id) == ("p0", "p1")
 
 
 def test_only_equal_fingerprints_pair() -> None:
@@ -86,7 +85,7 @@ def test_only_equal_fingerprints_pair() -> None:
 
 def test_a_full_decode_worker_is_not_chosen() -> None:
     fleet = [worker("d0", available_blocks=11), worker("d1", running=50), worker("p0")]
-    decision = place(DEMAND, fleet, {"d0": 10}, RATES)
+    decision = place(DEMAND, fleet, Hits.just({"d0": 10}), RATES)
     assert decision is not None
     assert decision.decode_id == "d1"
     assert place(DEMAND, [worker("d0", available_blocks=11), worker("p0")], NO_HITS, RATES) is None
@@ -114,8 +113,52 @@ views = st.lists(
 )
 
 
+def test_what_a_lender_holds_is_read_without_waiting_for_its_queue() -> None:
+    busy = worker("p0", queued_prefill_tokens=5000)
+    decision = place(DEMAND, [worker("d0"), busy], Hits.just({"p0": 10}), RATES)
+    assert decision is not None
+    assert (decision.lender_id, decision.lender_computes, decision.lender_tokens) == ("p0", False, 0)
+    # overhead 10 ms + 10 blocks of 1 ms + the 2-token tail at 100/s
+    assert decision.predicted_ttft_s == pytest.approx(0.010 + 0.010 + 0.020)
+
+
+def test_blocks_that_are_still_being_computed_cannot_be_read_at_once() -> None:
+    decision = place(DEMAND, [worker("d0"), worker("p0")], Hits({}, {"p0": 10}), RATES)
+    assert decision is not None
+    assert (decision.lender_id, decision.lender_computes) == ("p0", True)
+
+
+def test_a_decode_worker_lends_what_it_decoded() -> None:
+    fleet = [worker("d0", running=50), worker("d1")]
+    decision = place(DEMAND, fleet, Hits.just({"d0": 9}), RATES)
+    assert decision is not None
+    assert (decision.decode_id, decision.lender_id, decision.lender_computes) == ("d1", "d0", False)
+    # overhead 10 ms + 9 blocks of 1 ms + 6 tokens at 100/s
+    assert decision.predicted_ttft_s == pytest.approx(0.010 + 0.009 + 0.060)
+
+
+def test_a_prefill_worker_reads_the_last_turn_from_the_worker_that_decoded_it() -> None:
+    """A new turn too long to be computed beside streams: the lender reads the history and computes the turn."""
+    demand = replace(DEMAND, num_tokens=802, num_usable_blocks=200, num_total_blocks=220)
+    fleet = [worker("d0", available_blocks=300, num_blocks=300), worker("p0", num_blocks=300)]
+    decision = place(demand, fleet, Hits.just({"d0": 150}), RATES)
+    assert decision is not None
+    assert (decision.decode_id, decision.lender_id, decision.source_id) == ("d0", "p0", "d0")
+    assert decision.lender_tokens == 200
+    # overhead + 150 blocks to the lender, 200 tokens at 1000/s, overhead + 50 blocks back, the 2-token tail at 100/s
+    assert decision.predicted_ttft_s == pytest.approx(0.160 + 0.200 + 0.060 + 0.020)
+
+
+def test_a_source_is_named_only_where_reading_beats_computing() -> None:
+    slow_link = replace(RATES, kv_bytes_per_s=1e5)
+    decision = place(DEMAND, [worker("d0"), worker("p0"), worker("p1", num_blocks=9)], Hits.just({"p1": 5}), slow_link)
+    assert decision is not None
+    assert (decision.lender_id, decision.source_id, decision.lender_tokens) == ("p0", None, 40)
+
+
 @given(views, st.dictionaries(st.sampled_from(["d0", "d1", "p0", "p1"]), st.integers(0, 12)))
-def test_what_is_chosen_can_start_and_fits_together(workers: list[WorkerView], hits: dict[str, int]) -> None:
+def test_what_is_chosen_can_start_and_fits_together(workers: list[WorkerView], held: dict[str, int]) -> None:
+    hits = Hits.just(held)
     decision = place(DEMAND, workers, hits, RATES)
     able = [view for view in workers if view.decodes and view.available_blocks >= DEMAND.num_total_blocks]
     assert (decision is None) == (not able)
@@ -124,7 +167,14 @@ def test_what_is_chosen_can_start_and_fits_together(workers: list[WorkerView], h
         assert by_id[decision.decode_id] in able
         if decision.lender_id is not None:
             lender = by_id[decision.lender_id]
-            assert not lender.decodes
+            assert lender is not by_id[decision.decode_id]
             assert lender.fingerprint == by_id[decision.decode_id].fingerprint
-            assert hits.get(decision.decode_id, 0) < DEMAND.num_usable_blocks
+            assert not (lender.decodes and decision.lender_computes)
+            assert held.get(decision.decode_id, 0) < DEMAND.num_usable_blocks
+            if not decision.lender_computes:
+                assert held[lender.worker_id] > held.get(decision.decode_id, 0)
+        if decision.source_id is not None:
+            assert decision.lender_computes
+            assert decision.source_id != decision.lender_id
+            assert by_id[decision.source_id].fingerprint == by_id[decision.decode_id].fingerprint
         assert decision == place(DEMAND, list(reversed(workers)), hits, RATES)

@@ -1,0 +1,181 @@
+"""Loans that this engine takes, as the front sees them: a stream to each lender, opened and closed as the engine says.
+
+What the lender says goes to the engine, and the engine's releases go back.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from cluster.errors import from_rpc_error
+from cluster.rpc import channel
+from engine.messages import (
+    CloseLoan,
+    FromEngine,
+    LendClosed,
+    LoanBlocks,
+    LoanFailed,
+    LoanStarted,
+    OpenLoan,
+    ReleaseLoan,
+)
+from engine.worker.engine_client import EngineClient
+from protos import lend_pb2 as pb
+from protos import lend_pb2_grpc as pb_grpc
+
+log = logging.getLogger(__name__)
+
+
+class LoanStream:
+    """Opened by the engine's OpenLoan, closed by its CloseLoan or by the end of the request.
+
+    A lender that says nothing for `silence_s`, heartbeats included, is given up.
+    """
+
+    def __init__(
+        self, link: grpc.aio.Channel, want: pb.Want, engine_id: str, engine: EngineClient, silence_s: float
+    ) -> None:
+        self._call = pb_grpc.LendStub(link).Lend()
+        self._engine_id = engine_id
+        self._engine = engine
+        self._silence_s = silence_s
+        self._closed = False
+        self._task = asyncio.ensure_future(self._run(want))
+
+    async def release(self, first: int, count: int) -> None:
+        await self._write(pb.LendRequest(release=pb.Release(first=first, count=count)))
+
+    async def close(self) -> None:
+        """Half-close: the lender lets go of everything. Nothing more is forwarded to the engine."""
+        self._closed = True
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await self._call.done_writing()
+
+    async def cancel(self) -> None:
+        """The request is over: end the stream now."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _write(self, request: pb.LendRequest) -> None:
+        """A stream that has ended takes nothing more; why it ended is told by `_run`."""
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await self._call.write(request)
+
+    async def _run(self, want: pb.Want) -> None:
+        failure = "the borrower's side of the loan broke"
+        try:
+            await self._write(pb.LendRequest(want=want))
+            await self._follow()
+            failure = "the lender ended the stream"
+        except grpc.aio.AioRpcError as error:
+            failure = str(from_rpc_error(error))
+        except TimeoutError:
+            failure = f"the lender was silent for {self._silence_s:g} s"
+        finally:
+            self._call.cancel()
+            if not self._closed:
+                log.info("loan of %s failed: %s", self._engine_id, failure)
+                self._engine.send(LoanFailed(self._engine_id, failure))
+
+    async def _follow(self) -> None:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(self._silence_s) as silence:
+            while (response := await self._call.read()) is not grpc.aio.EOF:
+                silence.reschedule(loop.time() + self._silence_s)
+                assert isinstance(response, pb.LendResponse)
+                if not self._closed:
+                    self._forward(response)
+
+    def _forward(self, response: pb.LendResponse) -> None:
+        match response.WhichOneof("message"):
+            case "starting":
+                said = response.starting
+                self._engine.send(
+                    LoanStarted(self._engine_id, said.endpoint, said.end_block, said.cached_end_block, said.queued_ms)
+                )
+            case "blocks_ready":
+                ready = response.blocks_ready
+                self._engine.send(
+                    LoanBlocks(self._engine_id, ready.first, tuple(ready.block_ids), ready.fingerprints, ready.fetched)
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """What a loan is of."""
+
+    request_id: str
+    """The client's, for logs."""
+    token_ids: Sequence[int]
+    cache_salt: str
+    priority: int
+    router_id: str
+    placement_sequence: int
+    source: pb.Holder | None = None
+    """From whom the lender may read what it lacks."""
+
+
+class Borrowing:
+    """The loan of one request, or of one loan given: at most one at a time."""
+
+    def __init__(self, lenders: "Lenders", engine_id: str, holder: pb.Holder, chain: Callable[[], Chain]) -> None:
+        """`holder` is who lends; `chain` is asked only when a loan is opened."""
+        self._lenders = lenders
+        self._engine_id = engine_id
+        self._holder = holder
+        self._chain = chain
+        self._stream: LoanStream | None = None
+
+    async def handle(self, message: FromEngine | LendClosed | None) -> bool:
+        """Perform what the engine says of the loan; False when the message is about something else."""
+        match message:
+            case OpenLoan():
+                assert self._stream is None
+                self._stream = self._lenders.open(self._engine_id, self._holder, self._chain(), message)
+            case ReleaseLoan(_, first, count):
+                if self._stream is not None:
+                    await self._stream.release(first, count)
+            case CloseLoan():
+                if self._stream is not None:
+                    await self._stream.close()
+            case _:
+                return False
+        return True
+
+    async def cancel(self) -> None:
+        """Nobody wants it any more."""
+        if self._stream is not None:
+            await self._stream.cancel()
+
+
+class Lenders:
+    """Channels to the workers that this one borrows from."""
+
+    def __init__(self, engine: EngineClient, model_fingerprint: bytes, block_tokens: int, silence_s: float) -> None:
+        self._engine = engine
+        self._model_fingerprint = model_fingerprint
+        self._block_tokens = block_tokens
+        self._silence_s = silence_s
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    def open(self, engine_id: str, holder: pb.Holder, chain: Chain, wanted: OpenLoan) -> LoanStream:
+        if (link := self._channels.get(holder.address)) is None:
+            link = self._channels[holder.address] = channel(holder.address)
+        want = pb.Want(
+            request_id=chain.request_id,
+            lender_incarnation=holder.incarnation,
+            model_fingerprint=self._model_fingerprint,
+            cache_salt=chain.cache_salt,
+            token_ids=chain.token_ids[: wanted.end_block * self._block_tokens],
+            first_block=wanted.first_block,
+            may_compute=wanted.may_compute,
+            priority=chain.priority,
+            router_id=chain.router_id,
+            placement_sequence=chain.placement_sequence,
+            source=chain.source if wanted.may_compute else None,
+        )
+        return LoanStream(link, want, engine_id, self._engine, self._silence_s)
