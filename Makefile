@@ -7,7 +7,7 @@ PROTOC_VENV := .venv-protoc
 VLLM_VENV := .venv-vllm
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test lint types unit integration e2e gpu bench bench-engine bench-gpu protos check-protos install clean
+.PHONY: demo test lint types unit integration e2e gpu bench bench-engine bench-kv bench-gpu protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -49,6 +49,9 @@ bench: $(INSTALLED)
 
 bench-engine: $(INSTALLED) $(VLLM_VENV)/.installed
 	@$(BIN)/python -m bench.engine
+
+bench-kv: $(INSTALLED)
+	@$(BIN)/python -m bench.kv
 
 bench-gpu: $(INSTALLED)
 	@$(BIN)/python -m bench.gpu

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelRefused
+from kvtransfer.native.compiler import cache_folder
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json")
 
@@ -114,9 +115,3 @@ class ModelDir:
         """Of a model that also sees, the part that writes."""
         nested = self.config.get("text_config")
         return nested if isinstance(nested, dict) else self.config
-
-
-def cache_folder(kind: str) -> Path:
-    """Where things that can be made anew are remembered on this machine."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "tandem" / kind

@@ -136,6 +136,7 @@ class BlockPool:
                 evicted.append(self._forget(block))
             self._refs[block] = 1
             blocks.append(block)
+        blocks.sort()  # neighbours in the pool are read as one span
         if evicted:
             self._on_evict(evicted)
             self._events.append(Removed(tuple(each.key for each in evicted)))

@@ -120,10 +120,13 @@ class SimRunner(Runner):
         return token_of(flat[:, :end], self.info.vocab_size)
 
 
-def sim_runner(model_path: Path, block_tokens: int, kv_bytes: int, step_s: float = 0.0) -> SimRunner:
-    """A runner that stands for the model in a directory: its vocabulary, context and weights' fingerprint."""
+def sim_runner(
+    model_path: Path, block_tokens: int, kv_bytes: int, step_s: float = 0.0, block_kib: int = 2
+) -> SimRunner:
+    """A runner that stands for the model in a directory: its vocabulary, context and weights' fingerprint. 16 tokens
+    have `block_kib` of KV."""
     model_dir = ModelDir.open(model_path)
-    layout = KvLayout(layers=2, kv_heads=2, head_dim=4, block_tokens=block_tokens, dtype="float32")
+    layout = KvLayout(layers=2, kv_heads=2, head_dim=2 * block_kib, block_tokens=block_tokens, dtype="float32")
     return SimRunner(
         layout,
         num_blocks=max(1, kv_bytes // layout.block_bytes),

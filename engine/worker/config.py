@@ -31,6 +31,8 @@ class WorkerConfig(Config):
     engine: Literal["torch", "sim"] = "torch"
     sim_step_ms: NonNegativeFloat = 0.0
     """How long a step of the sim engine takes."""
+    sim_block_kib: PositiveInt = 2
+    """How much KV 16 tokens of the sim engine have."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and KV; auto: as the model was saved."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -228,7 +228,7 @@ def _make_runner(config: WorkerConfig) -> Runner:
     if config.engine == "sim":
         from engine.sim.runner import sim_runner
 
-        return sim_runner(config.model, config.block_tokens, kv_bytes, config.sim_step_ms / 1e3)
+        return sim_runner(config.model, config.block_tokens, kv_bytes, config.sim_step_ms / 1e3, config.sim_block_kib)
     try:
         from engine.torch.runner import TorchRunner, set_threads
     except ModuleNotFoundError as error:

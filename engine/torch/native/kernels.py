@@ -6,15 +6,18 @@ bit whoever else is in the batch and however its prompt was cut into chunks.
 
 import ctypes
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine.errors import KernelsUnavailable
 from engine.layout import KvLayout
 from engine.torch.memory import Arena, forget_file_pages
-from engine.torch.native.build import load_library
+from kvtransfer.native.compiler import NotCompiled, load_library
 
+SOURCE = Path(__file__).with_name("kernels.cpp")
 PANEL = 64
 """Columns of a matrix that lie together once it is packed."""
 
@@ -62,7 +65,10 @@ class Kernels:
     """One loaded library. Raises KernelsUnavailable when it cannot be had."""
 
     def __init__(self) -> None:
-        self._library = load_library()
+        try:  # it shares torch's OpenMP runtime, and with it torch's threads
+            self._library = load_library(SOURCE, ("-fopenmp", "-fno-math-errno"))
+        except NotCompiled as error:
+            raise KernelsUnavailable(str(error)) from error
         self._arena = Arena()
         self.multiplies_bfloat16 = bool(self._library.tandem_has_linear())
         """The CPU has bfloat16 dot products, and with them `pack`, `linear`, `gated` and `embed`."""

@@ -1,0 +1,290 @@
+"""`make bench-kv`: the KV path against NIXL alone, a gRPC hop alone, and computing it anew.
+
+Two workers of the sim engine, told by this benchmark who lends to whom, on a core each, as are the two processes of the
+bare NIXL loop; our loans and bare reads of the same spans take turns. What overlaps what, and what it costs the lender,
+is measured with the sim engine's steps and with a real model (Qwen2 0.5 B's shape, random weights).
+"""
+
+import asyncio
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress, TimeElapsedColumn
+
+from bench.kv_bare import HOP
+from bench.models import qwen2_half_b
+from bench.report import OUT, Bar, conclude
+from bench.workers import Workers
+from cluster.rpc import channel
+from kvtransfer.transport import MAX_POSTED_BYTES
+from protos import inference_pb2 as pb
+
+BLOCK, BLOCK_KIB = 16, 256
+SIZES_MIB = (4, 16, 64, 256)
+ROUNDS = {4: 40, 16: 30, 64: 20, 256: 12}
+SMALL_ROUNDS = 60
+POOL_MIB = 640
+CHUNKS, CHUNK_TOKENS, STEP_MS = 8, 256, 60.0
+PREFIX, LONG = 4096, 2048
+
+
+class Bare:
+    """Two processes that do nothing but NIXL."""
+
+    def __init__(self, cores: Sequence[int]) -> None:
+        self._cores = cores
+
+    async def __aenter__(self) -> "Bare":
+        size = str(max(SIZES_MIB) << 20)
+        tag = str(os.getpid())
+        self._lender, lender = await start_bare("lender", self._cores[0], f"bare-lender-{tag}", size)
+        self._reader, _ = await start_bare("reader", self._cores[1], f"bare-reader-{tag}", size)
+        self._tell(lender)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for process in (self._reader, self._lender):
+            assert process.stdin is not None
+            process.stdin.close()
+            await process.wait()
+
+    async def read(self, spans: list[list[int]]) -> float:
+        return await self._ask({"spans": spans})
+
+    async def copy(self, num_bytes: int) -> float:
+        return await self._ask({"copy": num_bytes})
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        assert self._reader.stdin is not None
+        self._reader.stdin.write(json.dumps(message).encode() + b"\n")
+
+    async def _ask(self, message: dict[str, Any]) -> float:
+        self._tell(message)
+        assert self._reader.stdout is not None
+        return float(json.loads(await self._reader.stdout.readline())["seconds"])
+
+
+async def start_bare(role: str, core: int, *arguments: str) -> tuple[asyncio.subprocess.Process, dict[str, Any]]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bench.kv_bare", role, str(core), *arguments),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        limit=1 << 20,
+    )
+    assert process.stdout is not None
+    said: dict[str, Any] = json.loads(await process.stdout.readline())
+    return process, said
+
+
+def tokens(count: int, seeds: random.Random) -> list[int]:
+    return [seeds.randrange(1000) for _ in range(count)]
+
+
+def stages(receipt: pb.Receipt) -> dict[str, float]:
+    """Seconds by name."""
+    return {stage.name: stage.duration_ms / 1e3 for stage in receipt.stages}
+
+
+def loan_s(receipt: pb.Receipt) -> float:
+    """From asking the lender to the last block verified and bound."""
+    by_name = stages(receipt)
+    assert receipt.kv.loan_failure == "", receipt.kv.loan_failure
+    return sum(by_name[name] for name in ("lender queue", "lender prefill", "transfer of the last blocks"))
+
+
+# ---------------------------------------------------------------------------- bandwidth and fixed cost
+
+
+async def measure_bandwidth(model: Path, cores: Sequence[int], progress: Progress) -> dict[str, Any]:
+    """Loans of what the lender has, and bare reads of as many bytes, in turns."""
+    settings = {"model": model, "engine": "sim", "sim_block_kib": BLOCK_KIB, "kv_memory_mib": POOL_MIB}
+    settings |= {"max_batch_tokens": 65536, "max_prefill_tokens": 65536}
+    seeds = random.Random(1)
+    figures: dict[str, Any] = {"sizes": {}}
+    async with (
+        Workers(prefill_0=settings | {"cores": (cores[0],)}, decode_0=settings | {"cores": (cores[1],)}) as workers,
+        Bare(cores) as bare,
+    ):
+        await one_loan(workers, tokens(BLOCK * 1024, seeds))
+        task = progress.add_task("bandwidth", total=sum(ROUNDS.values()))
+        for size in SIZES_MIB:
+            ours, theirs, copies = [], [], []
+            num_blocks = (size << 10) // BLOCK_KIB
+            for _ in range(ROUNDS[size]):
+                ours.append(loan_s(await one_loan(workers, tokens(BLOCK * num_blocks, seeds))))
+                theirs.append(await bare.read([[0, 0, size << 20]]))
+                copies.append(await bare.copy(size << 20))
+                progress.advance(task)
+            figures["sizes"][size] = summary(size, ours, theirs, copies)
+        figures["fixed"] = await measure_fixed_cost(workers, bare, seeds, progress)
+    return figures
+
+
+async def one_loan(workers: Workers, prompt: list[int]) -> pb.Receipt:
+    await workers.lend("prefill_0", prompt)
+    receipt, _ = await workers.decode("decode_0", [*prompt, 1], "prefill_0")
+    assert receipt.kv.lender_cached_blocks == len(prompt) // BLOCK, receipt.kv
+    return receipt
+
+
+def summary(size: int, ours: list[float], theirs: list[float], copies: list[float]) -> dict[str, float]:
+    gib = size / 1024
+    return {
+        "pairs": len(ours),
+        "ours_gib_per_s": gib / statistics.median(ours),
+        "bare_gib_per_s": gib / statistics.median(theirs),
+        "memcpy_gib_per_s": gib / statistics.median(copies),
+        "ratio": statistics.median(theirs) / statistics.median(ours),
+    }
+
+
+async def measure_fixed_cost(
+    workers: Workers, bare: Bare, seeds: random.Random, progress: Progress
+) -> dict[str, float]:
+    """A loan of one block, less a bare read of it, beside a bare bidirectional hop."""
+    process, said = await start_bare("hop", -1)
+    ours, hops, reads = [], [], []
+    task = progress.add_task("fixed cost", total=SMALL_ROUNDS)
+    async with channel(said["address"]) as link:
+        for _ in range(SMALL_ROUNDS):
+            ours.append(loan_s(await one_loan(workers, tokens(BLOCK, seeds))))
+            reads.append(await bare.read([[0, 0, BLOCK_KIB << 10]]))
+            started_at = time.perf_counter()
+            call = link.stream_stream(HOP)()
+            await call.write(b"w" * 400)
+            await call.read()
+            hops.append(time.perf_counter() - started_at)
+            await call.done_writing()
+            await call.read()
+            progress.advance(task)
+    assert process.stdin is not None
+    process.stdin.close()
+    await process.wait()
+    loan, read, hop = (1e3 * statistics.median(values) for values in (ours, reads, hops))
+    return {"loan_ms": loan, "bare_read_ms": read, "hop_ms": hop, "beyond_hop_ms": loan - read - hop}
+
+
+# ---------------------------------------------------------------------------- overlap
+
+
+async def measure_overlap(model: Path, cores: Sequence[int], progress: Progress) -> dict[str, Any]:
+    """What is left of a transfer when the lender has computed its last chunk."""
+    settings = {"model": model, "engine": "sim", "sim_block_kib": BLOCK_KIB, "kv_memory_mib": POOL_MIB}
+    settings |= {"sim_step_ms": STEP_MS, "max_prefill_tokens": CHUNK_TOKENS}
+    seeds, rounds = random.Random(2), 10
+    left, whole = [], []
+    async with Workers(
+        prefill_0=settings | {"cores": (cores[0],)}, decode_0=settings | {"cores": (cores[1],)}
+    ) as workers:
+        task = progress.add_task("overlap", total=rounds)
+        for _ in range(rounds):
+            prompt = tokens(CHUNKS * CHUNK_TOKENS, seeds)
+            whole.append(loan_s(await one_loan(workers, prompt)))
+            receipt, _ = await workers.decode("decode_0", [*tokens(len(prompt), seeds), 1], "prefill_0")
+            assert receipt.kv.lender_computed_blocks == CHUNKS * CHUNK_TOKENS // BLOCK
+            left.append(stages(receipt)["transfer of the last blocks"])
+            progress.advance(task)
+    return {
+        "left_ms": 1e3 * statistics.median(left),
+        "whole_ms": 1e3 * statistics.median(whole),
+        "ratio": statistics.median(left) / statistics.median(whole),
+    }
+
+
+# ---------------------------------------------------------------------------- a real model
+
+
+async def measure_model(cores: Sequence[int], progress: Progress) -> dict[str, Any]:
+    """Slowdown of a lender's prefill by lending, and a fetched prefix against a computed one."""
+    model = qwen2_half_b(OUT / "qwen2-0.5b")
+    settings = {"model": model, "kv_memory_mib": 512, "max_prefill_tokens": 512}
+    seeds = random.Random(3)
+    alone, lending, fetched, computed = [], [], [], []
+    async with Workers(
+        prefill_0=settings | {"cores": (cores[0],)}, decode_0=settings | {"cores": (cores[1],)}
+    ) as workers:
+        await workers.decode("decode_0", tokens(64, seeds), "prefill_0")
+        rounds = 5
+        task = progress.add_task("0.5 B model", total=rounds + 2)
+        for _ in range(rounds):
+            alone.append(await workers.lend("prefill_0", tokens(LONG, seeds)))
+            receipt, _ = await workers.decode("decode_0", [*tokens(LONG, seeds), 1], "prefill_0")
+            lending.append(stages(receipt)["lender prefill"])
+            progress.advance(task)
+        for _ in range(2):
+            prompt = tokens(PREFIX, seeds)
+            await workers.lend("prefill_0", prompt)
+            receipt, seconds = await workers.decode("decode_0", [*prompt, 1], "prefill_0")
+            assert receipt.kv.moved_blocks == PREFIX // BLOCK
+            fetched.append(seconds)
+            _, seconds = await workers.decode("decode_0", [*tokens(PREFIX, seeds), 1], None)
+            computed.append(seconds)
+            progress.advance(task)
+    return {
+        "prefill_alone_s": statistics.median(alone),
+        "prefill_lending_s": statistics.median(lending),
+        "slowdown": statistics.median(lending) / statistics.median(alone) - 1,
+        "fetched_ttft_s": statistics.median(fetched),
+        "computed_ttft_s": statistics.median(computed),
+        "ttft_ratio": statistics.median(fetched) / statistics.median(computed),
+    }
+
+
+def bars_of(figures: dict[str, Any]) -> list[Bar]:
+    sizes = figures["bandwidth"]["sizes"]
+    bars = [
+        Bar(f"{size} MB: our path's bandwidth / bare NIXL reads", sizes[size]["ratio"], 0.75, at_least=True)
+        for size in SIZES_MIB
+    ]
+    return [
+        *bars,
+        Bar(
+            "one block: loan beyond its bytes and a bare gRPC hop, ms p50",
+            figures["bandwidth"]["fixed"]["beyond_hop_ms"],
+            0.5,
+        ),
+        Bar(
+            f"{CHUNKS} chunks: last chunk computed to last block verified / whole transfer",
+            figures["overlap"]["ratio"],
+            0.3,
+        ),
+        Bar("lender's prefill while lending: slowdown", figures["model"]["slowdown"], 0.05),
+        Bar("TTFT with a fetched 4 k prefix / computing it", figures["model"]["ttft_ratio"], 0.1),
+    ]
+
+
+def write_model(path: Path) -> Path:
+    config = {"model_type": "llama", "vocab_size": 1000, "max_position_embeddings": 1 << 20}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+async def main() -> None:
+    console = Console()
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        sys.exit("error: cores: a lender and a borrower need two")
+    figures: dict[str, Any] = {"posted_window_mib": MAX_POSTED_BYTES >> 20}
+    with (
+        tempfile.TemporaryDirectory(prefix="tandem-bench-") as scratch,
+        Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress,
+    ):
+        model = write_model(Path(scratch))
+        figures["bandwidth"] = await measure_bandwidth(model, cores, progress)
+        figures["overlap"] = await measure_overlap(model, cores, progress)
+        figures["model"] = await measure_model(cores, progress)
+    console.print(figures)
+    conclude("kv", bars_of(figures), figures, console)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

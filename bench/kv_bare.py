@@ -1,0 +1,108 @@
+"""What the KV path is held against: NIXL alone, memcpy alone, and one gRPC hop with no logic.
+
+`python -m bench.kv_bare ROLE CORE ...` is one process, pinned to a core, that answers lines of JSON on standard input:
+
+    lender NAME BYTES      memory to read from; prints {"metadata", "base"}
+    reader NAME BYTES      {"metadata", "base"} once, then {"spans": [[local, remote, length], ...]} -> {"seconds"}
+    hop                    a gRPC server; prints its address, which it serves until standard input ends
+"""
+
+import asyncio
+import json
+import os
+import sys
+import time
+from base64 import b64decode, b64encode
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import numpy as np
+
+from cluster.rpc import Server
+from kvtransfer.nixl import _make_agent
+from kvtransfer.transport import MAX_POSTED_BYTES
+
+HOP = "/bare/Hop"
+
+
+def say(**fields: Any) -> None:
+    print(json.dumps(fields), flush=True)
+
+
+def lend(name: str, num_bytes: int) -> None:
+    memory = np.ones(num_bytes, np.uint8)
+    agent = _make_agent(name)
+    agent.register_memory([(memory.ctypes.data, num_bytes, 0, "")], "DRAM")
+    say(metadata=b64encode(agent.get_agent_metadata()).decode(), base=memory.ctypes.data)
+    sys.stdin.read()
+
+
+def read(name: str, num_bytes: int) -> None:
+    """Reads one after the other, each of spans of at most MAX_POSTED_BYTES; it polls without pause."""
+    memory = np.ones(num_bytes, np.uint8)
+    copied = np.ones(num_bytes, np.uint8)
+    agent = _make_agent(name)
+    agent.register_memory([(memory.ctypes.data, num_bytes, 0, "")], "DRAM")
+    say(ready=True)
+    lender = json.loads(sys.stdin.readline())
+    peer = agent.add_remote_agent(b64decode(lender["metadata"])).decode()
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "copy" in request:
+            started_at = time.perf_counter()
+            copied[: request["copy"]] = memory[: request["copy"]]
+            say(seconds=time.perf_counter() - started_at)
+            continue
+        started_at = time.perf_counter()
+        for spans in windows(request["spans"]):
+            local = agent.get_xfer_descs([(memory.ctypes.data + s[0], s[2], 0) for s in spans], "DRAM")
+            remote = agent.get_xfer_descs([(lender["base"] + s[1], s[2], 0) for s in spans], "DRAM")
+            handle = agent.initialize_xfer("READ", local, remote, peer)
+            state = agent.transfer(handle)
+            while state == "PROC":
+                state = agent.check_xfer_state(handle)
+            assert state == "DONE", state
+            handle.release()
+        say(seconds=time.perf_counter() - started_at)
+
+
+def windows(spans: list[list[int]]) -> list[list[list[int]]]:
+    """Spans cut and grouped so that each group has at most MAX_POSTED_BYTES."""
+    groups: list[list[list[int]]] = [[]]
+    room = MAX_POSTED_BYTES
+    for local, remote, length in spans:
+        done = 0
+        while done < length:
+            if not room:
+                groups.append([])
+                room = MAX_POSTED_BYTES
+            piece = min(room, length - done)
+            groups[-1].append([local + done, remote + done, piece])
+            done += piece
+            room -= piece
+    return groups
+
+
+async def hop() -> None:
+    async def answer(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        async for _ in requests:
+            yield b"a" * 200
+
+    server = Server()
+    handlers = {"Hop": grpc.stream_stream_rpc_method_handler(answer)}
+    server.grpc.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("bare", handlers)])
+    port = await server.start("127.0.0.1", 0, ["bare"])
+    say(address=f"127.0.0.1:{port}")
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+
+
+if __name__ == "__main__":
+    role, core = sys.argv[1], int(sys.argv[2])
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # it logs to standard output
+    if core >= 0:
+        os.sched_setaffinity(0, {core})
+    if role == "hop":
+        asyncio.run(hop())
+    else:
+        {"lender": lend, "reader": read}[role](sys.argv[3], int(sys.argv[4]))

@@ -1,0 +1,126 @@
+"""Workers without a router: a benchmark that says itself who lends to whom."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from cluster.rpc import Server, channel
+from engine.worker.config import WorkerConfig
+from protos import decode_pb2, decode_pb2_grpc, lend_pb2, lend_pb2_grpc, membership_pb2, membership_pb2_grpc
+from protos import inference_pb2 as pb
+from tandem.local import RoleProcess, start_role, stop_process
+
+
+class _Listener(membership_pb2_grpc.MembershipServicer):
+    """Hears who joins, and nothing else."""
+
+    def __init__(self) -> None:
+        self.hellos: dict[str, membership_pb2.Hello] = {}
+        self.changed = asyncio.Event()
+
+    async def Join(  # noqa: N802
+        self, request_iterator: AsyncIterator[membership_pb2.WorkerMessage], context: Any
+    ) -> AsyncIterator[membership_pb2.RouterMessage]:
+        async for message in request_iterator:
+            if message.HasField("hello"):
+                self.hellos[message.hello.worker_id] = message.hello
+                self.changed.set()
+        return
+        yield
+
+
+class Workers:
+    """An async context manager: started workers by id."""
+
+    def __init__(self, **workers: dict[str, Any]) -> None:
+        """Settings by worker id; ids begin with the role."""
+        self._settings = workers
+        self._roles: list[RoleProcess] = []
+        self._links: dict[str, grpc.aio.Channel] = {}
+        self._numbers = itertools.count()
+
+    async def __aenter__(self) -> Self:
+        self._listener, self._server = _Listener(), Server()
+        membership_pb2_grpc.add_MembershipServicer_to_server(self._listener, self._server.grpc)
+        port = await self._server.start("127.0.0.1", 0, [])
+        starts = [
+            start_role(
+                f"{name.split('_')[0]}_worker",
+                name,
+                WorkerConfig.parse({"worker_id": name, "routers": (f"127.0.0.1:{port}",)} | settings),
+            )
+            for name, settings in self._settings.items()
+        ]
+        self._roles += await asyncio.gather(*starts)
+        while len(self._listener.hellos) < len(self._settings):
+            self._listener.changed.clear()
+            await asyncio.wait_for(self._listener.changed.wait(), 30)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for link in self._links.values():
+            await link.close()
+        await asyncio.gather(*(stop_process(role.process) for role in self._roles))
+        await self._server.stop(0.1)
+
+    def hello(self, name: str) -> membership_pb2.Hello:
+        return self._listener.hellos[name]
+
+    def holder(self, name: str) -> lend_pb2.Holder:
+        hello = self.hello(name)
+        return lend_pb2.Holder(worker_id=name, address=hello.address, incarnation=hello.incarnation)
+
+    async def decode(
+        self, name: str, prompt: Sequence[int], lender: str | None, may_compute: bool = True
+    ) -> tuple[pb.Receipt, float]:
+        """One token of `prompt` by worker `name`; its receipt, and seconds to the token."""
+        request = decode_pb2.DecodeRequest(
+            request_id=f"bench-{next(self._numbers)}",
+            worker_incarnation=self.hello(name).incarnation,
+            prompt_token_ids=prompt,
+            sampling=pb.Sampling(max_tokens=1, temperature=0, top_p=1, ignore_eos=True),
+        )
+        if lender is not None:
+            request.lender.CopyFrom(decode_pb2.Lender(worker=self.holder(lender), may_compute=may_compute))
+        started_at = time.perf_counter()
+        stub = decode_pb2_grpc.DecodeStub(self._link(name))
+        messages = [message async for message in stub.Generate(request, timeout=120)]
+        return messages[-1].finish.receipt, time.perf_counter() - started_at
+
+    async def lend(self, name: str, tokens: Sequence[int]) -> float:
+        """Borrow without reading anything: `name` computes what it lacks. Seconds from its start to its last block."""
+        hello = self.hello(name)
+        want = lend_pb2.Want(
+            request_id=f"bench-{next(self._numbers)}",
+            lender_incarnation=hello.incarnation,
+            model_fingerprint=hello.model_fingerprint,
+            token_ids=tokens,
+            may_compute=True,
+        )
+        call = lend_pb2_grpc.LendStub(self._link(name)).Lend()
+        await call.write(lend_pb2.LendRequest(want=want))
+        end, started_at = 1, 0.0
+        announced = 0
+        while announced < end:
+            response = await call.read()
+            assert isinstance(response, lend_pb2.LendResponse), "the loan ended early"
+            if response.HasField("starting"):
+                end, started_at = response.starting.end_block, time.perf_counter()
+            announced += len(response.blocks_ready.block_ids)
+        seconds = time.perf_counter() - started_at
+        await call.done_writing()
+        await call.read()
+        return seconds
+
+    def _link(self, name: str) -> grpc.aio.Channel:
+        address = self.hello(name).address
+        if address not in self._links:
+            self._links[address] = channel(address)
+        return self._links[address]

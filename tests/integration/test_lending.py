@@ -1,0 +1,201 @@
+"""Who lends to whom, over real processes, gRPC and NIXL: decode workers lend what they decoded, prefill workers read
+from others what they lack, and what the pool evicted comes back from host memory and disk.
+
+The sim engine's tokens are hashes of the KV that was read, so equal tokens mean equal KV.
+"""
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protos import inference_pb2 as pb
+from tandem.client import Client
+from tandem.local import stop_process
+
+VOCAB = 1000
+BLOCK = 16
+LENDER_ALWAYS = {"decode_prefill_tokens_per_s": 1.0}
+"""Computing on a decode worker costs a second a token, so that nobody wants to."""
+SIM: dict[str, Any] = {"engine": "sim", "sim_step_ms": 2.0}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("lending") / "simulated"
+    path.mkdir()
+    config = {"model_type": "llama", "vocab_size": VOCAB, "max_position_embeddings": 100_000}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB), k=count)
+
+
+@contextmanager
+def occupying(client: Client, prompt: list[int]) -> Iterator[None]:
+    """A stream that runs meanwhile."""
+
+    async def run() -> None:
+        sampling = pb.Sampling(max_tokens=4000, temperature=0, ignore_eos=True)
+        async for _ in client.generate(token_ids=prompt, sampling=sampling, timeout_s=60):
+            pass
+
+    task = asyncio.ensure_future(run())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+async def test_a_decode_worker_lends_what_it_decoded(model: Path, cluster_of: Any, ask: Any, audit: Any) -> None:
+    cluster = cluster_of(model, prefill=1, decode=2, router=LENDER_ALWAYS, **SIM)
+    async with cluster, Client(cluster.address) as client:
+        prompt = tokens(1, 10 * BLOCK)
+        first = await ask(client, prompt, max_tokens=10 * BLOCK)
+        history = [*prompt, *first.token_ids, *tokens(2, 4)]
+        with occupying(client, history):
+            await asyncio.sleep(0.3)
+            second = await ask(client, history, max_tokens=8)
+        assert second.placement.decode_worker != first.placement.decode_worker
+        assert second.placement.lender == first.placement.decode_worker, second.placement.reason
+        assert second.kv.moved_blocks == second.kv.verified_blocks == second.kv.lender_cached_blocks
+        assert second.kv.moved_blocks >= 19, "what was decoded is among it"
+        assert second.kv.loan_failure == ""
+        alone = await ask(client, history, max_tokens=8, cache_salt="alone")
+        assert second.token_ids == alone.token_ids
+        await asyncio.sleep(0.1)
+        await audit([worker.address for worker in cluster.workers])
+
+
+async def test_a_prefill_worker_reads_the_history_from_who_decoded_it(
+    model: Path, cluster_of: Any, ask: Any, audit: Any
+) -> None:
+    cluster = cluster_of(model, prefill=1, decode=2, router=LENDER_ALWAYS, **SIM)
+    async with cluster, Client(cluster.address) as client:
+        prompt = tokens(3, 10 * BLOCK)
+        first = await ask(client, prompt, max_tokens=20 * BLOCK)
+        history = [*prompt, *first.token_ids, *tokens(4, 12 * BLOCK)]
+        second = await ask(client, history, max_tokens=8)
+        assert second.placement.lender == "prefill-0"
+        assert second.placement.source == first.placement.decode_worker, second.placement.reason
+        alone = await ask(client, history, max_tokens=8, cache_salt="alone")
+        assert second.token_ids == alone.token_ids
+        assert second.kv.loan_failure == ""
+        await audit([worker.address for worker in cluster.workers])
+
+
+async def test_what_a_lender_fetched_is_in_the_receipt(model: Path, cluster_of: Any, ask: Any, audit: Any) -> None:
+    """A third worker decodes the next turn: its lender reads the history from the one that decoded it."""
+    cluster = cluster_of(model, prefill=1, decode=2, router=LENDER_ALWAYS, **SIM)
+    async with cluster, Client(cluster.address) as client:
+        prompt = tokens(6, 4 * BLOCK)
+        first = await ask(client, prompt, max_tokens=20 * BLOCK)
+        history = [*prompt, *first.token_ids]
+        with occupying(client, tokens(8, 4)):
+            await asyncio.sleep(0.3)
+            second = await ask(client, [*history, *tokens(7, 12 * BLOCK)], max_tokens=8)
+        assert second.placement.decode_worker != first.placement.decode_worker
+        assert (second.placement.lender, second.placement.source) == ("prefill-0", first.placement.decode_worker)
+        kv = second.kv
+        assert kv.lender_fetched_blocks >= 19
+        assert kv.lender_computed_blocks <= 13
+        assert kv.lender_cached_blocks + kv.lender_fetched_blocks + kv.lender_computed_blocks == kv.moved_blocks
+        alone = await ask(client, [*history, *tokens(7, 12 * BLOCK)], max_tokens=8, cache_salt="alone")
+        assert second.token_ids == alone.token_ids
+        await asyncio.sleep(0.1)
+        await audit([worker.address for worker in cluster.workers])
+
+
+TIERED: dict[str, Any] = SIM | {"kv_memory_mib": 1, "max_prefill_tokens": 2048, "sim_step_ms": 20.0}
+"""A pool of 512 blocks of 2 KiB."""
+
+
+async def fill(client: Client, ask: Any, seeds: range) -> None:
+    """Push everything else out of the pool."""
+    for seed in seeds:
+        await ask(client, tokens(seed, 200 * BLOCK), max_tokens=1)
+
+
+async def test_evicted_blocks_come_back_from_host_memory(model: Path, cluster_of: Any, ask: Any, audit: Any) -> None:
+    cluster = cluster_of(model, prefill=0, decode=1, **TIERED, kv_host_memory_mib=4)
+    async with cluster, Client(cluster.address) as client:
+        prompt = tokens(10, 200 * BLOCK + 1)
+        first = await ask(client, prompt, max_tokens=4)
+        await fill(client, ask, range(11, 15))
+        second = await ask(client, prompt, max_tokens=4)
+        assert second.kv.restored_blocks > 150
+        assert second.kv.computed_blocks < 50
+        assert second.finish.usage.cached_tokens >= second.kv.restored_blocks * BLOCK
+        assert "restore from tiers" in [stage.name for stage in second.finish.receipt.stages]
+        assert second.token_ids == first.token_ids
+        await audit([worker.address for worker in cluster.workers])
+
+
+async def test_a_lender_brings_back_what_it_evicted(model: Path, cluster_of: Any, ask: Any, audit: Any) -> None:
+    cluster = cluster_of(model, prefill=1, decode=1, router=LENDER_ALWAYS, **TIERED, kv_host_memory_mib=4)
+    async with cluster, Client(cluster.address) as client:
+        prompt = tokens(20, 200 * BLOCK + 1)
+        first = await ask(client, prompt, max_tokens=4)
+        await fill(client, ask, range(21, 25))
+        # The decode worker's own tier would do, so another one takes its place, with nothing.
+        ((_, config),) = [(module, c) for module, c in cluster._topology.workers() if module == "decode_worker"]
+        await stop_process(cluster.decode.pop().process)
+        await cluster.add_worker("decode_worker", config.model_copy(update={"worker_id": "another"}))
+        await client.wait_for_workers(1, 1, 20)
+        second = await ask(client, prompt, max_tokens=4)
+        assert second.kv.lender_fetched_blocks > 150, second.kv
+        assert second.token_ids == first.token_ids
+        await audit([worker.address for worker in cluster.workers])
+
+
+async def test_the_disk_outlives_the_worker(model: Path, cluster_of: Any, ask: Any, audit: Any, tmp_path: Path) -> None:
+    settings = TIERED | {"kv_disk_dir": tmp_path, "kv_disk_mib": 8}
+    prompt = tokens(30, 200 * BLOCK + 1)
+    cluster = cluster_of(model, prefill=0, decode=1, **settings)
+    async with cluster, Client(cluster.address) as client:
+        first = await ask(client, prompt, max_tokens=4)
+        await fill(client, ask, range(31, 34))
+    cluster = cluster_of(model, prefill=0, decode=1, **settings)
+    async with cluster, Client(cluster.address) as client:
+        second = await ask(client, prompt, max_tokens=4)
+        assert second.kv.restored_blocks == 200, second.kv
+        assert second.token_ids == first.token_ids
+        await audit([worker.address for worker in cluster.workers])
+
+
+async def test_a_corrupt_disk_costs_a_recompute_and_never_a_wrong_token(
+    model: Path, cluster_of: Any, ask: Any, audit: Any, tmp_path: Path
+) -> None:
+    settings = TIERED | {"kv_disk_dir": tmp_path, "kv_disk_mib": 8}
+    prompt = tokens(40, 200 * BLOCK + 1)
+    cluster = cluster_of(model, prefill=0, decode=1, **settings)
+    async with cluster, Client(cluster.address) as client:
+        first = await ask(client, prompt, max_tokens=4)
+        await fill(client, ask, range(41, 44))
+    spoil(tmp_path)
+    cluster = cluster_of(model, prefill=0, decode=1, **settings)
+    async with cluster, Client(cluster.address) as client:
+        second = await ask(client, prompt, max_tokens=4)
+        assert second.kv.mismatched_blocks > 0
+        assert "corrupted" in second.kv.loan_failure
+        assert second.kv.restored_blocks < 200
+        assert second.token_ids == first.token_ids
+        third = await ask(client, prompt, max_tokens=4)
+        assert third.token_ids == first.token_ids
+        await audit([worker.address for worker in cluster.workers])
+
+
+def spoil(directory: Path) -> None:
+    """Flip a bit in every 50 KB of every file, in the middle of some block's bytes."""
+    for path in [path for path in directory.rglob("*") if path.is_file()]:
+        content = bytearray(path.read_bytes())
+        for offset in range(25_000, len(content), 50_000):
+            content[offset] ^= 4
+        path.write_bytes(content)
