@@ -313,6 +313,32 @@ def test_reads_of_one_peer_happen_in_order(world: World) -> None:
     assert world.memory[BLOCK : 2 * BLOCK].tobytes() == lender.data[31 * BLOCK : 32 * BLOCK].tobytes()
 
 
+def test_flows_of_one_peer_take_turns(world: World) -> None:
+    """A request with much to read does not hold up one with little; within a flow the order stays."""
+    peer = world.reader.connect(world.lender(0).endpoint)
+    finished: list[tuple[str, int]] = []
+    wanted = [("much", number) for number in range(8)] + [("little", 0), ("some", 0), ("little", 1)]
+    reads: list[Future[None]] = []
+    with world.held(peer, 0):
+        for flow, number in wanted:
+            reads.append(world.reader.read(peer, [Span(BLOCK, 0, BLOCK)], flow))
+            reads[-1].add_done_callback(lambda _, read=(flow, number): finished.append(read))
+    for read in reads:
+        world.done(read)
+    assert finished[:6] == [("much", 0), ("little", 0), ("some", 0), ("much", 1), ("little", 1), ("much", 2)]
+    assert finished[6:] == [("much", number) for number in range(3, 8)]
+
+
+def test_a_flow_whose_reads_were_withdrawn_does_not_stop_the_others(world: World) -> None:
+    peer = world.reader.connect(world.lender(0).endpoint)
+    with world.held(peer, 0):
+        withdrawn = [world.reader.read(peer, [Span(BLOCK, 0, BLOCK)], "withdrawn") for _ in range(4)]
+        other = world.reader.read(peer, [Span(2 * BLOCK, 0, BLOCK)], "other")
+        assert all(read.cancel() for read in withdrawn)
+    world.done(other)
+    assert world.untouched(BLOCK, 2 * BLOCK)
+
+
 def test_what_a_read_went_over_is_known_after_it(world: World) -> None:
     peer = world.reader.connect(world.lender(0).endpoint)
     world.done(world.reader.read(peer, [Span(0, 0, BLOCK)]))
@@ -457,6 +483,43 @@ def test_a_peer_that_died_before_the_first_read(world: World) -> None:
     assert world.untouched()
 
 
+def test_dropping_a_peer_cancels_what_is_queued_for_it_and_nothing_else(world: World) -> None:
+    dropped, other = (world.reader.connect(world.lender(number).endpoint) for number in range(2))
+    with world.held(dropped, 0):
+        queued = [world.reader.read(dropped, [Span(BLOCK, 0, BLOCK)], flow) for flow in (None, "a", "a")]
+        good = world.reader.read(other, [Span(2 * BLOCK, 0, BLOCK)])
+        world.reader.drop(dropped)
+    wait_until(lambda: all(read.done() for read in queued), "they are settled")
+    assert all(read.cancelled() for read in queued)
+    world.done(good)
+    assert world.untouched(BLOCK, 2 * BLOCK)
+    late = world.reader.read(dropped, [Span(BLOCK, 0, BLOCK)])
+    assert isinstance(late.exception(TIMEOUT_S), PeerGone)
+    world.reader.drop(dropped)
+
+
+def test_a_peer_that_was_dropped_can_be_connected_to_again(world: World) -> None:
+    lender = world.lender(0)
+    for number in range(3):
+        peer = world.reader.connect(lender.endpoint)
+        world.done(world.reader.read(peer, [Span(number * BLOCK, 0, BLOCK)]))
+        world.reader.drop(peer)
+        again = world.reader.connect(lender.endpoint)
+        assert again is not peer
+        world.done(world.reader.read(again, [Span(number * BLOCK, BLOCK, BLOCK)]))
+        assert world.memory[number * BLOCK :][:BLOCK].tobytes() == lender.data[BLOCK : 2 * BLOCK].tobytes()
+        world.reader.drop(again)
+
+
+def test_a_dead_peer_can_be_dropped(world: World) -> None:
+    mortal = world.mortal()
+    peer = world.reader.connect(mortal.endpoint)
+    world.done(world.reader.read(peer, [Span(0, 0, BLOCK)]))
+    mortal.kill()
+    world.reader.drop(peer)
+    world.done(world.reader.read(world.reader.connect(world.lender(0).endpoint), [Span(BLOCK, 0, BLOCK)]))
+
+
 def test_closing_cancels_what_is_queued(world: World) -> None:
     peer = world.reader.connect(world.lender(0).endpoint)
     closing = threading.Thread(target=world.reader.close)
@@ -567,6 +630,27 @@ def test_a_peer_killed_in_mid_read_fails_it_and_what_waits_behind_it(
     for read in reads:
         with pytest.raises(TransferError):
             world.done(read)
+
+
+def test_dropping_a_silent_peer_leaves_what_is_posted_until_it_is_quiet(
+    stopped: tuple[NixlWorld, ProcessLender, Peer],
+) -> None:
+    """The read is settled only when nothing is written any more; one of a new connection comes through as well."""
+    world, lender, peer = stopped
+    reads = [world.reader.read(peer, [Span(0, 0, WINDOW)]) for _ in range(3)]
+    wait_until(reads[0].running, "the read is posted")
+    world.reader.drop(peer)
+    wait_until(lambda: all(read.done() for read in reads[1:]), "queued ones are cancelled")
+    assert all(read.cancelled() for read in reads[1:])
+    again = world.reader.connect(lender.endpoint)
+    behind = world.reader.read(again, [Span(WINDOW, BLOCK, BLOCK)])
+    lender.wake()
+    if reads[0].exception(TIMEOUT_S) is None:
+        assert world.memory[:WINDOW].tobytes() == lender.data.tobytes()
+    at_its_end = world.memory[:WINDOW].tobytes()
+    world.done(behind)
+    assert world.memory[WINDOW:].tobytes() == lender.data[BLOCK : 2 * BLOCK].tobytes()
+    assert world.memory[:WINDOW].tobytes() == at_its_end
 
 
 def test_after_close_nothing_is_written_by_a_peer_that_wakes(
