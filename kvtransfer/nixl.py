@@ -93,7 +93,7 @@ class NixlTransport(Transport):
         """
         self._strict = strict or StrictLanes()
         self._strict.narrow_ucx()
-        self._log = process_lane_log()
+        self._log = process_lane_log("ucp_get")
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         try:
             self._agent: Any = make_agent(agent_name)
