@@ -3,12 +3,12 @@
 Reads run when `step` is called, or at once with `eager=True`, so that a test decides when bytes land.
 """
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 from threading import Lock
 
 from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError, TransportUnavailable
+from kvtransfer.fair_queue import FairQueue
 from kvtransfer.transport import AnyPool, Peer, Pool, Span, Transport, check_spans
 
 PREFIX = b"tandem-local:"
@@ -26,6 +26,7 @@ class LocalPeer(Peer):
         self.name = name
         self.endpoint = endpoint
         self.num_bytes = num_bytes
+        self.dropped = False
 
     @property
     def lanes(self) -> tuple[str, ...]:
@@ -41,8 +42,8 @@ class LocalTransport(Transport):
         self._endpoint = PREFIX + name.encode()
         self._eager = eager
         self._peers: dict[bytes, LocalPeer] = {}
-        self._queue: deque[tuple[LocalPeer, tuple[Span, ...], Future[None]]] = deque()
-        self._closing = Lock()  # orders `read` against `close`
+        self._queue: FairQueue[tuple[LocalPeer, tuple[Span, ...], Future[None]]] = FairQueue()
+        self._closing = Lock()  # orders `read` against `close` and `drop`
         self._closed = False
         self.pool: Pool | None = None
 
@@ -65,7 +66,7 @@ class LocalTransport(Transport):
         name = endpoint.removeprefix(PREFIX).decode()
         return self._peers.setdefault(endpoint, LocalPeer(name, endpoint, remote.pool.num_bytes))
 
-    def read(self, peer: Peer, spans: Sequence[Span]) -> Future[None]:
+    def read(self, peer: Peer, spans: Sequence[Span], flow: Hashable = None) -> Future[None]:
         assert isinstance(peer, LocalPeer)
         assert self.pool is not None
         check_spans(spans, self.pool.num_bytes, peer.num_bytes)
@@ -74,26 +75,43 @@ class LocalTransport(Transport):
             if self._closed:
                 future.set_exception(TransferError("the transport was closed"))
                 return future
-            self._queue.append((peer, tuple(spans), future))
+            if peer.dropped:
+                future.set_exception(PeerGone(f"{peer.name} was dropped"))
+                return future
+            self._queue.put((peer.endpoint, flow), (peer, tuple(spans), future))
         if self._eager:
             self.step()
         return future
 
     def step(self) -> bool:
-        """Carry out the oldest queued read; False when there is none."""
-        while self._queue:
-            peer, spans, future = self._queue.popleft()
+        """Carry out the next queued read; False when there is none."""
+        while True:
+            with self._closing:
+                if not self._queue:
+                    return False
+                peer, spans, future = self._queue.pop()
             if future.set_running_or_notify_cancel():
                 self._copy(peer, spans, future)
                 return True
-        return False
+
+    def drop(self, peer: Peer) -> None:
+        assert isinstance(peer, LocalPeer)
+        with self._closing:
+            if peer.dropped:
+                return
+            peer.dropped = True
+            self._peers.pop(peer.endpoint, None)
+            withdrawn = self._queue.remove(lambda read: read[0] is peer)
+        for _, _, future in withdrawn:
+            future.cancel()
 
     def close(self) -> None:
         with self._closing:
             self._closed = True
+            withdrawn = self._queue.remove(lambda _: True)
         self._network.transports.pop(self._endpoint, None)
-        while self._queue:
-            self._queue.popleft()[2].cancel()
+        for _, _, future in withdrawn:
+            future.cancel()
 
     def _copy(self, peer: LocalPeer, spans: tuple[Span, ...], future: Future[None]) -> None:
         remote = self._network.transports.get(peer.endpoint)

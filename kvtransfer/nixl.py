@@ -11,107 +11,70 @@ import os
 import queue
 import threading
 import time
-from base64 import b64decode, b64encode
-from collections import deque
-from collections.abc import Sequence
+from base64 import b64encode
+from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from importlib import import_module
-from importlib.util import find_spec
-from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError, TransportUnavailable
-from kvtransfer.transport import AnyPool, DevicePool, Peer, Span, Transport, check_spans
+from kvtransfer.fair_queue import FairQueue
+from kvtransfer.nixl_agent import FORMAT, Memory, make_agent, module, parse_endpoint
+from kvtransfer.strict_lanes import StrictLanes
+from kvtransfer.transport import AnyPool, Peer, Span, Transport, check_spans
 from kvtransfer.ucx_lanes import LaneLog, process_lane_log
 
-FORMAT = "tandem-nixl-1"
 CLOSED = "the transport was closed"
 SPIN_S = 200e-6
 """Poll without pause for so long after a post; then sleep between polls, not to take a core from the engine."""
 POLL_S = 100e-6
 MAX_POLL_S = 2e-3
 """The longer a read takes, the less often it is asked after; a silent peer must not keep a core busy."""
-PROGRESS_DELAY_US = 100_000
-PACKAGES = ("nixl_cu12", "nixl_cu13")
-"""NIXL's package is named for the CUDA it was built for; without a GPU either will do."""
-_construction = threading.Lock()
-
-MemoryKind = Literal["DRAM", "VRAM"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """Where a pool lies, in NIXL's words."""
-
-    base: int
-    num_bytes: int
-    kind: MemoryKind = "DRAM"
-    device: int = 0
-
-    @classmethod
-    def of(cls, pool: AnyPool) -> "_Memory":
-        if isinstance(pool, DevicePool):
-            return cls(pool.address, pool.num_bytes, "VRAM", pool.device)
-        return cls(pool.memory.ctypes.data, pool.num_bytes)
-
-    def fields(self) -> dict[str, Any]:
-        """Of an endpoint; main memory goes without saying."""
-        where = {"kind": self.kind, "device": self.device} if self.kind != "DRAM" else {}
-        return {"base": self.base, "bytes": self.num_bytes} | where
 
 
 @dataclass(slots=True)
 class _Job:
+    peer: "NixlPeer"
     spans: tuple[Span, ...]
     """Offsets are addresses."""
-    source: _Memory
+    flow: Hashable
     future: "Future[None]"
     handle: Any = None
     posted_at: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Drop:
+    peer: "NixlPeer"
+
+
 @dataclass(slots=True)
 class _Lane:
-    """The queue of one peer; at most its head is posted."""
+    """The queue of one peer; at most one of its reads is posted."""
 
-    queued: deque[_Job] = field(default_factory=deque)
+    queued: FairQueue[_Job] = field(default_factory=FairQueue)
     posted: _Job | None = None
+    seen: bool = False
+    """Its first read has arrived, over lanes that were demanded."""
+    dropped: bool = False
+    """To be forgotten once it is idle."""
 
+    @property
+    def idle(self) -> bool:
+        return self.posted is None and not self.queued
 
-def _make_agent(name: str) -> Any:
-    """An agent whose progress thread sleeps until UCX has something for it.
-
-    NIXL's Python class fixes that thread's delay at 0, which polls without pause: a whole core, taken from the engine
-    that is pinned to it (a read over TCP then takes ten times as long). The delay bounds only how long an event
-    without a wake-up may wait.
-    """
-    _api: Any = _module("_api")
-    _bindings: Any = _module("_bindings")
-
-    class SleepyConfig(_bindings.nixlAgentConfig):  # type: ignore[misc]
-        def __setattr__(self, key: str, value: object) -> None:
-            super().__setattr__(key, PROGRESS_DELAY_US if key == "pthrDelay" else value)
-
-    with _construction:
-        original = _bindings.nixlAgentConfig
-        _bindings.nixlAgentConfig = SleepyConfig
-        try:
-            return _api.nixl_agent(name, _api.nixl_agent_config(enable_prog_thread=True, backends=["UCX"]))
-        finally:
-            _bindings.nixlAgentConfig = original
-
-
-def _module(name: str) -> ModuleType:
-    """A module of NIXL's package. Raises ImportError when none is installed."""
-    package = next((package for package in PACKAGES if find_spec(package) is not None), PACKAGES[0])
-    return import_module(f"{package}.{name}")
+    def withdraw(self, peer: "NixlPeer | None" = None) -> None:
+        """Cancel what is queued, of one peer or of all that share the agent."""
+        for job in self.queued.remove(lambda job: peer is None or job.peer is peer):
+            job.future.cancel()
 
 
 class NixlPeer(Peer):
-    def __init__(self, name: str, memory: _Memory, log: LaneLog) -> None:
+    def __init__(self, name: str, endpoint: bytes, memory: Memory, log: LaneLog) -> None:
         self.name = name
+        self.endpoint = endpoint
         self.memory = memory
+        self.dropped = False
         self._log = log
 
     @property
@@ -122,25 +85,31 @@ class NixlPeer(Peer):
 class NixlTransport(Transport):
     name = "nixl"
 
-    def __init__(self, agent_name: str) -> None:
+    def __init__(self, agent_name: str, strict: StrictLanes | None = None) -> None:
         """`agent_name` must be unique among all processes that will ever meet.
 
-        Raises TransportUnavailable when NIXL or its UCX backend does not start.
+        Raises TransportUnavailable when NIXL or its UCX backend does not start, TransportRefused when it does not
+        over the lanes that `strict` demands.
         """
-        self._log = process_lane_log()
+        self._strict = strict or StrictLanes()
+        self._strict.narrow_ucx()
+        self._log = process_lane_log("ucp_get")
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         try:
-            self._agent: Any = _make_agent(agent_name)
+            self._agent: Any = make_agent(agent_name)
         except Exception as error:  # NIXL raises its own types, and plain RuntimeError
+            if self._strict:
+                raise self._strict.unavailable(error) from error
             raise TransportUnavailable(f"NIXL does not start: {error}") from error
         if "UCX" not in self._agent.backends:
             raise TransportUnavailable("NIXL has no UCX backend here")
         self._lock = threading.Lock()  # NIXL's agent is not thread-safe; connect and read come from other threads
         self._peers: dict[bytes, NixlPeer] = {}
+        self._remotes: dict[bytes, str] = {}  # agents that NIXL knows, those of dropped peers until they are quiet
         self._pool: AnyPool | None = None
-        self._memory = _Memory(0, 0)
+        self._memory = Memory(0, 0)
         self._registration: Any = None
-        self._inbox: queue.SimpleQueue[tuple[str, _Job] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Job | _Drop | None] = queue.SimpleQueue()
         self._closing = threading.Lock()  # orders `read` against `close`: nothing is queued after the stop marker
         self._closed = False
         self._in_flight: list[_Job] = []  # what was posted when the thread stopped
@@ -150,7 +119,7 @@ class NixlTransport(Transport):
         """Takes pools in main memory and, where UCX has its CUDA modules, on a GPU."""
         assert self._pool is None
         self._pool = pool
-        memory = self._memory = _Memory.of(pool)
+        memory = self._memory = Memory.of(pool)
         try:
             self._registration = self._agent.register_memory(
                 [(memory.base, memory.num_bytes, memory.device, "")], memory.kind
@@ -164,36 +133,52 @@ class NixlTransport(Transport):
         return json.dumps({"format": FORMAT, **memory.fields(), "metadata": metadata}).encode()
 
     def connect(self, endpoint: bytes) -> NixlPeer:
-        bindings = _module("_bindings")
-        unusable = (bindings.nixlInvalidParamError, bindings.nixlMismatchError, bindings.nixlNotFoundError)
-        memory, metadata = _parse(endpoint)
+        memory, metadata = parse_endpoint(endpoint)
         with self._lock:
             if (known := self._peers.get(endpoint)) is not None:
                 return known
             if self._agent is None:
                 raise TransferError(CLOSED)
-            try:
-                name = self._agent.add_remote_agent(metadata).decode()
-            except unusable as error:
-                raise EndpointMismatch(f"NIXL cannot use the peer's metadata: {error}") from error
-            except Exception as error:
-                raise PeerGone(f"cannot reach the peer: {error}") from error
-            peer = self._peers[endpoint] = NixlPeer(name, memory, self._log)
+            name = self._remotes[endpoint] = self._remotes.get(endpoint) or self._add_remote(metadata)
+            peer = self._peers[endpoint] = NixlPeer(name, endpoint, memory, self._log)
         return peer
 
-    def read(self, peer: Peer, spans: Sequence[Span]) -> "Future[None]":
+    def _add_remote(self, metadata: bytes) -> str:
+        bindings = module("_bindings")
+        unusable = (bindings.nixlInvalidParamError, bindings.nixlMismatchError, bindings.nixlNotFoundError)
+        try:
+            name: str = self._agent.add_remote_agent(metadata).decode()
+        except unusable as error:
+            raise EndpointMismatch(f"NIXL cannot use the peer's metadata: {error}") from error
+        except Exception as error:
+            raise PeerGone(f"cannot reach the peer: {error}") from error
+        return name
+
+    def read(self, peer: Peer, spans: Sequence[Span], flow: Hashable = None) -> "Future[None]":
         assert isinstance(peer, NixlPeer)
         assert self._pool is not None
         local, remote = self._memory, peer.memory
         check_spans(spans, local.num_bytes, remote.num_bytes)
         absolute = tuple(Span(local.base + s.local_offset, remote.base + s.remote_offset, s.length) for s in spans)
-        job = _Job(absolute, remote, Future())
+        job = _Job(peer, absolute, flow, Future())
         with self._closing:
             if self._closed:
                 job.future.set_exception(TransferError(CLOSED))
+            elif peer.dropped:
+                job.future.set_exception(PeerGone(f"{peer.name} was dropped"))
             else:
-                self._inbox.put((peer.name, job))
+                self._inbox.put(job)
         return job.future
+
+    def drop(self, peer: Peer) -> None:
+        assert isinstance(peer, NixlPeer)
+        with self._closing:
+            if self._closed or peer.dropped:
+                return
+            peer.dropped = True
+            with self._lock:
+                del self._peers[peer.endpoint]
+            self._inbox.put(_Drop(peer))
 
     def close(self) -> None:
         with self._closing:
@@ -227,12 +212,15 @@ class NixlTransport(Transport):
                     self._poll(lane)
                 if lane.posted is None and lane.queued:
                     self._post(name, lane)
+            for name in [name for name, lane in lanes.items() if lane.dropped and lane.idle]:
+                self._forget_remote(name)
+                del lanes[name]
         self._stop(lanes)
 
     def _take(self, lanes: dict[str, _Lane]) -> bool:
         """Move new jobs into their lanes; sleep when there is nothing to do. False: the transport closes."""
         posted = [lane.posted for lane in lanes.values() if lane.posted is not None]
-        busy = bool(posted) or any(lane.queued for lane in lanes.values())
+        busy = any(not lane.idle or lane.dropped for lane in lanes.values())
         newest = max((job.posted_at for job in posted), default=0.0)
         waiting = time.monotonic() - newest
         pause = 0.0 if waiting < SPIN_S else min(max(POLL_S, waiting / 20), MAX_POLL_S)
@@ -244,17 +232,22 @@ class NixlTransport(Transport):
                 return True
             if item is None:
                 return False
-            lanes.setdefault(item[0], _Lane()).queued.append(item[1])
+            lane = lanes.setdefault(item.peer.name, _Lane())
+            if isinstance(item, _Drop):
+                lane.dropped = True
+                lane.withdraw(item.peer)
+            else:
+                lane.queued.put(item.flow, item)
             timeout = 0.0
 
     def _post(self, peer: str, lane: _Lane) -> None:
-        job = lane.queued.popleft()
+        job = lane.queued.pop()
         if not job.future.set_running_or_notify_cancel():
             return
         try:
             with self._lock:
                 local = self._descriptors(self._memory, [(span.local_offset, span.length) for span in job.spans])
-                remote = self._descriptors(job.source, [(span.remote_offset, span.length) for span in job.spans])
+                remote = self._descriptors(job.peer.memory, [(span.remote_offset, span.length) for span in job.spans])
                 job.handle = self._agent.initialize_xfer("READ", local, remote, peer)
                 state = self._agent.transfer(job.handle)
         except Exception as error:
@@ -264,7 +257,7 @@ class NixlTransport(Transport):
         lane.posted = job
         self._settle(lane, job, state)
 
-    def _descriptors(self, memory: _Memory, pieces: list[tuple[int, int]]) -> Any:
+    def _descriptors(self, memory: Memory, pieces: list[tuple[int, int]]) -> Any:
         """NIXL's list of (address, length) pieces."""
         return self._agent.get_xfer_descs([(*piece, memory.device) for piece in pieces], memory.kind)
 
@@ -281,9 +274,28 @@ class NixlTransport(Transport):
 
     def _settle(self, lane: _Lane, job: _Job, state: str) -> None:
         if state == "DONE":
-            self._finish(lane, job, None)
+            self._finish(lane, job, self._refusal(lane, job))
         elif state != "PROC":
             self._finish(lane, job, TransferError(f"NIXL says {state}"))
+
+    def _refusal(self, lane: _Lane, job: _Job) -> TransferError | None:
+        """Of the first bytes from a peer, when they came over lanes that were not demanded."""
+        try:
+            if not lane.seen:
+                self._strict.check(job.peer.lanes)
+        except TransferError as refusal:
+            return refusal
+        lane.seen = True
+        return None
+
+    def _forget_remote(self, name: str) -> None:
+        """Of a dropped peer, now that nothing is posted; but not when the same agent was connected to again."""
+        with self._lock:
+            if any(peer.name == name for peer in self._peers.values()):
+                return
+            self._remotes = {endpoint: remote for endpoint, remote in self._remotes.items() if remote != name}
+            with contextlib.suppress(Exception):  # NIXL's own types: it has found out by itself that the peer is gone
+                self._agent.remove_remote_agent(name)
 
     def _finish(self, lane: _Lane, job: _Job, error: TransferError | None) -> None:
         lane.posted = None
@@ -299,26 +311,6 @@ class NixlTransport(Transport):
     def _stop(self, lanes: dict[str, _Lane]) -> None:
         """Reads in flight are still being written: `close` fails them once the agent is gone."""
         for lane in lanes.values():
-            for job in lane.queued:
-                job.future.cancel()
+            lane.withdraw()
             if lane.posted is not None:
                 self._in_flight.append(lane.posted)
-
-
-def _parse(endpoint: bytes) -> tuple[_Memory, bytes]:
-    """The peer's pool, and NIXL's metadata."""
-    try:
-        fields = json.loads(endpoint)
-        if fields["format"] != FORMAT:
-            raise EndpointMismatch(f"endpoint format {fields['format']!r}, this side speaks {FORMAT!r}")
-        base, num_bytes = fields["base"], fields["bytes"]
-        kind, device = fields.get("kind", "DRAM"), fields.get("device", 0)
-        metadata = b64decode(fields["metadata"], validate=True)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise EndpointMismatch("not an endpoint of the nixl transport") from error
-    for name, value in (("base", base), ("bytes", num_bytes)):
-        if type(value) is not int or not 0 < value < 1 << 63:
-            raise EndpointMismatch(f"the endpoint's {name!r} is {value!r}, not a positive number")
-    if kind not in ("DRAM", "VRAM") or type(device) is not int or not 0 <= device < 1 << 16:
-        raise EndpointMismatch(f"the endpoint's memory is {kind!r} of device {device!r}")
-    return _Memory(base, num_bytes, kind, device), metadata

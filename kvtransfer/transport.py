@@ -5,7 +5,7 @@ writes its own memory. What the bytes mean is not its business.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +69,7 @@ AnyPool = Pool | DevicePool
 
 
 class Peer(ABC):
-    """A connected peer. Valid until its transport is closed."""
+    """A connected peer. Valid until it is dropped, or its transport is closed."""
 
     name: str
 
@@ -97,19 +97,31 @@ class Transport(ABC):
 
     @abstractmethod
     def connect(self, endpoint: bytes) -> Peer:
-        """Prepare reads from the process that made `endpoint`. Connecting again gives the same peer.
+        """Prepare reads from the process that made `endpoint`. Connecting again gives the same peer, until it is
+        dropped. Does not wait for the peer: that nobody is there may show at the first read only.
 
         Raises EndpointMismatch when the endpoint is not this transport's, PeerGone when nobody is there.
         """
 
     @abstractmethod
-    def read(self, peer: Peer, spans: Sequence[Span]) -> "Future[None]":
-        """Queue one read of at most MAX_POSTED_BYTES; reads of one peer are posted in order, one at a time.
+    def read(self, peer: Peer, spans: Sequence[Span], flow: Hashable = None) -> "Future[None]":
+        """Queue one read of at most MAX_POSTED_BYTES; reads of one peer are posted one at a time.
+
+        Reads of one `flow`, such as a request, are posted in order; flows of one peer take turns, a read each, so
+        that none waits for all of another's. The turn of a flow that comes anew is after those that are there.
 
         The future's `cancel()` says True only while nothing was posted; from then on the destination belongs to
         the transport until the future is done, with a result or with a TransferError. Callbacks of the future
         run on the transport's thread, or on the one that closes it, and must not block. After `close` the future
         comes failed. Raises ValueError for spans outside either pool.
+        """
+
+    @abstractmethod
+    def drop(self, peer: Peer) -> None:
+        """Forget a peer that has departed, with all that is kept for it. Dropping it again does nothing.
+
+        Queued reads are cancelled. One that is posted is the transport's until it is quiet, as ever; what it needs
+        is kept until then. Later reads of this peer fail with PeerGone; `connect` gives a new one.
         """
 
     @abstractmethod

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from functools import cache
 
-# A table is a title of two lines, "| borrower intra-node cfg#1 |" and "| remote memory read by ucp_get* ... |",
+# A table is a title, "| borrower intra-node cfg#1 |" and "| remote memory read by ucp_get* ... |" in two lines or one,
 # then rows such as "| 0..inf | zero-copy | cma/memory |". Lanes look like "rc_mlx5/mlx5_0:1".
 _ROW = re.compile(r"\|\s*\d\S*\s*\|[^|]*\|\s*(?P<config>[^|]+?)\s*\|\s*$")
 _LIBC = ctypes.CDLL(None)
@@ -21,7 +21,9 @@ _LANE = re.compile(r"[a-z0-9_]+/[\w:.-]+")
 class LaneLog:
     """Must be made before UCX is loaded into the process, since it works through UCX's environment."""
 
-    def __init__(self) -> None:
+    def __init__(self, operation: str) -> None:
+        """`operation`: what moves the bytes, in UCX's words, such as "ucp_get"."""
+        self._operation = operation
         self._fd = os.memfd_create("tandem-ucx-log")
         os.environ["UCX_PROTO_INFO"] = "y"
         os.environ["UCX_LOG_FILE"] = f"/proc/self/fd/{self._fd}"
@@ -29,7 +31,7 @@ class LaneLog:
         self._lanes: tuple[str, ...] = ()
 
     def lanes(self) -> tuple[str, ...]:
-        """Lanes of one-sided reads from other processes so far, in order of appearance."""
+        """Lanes of that operation from or to other processes so far, in order of appearance."""
         _LIBC.fflush(None)  # UCX writes through a buffered stream of its own
         size = os.fstat(self._fd).st_size
         if size != self._size:
@@ -38,24 +40,27 @@ class LaneLog:
 
     def _read(self) -> tuple[str, ...]:
         with open(f"/proc/self/fd/{self._fd}", encoding="utf-8", errors="replace") as log:
-            return read_lanes(log)
+            return read_lanes(log, self._operation)
 
 
 @cache
-def process_lane_log() -> LaneLog:
-    """The one log of this process: UCX opens its log once, so a second one would stay empty."""
-    return LaneLog()
+def process_lane_log(operation: str) -> LaneLog:
+    """The one log of this process for the transport that uses `operation`.
+
+    Each transport comes with a UCX library of its own, which opens its log once: a second log would stay empty.
+    """
+    return LaneLog(operation)
 
 
-def read_lanes(lines: Iterable[str]) -> tuple[str, ...]:
-    """Lanes named in the tables of `ucp_get` towards other processes."""
+def read_lanes(lines: Iterable[str], operation: str) -> tuple[str, ...]:
+    """Lanes named in the tables of `operation` towards other processes."""
     lanes: dict[str, None] = {}
     to_others = reading = False
     for line in lines:
         if " cfg#" in line:
             to_others, reading = " self cfg#" not in line, False
-        elif " by ucp_" in line:
-            reading = to_others and "ucp_get" in line
+        if " by ucp_" in line:
+            reading = to_others and operation in line
         elif reading and (row := _ROW.search(line)):
             lanes.update(dict.fromkeys(_LANE.findall(row["config"])))
     return tuple(lanes)

@@ -1,4 +1,4 @@
-"""A process whose pool others read: `python lender_peer.py NAME SEED NUM_BYTES`.
+"""A process whose pool others read: `python lender_peer.py NAME SEED NUM_BYTES [TRANSPORT]`.
 
 Prints its endpoint as one line of JSON, then answers every line on standard input with the same line. Ends with
 its standard input, or with its parent.
@@ -25,7 +25,7 @@ def contents(seed: int, num_bytes: int) -> np.ndarray:
 def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     name, seed, num_bytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    transport = open_transport("nixl", name)
+    transport = open_transport(sys.argv[4] if len(sys.argv) > 4 else "nixl", name)
     endpoint = transport.register(Pool(contents(seed, num_bytes).reshape(1, -1)))
     print(json.dumps({"endpoint": endpoint.decode()}), flush=True)
     for line in sys.stdin:

@@ -1,7 +1,7 @@
 """What `kvtransfer/transport.py` promises, held against every transport.
 
-`local` runs within this process, stepped by hand. `nixl` reads from other processes, over shared memory or, where a
-read must be caught in flight, over TCP.
+`local` runs within this process, stepped by hand. `nixl` and `ucxx` read from other processes, over shared memory or,
+where a read must be caught in flight, over TCP.
 """
 
 import json
@@ -26,6 +26,7 @@ from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError
 from kvtransfer.local import LocalNetwork, LocalTransport
 from kvtransfer.nixl import NixlTransport
 from kvtransfer.transport import MAX_POSTED_BYTES, Peer, Pool, Span, Transport, block_spans
+from kvtransfer.ucxx import UcxxTransport
 
 BLOCK = 4096
 LENDER_BLOCKS = 48
@@ -74,12 +75,12 @@ class ProcessLender(Lender):
 
     count: ClassVar[int] = 0
 
-    def __init__(self, seed: int, num_bytes: int = LENDER_BLOCKS * BLOCK, **env: str) -> None:
+    def __init__(self, seed: int, num_bytes: int = LENDER_BLOCKS * BLOCK, transport: str = "nixl", **env: str) -> None:
         ProcessLender.count += 1
         name = f"lender-{os.getpid()}-{ProcessLender.count}"
         self.data = contents(seed, num_bytes)
         self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), name, str(seed), str(num_bytes)],
+            [sys.executable, str(SCRIPT), name, str(seed), str(num_bytes), transport],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": str(SCRIPT.parents[2])} | env,
@@ -175,40 +176,47 @@ class LocalWorld(World):
         yield
 
 
-class NixlWorld(World):
-    another_format = json.dumps({"format": "tandem-nixl-0", "base": 1, "bytes": 1, "metadata": ""}).encode()
-    count: ClassVar[int] = 0
+class ProcessWorld(World):
+    """Lenders are other processes."""
 
-    def __init__(self, lenders: list[ProcessLender], num_bytes: int = READER_BLOCKS * BLOCK) -> None:
+    transport: ClassVar[str]
+
+    def __init__(self, lenders: list[ProcessLender], num_bytes: int = READER_BLOCKS * BLOCK, **env: str) -> None:
+        """`env`: of lenders that are started later; the reader lives in this process's."""
         super().__init__(num_bytes)
-        NixlWorld.count += 1
         self._lenders = lenders
         self._mortals: list[Lender] = []
-        self.reader: NixlTransport = NixlTransport(f"reader-{os.getpid()}-{NixlWorld.count}")
+        self._env = env
+        self.reader = self.open()
         self.reader.register(self.pool)
+
+    def open(self) -> Transport:
+        raise NotImplementedError
 
     def lender(self, number: int) -> Lender:
         return self._lenders[number]
 
     def mortal(self) -> Lender:
-        self._mortals.append(ProcessLender(seed=99))
+        self._mortals.append(ProcessLender(99, transport=self.transport, **self._env))
         return self._mortals[-1]
 
     def done(self, future: "Future[None]") -> None:
         future.result(TIMEOUT_S)
 
+    def hold(self, peer: Peer, own_offset: int, hold: Callable[[], None]) -> None:
+        """Have the thread that posts call `hold`, after it wrote the first block of `peer` at `own_offset`."""
+        raise NotImplementedError
+
     @contextmanager
     def held(self, peer: Peer, own_offset: int) -> Iterator[None]:
-        """The thread that posts is kept busy in a callback."""
+        """The thread that posts is kept busy."""
         reached, go_on = threading.Event(), threading.Event()
 
-        def hold(_: "Future[None]") -> None:
+        def hold() -> None:
             reached.set()
             go_on.wait(TIMEOUT_S)
 
-        # Added before the read can be done, since a callback of a future that is done runs on this thread.
-        with self.reader._lock:
-            self.reader.read(peer, [Span(own_offset, 0, BLOCK)]).add_done_callback(hold)
+        self.hold(peer, own_offset, hold)
         assert reached.wait(TIMEOUT_S)
         try:
             yield
@@ -221,13 +229,59 @@ class NixlWorld(World):
             lender.kill()
 
 
-@pytest.fixture(scope="module")
-def lenders() -> Iterator[list[ProcessLender]]:
+class NixlWorld(ProcessWorld):
+    transport = "nixl"
+    another_format = json.dumps({"format": "tandem-nixl-0", "base": 1, "bytes": 1, "metadata": ""}).encode()
+    count: ClassVar[int] = 0
+    reader: NixlTransport
+
+    def open(self) -> Transport:
+        NixlWorld.count += 1
+        return NixlTransport(f"reader-{os.getpid()}-{NixlWorld.count}")
+
+    def hold(self, peer: Peer, own_offset: int, hold: Callable[[], None]) -> None:
+        # Added before the read can be done, since a callback of a future that is done runs on this thread.
+        with self.reader._lock:
+            self.reader.read(peer, [Span(own_offset, 0, BLOCK)]).add_done_callback(lambda _: hold())
+
+
+class UcxxWorld(ProcessWorld):
+    transport = "ucxx"
+    another_format = json.dumps({"format": "tandem-ucxx-0"}).encode()
+    reader: UcxxTransport
+
+    def open(self) -> Transport:
+        return UcxxTransport()
+
+    def hold(self, peer: Peer, own_offset: int, hold: Callable[[], None]) -> None:
+        self.done(self.reader.read(peer, [Span(own_offset, 0, BLOCK)]))
+        self.reader._do(hold)
+
+
+WORLDS: dict[str, type[ProcessWorld]] = {"nixl": NixlWorld, "ucxx": UcxxWorld}
+
+
+def start_lenders(transport: str, **env: str) -> Iterator[list[ProcessLender]]:
     """Two processes for all tests that do them no harm."""
-    started = [ProcessLender(seed=number) for number in range(2)]
+    started = [ProcessLender(number, transport=transport, **env) for number in range(2)]
     yield started
     for lender in started:
         lender.kill()
+
+
+@pytest.fixture(scope="module")
+def lenders() -> Iterator[list[ProcessLender]]:
+    yield from start_lenders("nixl")
+
+
+@pytest.fixture(scope="module")
+def ucxx_lenders() -> Iterator[list[ProcessLender]]:
+    yield from start_lenders("ucxx")
+
+
+@pytest.fixture(scope="module")
+def ucxx_tcp_lenders() -> Iterator[list[ProcessLender]]:
+    yield from start_lenders("ucxx", UCX_TLS="tcp")
 
 
 @pytest.fixture(scope="module")
@@ -238,9 +292,26 @@ def nixl_world(lenders: list[ProcessLender]) -> Iterator[NixlWorld]:
     made.close()
 
 
-@pytest.fixture(params=["local", "nixl"])
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    made: World = LocalWorld() if request.param == "local" else NixlWorld(request.getfixturevalue("lenders"))
+@pytest.fixture(scope="module")
+def ucxx_world(ucxx_lenders: list[ProcessLender]) -> Iterator[UcxxWorld]:
+    """One for all tests that only try to connect."""
+    made = UcxxWorld(ucxx_lenders)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["local", "nixl", "ucxx", "ucxx-tcp"])
+def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    made: World
+    if request.param == "local":
+        made = LocalWorld()
+    elif request.param == "nixl":
+        made = NixlWorld(request.getfixturevalue("lenders"))
+    elif request.param == "ucxx":
+        made = UcxxWorld(request.getfixturevalue("ucxx_lenders"))
+    else:
+        monkeypatch.setenv("UCX_TLS", "tcp")
+        made = UcxxWorld(request.getfixturevalue("ucxx_tcp_lenders"), UCX_TLS="tcp")
     yield made
     made.close()
 
@@ -311,6 +382,32 @@ def test_reads_of_one_peer_happen_in_order(world: World) -> None:
         world.done(read)
     assert finished == list(range(32))
     assert world.memory[BLOCK : 2 * BLOCK].tobytes() == lender.data[31 * BLOCK : 32 * BLOCK].tobytes()
+
+
+def test_flows_of_one_peer_take_turns(world: World) -> None:
+    """A request with much to read does not hold up one with little; within a flow the order stays."""
+    peer = world.reader.connect(world.lender(0).endpoint)
+    finished: list[tuple[str, int]] = []
+    wanted = [("much", number) for number in range(8)] + [("little", 0), ("some", 0), ("little", 1)]
+    reads: list[Future[None]] = []
+    with world.held(peer, 0):
+        for flow, number in wanted:
+            reads.append(world.reader.read(peer, [Span(BLOCK, 0, BLOCK)], flow))
+            reads[-1].add_done_callback(lambda _, read=(flow, number): finished.append(read))
+    for read in reads:
+        world.done(read)
+    assert finished[:6] == [("much", 0), ("little", 0), ("some", 0), ("much", 1), ("little", 1), ("much", 2)]
+    assert finished[6:] == [("much", number) for number in range(3, 8)]
+
+
+def test_a_flow_whose_reads_were_withdrawn_does_not_stop_the_others(world: World) -> None:
+    peer = world.reader.connect(world.lender(0).endpoint)
+    with world.held(peer, 0):
+        withdrawn = [world.reader.read(peer, [Span(BLOCK, 0, BLOCK)], "withdrawn") for _ in range(4)]
+        other = world.reader.read(peer, [Span(2 * BLOCK, 0, BLOCK)], "other")
+        assert all(read.cancel() for read in withdrawn)
+    world.done(other)
+    assert world.untouched(BLOCK, 2 * BLOCK)
 
 
 def test_what_a_read_went_over_is_known_after_it(world: World) -> None:
@@ -400,6 +497,29 @@ def test_an_endpoint_of_nixl_with_a_bad_field(
     nixl_world.done(nixl_world.reader.read(nixl_world.reader.connect(lenders[0].endpoint), [Span(0, 0, BLOCK)]))
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[(name, None) for name in ("format", "host", "port", "bytes", "incarnation", "secret")],
+        *[("host", value) for value in (1, "", "localhost", "256.1.1.1", "127.0.0.1:1", [])],
+        *[("port", value) for value in ("12", -1, 0, 1.5, True, 1 << 16)],
+        *[("bytes", value) for value in ("12", -1, 0, 1.5, True, {}, 1 << 63)],
+        *[(name, value) for name in ("incarnation", "secret") for value in (1, "", "zz", "00")],
+        ("format", ["tandem-ucxx-1"]),
+    ],
+)
+def test_an_endpoint_of_ucxx_with_a_bad_field(
+    ucxx_world: UcxxWorld, ucxx_lenders: list[ProcessLender], field: str, value: Any
+) -> None:
+    fields = json.loads(ucxx_lenders[0].endpoint)
+    fields.pop(field)
+    if value is not None:
+        fields[field] = value
+    with pytest.raises(EndpointMismatch):
+        ucxx_world.reader.connect(json.dumps(fields).encode())
+    ucxx_world.done(ucxx_world.reader.read(ucxx_world.reader.connect(ucxx_lenders[0].endpoint), [Span(0, 0, BLOCK)]))
+
+
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5, 0.9, 0.999])
 def test_metadata_of_nixl_cut_short_is_refused(
     nixl_world: NixlWorld, lenders: list[ProcessLender], share: float
@@ -455,6 +575,43 @@ def test_a_peer_that_died_before_the_first_read(world: World) -> None:
     with pytest.raises(PeerGone):
         world.done(world.reader.read(peer, [Span(0, 0, BLOCK)]))
     assert world.untouched()
+
+
+def test_dropping_a_peer_cancels_what_is_queued_for_it_and_nothing_else(world: World) -> None:
+    dropped, other = (world.reader.connect(world.lender(number).endpoint) for number in range(2))
+    with world.held(dropped, 0):
+        queued = [world.reader.read(dropped, [Span(BLOCK, 0, BLOCK)], flow) for flow in (None, "a", "a")]
+        good = world.reader.read(other, [Span(2 * BLOCK, 0, BLOCK)])
+        world.reader.drop(dropped)
+    wait_until(lambda: all(read.done() for read in queued), "they are settled")
+    assert all(read.cancelled() for read in queued)
+    world.done(good)
+    assert world.untouched(BLOCK, 2 * BLOCK)
+    late = world.reader.read(dropped, [Span(BLOCK, 0, BLOCK)])
+    assert isinstance(late.exception(TIMEOUT_S), PeerGone)
+    world.reader.drop(dropped)
+
+
+def test_a_peer_that_was_dropped_can_be_connected_to_again(world: World) -> None:
+    lender = world.lender(0)
+    for number in range(3):
+        peer = world.reader.connect(lender.endpoint)
+        world.done(world.reader.read(peer, [Span(number * BLOCK, 0, BLOCK)]))
+        world.reader.drop(peer)
+        again = world.reader.connect(lender.endpoint)
+        assert again is not peer
+        world.done(world.reader.read(again, [Span(number * BLOCK, BLOCK, BLOCK)]))
+        assert world.memory[number * BLOCK :][:BLOCK].tobytes() == lender.data[BLOCK : 2 * BLOCK].tobytes()
+        world.reader.drop(again)
+
+
+def test_a_dead_peer_can_be_dropped(world: World) -> None:
+    mortal = world.mortal()
+    peer = world.reader.connect(mortal.endpoint)
+    world.done(world.reader.read(peer, [Span(0, 0, BLOCK)]))
+    mortal.kill()
+    world.reader.drop(peer)
+    world.done(world.reader.read(world.reader.connect(world.lender(0).endpoint), [Span(BLOCK, 0, BLOCK)]))
 
 
 def test_closing_cancels_what_is_queued(world: World) -> None:
@@ -515,12 +672,14 @@ def test_reads_from_many_threads_while_it_closes_are_all_settled(world: World) -
 # ------------------------------------------------------- reads in flight: over TCP, from a stopped process
 
 
-@pytest.fixture
-def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[NixlWorld, ProcessLender, Peer]]:
+@pytest.fixture(params=["nixl", "ucxx"])
+def stopped(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[ProcessWorld, ProcessLender, Peer]]:
     """A connected lender that is stopped, so that a read from it stays in flight."""
     monkeypatch.setenv("UCX_TLS", "tcp")
-    lender = ProcessLender(7, WINDOW, UCX_TLS="tcp")
-    world = NixlWorld([], num_bytes=WINDOW + BLOCK)
+    lender = ProcessLender(7, WINDOW, request.param, UCX_TLS="tcp")
+    world = WORLDS[request.param]([], num_bytes=WINDOW + BLOCK)
     try:
         peer = world.reader.connect(lender.endpoint)
         world.done(world.reader.read(peer, [Span(WINDOW, 0, BLOCK)]))
@@ -532,7 +691,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[NixlWorld, Proces
 
 
 def test_a_read_in_flight_cannot_be_cancelled_and_completes(
-    stopped: tuple[NixlWorld, ProcessLender, Peer],
+    stopped: tuple[ProcessWorld, ProcessLender, Peer],
 ) -> None:
     world, lender, peer = stopped
     read = world.reader.read(peer, [Span(0, 0, WINDOW)])
@@ -543,10 +702,10 @@ def test_a_read_in_flight_cannot_be_cancelled_and_completes(
     assert world.memory[:WINDOW].tobytes() == lender.data.tobytes()
 
 
-def test_a_silent_peer_holds_up_no_other(stopped: tuple[NixlWorld, ProcessLender, Peer]) -> None:
+def test_a_silent_peer_holds_up_no_other(stopped: tuple[ProcessWorld, ProcessLender, Peer]) -> None:
     world, lender, peer = stopped
     stuck = world.reader.read(peer, [Span(0, 0, WINDOW - BLOCK)])
-    other = ProcessLender(8, UCX_TLS="tcp")
+    other = ProcessLender(8, transport=world.transport, UCX_TLS="tcp")
     try:
         world.done(world.reader.read(world.reader.connect(other.endpoint), [Span(WINDOW - BLOCK, 0, BLOCK)]))
         assert world.memory[WINDOW - BLOCK : WINDOW].tobytes() == other.data[:BLOCK].tobytes()
@@ -558,7 +717,7 @@ def test_a_silent_peer_holds_up_no_other(stopped: tuple[NixlWorld, ProcessLender
 
 
 def test_a_peer_killed_in_mid_read_fails_it_and_what_waits_behind_it(
-    stopped: tuple[NixlWorld, ProcessLender, Peer],
+    stopped: tuple[ProcessWorld, ProcessLender, Peer],
 ) -> None:
     world, lender, peer = stopped
     reads = [world.reader.read(peer, [Span(0, 0, WINDOW)]) for _ in range(3)]
@@ -569,8 +728,29 @@ def test_a_peer_killed_in_mid_read_fails_it_and_what_waits_behind_it(
             world.done(read)
 
 
+def test_dropping_a_silent_peer_leaves_what_is_posted_until_it_is_quiet(
+    stopped: tuple[ProcessWorld, ProcessLender, Peer],
+) -> None:
+    """The read is settled only when nothing is written any more; one of a new connection comes through as well."""
+    world, lender, peer = stopped
+    reads = [world.reader.read(peer, [Span(0, 0, WINDOW)]) for _ in range(3)]
+    wait_until(reads[0].running, "the read is posted")
+    world.reader.drop(peer)
+    wait_until(lambda: all(read.done() for read in reads[1:]), "queued ones are cancelled")
+    assert all(read.cancelled() for read in reads[1:])
+    again = world.reader.connect(lender.endpoint)
+    behind = world.reader.read(again, [Span(WINDOW, BLOCK, BLOCK)])
+    lender.wake()
+    if reads[0].exception(TIMEOUT_S) is None:
+        assert world.memory[:WINDOW].tobytes() == lender.data.tobytes()
+    at_its_end = world.memory[:WINDOW].tobytes()
+    world.done(behind)
+    assert world.memory[WINDOW:].tobytes() == lender.data[BLOCK : 2 * BLOCK].tobytes()
+    assert world.memory[:WINDOW].tobytes() == at_its_end
+
+
 def test_after_close_nothing_is_written_by_a_peer_that_wakes(
-    stopped: tuple[NixlWorld, ProcessLender, Peer],
+    stopped: tuple[ProcessWorld, ProcessLender, Peer],
 ) -> None:
     """A read in flight fails, and only once its memory is safe to use: here it is refilled at that very moment."""
     world, lender, peer = stopped

@@ -8,7 +8,7 @@ every single move the books of every engine must balance. TANDEM_TRIALS=n runs n
 import os
 import random
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -107,13 +107,18 @@ class SlowTransport(Transport):
             raise PeerGone(f"nobody at {endpoint!r}")
         return self._peers.setdefault(endpoint, SlowPeer(endpoint.decode(), self._network[endpoint].num_bytes))
 
-    def read(self, peer: Peer, spans: Sequence[Span]) -> "Future[None]":
+    def read(self, peer: Peer, spans: Sequence[Span], flow: Hashable = None) -> "Future[None]":
         assert isinstance(peer, SlowPeer)
         assert self.pool is not None
         check_spans(spans, self.pool.num_bytes, peer.num_bytes)
         read = SlowRead(peer, tuple(spans), Future())
         self.queued.setdefault(peer.name, deque()).append(read)
         return read.future
+
+    def drop(self, peer: Peer) -> None:
+        assert isinstance(peer, SlowPeer)
+        for read in self.queued.pop(peer.name, ()):
+            read.future.cancel()
 
     def close(self) -> None:
         """The process is gone: nobody reads from it any more."""

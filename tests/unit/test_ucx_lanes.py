@@ -26,7 +26,7 @@ READ = "remote memory read by ucp_get* into host memory"
 
 def test_reads_over_shared_memory() -> None:
     log = table("intra-node", READ, "0..inf | zero-copy | cma/memory")
-    assert read_lanes(log) == ("cma/memory",)
+    assert read_lanes(log, "ucp_get") == ("cma/memory",)
 
 
 def test_several_rows_and_lanes_in_order_of_appearance_once_each() -> None:
@@ -36,7 +36,7 @@ def test_several_rows_and_lanes_in_order_of_appearance_once_each() -> None:
         "0..8K | short | rc_mlx5/mlx5_0:1",
         "8K..inf | zero-copy | 50% on rc_mlx5/mlx5_1:1 and 50% on rc_mlx5/mlx5_0:1",
     ) + table("intra-node", READ, "0..inf | software emulation | tcp/eth0")
-    assert read_lanes(log) == ("rc_mlx5/mlx5_0:1", "rc_mlx5/mlx5_1:1", "tcp/eth0")
+    assert read_lanes(log, "ucp_get") == ("rc_mlx5/mlx5_0:1", "rc_mlx5/mlx5_1:1", "tcp/eth0")
 
 
 def test_other_operations_and_reads_from_itself_do_not_count() -> None:
@@ -45,25 +45,25 @@ def test_other_operations_and_reads_from_itself_do_not_count() -> None:
         + table("intra-node", "tagged message by ucp_tag_send* from host memory", "0..inf | eager | sysv/memory")
         + table("intra-node", "remote memory write by ucp_put* from host memory", "0..inf | copy | posix/memory")
     )
-    assert read_lanes(log) == ()
+    assert read_lanes(log, "ucp_get") == ()
 
 
 def test_what_follows_a_table_of_reads_is_judged_anew() -> None:
     log = table("intra-node", READ, "0..inf | zero-copy | cma/memory")
     log += table("intra-node", "active message by ucp_am_send* from host memory", "0..inf | eager | sysv/memory")
-    assert read_lanes(log) == ("cma/memory",)
+    assert read_lanes(log, "ucp_get") == ("cma/memory",)
 
 
 def test_lines_that_are_not_of_a_table() -> None:
-    assert read_lanes([]) == ()
+    assert read_lanes([], "ucp_get") == ()
     log = [*table("intra-node", READ), "UCX  WARN something | odd | tcp/eth0\n", "\n"]
-    assert read_lanes(log) == ()
+    assert read_lanes(log, "ucp_get") == ()
 
 
 def test_the_log_is_read_as_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("UCX_PROTO_INFO", "UCX_LOG_FILE"):
         monkeypatch.setenv(name, "")  # so that it is put back afterwards
-    log = LaneLog()
+    log = LaneLog("ucp_get")
     assert os.environ["UCX_PROTO_INFO"] == "y"
     assert log.lanes() == ()
     with open(os.environ["UCX_LOG_FILE"], "a", encoding="utf-8") as file:

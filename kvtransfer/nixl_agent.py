@@ -1,0 +1,90 @@
+"""NIXL's own objects: its Python package, an agent as the transport wants it, and endpoints that name its memory."""
+
+import json
+import threading
+from base64 import b64decode
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, Literal
+
+from kvtransfer.errors import EndpointMismatch
+from kvtransfer.transport import AnyPool, DevicePool
+
+FORMAT = "tandem-nixl-1"
+PROGRESS_DELAY_US = 100_000
+PACKAGES = ("nixl_cu12", "nixl_cu13")
+"""NIXL's package is named for the CUDA it was built for; without a GPU either will do."""
+_construction = threading.Lock()
+
+MemoryKind = Literal["DRAM", "VRAM"]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Where a pool lies, in NIXL's words."""
+
+    base: int
+    num_bytes: int
+    kind: MemoryKind = "DRAM"
+    device: int = 0
+
+    @classmethod
+    def of(cls, pool: AnyPool) -> "Memory":
+        if isinstance(pool, DevicePool):
+            return cls(pool.address, pool.num_bytes, "VRAM", pool.device)
+        return cls(pool.memory.ctypes.data, pool.num_bytes)
+
+    def fields(self) -> dict[str, Any]:
+        """Of an endpoint; main memory goes without saying."""
+        where = {"kind": self.kind, "device": self.device} if self.kind != "DRAM" else {}
+        return {"base": self.base, "bytes": self.num_bytes} | where
+
+
+def make_agent(name: str) -> Any:
+    """An agent whose progress thread sleeps until UCX has something for it.
+
+    NIXL's Python class fixes that thread's delay at 0, which polls without pause: a whole core, taken from the engine
+    that is pinned to it (a read over TCP then takes ten times as long). The delay bounds only how long an event
+    without a wake-up may wait.
+    """
+    _api: Any = module("_api")
+    _bindings: Any = module("_bindings")
+
+    class SleepyConfig(_bindings.nixlAgentConfig):  # type: ignore[misc]
+        def __setattr__(self, key: str, value: object) -> None:
+            super().__setattr__(key, PROGRESS_DELAY_US if key == "pthrDelay" else value)
+
+    with _construction:
+        original = _bindings.nixlAgentConfig
+        _bindings.nixlAgentConfig = SleepyConfig
+        try:
+            return _api.nixl_agent(name, _api.nixl_agent_config(enable_prog_thread=True, backends=["UCX"]))
+        finally:
+            _bindings.nixlAgentConfig = original
+
+
+def module(name: str) -> ModuleType:
+    """A module of NIXL's package. Raises ImportError when none is installed."""
+    package = next((package for package in PACKAGES if find_spec(package) is not None), PACKAGES[0])
+    return import_module(f"{package}.{name}")
+
+
+def parse_endpoint(endpoint: bytes) -> tuple[Memory, bytes]:
+    """The peer's pool, and NIXL's metadata."""
+    try:
+        fields = json.loads(endpoint)
+        if fields["format"] != FORMAT:
+            raise EndpointMismatch(f"endpoint format {fields['format']!r}, this side speaks {FORMAT!r}")
+        base, num_bytes = fields["base"], fields["bytes"]
+        kind, device = fields.get("kind", "DRAM"), fields.get("device", 0)
+        metadata = b64decode(fields["metadata"], validate=True)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise EndpointMismatch("not an endpoint of the nixl transport") from error
+    for name, value in (("base", base), ("bytes", num_bytes)):
+        if type(value) is not int or not 0 < value < 1 << 63:
+            raise EndpointMismatch(f"the endpoint's {name!r} is {value!r}, not a positive number")
+    if kind not in ("DRAM", "VRAM") or type(device) is not int or not 0 <= device < 1 << 16:
+        raise EndpointMismatch(f"the endpoint's memory is {kind!r} of device {device!r}")
+    return Memory(base, num_bytes, kind, device), metadata

@@ -1,0 +1,283 @@
+"""The `ucxx` transport: tagged messages by UCXX, which has no one-sided calls. The lender's side answers requests.
+
+One thread does everything: it takes reads from `read`, asks lenders over a control connection of each link, answers
+borrowers, and carries on UCX. It sleeps until one of its sockets or UCX workers has something for it. The links, and
+why each has a UCX worker of its own, are in `ucxx_links.py`.
+"""
+
+import ipaddress
+import os
+import queue
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+
+from kvtransfer.errors import PeerGone, TransferError, TransportUnavailable
+from kvtransfer.strict_lanes import StrictLanes
+from kvtransfer.transport import AnyPool, Peer, Span, Transport, check_spans
+from kvtransfer.ucx_lanes import process_lane_log
+from kvtransfer.ucxx_control import Control, open_listener
+from kvtransfer.ucxx_end import Memory, Ucx
+from kvtransfer.ucxx_links import BorrowLink, Job, LendLink, Link, UcxxPeer
+from kvtransfer.ucxx_wire import ID_BYTES, MAC_BYTES, MAX_HELLO_BYTES, MAX_SPANS, UcxxEndpoint
+
+CLOSED = "the transport was closed"
+LANES_OF = "ucp_tag_send"
+MAX_LEND_LINKS = 4096
+
+
+class UcxxTransport(Transport):
+    name = "ucxx"
+
+    def __init__(self, host: str = "127.0.0.1", strict: StrictLanes | None = None) -> None:
+        """`host`: the name or address that peers reach this process by.
+
+        Raises TransportUnavailable when ucxx is missing or does not start, TransportRefused when it does not over the
+        lanes that `strict` demands.
+        """
+        self._strict = strict or StrictLanes()
+        self._strict.narrow_ucx()
+        self._log = process_lane_log(LANES_OF)
+        self._address = _resolve(host)
+        try:
+            self._ucx = Ucx()
+        except TransportUnavailable as error:
+            raise (self._strict.unavailable(error) if self._strict else error) from error
+        self._lock = threading.Lock()  # orders `read`, `drop` and `connect` against `close`
+        self._closed = False
+        self._peers: dict[bytes, UcxxPeer] = {}
+        self._pool: AnyPool | None = None
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="ucxx-links", daemon=True)
+        # From here on: of the thread.
+        self._stopping = False
+        self._selector = selectors.DefaultSelector()
+        self._watched: dict[Link, list[tuple[int, int]]] = {}
+        self._borrows: dict[UcxxPeer, BorrowLink] = {}
+        self._lends: set[LendLink] = set()
+        self._approved: set[UcxxPeer] = set()
+
+    def register(self, pool: AnyPool) -> bytes:
+        """Takes pools in main memory and, where UCX has its CUDA modules, on a GPU."""
+        assert self._pool is None
+        self._memory = Memory(self._ucx, pool)
+        self._pool = pool
+        try:
+            self._listener = open_listener(_bind_address(self._address))
+        except OSError as error:
+            raise TransportUnavailable(f"cannot listen on {self._address}: {error.strerror}") from error
+        port: int = self._listener.getsockname()[1]
+        incarnation, secret = secrets.token_bytes(ID_BYTES), secrets.token_bytes(MAC_BYTES)
+        self._endpoint = UcxxEndpoint(self._address, port, pool.num_bytes, incarnation, secret)
+        self._selector.register(self._wake_fd, selectors.EVENT_READ)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._thread.start()
+        return self._endpoint.pack()
+
+    def connect(self, endpoint: bytes) -> UcxxPeer:
+        with self._lock:
+            if (known := self._peers.get(endpoint)) is not None:
+                return known
+            peer = UcxxPeer(UcxxEndpoint.unpack(endpoint), endpoint, self._log)
+            if self._closed:
+                raise TransferError(CLOSED)
+            self._peers[endpoint] = peer
+        return peer
+
+    def read(self, peer: Peer, spans: Sequence[Span], flow: Hashable = None) -> "Future[None]":
+        """Raises ValueError also for more than 65536 spans."""
+        assert isinstance(peer, UcxxPeer)
+        assert self._pool is not None
+        check_spans(spans, self._pool.num_bytes, peer.endpoint.num_bytes)
+        if len(spans) > MAX_SPANS:
+            raise ValueError(f"a read of ucxx carries at most {MAX_SPANS} spans, not {len(spans)}")
+        job = Job(peer, tuple(spans), flow, Future())
+        with self._lock:
+            if self._closed:
+                job.future.set_exception(TransferError(CLOSED))
+            elif peer.dropped:
+                job.future.set_exception(PeerGone(f"{peer.name} was dropped"))
+            else:
+                self._do(lambda: self._put(job))
+        return job.future
+
+    def drop(self, peer: Peer) -> None:
+        """What is posted is made quiet, and fails."""
+        assert isinstance(peer, UcxxPeer)
+        with self._lock:
+            if self._closed or peer.dropped:
+                return
+            peer.dropped = True
+            del self._peers[peer.packed]
+            self._do(lambda: self._forget(peer))
+
+    def close(self) -> None:
+        with self._lock:
+            started = self._thread.is_alive()
+            if not self._closed:
+                self._closed = True
+                if started:
+                    self._do(self._stop)
+                else:
+                    os.close(self._wake_fd)
+        if started:
+            self._thread.join()
+
+    def _do(self, what: Callable[[], None]) -> None:
+        """On the thread. The lock is held, so that nothing comes after `_stop`."""
+        self._inbox.put(what)
+        os.eventfd_write(self._wake_fd, 1)
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._turn()
+        finally:
+            self._end()
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(self._pause()):
+            if key.fileobj == self._wake_fd:
+                os.eventfd_read(self._wake_fd)
+            elif key.fileobj is self._listener:
+                self._accept()
+            else:
+                self._readable(*key.data)
+        while not self._inbox.empty():
+            self._inbox.get()()
+        if self._stopping:
+            return
+        for link in list(self._watched):
+            self._guarded(link, link.progress)
+        for borrow in list(self._borrows.values()):
+            self._guarded(borrow, borrow.advance)
+        now = time.monotonic()
+        for link in list(self._watched):
+            if link.give_up_at is not None and now >= link.give_up_at:
+                self._guarded(link, link.give_up)
+
+    def _pause(self) -> float | None:
+        """How long the thread may sleep; None: until something happens."""
+        if any(link.end is not None and not link.end.armed for link in self._watched):
+            return 0.0
+        deadlines = [link.give_up_at for link in self._watched if link.give_up_at is not None]
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+
+    def _readable(self, link: Link, is_end: bool) -> None:
+        if is_end and link.end is not None:
+            link.end.armed = False
+        elif not is_end and link.control is not None:
+            self._guarded(link, link.hear)
+
+    def _guarded(self, link: Link, action: Callable[[], None]) -> None:
+        """What goes wrong ends that link, and no other."""
+        try:
+            action()
+        except TransferError as error:
+            self._unwatch(link)
+            link.fail(error)
+            if isinstance(link, LendLink):
+                self._lends.discard(link)
+        self._watch(link)
+
+    def _watch(self, link: Link) -> None:
+        """Have the thread woken for what the link has now."""
+        wanted: list[tuple[int, int]] = []
+        if link.control is not None:
+            writing = selectors.EVENT_WRITE if link.control.has_unsent else 0
+            wanted.append((link.control.fileno(), selectors.EVENT_READ | writing))
+        if link.end is not None:
+            wanted.append((link.end.fileno(), selectors.EVENT_READ))
+        if wanted == self._watched.get(link, []):
+            return
+        self._unwatch(link)
+        for number, (fd, events) in enumerate(wanted):
+            self._selector.register(fd, events, (link, number == 1))
+        if wanted:
+            self._watched[link] = wanted
+
+    def _unwatch(self, link: Link) -> None:
+        """Must come before a socket is closed, whose number another may get at once."""
+        for fd, _ in self._watched.pop(link, []):
+            self._selector.unregister(fd)
+
+    def _put(self, job: Job) -> None:
+        link = self._borrows.get(job.peer)
+        if link is None:
+            link = self._borrows[job.peer] = BorrowLink(self._ucx, self._memory, job.peer, self._approve)
+        link.put(job)
+
+    def _approve(self, peer: UcxxPeer) -> TransferError | None:
+        """What is wrong with the first bytes from a peer: they came over lanes that were not demanded."""
+        try:
+            if peer not in self._approved:
+                self._strict.check(peer.lanes)
+        except TransferError as refusal:
+            return refusal
+        self._approved.add(peer)
+        return None
+
+    def _forget(self, peer: UcxxPeer) -> None:
+        self._approved.discard(peer)
+        link = self._borrows.pop(peer, None)
+        if link is not None:
+            self._unwatch(link)
+            link.withdraw()
+            link.fail(PeerGone(f"{peer.name} was dropped"))
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # it went away before it was served, or there are too many open files for now
+            return
+        if len(self._lends) >= MAX_LEND_LINKS:
+            connection.close()
+            return
+        link = LendLink(self._ucx, self._memory, Control(connection, MAX_HELLO_BYTES), self._endpoint)
+        self._lends.add(link)
+        self._watch(link)
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _end(self) -> None:
+        """First everything falls silent, then reads fail."""
+        with self._lock:
+            self._closed = True
+        for link in list(self._watched):
+            self._unwatch(link)
+            link.disconnect()
+        for borrow in self._borrows.values():
+            borrow.withdraw()
+            borrow.fail(TransferError(CLOSED))
+        self._borrows.clear()
+        self._lends.clear()
+        self._selector.close()
+        self._listener.close()
+        os.close(self._wake_fd)
+
+
+def _resolve(host: str) -> str:
+    """Raises TransportUnavailable."""
+    try:
+        address: str = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]  # type: ignore[assignment]
+    except OSError as error:
+        raise TransportUnavailable(f"host {host!r} has no address: {error}") from error
+    if ipaddress.ip_address(address).is_unspecified:
+        raise TransportUnavailable(f"nobody reaches this process by {host!r}: set advertise_host")
+    return address
+
+
+def _bind_address(address: str) -> str:
+    """Every interface, unless the process is for its own host only: an advertised address may be another's."""
+    parsed = ipaddress.ip_address(address)
+    if parsed.is_loopback:
+        return address
+    return "::" if parsed.version == 6 else "0.0.0.0"

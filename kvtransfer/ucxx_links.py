@@ -1,0 +1,249 @@
+"""The two kinds of `ucxx` link. Each has a control connection and a UCX worker of its own; all on one thread.
+
+    BorrowLink:  IDLE ──a read──▶ GREETING ──Welcome──▶ READY      ──failed, dropped, closed──▶ IDLE
+    LendLink:    GREETING ──Hello──▶ READY                         ──failed, closed──▶ over
+
+Whatever goes wrong ends the link: its worker is destroyed, which makes its posted read quiet, and only then that read
+fails. A BorrowLink connects anew for the next read; that it finds the same process is what the incarnation is for.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from kvtransfer.errors import PeerGone, TransferError
+from kvtransfer.fair_queue import FairQueue
+from kvtransfer.transport import Peer, Span
+from kvtransfer.ucx_lanes import LaneLog
+from kvtransfer.ucxx_control import Control, start_connecting
+from kvtransfer.ucxx_end import Memory, Ucx, UcxEnd
+from kvtransfer.ucxx_wire import (
+    INDEX_BITS,
+    MAX_BODY_BYTES,
+    MAX_HELLO_BYTES,
+    Kind,
+    Malformed,
+    ReadRequest,
+    UcxxEndpoint,
+    pack_hello,
+    unpack_hello,
+)
+
+GREETING_S = 10.0
+"""A peer that has not greeted by then is given up: its host drops packets, or it is stopped."""
+MAX_UNFINISHED = 4
+"""Reads that a lender is asked for while it has not seen the end of earlier ones: a borrower asks for one at a time,
+but it sees the end of a read before the lender does."""
+
+
+class UcxxPeer(Peer):
+    def __init__(self, endpoint: UcxxEndpoint, packed: bytes, log: LaneLog) -> None:
+        self.packed = packed
+        self.name = f"{endpoint.incarnation.hex()[:8]}@{endpoint.host}:{endpoint.port}"
+        self.endpoint = endpoint
+        self.dropped = False
+        self._log = log
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        return self._log.lanes()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """One read."""
+
+    peer: UcxxPeer
+    spans: tuple[Span, ...]
+    flow: Hashable
+    future: "Future[None]"
+
+
+class Link:
+    """What both kinds share."""
+
+    def __init__(self) -> None:
+        self.control: Control | None = None
+        self.end: UcxEnd | None = None
+        self.give_up_at: float | None = None
+
+    def hear(self) -> None:
+        """The control connection is readable or writable."""
+        assert self.control is not None
+        self.control.flush()
+        for kind, body in self.control.hear():
+            self._heard(kind, body)
+        if self.control is not None:
+            self.control.flush()
+
+    def progress(self) -> None:
+        """Carry on what is under way."""
+        if self.end is not None and not self.end.armed:
+            self.end.progress()
+            self._progressed(self.end)
+
+    def disconnect(self) -> None:
+        """From here on nothing of this link touches memory."""
+        end, control, self.end, self.control, self.give_up_at = self.end, self.control, None, None, None
+        if end is not None:
+            end.destroy()
+        if control is not None:
+            control.close()
+
+    def give_up(self) -> None:
+        """The time to greet is over. Raises PeerGone."""
+        raise PeerGone(f"no greeting within {GREETING_S:g} s")
+
+    def fail(self, error: TransferError) -> None:
+        raise NotImplementedError
+
+    def _heard(self, kind: Kind, body: bytes) -> None:
+        raise NotImplementedError
+
+    def _progressed(self, end: UcxEnd) -> None:
+        raise NotImplementedError
+
+
+class BorrowLink(Link):
+    """To one lender; at most one read is posted."""
+
+    def __init__(
+        self, ucx: Ucx, memory: Memory, peer: UcxxPeer, approve: Callable[[UcxxPeer], TransferError | None]
+    ) -> None:
+        """`approve` says what is wrong with a read that has arrived from the peer, or None."""
+        super().__init__()
+        self._ucx = ucx
+        self._memory = memory
+        self._peer = peer
+        self._approve = approve
+        self._queued: FairQueue[Job] = FairQueue()
+        self._posted: Job | None = None
+        self._number = 0
+        self._ready = False
+
+    def put(self, job: Job) -> None:
+        self._queued.put(job.flow, job)
+
+    def advance(self) -> None:
+        """Connect, or post the next read, when there is one. Raises TransferError."""
+        if not self._queued:
+            return
+        if self.control is None:
+            self.greet()
+        elif self._ready and self._posted is None:
+            self._post()
+
+    def greet(self) -> None:
+        endpoint = self._peer.endpoint
+        self.control = Control(start_connecting(endpoint.host, endpoint.port), MAX_BODY_BYTES)
+        self.end = UcxEnd(self._ucx)
+        self.control.say(Kind.HELLO, pack_hello(endpoint, self.end.address))
+        self.give_up_at = time.monotonic() + GREETING_S
+        self._number = 0
+
+    def fail(self, error: TransferError) -> None:
+        """End the link, then what was posted, then what is queued."""
+        posted = self.quiet()
+        if posted is not None:
+            posted.future.set_exception(error)
+        while self._queued:
+            job = self._queued.pop()
+            if job.future.set_running_or_notify_cancel():
+                job.future.set_exception(error)
+
+    def quiet(self) -> Job | None:
+        """End the link; the read that was posted, whose memory is nobody's but the pool's now."""
+        self.disconnect()
+        posted, self._posted, self._ready = self._posted, None, False
+        return posted
+
+    def withdraw(self) -> None:
+        """Cancel what is queued."""
+        while self._queued:
+            self._queued.pop().future.cancel()
+
+    def _post(self) -> None:
+        assert self.end is not None
+        assert self.control is not None
+        job = self._queued.pop()
+        if not job.future.set_running_or_notify_cancel():
+            return
+        self._number += 1
+        request = ReadRequest(self._number, tuple((span.remote_offset, span.length) for span in job.spans))
+        self._posted = job
+        for span, tag in zip(job.spans, request.tags(), strict=True):
+            self.end.receive(self._memory.piece(span.local_offset, span.length), tag)
+        self.control.say(Kind.READ, request.pack())
+        self.control.flush()
+
+    def _progressed(self, end: UcxEnd) -> None:
+        if self._posted is None or end.oldest_pending is not None:
+            return
+        job, self._posted = self._posted, None
+        error = self._approve(self._peer)
+        if error is None:
+            job.future.set_result(None)
+        else:
+            job.future.set_exception(error)
+
+    def _heard(self, kind: Kind, body: bytes) -> None:
+        if kind == Kind.WELCOME and not self._ready:
+            self._ready, self.give_up_at = True, None
+        elif kind == Kind.REFUSED:
+            raise TransferError(f"{self._peer.name} refused: {body[:1000].decode(errors='replace')}")
+        else:
+            raise Malformed(f"{self._peer.name} said {kind.name}")
+
+
+class LendLink(Link):
+    """From one borrower, who is trusted with nothing but its signed address."""
+
+    def __init__(self, ucx: Ucx, memory: Memory, control: Control, endpoint: UcxxEndpoint) -> None:
+        """`endpoint`: this side's own."""
+        super().__init__()
+        self.control = control
+        self._ucx = ucx
+        self._memory = memory
+        self._endpoint = endpoint
+        self._number = 0
+        control.reader.max_body_bytes = MAX_HELLO_BYTES
+        self.give_up_at = time.monotonic() + GREETING_S
+
+    def fail(self, error: TransferError) -> None:
+        """End the link; the borrower is told why, if it still listens."""
+        if self.control is not None and not isinstance(error, PeerGone):
+            self.control.say(Kind.REFUSED, str(error).encode())
+            with contextlib.suppress(PeerGone):  # then there is nobody to be told
+                self.control.flush()
+        self.disconnect()
+
+    def _heard(self, kind: Kind, body: bytes) -> None:
+        if kind == Kind.HELLO and self.end is None:
+            self._welcome(unpack_hello(body, self._endpoint.incarnation, self._endpoint.secret))
+        elif kind == Kind.READ and self.end is not None:
+            self._send(ReadRequest.unpack(body, self._endpoint.num_bytes), self.end)
+        else:
+            raise Malformed(f"{kind.name} is not what comes now")
+
+    def _welcome(self, address: bytes) -> None:
+        assert self.control is not None
+        self.end = UcxEnd(self._ucx)
+        self.end.connect(address)
+        self.control.reader.max_body_bytes = MAX_BODY_BYTES
+        self.control.say(Kind.WELCOME)
+        self.give_up_at = None
+
+    def _send(self, request: ReadRequest, end: UcxEnd) -> None:
+        self._number += 1
+        if request.number != self._number:
+            raise Malformed(f"read {request.number} where {self._number} should come")
+        oldest = self._number if end.oldest_pending is None else end.oldest_pending >> INDEX_BITS
+        if self._number - oldest >= MAX_UNFINISHED:
+            raise Malformed(f"more than {MAX_UNFINISHED} reads at a time")
+        for (offset, length), tag in zip(request.pieces, request.tags(), strict=True):
+            end.send(self._memory.piece(offset, length), tag)
+
+    def _progressed(self, end: UcxEnd) -> None:
+        pass

@@ -1,0 +1,181 @@
+"""What the two sides of the `ucxx` transport say to each other on their control connection. Pure.
+
+    borrower                     lender
+       Hello  ──────────────────▶          which incarnation it means, and the address of its UCX worker
+              ◀────────────────── Welcome
+       Read   ──────────────────▶          then the spans come as tagged UCX messages, one for each
+              ◀────────────────── Refused  and the connection ends: something was malformed, or out of range
+
+A frame is its body's length, its kind, and the body. A Hello is signed with the secret in the lender's endpoint, since
+UCX trusts an address that it is given: who was not handed the endpoint gets no further.
+"""
+
+import hmac
+import ipaddress
+import json
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from kvtransfer.errors import EndpointMismatch, TransferError
+from kvtransfer.transport import MAX_POSTED_BYTES
+
+FORMAT = "tandem-ucxx-1"
+HEADER = struct.Struct("!IB")
+SPAN = struct.Struct("!QQ")
+NUMBER = struct.Struct("!Q")
+ID_BYTES = 16
+MAC_BYTES = 32
+INDEX_BITS = 16
+MAX_SPANS = 1 << INDEX_BITS
+MAX_ADDRESS_BYTES = 4096
+MAX_HELLO_BYTES = ID_BYTES + MAC_BYTES + MAX_ADDRESS_BYTES
+MAX_BODY_BYTES = NUMBER.size + SPAN.size * MAX_SPANS
+
+
+class Kind(IntEnum):
+    HELLO = 1
+    WELCOME = 2
+    READ = 3
+    REFUSED = 4
+
+
+KINDS = frozenset(map(int, Kind))
+
+
+class Malformed(TransferError):
+    """The other side said something it must not."""
+
+
+@dataclass(frozen=True, slots=True)
+class UcxxEndpoint:
+    """Where a lender listens, what it is, and the size of its pool."""
+
+    host: str
+    """An IP address."""
+    port: int
+    num_bytes: int
+    incarnation: bytes
+    """[16], drawn by the process."""
+    secret: bytes
+    """[32]"""
+
+    def pack(self) -> bytes:
+        return json.dumps(
+            {
+                "format": FORMAT,
+                "host": self.host,
+                "port": self.port,
+                "bytes": self.num_bytes,
+                "incarnation": self.incarnation.hex(),
+                "secret": self.secret.hex(),
+            }
+        ).encode()
+
+    @classmethod
+    def unpack(cls, endpoint: bytes) -> "UcxxEndpoint":
+        """Raises EndpointMismatch."""
+        try:
+            fields = json.loads(endpoint)
+            if fields["format"] != FORMAT:
+                raise EndpointMismatch(f"endpoint format {fields['format']!r}, this side speaks {FORMAT!r}")
+            host = str(ipaddress.ip_address(_string(fields["host"])))
+            incarnation, secret = (bytes.fromhex(_string(fields[name])) for name in ("incarnation", "secret"))
+            port, num_bytes = fields["port"], fields["bytes"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise EndpointMismatch("not an endpoint of the ucxx transport") from error
+        for name, value, limit in (("port", port, 1 << 16), ("bytes", num_bytes, 1 << 63)):
+            if type(value) is not int or not 0 < value < limit:
+                raise EndpointMismatch(f"the endpoint's {name!r} is {value!r}, not a positive number below {limit}")
+        if len(incarnation) != ID_BYTES or len(secret) != MAC_BYTES:
+            raise EndpointMismatch("the endpoint's incarnation or secret is of a wrong length")
+        return cls(host, port, num_bytes, incarnation, secret)
+
+
+def pack_frame(kind: Kind, body: bytes = b"") -> bytes:
+    return HEADER.pack(len(body), kind) + body
+
+
+class FrameReader:
+    """Cuts what arrives into frames."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        self.max_body_bytes = max_body_bytes
+        self._buffer = bytearray()
+
+    def feed(self, received: bytes) -> list[tuple[Kind, bytes]]:
+        """The frames that are complete now. Raises Malformed as soon as a frame's head is."""
+        self._buffer += received
+        frames: list[tuple[Kind, bytes]] = []
+        while len(self._buffer) >= HEADER.size:
+            size, kind = HEADER.unpack_from(self._buffer)
+            if size > self.max_body_bytes:
+                raise Malformed(f"a frame of {size} bytes; {self.max_body_bytes} is the limit here")
+            if kind not in KINDS:
+                raise Malformed(f"a frame of unknown kind {kind}")
+            if len(self._buffer) < HEADER.size + size:
+                break
+            frames.append((Kind(kind), bytes(self._buffer[HEADER.size : HEADER.size + size])))
+            del self._buffer[: HEADER.size + size]
+        return frames
+
+
+def pack_hello(endpoint: UcxxEndpoint, address: bytes) -> bytes:
+    """`address`: of the UCX worker that receives."""
+    said = endpoint.incarnation + address
+    return _sign(endpoint.secret, said) + said
+
+
+def unpack_hello(body: bytes, incarnation: bytes, secret: bytes) -> bytes:
+    """The address of the borrower's UCX worker. Raises Malformed, also for one who means another incarnation."""
+    signature, said = body[:MAC_BYTES], body[MAC_BYTES:]
+    if said[:ID_BYTES] != incarnation:
+        raise Malformed("another incarnation was meant")
+    if not hmac.compare_digest(signature, _sign(secret, said)):
+        raise Malformed("the signature is not that of the endpoint")
+    if not 0 < len(said) - ID_BYTES <= MAX_ADDRESS_BYTES:
+        raise Malformed(f"an address of {len(said) - ID_BYTES} bytes; 1 to {MAX_ADDRESS_BYTES} are possible")
+    return said[ID_BYTES:]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """`pieces`: (offset, length) in the lender's pool, each to be sent with the tag of its place in the list."""
+
+    number: int
+    pieces: tuple[tuple[int, int], ...]
+
+    def pack(self) -> bytes:
+        return NUMBER.pack(self.number) + b"".join(SPAN.pack(*piece) for piece in self.pieces)
+
+    @classmethod
+    def unpack(cls, body: bytes, pool_bytes: int) -> "ReadRequest":
+        """Raises Malformed, also for pieces outside the pool or more bytes than a read may carry."""
+        if len(body) < NUMBER.size + SPAN.size or (len(body) - NUMBER.size) % SPAN.size:
+            raise Malformed(f"a read request of {len(body)} bytes")
+        (number,) = NUMBER.unpack_from(body)
+        pieces = tuple(SPAN.iter_unpack(body[NUMBER.size :]))
+        for offset, length in pieces:
+            if length == 0 or offset + length > pool_bytes:
+                raise Malformed(f"{length} bytes at {offset} of a pool of {pool_bytes}")
+        total = sum(length for _, length in pieces)
+        if total > MAX_POSTED_BYTES:
+            raise Malformed(f"a read of {total} bytes; {MAX_POSTED_BYTES} is the limit")
+        if number >> (64 - INDEX_BITS):
+            raise Malformed(f"read number {number}")
+        return cls(number, pieces)
+
+    def tags(self) -> range:
+        """One for each piece."""
+        return range(self.number << INDEX_BITS, (self.number << INDEX_BITS) + len(self.pieces))
+
+
+def _sign(secret: bytes, said: bytes) -> bytes:
+    return hmac.digest(secret, said, "sha256")
+
+
+def _string(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no string")
+    return value

@@ -1,0 +1,239 @@
+"""The links of the `ucxx` transport: what a lender says to those who misbehave, and what ends with a link."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvtransfer.errors import PeerGone, TransferError
+from kvtransfer.transport import MAX_POSTED_BYTES, Pool, Span
+from kvtransfer.ucxx import UcxxTransport
+from kvtransfer.ucxx_end import Ucx, UcxEnd
+from kvtransfer.ucxx_wire import (
+    HEADER,
+    MAX_BODY_BYTES,
+    NUMBER,
+    SPAN,
+    FrameReader,
+    Kind,
+    UcxxEndpoint,
+    pack_frame,
+    pack_hello,
+)
+
+POOL_BYTES = 1 << 16
+TIMEOUT_S = 20.0
+UNTOUCHED = 0xEE
+
+
+def open_with_pool(num_bytes: int = POOL_BYTES, fill: int = UNTOUCHED) -> tuple[UcxxTransport, Pool, bytes]:
+    transport, pool = UcxxTransport(), Pool(np.full((1, num_bytes), fill, np.uint8))
+    return transport, pool, transport.register(pool)
+
+
+@pytest.fixture
+def lender() -> Iterator[tuple[UcxxTransport, UcxxEndpoint]]:
+    """In this process; whatever the test did to it, it still serves."""
+    transport, pool, packed = open_with_pool()
+    pool.memory[0] = np.arange(POOL_BYTES, dtype=np.uint64).astype(np.uint8)
+    yield transport, UcxxEndpoint.unpack(packed)
+    reader, copy, _ = open_with_pool()
+    try:
+        reader.read(reader.connect(packed), [Span(0, 0, POOL_BYTES)]).result(TIMEOUT_S)
+        assert copy.memory.tobytes() == pool.memory.tobytes()
+    finally:
+        reader.close()
+        transport.close()
+
+
+@pytest.fixture
+def end() -> Iterator[UcxEnd]:
+    """A real UCX worker to be sent to."""
+    made = UcxEnd(Ucx())
+    yield made
+    made.destroy()
+
+
+class Borrower:
+    """Says what it likes."""
+
+    def __init__(self, endpoint: UcxxEndpoint) -> None:
+        self._socket = socket.create_connection((endpoint.host, endpoint.port), TIMEOUT_S)
+        self._reader = FrameReader(MAX_BODY_BYTES)
+
+    def say(self, said: bytes) -> None:
+        self._socket.sendall(said)
+
+    def heard(self) -> tuple[Kind, str] | None:
+        """The next frame; None when the lender has closed."""
+        while True:
+            try:
+                received = self._socket.recv(1 << 16)
+            except ConnectionResetError:
+                return None
+            if not received:
+                return None
+            if frames := self._reader.feed(received):
+                return frames[0][0], frames[0][1].decode()
+
+
+def request(*pieces: tuple[int, int], number: int = 1) -> bytes:
+    return pack_frame(Kind.READ, NUMBER.pack(number) + b"".join(SPAN.pack(*piece) for piece in pieces))
+
+
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: tandem\r\n\r\n", "limit"),
+        (HEADER.pack(1 << 31, Kind.HELLO), "limit"),
+        (HEADER.pack(0, 77), "unknown kind 77"),
+        (pack_frame(Kind.HELLO), "incarnation"),
+        (pack_frame(Kind.WELCOME), "WELCOME is not what comes now"),
+        (request((0, 8)), "READ is not what comes now"),
+    ],
+)
+def test_whoever_does_not_greet_properly_is_refused(
+    lender: tuple[UcxxTransport, UcxxEndpoint], said: bytes, answer: str
+) -> None:
+    borrower = Borrower(lender[1])
+    borrower.say(said)
+    heard = borrower.heard()
+    assert heard is not None
+    assert heard[0] == Kind.REFUSED
+    assert answer in heard[1]
+    assert borrower.heard() is None
+
+
+def test_an_address_that_nobody_signed_never_reaches_ucx(lender: tuple[UcxxTransport, UcxxEndpoint]) -> None:
+    """UCX would read it as structures of its own, wherever they lead."""
+    borrower = Borrower(lender[1])
+    borrower.say(pack_frame(Kind.HELLO, pack_hello(replace(lender[1], secret=bytes(32)), b"\xff" * 200)))
+    assert borrower.heard() == (Kind.REFUSED, "the signature is not that of the endpoint")
+
+
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [
+        (request((POOL_BYTES, 1)), f"1 bytes at {POOL_BYTES} of a pool of {POOL_BYTES}"),
+        (request((0, POOL_BYTES + 1)), "of a pool of"),
+        (request((0, 8), ((1 << 64) - 8, 8)), "of a pool of"),
+        (request((0, 0)), "of a pool of"),
+        (request(*[(0, POOL_BYTES)] * (MAX_POSTED_BYTES // POOL_BYTES + 1)), "is the limit"),
+        (request((0, 8), number=2), "read 2 where 1 should come"),
+        (pack_frame(Kind.READ, b"12345"), "a read request of 5 bytes"),
+        (pack_frame(Kind.HELLO), "HELLO is not what comes now"),
+        (b"".join(request((0, POOL_BYTES), number=number) for number in range(1, 9)), "reads at a time"),
+        (HEADER.pack(MAX_BODY_BYTES + 1, Kind.READ), "is the limit here"),
+    ],
+)
+def test_a_borrower_who_asks_for_what_is_not_there_is_refused(
+    lender: tuple[UcxxTransport, UcxxEndpoint], end: UcxEnd, said: bytes, answer: str
+) -> None:
+    borrower = Borrower(lender[1])
+    borrower.say(pack_frame(Kind.HELLO, pack_hello(lender[1], end.address)))
+    assert borrower.heard() == (Kind.WELCOME, "")
+    borrower.say(said)
+    heard = borrower.heard()
+    assert heard is not None
+    assert heard[0] == Kind.REFUSED
+    assert answer in heard[1]
+
+
+def test_a_process_at_the_address_of_another_is_not_taken_for_it(lender: tuple[UcxxTransport, UcxxEndpoint]) -> None:
+    reader, pool, _ = open_with_pool()
+    try:
+        former = replace(lender[1], incarnation=bytes(16))
+        read = reader.read(reader.connect(former.pack()), [Span(0, 0, 8)])
+        with pytest.raises(TransferError, match="another incarnation"):
+            read.result(TIMEOUT_S)
+        assert (pool.memory == UNTOUCHED).all()
+    finally:
+        reader.close()
+
+
+def test_a_pool_smaller_than_its_endpoint_says(lender: tuple[UcxxTransport, UcxxEndpoint]) -> None:
+    reader, _, _ = open_with_pool()
+    try:
+        boasting = replace(lender[1], num_bytes=2 * POOL_BYTES)
+        read = reader.read(reader.connect(boasting.pack()), [Span(0, POOL_BYTES, 8)])
+        with pytest.raises(TransferError, match="of a pool of"):
+            read.result(TIMEOUT_S)
+    finally:
+        reader.close()
+
+
+def test_somebody_who_listens_and_never_greets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtransfer.ucxx_links.GREETING_S", 0.2)
+    reader, _, _ = open_with_pool()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        try:
+            endpoint = UcxxEndpoint("127.0.0.1", silent.getsockname()[1], POOL_BYTES, bytes(16), bytes(32))
+            reads = [reader.read(reader.connect(endpoint.pack()), [Span(0, 0, 8)]) for _ in range(2)]
+            for read in reads:
+                with pytest.raises(PeerGone, match="no greeting within"):
+                    read.result(TIMEOUT_S)
+        finally:
+            reader.close()
+
+
+def test_a_link_that_was_cut_is_made_anew_by_the_next_read(lender: tuple[UcxxTransport, UcxxEndpoint]) -> None:
+    reader, pool, _ = open_with_pool()
+    try:
+        peer = reader.connect(lender[1].pack())
+        reader.read(peer, [Span(0, 0, 8)]).result(TIMEOUT_S)
+        for link in list(lender[0]._lends):
+            assert link.control is not None
+            link.control._socket.shutdown(socket.SHUT_RDWR)
+        give_up_at = time.monotonic() + TIMEOUT_S
+        while reader._borrows[peer].control is not None:
+            assert time.monotonic() < give_up_at
+            time.sleep(0.002)
+        reader.read(peer, [Span(8, 0, 8)]).result(TIMEOUT_S)
+        assert pool.memory[0, 8:16].tobytes() == pool.memory[0, :8].tobytes()
+    finally:
+        reader.close()
+
+
+def test_what_is_closed_leaves_no_descriptor_behind(lender: tuple[UcxxTransport, UcxxEndpoint]) -> None:
+    """That of a UCX worker among them: it is gone, and writes nothing any more."""
+
+    def open_and_close() -> int:
+        reader, _, _ = open_with_pool()
+        reader.read(reader.connect(lender[1].pack()), [Span(0, 0, POOL_BYTES)]).result(TIMEOUT_S)
+        reader.close()
+        give_up_at = time.monotonic() + TIMEOUT_S
+        while lender[0]._lends and time.monotonic() < give_up_at:
+            time.sleep(0.002)
+        return len(os.listdir("/proc/self/fd"))
+
+    first = open_and_close()
+    assert [open_and_close() for _ in range(3)] == [first] * 3
+
+
+def test_idle_links_take_no_time(lender: tuple[UcxxTransport, UcxxEndpoint]) -> None:
+    reader, _, _ = open_with_pool()
+    try:
+        reader.read(reader.connect(lender[1].pack()), [Span(0, 0, 8)]).result(TIMEOUT_S)
+        time.sleep(0.2)
+        before, began = time.process_time(), time.monotonic()
+        time.sleep(1.0)
+        share = (time.process_time() - before) / (time.monotonic() - began)
+    finally:
+        reader.close()
+    assert share < 0.05, f"two idle transports took {share:.1%} of a core"
+
+
+def test_a_process_without_ucxx_says_what_is_missing() -> None:
+    code = (
+        "import sys; sys.modules['ucxx'] = None\n"
+        "from kvtransfer.registry import open_transport\n"
+        "open_transport('ucxx', 'nobody')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert "TransportUnavailable: ucxx does not load" in done.stderr
