@@ -20,7 +20,7 @@ import grpc
 import numpy as np
 
 from cluster.rpc import Server
-from kvtransfer.nixl import _make_agent
+from kvtransfer.nixl_agent import make_agent
 from kvtransfer.transport import MAX_POSTED_BYTES
 
 HOP = "/bare/Hop"
@@ -32,7 +32,7 @@ def say(**fields: Any) -> None:
 
 def lend(name: str, num_bytes: int) -> None:
     memory = np.ones(num_bytes, np.uint8)
-    agent = _make_agent(name)
+    agent = make_agent(name)
     agent.register_memory([(memory.ctypes.data, num_bytes, 0, "")], "DRAM")
     say(metadata=b64encode(agent.get_agent_metadata()).decode(), base=memory.ctypes.data)
     sys.stdin.read()
@@ -42,7 +42,7 @@ def read(name: str, num_bytes: int) -> None:
     """Reads one after the other, each of spans of at most MAX_POSTED_BYTES; it polls without pause."""
     memory = np.ones(num_bytes, np.uint8)
     copied = np.ones(num_bytes, np.uint8)
-    agent = _make_agent(name)
+    agent = make_agent(name)
     agent.register_memory([(memory.ctypes.data, num_bytes, 0, "")], "DRAM")
     say(ready=True)
     lender = json.loads(sys.stdin.readline())

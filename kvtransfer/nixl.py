@@ -224,6 +224,8 @@ class NixlTransport(Transport):
         newest = max((job.posted_at for job in posted), default=0.0)
         waiting = time.monotonic() - newest
         pause = 0.0 if waiting < SPIN_S else min(max(POLL_S, waiting / 20), MAX_POLL_S)
+        if any(lane.posted is None and lane.queued for lane in lanes.values()):
+            pause = 0.0  # a read over shared memory is done when it is posted: the next one waits for nothing
         timeout = None if not busy else pause
         while True:
             try:

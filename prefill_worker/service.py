@@ -95,8 +95,12 @@ class LendService(pb_grpc.LendServicer):
             following = asyncio.ensure_future(self._follow_borrower(loan_id, requests, mailbox))
             try:
                 while (message := await mailbox.get()) != LendClosed(loan_id):
-                    if not await source.handle(message):
-                        yield self._translate(message)
+                    if await source.handle(message):
+                        continue
+                    response = self._translate(message)
+                    if isinstance(message, LendStarting) and isinstance(mailbox.peek(), LendReady):
+                        response.starting.ready.CopyFrom(self._translate(mailbox.get_nowait()).blocks_ready)
+                    yield response
             finally:
                 await source.cancel()
                 following.cancel()

@@ -206,6 +206,7 @@ class Starting(_message.Message):
     END_BLOCK_FIELD_NUMBER: _builtins.int
     CACHED_END_BLOCK_FIELD_NUMBER: _builtins.int
     QUEUED_MS_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.bytes
     endpoint: _builtins.bytes
     """Opaque bytes for the borrower's transport."""
@@ -214,6 +215,10 @@ class Starting(_message.Message):
     cached_end_block: _builtins.int
     """Of those, blocks below this index were cached already."""
     queued_ms: _builtins.float
+    @_builtins.property
+    def ready(self) -> Global___BlocksReady:
+        """The first announcement, if it was there at once: what is cached needs no message of its own."""
+
     def __init__(
         self,
         *,
@@ -222,10 +227,11 @@ class Starting(_message.Message):
         end_block: _builtins.int = ...,
         cached_end_block: _builtins.int = ...,
         queued_ms: _builtins.float = ...,
+        ready: Global___BlocksReady | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ready", b"ready"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_end_block", b"cached_end_block", "end_block", b"end_block", "endpoint", b"endpoint", "incarnation", b"incarnation", "queued_ms", b"queued_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_end_block", b"cached_end_block", "end_block", b"end_block", "endpoint", b"endpoint", "incarnation", b"incarnation", "queued_ms", b"queued_ms", "ready", b"ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -18,6 +18,8 @@ from engine.tiers.work import Held
 from kvtransfer.errors import TransferError
 from kvtransfer.transport import Peer, Transport, block_spans
 
+RELEASE_BYTES = 32 << 20
+"""So much, and a range out of order, may be read before the lender is told."""
 WriteBlock = Callable[[int, NDArray[np.uint8]], None]
 """write_block(block, its bytes): into the pool. Called on any thread."""
 
@@ -56,6 +58,8 @@ class Lender(Source):
         self._block_bytes = block_bytes
         self._emit = emit
         self._peer: Peer | None = None
+        self._unreleased: tuple[int, int] | None = None
+        """First block and count of what has been read since the last ReleaseLoan."""
         self.may_compute = may_compute
         self.cached_end = 0
         """Chain blocks below it were cached at the lender."""
@@ -77,12 +81,20 @@ class Lender(Source):
         assert self._peer is not None
         spans = block_spans(zip(blocks, block_ids, strict=True), self._block_bytes)
         try:
-            return self._transport.read(self._peer, spans)
+            return self._transport.read(self._peer, spans, flow=self._loan_id)
         except ValueError:  # the lender announced a block that its pool does not have
             return _failed("announced blocks lie outside the lender's pool")
 
     def release(self, first: int, count: int) -> None:
-        self._emit(ReleaseLoan(self._loan_id, first, count))
+        """Said in large ranges: each is a message, and the end of the loan releases the rest."""
+        if self._unreleased and first == self._unreleased[0] + self._unreleased[1]:
+            first, count = self._unreleased[0], self._unreleased[1] + count
+        elif self._unreleased:
+            self._emit(ReleaseLoan(self._loan_id, *self._unreleased))
+        self._unreleased = first, count
+        if count * self._block_bytes >= RELEASE_BYTES:
+            self._emit(ReleaseLoan(self._loan_id, first, count))
+            self._unreleased = None
 
     def close(self) -> None:
         self._emit(CloseLoan(self._loan_id))

@@ -31,9 +31,16 @@ from engine.worker.link import MessageLink
 
 log = logging.getLogger(__name__)
 
-Mailbox = asyncio.Queue[FromEngine | LendClosed | None]
-"""Messages of one request or loan; None when the engine is gone. A loan's service adds LendClosed when its borrower
-is done."""
+Letter = FromEngine | LendClosed | None
+
+
+class Mailbox(asyncio.Queue[Letter]):
+    """Messages of one request or loan; None when the engine is gone. A loan's service adds LendClosed when its borrower
+    is done."""
+
+    def peek(self) -> Letter:
+        """What comes next, if it is there; else None, as if the engine were gone."""
+        return None if self.empty() else self._queue[0]  # type: ignore[attr-defined]
 
 
 class EngineClient:
@@ -79,7 +86,7 @@ class EngineClient:
     def open_mailbox(self, name: str) -> Mailbox:
         """Everything the engine says about request or loan `name` from now on."""
         assert name not in self._mailboxes
-        mailbox: Mailbox = asyncio.Queue()
+        mailbox = Mailbox()
         if self._dead:
             mailbox.put_nowait(None)
         self._mailboxes[name] = mailbox

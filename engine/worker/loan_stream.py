@@ -94,14 +94,15 @@ class LoanStream:
         match response.WhichOneof("message"):
             case "starting":
                 said = response.starting
-                self._engine.send(
-                    LoanStarted(self._engine_id, said.endpoint, said.end_block, said.cached_end_block, said.queued_ms)
+                started = LoanStarted(
+                    self._engine_id, said.endpoint, said.end_block, said.cached_end_block, said.queued_ms
                 )
+                self._engine.send(started, *([self._blocks(said.ready)] if said.HasField("ready") else []))
             case "blocks_ready":
-                ready = response.blocks_ready
-                self._engine.send(
-                    LoanBlocks(self._engine_id, ready.first, tuple(ready.block_ids), ready.fingerprints, ready.fetched)
-                )
+                self._engine.send(self._blocks(response.blocks_ready))
+
+    def _blocks(self, ready: pb.BlocksReady) -> LoanBlocks:
+        return LoanBlocks(self._engine_id, ready.first, tuple(ready.block_ids), ready.fingerprints, ready.fetched)
 
 
 @dataclass(frozen=True, slots=True)

@@ -532,6 +532,7 @@ class Cluster:
                     self.on_open(node, message)
                 case ReleaseLoan(request_id, first, count):
                     stream = self.stream_of(request_id)
+                    self.seen["released"] += count
                     stream.to_lender.append(LendReleased(stream.loan_id, first, count))
                 case CloseLoan(request_id):
                     stream = self.stream_of(request_id)
@@ -811,6 +812,7 @@ def test_any_schedule_of_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(TRIALS):
         window = LAYOUT.block_bytes * (1, 2, 64)[seed % 3]
         monkeypatch.setattr("kvtransfer.transport.MAX_POSTED_BYTES", window)
+        monkeypatch.setattr("engine.lending.sources.RELEASE_BYTES", LAYOUT.block_bytes * (1, 3)[seed // 3 % 2])
         cluster = Cluster(seed, num_nodes=2 + seed % 2, reserve=(256, 1, 4, 1)[seed % 4])
         try:
             cluster.run(num_requests=14, num_moves=300)
@@ -839,6 +841,7 @@ REACHED = {
     "parted": 50,
     "searched": 50,
     "lent on": 10,
+    "released": 100,
 }
 """How often each must happen in 100 trials, at the least, for the trials to mean anything."""
 
