@@ -177,9 +177,9 @@ def test_kill_minus_nine_in_a_storm_of_writes(tmp_path: Path) -> None:
         num_found.append(len(blocks))
         assert tiers.counters.rejected == 0, "no torn header either"
         tiers.close()
-    assert min(num_found) >= DISK_SLOTS - trials, num_found
-    assert max(num_found) >= DISK_SLOTS - 1, num_found
-    assert min(num_found) < DISK_SLOTS, "nobody was killed within a write: the test shows nothing"
+    # One that was being written is lost, and its slot is the first that the next storm writes.
+    assert set(num_found) <= {DISK_SLOTS - 1, DISK_SLOTS}, num_found
+    assert DISK_SLOTS - 1 in num_found, "nobody was killed within a write: the test shows nothing"
 
 
 def test_each_process_has_its_own_file_and_a_dead_ones_is_taken_over(tmp_path: Path) -> None:

@@ -297,6 +297,22 @@ def test_a_restart_finds_the_disk_and_its_order(tmp_path: Path) -> None:
     third.close()
 
 
+def test_a_restart_finds_the_order_of_writing_not_of_slots(tmp_path: Path) -> None:
+    tiers = tiers_of(2, 4, tmp_path)
+    for token in range(4):
+        put_chain(tiers, chain(token))
+        work(tiers)
+    read_all(tiers, chain(0))
+    for token in range(4, 8):  # into slots 1, 2, 3, 0
+        put_chain(tiers, chain(token))
+        work(tiers)
+    tiers.close()
+    again = tiers_of(2, 4, tmp_path)
+    put_chain(again, chain(8))
+    assert again.take_events() == [Removed(tuple(chain(4)))]
+    again.close()
+
+
 def test_after_close_a_read_fails() -> None:
     tiers = tiers_of(2)
     put_chain(tiers, chain(1))
@@ -590,7 +606,13 @@ class TiersModel(RuleBasedStateMachine):
 
     # -------------------------------------------------------------- rules
 
-    @rule(index=st.integers(0, len(KEYS) - 1))
+    @rule(indices=st.lists(st.integers(0, len(KEYS) - 1), min_size=1, max_size=6), drained=st.booleans())
+    def put_some(self, indices: list[int], drained: bool) -> None:
+        for index in indices:
+            self.put(index)
+            if drained:
+                self.drain()
+
     def put(self, index: int) -> None:
         self.num_blocks_made += 1
         data = block_of(self.num_blocks_made)
@@ -627,7 +649,10 @@ class TiersModel(RuleBasedStateMachine):
     @precondition(lambda self: self.pins)
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
-        held, copies = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
+        self.unpin_at(data.draw(st.integers(0, len(self.pins) - 1)))
+
+    def unpin_at(self, index: int) -> None:
+        held, copies = self.pins.pop(index)
         self.tiers.unpin(held)
         for tier, copy in reversed(copies):
             tier.drop(copy)
@@ -650,6 +675,23 @@ class TiersModel(RuleBasedStateMachine):
         for _, copy in copies:
             copy.refs += 1
         self.reads.append(ModelRead(copies, self.tiers.read(held, write), landed))
+
+    @rule(index=st.integers(0, len(KEYS) - 1))
+    def use(self, index: int) -> None:
+        """Pinned, read and unpinned before anything else happens: mostly from disk, which holds more."""
+        found = self.find(self.KEYS[index])
+        held = self.tiers.pin([self.KEYS[index]])
+        assert len(held) == (found is not None)
+        if found is None:
+            return
+        found[1].refs += 2
+        landed: list[bytes] = []
+        future = self.tiers.read(held, lambda _, block: landed.append(block.tobytes()))
+        self.reads.append(ModelRead([found], future, landed))
+        while self.reads:
+            self.step()
+        self.pins.append((held, [found]))
+        self.unpin_at(len(self.pins) - 1)
 
     @precondition(lambda self: self.reads)
     @rule(data=st.data())
