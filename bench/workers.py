@@ -113,7 +113,7 @@ class Workers:
             assert isinstance(response, lend_pb2.LendResponse), "the loan ended early"
             if response.HasField("starting"):
                 end, started_at = response.starting.end_block, time.perf_counter()
-            announced += len(response.blocks_ready.block_ids)
+            announced += len(response.starting.ready.block_ids) + len(response.blocks_ready.block_ids)
         seconds = time.perf_counter() - started_at
         await call.done_writing()
         await call.read()

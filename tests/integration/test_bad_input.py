@@ -353,7 +353,7 @@ async def loan(site: Site, **fields: Any) -> AsyncIterator[Any]:
         while announced < 4:
             response = await asyncio.wait_for(call.read(), 10)
             assert response is not grpc.aio.EOF, await call.details()
-            announced += len(response.blocks_ready.block_ids)
+            announced += len(response.starting.ready.block_ids) + len(response.blocks_ready.block_ids)
         yield call
     finally:
         call.cancel()
@@ -372,17 +372,12 @@ WANTS: dict[str, tuple[dict[str, Any], type[ServiceError], str]] = {
 }
 
 
-async def held_open(*messages: lend_pb2.LendRequest) -> AsyncIterator[lend_pb2.LendRequest]:
-    """A borrower that does not half-close: one that does may be gone before it is refused, and is told OK."""
-    for message in messages:
-        yield message
-    await asyncio.Event().wait()
-
-
 @pytest.mark.parametrize(("fields", "kind", "name"), WANTS.values(), ids=WANTS)
 async def test_loans_that_are_refused(site: Site, fields: dict[str, Any], kind: type[ServiceError], name: str) -> None:
     stub = lend_pb2_grpc.LendStub(site.link(site.prefill.address))
-    error = await refusal(stub.Lend(held_open(want(site, **fields))))
+    call = stub.Lend()
+    await call.write(want(site, **fields))  # and no half-close: who is done may be gone before he is refused
+    error = await refusal(call, under_way=True)
     assert type(error) is kind
     assert error.field == name
 
