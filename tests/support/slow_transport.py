@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvtransfer.errors import PeerGone, TransferError
-from kvtransfer.transport import Peer, Pool, Span, Transport, check_spans
+from kvtransfer.transport import DevicePool, Peer, Pool, Span, Transport, check_spans
 from support.sim_model import LAYOUT
 
 
@@ -18,6 +18,7 @@ class SlowRead:
     peer: "SlowPeer"
     spans: tuple[Span, ...]
     future: "Future[None]"
+    flow: Hashable
 
     def blocks(self) -> list[int]:
         """The own blocks it writes into."""
@@ -52,9 +53,12 @@ class SlowTransport(Transport):
         self._peers: dict[bytes, SlowPeer] = {}
         self.queued: dict[str, deque[SlowRead]] = {}
         self.posted: dict[str, SlowRead] = {}
+        self.stalled_until: dict[str, int] = {}
+        """By peer: the move of the trial before which its read does not end."""
         self.pool: Pool | None = None
 
-    def register(self, pool: Pool) -> bytes:
+    def register(self, pool: Pool | DevicePool) -> bytes:
+        assert isinstance(pool, Pool)
         self.pool = pool
         self._network[self._endpoint] = pool
         return self._endpoint
@@ -68,7 +72,7 @@ class SlowTransport(Transport):
         assert isinstance(peer, SlowPeer)
         assert self.pool is not None
         check_spans(spans, self.pool.num_bytes, peer.num_bytes)
-        read = SlowRead(peer, tuple(spans), Future())
+        read = SlowRead(peer, tuple(spans), Future(), flow)
         self.queued.setdefault(peer.name, deque()).append(read)
         return read.future
 
