@@ -21,7 +21,7 @@ FAULTS = [
     *3 * ["stop"],
     *2 * ["give away"],
     *2 * ["delay"],
-    *2 * ["exhaust"],
+    "exhaust",
     *3 * ["corrupt tier"],
     "duplicate",
 ]
@@ -39,7 +39,7 @@ class Cluster(Faults):
         """Output tokens that admission promises blocks for; a small one makes engines preempt."""
         self.max_tokens = 6 if reserve > 6 else 12
         self.faults = faults
-        self.fault_rate = self.rng.choice([0.02, 0.05, 0.1])
+        self.fault_rate = self.rng.choice([0.02, 0.04, 0.08])
         self.one_sided = self.rng.random() < 0.5
         """Reads from a stopped process end all the same, as over shared memory."""
         self.crowded_length = 17 if reserve > 6 else 9
