@@ -73,7 +73,7 @@ class WorkerConfig(Config):
     transport: Literal["nixl"] = "nixl"
     max_queued_loans: PositiveInt = 256
     peer_silence_s: PositiveFloat = 10.0
-    """A lender whose engine says nothing for so long is given up."""
+    """A lender whose engine says nothing for so long is given up, and so is a borrower."""
 
     def id_for(self, role: Role) -> str:
         return self.worker_id or f"{role}-{socket.gethostname()}-{os.getpid()}"

