@@ -9,6 +9,7 @@ from engine.scheduler import StepBudget
 from engine.sim.runner import prompt_logprob
 from kvtransfer.transport import Pool
 from support.sim_model import VOCAB, undisturbed
+from support.trial_cells import lender_state
 from support.trial_faults import Faults
 from support.trial_node import Client, Node, searched
 
@@ -232,11 +233,14 @@ class Cluster(Faults):
             moved |= bool(node.aside)
             node.take_fingerprints()
             moved |= self.step(node)
+        moved |= any(node.transport.busy() for node in self.nodes)
         return moved or any(s.to_lender or s.to_borrower for s in self.streams)
 
     def relieve(self) -> bool:
         """Deadlines: engines that wait for each other's room do so until the first of the streams ends."""
-        waiting = [stream for stream in self.streams if not stream.over]
+        live = [stream for stream in self.streams if not stream.over]
+        waiting = [stream for stream in live if lender_state(stream) == "queued"]
+        assert bool(waiting) == bool(live), "a loan hangs that waits for nobody's room"
         if waiting:
             self.seen["relieved"] += 1
             self.break_stream(waiting[0])
