@@ -23,7 +23,7 @@ from kvtransfer.ucx_lanes import process_lane_log
 from kvtransfer.ucxx_control import Control, open_listener
 from kvtransfer.ucxx_end import Memory, Ucx
 from kvtransfer.ucxx_links import BorrowLink, Job, LendLink, Link, UcxxPeer
-from kvtransfer.ucxx_wire import ID_BYTES, MAC_BYTES, MAX_HELLO_BYTES, MAX_SPANS, UcxxEndpoint
+from kvtransfer.ucxx_wire import ID_BYTES, MAC_BYTES, MAX_GREETING_BYTES, MAX_SPANS, UcxxEndpoint
 
 CLOSED = "the transport was closed"
 LANES_OF = "ucp_tag_send"
@@ -240,7 +240,7 @@ class UcxxTransport(Transport):
         if len(self._lends) >= MAX_LEND_LINKS:
             connection.close()
             return
-        link = LendLink(self._ucx, self._memory, Control(connection, MAX_HELLO_BYTES), self._endpoint)
+        link = LendLink(self._ucx, self._memory, Control(connection, MAX_GREETING_BYTES), self._endpoint)
         self._lends.add(link)
         self._watch(link)
 

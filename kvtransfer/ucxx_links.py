@@ -22,13 +22,13 @@ from kvtransfer.ucxx_end import Memory, Ucx, UcxEnd
 from kvtransfer.ucxx_wire import (
     INDEX_BITS,
     MAX_BODY_BYTES,
-    MAX_HELLO_BYTES,
+    MAX_GREETING_BYTES,
     Kind,
     Malformed,
     ReadRequest,
     UcxxEndpoint,
-    pack_hello,
-    unpack_hello,
+    pack_greeting,
+    unpack_greeting,
 )
 
 GREETING_S = 10.0
@@ -139,7 +139,7 @@ class BorrowLink(Link):
         endpoint = self._peer.endpoint
         self.control = Control(start_connecting(endpoint.host, endpoint.port), MAX_BODY_BYTES)
         self.end = UcxEnd(self._ucx)
-        self.control.say(Kind.HELLO, pack_hello(endpoint, self.end.address))
+        self.control.say(Kind.HELLO, pack_greeting(endpoint, self.end.address))
         self.give_up_at = time.monotonic() + GREETING_S
         self._number = 0
 
@@ -189,7 +189,8 @@ class BorrowLink(Link):
             job.future.set_exception(error)
 
     def _heard(self, kind: Kind, body: bytes) -> None:
-        if kind == Kind.WELCOME and not self._ready:
+        if kind == Kind.WELCOME and not self._ready and self.end is not None:
+            self.end.connect(unpack_greeting(body, self._peer.endpoint.incarnation, self._peer.endpoint.secret))
             self._ready, self.give_up_at = True, None
         elif kind == Kind.REFUSED:
             raise TransferError(f"{self._peer.name} refused: {body[:1000].decode(errors='replace')}")
@@ -208,7 +209,7 @@ class LendLink(Link):
         self._memory = memory
         self._endpoint = endpoint
         self._number = 0
-        control.reader.max_body_bytes = MAX_HELLO_BYTES
+        control.reader.max_body_bytes = MAX_GREETING_BYTES
         self.give_up_at = time.monotonic() + GREETING_S
 
     def fail(self, error: TransferError) -> None:
@@ -221,7 +222,7 @@ class LendLink(Link):
 
     def _heard(self, kind: Kind, body: bytes) -> None:
         if kind == Kind.HELLO and self.end is None:
-            self._welcome(unpack_hello(body, self._endpoint.incarnation, self._endpoint.secret))
+            self._welcome(unpack_greeting(body, self._endpoint.incarnation, self._endpoint.secret))
         elif kind == Kind.READ and self.end is not None:
             self._send(ReadRequest.unpack(body, self._endpoint.num_bytes), self.end)
         else:
@@ -232,7 +233,7 @@ class LendLink(Link):
         self.end = UcxEnd(self._ucx)
         self.end.connect(address)
         self.control.reader.max_body_bytes = MAX_BODY_BYTES
-        self.control.say(Kind.WELCOME)
+        self.control.say(Kind.WELCOME, pack_greeting(self._endpoint, self.end.address))
         self.give_up_at = None
 
     def _send(self, request: ReadRequest, end: UcxEnd) -> None:
