@@ -9,12 +9,13 @@ fails. A BorrowLink connects anew for the next read; that it finds the same proc
 
 import contextlib
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from kvtransfer.errors import PeerGone, TransferError
 from kvtransfer.fair_queue import FairQueue
+from kvtransfer.strict_lanes import StrictLanes
 from kvtransfer.transport import Peer, Span
 from kvtransfer.ucx_lanes import LaneLog
 from kvtransfer.ucxx_control import Control, start_connecting
@@ -109,15 +110,13 @@ class Link:
 class BorrowLink(Link):
     """To one lender; at most one read is posted."""
 
-    def __init__(
-        self, ucx: Ucx, memory: Memory, peer: UcxxPeer, approve: Callable[[UcxxPeer], TransferError | None]
-    ) -> None:
-        """`approve` says what is wrong with a read that has arrived from the peer, or None."""
+    def __init__(self, ucx: Ucx, memory: Memory, peer: UcxxPeer, strict: StrictLanes) -> None:
         super().__init__()
         self._ucx = ucx
         self._memory = memory
         self._peer = peer
-        self._approve = approve
+        self._strict = strict
+        self._seen = False  # its first read has arrived, over lanes that were demanded
         self._queued: FairQueue[Job] = FairQueue()
         self._posted: Job | None = None
         self._number = 0
@@ -145,6 +144,8 @@ class BorrowLink(Link):
 
     def fail(self, error: TransferError) -> None:
         """End the link, then what was posted, then what is queued."""
+        if self._strict and not self._ready and not isinstance(error, PeerGone):
+            error = self._strict.unavailable(error)
         posted = self.quiet()
         if posted is not None:
             posted.future.set_exception(error)
@@ -182,11 +183,14 @@ class BorrowLink(Link):
         if self._posted is None or end.oldest_pending is not None:
             return
         job, self._posted = self._posted, None
-        error = self._approve(self._peer)
-        if error is None:
-            job.future.set_result(None)
-        else:
-            job.future.set_exception(error)
+        try:
+            if not self._seen:
+                self._strict.check(self._peer.lanes)
+        except TransferError as refusal:
+            job.future.set_exception(refusal)
+            return
+        self._seen = True
+        job.future.set_result(None)
 
     def _heard(self, kind: Kind, body: bytes) -> None:
         if kind == Kind.WELCOME and not self._ready and self.end is not None:
