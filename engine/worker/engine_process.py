@@ -197,7 +197,9 @@ def _threads(config: WorkerConfig) -> int:
 
 
 def _start(spec: EngineSpec, front: _Front) -> tuple[EngineCore, _Computer]:
-    transport = open_transport(spec.config.transport, spec.agent_name)
+    config = spec.config
+    host = config.advertise_host or config.host
+    transport = open_transport(config.transport, spec.agent_name, host, config.strict_lanes)
     computer = _Computer(spec.config, front.wake)
     runner = computer.runner()
     budget = StepBudget(spec.config.max_batch_tokens, spec.config.prefill_chunk(spec.role))

@@ -24,7 +24,7 @@ from kvtransfer.ucxx_wire import (
     Kind,
     UcxxEndpoint,
     pack_frame,
-    pack_hello,
+    pack_greeting,
 )
 
 POOL_BYTES = 1 << 16
@@ -80,7 +80,7 @@ class Borrower:
             if not received:
                 return None
             if frames := self._reader.feed(received):
-                return frames[0][0], frames[0][1].decode()
+                return frames[0][0], frames[0][1].decode(errors="replace")
 
 
 def request(*pieces: tuple[int, int], number: int = 1) -> bytes:
@@ -113,7 +113,7 @@ def test_whoever_does_not_greet_properly_is_refused(
 def test_an_address_that_nobody_signed_never_reaches_ucx(lender: tuple[UcxxTransport, UcxxEndpoint]) -> None:
     """UCX would read it as structures of its own, wherever they lead."""
     borrower = Borrower(lender[1])
-    borrower.say(pack_frame(Kind.HELLO, pack_hello(replace(lender[1], secret=bytes(32)), b"\xff" * 200)))
+    borrower.say(pack_frame(Kind.HELLO, pack_greeting(replace(lender[1], secret=bytes(32)), b"\xff" * 200)))
     assert borrower.heard() == (Kind.REFUSED, "the signature is not that of the endpoint")
 
 
@@ -136,8 +136,10 @@ def test_a_borrower_who_asks_for_what_is_not_there_is_refused(
     lender: tuple[UcxxTransport, UcxxEndpoint], end: UcxEnd, said: bytes, answer: str
 ) -> None:
     borrower = Borrower(lender[1])
-    borrower.say(pack_frame(Kind.HELLO, pack_hello(lender[1], end.address)))
-    assert borrower.heard() == (Kind.WELCOME, "")
+    borrower.say(pack_frame(Kind.HELLO, pack_greeting(lender[1], end.address)))
+    welcome = borrower.heard()
+    assert welcome is not None
+    assert welcome[0] == Kind.WELCOME
     borrower.say(said)
     heard = borrower.heard()
     assert heard is not None
