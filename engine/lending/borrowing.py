@@ -31,7 +31,7 @@ from engine.lending.borrower import (
 from engine.lending.sources import Lender, LowerTiers, Source
 from engine.messages import FromEngine, KvAccount, LoanBlocks, LoanFailed, LoanStarted
 from engine.vocabulary import Sequence
-from kvtransfer.errors import TransferError
+from kvtransfer.errors import PeerGone, TransferError
 from kvtransfer.transport import Transport, max_blocks_per_read
 
 
@@ -78,6 +78,7 @@ class ReadLanded:
     loan: Loan
     first: int
     fingerprints: tuple[bytes, ...] | None
+    peer_gone: bool = False
 
 
 RunAside = Callable[[Callable[[], None]], object]
@@ -159,6 +160,8 @@ class BorrowingDesk:
 
     def landed(self, message: ReadLanded) -> None:
         loan = message.loan
+        if message.peer_gone:
+            loan.source.gone()
         if (blocks := loan.quarantined.pop(message.first, None)) is not None:
             self._books.pool.unquarantine(blocks)
         elif loan.reads.pop(message.first, None) is not None:
@@ -238,10 +241,9 @@ class BorrowingDesk:
 
     def _quiet(self, loan: Loan, first: int, blocks: list[int], done: "Future[None]") -> None:
         """On the thread that read."""
-        if done.cancelled():
-            return
-        if done.exception() is not None:
-            self._post(ReadLanded(loan, first, None))
+        if done.cancelled() or done.exception() is not None:  # withdrawn by us, or with the peer that was dropped
+            gone = not done.cancelled() and isinstance(done.exception(), PeerGone)
+            self._post(ReadLanded(loan, first, None, gone))
         else:
             self._run_aside(lambda: self._post(ReadLanded(loan, first, self._fingerprints(blocks))))
 
