@@ -7,6 +7,7 @@ It dies with its front: by the closed socket, or at once by the kernel when the 
 
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import socket
@@ -31,6 +32,9 @@ from engine.worker.cores import stay_on, step_back
 from engine.worker.link import LinkWaiter, MessageLink
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.registry import open_transport
+from kvtransfer.sysfs import use_nearest_nics
+
+log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
 SWITCH_S = 0.0005
@@ -198,6 +202,8 @@ def _threads(config: WorkerConfig) -> int:
 
 def _start(spec: EngineSpec, front: _Front) -> tuple[EngineCore, _Computer]:
     config = spec.config
+    if config.engine == "torch" and config.device != "cpu" and (chosen := use_nearest_nics(os.environ)) is not None:
+        log.info(chosen)
     host = config.advertise_host or config.host
     transport = open_transport(config.transport, spec.agent_name, host, config.strict_lanes)
     computer = _Computer(spec.config, front.wake)
