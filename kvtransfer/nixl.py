@@ -1,8 +1,9 @@
 """The `nixl` transport: one-sided reads by NIXL over UCX (RDMA verbs, shared memory, CUDA IPC, TCP).
 
 One thread owns all posting and polling, because posting a shared-memory read blocks until the bytes are copied,
-and because NIXL serialises calls anyway. It posts one read per peer at a time, so a peer that falls silent holds
-up only its own queue. NIXL cannot abort a posted read: it is quiet when it is done, failed, or the agent is gone.
+and because NIXL serialises calls anyway. Reads of at most MAX_POSTED_BYTES are posted per peer, so a peer that falls
+silent holds up only its own queue. NIXL cannot abort a posted read: it is quiet when it is done, failed, or the agent
+is gone.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError, Transpo
 from kvtransfer.fair_queue import FairQueue
 from kvtransfer.nixl_agent import FORMAT, Memory, make_agent, module, parse_endpoint
 from kvtransfer.strict_lanes import StrictLanes
-from kvtransfer.transport import AnyPool, Peer, Span, Transport, check_spans
+from kvtransfer.transport import MAX_POSTED_BYTES, AnyPool, Peer, Span, Transport, check_spans
 from kvtransfer.ucx_lanes import LaneLog, process_lane_log
 
 CLOSED = "the transport was closed"
@@ -42,6 +43,10 @@ class _Job:
     handle: Any = None
     posted_at: float = 0.0
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(span.length for span in self.spans)
+
 
 @dataclass(frozen=True, slots=True)
 class _Drop:
@@ -50,10 +55,10 @@ class _Drop:
 
 @dataclass(slots=True)
 class _Lane:
-    """The queue of one peer; at most one of its reads is posted."""
+    """The queue of one peer, and its reads that are posted: MAX_POSTED_BYTES at most."""
 
     queued: FairQueue[_Job] = field(default_factory=FairQueue)
-    posted: _Job | None = None
+    posted: list[_Job] = field(default_factory=list)
     seen: bool = False
     """Its first read has arrived, over lanes that were demanded."""
     dropped: bool = False
@@ -61,7 +66,14 @@ class _Lane:
 
     @property
     def idle(self) -> bool:
-        return self.posted is None and not self.queued
+        return not self.posted and not self.queued
+
+    @property
+    def has_room(self) -> bool:
+        """The next read in line may be posted beside those that are."""
+        if not self.queued:
+            return False
+        return sum(job.num_bytes for job in (*self.posted, self.queued.peek())) <= MAX_POSTED_BYTES
 
     def withdraw(self, peer: "NixlPeer | None" = None) -> None:
         """Cancel what is queued, of one peer or of all that share the agent."""
@@ -208,10 +220,10 @@ class NixlTransport(Transport):
         lanes: dict[str, _Lane] = {}
         while self._take(lanes):
             for name, lane in lanes.items():
-                if lane.posted is not None:
-                    self._poll(lane)
-                if lane.posted is None and lane.queued:
-                    self._post(name, lane)
+                for job in tuple(lane.posted):
+                    self._poll(lane, job)
+                while lane.has_room and self._post(name, lane):
+                    pass
             for name in [name for name, lane in lanes.items() if lane.dropped and lane.idle]:
                 self._forget_remote(name)
                 del lanes[name]
@@ -219,12 +231,12 @@ class NixlTransport(Transport):
 
     def _take(self, lanes: dict[str, _Lane]) -> bool:
         """Move new jobs into their lanes; sleep when there is nothing to do. False: the transport closes."""
-        posted = [lane.posted for lane in lanes.values() if lane.posted is not None]
+        posted = [job for lane in lanes.values() for job in lane.posted]
         busy = any(not lane.idle or lane.dropped for lane in lanes.values())
         newest = max((job.posted_at for job in posted), default=0.0)
         waiting = time.monotonic() - newest
         pause = 0.0 if waiting < SPIN_S else min(max(POLL_S, waiting / 20), MAX_POLL_S)
-        if any(lane.posted is None and lane.queued for lane in lanes.values()):
+        if any(lane.has_room for lane in lanes.values()):
             pause = 0.0  # a read over shared memory is done when it is posted: the next one waits for nothing
         timeout = None if not busy else pause
         while True:
@@ -242,10 +254,13 @@ class NixlTransport(Transport):
                 lane.queued.put(item.flow, item)
             timeout = 0.0
 
-    def _post(self, peer: str, lane: _Lane) -> None:
+    def _post(self, peer: str, lane: _Lane) -> bool:
+        """The next read; False when it is over already: copied while it was posted, or failed. Others have their turn
+        then."""
         job = lane.queued.pop()
         if not job.future.set_running_or_notify_cancel():
-            return
+            return True
+        lane.posted.append(job)
         try:
             with self._lock:
                 local = self._descriptors(self._memory, [(span.local_offset, span.length) for span in job.spans])
@@ -254,18 +269,16 @@ class NixlTransport(Transport):
                 state = self._agent.transfer(job.handle)
         except Exception as error:
             self._finish(lane, job, PeerGone(f"{peer}: {error}"))
-            return
+            return False
         job.posted_at = time.monotonic()
-        lane.posted = job
         self._settle(lane, job, state)
+        return job in lane.posted
 
     def _descriptors(self, memory: Memory, pieces: list[tuple[int, int]]) -> Any:
         """NIXL's list of (address, length) pieces."""
         return self._agent.get_xfer_descs([(*piece, memory.device) for piece in pieces], memory.kind)
 
-    def _poll(self, lane: _Lane) -> None:
-        job = lane.posted
-        assert job is not None
+    def _poll(self, lane: _Lane, job: _Job) -> None:
         try:
             with self._lock:
                 state = self._agent.check_xfer_state(job.handle)
@@ -300,7 +313,7 @@ class NixlTransport(Transport):
                 self._agent.remove_remote_agent(name)
 
     def _finish(self, lane: _Lane, job: _Job, error: TransferError | None) -> None:
-        lane.posted = None
+        lane.posted.remove(job)
         if job.handle is not None:
             with self._lock, contextlib.suppress(Exception):  # of a failed read; the agent keeps what it cannot free
                 job.handle.release()
@@ -314,5 +327,4 @@ class NixlTransport(Transport):
         """Reads in flight are still being written: `close` fails them once the agent is gone."""
         for lane in lanes.values():
             lane.withdraw()
-            if lane.posted is not None:
-                self._in_flight.append(lane.posted)
+            self._in_flight += lane.posted

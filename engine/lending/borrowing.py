@@ -81,10 +81,6 @@ class ReadLanded:
     peer_gone: bool = False
 
 
-RunAside = Callable[[Callable[[], None]], object]
-"""Runs a function soon, on a thread that may take its time, or right here."""
-
-
 class BorrowingDesk:
     """Loans by the id of the request, or of the loan given, that they are for: there is one at a time."""
 
@@ -94,14 +90,11 @@ class BorrowingDesk:
         transport: Transport,
         emit: Callable[[FromEngine], None],
         post: Callable[[ReadLanded], None],
-        run_aside: RunAside,
     ) -> None:
-        """What arrived is fingerprinted by `run_aside`, so that the next read need not wait for it."""
         self._books = books
         self._transport = transport
         self._emit = emit
         self._post = post
-        self._run_aside = run_aside
         self._loans: dict[str, Loan] = {}
         self._max_read_blocks = max_blocks_per_read(books.layout.block_bytes)
 
@@ -223,7 +216,7 @@ class BorrowingDesk:
                 case Read(first, block_ids):
                     self._read(loan, first, block_ids)
                 case Bind(first, end, fingerprints):
-                    self._books.bind(sequence, end, fingerprints)
+                    self._books.bind(sequence, loan.wanted.keys[first:end], fingerprints)
                     self._count(loan, first, end)
                     loan.wanted.owner.loan_bound(sequence, first)
                 case Release(first, count):
@@ -244,8 +237,8 @@ class BorrowingDesk:
         if done.cancelled() or done.exception() is not None:  # withdrawn by us, or with the peer that was dropped
             gone = not done.cancelled() and isinstance(done.exception(), PeerGone)
             self._post(ReadLanded(loan, first, None, gone))
-        else:
-            self._run_aside(lambda: self._post(ReadLanded(loan, first, self._fingerprints(blocks))))
+        else:  # here and now, while it is in this core's cache
+            self._post(ReadLanded(loan, first, self._fingerprints(blocks)))
 
     def _fingerprints(self, blocks: list[int]) -> tuple[bytes, ...]:
         return self._split(self._books.compute_fingerprints(blocks).tobytes())

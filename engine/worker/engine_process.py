@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -216,8 +216,7 @@ def _start(spec: EngineSpec, front: _Front) -> tuple[EngineCore, _Computer]:
     )
     fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
     tiers = _open_tiers(spec.config, runner.layout, fingerprint)
-    verifier = ThreadPoolExecutor(1, thread_name_prefix="verify")
-    core = EngineCore(runner, transport, limits, front.say, front.wake, tiers, verifier.submit)
+    core = EngineCore(runner, transport, limits, front.say, front.wake, tiers)
     front.say(core.start())
     front.send()
     return core, computer
