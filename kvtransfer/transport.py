@@ -160,7 +160,7 @@ def check_spans(spans: Sequence[Span], local_bytes: int, remote_bytes: int) -> N
 
 
 def max_blocks_per_read(block_bytes: int) -> int:
-    """How many whole blocks one read should carry: READ_BYTES of them, or a single one that is larger."""
+    """How many whole blocks one read may carry."""
     if block_bytes > MAX_POSTED_BYTES:
         raise ValueError(f"a block of {block_bytes} bytes is larger than one read, {MAX_POSTED_BYTES}")
-    return max(1, min(READ_BYTES, MAX_POSTED_BYTES) // block_bytes)
+    return MAX_POSTED_BYTES // block_bytes

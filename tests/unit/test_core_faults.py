@@ -813,6 +813,7 @@ def test_any_schedule_of_faults(monkeypatch: pytest.MonkeyPatch) -> None:
         window = LAYOUT.block_bytes * (1, 2, 64)[seed % 3]
         monkeypatch.setattr("kvtransfer.transport.MAX_POSTED_BYTES", window)
         monkeypatch.setattr("engine.lending.sources.RELEASE_BYTES", LAYOUT.block_bytes * (1, 3)[seed // 3 % 2])
+        monkeypatch.setattr("engine.lending.borrowing.READ_BYTES", LAYOUT.block_bytes * (1, 2)[seed // 6 % 2])
         cluster = Cluster(seed, num_nodes=2 + seed % 2, reserve=(256, 1, 4, 1)[seed % 4])
         try:
             cluster.run(num_requests=14, num_moves=300)
