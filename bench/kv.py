@@ -44,7 +44,8 @@ class Bare:
         self._cores = cores
 
     async def __aenter__(self) -> "Bare":
-        size = str(max(SIZES_MIB) << 20)
+        size = str(POOL_MIB << 20)
+        self._at = 0
         tag = str(os.getpid())
         self._lender, lender = await start_bare("lender", self._cores[0], f"bare-lender-{tag}", size)
         self._reader, _ = await start_bare("reader", self._cores[1], f"bare-reader-{tag}", size)
@@ -57,8 +58,12 @@ class Bare:
             process.stdin.close()
             await process.wait()
 
-    async def read(self, spans: list[list[int]]) -> float:
-        return await self._ask({"spans": spans})
+    async def read(self, num_bytes: int) -> float:
+        """One contiguous span, each time where the last one ended: in a pool, too, nothing is in a cache already."""
+        if self._at + num_bytes > POOL_MIB << 20:
+            self._at = 0
+        at, self._at = self._at, self._at + num_bytes
+        return await self._ask({"spans": [[at, at, num_bytes]]})
 
     async def copy(self, num_bytes: int) -> float:
         return await self._ask({"copy": num_bytes})
@@ -122,7 +127,7 @@ async def measure_bandwidth(model: Path, cores: Sequence[int], progress: Progres
             num_blocks = (size << 10) // BLOCK_KIB
             for _ in range(ROUNDS[size]):
                 ours.append(loan_s(await one_loan(workers, tokens(BLOCK * num_blocks, seeds))))
-                theirs.append(await bare.read([[0, 0, size << 20]]))
+                theirs.append(await bare.read(size << 20))
                 copies.append(await bare.copy(size << 20))
                 progress.advance(task)
             figures["sizes"][size] = summary(size, ours, theirs, copies)
@@ -158,7 +163,7 @@ async def measure_fixed_cost(
     async with channel(said["address"]) as link:
         for _ in range(SMALL_ROUNDS):
             ours.append(loan_s(await one_loan(workers, tokens(BLOCK, seeds))))
-            reads.append(await bare.read([[0, 0, BLOCK_KIB << 10]]))
+            reads.append(await bare.read(BLOCK_KIB << 10))
             started_at = time.perf_counter()
             call = link.stream_stream(HOP)()
             await call.write(b"w" * 400)

@@ -10,7 +10,8 @@ adversary, who could compute it too.
 
 import ctypes
 import logging
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -52,27 +53,38 @@ def _random(rng: np.random.Generator, count: int) -> NDArray[np.uint64]:
     return rng.integers(0, np.iinfo(np.uint64).max, count, np.uint64, endpoint=True)
 
 
-def fingerprint_blocks(pool: NDArray[np.uint8], block_ids: list[int], kv_heads: int) -> NDArray[np.uint64]:
-    """Fold blocks of a pool [num_blocks, block_bytes] to [len(block_ids), kv_heads].
+class Fingerprints:
+    """Of the blocks of one pool uint8 [num_blocks, block_bytes]; `block_bytes` must be a multiple of `kv_heads * 8`.
 
-    `block_bytes` must be a multiple of `kv_heads * 8`. Holds no lock of the interpreter's while it reads, where there
-    is a C++ compiler; without one numpy does it, several times slower.
+    From any thread. Holds no lock of the interpreter's while it reads, where there is a C++ compiler; without one numpy
+    does it, several times slower.
     """
-    words = pool.view(np.uint64).reshape(pool.shape[0], kv_heads, -1)
-    of = constants(words.shape[2])
-    folded = np.empty((len(block_ids), kv_heads), np.uint64)
-    if (native := _native()) is None:
-        for row, block in enumerate(block_ids):  # one block at a time: stays in the cache, needs no gather
-            np.matmul(words[block], of.multipliers, out=folded[row])
-        return folded + of.zero
-    ids = np.array(block_ids, np.int64)
-    assert not len(ids) or 0 <= ids.min() <= ids.max() < len(pool)
-    assert words.flags.c_contiguous
-    native(
-        *(words.ctypes.data, ids.ctypes.data, len(ids), kv_heads, words.shape[2]),
-        *(of.page.ctypes.data, PAGE_WORDS, of.chunks.ctypes.data, int(of.zero), folded.ctypes.data),
-    )
-    return folded
+
+    def __init__(self, pool: NDArray[np.uint8], kv_heads: int) -> None:
+        assert pool.flags.c_contiguous
+        self._num_blocks = len(pool)
+        self._words = pool.view(np.uint64).reshape(len(pool), kv_heads, -1)
+        num_words = self._words.shape[2]
+        of = self._constants = constants(num_words)
+        self._before = (self._words.ctypes.data,)
+        self._after = (kv_heads, num_words, of.page.ctypes.data, PAGE_WORDS, of.chunks.ctypes.data, int(of.zero))
+
+    def of(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
+        """[len(blocks), kv_heads]"""
+        folded = np.empty((len(blocks), self._words.shape[1]), np.uint64)
+        if (native := _native()) is None:
+            for row, block in enumerate(blocks):  # one block at a time: stays in the cache, needs no gather
+                np.matmul(self._words[block], self._constants.multipliers, out=folded[row])
+            return folded + self._constants.zero
+        ids = array("q", blocks)
+        assert not ids or 0 <= min(ids) <= max(ids) < self._num_blocks
+        native(*self._before, ids.buffer_info()[0], len(ids), *self._after, folded.ctypes.data)
+        return folded
+
+
+def fingerprint_blocks(pool: NDArray[np.uint8], block_ids: Sequence[int], kv_heads: int) -> NDArray[np.uint64]:
+    """Those of blocks of a pool, once: [len(block_ids), kv_heads]."""
+    return Fingerprints(pool, kv_heads).of(block_ids)
 
 
 @cache

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -36,6 +36,10 @@ from engine.messages import FromEngine, KvAccount, LoanBlocks, LoanFailed, LoanS
 from engine.vocabulary import Sequence
 from kvtransfer.errors import PeerGone, TransferError
 from kvtransfer.transport import READ_BYTES, Transport, max_blocks_per_read
+
+LANDING_BYTES = 16 << 20
+"""So much of an announcement is one landing at most: what is read in vain when the lender goes in its middle, and for how
+much the loop is woken once."""
 
 
 class LoanOwner(Protocol):
@@ -94,14 +98,12 @@ class Landing:
         return [block for future, blocks in self._reads if not (future.cancel() or future.done()) for block in blocks]
 
     def _quiet(self, number: int, blocks: Seq[int], done: "Future[None]") -> None:
-        arrived = None
-        if not done.cancelled() and done.exception() is None:
-            arrived = self._fingerprints_of(blocks)  # here and now, while it is in this core's cache
+        failure = CancelledError() if done.cancelled() else done.exception()
+        arrived = self._fingerprints_of(blocks) if failure is None else ()  # now, while it is in this core's cache
         with self._lock:
-            if arrived is not None:
+            if failure is None:
                 self._arrived[number] = arrived
-            elif not done.cancelled():
-                self._peer_gone |= isinstance(done.exception(), PeerGone)
+            self._peer_gone |= isinstance(failure, PeerGone)
             self._num_reading -= 1
             last = self._num_reading == 0
         if last:
@@ -148,8 +150,9 @@ class BorrowingDesk:
         self._emit = emit
         self._post = post
         self._loans: dict[str, Loan] = {}
-        self._max_read_blocks = max_blocks_per_read(books.layout.block_bytes)
-        self._read_blocks = max(1, READ_BYTES // books.layout.block_bytes)
+        block_bytes = books.layout.block_bytes
+        self._landing_blocks = max(1, LANDING_BYTES // block_bytes)
+        self._read_blocks = max(1, min(READ_BYTES // block_bytes, max_blocks_per_read(block_bytes)))
 
     @property
     def num_loans(self) -> int:
@@ -247,7 +250,7 @@ class BorrowingDesk:
         return True
 
     def _open(self, wanted: Wanted, source: Source, first: int, end: int, may_be_part: bool = False) -> Loan:
-        machine = Borrower(first, end, self._max_read_blocks, may_be_part)
+        machine = Borrower(first, end, self._landing_blocks, may_be_part)
         loan = self._loans[wanted.sequence.request_id] = Loan(wanted, machine, source)
         return loan
 
