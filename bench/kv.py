@@ -13,7 +13,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,7 @@ class Bare:
         tag = str(os.getpid())
         self._lender, lender = await start_bare("lender", self._cores[0], f"bare-lender-{tag}", size)
         self._reader, _ = await start_bare("reader", self._cores[1], f"bare-reader-{tag}", size)
-        self._tell(lender)
+        tell(self._reader, lender)
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -68,22 +70,31 @@ class Bare:
     async def copy(self, num_bytes: int) -> float:
         return await self._ask({"copy": num_bytes})
 
-    def _tell(self, message: dict[str, Any]) -> None:
-        assert self._reader.stdin is not None
-        self._reader.stdin.write(json.dumps(message).encode() + b"\n")
-
     async def _ask(self, message: dict[str, Any]) -> float:
-        self._tell(message)
-        assert self._reader.stdout is not None
-        return float(json.loads(await self._reader.stdout.readline())["seconds"])
+        return float((await ask(self._reader, message))["seconds"])
 
 
-async def start_bare(role: str, core: int, *arguments: str) -> tuple[asyncio.subprocess.Process, dict[str, Any]]:
+def tell(process: asyncio.subprocess.Process, message: dict[str, Any]) -> None:
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(message).encode() + b"\n")
+
+
+async def ask(process: asyncio.subprocess.Process, message: dict[str, Any]) -> dict[str, Any]:
+    tell(process, message)
+    assert process.stdout is not None
+    answer: dict[str, Any] = json.loads(await process.stdout.readline())
+    return answer
+
+
+async def start_bare(
+    role: str, core: int, *arguments: str, env: dict[str, str] | None = None
+) -> tuple[asyncio.subprocess.Process, dict[str, Any]]:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bench.kv_bare", role, str(core), *arguments),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=1 << 20,
+        env=os.environ | (env or {}),
     )
     assert process.stdout is not None
     said: dict[str, Any] = json.loads(await process.stdout.readline())
@@ -177,6 +188,50 @@ async def measure_fixed_cost(
     await process.wait()
     loan, read, hop = (1e3 * statistics.median(values) for values in (ours, reads, hops))
     return {"loan_ms": loan, "bare_read_ms": read, "hop_ms": hop, "beyond_hop_ms": loan - read - hop}
+
+
+# ---------------------------------------------------------------------------- transports
+
+
+async def measure_transports(cores: Sequence[int], progress: Progress) -> dict[str, Any]:
+    """64 MiB through each of our transports, in turns, beside memcpy."""
+    num_bytes, rounds = 64 << 20, 15
+    kinds = {"nixl": ("nixl", {}), "nixl over tcp": ("nixl", {"UCX_TLS": "tcp"}), "ucxx": ("ucxx", {})}
+    if find_spec("ucxx") is None:
+        del kinds["ucxx"]
+    task = progress.add_task("transports", total=rounds)
+    seconds: dict[str, list[float]] = {kind: [] for kind in [*kinds, "memcpy"]}
+    lanes: dict[str, list[str]] = {}
+    async with AsyncExitStack() as stack:
+        readers = {
+            kind: await stack.enter_async_context(reader_of(transport, env, cores, num_bytes))
+            for kind, (transport, env) in kinds.items()
+        }
+        bare = await stack.enter_async_context(Bare(cores))
+        for _ in range(rounds):
+            for kind, reader in readers.items():
+                answer = await ask(reader, {"bytes": num_bytes})
+                seconds[kind].append(answer["seconds"])
+                lanes[kind] = answer["lanes"]
+            seconds["memcpy"].append(await bare.copy(num_bytes))
+            progress.advance(task)
+    rates = {kind: num_bytes / 2**30 / statistics.median(values) for kind, values in seconds.items()}
+    shares = {kind: rate / rates["memcpy"] for kind, rate in rates.items()}
+    return {"gib_per_s": rates, "share_of_memcpy": shares, "lanes": lanes}
+
+
+@asynccontextmanager
+async def reader_of(
+    transport: str, env: dict[str, str], cores: Sequence[int], num_bytes: int
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    lender, said = await start_bare("pool", cores[0], transport, str(num_bytes), env=env)
+    reader, _ = await start_bare("reads", cores[1], transport, str(num_bytes), env=env)
+    tell(reader, said)
+    yield reader
+    for process in (reader, lender):
+        assert process.stdin is not None
+        process.stdin.close()
+        await process.wait()
 
 
 # ---------------------------------------------------------------------------- overlap
@@ -286,6 +341,7 @@ async def main() -> None:
     ):
         model = write_model(Path(scratch))
         figures["bandwidth"] = await measure_bandwidth(model, cores, progress)
+        figures["transports"] = await measure_transports(cores, progress)
         figures["overlap"] = await measure_overlap(model, cores, progress)
         figures["model"] = await measure_model(cores, progress)
     console.print(figures)

@@ -38,14 +38,11 @@ class _Job:
     peer: "NixlPeer"
     spans: tuple[Span, ...]
     """Offsets are addresses."""
+    num_bytes: int
     flow: Hashable
     future: "Future[None]"
     handle: Any = None
     posted_at: float = 0.0
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(span.length for span in self.spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +56,7 @@ class _Lane:
 
     queued: FairQueue[_Job] = field(default_factory=FairQueue)
     posted: list[_Job] = field(default_factory=list)
+    posted_bytes: int = 0
     seen: bool = False
     """Its first read has arrived, over lanes that were demanded."""
     dropped: bool = False
@@ -73,7 +71,7 @@ class _Lane:
         """The next read in line may be posted beside those that are."""
         if not self.queued:
             return False
-        return sum(job.num_bytes for job in (*self.posted, self.queued.peek())) <= MAX_POSTED_BYTES
+        return self.posted_bytes + self.queued.peek().num_bytes <= MAX_POSTED_BYTES
 
     def withdraw(self, peer: "NixlPeer | None" = None) -> None:
         """Cancel what is queued, of one peer or of all that share the agent."""
@@ -172,7 +170,7 @@ class NixlTransport(Transport):
         local, remote = self._memory, peer.memory
         check_spans(spans, local.num_bytes, remote.num_bytes)
         absolute = tuple(Span(local.base + s.local_offset, remote.base + s.remote_offset, s.length) for s in spans)
-        job = _Job(peer, absolute, flow, Future())
+        job = _Job(peer, absolute, sum(span.length for span in spans), flow, Future())
         with self._closing:
             if self._closed:
                 job.future.set_exception(TransferError(CLOSED))
@@ -222,8 +220,9 @@ class NixlTransport(Transport):
             for name, lane in lanes.items():
                 for job in tuple(lane.posted):
                     self._poll(lane, job)
-                while lane.has_room and self._post(name, lane):
-                    pass
+                begun = 0  # over shared memory a read is done when it is posted: other peers have their turn, too
+                while begun < MAX_POSTED_BYTES and lane.has_room:
+                    begun += self._post(name, lane)
             for name in [name for name, lane in lanes.items() if lane.dropped and lane.idle]:
                 self._forget_remote(name)
                 del lanes[name]
@@ -254,13 +253,13 @@ class NixlTransport(Transport):
                 lane.queued.put(item.flow, item)
             timeout = 0.0
 
-    def _post(self, peer: str, lane: _Lane) -> bool:
-        """The next read; False when it is over already: copied while it was posted, or failed. Others have their turn
-        then."""
+    def _post(self, peer: str, lane: _Lane) -> int:
+        """The next read, which may be over when this returns; its bytes."""
         job = lane.queued.pop()
         if not job.future.set_running_or_notify_cancel():
-            return True
+            return 0
         lane.posted.append(job)
+        lane.posted_bytes += job.num_bytes
         try:
             with self._lock:
                 local = self._descriptors(self._memory, [(span.local_offset, span.length) for span in job.spans])
@@ -269,10 +268,10 @@ class NixlTransport(Transport):
                 state = self._agent.transfer(job.handle)
         except Exception as error:
             self._finish(lane, job, PeerGone(f"{peer}: {error}"))
-            return False
+            return job.num_bytes
         job.posted_at = time.monotonic()
         self._settle(lane, job, state)
-        return job in lane.posted
+        return job.num_bytes
 
     def _descriptors(self, memory: Memory, pieces: list[tuple[int, int]]) -> Any:
         """NIXL's list of (address, length) pieces."""
@@ -314,6 +313,7 @@ class NixlTransport(Transport):
 
     def _finish(self, lane: _Lane, job: _Job, error: TransferError | None) -> None:
         lane.posted.remove(job)
+        lane.posted_bytes -= job.num_bytes
         if job.handle is not None:
             with self._lock, contextlib.suppress(Exception):  # of a failed read; the agent keeps what it cannot free
                 job.handle.release()

@@ -38,8 +38,8 @@ from kvtransfer.errors import PeerGone, TransferError
 from kvtransfer.transport import READ_BYTES, Transport, max_blocks_per_read
 
 LANDING_BYTES = 16 << 20
-"""So much of an announcement is one landing at most: what is read in vain when the lender goes in its middle, and for how
-much the loop is woken once."""
+"""So much of an announcement is one landing at most. The loop is woken once for it, and when the lender goes in its
+middle, what has come of it is lost."""
 
 
 class LoanOwner(Protocol):

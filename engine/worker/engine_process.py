@@ -170,7 +170,9 @@ def _loop(core: EngineCore, computer: _Computer, front: _Front) -> None:
             core.handle(message)
         core.handle_posted()
         if (computed := computer.take()) is not None:
-            core.end_step(*computed)
+            core.end_step(*computed)  # what it says waits until the next step has begun
+        else:
+            front.send()  # somebody waits for an answer
         if not computer.running and (batch := core.begin_step()):
             computer.start(batch)
         core.report()
