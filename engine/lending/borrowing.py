@@ -37,7 +37,7 @@ from engine.vocabulary import Sequence
 from kvtransfer.errors import PeerGone, TransferError
 from kvtransfer.transport import READ_BYTES, Transport, max_blocks_per_read
 
-LANDING_BYTES = 16 << 20
+LANDING_BYTES = 32 << 20
 """So much of an announcement is one landing at most. The loop is woken once for it, and when the lender goes in its
 middle, what has come of it is lost."""
 
