@@ -10,6 +10,7 @@ from typing import Any, Self
 import grpc
 
 from cluster.rpc import Server, channel
+from engine.keys import pack_tokens
 from engine.worker.config import WorkerConfig
 from protos import decode_pb2, decode_pb2_grpc, lend_pb2, lend_pb2_grpc, membership_pb2, membership_pb2_grpc
 from protos import inference_pb2 as pb
@@ -101,7 +102,7 @@ class Workers:
             request_id=f"bench-{next(self._numbers)}",
             lender_incarnation=hello.incarnation,
             model_fingerprint=hello.model_fingerprint,
-            token_ids=tokens,
+            token_ids=pack_tokens(tokens),
             may_compute=True,
         )
         call = lend_pb2_grpc.LendStub(self._link(name)).Lend()
