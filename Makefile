@@ -7,7 +7,7 @@ PROTOC_VENV := .venv-protoc
 VLLM_VENV := .venv-vllm
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test lint types unit integration e2e gpu bench bench-engine bench-kv bench-gpu protos check-protos install clean
+.PHONY: demo test test-faults lint types unit integration e2e gpu bench bench-engine bench-kv bench-gpu protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -39,6 +39,11 @@ integration: $(INSTALLED)
 
 e2e: $(INSTALLED)
 	$(BIN)/pytest tests/e2e
+
+# 20,000 trials in virtual time, and 20 real faults of each kind; `test` runs a slice of both.
+test-faults: $(INSTALLED)
+	TANDEM_TRIALS=20000 $(BIN)/pytest tests/unit/test_core_faults.py
+	TANDEM_REAL_FAULTS=20 $(BIN)/pytest -s tests/integration/test_real_faults.py tests/integration/test_faults.py
 
 # Skipped without a GPU, so no part of `test`. On a machine with one: $(BIN)/python -m pip install -e '.[cuda]' first.
 gpu: $(INSTALLED)

@@ -107,6 +107,7 @@ class Workers:
         )
         call = lend_pb2_grpc.LendStub(self._link(name)).Lend()
         await call.write(lend_pb2.LendRequest(want=want))
+        beating = asyncio.ensure_future(_beat(call))
         end, started_at = 1, 0.0
         announced = 0
         while announced < end:
@@ -116,6 +117,8 @@ class Workers:
                 end, started_at = response.starting.end_block, time.perf_counter()
             announced += len(response.starting.ready.block_ids) + len(response.blocks_ready.block_ids)
         seconds = time.perf_counter() - started_at
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
         await call.done_writing()
         await call.read()
         return seconds
@@ -125,3 +128,10 @@ class Workers:
         if address not in self._links:
             self._links[address] = channel(address)
         return self._links[address]
+
+
+async def _beat(call: Any) -> None:
+    """A borrower that says nothing is given up."""
+    while True:
+        await asyncio.sleep(1.0)
+        await call.write(lend_pb2.LendRequest(heartbeat=lend_pb2.Heartbeat()))

@@ -14,8 +14,10 @@ does not count, whatever its priority. The inner 1 is for one that was borrowing
 and whoever was may have waited in vain. Each choice of a request is a sequence of its own here, in their order; that
 they part (`engine/choices.py`) counts as one token more of the first.
 
-A beam that waits for the others of its search has nothing to compute, so it is not the oldest, and may be a victim:
-what was heard of it is kept. So the search goes on as long as the oldest of its beams does that still computes.
+A beam that waits for the others of its search is not the oldest, and may be a victim: what was heard of it is kept, so
+the search needs nothing more of it now. As a victim it has everything to compute anew, and still is not the oldest:
+else it would take the blocks of the beam that it waits for, and that one take them back. So the search goes on as long
+as the oldest of its beams does of which nothing was heard yet.
 
 Blocks that others need meanwhile (of loans given, of requests that borrow, of reads that cannot be stopped) are not
 taken back. They come back by themselves, since no loan starts that could wait for this engine in turn; steps in which

@@ -153,6 +153,7 @@ class RequestDesk:
         if request.search is not None:
             assert sampled.logprobs is not None
             request.search.hear(sequence.choice, sampled.logprobs)
+            sequence.heard = True
             return
         sequence.token_ids.append(sampled.token_id)
         finish = self._finish_reason(sequence, sampled.token_id)
@@ -198,6 +199,7 @@ class RequestDesk:
                 child.token_ids = [*parent.token_ids, move.token_id]
                 self.residency.fork(parent, [child], parent.num_tokens)
         for move in moves:
+            chains[move.slot].heard = False
             if move.slot == move.parent:
                 chains[move.slot].token_ids.append(move.token_id)
 

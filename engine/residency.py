@@ -167,4 +167,4 @@ class Residency:
         return True
 
     def _oldest(self) -> Sequence | None:
-        return oldest_of(s for s in [*self._running, *self._preempted] if s.num_remaining)
+        return oldest_of(s for s in [*self._running, *self._preempted] if s.num_remaining and not s.heard)

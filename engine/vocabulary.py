@@ -119,6 +119,8 @@ class Sequence:
     """Those that will be forked from it: they wait, with no KV, until it has computed what they share."""
     fork_at: int = 0
     """How many leading tokens they share. It computes no more than those while it has `siblings`."""
+    heard: bool = False
+    """A beam of which is known what may come next, while its search waits for the others."""
     num_scored: int = 0
     """Prompt tokens after the first whose log probabilities were given out, when they are asked for."""
 

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import itertools
+import logging
 import time
 from array import array
 from collections.abc import AsyncIterator
@@ -30,12 +31,14 @@ from engine.worker.runtime import WorkerContext
 from protos import lend_pb2 as pb
 from protos import lend_pb2_grpc as pb_grpc
 
+log = logging.getLogger(__name__)
 HEARTBEAT_S = 0.2
 """At most one heartbeat in so long, however often the engine reports."""
 
 
 class LendService(pb_grpc.LendServicer):
-    """One stream is one loan: whatever ends the stream releases all that is held for it."""
+    """One stream is one loan: whatever ends the stream releases all that is held for it, and so does a borrower that
+    says nothing for `peer_silence_s`."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
@@ -111,12 +114,23 @@ class LendService(pb_grpc.LendServicer):
 
     async def _follow_borrower(self, loan_id: str, requests: AsyncIterator[pb.LendRequest], mailbox: Mailbox) -> None:
         """Pass releases on; at the end of the borrower's side, say so in the mailbox."""
+        silence_s, loop = self._context.config.peer_silence_s, asyncio.get_running_loop()
         try:
-            async for request in requests:
-                if not request.HasField("release"):
-                    mailbox.put_nowait(LendRefused(loan_id, "only releases may follow want", bad_request=True))
-                    return
-                self._engine.send(LendReleased(loan_id, request.release.first, request.release.count))
+            async with asyncio.timeout(silence_s) as silence:
+                async for request in requests:
+                    silence.reschedule(loop.time() + silence_s)
+                    match request.WhichOneof("message"):
+                        case "heartbeat":
+                            pass
+                        case "release":
+                            self._engine.send(LendReleased(loan_id, request.release.first, request.release.count))
+                        case _:
+                            mailbox.put_nowait(LendRefused(loan_id, "only releases may follow want", bad_request=True))
+                            return
+        except TimeoutError:
+            log.info("the borrower of %s was silent for %g s", loan_id, silence_s)
+            self._engine.send(LendClosed(loan_id))  # at once: what is said to a silent borrower may be stuck
+            mailbox.put_nowait(LendClosed(loan_id))
         except DecodeError as error:  # bytes that are no message; unsaid, the blocks would stay lent
             mailbox.put_nowait(LendRefused(loan_id, str(error), bad_request=True))
         else:

@@ -24,29 +24,29 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11protos/lend.proto\x12\x12tandem.internal.v1\"r\n\x0bLendRequest\x12(\n\x04want\x18\x01 \x01(\x0b\x32\x18.tandem.internal.v1.WantH\x00\x12.\n\x07release\x18\x02 \x01(\x0b\x32\x1b.tandem.internal.v1.ReleaseH\x00\x42\t\n\x07message\"\x8f\x02\n\x04Want\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1a\n\x12lender_incarnation\x18\x02 \x01(\x0c\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\x0c\x12\x12\n\ncache_salt\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x06 \x01(\r\x12\x13\n\x0bmay_compute\x18\x07 \x01(\x08\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x11\n\trouter_id\x18\t \x01(\t\x12\x1a\n\x12placement_sequence\x18\n \x01(\x04\x12*\n\x06source\x18\x0b \x01(\x0b\x32\x1a.tandem.internal.v1.Holder\"A\n\x06Holder\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x0c\"\'\n\x07Release\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"\xb8\x01\n\x0cLendResponse\x12\x30\n\x08starting\x18\x01 \x01(\x0b\x32\x1c.tandem.internal.v1.StartingH\x00\x12\x37\n\x0c\x62locks_ready\x18\x02 \x01(\x0b\x32\x1f.tandem.internal.v1.BlocksReadyH\x00\x12\x32\n\theartbeat\x18\x03 \x01(\x0b\x32\x1d.tandem.internal.v1.HeartbeatH\x00\x42\t\n\x07message\"\xa1\x01\n\x08Starting\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\x0c\x12\x11\n\tend_block\x18\x03 \x01(\r\x12\x18\n\x10\x63\x61\x63hed_end_block\x18\x04 \x01(\r\x12\x11\n\tqueued_ms\x18\x05 \x01(\x01\x12.\n\x05ready\x18\x06 \x01(\x0b\x32\x1f.tandem.internal.v1.BlocksReady\"V\n\x0b\x42locksReady\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x14\n\x0c\x66ingerprints\x18\x03 \x01(\x0c\x12\x0f\n\x07\x66\x65tched\x18\x04 \x01(\x08\"\x19\n\tHeartbeat\x12\x0c\n\x04step\x18\x01 \x01(\x04\x32U\n\x04Lend\x12M\n\x04Lend\x12\x1f.tandem.internal.v1.LendRequest\x1a .tandem.internal.v1.LendResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11protos/lend.proto\x12\x12tandem.internal.v1\"\xa6\x01\n\x0bLendRequest\x12(\n\x04want\x18\x01 \x01(\x0b\x32\x18.tandem.internal.v1.WantH\x00\x12.\n\x07release\x18\x02 \x01(\x0b\x32\x1b.tandem.internal.v1.ReleaseH\x00\x12\x32\n\theartbeat\x18\x03 \x01(\x0b\x32\x1d.tandem.internal.v1.HeartbeatH\x00\x42\t\n\x07message\"\x8f\x02\n\x04Want\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1a\n\x12lender_incarnation\x18\x02 \x01(\x0c\x12\x19\n\x11model_fingerprint\x18\x03 \x01(\x0c\x12\x12\n\ncache_salt\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x06 \x01(\r\x12\x13\n\x0bmay_compute\x18\x07 \x01(\x08\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x11\n\trouter_id\x18\t \x01(\t\x12\x1a\n\x12placement_sequence\x18\n \x01(\x04\x12*\n\x06source\x18\x0b \x01(\x0b\x32\x1a.tandem.internal.v1.Holder\"A\n\x06Holder\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x0c\"\'\n\x07Release\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"\xb8\x01\n\x0cLendResponse\x12\x30\n\x08starting\x18\x01 \x01(\x0b\x32\x1c.tandem.internal.v1.StartingH\x00\x12\x37\n\x0c\x62locks_ready\x18\x02 \x01(\x0b\x32\x1f.tandem.internal.v1.BlocksReadyH\x00\x12\x32\n\theartbeat\x18\x03 \x01(\x0b\x32\x1d.tandem.internal.v1.HeartbeatH\x00\x42\t\n\x07message\"\xa1\x01\n\x08Starting\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\x0c\x12\x11\n\tend_block\x18\x03 \x01(\r\x12\x18\n\x10\x63\x61\x63hed_end_block\x18\x04 \x01(\r\x12\x11\n\tqueued_ms\x18\x05 \x01(\x01\x12.\n\x05ready\x18\x06 \x01(\x0b\x32\x1f.tandem.internal.v1.BlocksReady\"V\n\x0b\x42locksReady\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x14\n\x0c\x66ingerprints\x18\x03 \x01(\x0c\x12\x0f\n\x07\x66\x65tched\x18\x04 \x01(\x08\"\x19\n\tHeartbeat\x12\x0c\n\x04step\x18\x01 \x01(\x04\x32U\n\x04Lend\x12M\n\x04Lend\x12\x1f.tandem.internal.v1.LendRequest\x1a .tandem.internal.v1.LendResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.lend_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LENDREQUEST']._serialized_start=41
-  _globals['_LENDREQUEST']._serialized_end=155
-  _globals['_WANT']._serialized_start=158
-  _globals['_WANT']._serialized_end=429
-  _globals['_HOLDER']._serialized_start=431
-  _globals['_HOLDER']._serialized_end=496
-  _globals['_RELEASE']._serialized_start=498
-  _globals['_RELEASE']._serialized_end=537
-  _globals['_LENDRESPONSE']._serialized_start=540
-  _globals['_LENDRESPONSE']._serialized_end=724
-  _globals['_STARTING']._serialized_start=727
-  _globals['_STARTING']._serialized_end=888
-  _globals['_BLOCKSREADY']._serialized_start=890
-  _globals['_BLOCKSREADY']._serialized_end=976
-  _globals['_HEARTBEAT']._serialized_start=978
-  _globals['_HEARTBEAT']._serialized_end=1003
-  _globals['_LEND']._serialized_start=1005
-  _globals['_LEND']._serialized_end=1090
+  _globals['_LENDREQUEST']._serialized_start=42
+  _globals['_LENDREQUEST']._serialized_end=208
+  _globals['_WANT']._serialized_start=211
+  _globals['_WANT']._serialized_end=482
+  _globals['_HOLDER']._serialized_start=484
+  _globals['_HOLDER']._serialized_end=549
+  _globals['_RELEASE']._serialized_start=551
+  _globals['_RELEASE']._serialized_end=590
+  _globals['_LENDRESPONSE']._serialized_start=593
+  _globals['_LENDRESPONSE']._serialized_end=777
+  _globals['_STARTING']._serialized_start=780
+  _globals['_STARTING']._serialized_end=941
+  _globals['_BLOCKSREADY']._serialized_start=943
+  _globals['_BLOCKSREADY']._serialized_end=1029
+  _globals['_HEARTBEAT']._serialized_start=1031
+  _globals['_HEARTBEAT']._serialized_end=1056
+  _globals['_LEND']._serialized_start=1058
+  _globals['_LEND']._serialized_end=1143
 # @@protoc_insertion_point(module_scope)

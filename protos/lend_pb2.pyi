@@ -7,6 +7,7 @@ Borrower to lender: "lend me the blocks of this token chain". Internal.
   Want            ----------->  queued; Heartbeat while waiting and all along
                   <-----------  Starting   every block it will need is reserved
                   <-----------  BlocksReady as chunks are computed; read them one-sidedly
+  Heartbeat       ----------->  all along
   Release(range)  ----------->  those blocks are no longer held for this loan
   (half-close)    ----------->  OK
 
@@ -34,23 +35,29 @@ class LendRequest(_message.Message):
 
     WANT_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def want(self) -> Global___Want:
         """First on the stream, once."""
 
     @_builtins.property
     def release(self) -> Global___Release: ...
+    @_builtins.property
+    def heartbeat(self) -> Global___Heartbeat:
+        """Now and then, so that a borrower that is stopped, or cut off unnoticed, is not lent to for ever."""
+
     def __init__(
         self,
         *,
         want: Global___Want | None = ...,
         release: Global___Release | None = ...,
+        heartbeat: Global___Heartbeat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "release", b"release", "want", b"want"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "message", b"message", "release", b"release", "want", b"want"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "release", b"release", "want", b"want"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "message", b"message", "release", b"release", "want", b"want"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["want", "release"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["want", "release", "heartbeat"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

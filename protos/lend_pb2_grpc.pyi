@@ -7,6 +7,7 @@ Borrower to lender: "lend me the blocks of this token chain". Internal.
   Want            ----------->  queued; Heartbeat while waiting and all along
                   <-----------  Starting   every block it will need is reserved
                   <-----------  BlocksReady as chunks are computed; read them one-sidedly
+  Heartbeat       ----------->  all along
   Release(range)  ----------->  those blocks are no longer held for this loan
   (half-close)    ----------->  OK
 

@@ -1,6 +1,7 @@
 """Models made on the spot (tiny, random, of many architectures), and clusters of real processes over them."""
 
 import asyncio
+import json
 import os
 import time
 from collections.abc import Awaitable, Callable
@@ -85,6 +86,20 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> ModelFactory:
 def tiny_model(make_model: ModelFactory) -> Path:
     """A tiny Llama, where the architecture does not matter."""
     return make_model("llama")
+
+
+@pytest.fixture(scope="session")
+def sim_model(tmp_path_factory: pytest.TempPathFactory) -> ModelFactory:
+    """sim_model(vocab_size, context=100_000, **of config.json) -> a directory with what the sim engine reads of one."""
+
+    def make(vocab_size: int, context: int = 100_000, **values: Any) -> Path:
+        path = tmp_path_factory.mktemp("sim") / "simulated"
+        path.mkdir()
+        config = {"model_type": "llama", "vocab_size": vocab_size, "max_position_embeddings": context}
+        (path / "config.json").write_text(json.dumps(config | values))
+        return path
+
+    return make
 
 
 ClusterFactory = Callable[..., Any]

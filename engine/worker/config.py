@@ -78,7 +78,7 @@ class WorkerConfig(Config):
     would fall back to others, the worker does not start, or its loans fail. Default: whatever UCX finds best."""
     max_queued_loans: PositiveInt = 256
     peer_silence_s: PositiveFloat = 10.0
-    """A lender whose engine says nothing for so long is given up."""
+    """A lender whose engine says nothing for so long is given up, and so is a borrower."""
 
     def id_for(self, role: Role) -> str:
         return self.worker_id or f"{role}-{socket.gethostname()}-{os.getpid()}"

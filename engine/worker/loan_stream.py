@@ -28,13 +28,16 @@ from engine.worker.engine_client import EngineClient
 from protos import lend_pb2 as pb
 from protos import lend_pb2_grpc as pb_grpc
 
+BEATS_PER_SILENCE = 5
+"""Heartbeats in the time after which a silent borrower is given up. A loan that takes less than one needs none."""
 log = logging.getLogger(__name__)
 
 
 class LoanStream:
     """Opened by the engine's OpenLoan, closed by its CloseLoan or by the end of the request.
 
-    A lender that says nothing for `silence_s`, heartbeats included, is given up.
+    A lender that says nothing for `silence_s`, heartbeats included, is given up. To the lender this side says that its
+    engine's loop turns, as long as it does.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class LoanStream:
         self._engine = engine
         self._silence_s = silence_s
         self._closed = False
+        self._writing = asyncio.Lock()  # a call takes one write at a time
         self._task = asyncio.ensure_future(self._run(want))
 
     async def release(self, first: int, count: int) -> None:
@@ -54,7 +58,8 @@ class LoanStream:
         """Half-close: the lender lets go of everything. Nothing more is forwarded to the engine."""
         self._closed = True
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            await self._call.done_writing()
+            async with self._writing:
+                await self._call.done_writing()
 
     async def cancel(self) -> None:
         """The request is over: end the stream now."""
@@ -64,10 +69,12 @@ class LoanStream:
     async def _write(self, request: pb.LendRequest) -> None:
         """A stream that has ended takes nothing more; why it ended is told by `_run`."""
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            await self._call.write(request)
+            async with self._writing:
+                await self._call.write(request)
 
     async def _run(self, want: pb.Want) -> None:
         failure = "the borrower's side of the loan broke"
+        beating = asyncio.ensure_future(self._beat())
         try:
             await self._write(pb.LendRequest(want=want))
             await self._follow()
@@ -78,9 +85,19 @@ class LoanStream:
             failure = f"the lender was silent for {self._silence_s:g} s"
         finally:
             self._call.cancel()
+            beating.cancel()
             if not self._closed:
                 log.info("loan of %s failed: %s", self._engine_id, failure)
                 self._engine.send(LoanFailed(self._engine_id, failure))
+
+    async def _beat(self) -> None:
+        reported = asyncio.Event()
+        with self._engine.watching(lambda _: reported.set()):
+            while not self._closed:
+                await asyncio.sleep(self._silence_s / BEATS_PER_SILENCE)
+                await reported.wait()
+                reported.clear()
+                await self._write(pb.LendRequest(heartbeat=pb.Heartbeat()))
 
     async def _follow(self) -> None:
         loop = asyncio.get_running_loop()

@@ -700,6 +700,21 @@ def test_beams_are_found_whatever_the_pool() -> None:
     assert sum(preemptions[1::2]) == 0
 
 
+@pytest.mark.parametrize("num_blocks", [10, 11, 12])
+@pytest.mark.parametrize("budget", [StepBudget(11, 2), StepBudget(11, 3)])
+def test_beams_of_one_search_do_not_take_each_others_blocks_for_ever(num_blocks: int, budget: StepBudget) -> None:
+    """The beams of "a" are the first victims: a beam that is done with its step waits for its sibling, and has nothing
+    to gain from blocks."""
+    for length, other in ((7, 5), (7, 9), (9, 7), (11, 7), (13, 5), (13, 9)):
+        engine = Engine(num_blocks, budget, reserve=1, bounded=False)
+        assert engine.ask("a", tokens(10, length), 8, n=2, beam=BeamParams(2))
+        engine.ask("b", tokens(50, other), 8, priority=1, n=3, beam=BeamParams(3))
+        for _ in range(600):
+            if not engine.step():
+                break
+        engine.check_finished()
+
+
 @pytest.mark.parametrize("reserve", [1, 5])
 @pytest.mark.parametrize("budget", [WIDE, StepBudget(3, 2), StepBudget(1, 1)])
 def test_a_crowd_in_a_tiny_pool_is_served_and_was_preempted(reserve: int, budget: StepBudget) -> None:

@@ -1,0 +1,440 @@
+"""Every fault of the fault trials on real processes, gRPC and NIXL, at moments drawn from a seed.
+
+The sim engine's tokens are hashes of the KV that was read, and what it must answer is worked out here: an answer that
+a fault made wrong is seen. Prompts are new, or continue what was decoded (so that the lender itself reads from a decode
+worker), or come again after they were evicted (so that they come back from host memory).
+TANDEM_REAL_FAULTS=n: n rounds of each fault instead of one. How soon blocks were free is printed (-s).
+"""
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import statistics
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.errors import DeadlineExceeded, Overloaded, ServiceError, Unavailable
+from support.cut_link import CutLink
+from support.processes import LENDER_ALWAYS, Stream, engine_of, kill_worker, pause, report_of, running, until
+from support.sim_cluster_model import SimClusterModel
+from tandem.client import Client
+from tandem.local import LocalCluster, RoleProcess
+
+ROUNDS = int(os.environ.get("TANDEM_REAL_FAULTS", "1"))
+pytestmark = pytest.mark.timeout(300 + 60 * ROUNDS)
+VOCAB = 600
+BLOCK = 16
+SILENCE_S = 1.0
+RETRIABLE = (Unavailable, Overloaded)
+SIM: dict[str, Any] = {
+    "engine": "sim",
+    "sim_step_ms": 4.0,
+    "max_prefill_tokens": 32,
+    "kv_memory_mib": 1,
+    "kv_host_memory_mib": 2,
+    "peer_silence_s": SILENCE_S,
+}
+"""A pool of 512 blocks; a prompt of 100 blocks takes 50 steps."""
+ROUTER: dict[str, Any] = LENDER_ALWAYS | {"worker_silence_s": SILENCE_S, "no_worker_grace_s": 0.5}
+
+
+@pytest.fixture(scope="module")
+def model(sim_model: Callable[..., Path]) -> Path:
+    return sim_model(VOCAB)
+
+
+class Rounds:
+    """One fault, again and again, and what came of it."""
+
+    def __init__(self, fault: str, model: Path, **layout: int) -> None:
+        self.fault = fault
+        self.rng = random.Random(fault)
+        self.model = SimClusterModel(model, **layout)
+        self.seen: Counter[str] = Counter()
+        self.freed_s: list[float] = []
+        self.cluster: LocalCluster
+        self.client: Client
+        self.told: list[tuple[list[int], list[int]]] = []
+        """Prompts and their answers."""
+
+    def __iter__(self) -> Any:
+        yield from range(ROUNDS)
+        freed = sorted(self.freed_s)
+        line = f"free after median {statistics.median(freed):.3f} s, at most {freed[-1]:.3f} s" if freed else ""
+        print(f"\n{self.fault}: {ROUNDS} real; {dict(self.seen)}; {line}")
+
+    def prompt(self) -> list[int]:
+        """New, evicted or continued."""
+        rng = self.rng
+        kind = rng.choice(["new", "new", "again", "continued"])
+        if kind == "again" and len(self.told) > 6:
+            return rng.choice(self.told[:-6])[0]
+        if kind == "continued" and self.told:
+            prompt, answer = self.told[-1]
+            return [*prompt, *answer, *rng.choices(range(VOCAB), k=30 * BLOCK)][: 150 * BLOCK]
+        return rng.choices(range(VOCAB), k=rng.randint(40, 110) * BLOCK + rng.randint(1, BLOCK))
+
+    def start(self, timeout_s: float = 30.0) -> "Asked":
+        prompt, max_tokens = self.prompt(), self.rng.randint(8, 4 * BLOCK)
+        return Asked(self, Stream(self.client, prompt, max_tokens, timeout_s=timeout_s), prompt, max_tokens)
+
+    async def moment(self, longest_s: float = 0.4) -> None:
+        await asyncio.sleep(self.rng.random() * longest_s)
+
+    async def free(self, workers: list[RoleProcess], within_s: float, quarantine: bool = False) -> float:
+        """Wait until these hold nothing, or nothing but a `quarantine` of one window; how long that took."""
+        began = time.monotonic()
+        while True:
+            reports = [await report_of(worker.address) for worker in workers]
+            assert not any(report.fault for report in reports), reports
+            held = [(r.held_blocks, r.reserved_blocks, r.requests, r.loans) for r in reports]
+            if all(books == (0, 0, 0, 0) for books in held) and (
+                quarantine or not any(report.quarantined_blocks for report in reports)
+            ):
+                self.seen["quarantined"] += any(report.quarantined_blocks for report in reports)
+                return time.monotonic() - began
+            assert time.monotonic() - began < within_s, f"still held: {reports}"
+            await asyncio.sleep(0.005)
+
+    @asynccontextmanager
+    async def on(self, cluster: LocalCluster) -> AsyncIterator[LocalCluster]:
+        async with running(cluster) as (self.cluster, self.client):
+            yield self.cluster
+
+    async def replace(self, worker: RoleProcess, role: str) -> None:
+        """Start another one in the place of a dead one."""
+        await worker.process.wait()
+        workers = self.cluster.decode if role == "decode_worker" else self.cluster.prefill
+        workers.remove(worker)
+        (config,) = [c for _, c in self.cluster._topology.workers() if c.worker_id == worker.name]
+        started = await self.cluster.add_worker(role, config)
+        self.cluster.engines.append(engine_of(started))  # type: ignore[attr-defined]
+        await self.all_here()
+
+    async def all_here(self) -> None:
+        topology = self.cluster._topology
+
+        async def here() -> bool:
+            (served,) = await self.client.list_models()
+            return (served.prefill_workers, served.decode_workers) == (len(topology.prefill), len(topology.decode))
+
+        await until(here, "every worker has joined")
+
+
+class Asked:
+    """A request under way, and what it must answer."""
+
+    def __init__(self, rounds: Rounds, stream: Stream, prompt: list[int], max_tokens: int) -> None:
+        self.stream = stream
+        self._rounds = rounds
+        self._prompt = prompt
+        self._expected = rounds.model.answer(prompt, max_tokens)
+
+    async def ends(self, *errors: type[ServiceError], within_s: float = 20.0) -> bool:
+        """Right, or with one of these errors; True when right. What came before an error is right too."""
+        seen = self._rounds.seen
+        try:
+            async with asyncio.timeout(within_s):
+                await self.stream.task
+        except errors as error:
+            seen[type(error).__name__] += 1
+            assert self.stream.token_ids == self._expected[: len(self.stream.token_ids)], "a wrong token"
+            return False
+        assert self.stream.token_ids == self._expected, "a wrong token"
+        self._rounds.told.append((self._prompt, self._expected))
+        kv = self.stream.receipt.kv
+        seen["right"] += 1
+        seen["loan failed"] += bool(kv.loan_failure)
+        seen["loan whole"] += bool(kv.moved_blocks) and not kv.loan_failure
+        seen["lender fetched"] += bool(kv.lender_fetched_blocks)
+        seen["restored"] += bool(kv.restored_blocks)
+        seen["mismatched"] += bool(kv.mismatched_blocks)
+        seen["attempts"] += self.stream.receipt.placement.attempt
+        return True
+
+
+Kill = Callable[[RoleProcess], Awaitable[list[int]]]
+
+
+async def pause_engine(worker: RoleProcess) -> list[int]:
+    """The processes that were stopped."""
+    engine = engine_of(worker)
+    await pause(engine)
+    return [engine]
+
+
+async def pause_worker(worker: RoleProcess) -> list[int]:
+    engine = engine_of(worker)
+    await pause(worker.pid)
+    await pause(engine)
+    return [worker.pid, engine]
+
+
+def wake(pids: list[int]) -> None:
+    for pid in reversed(pids):
+        os.kill(pid, signal.SIGCONT)
+
+
+# ------------------------------------------------------------------------------------------ peers that die
+
+
+async def test_a_lender_is_killed(model: Path, cluster_of: Any) -> None:
+    """Every request is answered right, and nothing waits for the dead one."""
+    rounds = Rounds("lender killed", model)
+    async with rounds.on(cluster_of(model, decode=2, router=ROUTER, **SIM)) as cluster:
+        for _ in rounds:
+            asked = [rounds.start() for _ in range(3)]
+            await rounds.moment()
+            (lender,) = cluster.prefill
+            kill_worker(lender)
+            killed_at = time.monotonic()
+
+            async def unlent() -> bool:
+                """The dead one borrowed, too: from decode workers."""
+                reports = [await report_of(worker.address) for worker in cluster.decode]
+                return not any(report.loans or report.quarantined_blocks for report in reports)
+
+            await until(unlent, "nothing is held for the dead one", 1.0)
+            rounds.freed_s.append(time.monotonic() - killed_at)
+            for each in asked:
+                assert await each.ends()
+            await rounds.free(cluster.decode, 1.0)
+            await rounds.replace(lender, "prefill_worker")
+
+
+async def test_a_borrower_is_killed(model: Path, cluster_of: Any) -> None:
+    """What its lender held for it is free within a second."""
+    rounds = Rounds("borrower killed", model)
+    async with rounds.on(cluster_of(model, router=ROUTER, **SIM)) as cluster:
+        for _ in rounds:
+            asked = [rounds.start() for _ in range(2)]
+            await rounds.moment()
+            (borrower,) = cluster.decode
+            kill_worker(borrower)
+            rounds.freed_s.append(await rounds.free(cluster.prefill, 1.0))
+            for each in asked:
+                await each.ends(*RETRIABLE)
+            await rounds.replace(borrower, "decode_worker")
+
+
+# ------------------------------------------------------------------------------------- peers that fall silent
+
+
+@pytest.mark.parametrize("who", ["engine", "worker"])
+async def test_a_lender_is_stopped_and_wakes(who: str, model: Path, cluster_of: Any) -> None:
+    """It is given up after its silence, and goes on with what it thinks it lends when it wakes."""
+    rounds = Rounds(f"lender's {who} stopped", model)
+    async with rounds.on(cluster_of(model, decode=2, router=ROUTER, **SIM)) as cluster:
+        for _ in rounds:
+            asked = [rounds.start() for _ in range(3)]
+            await rounds.moment()
+            stopped = await (pause_engine if who == "engine" else pause_worker)(cluster.prefill[0])
+            stopped_at = time.monotonic()
+            short = rounds.rng.random() < 0.3
+            if short:
+                await asyncio.sleep(rounds.rng.random() * 0.8 * SILENCE_S)
+                wake(stopped)
+            for each in asked:
+                assert await each.ends()
+            if not short:
+                await rounds.free(cluster.decode, SILENCE_S + 1.5, quarantine=True)
+                rounds.freed_s.append(time.monotonic() - stopped_at)
+                wake(stopped)
+            await rounds.free(list(cluster.workers), 2.0)
+            await rounds.all_here()
+
+
+@pytest.mark.parametrize("who", ["engine", "worker"])
+async def test_a_borrower_is_stopped_and_wakes(who: str, model: Path, cluster_of: Any) -> None:
+    """What is lent to it is free after the silence, and when it wakes it reads nothing that is wrong."""
+    rounds = Rounds(f"borrower's {who} stopped", model)
+    async with rounds.on(cluster_of(model, router=ROUTER, **SIM)) as cluster:
+        for _ in rounds:
+            asked = [rounds.start() for _ in range(2)]
+            await rounds.moment()
+            stopped = await (pause_engine if who == "engine" else pause_worker)(cluster.decode[0])
+            if rounds.rng.random() < 0.3:
+                await asyncio.sleep(rounds.rng.random() * 0.8 * SILENCE_S)
+            else:
+                rounds.freed_s.append(await rounds.free(cluster.prefill, SILENCE_S + 1.5))
+            wake(stopped)
+            for each in asked:
+                await each.ends(*RETRIABLE)
+            await rounds.free(list(cluster.workers), 2.0)
+            await rounds.all_here()
+
+
+# -------------------------------------------------------------------------------------------- clients that go
+
+
+async def test_a_request_is_cancelled(model: Path, cluster_of: Any) -> None:
+    rounds = Rounds("cancelled", model)
+    async with rounds.on(cluster_of(model, decode=2, router=ROUTER, **SIM)) as cluster:
+        for _ in rounds:
+            gone, stays = rounds.start(), rounds.start()
+            await rounds.moment(0.6)
+            await gone.stream.cancel()
+            assert await stays.ends()
+            rounds.freed_s.append(await rounds.free(list(cluster.workers), 1.0))
+
+
+async def test_a_deadline_passes(model: Path, cluster_of: Any) -> None:
+    """No request outlives its deadline, nor do its blocks."""
+    rounds = Rounds("deadline", model)
+    async with rounds.on(cluster_of(model, decode=2, router=ROUTER, **SIM)) as cluster:
+        for _ in rounds:
+            deadline_s = 0.02 + rounds.rng.random() * 0.5
+            began = time.monotonic()
+            asked = rounds.start(timeout_s=deadline_s)
+            if not await asked.ends(DeadlineExceeded):
+                assert time.monotonic() - began < deadline_s + 0.5
+            rounds.freed_s.append(await rounds.free(list(cluster.workers), 1.0))
+
+
+# ----------------------------------------------------------------------------------- connections, bytes and room
+
+
+@pytest.mark.parametrize("how", ["cut", "swallow"])
+async def test_the_connection_to_the_lender_goes(how: str, model: Path, cluster_of: Any) -> None:
+    """Cut: both ends hear of it. Swallowed: neither does, and each gives the other up after the silence."""
+    rounds = Rounds(f"connection {how}", model)
+    cluster = cluster_of(model, decode=2, router=ROUTER, **SIM)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    (config,) = cluster._topology.prefill
+    told = config.model_copy(update={"port": port, "advertise_host": "127.0.0.2"})
+    object.__setattr__(cluster._topology, "prefill", (told,))
+    async with CutLink("127.0.0.2", port, "127.0.0.1") as link, rounds.on(cluster):
+        cluster.prefill[0].address = f"127.0.0.1:{port}"  # audits do not go by the link
+        for _ in rounds:
+            asked = [rounds.start() for _ in range(3)]
+            await rounds.moment()
+            if how == "cut":
+                link.cut()
+            else:
+                link.swallow()
+            for each in asked:
+                assert await each.ends()
+            if how == "cut":
+                rounds.freed_s.append(await rounds.free(list(cluster.workers), 1.0))
+            else:
+                rounds.freed_s.append(await rounds.free(list(cluster.workers), SILENCE_S + 1.5))
+                link.restore()
+            rounds.seen["links cut"] = link.num_cut
+
+
+class Memory:
+    """Another process's."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+
+    def find(self, content: bytes) -> int | None:
+        """Where these bytes lie in what it has mapped for itself."""
+        with open(f"/proc/{self._pid}/mem", "rb", buffering=0) as memory:
+            for line in Path(f"/proc/{self._pid}/maps").read_text().splitlines():
+                span, flags, _, _, inode, *_ = line.split()
+                first, end = (int(part, 16) for part in span.split("-"))
+                if not flags.startswith("rw") or inode != "0" or end - first < len(content) or end - first > 1 << 27:
+                    continue
+                memory.seek(first)
+                at = (memory.read(end - first) or b"").find(content)
+                if at >= 0:
+                    return first + at
+        return None
+
+    def flip(self, address: int) -> None:
+        """One bit."""
+        with open(f"/proc/{self._pid}/mem", "r+b", buffering=0) as memory:
+            memory.seek(address)
+            (byte,) = memory.read(1)
+            memory.seek(address)
+            memory.write(bytes([byte ^ 16]))
+
+
+async def test_bytes_are_corrupted_after_they_were_announced(model: Path, cluster_of: Any) -> None:
+    """The borrower sleeps while the lender announces everything; then a bit of what it will read flips."""
+    rounds = Rounds("bytes corrupted", model)
+    async with rounds.on(cluster_of(model, router=ROUTER, **SIM | {"kv_host_memory_mib": 0})) as cluster:
+        borrower, lender = cluster.decode[0], cluster.prefill[0]
+        memory = Memory(engine_of(lender))
+        for _ in rounds:
+            prompt = rounds.rng.choices(range(VOCAB), k=80 * BLOCK + 1)
+            asked = Asked(rounds, Stream(rounds.client, prompt, 20), prompt, 20)
+            await rounds.moment(0.1)
+            stopped = await pause_engine(borrower)
+            for _ in range(50):
+                if (await report_of(lender.address)).held_blocks >= 80:
+                    break
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            block = rounds.rng.randrange(80)
+            address = memory.find(rounds.model.block(prompt, block))
+            if address is not None:
+                address += rounds.rng.randrange(rounds.model.layout.block_bytes)
+                memory.flip(address)
+                rounds.seen["flipped"] += 1
+            wake(stopped)
+            assert await asked.ends()
+            if address is not None:
+                memory.flip(address)
+            rounds.freed_s.append(await rounds.free(list(cluster.workers), 1.0))
+        assert ROUNDS < 10 or rounds.seen["mismatched"] > ROUNDS // 4, rounds.seen
+
+
+async def test_the_pool_is_exhausted(model: Path, cluster_of: Any) -> None:
+    """More than there is room for, on lenders and borrowers; output that nobody promised blocks for."""
+    rounds = Rounds("pool exhausted", model)
+    settings = SIM | {"reserve_output_tokens": 4}
+    async with rounds.on(cluster_of(model, decode=2, router=ROUTER, **settings)) as cluster:
+        for _ in rounds:
+            asked = [rounds.start() for _ in range(14)]
+            for each in asked:
+                assert await each.ends(within_s=40)
+            rounds.freed_s.append(await rounds.free(list(cluster.workers), 1.0))
+
+
+# ------------------------------------------------------------------------------------- reads that end too late
+
+TCP = SIM | {"sim_block_kib": 64, "kv_memory_mib": 16, "kv_host_memory_mib": 0}
+"""Of 256 blocks; a window of 8 MiB has 128."""
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["delayed", "after release"])
+async def test_a_read_over_tcp_stands_still(
+    late: bool, model: Path, cluster_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped lender answers no read over TCP, and a posted one cannot be aborted. Delayed: it wakes in time, and
+    the loan goes on. After release: the request has ended without it, and others are served from the same pool when the
+    bytes arrive after all."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    rounds = Rounds("late write" if late else "completion delayed", model, block_kib=64)
+    async with rounds.on(cluster_of(model, router=ROUTER, **TCP)) as cluster:
+        (lender,) = cluster.prefill
+        for _ in rounds:
+            asked = rounds.start()
+            await rounds.moment()
+            stopped = await pause_worker(lender)
+            if not late:
+                await asyncio.sleep(rounds.rng.random() * 0.7 * SILENCE_S)
+                wake(stopped)
+                assert await asked.ends()
+            else:
+                assert await asked.ends()
+                await rounds.free(cluster.decode, 2.0, quarantine=True)
+                others = [rounds.start() for _ in range(3)]
+                await rounds.moment()
+                wake(stopped)
+                for each in others:
+                    assert await each.ends()
+            rounds.freed_s.append(await rounds.free(list(cluster.workers), 2.0))
+            await rounds.all_here()

@@ -1,0 +1,184 @@
+"""Clusters of real processes under faults: their streams, and ways to stop, kill and audit them."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import ServiceError
+from cluster.rpc import channel
+from protos import inference_pb2 as pb
+from protos import membership_pb2, membership_pb2_grpc
+from tandem.client import Client
+from tandem.local import LocalCluster, RoleProcess
+
+PATIENCE_S = 20.0
+LENDER_ALWAYS = {"decode_prefill_tokens_per_s": 1.0}
+"""Of a router. Computing on a decode worker costs a second a token, so that every loan looks worth it."""
+
+
+async def until(condition: Callable[[], Awaitable[bool]], what: str, timeout_s: float = PATIENCE_S) -> None:
+    give_up_at = time.monotonic() + timeout_s
+    while not await condition():
+        assert time.monotonic() < give_up_at, f"waited in vain until {what}"
+        await asyncio.sleep(0.01)
+
+
+class Stream:
+    """One request under way, its messages as they come."""
+
+    def __init__(self, client: Client, prompt: Sequence[int], max_tokens: int, **options: Any) -> None:
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.finish: pb.Finish | None = None
+        sampling = pb.Sampling(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        self._call = client.generate(token_ids=prompt, sampling=sampling, **({"timeout_s": 60.0} | options))
+        self.task = asyncio.ensure_future(self._follow())
+
+    async def _follow(self) -> "Stream":
+        try:
+            async for message in self._call:
+                assert self.finish is None, "nothing comes after the finish"
+                self.token_ids += message.token_ids
+                self.text += message.text
+                if message.HasField("finish"):
+                    self.finish = message.finish
+        finally:
+            await self._call.aclose()  # type: ignore[attr-defined]  # leaving the loop cancels the request
+        assert self.finish is not None, "a stream that ends well has a finish"
+        assert self.finish.usage.completion_tokens == len(self.token_ids)
+        return self
+
+    async def reached(self, num_tokens: int) -> None:
+        """Raises what the stream failed with before that."""
+
+        async def there() -> bool:
+            if self.task.done() and len(self.token_ids) < num_tokens:
+                self.task.result()
+            return len(self.token_ids) >= num_tokens
+
+        await until(there, f"{num_tokens} tokens have come")
+
+    async def cancel(self) -> None:
+        self.task.cancel()
+        with suppress(asyncio.CancelledError, ServiceError):
+            await self.task
+
+    @property
+    def receipt(self) -> pb.Receipt:
+        assert self.finish is not None
+        return self.finish.receipt
+
+
+async def finished(streams: Sequence[Stream]) -> list[Stream]:
+    async with asyncio.timeout(60):
+        return list(await asyncio.gather(*(stream.task for stream in streams)))
+
+
+def assert_equal_answers(disturbed: Sequence[Stream], undisturbed: Sequence[Stream]) -> None:
+    for one, other in zip(disturbed, undisturbed, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.text == other.text
+        assert one.finish is not None
+        assert other.finish is not None
+        assert one.finish.reason == other.finish.reason
+        assert one.finish.usage.prompt_tokens == other.finish.usage.prompt_tokens
+
+
+# ----------------------------------------------------------------------------------------------- processes
+
+
+def state_of(pid: int) -> str:
+    """Its letter in /proc: T is stopped; empty when there is no such process, or a dead one."""
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return "" if letter in "ZX" else letter
+
+
+def engine_of(role: RoleProcess) -> int:
+    """The engine process behind a worker's front."""
+    children = Path(f"/proc/{role.pid}/task/{role.pid}/children").read_text().split()
+    (engine,) = [
+        int(child)
+        for child in children
+        if b"engine.worker.engine_process" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+    return engine
+
+
+def named(cluster: LocalCluster, name: str) -> RoleProcess:
+    """The order of a cluster's workers is the one they became ready in."""
+    (worker,) = [worker for worker in cluster.workers if worker.name == name]
+    return worker
+
+
+async def pause(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+
+    async def stopped() -> bool:
+        return state_of(pid) == "T"
+
+    await until(stopped, f"{pid} is stopped")
+
+
+@asynccontextmanager
+async def running(cluster: LocalCluster) -> AsyncIterator[tuple[LocalCluster, Client]]:
+    """The cluster and a client of it. Afterwards no engine that it ever had is left."""
+    engines: list[int] = []
+    async with cluster, Client(cluster.address) as client:
+        engines += [engine_of(worker) for worker in cluster.workers]
+        cluster.engines = engines  # type: ignore[attr-defined]  # tests that start more workers add theirs
+        yield cluster, client
+
+    async def all_gone() -> bool:
+        return not any(state_of(pid) for pid in engines)
+
+    await until(all_gone, f"the engines {engines} are gone", 3.0)
+
+
+async def report_of(address: str) -> membership_pb2.AuditReport:
+    async with channel(address) as link:
+        stub = membership_pb2_grpc.WorkerStub(link)
+        report: membership_pb2.AuditReport = await stub.Audit(membership_pb2.AuditRequest(), timeout=10)
+        return report
+
+
+async def lending(worker: RoleProcess, num_loans: int, num_blocks: int) -> None:
+    """So many loans are under way there, with so many blocks held for them."""
+
+    async def busy() -> bool:
+        report = await report_of(worker.address)
+        return report.loans >= num_loans and report.held_blocks >= num_blocks
+
+    await until(busy, f"{worker.name} lends")
+
+
+async def workers_joined(client: Client, num_prefill: int, num_decode: int) -> None:
+    async def joined() -> bool:
+        (served,) = await client.list_models()
+        return (served.prefill_workers, served.decode_workers) == (num_prefill, num_decode)
+
+    await until(joined, f"{num_prefill} prefill and {num_decode} decode workers have joined")
+
+
+def alive(cluster: LocalCluster) -> list[str]:
+    return [worker.address for worker in cluster.workers if worker.process.returncode is None]
+
+
+def kill_worker(role: RoleProcess) -> None:
+    os.kill(engine_of(role), signal.SIGKILL)
+    role.process.kill()
+
+
+def kill_front(role: RoleProcess) -> None:
+    role.process.kill()
+
+
+def kill_engine(role: RoleProcess) -> None:
+    os.kill(engine_of(role), signal.SIGKILL)

@@ -1,0 +1,48 @@
+"""What the sim engine of a cluster answers, worked out without one, and how its KV lies in memory."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from engine.layout import KvLayout
+from engine.model_dir import ModelDir
+from engine.sim.runner import chain, sim_runner
+
+_MASK = (1 << 64) - 1
+
+
+class SimClusterModel:
+    """Of the model directory and `sim_block_kib` that the workers have."""
+
+    def __init__(self, path: Path, block_tokens: int = 16, block_kib: int = 2) -> None:
+        runner = sim_runner(path, block_tokens, kv_bytes=1, block_kib=block_kib)
+        self.layout: KvLayout = runner.layout
+        self.vocab_size = runner.info.vocab_size
+        self._root = int.from_bytes(self.layout.fingerprint(ModelDir.open(path).config_fingerprint())[:8], "little")
+        self._words = self.layout.head_bytes // 8 // block_tokens
+
+    def answer(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        """Greedy, undisturbed."""
+        state, folded = self._root, 0
+        tokens = list(prompt)
+        for position in range(len(prompt) + max_tokens - 1):
+            if position >= len(prompt):
+                tokens.append(self._sample(folded))
+            state = chain(state, tokens[position])
+            folded += state * (2 * position + 1)
+        tokens.append(self._sample(folded))
+        return tokens[len(prompt) :]
+
+    def block(self, prompt: Sequence[int], index: int) -> bytes:
+        """The bytes of one of the prompt's full blocks."""
+        width, state, states = self.layout.block_tokens, self._root, []
+        for token in prompt[: (index + 1) * width]:
+            state = chain(state, token)
+            states.append(state)
+        head = np.repeat(np.array(states[index * width :], np.uint64), self._words)
+        return np.tile(head, self.layout.kv_heads).tobytes()
+
+    def _sample(self, folded: int) -> int:
+        whole = (folded * self.layout.kv_heads * self._words) & _MASK
+        return chain(0, whole) % self.vocab_size

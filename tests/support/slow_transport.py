@@ -1,0 +1,137 @@
+"""A transport that keeps the contract to the letter and no further, moved by hand."""
+
+import random
+from collections import deque
+from collections.abc import Hashable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtransfer.errors import PeerGone, TransferError
+from kvtransfer.transport import DevicePool, Peer, Pool, Span, Transport, check_spans
+from support.sim_model import LAYOUT
+
+
+@dataclass(eq=False)
+class SlowRead:
+    peer: "SlowPeer"
+    spans: tuple[Span, ...]
+    future: "Future[None]"
+    flow: Hashable
+
+    def blocks(self) -> list[int]:
+        """The own blocks it writes into."""
+        return [
+            block
+            for span in self.spans
+            for block in range(
+                span.local_offset // LAYOUT.block_bytes,
+                (span.local_offset + span.length) // LAYOUT.block_bytes,
+            )
+        ]
+
+
+class SlowPeer(Peer):
+    def __init__(self, name: str, num_bytes: int) -> None:
+        self.name = name
+        self.num_bytes = num_bytes
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        return ("slow/memory",)
+
+
+class SlowTransport(Transport):
+    """A posted read may write until the very moment it is done."""
+
+    name = "slow"
+
+    def __init__(self, network: dict[bytes, Pool], name: str) -> None:
+        self._network = network
+        self._endpoint = name.encode()
+        self._peers: dict[bytes, SlowPeer] = {}
+        self.queued: dict[str, deque[SlowRead]] = {}
+        self.posted: dict[str, SlowRead] = {}
+        self.stalled_until: dict[str, int] = {}
+        """By peer: the move of the trial before which its read does not end."""
+        self.pool: Pool | None = None
+
+    def register(self, pool: Pool | DevicePool) -> bytes:
+        assert isinstance(pool, Pool)
+        self.pool = pool
+        self._network[self._endpoint] = pool
+        return self._endpoint
+
+    def connect(self, endpoint: bytes) -> SlowPeer:
+        if endpoint not in self._network:
+            raise PeerGone(f"nobody at {endpoint!r}")
+        return self._peers.setdefault(endpoint, SlowPeer(endpoint.decode(), self._network[endpoint].num_bytes))
+
+    def read(self, peer: Peer, spans: Sequence[Span], flow: Hashable = None) -> "Future[None]":
+        assert isinstance(peer, SlowPeer)
+        assert self.pool is not None
+        check_spans(spans, self.pool.num_bytes, peer.num_bytes)
+        read = SlowRead(peer, tuple(spans), Future(), flow)
+        self.queued.setdefault(peer.name, deque()).append(read)
+        return read.future
+
+    def drop(self, peer: Peer) -> None:
+        assert isinstance(peer, SlowPeer)
+        for read in self.queued.pop(peer.name, ()):
+            read.future.cancel()
+
+    def close(self) -> None:
+        """The process is gone: nobody reads from it any more."""
+        self._network.pop(self._endpoint, None)
+
+    def post(self, peer: str) -> None:
+        """Post the oldest read of a peer that was not withdrawn."""
+        assert peer not in self.posted
+        queue = self.queued[peer]
+        while queue and peer not in self.posted:
+            read = queue.popleft()
+            if read.future.set_running_or_notify_cancel():
+                self.posted[peer] = read
+
+    def scribble(self, peer: str, rng: random.Random) -> None:
+        """Some bytes of a posted read are written: anything may stand there until it is done."""
+        span = rng.choice(self.posted[peer].spans)
+        offset = span.local_offset + rng.randrange(span.length)
+        self._bytes()[offset] = rng.randrange(256)
+
+    def land(self, peer: str) -> None:
+        """The posted read is done, or fails when the peer's process is gone."""
+        read = self.posted.pop(peer)
+        remote = self._network.get(peer.encode())
+        if remote is None:
+            read.future.set_exception(PeerGone(peer))
+            return
+        source = remote.memory.reshape(-1)
+        for span in read.spans:
+            self._bytes()[span.local_offset :][: span.length] = source[span.remote_offset :][: span.length]
+        read.future.set_result(None)
+
+    def land_corrupted(self, peer: str, rng: random.Random) -> None:
+        """As `land`, with one bit wrong."""
+        read = self.posted[peer]
+        span = rng.choice(read.spans)
+        remote = self._network.get(peer.encode())
+        if remote is None:
+            self.land(peer)
+            return
+        source, offset = remote.memory.reshape(-1), rng.randrange(span.length)
+        source[span.remote_offset + offset] ^= 1
+        self.land(peer)
+        source[span.remote_offset + offset] ^= 1
+
+    def fail(self, peer: str) -> None:
+        self.posted.pop(peer).future.set_exception(TransferError("the link went down"))
+
+    def busy(self) -> list[str]:
+        """Peers with a read that could be posted."""
+        return [peer for peer, queue in self.queued.items() if queue and peer not in self.posted]
+
+    def _bytes(self) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+        assert self.pool is not None
+        return self.pool.memory.reshape(-1)

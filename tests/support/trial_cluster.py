@@ -1,0 +1,260 @@
+"""A few engines, their clients, and everything between them, moved by one random generator.
+
+The harness stands where the gRPC front will: it carries what the engines say to each other, late, cut short or
+never. Its transport posts a read at one moment and lets it land at another, with garbage written in between. After
+every single move the books of every engine must balance. Time is the number of moves.
+"""
+
+from engine.scheduler import StepBudget
+from engine.sim.runner import prompt_logprob
+from kvtransfer.transport import Pool
+from support.sim_model import VOCAB, undisturbed
+from support.trial_faults import Faults
+from support.trial_node import Client, Node, searched
+
+KINDS = 6 * [(1, 0)] + [(2, 0), (3, 0), (1, 2), (2, 3)]
+"""Choices and beams of a request."""
+FAULTS = [
+    *4 * ["cancel"],
+    *4 * ["cut"],
+    *2 * ["kill"],
+    *3 * ["stop"],
+    *2 * ["give away"],
+    *2 * ["delay"],
+    "exhaust",
+    *3 * ["corrupt tier"],
+    "duplicate",
+]
+"""By how often they are drawn."""
+
+
+class Cluster(Faults):
+    """One trial."""
+
+    def __init__(
+        self, seed: int, num_nodes: int = 3, faults: bool = True, crowded: bool = False, reserve: int = 256
+    ) -> None:
+        super().__init__(seed, crowded)
+        self.reserve = reserve
+        """Output tokens that admission promises blocks for; a small one makes engines preempt."""
+        self.max_tokens = 6 if reserve > 6 else 12
+        self.faults = faults
+        self.fault_rate = self.rng.choice([0.02, 0.04, 0.08])
+        self.one_sided = self.rng.random() < 0.5
+        """Reads from a stopped process end all the same, as over shared memory."""
+        self.crowded_length = 17 if reserve > 6 else 9
+        self.pool_range = (6, 7) if crowded else self.rng.choice([(6, 10), (8, 16), (10, 24)])
+        self.network: dict[bytes, Pool] = {}
+        self.num_started = 0
+        self.now = 0
+        self.restoring: list[Node] = []
+        """Whose tier is in the middle of a read, the innermost last."""
+        self.nodes = [self.new_node() for _ in range(num_nodes)]
+        trunk = self.random_tokens(28)
+        self.trunks = [trunk, trunk[:9] + self.random_tokens(19)]
+        self.trunks += [self.random_tokens(28) for _ in range(self.rng.randint(0, 6))]
+
+    def random_tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(VOCAB) for _ in range(count)]
+
+    def new_node(self) -> Node:
+        rng = self.rng
+        self.num_started += 1
+        budget = StepBudget(rng.randint(2, 16), rng.randint(2, 12))
+        name, num_blocks = f"node-{self.num_started}", rng.randint(*self.pool_range)
+        tier_blocks = rng.choice([0, 12, 40])
+        node = Node(self.network, name, num_blocks, budget, self.reserve, tier_blocks)
+        node.runner.interrupted = lambda: self.in_mid_restore(node)
+        return node
+
+    # ------------------------------------------------------------------ what a trial is made of
+
+    def run(self, num_requests: int, num_moves: int) -> None:
+        for _ in range(num_requests):
+            length = self.crowded_length if self.crowded else self.rng.randint(1, 28)
+            prompt = tuple(self.rng.choice(self.trunks)[:length])
+            client = Client(prompt, self.rng.randint(1, self.max_tokens), self.rng.randint(0, 1))
+            client.num_choices, client.num_beams = self.rng.choice(KINDS)
+            client.scored = self.rng.random() < 0.1
+            if self.faults and self.rng.random() < 0.15:
+                client.deadline = self.rng.randint(1, num_moves)
+            self.clients.append(client)
+        while self.now < num_moves:
+            self.move()
+            self.check(contents=self.now % 8 == 0)
+        self.settle()
+        self.check_at_rest()
+
+    def move(self) -> None:
+        """One thing happens."""
+        rng = self.rng
+        self.now += 1
+        self.expire(self.now)
+        if self.faults and rng.random() < self.fault_rate:
+            self.fault(rng.choice(FAULTS))
+            return
+        awake, talk = self.awake, self.deliverable()
+        transports = [node for node in awake if node.transport.posted or node.transport.busy()]
+        new = [client for client in self.clients if client.state == "new"]
+        tiers = [node for node in awake if node.tiers is not None and node not in self.restoring]
+        stopped = [node for node in self.nodes if node.stopped]
+        unaware = [stream for stream in self.streams if stream.withheld is not None]
+        kinds = 4 * ["step"] + 6 * ["deliver"] * bool(talk) + 3 * ["transfer"] * bool(transports)
+        kinds += ["submit"] * bool(new) + ["restore"] * bool(tiers)
+        kinds += ["silence", "wake"] * bool(stopped) + ["notice end"] * bool(unaware)
+        match rng.choice(kinds):
+            case "step":
+                self.step(rng.choice(awake))
+            case "deliver":
+                self.deliver(rng.choice(talk))
+            case "transfer":
+                self.transfer(rng.choice(transports), rng, self.faults, self.now)
+            case "submit":
+                self.submit(rng.choice(new), rng.choice(awake))
+            case "restore":
+                self.restore(rng.choice(tiers))
+            case "silence":
+                self.notice_silence()
+            case "wake":
+                self.wake()
+            case "notice end":
+                self.notice_end(rng.choice(unaware))
+
+    def fault(self, kind: str) -> None:
+        match kind:
+            case "cancel":
+                self.cancel()
+            case "cut":
+                self.cut()
+            case "kill":
+                self.kill(self.rng.choice(self.nodes))
+            case "stop":
+                self.stop()
+            case "give away":
+                self.give_away()
+            case "delay":
+                self.delay(self.now)
+            case "exhaust":
+                self.exhaust(self.rng.choice(self.awake))
+            case "corrupt tier":
+                self.corrupt_tier()
+            case "duplicate":
+                self.duplicate()
+
+    def step(self, node: Node) -> bool:
+        """Half a step: it begins, or ends. In between anything else may happen to the engine."""
+        self.receive(node)
+        if node.batch:
+            # The runner writes at any time between the halves: here just before the end, or just after the beginning.
+            sampled = node.runner.execute(node.batch) if node.sampled is None else node.sampled
+            batch, node.batch = node.batch, []
+            node.core.end_step(batch, sampled)
+            worked = True
+        else:
+            node.batch = node.core.begin_step()
+            node.sampled = node.runner.execute(node.batch) if self.rng.random() < 0.5 else None
+            worked = bool(node.batch)
+        node.core.report()
+        self.route(node)
+        return worked
+
+    def restore(self, node: Node) -> bool:
+        """The tier carries out one job; in the middle of it, `in_mid_restore` is called."""
+        assert node.tiers is not None
+        self.restoring.append(node)
+        worked = node.tiers.step()
+        self.restoring.remove(node)
+        return worked
+
+    def in_mid_restore(self, node: Node) -> None:
+        """Half of a block has been written. Its engine's loop turns meanwhile, and so does everybody else's."""
+        if not node.alive:
+            return
+        node.check()
+        if not self.faults or self.rng.random() < 0.5 or len(self.restoring) > 2:
+            return
+        self.cells.note_restoring("completion delayed", node)
+        for _ in range(self.rng.randint(1, 6)):
+            self.move()
+            self.check(contents=False)
+        block = node.runner.writing
+        if node.alive and block in node.core._books.pool._quarantined:
+            self.seen["tier wrote late"] += 1
+            self.cells.counts["late write", "borrower", "over"] += 1
+
+    def is_out_of_reach(self, peer: str) -> bool:
+        return not self.one_sided and any(node.name == peer and node.stopped for node in self.nodes)
+
+    # ------------------------------------------------------------------ what must hold
+
+    def check(self, contents: bool) -> None:
+        for node in self.nodes:
+            node.check()
+            self.seen["quarantined"] += bool(node.core._books.pool.num_quarantined)
+            self.seen["waiting preempted"] += bool(node.core._requests.residency.preempted)
+            if contents:
+                node.check_contents()
+
+    def settle(self) -> None:
+        """No more faults: everything under way arrives, every read ends, every client is answered."""
+        self.faults = False
+        while any(node.stopped for node in self.nodes):
+            self.wake()
+        for client in self.clients:
+            client.deadline = float("inf")
+        for _ in range(3000):
+            if not self.progress() and not self.relieve():
+                return
+            self.check(contents=False)
+        raise AssertionError("the cluster does not come to rest")
+
+    def progress(self) -> bool:
+        moved = False
+        for client in self.clients:
+            if client.state == "new":
+                self.submit(client, self.rng.choice(self.nodes))
+                moved = True
+        for stream in self.streams:
+            if stream.withheld is not None:
+                self.notice_end(stream)
+            while stream.to_lender or stream.to_borrower:
+                self.deliver(stream)
+                moved = True
+        for node in self.nodes:
+            while node.transport.posted or node.transport.busy():
+                self.transfer(node, self.rng, faults=False, now=self.now)
+                moved = True
+            while node.tiers is not None and self.restore(node):
+                moved = True
+            moved |= self.step(node)
+        return moved or any(s.to_lender or s.to_borrower for s in self.streams)
+
+    def relieve(self) -> bool:
+        """Deadlines: engines that wait for each other's room do so until the first of the streams ends."""
+        waiting = [stream for stream in self.streams if not stream.over]
+        if waiting:
+            self.seen["relieved"] += 1
+            self.break_stream(waiting[0])
+        return bool(waiting)
+
+    def check_at_rest(self) -> None:
+        self.check(contents=True)
+        for node in self.nodes:
+            node.check_at_rest()
+        for client in self.clients:
+            self.seen[client.state] += 1
+            assert client.state in ("done", "cancelled", "expired", "rejected"), "a request was lost"
+            self.check_answer(client)
+
+    def check_answer(self, client: Client) -> None:
+        """It is that of an engine which nothing disturbed, or the beginning of it."""
+        done = client.state == "done"
+        if client.num_beams:
+            assert client.tokens == (searched(client) if done else {}), "a wrong beam"
+            return
+        for choice, tokens in client.tokens.items():
+            expected = undisturbed(client.prompt, client.max_tokens, choice)
+            assert tokens == expected[: None if done else len(tokens)], "a wrong token"
+        wanted = range(1, len(client.prompt) if client.scored else 1)
+        scores = [prompt_logprob(undisturbed(client.prompt[:end], 1)[0]) for end in wanted]
+        assert client.scores == (scores if done else scores[: len(client.scores)])

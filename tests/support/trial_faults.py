@@ -1,0 +1,244 @@
+"""What may go wrong in a trial."""
+
+import random
+
+from engine.lending.sources import LowerTiers
+from engine.messages import Cancel, LendClosed, LoanFailed
+from support.sim_model import VOCAB, WIDTH
+from support.trial_cells import borrower_state, lender_state
+from support.trial_front import Front
+from support.trial_node import Client, Node, Stream
+
+
+class Faults(Front):
+    """Each fault by itself, drawn by the trial's random generator, and noted with the states that it met."""
+
+    def new_node(self) -> Node:
+        raise NotImplementedError
+
+    def step(self, node: Node) -> bool:
+        raise NotImplementedError
+
+    @property
+    def awake(self) -> list[Node]:
+        return [node for node in self.nodes if not node.stopped]
+
+    # ------------------------------------------------------------------ clients that go
+
+    def give_up(self, client: Client, state: str, fault: str) -> None:
+        """The client goes away; its engine is told, or finds it in its inbox when it wakes."""
+        if client.state == "running":
+            request_id, node = client.attempt, self.attempts[client.attempt].node
+            if not node.stopped:
+                self.receive(node)  # what arrived before may have ended it
+                if client.state != "running":
+                    return
+            for stream in self.streams:
+                if stream.request_id == request_id:
+                    self.cells.note(fault, stream)
+            self.cells.note_restoring(fault, node, request_id)
+            self.forsaken.add(request_id)
+            node.tell(Cancel(request_id))
+            assert node.stopped or request_id not in node.core._requests._requests, "a request outlives its client"
+            self.route(node)
+        client.state = state
+
+    def cancel(self) -> None:
+        running = [client for client in self.clients if client.state == "running"]
+        if running:
+            self.give_up(self.rng.choice(running), "cancelled", "cancelled")
+
+    def expire(self, now: int) -> None:
+        """Whose deadline has passed is answered, wherever it is."""
+        for client in self.clients:
+            if client.deadline < now and client.state in ("new", "running"):
+                self.give_up(client, "expired", "deadline")
+
+    def duplicate(self) -> None:
+        """A request arrives a second time at the engine that has it."""
+        node = self.rng.choice(self.awake)
+        self.receive(node)
+        if node.core._requests.num_requests:
+            request_id = self.rng.choice(sorted(node.core._requests._requests))
+            self.num_duplicates += 1
+            node.tell(self.generate(request_id))
+            self.route(node)
+            assert self.num_duplicates == 0, "a request was accepted twice"
+
+    # ------------------------------------------------------------------ processes and connections
+
+    def cut(self) -> None:
+        live = [stream for stream in self.streams if not stream.over or (not stream.broken and self.rng.random() < 0.1)]
+        if live:
+            stream = self.rng.choice(live)
+            self.cells.note("connection cut", stream)
+            self.break_stream(stream)
+
+    def kill(self, node: Node) -> None:
+        """The process ends; another one starts in its place, and the router sends its requests elsewhere."""
+        self.seen["killed"] += 1
+        self._note_process(node, "killed")
+        node.alive = False
+        node.stopped = False
+        node.transport.close()
+        self.dead.append(node)
+        self.nodes[self.nodes.index(node)] = self.new_node()
+        for stream in self.streams:
+            if node in (stream.borrower, stream.lender) and not stream.broken:
+                self.break_stream(stream)
+        self._move_requests(node)
+
+    def stop(self) -> None:
+        """A process does nothing for a while; those that it talks to do not know yet."""
+        if len(self.awake) > 1:
+            node = self.rng.choice(self.awake)
+            self.seen["stopped"] += 1
+            self._note_process(node, "stopped")
+            node.stopped = True
+
+    def notice_silence(self) -> None:
+        """Somebody gives up a stopped process: the other end of a stream, or the router."""
+        node = self.rng.choice([node for node in self.nodes if node.stopped])
+        streams = [s for s in self.streams if node in (s.borrower, s.lender) and not s.broken]
+        if streams and self.rng.random() < 0.7:
+            self.break_stream(self.rng.choice(streams))
+        else:
+            self._move_requests(node)
+
+    def wake(self) -> None:
+        """It goes on with what it thinks it holds, before it hears what has happened meanwhile."""
+        node = self.rng.choice([node for node in self.nodes if node.stopped])
+        self.seen["woken"] += 1
+        node.stopped = False
+        inbox = list(node.inbox)
+        node.inbox.clear()
+        for _ in range(self.rng.randint(0, 3)):
+            self.step(node)
+        node.inbox.extendleft(reversed(inbox))
+
+    def _move_requests(self, node: Node) -> None:
+        """The router places what ran there anew."""
+        for client in self.clients:
+            if client.state == "running" and self.attempts[client.attempt].node is node:
+                self.forsaken.add(client.attempt)
+                client.state = "new"
+                if node.alive:
+                    node.tell(Cancel(client.attempt))
+
+    def _note_process(self, node: Node, what: str) -> None:
+        for stream in self.streams:
+            if stream.borrower is node:
+                self.cells.note(f"borrower {what}", stream)
+            if stream.lender is node:
+                self.cells.note(f"lender {what}", stream)
+        self.cells.note_restoring(f"borrower {what}", node)
+
+    # ------------------------------------------------------------------ room, and blocks given away
+
+    def exhaust(self, node: Node) -> None:
+        """Somebody else's request takes all the room that is left, and evicts what is cached."""
+        num_blocks = node.core._books.pool.num_available
+        if num_blocks > 0:
+            prompt = tuple(self.rng.randrange(VOCAB) for _ in range(num_blocks * WIDTH - 1))
+            client = Client(prompt, 1, 2)
+            self.clients.append(client)
+            self.submit(client, node)
+        if node.core._books.pool.num_available <= 0:
+            self.seen["exhausted"] += 1
+            self.note_shortage(node)
+
+    def give_away(self) -> None:
+        """The lender hears that a stream is over and gives its blocks to others; the borrower has not noticed."""
+        reads = [(node, read) for node in self.awake for read in node.transport.posted.values()]
+        streams = [self.stream_of(str(read.flow)) for _, read in reads]
+        streams = [s for s in streams if not s.over and s.lender.alive and not s.lender.stopped]
+        if not streams:
+            return
+        stream = self.rng.choice(streams)
+        self.cells.note("connection cut", stream)
+        self.seen["given away"] += 1
+        stream.broken = True
+        stream.to_lender.clear()
+        stream.withheld = LoanFailed(stream.request_id, "the stream broke a while ago")
+        lender = stream.lender
+        lender.tell(LendClosed(stream.loan_id))
+        self.route(lender)
+        self.exhaust(lender)
+        for _ in range(8):
+            self.step(lender)
+
+    def notice_end(self, stream: Stream) -> None:
+        assert stream.withheld is not None
+        stream.to_borrower.append(stream.withheld)
+        stream.withheld = None
+
+    # ------------------------------------------------------------------ bytes
+
+    def transfer(self, node: Node, rng: random.Random, faults: bool, now: int) -> None:
+        """A read is posted, writes a little, is done, or fails."""
+        transport = node.transport
+        if transport.posted and rng.random() < 0.6:
+            peer = rng.choice(sorted(transport.posted))
+            chance = rng.random() if faults else 1.0
+            if faults and (transport.stalled_until.get(peer, 0) > now or self.is_out_of_reach(peer)):
+                chance *= 0.4
+            self._note_late(node, peer)
+            if chance < 0.4:
+                transport.scribble(peer, rng)
+            elif chance < 0.47:
+                self.seen["corrupted"] += 1
+                self.cells.note("bytes corrupted", self.stream_of(str(transport.posted[peer].flow)))
+                transport.land_corrupted(peer, rng)
+            elif chance < 0.5:
+                transport.fail(peer)
+            else:
+                transport.land(peer)
+        elif transport.busy():
+            transport.post(rng.choice(transport.busy()))
+
+    def is_out_of_reach(self, peer: str) -> bool:
+        """Its process is stopped, and the link needs it to take part."""
+        raise NotImplementedError
+
+    def _note_late(self, node: Node, peer: str) -> None:
+        stream = self.stream_of(str(node.transport.posted[peer].flow))
+        if borrower_state(stream) == "over":
+            self._note_always("late write", stream)
+        if stream.lender.alive and lender_state(stream) == "over":
+            self._note_always("late read", stream)
+
+    def _note_always(self, fault: str, stream: Stream) -> None:
+        """Also when both sides are over for good."""
+        self.cells.counts[fault, "borrower", borrower_state(stream)] += 1
+        if (lender := lender_state(stream)) is not None:
+            self.cells.counts[fault, "lender", lender] += 1
+
+    def delay(self, now: int) -> None:
+        """A posted read does not end for a long while."""
+        posted = [(node, peer) for node in self.awake for peer in sorted(node.transport.posted)]
+        if posted:
+            node, peer = self.rng.choice(posted)
+            node.transport.stalled_until[peer] = now + self.rng.randint(20, 100)
+            self._note_always("completion delayed", self.stream_of(str(node.transport.posted[peer].flow)))
+
+    def corrupt_tier(self) -> None:
+        """A bit of a host tier flips, in what is being brought back where there is such a thing."""
+        nodes = [node for node in self.awake if node.tiers is not None]
+        wanted: list[tuple[Node, int]] = []
+        for node in nodes:
+            for loan in node.core._borrowing._loans.values():
+                if isinstance(loan.source, LowerTiers):
+                    wanted += [(node, held.slot) for held in loan.source._held]
+        if wanted:
+            node, slot = self.rng.choice(wanted)
+            self.cells.note_restoring("bytes corrupted", node)
+        elif nodes:
+            node = self.rng.choice(nodes)
+            assert node.tiers is not None
+            slot = self.rng.randrange(node.tiers._host.slots.num_slots)
+        else:
+            return
+        self.seen["tier corrupted"] += 1
+        assert node.tiers is not None
+        row = node.tiers._host.memory[slot]
+        row[self.rng.randrange(len(row))] ^= 1 << self.rng.randrange(8)

@@ -1,0 +1,224 @@
+"""An engine under trial, and those who talk to it: clients, and streams to other engines."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.core import CoreLimits, EngineCore
+from engine.messages import FromEngine, Generate, ToEngine, Token
+from engine.scheduler import StepBudget
+from engine.sim.runner import SimRunner
+from engine.tiers.tiers import TierConfig, Tiers
+from engine.vocabulary import BeamParams, Chunk, Sampled, SamplingParams
+from kvtransfer.fingerprint import fingerprint_blocks
+from kvtransfer.transport import Pool
+from support.sim_model import LAYOUT, VOCAB
+from support.slow_transport import SlowTransport
+
+
+class TrialRunner(SimRunner):
+    """Writes what comes back from a tier in two halves; in between, `interrupted` lets anything happen."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(LAYOUT, num_blocks, VOCAB)
+        self.writing: int | None = None
+        """A block that half of a tier's bytes have been written into."""
+        self.interrupted: Callable[[], None] = lambda: None
+
+    def write_block(self, block: int, content: NDArray[np.uint8]) -> None:
+        half = len(content) // 2
+        self.pool.memory[block, :half] = content[:half]
+        self.writing = block
+        self.interrupted()
+        self.writing = None
+        self.pool.memory[block, half:] = content[half:]
+
+
+class Node:
+    """One engine process."""
+
+    def __init__(
+        self,
+        network: dict[bytes, Pool],
+        name: str,
+        num_blocks: int,
+        budget: StepBudget,
+        reserve: int = 256,
+        tier_blocks: int = 0,
+    ) -> None:
+        """`tier_blocks`: how many blocks its host memory holds, none with 0."""
+        self.name = name
+        self.alive = True
+        self.stopped = False
+        self.said: list[FromEngine] = []
+        self.inbox: deque[ToEngine] = deque()
+        """What has arrived and was not handled yet."""
+        self.transport = SlowTransport(network, name)
+        self.runner = TrialRunner(num_blocks)
+        limits = CoreLimits(budget, 4, reserve, report_interval_s=0.0)
+        self.tiers: Tiers | None = None
+        if tier_blocks:
+            config = TierConfig(tier_blocks * LAYOUT.block_bytes, None, 0)
+            fingerprint = LAYOUT.fingerprint(self.runner.info.weights_fingerprint)
+            self.tiers = Tiers(config, LAYOUT.block_bytes, LAYOUT.kv_heads, fingerprint, threaded=False)
+        self.core = EngineCore(self.runner, self.transport, limits, self.said.append, tiers=self.tiers)
+        self.endpoint = self.core.start().endpoint
+        self.batch: list[Chunk] = []
+        """Being computed: `end_step` is still to come."""
+        self.sampled: list[Sampled] | None = None
+
+    def tell(self, message: ToEngine) -> None:
+        """It is handled now, after what arrived before; by a stopped process, when it wakes."""
+        self.inbox.append(message)
+        if not self.stopped:
+            self.receive()
+
+    def receive(self) -> None:
+        self.core.handle_posted()
+        while self.inbox:
+            self.core.handle(self.inbox.popleft())
+        self.core.handle_posted()
+
+    def serves(self, request_id: str) -> bool:
+        """A request, or a loan given, of this id is not over here."""
+        return request_id in self.core._requests._requests or request_id in self.core._lending._loans
+
+    def check(self) -> None:
+        """The books balance, and nothing is anybody's that a read may still write into."""
+        audited = self.core.audit()
+        assert audited.fault == "", f"{self.name}: {audited.fault}"
+        if self.tiers is not None:
+            self.tiers.check_integrity()
+        for read in self.transport.posted.values():
+            for block in read.blocks():
+                self._check_read_into(block)
+        if self.runner.writing is not None:
+            self._check_read_into(self.runner.writing)
+
+    def _check_read_into(self, block: int) -> None:
+        """It is nobody's, or that of one sequence which waits for it."""
+        pool = self.core._books.pool
+        owners = [
+            request.borrowing
+            for request in self.core._requests._requests.values()
+            if any(block in chain.blocks for chain in request.chains.values())
+        ]
+        owners += [
+            loan.fetching
+            for loan in self.core._lending._loans.values()
+            if loan.job is not None and block in loan.job.blocks
+        ]
+        if block in pool._quarantined:
+            assert not owners, f"{self.name}: block {block} is quarantined and owned"
+        else:
+            assert len(owners) == 1, f"{self.name}: block {block} is read into and has {len(owners)} owners"
+            assert owners[0], f"{self.name}: block {block} is in use while a read is in flight"
+            assert block not in pool._name_of, f"{self.name}: block {block} is named while a read is in flight"
+
+    def check_contents(self) -> None:
+        """A named block never changes after its fingerprint was taken."""
+        books = self.core._books
+        blocks = sorted(books.pool._name_of)
+        now = fingerprint_blocks(self.runner.pool.memory, blocks, LAYOUT.kv_heads)
+        assert now.tobytes() == books.fingerprints_of(blocks), f"{self.name}: a named block has changed"
+
+    def check_at_rest(self) -> None:
+        """Nothing is held for anybody, in the pool or below it."""
+        audited = self.core.audit()
+        left = (
+            audited.held_blocks,
+            audited.reserved_blocks,
+            audited.quarantined_blocks,
+            audited.sequences,
+            audited.loans,
+        )
+        assert left == (0, 0, 0, 0, 0), f"{self.name} holds {left} at rest"
+        assert self.core._borrowing.num_loans == 0, f"{self.name} borrows at rest"
+        if self.tiers is not None:
+            assert not any(self.tiers._host.slots._refs), f"{self.name}: a slot of the host tier is held at rest"
+
+
+@dataclass(eq=False)
+class Client:
+    """A request as its client sees it, over all attempts."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    priority: int
+    num_choices: int = 1
+    num_beams: int = 0
+    scored: bool = False
+    """It wants log probabilities of its prompt."""
+    deadline: float = float("inf")
+    """The last move of the trial that it waits for."""
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    """By choice."""
+    finished: set[int] = field(default_factory=set)
+    scores: list[float] = field(default_factory=list)
+    state: str = "new"
+    attempt: str = ""
+    """The request id of the latest attempt."""
+
+    @property
+    def sampling(self) -> SamplingParams:
+        beam = BeamParams(self.num_beams) if self.num_beams else None
+        scores = 0 if self.scored else None
+        return SamplingParams(self.max_tokens, n=self.num_choices, beam=beam, prompt_logprobs=scores)
+
+    def chain(self) -> tuple[int, ...]:
+        """The tokens of the choice that borrows for all."""
+        if self.num_beams:
+            return self.prompt
+        lead = next(choice for choice in range(self.num_choices) if choice not in self.finished)
+        return (*self.prompt, *self.tokens.get(lead, ()))
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A client's request at one engine."""
+
+    client: Client
+    node: Node
+    chain: tuple[int, ...]
+    """The tokens it may borrow blocks of."""
+
+
+@dataclass(eq=False)
+class Stream:
+    """The RPC of one loan. It keeps order within a direction; when it breaks, what was under way may be lost."""
+
+    loan_id: str
+    request_id: str
+    """Of the request, or the id of the loan given, that it is for."""
+    borrower: Node
+    lender: Node
+    tokens: tuple[int, ...]
+    to_lender: deque[ToEngine] = field(default_factory=deque)
+    to_borrower: deque[ToEngine] = field(default_factory=deque)
+    withheld: ToEngine | None = None
+    """That it is broken, which the borrower has not noticed yet."""
+    asked: bool = False
+    """The lender has heard of it."""
+    closed: bool = False
+    """By the borrower."""
+    broken: bool = False
+
+    @property
+    def over(self) -> bool:
+        return self.closed or self.broken
+
+
+def searched(client: Client) -> dict[int, list[int]]:
+    """The beams that an engine finds which has room for all, and nobody beside it."""
+    node = Node({}, "alone", 200, StepBudget(64, 64))
+    node.tell(Generate("r", client.prompt, (), client.sampling, "", 0, borrow=False))
+    while node.core.step():
+        pass
+    found: dict[int, list[int]] = {}
+    for message in node.said:
+        if isinstance(message, Token):
+            found.setdefault(message.choice, []).append(message.token_id)
+    return found
