@@ -1,7 +1,6 @@
 """Models made on the spot (tiny, random, of many architectures), and clusters of real processes over them."""
 
 import asyncio
-import json
 import os
 import time
 from collections.abc import Awaitable, Callable
@@ -14,6 +13,7 @@ import pytest
 from cluster.rpc import channel
 from protos import inference_pb2 as pb
 from protos import membership_pb2, membership_pb2_grpc
+from support.sim_directories import write_sim_model, write_tokenizer
 from tandem.client import Client
 from tandem.local import LocalCluster
 from tandem.topology import plan_topology
@@ -90,13 +90,12 @@ def tiny_model(make_model: ModelFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def sim_model(tmp_path_factory: pytest.TempPathFactory) -> ModelFactory:
-    """sim_model(vocab_size, context=100_000, **of config.json) -> a directory with what the sim engine reads of one."""
+    """sim_model(vocab_size, speaks=False) -> a directory with what the sim engine reads of a model, and a tokenizer."""
 
-    def make(vocab_size: int, context: int = 100_000, **values: Any) -> Path:
-        path = tmp_path_factory.mktemp("sim") / "simulated"
-        path.mkdir()
-        config = {"model_type": "llama", "vocab_size": vocab_size, "max_position_embeddings": context}
-        (path / "config.json").write_text(json.dumps(config | values))
+    def make(vocab_size: int, speaks: bool = False) -> Path:
+        path = write_sim_model(tmp_path_factory.mktemp("models") / "simulated", vocab_size)
+        if speaks:
+            write_tokenizer(path, vocab_size)
         return path
 
     return make

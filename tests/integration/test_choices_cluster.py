@@ -4,16 +4,13 @@ The sim engine: its tokens, candidates and log probabilities are made of the KV 
 """
 
 import asyncio
-import json
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
 
 from protos import inference_pb2 as pb
 from tandem.client import Client
@@ -23,17 +20,8 @@ SIM: dict[str, Any] = {"engine": "sim", "sim_step_ms": 8.0, "max_prefill_tokens"
 
 
 @pytest.fixture(scope="module")
-def speaking_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("choices") / "speaking"
-    path.mkdir()
-    config = {"model_type": "llama", "vocab_size": VOCAB, "max_position_embeddings": 100_000}
-    (path / "config.json").write_text(json.dumps(config))
-    pieces = sorted(ByteLevel.alphabet()) + [f"Ġword{number}" for number in range(VOCAB - 256)]
-    tokenizer = Tokenizer(BPE({piece: number for number, piece in enumerate(pieces)}, []))
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    return path
+def speaking_model(sim_model: Callable[..., Path]) -> Path:
+    return sim_model(VOCAB, speaks=True)
 
 
 @dataclass

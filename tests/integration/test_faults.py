@@ -6,22 +6,18 @@ with nothing held, and no engine process may be left.
 """
 
 import asyncio
-import json
 import os
 import random
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from tokenizers import Tokenizer, decoders
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
 
 from cluster.errors import DeadlineExceeded, ServiceError, Unavailable
 from cluster.rpc import Server, channel
@@ -54,35 +50,19 @@ BLOCK = 16
 STEP_MS = 8.0
 CHUNK = 32
 """Prompt tokens of one step: a prompt of 1,600 tokens takes 50 steps."""
-WORDS = 344
-VOCAB = 256 + WORDS
+VOCAB = 600
 
 SIM: dict[str, Any] = {"engine": "sim", "sim_step_ms": STEP_MS, "max_prefill_tokens": CHUNK, "kv_memory_mib": 4}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the sim engine reads of a model."""
-    path = tmp_path_factory.mktemp("faults") / "simulated"
-    path.mkdir()
-    config = {"model_type": "llama", "vocab_size": VOCAB, "max_position_embeddings": 100_000}
-    (path / "config.json").write_text(json.dumps(config))
-    return path
+def model(sim_model: Callable[..., Path]) -> Path:
+    return sim_model(VOCAB)
 
 
 @pytest.fixture(scope="module")
-def speaking_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a tokenizer whose tokens are words and single bytes, so that text lags behind tokens."""
-    path = tmp_path_factory.mktemp("faults") / "speaking"
-    path.mkdir()
-    config = {"model_type": "llama", "vocab_size": VOCAB, "max_position_embeddings": 100_000}
-    (path / "config.json").write_text(json.dumps(config))
-    pieces = sorted(ByteLevel.alphabet()) + [f"Ġword{number}" for number in range(WORDS)]
-    tokenizer = Tokenizer(BPE({piece: number for number, piece in enumerate(pieces)}, []))
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    return path
+def speaking_model(sim_model: Callable[..., Path]) -> Path:
+    return sim_model(VOCAB, speaks=True)
 
 
 def prompt_of(seed: int, num_tokens: int) -> list[int]:

@@ -1,0 +1,325 @@
+"""What peers say to each other inside a cluster: bad input is a typed error there too, and serving goes on."""
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from cluster.errors import (
+    Incompatible,
+    InvalidRequest,
+    Overloaded,
+    ServiceError,
+)
+from engine.keys import pack_tokens
+from protos import decode_pb2, decode_pb2_grpc, lend_pb2, lend_pb2_grpc, membership_pb2, membership_pb2_grpc
+from protos import inference_pb2 as pb
+from support.overheard_site import BLOCK, GOOD, MALFORMED, POOL_TOKENS, VOCAB, Site, refusal
+from tandem.client import Client
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+# ------------------------------------------------------------------------------------------------- lending
+
+
+def want(site: Site, **fields: Any) -> lend_pb2.LendRequest:
+    good = {
+        "lender_incarnation": site.prefill.incarnation,
+        "model_fingerprint": site.prefill.model_fingerprint,
+        "token_ids": GOOD[: 4 * BLOCK],
+        "may_compute": True,
+    }
+    wanted = good | fields
+    if not isinstance(wanted["token_ids"], bytes):
+        wanted["token_ids"] = pack_tokens(wanted["token_ids"])
+    return lend_pb2.LendRequest(want=lend_pb2.Want(**wanted))
+
+
+def release(first: int, count: int) -> lend_pb2.LendRequest:
+    return lend_pb2.LendRequest(release=lend_pb2.Release(first=first, count=count))
+
+
+@asynccontextmanager
+async def loan(site: Site, **fields: Any) -> AsyncIterator[Any]:
+    """A loan of four blocks, all of them announced."""
+    call = lend_pb2_grpc.LendStub(site.link(site.prefill.address)).Lend()
+    try:
+        await call.write(want(site, **fields))
+        announced = 0
+        while announced < 4:
+            response = await asyncio.wait_for(call.read(), 10)
+            assert response is not grpc.aio.EOF, await call.details()
+            announced += len(response.starting.ready.block_ids) + len(response.blocks_ready.block_ids)
+        yield call
+    finally:
+        call.cancel()
+
+
+WANTS: dict[str, tuple[dict[str, Any], type[ServiceError], str]] = {
+    "wrong incarnation": ({"lender_incarnation": b"x" * 16}, Incompatible, "lender_incarnation"),
+    "no incarnation": ({"lender_incarnation": b""}, Incompatible, "lender_incarnation"),
+    "wrong fingerprint": ({"model_fingerprint": b"x" * 32}, Incompatible, "model_fingerprint"),
+    "no tokens": ({"token_ids": []}, InvalidRequest, "first_block"),
+    "less than a block": ({"token_ids": GOOD[:15]}, InvalidRequest, "first_block"),
+    "first block beyond the last": ({"first_block": 4}, InvalidRequest, "first_block"),
+    "first block far beyond": ({"first_block": (1 << 32) - 1}, InvalidRequest, "first_block"),
+    "half a token": ({"token_ids": bytes(259)}, InvalidRequest, "token_ids"),
+    "token out of range": ({"token_ids": [VOCAB] * 64}, InvalidRequest, "token_ids"),
+    "more than the pool": ({"token_ids": [1] * (POOL_TOKENS + BLOCK)}, Overloaded, ""),
+}
+
+
+@pytest.mark.parametrize(("fields", "kind", "name"), WANTS.values(), ids=WANTS)
+async def test_loans_that_are_refused(site: Site, fields: dict[str, Any], kind: type[ServiceError], name: str) -> None:
+    stub = lend_pb2_grpc.LendStub(site.link(site.prefill.address))
+    call = stub.Lend()
+    await call.write(want(site, **fields))  # and no half-close: who is done may be gone before he is refused
+    error = await refusal(call, under_way=True)
+    assert type(error) is kind
+    assert error.field == name
+
+
+@pytest.mark.parametrize("first", [[], [release(0, 1)], [lend_pb2.LendRequest()]], ids=["nothing", "release", "empty"])
+async def test_a_loan_must_begin_with_want(site: Site, first: list[lend_pb2.LendRequest]) -> None:
+    error = await refusal(lend_pb2_grpc.LendStub(site.link(site.prefill.address)).Lend(iter(first)))
+    assert isinstance(error, InvalidRequest)
+    assert error.field == "want"
+
+
+@pytest.mark.parametrize(("first", "count"), [(4, 1), (3, 2), (0, 0), (0, 5), (1 << 31, 1 << 31), (0, (1 << 32) - 1)])
+async def test_release_of_blocks_that_are_not_held(site: Site, first: int, count: int) -> None:
+    async with loan(site) as call:
+        await call.write(release(first, count))
+        error = await refusal(call, under_way=True)
+    assert isinstance(error, InvalidRequest)
+    assert error.field == "release"
+
+
+async def test_a_release_given_twice(site: Site) -> None:
+    async with loan(site) as call:
+        await call.write(release(1, 2))
+        await call.write(release(2, 1))
+        error = await refusal(call, under_way=True)
+    assert isinstance(error, InvalidRequest)
+    assert error.field == "release"
+
+
+async def test_a_second_want(site: Site) -> None:
+    async with loan(site) as call:
+        await call.write(want(site))
+        error = await refusal(call, under_way=True)
+    assert isinstance(error, InvalidRequest)
+    assert error.field == "release"
+
+
+async def test_bytes_that_are_no_message_in_the_middle_of_a_loan(site: Site) -> None:
+    """The stream is the lease: it must end, or the blocks would be held for as long as the borrower keeps it open."""
+    call = site.link(site.prefill.address).stream_stream("/tandem.internal.v1.Lend/Lend")()
+    await call.write(want(site).SerializeToString())
+    await asyncio.wait_for(call.read(), 10)
+    await call.write(MALFORMED)
+    try:
+        error = await refusal(call, under_way=True)
+    finally:
+        call.cancel()
+    assert isinstance(error, InvalidRequest)
+    assert error.field == "release"
+
+
+async def test_a_good_loan_ends_well(site: Site) -> None:
+    """That the refusals above are not for another reason."""
+    async with loan(site) as call:
+        await call.write(release(0, 4))
+        await call.done_writing()
+        while await call.read() is not grpc.aio.EOF:
+            pass
+        assert await call.code() is grpc.StatusCode.OK
+
+
+# ------------------------------------------------------------------------------------------------ decoding
+
+DECODES: dict[str, tuple[dict[str, Any], type[ServiceError], str]] = {
+    "wrong incarnation": ({"worker_incarnation": b"x" * 16}, Incompatible, "worker_incarnation"),
+    "no incarnation": ({"worker_incarnation": b""}, Incompatible, "worker_incarnation"),
+    "no prompt": ({"prompt_token_ids": []}, InvalidRequest, "prompt_token_ids"),
+    "token out of range": ({"prompt_token_ids": [1, VOCAB]}, InvalidRequest, "prompt_token_ids"),
+    "emitted token out of range": ({"emitted_token_ids": [VOCAB]}, InvalidRequest, "emitted_token_ids"),
+    "nothing to generate": ({"sampling": pb.Sampling(max_tokens=0)}, InvalidRequest, "sampling.max_tokens"),
+    "less than nothing": ({"sampling": pb.Sampling(max_tokens=-5)}, InvalidRequest, "sampling.max_tokens"),
+    "all emitted already": ({"emitted_token_ids": [1, 2, 3, 4]}, InvalidRequest, "sampling.max_tokens"),
+    "no choice": ({"sampling": pb.Sampling(max_tokens=4, n=0)}, InvalidRequest, "sampling.n"),
+    "too many choices": ({"sampling": pb.Sampling(max_tokens=4, n=1 << 30)}, InvalidRequest, "sampling.n"),
+    "too many beams": (
+        {"sampling": pb.Sampling(max_tokens=4, beam_width=1 << 30)},
+        InvalidRequest,
+        "sampling.beam_width",
+    ),
+    "more choices than beams": (
+        {"sampling": pb.Sampling(max_tokens=4, n=3, beam_width=2)},
+        InvalidRequest,
+        "sampling.n",
+    ),
+    "all choices finished": ({"finished_choices": [0]}, InvalidRequest, "finished_choices"),
+    "a choice that there is not": ({"finished_choices": [7]}, InvalidRequest, "emitted_choices"),
+    "tokens of a choice that there is not": (
+        {"emitted_choices": [decode_pb2.EmittedChoice(index=1, token_ids=[1])]},
+        InvalidRequest,
+        "emitted_choices",
+    ),
+    "a token out of range in another choice": (
+        {"emitted_choices": [decode_pb2.EmittedChoice(index=0, token_ids=[VOCAB])]},
+        InvalidRequest,
+        "emitted_choices",
+    ),
+    "more prompt scores than prompt": ({"emitted_prompt_logprobs": 1 << 20}, InvalidRequest, "emitted_prompt_logprobs"),
+    "more than the pool": ({"sampling": pb.Sampling(max_tokens=POOL_TOKENS)}, Overloaded, "max_tokens"),
+    "a grammar for the sim engine": (
+        {"sampling": pb.Sampling(max_tokens=4, structured=pb.StructuredOutput(json_object=True))},
+        InvalidRequest,
+        "sampling.structured",
+    ),
+    "two grammars": (
+        {"sampling": pb.Sampling(max_tokens=4, structured=pb.StructuredOutput(regex="a", choice=["a"]))},
+        InvalidRequest,
+        "sampling.structured",
+    ),
+}
+
+
+@pytest.mark.parametrize(("fields", "kind", "name"), DECODES.values(), ids=DECODES)
+async def test_placed_requests_that_are_refused(
+    site: Site, fields: dict[str, Any], kind: type[ServiceError], name: str
+) -> None:
+    good = {
+        "worker_incarnation": site.decode.incarnation,
+        "prompt_token_ids": GOOD,
+        "sampling": pb.Sampling(max_tokens=4, temperature=0.0, top_p=1.0),
+    }
+    stub = decode_pb2_grpc.DecodeStub(site.link(site.decode.address))
+    assert [m async for m in stub.Generate(decode_pb2.DecodeRequest(**good))][-1].HasField("finish")
+    error = await refusal(stub.Generate(decode_pb2.DecodeRequest(**(good | fields))))
+    assert type(error) is kind
+    assert error.field == name
+
+
+@pytest.mark.parametrize("wrong", ["address", "incarnation", "self"])
+async def test_a_lender_that_is_not_there_costs_a_recompute_only(site: Site, wrong: str) -> None:
+    lender = lend_pb2.Holder(worker_id="prefill-0", address=site.prefill.address, incarnation=site.prefill.incarnation)
+    if wrong == "address":
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))
+            lender.address = f"127.0.0.1:{unused.getsockname()[1]}"
+    elif wrong == "incarnation":
+        lender.incarnation = b"x" * 16
+    else:
+        lender.address, lender.incarnation = site.decode.address, site.decode.incarnation
+    request = decode_pb2.DecodeRequest(
+        worker_incarnation=site.decode.incarnation,
+        prompt_token_ids=GOOD,
+        sampling=pb.Sampling(max_tokens=4),
+        cache_salt=wrong,
+        lender=decode_pb2.Lender(worker=lender, may_compute=True),
+    )
+    stub = decode_pb2_grpc.DecodeStub(site.link(site.decode.address))
+    finish = [message async for message in stub.Generate(request, timeout=10)][-1].finish
+    assert finish.receipt.kv.loan_failure
+    assert finish.receipt.kv.computed_blocks == 5
+    assert finish.receipt.kv.moved_blocks == 0
+
+
+# ------------------------------------------------------------------------------------------------- joining
+
+
+async def join(site: Site, *messages: membership_pb2.WorkerMessage) -> ServiceError:
+    stub = membership_pb2_grpc.MembershipStub(site.link(site.router.address))
+
+    async def outgoing() -> AsyncIterator[membership_pb2.WorkerMessage]:
+        for message in messages:
+            yield message
+        await asyncio.sleep(60)  # a stream that ends would be a worker that leaves
+
+    return await refusal(stub.Join(outgoing()))
+
+
+def hello(site: Site, **fields: Any) -> membership_pb2.WorkerMessage:
+    changed = membership_pb2.Hello()
+    changed.CopyFrom(site.decode)
+    changed.worker_id = "a-newcomer"
+    for name, value in fields.items():
+        setattr(changed, name, value)
+    return membership_pb2.WorkerMessage(hello=changed)
+
+
+async def only_one_decode_worker(site: Site) -> None:
+    """A newcomer's stream has ended, and the newcomer with it."""
+    give_up_at = time.monotonic() + 10
+    async with Client(site.router.address) as client:
+        while True:
+            if (await client.list_models())[0].decode_workers == 1:
+                return
+            assert time.monotonic() < give_up_at
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("kind", ["load", "cache", "empty"])
+async def test_joining_without_hello(site: Site, kind: str) -> None:
+    first = {
+        "load": membership_pb2.WorkerMessage(load=membership_pb2.LoadReport()),
+        "cache": membership_pb2.WorkerMessage(cache=membership_pb2.CacheEvents()),
+        "empty": membership_pb2.WorkerMessage(),
+    }[kind]
+    error = await join(site, first)
+    assert isinstance(error, InvalidRequest)
+    assert error.field == "hello"
+
+
+async def test_two_hellos(site: Site) -> None:
+    error = await join(site, hello(site), hello(site))
+    assert isinstance(error, InvalidRequest)
+    assert error.field == "hello"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("worker_id", ""),
+        ("address", ""),
+        ("incarnation", b""),
+        ("role", membership_pb2.ROLE_UNSPECIFIED),
+        ("role", 77),
+        ("model_fingerprint", b""),
+        ("block_tokens", 0),
+        ("num_blocks", 0),
+        ("block_bytes", 0),
+    ],
+)
+async def test_a_hello_that_would_break_placement(site: Site, name: str, value: Any) -> None:
+    """A worker that joins with it would fail every client's request, not only its own."""
+    error = await join(site, hello(site, **{name: value}))
+    assert isinstance(error, InvalidRequest)
+    assert error.field == name
+
+
+async def test_joining_with_another_models_config(site: Site) -> None:
+    error = await join(site, hello(site, config_fingerprint=b"x" * 16))
+    assert isinstance(error, Incompatible)
+    assert error.field == "model"
+
+
+async def test_cache_events_that_make_no_sense_ask_for_a_snapshot(site: Site) -> None:
+    """Keys that are no whole keys, sequences from elsewhere: nothing breaks, and a resync is asked for."""
+    stub = membership_pb2_grpc.MembershipStub(site.link(site.router.address))
+    call = stub.Join()
+    await call.write(hello(site))
+    assert (await call.read()).HasField("welcome")
+    events = [membership_pb2.CacheEvent(parent=b"", stored=b"odd", removed=b"never stored")]
+    await call.write(membership_pb2.WorkerMessage(cache=membership_pb2.CacheEvents(sequence=1 << 60, events=events)))
+    assert (await asyncio.wait_for(call.read(), 10)).HasField("resync")
+    call.cancel()
+    await only_one_decode_worker(site)

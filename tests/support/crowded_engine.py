@@ -1,0 +1,256 @@
+"""An engine whose pool is too small for what it admits: its books and its bounds are checked at every step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from engine.core import CoreLimits, EngineCore
+from engine.messages import (
+    Cancel,
+    FromEngine,
+    Generate,
+    KvAccount,
+    Rejected,
+    ToEngine,
+    Token,
+)
+from engine.scheduler import StepBudget, max_wait_steps
+from engine.sim.runner import SimRunner, likeliest
+from engine.vocabulary import Chunk, FinishReason, SamplingParams
+from kvtransfer.local import LocalNetwork, LocalTransport
+from support.sim_model import LAYOUT, VOCAB, WIDTH, undisturbed
+
+WIDE = StepBudget(64, 64)
+NOTHING_LEFT = (0, 0, 0, 0, 0)
+M = TypeVar("M")
+
+
+def searched(prompt: Sequence[int], sampling: SamplingParams) -> list[tuple[list[int], float]]:
+    """The beams that are to be found, with no engine about it, and the logarithms of their probabilities."""
+    assert sampling.beam is not None
+    width, ends = sampling.beam.width, sampling.stop_token_ids
+    live: list[tuple[list[int], float]] = [([], 0.0)]
+    found: list[tuple[float, list[int], float]] = []
+    for length in range(1, sampling.max_tokens + 1):
+        candidates = []
+        for chosen, logprob in live:
+            (token,) = undisturbed([*prompt, *chosen], 1)
+            of = likeliest(token, (1 + len(ends)) * width, VOCAB)
+            more = zip(of.top_token_ids, of.top_logprobs, strict=True)
+            candidates += [([*chosen, other], logprob + value) for other, value in more]
+        candidates = sorted(candidates, key=lambda c: -c[1])[: (1 + len(ends)) * width]
+        over = length == sampling.max_tokens
+        found += [(c[1] / length, *c) for c in candidates[:width] if over or c[0][-1] in ends]
+        found = sorted(found, key=lambda f: -f[0])[:width]
+        live = [c for c in candidates if c[0][-1] not in ends][:width]
+        if over or (len(found) == width and live[0][1] / length <= found[-1][0]):
+            break
+    return [(chosen, logprob) for _, chosen, logprob in found]
+
+
+@dataclass
+class Wait:
+    """That a request waits for its next token, as seen from one step on."""
+
+    since: int
+    """The last step before it."""
+    num_periods: int
+    """How often at most somebody becomes, or goes on as, the oldest before that token."""
+    longest_period: int = 0
+    """What such a period may last, in steps: the most that the scheduler's bound came to meanwhile."""
+
+
+@dataclass
+class Stream:
+    """One admitted request as its client sees it."""
+
+    request: Generate
+    arrival: int
+    choice: int = 0
+    waits: list[Wait] = field(default_factory=list)
+    """For its next token, as seen from where it began and from wherever an older request was over."""
+    tokens: list[int] = field(default_factory=list)
+    accounts: list[KvAccount] = field(default_factory=list)
+    over: bool = False
+
+    @property
+    def num_left(self) -> int:
+        return self.request.sampling.max_tokens - len(self.tokens)
+
+    @property
+    def parts(self) -> bool:
+        """Its request is of several choices."""
+        return self.request.sampling.n > 1
+
+
+def name_of(request_id: str, choice: int) -> str:
+    return f"{request_id}#{choice}" if choice else request_id
+
+
+class Engine:
+    """An engine core that nobody lends to, held to its bound at every step."""
+
+    def __init__(self, num_blocks: int = 8, budget: StepBudget = WIDE, reserve: int = 1, bounded: bool = True) -> None:
+        self.said: list[FromEngine] = []
+        self.budget = budget
+        runner = SimRunner(LAYOUT, num_blocks, VOCAB)
+        self.runner = runner
+        limits = CoreLimits(budget, 4, reserve, report_interval_s=0.0, min_report_interval_s=0.0)
+        self.core = EngineCore(runner, LocalTransport(LocalNetwork(), "engine"), limits, self.said.append)
+        self.core.start()
+        self.streams: dict[str, Stream] = {}
+        self.num_steps = 0
+        self.rejected: list[Rejected] = []
+        self.others: list[FromEngine] = []
+        self.served: list[str] = []
+        """Of every token, whose it was."""
+        self._bounded = bounded
+        self._max_wait = max_wait_steps(budget, num_blocks, WIDTH)
+
+    def ask(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        max_tokens: int,
+        priority: int = 0,
+        borrow: bool = False,
+        **sampling: Any,
+    ) -> bool:
+        """False when it was rejected."""
+        params = SamplingParams(max_tokens, **sampling)
+        request = Generate(request_id, tuple(prompt), (), params, "", priority, borrow)
+        num_rejected = len(self.rejected)
+        self.tell(request)
+        if len(self.rejected) > num_rejected:
+            return False
+        for choice in range(params.n):
+            name = name_of(request_id, choice)
+            self.streams[name] = Stream(request, len(self.streams), choice)
+            self._wait(self.streams[name])
+        return True
+
+    def tell(self, *messages: ToEngine) -> None:
+        for message in messages:
+            self.core.handle(message)
+            if isinstance(message, Cancel) and message.request_id in self.streams:
+                for stream in list(self.streams.values()):
+                    if stream.request.request_id == message.request_id and message.choice in (None, stream.choice):
+                        self._on_over(stream)
+        self.check()
+
+    def begin_step(self) -> list[Chunk]:
+        batch = self.core.begin_step()
+        self.check()
+        assert sum(chunk.count for chunk in batch) <= self.budget.max_tokens
+        prompts = [chunk for chunk in batch if not chunk.sequence.decoding]
+        assert sum(chunk.count for chunk in prompts) <= self.budget.max_prefill_tokens
+        runnable = self.core._runnable()
+        period = sum(-(-sequence.num_remaining // self.budget.guaranteed_tokens) for sequence in runnable)
+        assert period <= self._max_wait
+        for stream in self.streams.values():
+            for wait in stream.waits:
+                wait.longest_period = max(wait.longest_period, period)
+        return batch
+
+    def end_step(self, batch: list[Chunk]) -> None:
+        self.core.end_step(batch, self.runner.execute(batch))
+        self.num_steps += 1
+        self.check()
+        if self._bounded:
+            for name, stream in self.streams.items():
+                for wait in stream.waits:
+                    waited, bound = self.num_steps - wait.since, wait.longest_period * wait.num_periods
+                    assert waited < max(bound, 1), f"{name} waits for {waited} steps, the bound is {bound}"
+
+    def step(self) -> bool:
+        batch = self.begin_step()
+        if batch:
+            self.end_step(batch)
+        return bool(batch)
+
+    def run(self, steps: int = 10_000) -> None:
+        while steps and self.step():
+            steps -= 1
+
+    def check(self) -> None:
+        """The books balance, and every token is the one that an undisturbed model gives, once."""
+        assert self.core.audit().fault == ""
+        for message in self.said:
+            if isinstance(message, Rejected):
+                self.rejected.append(message)
+            elif isinstance(message, Token):
+                self._on_token(message)
+            else:
+                self.others.append(message)
+        self.said.clear()
+
+    def books(self) -> tuple[int, int, int, int, int]:
+        """Blocks held, reserved and quarantined; requests; loans given."""
+        audited = self.core.audit()
+        return (
+            audited.held_blocks,
+            audited.reserved_blocks,
+            audited.quarantined_blocks,
+            audited.sequences,
+            audited.loans,
+        )
+
+    def hear(self, *kinds: type[M]) -> list[M]:
+        heard: list[M] = [message for message in self.others if isinstance(message, kinds)]
+        self.others.clear()
+        return heard
+
+    def preempted(self) -> list[str]:
+        return sorted(sequence.request_id for sequence in self.core._requests.residency.preempted)
+
+    def check_finished(self) -> None:
+        """Everybody who was admitted has all its tokens, or went away by itself."""
+        for stream in self.streams.values():
+            assert stream.over
+            if stream.request.sampling.beam is None:
+                assert stream.tokens == self._expected(stream)[: len(stream.tokens)]
+        assert self.books() == NOTHING_LEFT
+
+    def _on_token(self, message: Token) -> None:
+        stream = self.streams[name_of(message.request_id, message.choice)]
+        assert not stream.over
+        stream.tokens.append(message.token_id)
+        self.served.append(message.request_id)
+        if message.account is not None:
+            stream.accounts.append(message.account)
+        if stream.request.sampling.beam is not None:
+            if message.finish is not None:
+                expected = searched(stream.request.prompt, stream.request.sampling)[stream.choice]
+                assert (stream.tokens, message.cumulative_logprob) == expected
+                self._on_over(stream)
+            return
+        assert (message.finish is None) == (stream.num_left > 0)
+        if message.finish is not None:
+            assert message.finish is FinishReason.LENGTH
+            assert stream.tokens == self._expected(stream), "a wrong token"
+            self._on_over(stream)
+        else:
+            stream.waits.clear()
+            self._wait(stream)
+
+    def _expected(self, stream: Stream) -> list[int]:
+        return undisturbed(stream.request.prompt, stream.request.sampling.max_tokens, stream.choice)
+
+    def _on_over(self, stream: Stream) -> None:
+        stream.over = True
+        stream.waits.clear()
+        for other in self.streams.values():
+            if not other.over and other.arrival > stream.arrival:
+                self._wait(other)
+
+    def _wait(self, stream: Stream) -> None:
+        """It waits for its next token; the bound on that is the one that `engine/preemption.py` states, with what the
+        scheduler's bound comes to in place of the most that it can."""
+        older = [s for s in self.streams.values() if not s.over and s.arrival < stream.arrival]
+        since = self.num_steps + self.core._books.in_step  # a step under way does not count
+        forks = len({s.request.request_id for s in [*older, stream] if s.parts})
+        stream.waits.append(Wait(since, 1 + sum(1 + s.num_left for s in older) + forks))
+
+
+def tokens(base: int, count: int) -> tuple[int, ...]:
+    return tuple(range(base, base + count))

@@ -1,0 +1,277 @@
+"""Two engines, with every message carried by hand. Eight blocks of four tokens; exact values."""
+
+import pytest
+
+from engine.messages import (
+    Cancel,
+    CloseLoan,
+    KvAccount,
+    Lend,
+    LendClosed,
+    LendReady,
+    LendRefused,
+    LendReleased,
+    LendStarting,
+    LoanBlocks,
+    LoanFailed,
+    LoanStarted,
+    OpenLoan,
+    Rejected,
+    ReleaseLoan,
+    ToEngine,
+    Token,
+)
+from engine.scheduler import StepBudget
+from kvtransfer.local import LocalNetwork
+from support.core_engine import (
+    NOTHING_LEFT,
+    TEN,
+    TWELVE,
+    WIDE,
+    Engine,
+    account_of,
+    generate,
+    lend,
+    prints,
+    starting,
+    tokens_of,
+)
+from support.sim_model import LAYOUT, undisturbed
+
+
+class Pair:
+    """A borrower and a lender; `carry` takes messages across until neither says anything more."""
+
+    def __init__(self, eager: bool = True, lender_budget: StepBudget = WIDE, may_compute: bool = True) -> None:
+        network = LocalNetwork()
+        self.borrower = Engine("borrower", network=network, eager=eager)
+        self.lender = Engine("lender", network=network, budget=lender_budget)
+        self.prompts: dict[str, tuple[int, ...]] = {}
+        self.may_compute = may_compute
+        self.closed: list[str] = []
+        self.tokens: list[Token] = []
+        self.rejected: list[Rejected] = []
+
+    def submit(self, request_id: str, prompt: tuple[int, ...], max_tokens: int = 2) -> None:
+        self.prompts[request_id] = prompt
+        self.borrower.tell(generate(request_id, prompt, max_tokens, borrow=True))
+
+    def carry(self) -> bool:
+        """What each said so far, to the other; False when that was nothing."""
+        to_lender, to_borrower = self.from_borrower(), self.from_lender()
+        self.lender.tell(*to_lender)
+        self.borrower.tell(*to_borrower)
+        return bool(to_lender or to_borrower)
+
+    def from_borrower(self) -> list[ToEngine]:
+        out: list[ToEngine] = []
+        for message in self.borrower.hear(OpenLoan, ReleaseLoan, CloseLoan, Token, Rejected):
+            match message:
+                case OpenLoan(request_id, first, end):
+                    tokens = self.prompts[request_id][: end * 4]
+                    out.append(Lend(request_id, tokens, first, "", self.may_compute, 0))
+                case ReleaseLoan(request_id, first, count):
+                    out.append(LendReleased(request_id, first, count))
+                case CloseLoan(request_id):
+                    self.closed.append(request_id)
+                    out.append(LendClosed(request_id))
+                case Token():
+                    self.tokens.append(message)
+                case Rejected():
+                    self.rejected.append(message)
+        return out
+
+    def from_lender(self) -> list[ToEngine]:
+        out: list[ToEngine] = []
+        for message in self.lender.hear(LendStarting, LendReady, LendRefused):
+            match message:
+                case LendStarting(loan_id, end, cached_end, queued_ms):
+                    out.append(LoanStarted(loan_id, self.lender.ready.endpoint, end, cached_end, queued_ms))
+                case LendReady(loan_id, first, block_ids, fingerprints):
+                    out.append(LoanBlocks(loan_id, first, block_ids, fingerprints))
+                case LendRefused(loan_id, reason):
+                    out.append(LoanFailed(loan_id, reason))
+        return out
+
+    def run(self) -> None:
+        while self.carry() | self.lender.step() | self.borrower.step() | self.borrower.transport.step():
+            pass
+        self.carry()
+
+    def check_served(self, request_id: str, max_tokens: int = 2) -> None:
+        assert tokens_of(self.tokens, request_id) == undisturbed(self.prompts[request_id], max_tokens)
+        assert self.closed == [request_id]
+        assert self.borrower.held() == NOTHING_LEFT
+        assert self.lender.held() == NOTHING_LEFT
+
+
+def moved(account: KvAccount) -> tuple[int, int, int, int, int]:
+    return (
+        account.reused_blocks,
+        account.moved_blocks,
+        account.computed_blocks,
+        account.computed_tokens,
+        account.mismatched_blocks,
+    )
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("lender_budget", [WIDE, StepBudget(5, 5)])
+def test_a_loan_brings_all_but_the_tail(eager: bool, lender_budget: StepBudget) -> None:
+    pair = Pair(eager, lender_budget)
+    pair.submit("r", (*TWELVE, 1, 2))
+    assert pair.borrower.held() == (0, 4, 0, 1, 0)
+    pair.run()
+    pair.check_served("r")
+    account = account_of(pair.tokens)
+    assert moved(account) == (0, 3, 1, 2, 0)
+    assert account.moved_bytes == 3 * LAYOUT.block_bytes
+    assert (account.lender_cached_blocks, account.lender_computed_blocks) == (0, 3)
+    assert (account.transport, account.lanes, account.loan_failure) == ("local", ("local/memory",), "")
+
+
+def test_only_what_is_missing_is_borrowed_and_what_was_borrowed_is_lent_on() -> None:
+    pair = Pair()
+    pair.borrower.tell(generate("warm", TEN, 1))
+    pair.borrower.run()
+    pair.borrower.hear()
+    pair.lender.tell(generate("warm", TWELVE, 1))
+    pair.lender.run()
+    pair.lender.hear()
+    pair.submit("r", (*TWELVE, 1, 2, 3, 4, 5))
+    assert pair.borrower.said == [OpenLoan("r", 2, 4, may_compute=True)]
+    pair.run()
+    pair.check_served("r")
+    account = account_of(pair.tokens)
+    assert moved(account) == (2, 2, 1, 1, 0)
+    assert (account.lender_cached_blocks, account.lender_computed_blocks) == (1, 1)
+    pair.borrower.tell(lend("on", (*TWELVE, 1, 2, 3, 4), compute=False))
+    start, ready = pair.borrower.hear(LendStarting, LendReady)
+    assert isinstance(start, LendStarting)
+    assert starting(start) == ("on", 4, 4)
+    assert isinstance(ready, LendReady)
+    assert ready.fingerprints == prints(pair.borrower, ready.block_ids)
+
+
+def test_nothing_is_borrowed_when_all_that_could_be_is_here() -> None:
+    engine = Engine()
+    engine.tell(generate("a", TEN, 1), generate("short", (1, 2, 3, 4), 1, borrow=True))
+    engine.run()
+    engine.tell(generate("b", TEN, 1, borrow=True))
+    engine.run()
+    assert engine.hear(OpenLoan) == []
+    assert engine.held() == NOTHING_LEFT
+
+
+def test_a_lender_that_has_a_part() -> None:
+    pair = Pair(may_compute=False)
+    pair.lender.tell(generate("warm", TEN, 1))
+    pair.lender.run()
+    pair.lender.hear()
+    pair.submit("r", (*TWELVE, 1, 2))
+    pair.run()
+    pair.check_served("r")
+    account = account_of(pair.tokens)
+    assert moved(account) == (0, 2, 2, 6, 0)
+    assert account.loan_failure == "the lender holds only a part"
+
+
+def test_a_lender_that_has_nothing() -> None:
+    pair = Pair(may_compute=False)
+    pair.submit("r", TEN)
+    pair.run()
+    pair.check_served("r")
+    account = account_of(pair.tokens)
+    assert moved(account) == (0, 0, 3, 10, 0)
+    assert account.loan_failure == "the lender holds none of the blocks"
+    assert account.transport == ""
+
+
+@pytest.mark.parametrize("wrong", range(3))
+def test_a_block_that_differs_from_its_fingerprint_is_not_used(wrong: int) -> None:
+    pair = Pair(eager=False)
+    pair.submit("r", (*TWELVE, 1, 2))
+    pair.carry()  # the loan is asked for
+    pair.lender.step()
+    pair.carry()  # its blocks are announced, and reads queued
+    pair.lender.runner.pool.memory[wrong, 5] ^= 1
+    pair.run()
+    pair.check_served("r")
+    account = account_of(pair.tokens)
+    assert moved(account) == (0, wrong, 4 - wrong, 14 - 4 * wrong, 1)
+    assert account.loan_failure == f"block {wrong} arrived corrupted"
+
+
+@pytest.mark.parametrize("moves", range(7))
+@pytest.mark.parametrize("end", ["cancel", "loan fails", "lender is gone"])
+def test_the_end_at_any_moment(moves: int, end: str) -> None:
+    """Reads wait in the queue here, so they can all be withdrawn and nothing is ever quarantined."""
+    pair = Pair(eager=False, lender_budget=StepBudget(4, 4))
+    pair.submit("r", (*TWELVE, 1, 2))
+    for move in range(moves):
+        pair.carry()
+        pair.lender.step()
+        pair.borrower.step()
+        if move % 2:
+            pair.borrower.transport.step()
+    match end:
+        case "cancel":
+            pair.borrower.tell(Cancel("r"))
+            assert pair.borrower.held() == NOTHING_LEFT
+        case "loan fails":
+            pair.borrower.tell(LoanFailed("r", "broken"))
+        case "lender is gone":
+            pair.lender.transport.close()
+            pair.borrower.tell(LoanFailed("r", "gone"))
+    assert pair.borrower.held()[2] == 0
+    pair.run()
+    if end == "cancel":
+        assert len(tokens_of(pair.tokens, "r")) <= 2
+        assert pair.closed == ["r"]
+        assert pair.borrower.held() == pair.lender.held() == NOTHING_LEFT
+    else:
+        pair.check_served("r")
+
+
+def test_an_endpoint_of_another_transport_fails_the_loan_only() -> None:
+    pair = Pair()
+    pair.submit("r", TEN)
+    pair.borrower.tell(LoanStarted("r", b"elsewhere", 2, 0, 0.0))
+    pair.run()
+    pair.check_served("r")
+    assert account_of(pair.tokens).loan_failure == "not an endpoint of the local transport"
+
+
+def test_announced_blocks_outside_the_lenders_pool_fail_the_loan_only() -> None:
+    pair = Pair()
+    pair.submit("r", TEN)
+    pair.borrower.tell(LoanStarted("r", pair.lender.ready.endpoint, 2, 0, 0.0), LoanBlocks("r", 0, (7, 8), bytes(32)))
+    pair.run()
+    pair.check_served("r")
+    assert account_of(pair.tokens).loan_failure == "the read failed"
+
+
+@pytest.mark.parametrize("fingerprints", [b"", bytes(16), bytes(31), bytes(33), bytes(48), bytes(32)])
+def test_fingerprints_of_another_shape_or_value_fail_the_loan_only(fingerprints: bytes) -> None:
+    pair = Pair()
+    pair.submit("r", TEN)
+    pair.borrower.tell(
+        LoanStarted("r", pair.lender.ready.endpoint, 2, 0, 0.0), LoanBlocks("r", 0, (0, 1), fingerprints)
+    )
+    pair.run()
+    pair.check_served("r")
+    assert account_of(pair.tokens).moved_blocks == 0
+
+
+def test_messages_of_a_loan_that_is_over_are_ignored() -> None:
+    pair = Pair()
+    pair.submit("r", TEN, 1)
+    pair.run()
+    pair.borrower.tell(
+        LoanStarted("r", pair.lender.ready.endpoint, 2, 0, 0.0),
+        LoanBlocks("r", 0, (0, 1), bytes(32)),
+        LoanFailed("r", "late"),
+        LoanFailed("never heard of", "late"),
+    )
+    assert pair.borrower.hear(Token, Rejected, CloseLoan) == []
+    pair.check_served("r", 1)
