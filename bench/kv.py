@@ -13,7 +13,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +46,12 @@ class Bare:
         self._cores = cores
 
     async def __aenter__(self) -> "Bare":
-        size = str(max(SIZES_MIB) << 20)
+        size = str(POOL_MIB << 20)
+        self._at = 0
         tag = str(os.getpid())
         self._lender, lender = await start_bare("lender", self._cores[0], f"bare-lender-{tag}", size)
         self._reader, _ = await start_bare("reader", self._cores[1], f"bare-reader-{tag}", size)
-        self._tell(lender)
+        tell(self._reader, lender)
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -57,28 +60,41 @@ class Bare:
             process.stdin.close()
             await process.wait()
 
-    async def read(self, spans: list[list[int]]) -> float:
-        return await self._ask({"spans": spans})
+    async def read(self, num_bytes: int) -> float:
+        """One contiguous span, each time where the last one ended: in a pool, too, nothing is in a cache already."""
+        if self._at + num_bytes > POOL_MIB << 20:
+            self._at = 0
+        at, self._at = self._at, self._at + num_bytes
+        return await self._ask({"spans": [[at, at, num_bytes]]})
 
     async def copy(self, num_bytes: int) -> float:
         return await self._ask({"copy": num_bytes})
 
-    def _tell(self, message: dict[str, Any]) -> None:
-        assert self._reader.stdin is not None
-        self._reader.stdin.write(json.dumps(message).encode() + b"\n")
-
     async def _ask(self, message: dict[str, Any]) -> float:
-        self._tell(message)
-        assert self._reader.stdout is not None
-        return float(json.loads(await self._reader.stdout.readline())["seconds"])
+        return float((await ask(self._reader, message))["seconds"])
 
 
-async def start_bare(role: str, core: int, *arguments: str) -> tuple[asyncio.subprocess.Process, dict[str, Any]]:
+def tell(process: asyncio.subprocess.Process, message: dict[str, Any]) -> None:
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(message).encode() + b"\n")
+
+
+async def ask(process: asyncio.subprocess.Process, message: dict[str, Any]) -> dict[str, Any]:
+    tell(process, message)
+    assert process.stdout is not None
+    answer: dict[str, Any] = json.loads(await process.stdout.readline())
+    return answer
+
+
+async def start_bare(
+    role: str, core: int, *arguments: str, env: dict[str, str] | None = None
+) -> tuple[asyncio.subprocess.Process, dict[str, Any]]:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bench.kv_bare", role, str(core), *arguments),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=1 << 20,
+        env=os.environ | (env or {}),
     )
     assert process.stdout is not None
     said: dict[str, Any] = json.loads(await process.stdout.readline())
@@ -114,14 +130,15 @@ async def measure_bandwidth(model: Path, cores: Sequence[int], progress: Progres
         Workers(prefill_0=settings | {"cores": (cores[0],)}, decode_0=settings | {"cores": (cores[1],)}) as workers,
         Bare(cores) as bare,
     ):
-        await one_loan(workers, tokens(BLOCK * 1024, seeds))
+        for _ in range(4):  # until both pools were written once: memory that never was costs as much again
+            await one_loan(workers, tokens(BLOCK * 1024, seeds))
         task = progress.add_task("bandwidth", total=sum(ROUNDS.values()))
         for size in SIZES_MIB:
             ours, theirs, copies = [], [], []
             num_blocks = (size << 10) // BLOCK_KIB
             for _ in range(ROUNDS[size]):
                 ours.append(loan_s(await one_loan(workers, tokens(BLOCK * num_blocks, seeds))))
-                theirs.append(await bare.read([[0, 0, size << 20]]))
+                theirs.append(await bare.read(size << 20))
                 copies.append(await bare.copy(size << 20))
                 progress.advance(task)
             figures["sizes"][size] = summary(size, ours, theirs, copies)
@@ -157,7 +174,7 @@ async def measure_fixed_cost(
     async with channel(said["address"]) as link:
         for _ in range(SMALL_ROUNDS):
             ours.append(loan_s(await one_loan(workers, tokens(BLOCK, seeds))))
-            reads.append(await bare.read([[0, 0, BLOCK_KIB << 10]]))
+            reads.append(await bare.read(BLOCK_KIB << 10))
             started_at = time.perf_counter()
             call = link.stream_stream(HOP)()
             await call.write(b"w" * 400)
@@ -171,6 +188,50 @@ async def measure_fixed_cost(
     await process.wait()
     loan, read, hop = (1e3 * statistics.median(values) for values in (ours, reads, hops))
     return {"loan_ms": loan, "bare_read_ms": read, "hop_ms": hop, "beyond_hop_ms": loan - read - hop}
+
+
+# ---------------------------------------------------------------------------- transports
+
+
+async def measure_transports(cores: Sequence[int], progress: Progress) -> dict[str, Any]:
+    """64 MiB through each of our transports, in turns, beside memcpy."""
+    num_bytes, rounds = 64 << 20, 15
+    kinds = {"nixl": ("nixl", {}), "nixl over tcp": ("nixl", {"UCX_TLS": "tcp"}), "ucxx": ("ucxx", {})}
+    if find_spec("ucxx") is None:
+        del kinds["ucxx"]
+    task = progress.add_task("transports", total=rounds)
+    seconds: dict[str, list[float]] = {kind: [] for kind in [*kinds, "memcpy"]}
+    lanes: dict[str, list[str]] = {}
+    async with AsyncExitStack() as stack:
+        readers = {
+            kind: await stack.enter_async_context(reader_of(transport, env, cores, num_bytes))
+            for kind, (transport, env) in kinds.items()
+        }
+        bare = await stack.enter_async_context(Bare(cores))
+        for _ in range(rounds):
+            for kind, reader in readers.items():
+                answer = await ask(reader, {"bytes": num_bytes})
+                seconds[kind].append(answer["seconds"])
+                lanes[kind] = answer["lanes"]
+            seconds["memcpy"].append(await bare.copy(num_bytes))
+            progress.advance(task)
+    rates = {kind: num_bytes / 2**30 / statistics.median(values) for kind, values in seconds.items()}
+    shares = {kind: rate / rates["memcpy"] for kind, rate in rates.items()}
+    return {"gib_per_s": rates, "share_of_memcpy": shares, "lanes": lanes}
+
+
+@asynccontextmanager
+async def reader_of(
+    transport: str, env: dict[str, str], cores: Sequence[int], num_bytes: int
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    lender, said = await start_bare("pool", cores[0], transport, str(num_bytes), env=env)
+    reader, _ = await start_bare("reads", cores[1], transport, str(num_bytes), env=env)
+    tell(reader, said)
+    yield reader
+    for process in (reader, lender):
+        assert process.stdin is not None
+        process.stdin.close()
+        await process.wait()
 
 
 # ---------------------------------------------------------------------------- overlap
@@ -280,6 +341,7 @@ async def main() -> None:
     ):
         model = write_model(Path(scratch))
         figures["bandwidth"] = await measure_bandwidth(model, cores, progress)
+        figures["transports"] = await measure_transports(cores, progress)
         figures["overlap"] = await measure_overlap(model, cores, progress)
         figures["model"] = await measure_model(cores, progress)
     console.print(figures)

@@ -5,6 +5,8 @@
     lender NAME BYTES      memory to read from; prints {"metadata", "base"}
     reader NAME BYTES      {"metadata", "base"} once, then {"spans": [[local, remote, length], ...]} -> {"seconds"}
     hop                    a gRPC server; prints its address, which it serves until standard input ends
+    pool TRANSPORT BYTES   memory to read from through one of our transports; prints {"endpoint"}
+    reads TRANSPORT BYTES  {"endpoint"} once, then {"bytes"} -> {"seconds", "lanes"}
 """
 
 import asyncio
@@ -21,7 +23,8 @@ import numpy as np
 
 from cluster.rpc import Server
 from kvtransfer.nixl_agent import make_agent
-from kvtransfer.transport import MAX_POSTED_BYTES
+from kvtransfer.registry import open_transport
+from kvtransfer.transport import MAX_POSTED_BYTES, READ_BYTES, Pool, Span
 
 HOP = "/bare/Hop"
 
@@ -84,6 +87,29 @@ def windows(spans: list[list[int]]) -> list[list[list[int]]]:
     return groups
 
 
+def pool(transport: str, num_bytes: int) -> None:
+    opened = open_transport(transport, f"bench-{os.getpid()}")
+    say(endpoint=opened.register(Pool(np.ones((1, num_bytes), np.uint8))).decode())
+    sys.stdin.read()
+    opened.close()
+
+
+def reads(transport: str, num_bytes: int) -> None:
+    """All reads of a request are queued at once, as the engine does."""
+    opened = open_transport(transport, f"bench-{os.getpid()}")
+    opened.register(Pool(np.ones((1, num_bytes), np.uint8)))
+    say(ready=True)
+    peer = opened.connect(json.loads(sys.stdin.readline())["endpoint"].encode())
+    for line in sys.stdin:
+        wanted = json.loads(line)["bytes"]
+        started_at = time.perf_counter()
+        futures = [opened.read(peer, [Span(at, at, READ_BYTES)]) for at in range(0, wanted, READ_BYTES)]
+        for future in futures:
+            future.result()
+        say(seconds=time.perf_counter() - started_at, lanes=peer.lanes)
+    opened.close()
+
+
 async def hop() -> None:
     async def answer(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         async for _ in requests:
@@ -105,4 +131,4 @@ if __name__ == "__main__":
     if role == "hop":
         asyncio.run(hop())
     else:
-        {"lender": lend, "reader": read}[role](sys.argv[3], int(sys.argv[4]))
+        {"lender": lend, "reader": read, "pool": pool, "reads": reads}[role](sys.argv[3], int(sys.argv[4]))

@@ -10,6 +10,7 @@ from typing import Any, Self
 import grpc
 
 from cluster.rpc import Server, channel
+from engine.keys import pack_tokens
 from engine.worker.config import WorkerConfig
 from protos import decode_pb2, decode_pb2_grpc, lend_pb2, lend_pb2_grpc, membership_pb2, membership_pb2_grpc
 from protos import inference_pb2 as pb
@@ -101,11 +102,12 @@ class Workers:
             request_id=f"bench-{next(self._numbers)}",
             lender_incarnation=hello.incarnation,
             model_fingerprint=hello.model_fingerprint,
-            token_ids=tokens,
+            token_ids=pack_tokens(tokens),
             may_compute=True,
         )
         call = lend_pb2_grpc.LendStub(self._link(name)).Lend()
         await call.write(lend_pb2.LendRequest(want=want))
+        beating = asyncio.ensure_future(_beat(call))
         end, started_at = 1, 0.0
         announced = 0
         while announced < end:
@@ -115,6 +117,8 @@ class Workers:
                 end, started_at = response.starting.end_block, time.perf_counter()
             announced += len(response.starting.ready.block_ids) + len(response.blocks_ready.block_ids)
         seconds = time.perf_counter() - started_at
+        beating.cancel()
+        await asyncio.gather(beating, return_exceptions=True)
         await call.done_writing()
         await call.read()
         return seconds
@@ -124,3 +128,10 @@ class Workers:
         if address not in self._links:
             self._links[address] = channel(address)
         return self._links[address]
+
+
+async def _beat(call: Any) -> None:
+    """A borrower that says nothing is given up."""
+    while True:
+        await asyncio.sleep(1.0)
+        await call.write(lend_pb2.LendRequest(heartbeat=lend_pb2.Heartbeat()))

@@ -177,12 +177,13 @@ class Bookkeeper:
         for each, content in zip(evicted, contents, strict=True):
             self.tiers.put(each.parent, each.key, content, self.fingerprints_of([each.block]))
 
-    def bind(self, sequence: Sequence, end: int, fingerprints: Seq[bytes]) -> None:
-        """Borrowed blocks up to chain index `end` arrived and were verified."""
-        blocks = sequence.blocks[len(sequence.keys) : end]
+    def bind(self, sequence: Sequence, keys: Seq[BlockKey], fingerprints: Seq[bytes]) -> None:
+        """The sequence's next blocks, of these keys, arrived from elsewhere and were verified."""
+        first = len(sequence.keys)
+        blocks = sequence.blocks[first : first + len(keys)]
         self._fingerprints[blocks] = np.frombuffer(b"".join(fingerprints), np.uint64).reshape(len(blocks), -1)
-        self._name(sequence, end)
-        sequence.num_computed = end * self.layout.block_tokens
+        self._publish(sequence, keys)
+        sequence.num_computed = len(sequence.keys) * self.layout.block_tokens
 
     @property
     def in_step(self) -> bool:
@@ -237,8 +238,14 @@ class Bookkeeper:
 
     def _name(self, sequence: Sequence, end: int) -> None:
         first = len(sequence.keys)
-        parent = sequence.keys[-1] if sequence.keys else sequence.root
         width = self.layout.block_tokens
-        keys = block_keys(parent, sequence.token_ids[: end * width], width, first_token=first * width)
-        self.pool.publish(parent, keys, sequence.blocks[first:end])
+        tokens = sequence.token_ids[first * width : end * width]
+        self._publish(sequence, block_keys(self._last_key(sequence), tokens, width))
+
+    def _publish(self, sequence: Sequence, keys: Seq[BlockKey]) -> None:
+        first = len(sequence.keys)
+        self.pool.publish(self._last_key(sequence), keys, sequence.blocks[first : first + len(keys)])
         sequence.keys += keys
+
+    def _last_key(self, sequence: Sequence) -> BlockKey:
+        return sequence.keys[-1] if sequence.keys else sequence.root

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from engine.bookkeeper import Bookkeeper
-from engine.lending.borrowing import BorrowingDesk, ReadLanded, RunAside
+from engine.lending.borrowing import BorrowingDesk, ReadLanded
 from engine.lending.desk import LendingDesk
 from engine.messages import (
     Audit,
@@ -67,11 +67,9 @@ class EngineCore:
         emit: Callable[[FromEngine], None],
         wake: Callable[[], None] = lambda: None,
         tiers: Tiers | None = None,
-        run_aside: RunAside = lambda function: function(),
     ) -> None:
         """`emit` is called from `handle` and `step`, and must not block. `wake` is called by `post`, from whatever
-        thread that runs on: there is something for `handle_posted`. `run_aside` runs what takes its time and is
-        waited for by nobody."""
+        thread that runs on: there is something for `handle_posted`."""
         self._runner = runner
         self._transport = transport
         self._limits = limits
@@ -80,7 +78,7 @@ class EngineCore:
         self._wake = wake
         self._model_fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
         self._books = Bookkeeper(runner.pool.num_blocks, runner.layout, runner, tiers)
-        self._borrowing = BorrowingDesk(self._books, transport, emit, self.post, run_aside)
+        self._borrowing = BorrowingDesk(self._books, transport, emit, self.post)
         self._lending = LendingDesk(
             self._books, self._borrowing, self._model_fingerprint, emit, limits.max_queued_loans, self._next_arrival
         )

@@ -5,6 +5,7 @@ chain holds everything else that decides a block's bytes (weights, layout, dtype
 and workers compute the same names from the same tokens, so a prefix match is exact.
 """
 
+import sys
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -30,6 +31,23 @@ def block_keys(parent: BlockKey, token_ids: Sequence[int], block_tokens: int, fi
         parent = blake2b(packed[start : start + width], key=parent, digest_size=KEY_BYTES).digest()
         keys.append(parent)
     return keys
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Little-endian uint32."""
+    packed = array("I", token_ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_tokens(packed: bytes) -> "array[int]":
+    """Undo `pack_tokens`. Raises ValueError for bytes that are no whole numbers."""
+    tokens = array("I")
+    tokens.frombytes(packed)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens
 
 
 def split_keys(joined: bytes) -> list[BlockKey]:

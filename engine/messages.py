@@ -1,5 +1,6 @@
 """What the front process and its engine process say to each other. Plain data, batched per step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.pool import CacheEvent
@@ -84,7 +85,7 @@ class Lend:
     """Somebody wants blocks [first_block, len(token_ids) / block_tokens)."""
 
     loan_id: str
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
     first_block: int
     cache_salt: str
     may_compute: bool

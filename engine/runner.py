@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from engine.layout import KvLayout
 from engine.vocabulary import Chunk, Sampled
-from kvtransfer.fingerprint import fingerprint_blocks
+from kvtransfer.fingerprint import Fingerprints
 from kvtransfer.transport import AnyPool, Pool
 
 
@@ -30,6 +30,7 @@ class Runner(ABC):
     info: ModelInfo
     pool: AnyPool
     """[num_blocks, block_bytes] of uint8: what `execute` writes, transports move and fingerprints cover."""
+    _fingerprints: Fingerprints | None = None
 
     def bind(self, own_cores: Sequence[int], shared_cores: Sequence[int]) -> None:  # noqa: B027 - most need nothing
         """Called once, on the thread that will call `execute`: where its threads may compute. Both may be empty."""
@@ -64,5 +65,7 @@ class Runner(ABC):
 
         Called from any thread, also while `execute` runs. A runner whose pool is not in main memory brings its own.
         """
-        assert isinstance(self.pool, Pool)
-        return fingerprint_blocks(self.pool.memory, list(blocks), self.layout.kv_heads)
+        if self._fingerprints is None:
+            assert isinstance(self.pool, Pool)
+            self._fingerprints = Fingerprints(self.pool.memory, self.layout.kv_heads)
+        return self._fingerprints.of(blocks)

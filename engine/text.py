@@ -27,7 +27,7 @@ def load_tokenizer(model_dir: ModelDir) -> Tokenizer | None:
 
 def check_token_ids(token_ids: Sequence[int], field: str, vocab_size: int) -> None:
     """Raises InvalidRequest. A token that is none would end the engine, with all that runs on it."""
-    if token_ids and (largest := max(token_ids)) >= vocab_size:
+    if len(token_ids) and (largest := max(token_ids)) >= vocab_size:
         raise InvalidRequest(field, f"token id {largest} is out of range: the vocabulary has {vocab_size}")
 
 

@@ -27,6 +27,10 @@ class FairQueue(Generic[T]):
         """Queue an item behind those of its flow."""
         self._flows.setdefault(flow, deque()).append(item)
 
+    def peek(self) -> T:
+        """What `pop` would take. Raises StopIteration when there is nothing."""
+        return next(iter(self._flows.values()))[0]
+
     def pop(self) -> T:
         """Take the next item. Raises KeyError when there is none."""
         flow, items = self._flows.popitem(last=False)

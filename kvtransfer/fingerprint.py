@@ -1,6 +1,8 @@
 """Fingerprints of block contents, per (block, kv_head), so that what arrives can be checked.
 
-Each span is read as 64-bit words and folded to `sum((word_i + i_th constant) * i_th odd multiplier) mod 2**64`.
+Each span is read as 64-bit words and folded to `sum((word_i + i_th constant) * i_th odd multiplier) mod 2**64`. The
+multipliers are products of two, one of them the same for every page of words: a table of all would have to come through
+the cache beside the words.
 The multipliers are odd, so any change confined to one word changes the sum; changes spread over words go
 unnoticed with probability about 2**-63. It guards against mistakes of software and hardware, not against an
 adversary, who could compute it too.
@@ -8,7 +10,9 @@ adversary, who could compute it too.
 
 import ctypes
 import logging
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -18,40 +22,69 @@ from numpy.typing import NDArray
 from kvtransfer.native.compiler import NotCompiled, load_library
 
 WORD_BYTES = 8
+PAGE_WORDS = 512
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """Of spans of some length. The multiplier of word i is page[i % PAGE_WORDS] * chunks[i // PAGE_WORDS]."""
+
+    page: NDArray[np.uint64]
+    chunks: NDArray[np.uint64]
+    multipliers: NDArray[np.uint64]
+    """[num_words]"""
+    zero: np.uint64
+    """What a span of zeros folds to."""
+
+
 @lru_cache(maxsize=8)
-def constants(num_words: int) -> tuple[NDArray[np.uint64], np.uint64]:
-    """Multipliers [num_words], and what a span of zeros folds to."""
+def constants(num_words: int) -> Constants:
+    """For spans of `num_words` words."""
     rng = np.random.Generator(np.random.PCG64(0x7A9DE3))
-    limit = np.iinfo(np.uint64).max
-    multipliers = rng.integers(0, limit, num_words, np.uint64, endpoint=True) | np.uint64(1)
-    offsets = rng.integers(0, limit, num_words, np.uint64, endpoint=True)
-    return multipliers, np.multiply(offsets, multipliers).sum(dtype=np.uint64)
+    num_chunks = -(-num_words // PAGE_WORDS)
+    page, chunks = (_random(rng, count) | np.uint64(1) for count in (PAGE_WORDS, num_chunks))
+    multipliers = np.outer(chunks, page).reshape(-1)[:num_words]
+    zero = np.multiply(_random(rng, num_words), multipliers).sum(dtype=np.uint64)
+    return Constants(page, chunks, multipliers, zero)
 
 
-def fingerprint_blocks(pool: NDArray[np.uint8], block_ids: list[int], kv_heads: int) -> NDArray[np.uint64]:
-    """Fold blocks of a pool [num_blocks, block_bytes] to [len(block_ids), kv_heads].
+def _random(rng: np.random.Generator, count: int) -> NDArray[np.uint64]:
+    return rng.integers(0, np.iinfo(np.uint64).max, count, np.uint64, endpoint=True)
 
-    `block_bytes` must be a multiple of `kv_heads * 8`. Holds no lock of the interpreter's while it reads, where there
-    is a C++ compiler; without one numpy does it, several times slower.
+
+class Fingerprints:
+    """Of the blocks of one pool uint8 [num_blocks, block_bytes]; `block_bytes` must be a multiple of `kv_heads * 8`.
+
+    From any thread. Holds no lock of the interpreter's while it reads, where there is a C++ compiler; without one numpy
+    does it, several times slower.
     """
-    words = pool.view(np.uint64).reshape(pool.shape[0], kv_heads, -1)
-    multipliers, zero = constants(words.shape[2])
-    folded = np.empty((len(block_ids), kv_heads), np.uint64)
-    if (native := _native()) is None:
-        for row, block in enumerate(block_ids):  # one block at a time: stays in the cache, needs no gather
-            np.matmul(words[block], multipliers, out=folded[row])
-        return folded + zero
-    ids = np.array(block_ids, np.int64)
-    assert not len(ids) or 0 <= ids.min() <= ids.max() < len(pool)
-    assert words.flags.c_contiguous
-    native(
-        *(words.ctypes.data, ids.ctypes.data, len(ids), kv_heads, words.shape[2]),
-        *(multipliers.ctypes.data, int(zero), folded.ctypes.data),
-    )
-    return folded
+
+    def __init__(self, pool: NDArray[np.uint8], kv_heads: int) -> None:
+        assert pool.flags.c_contiguous
+        self._num_blocks = len(pool)
+        self._words = pool.view(np.uint64).reshape(len(pool), kv_heads, -1)
+        num_words = self._words.shape[2]
+        of = self._constants = constants(num_words)
+        self._before = (self._words.ctypes.data,)
+        self._after = (kv_heads, num_words, of.page.ctypes.data, PAGE_WORDS, of.chunks.ctypes.data, int(of.zero))
+
+    def of(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
+        """[len(blocks), kv_heads]"""
+        folded = np.empty((len(blocks), self._words.shape[1]), np.uint64)
+        if (native := _native()) is None:
+            for row, block in enumerate(blocks):  # one block at a time: stays in the cache, needs no gather
+                np.matmul(self._words[block], self._constants.multipliers, out=folded[row])
+            return folded + self._constants.zero
+        ids = array("q", blocks)
+        assert not ids or 0 <= min(ids) <= max(ids) < self._num_blocks
+        native(*self._before, ids.buffer_info()[0], len(ids), *self._after, folded.ctypes.data)
+        return folded
+
+
+def fingerprint_blocks(pool: NDArray[np.uint8], block_ids: Sequence[int], kv_heads: int) -> NDArray[np.uint64]:
+    """Those of blocks of a pool, once: [len(block_ids), kv_heads]."""
+    return Fingerprints(pool, kv_heads).of(block_ids)
 
 
 @cache
@@ -62,6 +95,6 @@ def _native() -> Callable[..., None] | None:
         log.warning("fingerprints are computed by numpy, several times slower: %s", error)
         return None
     pointer, long = ctypes.c_void_p, ctypes.c_long
-    function.argtypes = [pointer, pointer, long, long, long, pointer, ctypes.c_uint64, pointer]
+    function.argtypes = [pointer, pointer, *3 * [long], pointer, long, pointer, ctypes.c_uint64, pointer]
     function.restype = None
     return function

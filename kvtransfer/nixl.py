@@ -1,8 +1,9 @@
 """The `nixl` transport: one-sided reads by NIXL over UCX (RDMA verbs, shared memory, CUDA IPC, TCP).
 
 One thread owns all posting and polling, because posting a shared-memory read blocks until the bytes are copied,
-and because NIXL serialises calls anyway. It posts one read per peer at a time, so a peer that falls silent holds
-up only its own queue. NIXL cannot abort a posted read: it is quiet when it is done, failed, or the agent is gone.
+and because NIXL serialises calls anyway. Reads of at most MAX_POSTED_BYTES are posted per peer, so a peer that falls
+silent holds up only its own queue. NIXL cannot abort a posted read: it is quiet when it is done, failed, or the agent
+is gone.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError, Transpo
 from kvtransfer.fair_queue import FairQueue
 from kvtransfer.nixl_agent import FORMAT, Memory, make_agent, module, parse_endpoint
 from kvtransfer.strict_lanes import StrictLanes
-from kvtransfer.transport import AnyPool, Peer, Span, Transport, check_spans
+from kvtransfer.transport import MAX_POSTED_BYTES, AnyPool, Peer, Span, Transport, check_spans
 from kvtransfer.ucx_lanes import LaneLog, process_lane_log
 
 CLOSED = "the transport was closed"
@@ -37,6 +38,7 @@ class _Job:
     peer: "NixlPeer"
     spans: tuple[Span, ...]
     """Offsets are addresses."""
+    num_bytes: int
     flow: Hashable
     future: "Future[None]"
     handle: Any = None
@@ -50,10 +52,11 @@ class _Drop:
 
 @dataclass(slots=True)
 class _Lane:
-    """The queue of one peer; at most one of its reads is posted."""
+    """The queue of one peer, and its reads that are posted: MAX_POSTED_BYTES at most."""
 
     queued: FairQueue[_Job] = field(default_factory=FairQueue)
-    posted: _Job | None = None
+    posted: list[_Job] = field(default_factory=list)
+    posted_bytes: int = 0
     seen: bool = False
     """Its first read has arrived, over lanes that were demanded."""
     dropped: bool = False
@@ -61,7 +64,14 @@ class _Lane:
 
     @property
     def idle(self) -> bool:
-        return self.posted is None and not self.queued
+        return not self.posted and not self.queued
+
+    @property
+    def has_room(self) -> bool:
+        """The next read in line may be posted beside those that are."""
+        if not self.queued:
+            return False
+        return self.posted_bytes + self.queued.peek().num_bytes <= MAX_POSTED_BYTES
 
     def withdraw(self, peer: "NixlPeer | None" = None) -> None:
         """Cancel what is queued, of one peer or of all that share the agent."""
@@ -160,7 +170,7 @@ class NixlTransport(Transport):
         local, remote = self._memory, peer.memory
         check_spans(spans, local.num_bytes, remote.num_bytes)
         absolute = tuple(Span(local.base + s.local_offset, remote.base + s.remote_offset, s.length) for s in spans)
-        job = _Job(peer, absolute, flow, Future())
+        job = _Job(peer, absolute, sum(span.length for span in spans), flow, Future())
         with self._closing:
             if self._closed:
                 job.future.set_exception(TransferError(CLOSED))
@@ -208,10 +218,11 @@ class NixlTransport(Transport):
         lanes: dict[str, _Lane] = {}
         while self._take(lanes):
             for name, lane in lanes.items():
-                if lane.posted is not None:
-                    self._poll(lane)
-                if lane.posted is None and lane.queued:
-                    self._post(name, lane)
+                for job in tuple(lane.posted):
+                    self._poll(lane, job)
+                begun = 0  # over shared memory a read is done when it is posted: other peers have their turn, too
+                while begun < MAX_POSTED_BYTES and lane.has_room:
+                    begun += self._post(name, lane)
             for name in [name for name, lane in lanes.items() if lane.dropped and lane.idle]:
                 self._forget_remote(name)
                 del lanes[name]
@@ -219,12 +230,12 @@ class NixlTransport(Transport):
 
     def _take(self, lanes: dict[str, _Lane]) -> bool:
         """Move new jobs into their lanes; sleep when there is nothing to do. False: the transport closes."""
-        posted = [lane.posted for lane in lanes.values() if lane.posted is not None]
+        posted = [job for lane in lanes.values() for job in lane.posted]
         busy = any(not lane.idle or lane.dropped for lane in lanes.values())
         newest = max((job.posted_at for job in posted), default=0.0)
         waiting = time.monotonic() - newest
         pause = 0.0 if waiting < SPIN_S else min(max(POLL_S, waiting / 20), MAX_POLL_S)
-        if any(lane.posted is None and lane.queued for lane in lanes.values()):
+        if any(lane.has_room for lane in lanes.values()):
             pause = 0.0  # a read over shared memory is done when it is posted: the next one waits for nothing
         timeout = None if not busy else pause
         while True:
@@ -242,10 +253,13 @@ class NixlTransport(Transport):
                 lane.queued.put(item.flow, item)
             timeout = 0.0
 
-    def _post(self, peer: str, lane: _Lane) -> None:
+    def _post(self, peer: str, lane: _Lane) -> int:
+        """The next read, which may be over when this returns; its bytes."""
         job = lane.queued.pop()
         if not job.future.set_running_or_notify_cancel():
-            return
+            return 0
+        lane.posted.append(job)
+        lane.posted_bytes += job.num_bytes
         try:
             with self._lock:
                 local = self._descriptors(self._memory, [(span.local_offset, span.length) for span in job.spans])
@@ -254,18 +268,16 @@ class NixlTransport(Transport):
                 state = self._agent.transfer(job.handle)
         except Exception as error:
             self._finish(lane, job, PeerGone(f"{peer}: {error}"))
-            return
+            return job.num_bytes
         job.posted_at = time.monotonic()
-        lane.posted = job
         self._settle(lane, job, state)
+        return job.num_bytes
 
     def _descriptors(self, memory: Memory, pieces: list[tuple[int, int]]) -> Any:
         """NIXL's list of (address, length) pieces."""
         return self._agent.get_xfer_descs([(*piece, memory.device) for piece in pieces], memory.kind)
 
-    def _poll(self, lane: _Lane) -> None:
-        job = lane.posted
-        assert job is not None
+    def _poll(self, lane: _Lane, job: _Job) -> None:
         try:
             with self._lock:
                 state = self._agent.check_xfer_state(job.handle)
@@ -300,7 +312,8 @@ class NixlTransport(Transport):
                 self._agent.remove_remote_agent(name)
 
     def _finish(self, lane: _Lane, job: _Job, error: TransferError | None) -> None:
-        lane.posted = None
+        lane.posted.remove(job)
+        lane.posted_bytes -= job.num_bytes
         if job.handle is not None:
             with self._lock, contextlib.suppress(Exception):  # of a failed read; the agent keeps what it cannot free
                 job.handle.release()
@@ -314,5 +327,4 @@ class NixlTransport(Transport):
         """Reads in flight are still being written: `close` fails them once the agent is gone."""
         for lane in lanes.values():
             lane.withdraw()
-            if lane.posted is not None:
-                self._in_flight.append(lane.posted)
+            self._in_flight += lane.posted

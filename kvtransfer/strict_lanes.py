@@ -32,8 +32,12 @@ class StrictLanes:
 
     def narrow_ucx(self) -> None:
         """Must be called before UCX is loaded into the process."""
-        if self.wanted:
-            os.environ.setdefault("UCX_TLS", ",".join(sorted(self._allowed | set(COPIES))))
+        if not self.wanted:
+            return
+        known = self._allowed | set(COPIES)
+        if self._allowed & set(GROUPS["shm"]):
+            known.add("tcp")  # for UCX's own messages: with error handling it has none over shared memory
+        os.environ.setdefault("UCX_TLS", ",".join(sorted(known)))
 
     def check(self, lanes: tuple[str, ...]) -> None:
         """`lanes` as `Peer.lanes` says them, such as "rc_mlx5/mlx5_0:1".

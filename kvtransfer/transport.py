@@ -14,8 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_POSTED_BYTES = 8 << 20
-"""A single read is never larger, and one is posted per peer at a time: so this much memory at most stays
+"""What is posted per peer at a time is never more, nor is a single read: so this much memory at most stays
 untouchable when a peer falls silent in mid-read, because no transport can abort what it posted."""
+READ_BYTES = 2 << 20
+"""A read is best so large: what it brought is still in the CPU's cache when it is checked, and over a network a few of
+them are posted at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,7 @@ class Transport(ABC):
 
     @abstractmethod
     def read(self, peer: Peer, spans: Sequence[Span], flow: Hashable = None) -> "Future[None]":
-        """Queue one read of at most MAX_POSTED_BYTES; reads of one peer are posted one at a time.
+        """Queue one read of at most MAX_POSTED_BYTES; so much at most is posted per peer at a time.
 
         Reads of one `flow`, such as a request, are posted in order; flows of one peer take turns, a read each, so
         that none waits for all of another's. The turn of a flow that comes anew is after those that are there.

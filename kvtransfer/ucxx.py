@@ -23,7 +23,7 @@ from kvtransfer.ucx_lanes import process_lane_log
 from kvtransfer.ucxx_control import Control, open_listener
 from kvtransfer.ucxx_end import Memory, Ucx
 from kvtransfer.ucxx_links import BorrowLink, Job, LendLink, Link, UcxxPeer
-from kvtransfer.ucxx_wire import ID_BYTES, MAC_BYTES, MAX_HELLO_BYTES, MAX_SPANS, UcxxEndpoint
+from kvtransfer.ucxx_wire import ID_BYTES, MAC_BYTES, MAX_GREETING_BYTES, MAX_SPANS, UcxxEndpoint
 
 CLOSED = "the transport was closed"
 LANES_OF = "ucp_tag_send"
@@ -60,7 +60,6 @@ class UcxxTransport(Transport):
         self._watched: dict[Link, list[tuple[int, int]]] = {}
         self._borrows: dict[UcxxPeer, BorrowLink] = {}
         self._lends: set[LendLink] = set()
-        self._approved: set[UcxxPeer] = set()
 
     def register(self, pool: AnyPool) -> bytes:
         """Takes pools in main memory and, where UCX has its CUDA modules, on a GPU."""
@@ -211,21 +210,10 @@ class UcxxTransport(Transport):
     def _put(self, job: Job) -> None:
         link = self._borrows.get(job.peer)
         if link is None:
-            link = self._borrows[job.peer] = BorrowLink(self._ucx, self._memory, job.peer, self._approve)
+            link = self._borrows[job.peer] = BorrowLink(self._ucx, self._memory, job.peer, self._strict)
         link.put(job)
 
-    def _approve(self, peer: UcxxPeer) -> TransferError | None:
-        """What is wrong with the first bytes from a peer: they came over lanes that were not demanded."""
-        try:
-            if peer not in self._approved:
-                self._strict.check(peer.lanes)
-        except TransferError as refusal:
-            return refusal
-        self._approved.add(peer)
-        return None
-
     def _forget(self, peer: UcxxPeer) -> None:
-        self._approved.discard(peer)
         link = self._borrows.pop(peer, None)
         if link is not None:
             self._unwatch(link)
@@ -240,7 +228,7 @@ class UcxxTransport(Transport):
         if len(self._lends) >= MAX_LEND_LINKS:
             connection.close()
             return
-        link = LendLink(self._ucx, self._memory, Control(connection, MAX_HELLO_BYTES), self._endpoint)
+        link = LendLink(self._ucx, self._memory, Control(connection, MAX_GREETING_BYTES), self._endpoint)
         self._lends.add(link)
         self._watch(link)
 

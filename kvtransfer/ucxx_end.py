@@ -1,9 +1,12 @@
 """One end of a `ucxx` link: a UCX worker of its own, and what is sent or received by it.
 
-A worker for each link, because destroying it is the one thing that surely ends what is under way on it: without UCX's
-error handling (which rules out shared memory) a message whose peer has gone can neither complete nor be cancelled.
+A worker for each link, because destroying it surely ends what is under way on it. Both ends use UCX's error handling:
+closing an endpoint by force then fails its messages, whatever the peer does. That rules out shared memory for tagged
+messages. Without it they are several times faster on one host, but a lender that was killed in mid-read took its
+borrower along, in a segmentation fault within UCX (docs/benchmarks.md).
 """
 
+import ctypes
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -29,7 +32,7 @@ class Ucx:
         os.environ.setdefault("UCX_MEMTYPE_CACHE", "n")  # as ucxx wants it, but that comes too late for libucx
         try:
             # ucxx loads libucx only together with a library for GPUs that nothing here needs.
-            import_module("libucx").load_library()
+            self._libraries: list[Any] = import_module("libucx").load_library()
             import_module("ucxx")
             self.api: Any = import_module("ucxx._lib.libucxx")
             self.array: Any = import_module("ucxx._lib.arr").Array
@@ -43,6 +46,13 @@ class Ucx:
             self.context: Any = self.api.UCXContext(options, features)
         except Exception as error:  # ucxx makes its exception types at run time
             raise TransportUnavailable(f"ucxx does not start: {error}") from error
+
+    def destroy_worker(self, worker: Any) -> None:
+        """UCX's own, under the hands of ucxx, which would keep it as long as one of its requests is not completed."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(worker))  # never destroyed a second time; it is a few kilobytes
+        os.close(worker.epoll_file_descriptor)
+        (library,) = [library for library in self._libraries if "libucp.so" in library._name]
+        library.ucp_worker_destroy(ctypes.c_void_p(worker.handle))
 
     def tag(self, value: int) -> Any:
         return self.api.UCXXTag(value)
@@ -101,7 +111,7 @@ class UcxEnd:
         """So that it can send to the worker of that address, which must be genuine."""
         with _typed("connect"):
             genuine = self._ucx.api.UCXAddress.create_from_buffer(address)
-            self._endpoint = self._worker.create_endpoint_from_worker_address(genuine, False)
+            self._endpoint = self._worker.create_endpoint_from_worker_address(genuine, True)
         self.armed = False
 
     def send(self, piece: Any, tag: int) -> None:
@@ -133,8 +143,16 @@ class UcxEnd:
         return self._pending[0][0] if self._pending else None
 
     def destroy(self) -> None:
-        """Bounded: milliseconds, whatever the peer does. What is not done never will be."""
+        """What is not done never will be, whatever the peer does; that takes milliseconds."""
+        if self._endpoint is not None:
+            self._endpoint.close_blocking()  # by force, so it does not wait for the peer
+        self._worker.cancel_inflight_requests()
+        for _ in range(PROGRESS_ROUNDS):
+            self._worker.progress_once()
+        halfway = any(not request.completed for _, request in self._pending)
         self._pending.clear()
+        if halfway:  # messages that UCX has begun to receive cannot be cancelled
+            self._ucx.destroy_worker(self._worker)
         self._endpoint = None
         self._worker = None
 

@@ -9,12 +9,13 @@ fails. A BorrowLink connects anew for the next read; that it finds the same proc
 
 import contextlib
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from kvtransfer.errors import PeerGone, TransferError
 from kvtransfer.fair_queue import FairQueue
+from kvtransfer.strict_lanes import StrictLanes
 from kvtransfer.transport import Peer, Span
 from kvtransfer.ucx_lanes import LaneLog
 from kvtransfer.ucxx_control import Control, start_connecting
@@ -22,13 +23,13 @@ from kvtransfer.ucxx_end import Memory, Ucx, UcxEnd
 from kvtransfer.ucxx_wire import (
     INDEX_BITS,
     MAX_BODY_BYTES,
-    MAX_HELLO_BYTES,
+    MAX_GREETING_BYTES,
     Kind,
     Malformed,
     ReadRequest,
     UcxxEndpoint,
-    pack_hello,
-    unpack_hello,
+    pack_greeting,
+    unpack_greeting,
 )
 
 GREETING_S = 10.0
@@ -109,15 +110,13 @@ class Link:
 class BorrowLink(Link):
     """To one lender; at most one read is posted."""
 
-    def __init__(
-        self, ucx: Ucx, memory: Memory, peer: UcxxPeer, approve: Callable[[UcxxPeer], TransferError | None]
-    ) -> None:
-        """`approve` says what is wrong with a read that has arrived from the peer, or None."""
+    def __init__(self, ucx: Ucx, memory: Memory, peer: UcxxPeer, strict: StrictLanes) -> None:
         super().__init__()
         self._ucx = ucx
         self._memory = memory
         self._peer = peer
-        self._approve = approve
+        self._strict = strict
+        self._seen = False  # its first read has arrived, over lanes that were demanded
         self._queued: FairQueue[Job] = FairQueue()
         self._posted: Job | None = None
         self._number = 0
@@ -139,12 +138,14 @@ class BorrowLink(Link):
         endpoint = self._peer.endpoint
         self.control = Control(start_connecting(endpoint.host, endpoint.port), MAX_BODY_BYTES)
         self.end = UcxEnd(self._ucx)
-        self.control.say(Kind.HELLO, pack_hello(endpoint, self.end.address))
+        self.control.say(Kind.HELLO, pack_greeting(endpoint, self.end.address))
         self.give_up_at = time.monotonic() + GREETING_S
         self._number = 0
 
     def fail(self, error: TransferError) -> None:
         """End the link, then what was posted, then what is queued."""
+        if self._strict and not self._ready and not isinstance(error, PeerGone):
+            error = self._strict.unavailable(error)
         posted = self.quiet()
         if posted is not None:
             posted.future.set_exception(error)
@@ -182,14 +183,18 @@ class BorrowLink(Link):
         if self._posted is None or end.oldest_pending is not None:
             return
         job, self._posted = self._posted, None
-        error = self._approve(self._peer)
-        if error is None:
-            job.future.set_result(None)
-        else:
-            job.future.set_exception(error)
+        try:
+            if not self._seen:
+                self._strict.check(self._peer.lanes)
+        except TransferError as refusal:
+            job.future.set_exception(refusal)
+            return
+        self._seen = True
+        job.future.set_result(None)
 
     def _heard(self, kind: Kind, body: bytes) -> None:
-        if kind == Kind.WELCOME and not self._ready:
+        if kind == Kind.WELCOME and not self._ready and self.end is not None:
+            self.end.connect(unpack_greeting(body, self._peer.endpoint.incarnation, self._peer.endpoint.secret))
             self._ready, self.give_up_at = True, None
         elif kind == Kind.REFUSED:
             raise TransferError(f"{self._peer.name} refused: {body[:1000].decode(errors='replace')}")
@@ -208,7 +213,7 @@ class LendLink(Link):
         self._memory = memory
         self._endpoint = endpoint
         self._number = 0
-        control.reader.max_body_bytes = MAX_HELLO_BYTES
+        control.reader.max_body_bytes = MAX_GREETING_BYTES
         self.give_up_at = time.monotonic() + GREETING_S
 
     def fail(self, error: TransferError) -> None:
@@ -221,7 +226,7 @@ class LendLink(Link):
 
     def _heard(self, kind: Kind, body: bytes) -> None:
         if kind == Kind.HELLO and self.end is None:
-            self._welcome(unpack_hello(body, self._endpoint.incarnation, self._endpoint.secret))
+            self._welcome(unpack_greeting(body, self._endpoint.incarnation, self._endpoint.secret))
         elif kind == Kind.READ and self.end is not None:
             self._send(ReadRequest.unpack(body, self._endpoint.num_bytes), self.end)
         else:
@@ -232,7 +237,7 @@ class LendLink(Link):
         self.end = UcxEnd(self._ucx)
         self.end.connect(address)
         self.control.reader.max_body_bytes = MAX_BODY_BYTES
-        self.control.say(Kind.WELCOME)
+        self.control.say(Kind.WELCOME, pack_greeting(self._endpoint, self.end.address))
         self.give_up_at = None
 
     def _send(self, request: ReadRequest, end: UcxEnd) -> None:

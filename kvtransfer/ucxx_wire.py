@@ -2,12 +2,12 @@
 
     borrower                     lender
        Hello  ──────────────────▶          which incarnation it means, and the address of its UCX worker
-              ◀────────────────── Welcome
+              ◀────────────────── Welcome  the same, of the lender's
        Read   ──────────────────▶          then the spans come as tagged UCX messages, one for each
               ◀────────────────── Refused  and the connection ends: something was malformed, or out of range
 
-A frame is its body's length, its kind, and the body. A Hello is signed with the secret in the lender's endpoint, since
-UCX trusts an address that it is given: who was not handed the endpoint gets no further.
+A frame is its body's length, its kind, and the body. Addresses are signed with the secret in the lender's endpoint,
+since UCX trusts an address that it is given: who was not handed the endpoint gets no further.
 """
 
 import hmac
@@ -30,7 +30,7 @@ MAC_BYTES = 32
 INDEX_BITS = 16
 MAX_SPANS = 1 << INDEX_BITS
 MAX_ADDRESS_BYTES = 4096
-MAX_HELLO_BYTES = ID_BYTES + MAC_BYTES + MAX_ADDRESS_BYTES
+MAX_GREETING_BYTES = ID_BYTES + MAC_BYTES + MAX_ADDRESS_BYTES
 MAX_BODY_BYTES = NUMBER.size + SPAN.size * MAX_SPANS
 
 
@@ -121,14 +121,14 @@ class FrameReader:
         return frames
 
 
-def pack_hello(endpoint: UcxxEndpoint, address: bytes) -> bytes:
-    """`address`: of the UCX worker that receives."""
+def pack_greeting(endpoint: UcxxEndpoint, address: bytes) -> bytes:
+    """The body of Hello and Welcome; `endpoint` is the lender's, `address` that of the sender's UCX worker."""
     said = endpoint.incarnation + address
     return _sign(endpoint.secret, said) + said
 
 
-def unpack_hello(body: bytes, incarnation: bytes, secret: bytes) -> bytes:
-    """The address of the borrower's UCX worker. Raises Malformed, also for one who means another incarnation."""
+def unpack_greeting(body: bytes, incarnation: bytes, secret: bytes) -> bytes:
+    """The address of the other's UCX worker. Raises Malformed, also for one who means another incarnation."""
     signature, said = body[:MAC_BYTES], body[MAC_BYTES:]
     if said[:ID_BYTES] != incarnation:
         raise Malformed("another incarnation was meant")

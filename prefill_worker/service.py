@@ -5,6 +5,7 @@ import functools
 import itertools
 import logging
 import time
+from array import array
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from google.protobuf.message import DecodeError
 
 from cluster.errors import Incompatible, InvalidRequest, Overloaded, ServiceError, Unavailable, to_status
 from engine import messages
+from engine.keys import unpack_tokens
 from engine.messages import (
     CacheChanged,
     LendClosed,
@@ -67,13 +69,14 @@ class LendService(pb_grpc.LendServicer):
             raise Incompatible("this worker is another one than the one asked", "lender_incarnation")
         if want.model_fingerprint != self._context.ready.model_fingerprint:
             raise Incompatible("weights, layout or dtype differ from the borrower's", "model_fingerprint")
-        check_token_ids(want.token_ids, "token_ids", self._context.ready.vocab_size)
-        num_blocks = len(want.token_ids) // self._context.ready.block_tokens
+        tokens = _tokens(want)
+        check_token_ids(tokens, "token_ids", self._context.ready.vocab_size)
+        num_blocks = len(tokens) // self._context.ready.block_tokens
         if want.first_block >= num_blocks:
             raise InvalidRequest("first_block", f"no block wanted in [{want.first_block}, {num_blocks})")
         return messages.Lend(
             loan_id=loan_id,
-            token_ids=tuple(want.token_ids),
+            token_ids=tokens,
             first_block=want.first_block,
             cache_salt=want.cache_salt,
             may_compute=want.may_compute,
@@ -157,9 +160,16 @@ class LendService(pb_grpc.LendServicer):
         raise AssertionError(f"unexpected {message!r}")
 
 
+def _tokens(want: pb.Want) -> "array[int]":
+    try:
+        return unpack_tokens(want.token_ids)
+    except ValueError as error:
+        raise InvalidRequest("token_ids", f"{len(want.token_ids)} bytes are no whole number of uint32") from error
+
+
 def _chain(want: pb.Want) -> Chain:
     """What the loan reads from its source: no placement, since the source computes nothing for it."""
-    return Chain(want.request_id, want.token_ids, want.cache_salt, want.priority, "", 0)
+    return Chain(want.request_id, _tokens(want), want.cache_salt, want.priority, "", 0)
 
 
 def add_lend_service(server: Any, context: WorkerContext) -> list[str]:

@@ -84,18 +84,18 @@ class Want(_message.Message):
     model_fingerprint: _builtins.bytes
     """Weights + layout + dtype. Unequal ones refuse before any byte moves."""
     cache_salt: _builtins.str
+    token_ids: _builtins.bytes
+    """Tokens of the chain, up to the end of the last block wanted: little-endian uint32. As numbers, tens of thousands of
+    them would be converted six times on their way from engine to engine.
+    """
     first_block: _builtins.int
-    """Blocks [first_block, len(token_ids) / block_tokens) are wanted."""
+    """Blocks [first_block, tokens / block_tokens) are wanted."""
     may_compute: _builtins.bool
     """False: lend only what is cached, at once or not at all."""
     priority: _builtins.int
     router_id: _builtins.str
     """The placement that caused this; echoed in the lender's load reports."""
     placement_sequence: _builtins.int
-    @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens of the chain, up to the end of the last block wanted."""
-
     @_builtins.property
     def source(self) -> Global___Holder:
         """Somebody who holds more of the chain: a lender that computes reads from there what it lacks, before it computes."""
@@ -107,7 +107,7 @@ class Want(_message.Message):
         lender_incarnation: _builtins.bytes = ...,
         model_fingerprint: _builtins.bytes = ...,
         cache_salt: _builtins.str = ...,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _builtins.bytes = ...,
         first_block: _builtins.int = ...,
         may_compute: _builtins.bool = ...,
         priority: _builtins.int = ...,

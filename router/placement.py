@@ -113,11 +113,12 @@ def place(demand: Demand, workers: Sequence[WorkerView], hits: Hits, rates: Rate
 
     Ties go to the first in order of worker ids.
     """
+    fullest = sorted(workers, key=lambda worker: (-hits.held.get(worker.worker_id, 0), worker.worker_id))
     candidates = [
-        _assess(demand, decode, loan, hits, rates)
+        _assess(demand, decode, loan, rates)
         for decode in workers
         if decode.decodes and decode.available_blocks >= demand.num_promised_blocks(decode.reserve_output_tokens)
-        for loan in _loans(demand, decode, workers, hits, rates)
+        for loan in _loans(demand, decode, fullest, hits, rates)
     ]
     if not candidates:
         return None
@@ -163,37 +164,37 @@ class _Candidate:
 
 
 def _loans(
-    demand: Demand, decode: WorkerView, workers: Sequence[WorkerView], hits: Hits, rates: Rates
+    demand: Demand, decode: WorkerView, fullest: Sequence[WorkerView], hits: Hits, rates: Rates
 ) -> Iterator[_Loan]:
+    """`fullest` are all workers, those that hold most first."""
     usable = demand.num_usable_blocks
     own = min(hits.held.get(decode.worker_id, 0), usable)
     yield _Loan(num_blocks=own)
     if own == usable:
         return
-    for other in workers:
+    for other in fullest:
         if other is decode or other.fingerprint != decode.fingerprint:
             continue
         held = min(hits.held.get(other.worker_id, 0), usable)
         if held > own:
             yield _Loan(other, num_blocks=held, seconds=_transfer_s(demand, held - own, rates))
         if not other.decodes and usable <= other.num_blocks:
-            yield _computing_loan(demand, own, other, workers, hits, rates)
+            yield _computing_loan(demand, own, other, fullest, hits, rates)
 
 
 def _computing_loan(
-    demand: Demand, own: int, lender: WorkerView, workers: Sequence[WorkerView], hits: Hits, rates: Rates
+    demand: Demand, own: int, lender: WorkerView, fullest: Sequence[WorkerView], hits: Hits, rates: Rates
 ) -> _Loan:
     """All of the prompt from a worker that computes what neither it nor its best source has."""
     usable = demand.num_usable_blocks
     have = min(hits.due.get(lender.worker_id, 0), usable)
     prepare_s, source = 0.0, None
-    others = [w for w in workers if w is not lender and w.fingerprint == lender.fingerprint]
-    fullest = min(others, key=lambda other: (-hits.held.get(other.worker_id, 0), other.worker_id), default=None)
-    if fullest is not None:
-        gain = min(hits.held.get(fullest.worker_id, 0), usable) - have
+    holder = next((w for w in fullest if w is not lender and w.fingerprint == lender.fingerprint), None)
+    if holder is not None:
+        gain = min(hits.held.get(holder.worker_id, 0), usable) - have
         fetch_s = _transfer_s(demand, gain, rates)
         if gain > 0 and fetch_s < gain * demand.block_tokens / rates.prefill_tokens_per_s:
-            prepare_s, source, have = fetch_s, fullest, have + gain
+            prepare_s, source, have = fetch_s, holder, have + gain
     tokens = (usable - have) * demand.block_tokens
     compute_s = (lender.queued_prefill_tokens + tokens) / rates.prefill_tokens_per_s
     seconds = prepare_s + compute_s + _transfer_s(demand, usable - own, rates)
@@ -204,7 +205,7 @@ def _transfer_s(demand: Demand, num_blocks: int, rates: Rates) -> float:
     return rates.loan_overhead_s + num_blocks * demand.block_bytes / rates.kv_bytes_per_s
 
 
-def _assess(demand: Demand, decode: WorkerView, loan: _Loan, hits: Hits, rates: Rates) -> _Candidate:
+def _assess(demand: Demand, decode: WorkerView, loan: _Loan, rates: Rates) -> _Candidate:
     own_tokens = demand.num_tokens - loan.num_blocks * demand.block_tokens
     own_s = own_tokens / rates.decode_prefill_tokens_per_s
     queue_s = decode.queued_prefill_tokens / rates.decode_prefill_tokens_per_s

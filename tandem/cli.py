@@ -188,6 +188,24 @@ def demo(
     _run(run_demo(console, requests, model, _cores()))
 
 
+@app.command()
+def doctor(
+    config: Annotated[Path | None, typer.Option(help="YAML file with a `worker:` mapping")] = None,
+    model: Annotated[Path | None, typer.Option(help="directory of the model to be served")] = None,
+    workers: Annotated[int, typer.Option(help="processes on this host; each pair is tried")] = 2,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="setting of a worker")] = None,
+    print_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
+) -> None:
+    """Check this host before any request: what is installed and allowed, and whether KV moves between workers.
+
+    Exit code: 0 all right, 1 something is broken, 2 it could not be checked.
+    """
+    from tandem.doctor.command import run_doctor
+
+    settings = _settings(config)["worker"] | parse_overrides(set_ or [])
+    raise typer.Exit(run_doctor(console, settings, model, workers, print_json))
+
+
 def main() -> None:
     """Entry point: a Tandem error is one line, the cause; everything else is a bug and keeps its traceback."""
     try:

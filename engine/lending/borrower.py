@@ -137,6 +137,8 @@ class _Piece:
         """Of all heads, one entry per block; None while a rank is still reading."""
         if len(self.parts) < ranks:
             return None
+        if ranks == 1:
+            return self.parts[0]
         return tuple(b"".join(parts) for parts in zip(*(self.parts[rank] for rank in range(ranks)), strict=True))
 
 

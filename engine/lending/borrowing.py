@@ -5,9 +5,12 @@ brought back first, and a lender is asked for what is then still missing. Each s
 own; the sequence may be computed when the last is over, however much they brought.
 """
 
+import functools
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Sequence as Seq
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -31,8 +34,12 @@ from engine.lending.borrower import (
 from engine.lending.sources import Lender, LowerTiers, Source
 from engine.messages import FromEngine, KvAccount, LoanBlocks, LoanFailed, LoanStarted
 from engine.vocabulary import Sequence
-from kvtransfer.errors import TransferError
-from kvtransfer.transport import Transport, max_blocks_per_read
+from kvtransfer.errors import PeerGone, TransferError
+from kvtransfer.transport import READ_BYTES, Transport, max_blocks_per_read
+
+LANDING_BYTES = 32 << 20
+"""So much of an announcement is one landing at most. The loop is woken once for it, and when the lender goes in its
+middle, what has come of it is lost."""
 
 
 class LoanOwner(Protocol):
@@ -58,6 +65,53 @@ class Wanted:
     owner: LoanOwner
 
 
+class Landing:
+    """What a machine calls one read: several reads small enough to be checked while the cache still has what they
+    brought, and one message to the loop, for which they would be many to wake for.
+
+    Reads end on whatever thread; the last to be quiet says so, once, by `on_quiet(fingerprints or None, peer_gone)`.
+    """
+
+    def __init__(
+        self,
+        blocks: Seq[int],
+        fingerprints_of: Callable[[Seq[int]], tuple[bytes, ...]],
+        on_quiet: Callable[[tuple[bytes, ...] | None, bool], None],
+    ) -> None:
+        self.blocks = blocks
+        self._fingerprints_of = fingerprints_of
+        self._on_quiet = on_quiet
+        self._reads: list[tuple[Future[None], Seq[int]]] = []
+        self._lock = threading.Lock()
+        self._num_reading = 0
+        self._arrived: dict[int, tuple[bytes, ...]] = {}
+        self._peer_gone = False
+
+    def follow(self, reads: Seq[tuple["Future[None]", Seq[int]]]) -> None:
+        """The reads, and the blocks that each fills; all of them together."""
+        self._reads, self._num_reading = list(reads), len(reads)
+        for number, (future, blocks) in enumerate(reads):
+            future.add_done_callback(functools.partial(self._quiet, number, blocks))
+
+    def withdraw(self) -> list[int]:
+        """Cancel what can be; the blocks that are still being written."""
+        return [block for future, blocks in self._reads if not (future.cancel() or future.done()) for block in blocks]
+
+    def _quiet(self, number: int, blocks: Seq[int], done: "Future[None]") -> None:
+        failure = CancelledError() if done.cancelled() else done.exception()
+        arrived = self._fingerprints_of(blocks) if failure is None else ()  # now, while it is in this core's cache
+        with self._lock:
+            if failure is None:
+                self._arrived[number] = arrived
+            self._peer_gone |= isinstance(failure, PeerGone)
+            self._num_reading -= 1
+            last = self._num_reading == 0
+        if last:
+            whole = len(self._arrived) == len(self._reads)
+            ordered = tuple(part for index in sorted(self._arrived) for part in self._arrived[index])
+            self._on_quiet(ordered if whole else None, self._peer_gone)
+
+
 @dataclass(slots=True, eq=False)
 class Loan:
     """One loan: its machine, and the reads that machine has asked for."""
@@ -65,23 +119,20 @@ class Loan:
     wanted: Wanted
     machine: Borrower
     source: Source
-    reads: dict[int, tuple["Future[None]", int]] = field(default_factory=dict)
-    """By first chain index: the read, and how many blocks it fills."""
+    landings: dict[int, Landing] = field(default_factory=dict)
+    """By first chain index."""
     quarantined: dict[int, list[int]] = field(default_factory=dict)
-    """By first chain index: blocks that are nobody's until that read is quiet."""
+    """By first chain index: blocks that are nobody's until what is read there is quiet."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadLanded:
-    """From another thread: a posted read is quiet."""
+    """From another thread: all reads of a landing are quiet."""
 
     loan: Loan
     first: int
     fingerprints: tuple[bytes, ...] | None
-
-
-RunAside = Callable[[Callable[[], None]], object]
-"""Runs a function soon, on a thread that may take its time, or right here."""
+    peer_gone: bool = False
 
 
 class BorrowingDesk:
@@ -93,16 +144,15 @@ class BorrowingDesk:
         transport: Transport,
         emit: Callable[[FromEngine], None],
         post: Callable[[ReadLanded], None],
-        run_aside: RunAside,
     ) -> None:
-        """What arrived is fingerprinted by `run_aside`, so that the next read need not wait for it."""
         self._books = books
         self._transport = transport
         self._emit = emit
         self._post = post
-        self._run_aside = run_aside
         self._loans: dict[str, Loan] = {}
-        self._max_read_blocks = max_blocks_per_read(books.layout.block_bytes)
+        block_bytes = books.layout.block_bytes
+        self._landing_blocks = max(1, LANDING_BYTES // block_bytes)
+        self._read_blocks = max(1, min(READ_BYTES // block_bytes, max_blocks_per_read(block_bytes)))
 
     @property
     def num_loans(self) -> int:
@@ -159,9 +209,11 @@ class BorrowingDesk:
 
     def landed(self, message: ReadLanded) -> None:
         loan = message.loan
+        if message.peer_gone:
+            loan.source.gone()
         if (blocks := loan.quarantined.pop(message.first, None)) is not None:
             self._books.pool.unquarantine(blocks)
-        elif loan.reads.pop(message.first, None) is not None:
+        elif loan.landings.pop(message.first, None) is not None:
             self._handle(loan, Landed(message.first, message.fingerprints))
 
     # ------------------------------------------------------------------ the sources in turn
@@ -198,7 +250,7 @@ class BorrowingDesk:
         return True
 
     def _open(self, wanted: Wanted, source: Source, first: int, end: int, may_be_part: bool = False) -> Loan:
-        machine = Borrower(first, end, self._max_read_blocks, may_be_part)
+        machine = Borrower(first, end, self._landing_blocks, may_be_part)
         loan = self._loans[wanted.sequence.request_id] = Loan(wanted, machine, source)
         return loan
 
@@ -220,7 +272,7 @@ class BorrowingDesk:
                 case Read(first, block_ids):
                     self._read(loan, first, block_ids)
                 case Bind(first, end, fingerprints):
-                    self._books.bind(sequence, end, fingerprints)
+                    self._books.bind(sequence, loan.wanted.keys[first:end], fingerprints)
                     self._count(loan, first, end)
                     loan.wanted.owner.loan_bound(sequence, first)
                 case Release(first, count):
@@ -232,20 +284,15 @@ class BorrowingDesk:
 
     def _read(self, loan: Loan, first: int, block_ids: tuple[int, ...]) -> None:
         blocks = loan.wanted.sequence.blocks[first : first + len(block_ids)]
-        future = loan.source.read(block_ids, blocks)
-        loan.reads[first] = future, len(blocks)
-        future.add_done_callback(lambda done: self._quiet(loan, first, blocks, done))
 
-    def _quiet(self, loan: Loan, first: int, blocks: list[int], done: "Future[None]") -> None:
-        """On the thread that read."""
-        if done.cancelled():
-            return
-        if done.exception() is not None:
-            self._post(ReadLanded(loan, first, None))
-        else:
-            self._run_aside(lambda: self._post(ReadLanded(loan, first, self._fingerprints(blocks))))
+        def on_quiet(fingerprints: tuple[bytes, ...] | None, peer_gone: bool) -> None:
+            self._post(ReadLanded(loan, first, fingerprints, peer_gone))
 
-    def _fingerprints(self, blocks: list[int]) -> tuple[bytes, ...]:
+        landing = loan.landings[first] = Landing(blocks, self._fingerprints, on_quiet)
+        parts = [slice(at, at + self._read_blocks) for at in range(0, len(blocks), self._read_blocks)]
+        landing.follow([(loan.source.read(block_ids[part], blocks[part]), blocks[part]) for part in parts])
+
+    def _fingerprints(self, blocks: Seq[int]) -> tuple[bytes, ...]:
         return self._split(self._books.compute_fingerprints(blocks).tobytes())
 
     def _abandon(self, loan: Loan, needed: bool) -> bool:
@@ -254,13 +301,11 @@ class BorrowingDesk:
         Only a sequence that goes on is `needed` others: for one that is over they would only evict what is cached.
         """
         sequence, lost = loan.wanted.sequence, list[int]()
-        for first, (future, count) in loan.reads.items():
-            if future.cancel() or future.done():
-                continue
-            indices = range(first, first + count)
-            loan.quarantined[first] = [sequence.blocks[index] for index in indices]
-            lost += indices
-        loan.reads.clear()
+        for first, landing in loan.landings.items():
+            if writing := landing.withdraw():
+                loan.quarantined[first] = writing
+                lost += [first + index for index, block in enumerate(landing.blocks) if block in writing]
+        loan.landings.clear()
         return not lost or self._books.quarantine_unbound(sequence, lost, replace=needed)
 
     def _close(self, loan: Loan, mismatched: int, failure: str, lost_blocks: bool, cancelled: bool) -> None:

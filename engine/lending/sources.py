@@ -37,6 +37,9 @@ class Source(ABC):
     def spoiled(self, key: BlockKey) -> None:  # noqa: B027 - a lender's blocks are its own affair
         """This block could not be read, or is not what was announced."""
 
+    def gone(self) -> None:  # noqa: B027 - as above
+        """Whoever held the blocks is no longer there."""
+
     @abstractmethod
     def close(self) -> None:
         """The loan is over; nothing more is read."""
@@ -95,6 +98,10 @@ class Lender(Source):
         if count * self._block_bytes >= RELEASE_BYTES:
             self._emit(ReleaseLoan(self._loan_id, first, count))
             self._unreleased = None
+
+    def gone(self) -> None:
+        if self._peer is not None:
+            self._transport.drop(self._peer)
 
     def close(self) -> None:
         self._emit(CloseLoan(self._loan_id))

@@ -23,10 +23,10 @@ class TensorFingerprints:
 
     def __init__(self, pool: Tensor, kv_heads: int) -> None:
         head_words = pool.shape[1] // kv_heads // WORD_BYTES
-        multipliers, zero = constants(head_words)
+        of = constants(head_words)
         self._words = pool.view(torch.int64).view(pool.shape[0], kv_heads, head_words)
-        self._multipliers = torch.from_numpy(multipliers.view(np.int64).copy()).to(pool.device)
-        self._zero = zero
+        self._multipliers = torch.from_numpy(of.multipliers.view(np.int64).copy()).to(pool.device)
+        self._zero = of.zero
         self._stream = torch.cuda.Stream(pool.device) if pool.is_cuda else None  # type: ignore[no-untyped-call]
         if pool.is_cuda:
             torch.cuda.synchronize(pool.device)  # the multipliers are there for the other stream

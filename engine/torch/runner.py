@@ -14,6 +14,7 @@ from engine.grammar import Grammars
 from engine.model_dir import ModelDir
 from engine.runner import ModelInfo, Runner
 from engine.torch.backends import Backend, join
+from engine.torch.block_bytes import BlockBytes
 from engine.torch.cuda.graphs import decode_graphs
 from engine.torch.device import Device, allocate, choose_device, staged
 from engine.torch.fingerprint import TensorFingerprints
@@ -63,6 +64,7 @@ class TorchRunner(Runner):
         self.pool = memory.pool
         self._blocks = memory.byte_blocks
         self._device_fingerprints = TensorFingerprints(self._blocks, self.layout.kv_heads) if self._on_gpu else None
+        self._device_bytes = BlockBytes(self._blocks) if self._on_gpu else None
         joined = join(self._model, memory.tensor, self.layout, backend)
         self.backend, self._attention = joined.backend, joined.attention
         self._argmax, self._last_rows, self._bind_threads = joined.argmax, joined.last_rows, joined.bind_threads
@@ -127,6 +129,15 @@ class TorchRunner(Runner):
         if self._device_fingerprints is None:
             return super().fingerprints(blocks)
         return self._device_fingerprints.of(blocks)
+
+    def read_blocks(self, blocks: Seq[int]) -> Seq[NDArray[np.uint8]]:
+        return super().read_blocks(blocks) if self._device_bytes is None else self._device_bytes.read(blocks)
+
+    def write_block(self, block: int, content: NDArray[np.uint8]) -> None:
+        if self._device_bytes is None:
+            super().write_block(block, content)
+        else:
+            self._device_bytes.write(block, content)
 
     def copy_block(self, source: int, target: int) -> None:
         self._blocks[target] = self._blocks[source]

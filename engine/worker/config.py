@@ -70,7 +70,12 @@ class WorkerConfig(Config):
     niceness: int = Field(default=0, ge=0, le=19)
     """How far the engine steps back behind others on the same cores; as `nice`."""
 
-    transport: Literal["nixl"] = "nixl"
+    transport: Literal["nixl", "ucxx"] = "nixl"
+    """What moves KV between workers; all of a cluster use the same. ucxx: for machines without NIXL, or to compare; on
+    one host nixl is faster, since it reads shared memory."""
+    strict_lanes: tuple[str, ...] = ()
+    """UCX transports that KV must travel over, such as rc_mlx5 or cuda_ipc, or a group of them: rdma, shm. Where UCX
+    would fall back to others, the worker does not start, or its loans fail. Default: whatever UCX finds best."""
     max_queued_loans: PositiveInt = 256
     peer_silence_s: PositiveFloat = 10.0
     """A lender whose engine says nothing for so long is given up, and so is a borrower."""

@@ -7,6 +7,7 @@ It dies with its front: by the closed socket, or at once by the kernel when the 
 
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import socket
@@ -14,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -31,6 +32,9 @@ from engine.worker.cores import stay_on, step_back
 from engine.worker.link import LinkWaiter, MessageLink
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.registry import open_transport
+from kvtransfer.sysfs import use_nearest_nics
+
+log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
 SWITCH_S = 0.0005
@@ -166,7 +170,9 @@ def _loop(core: EngineCore, computer: _Computer, front: _Front) -> None:
             core.handle(message)
         core.handle_posted()
         if (computed := computer.take()) is not None:
-            core.end_step(*computed)
+            core.end_step(*computed)  # what it says waits until the next step has begun
+        else:
+            front.send()  # somebody waits for an answer
         if not computer.running and (batch := core.begin_step()):
             computer.start(batch)
         core.report()
@@ -197,7 +203,11 @@ def _threads(config: WorkerConfig) -> int:
 
 
 def _start(spec: EngineSpec, front: _Front) -> tuple[EngineCore, _Computer]:
-    transport = open_transport(spec.config.transport, spec.agent_name)
+    config = spec.config
+    if config.engine == "torch" and config.device != "cpu" and (chosen := use_nearest_nics(os.environ)) is not None:
+        log.info(chosen)
+    host = config.advertise_host or config.host
+    transport = open_transport(config.transport, spec.agent_name, host, config.strict_lanes)
     computer = _Computer(spec.config, front.wake)
     runner = computer.runner()
     budget = StepBudget(spec.config.max_batch_tokens, spec.config.prefill_chunk(spec.role))
@@ -208,8 +218,7 @@ def _start(spec: EngineSpec, front: _Front) -> tuple[EngineCore, _Computer]:
     )
     fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
     tiers = _open_tiers(spec.config, runner.layout, fingerprint)
-    verifier = ThreadPoolExecutor(1, thread_name_prefix="verify")
-    core = EngineCore(runner, transport, limits, front.say, front.wake, tiers, verifier.submit)
+    core = EngineCore(runner, transport, limits, front.say, front.wake, tiers)
     front.say(core.start())
     front.send()
     return core, computer

@@ -13,6 +13,7 @@ import grpc
 
 from cluster.errors import from_rpc_error
 from cluster.rpc import channel
+from engine.keys import pack_tokens
 from engine.messages import (
     CloseLoan,
     FromEngine,
@@ -188,7 +189,7 @@ class Lenders:
             lender_incarnation=holder.incarnation,
             model_fingerprint=self._model_fingerprint,
             cache_salt=chain.cache_salt,
-            token_ids=chain.token_ids[: wanted.end_block * self._block_tokens],
+            token_ids=pack_tokens(chain.token_ids[: wanted.end_block * self._block_tokens]),
             first_block=wanted.first_block,
             may_compute=wanted.may_compute,
             priority=chain.priority,

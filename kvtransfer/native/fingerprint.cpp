@@ -31,10 +31,19 @@ uint64_t fold(const uint64_t* words, const uint64_t* multipliers, long count) {
 
 }  // namespace
 
-// out[i * heads + h] = zero + fold of part h of block ids[i]; a block has heads * words words.
+// out[i * heads + h] = zero + fold of part h of block ids[i]; a block has heads * words words. The multiplier of word w
+// is page[w % page_words] * chunks[w / page_words].
 extern "C" void tandem_fingerprint(const uint64_t* pool, const int64_t* ids, long count, long heads, long words,
-                                   const uint64_t* multipliers, uint64_t zero, uint64_t* out) {
+                                   const uint64_t* page, long page_words, const uint64_t* chunks, uint64_t zero,
+                                   uint64_t* out) {
     for (long i = 0; i < count; i++)
-        for (long head = 0; head < heads; head++)
-            out[i * heads + head] = zero + fold(pool + (ids[i] * heads + head) * words, multipliers, words);
+        for (long head = 0; head < heads; head++) {
+            const uint64_t* span = pool + (ids[i] * heads + head) * words;
+            uint64_t total = zero;
+            for (long w = 0; w < words; w += page_words) {
+                const long rest = words - w < page_words ? words - w : page_words;
+                total += chunks[w / page_words] * fold(span + w, page, rest);
+            }
+            out[i * heads + head] = total;
+        }
 }

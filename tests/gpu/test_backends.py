@@ -199,3 +199,19 @@ def test_the_engine_runs_on_flashinfer(wide_model: Models, family: str) -> None:
     assert {len(some) for some in tokens.values()} == {NEW_TOKENS}
     again = greedy_tokens(runner)
     assert again == tokens
+
+
+def test_blocks_go_to_main_memory_and_come_back(wide_model: Models) -> None:
+    """To and from the tiers below the pool."""
+    runner = runner_of(wide_model("llama"), "bfloat16", "flashinfer")
+    some = sequences(16)
+    for step in prompts(some):
+        runner.execute(step)
+    blocks = some[0].blocks
+    before = runner.fingerprints(blocks)
+    contents = [content.copy() for content in runner.read_blocks(blocks)]
+    free = runner.pool.num_blocks - 1
+    for block, content in zip(blocks, contents, strict=True):
+        runner.write_block(free, content)
+        assert np.array_equal(runner.fingerprints([free])[0], runner.fingerprints([block])[0])
+    assert np.array_equal(runner.fingerprints(blocks), before)

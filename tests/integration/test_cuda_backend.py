@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from engine.errors import EngineStartError, KernelsUnavailable
 from engine.layout import KvLayout
 from engine.model_dir import ModelDir
+from engine.torch.block_bytes import BlockBytes
 from engine.torch.cuda.attention import FlashInferPagedAttention
 from engine.torch.cuda.graphs import Captured, DecodeGraphs
 from engine.torch.cuda.library import load_flashinfer
@@ -403,6 +404,16 @@ def test_fingerprints_by_torch_are_those_by_numpy(kv_heads: int, block_bytes: in
     assert got.dtype == np.uint64
     assert np.array_equal(got, fingerprint_blocks(pool, blocks, kv_heads))
     assert TensorFingerprints(torch.from_numpy(pool), kv_heads).of([]).shape == (0, kv_heads)
+
+
+def test_blocks_are_copied_out_and_written_back() -> None:
+    pool = torch.arange(6 * 64, dtype=torch.int64).to(torch.uint8).view(6, 64)
+    before = pool.clone()
+    contents = BlockBytes(pool).read([4, 1])
+    pool[4] = 0
+    assert [content.tolist() for content in contents] == [before[4].tolist(), before[1].tolist()], "copies"
+    BlockBytes(pool).write(4, contents[0])
+    assert torch.equal(pool, before)
 
 
 @no_gpu

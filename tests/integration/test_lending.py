@@ -98,6 +98,7 @@ async def test_what_a_lender_fetched_is_in_the_receipt(model: Path, cluster_of: 
         prompt = tokens(6, 4 * BLOCK)
         first = await ask(client, prompt, max_tokens=20 * BLOCK)
         history = [*prompt, *first.token_ids]
+        await asyncio.sleep(0.5)  # the load reports tell that the first is over
         with occupying(client, tokens(8, 4)):
             await asyncio.sleep(0.3)
             second = await ask(client, [*history, *tokens(7, 12 * BLOCK)], max_tokens=8)

@@ -98,11 +98,10 @@ class Cluster(Faults):
         transports = [node for node in awake if node.transport.posted or node.transport.busy()]
         new = [client for client in self.clients if client.state == "new"]
         tiers = [node for node in awake if node.tiers is not None and node not in self.restoring]
-        aside = [node for node in awake if node.aside]
         stopped = [node for node in self.nodes if node.stopped]
         unaware = [stream for stream in self.streams if stream.withheld is not None]
         kinds = 4 * ["step"] + 6 * ["deliver"] * bool(talk) + 3 * ["transfer"] * bool(transports)
-        kinds += ["submit"] * bool(new) + ["restore"] * bool(tiers) + 2 * ["fingerprint"] * bool(aside)
+        kinds += ["submit"] * bool(new) + ["restore"] * bool(tiers)
         kinds += ["silence", "wake"] * bool(stopped) + ["notice end"] * bool(unaware)
         match rng.choice(kinds):
             case "step":
@@ -115,8 +114,6 @@ class Cluster(Faults):
                 self.submit(rng.choice(new), rng.choice(awake))
             case "restore":
                 self.restore(rng.choice(tiers))
-            case "fingerprint":
-                rng.choice(aside).take_fingerprints()
             case "silence":
                 self.notice_silence()
             case "wake":
@@ -230,8 +227,6 @@ class Cluster(Faults):
                 moved = True
             while node.tiers is not None and self.restore(node):
                 moved = True
-            moved |= bool(node.aside)
-            node.take_fingerprints()
             moved |= self.step(node)
         moved |= any(node.transport.busy() for node in self.nodes)
         return moved or any(s.to_lender or s.to_borrower for s in self.streams)

@@ -56,8 +56,6 @@ class Node:
         self.said: list[FromEngine] = []
         self.inbox: deque[ToEngine] = deque()
         """What has arrived and was not handled yet."""
-        self.aside: deque[Callable[[], None]] = deque()
-        """Fingerprints to be taken."""
         self.transport = SlowTransport(network, name)
         self.runner = TrialRunner(num_blocks)
         limits = CoreLimits(budget, 4, reserve, report_interval_s=0.0)
@@ -66,9 +64,7 @@ class Node:
             config = TierConfig(tier_blocks * LAYOUT.block_bytes, None, 0)
             fingerprint = LAYOUT.fingerprint(self.runner.info.weights_fingerprint)
             self.tiers = Tiers(config, LAYOUT.block_bytes, LAYOUT.kv_heads, fingerprint, threaded=False)
-        self.core = EngineCore(
-            self.runner, self.transport, limits, self.said.append, tiers=self.tiers, run_aside=self.aside.append
-        )
+        self.core = EngineCore(self.runner, self.transport, limits, self.said.append, tiers=self.tiers)
         self.endpoint = self.core.start().endpoint
         self.batch: list[Chunk] = []
         """Being computed: `end_step` is still to come."""
@@ -85,10 +81,6 @@ class Node:
         while self.inbox:
             self.core.handle(self.inbox.popleft())
         self.core.handle_posted()
-
-    def take_fingerprints(self) -> None:
-        while self.aside:
-            self.aside.popleft()()
 
     def serves(self, request_id: str) -> bool:
         """A request, or a loan given, of this id is not over here."""

@@ -17,14 +17,18 @@ CHUNK = 50
 
 
 def run_trial(seed: int) -> Cluster:
-    """Posted windows, and how often a lender hears of releases, change with the seed."""
+    """Windows, reads, landings and how often a lender hears of releases change with the seed."""
     window = LAYOUT.block_bytes * (1, 2, 64)[seed % 3]
     release = LAYOUT.block_bytes * (1, 3)[seed // 3 % 2]
-    cluster = Cluster(seed, num_nodes=2 + seed % 2, reserve=(256, 1, 4, 1)[seed % 4])
+    read = LAYOUT.block_bytes * (1, 2)[seed // 6 % 2]
+    landing = LAYOUT.block_bytes * (1, 3, 64)[seed // 12 % 3]
     with (
         patch("kvtransfer.transport.MAX_POSTED_BYTES", window),
         patch("engine.lending.sources.RELEASE_BYTES", release),
+        patch("engine.lending.borrowing.READ_BYTES", read),
+        patch("engine.lending.borrowing.LANDING_BYTES", landing),
     ):
+        cluster = Cluster(seed, num_nodes=2 + seed % 2, reserve=(256, 1, 4, 1)[seed % 4])
         try:
             cluster.run(num_requests=14, num_moves=300)
         except BaseException as error:

@@ -70,7 +70,6 @@ class Silence:
 
     def finish_the_read(self) -> None:
         self.transport.land("lender")
-        self.node.take_fingerprints()
         self.node.core.handle_posted()
 
     def said(self, kind: type) -> list[FromEngine]:
@@ -126,7 +125,6 @@ def test_a_read_that_ends_before_the_loan_fails_leaves_nothing_behind(
 ) -> None:
     silence = Silence(monkeypatch, num_blocks=4)
     silence.transport.land("lender") if how == "land" else silence.transport.fail("lender")
-    silence.node.take_fingerprints()
     silence.node.tell(LoanFailed("r", "silent"))
     while silence.node.core.step():
         silence.node.check()
@@ -138,7 +136,6 @@ def test_a_loan_that_fails_before_its_landed_read_was_seen(monkeypatch: pytest.M
     """The failure is handled first though the read is quiet already: no quarantine, and its notice is ignored."""
     silence = Silence(monkeypatch, num_blocks=4)
     silence.transport.land("lender")
-    silence.node.take_fingerprints()
     silence.node.core.handle(LoanFailed("r", "silent"))
     silence.node.core.handle_posted()
     assert silence.books() == (3, 1, 0)
@@ -177,7 +174,7 @@ REACHED = {
     "searched": 50,
     "lent on": 5,
     "released": 100,
-    "restored": 5,
+    "restored": 3,
     "tier corrupted": 50,
     "stopped": 50,
     "woken": 50,

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from kvtransfer import fingerprint
 from kvtransfer.fingerprint import fingerprint_blocks
 
 HEADS = 2
@@ -18,9 +19,18 @@ def test_values_are_pinned() -> None:
     """Two workers of different versions compare them."""
     pool = np.arange(2 * BLOCK_BYTES, dtype=np.uint8).reshape(2, BLOCK_BYTES)
     assert fingerprint_blocks(pool, [0, 1], HEADS).tolist() == [
-        [13885892935643323951, 1513150162775475951],
-        [7587151463617179567, 13661152764458883183],
+        [11141138515391977509, 13662756424796255973],
+        [16184374334200534437, 259248169895261285],
     ]
+
+
+@pytest.mark.parametrize("words", [1, 4, 37, 511, 512, 513, 1024, 1500])
+def test_compiled_and_by_numpy_they_are_the_same(words: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = np.random.default_rng(words).integers(0, 256, (5, HEADS * words * 8), np.uint8)
+    assert fingerprint._native() is not None, "this machine has a compiler"
+    compiled = fingerprint_blocks(pool, [4, 0, 3], HEADS)
+    monkeypatch.setattr(fingerprint, "_native", lambda: None)
+    assert np.array_equal(compiled, fingerprint_blocks(pool, [4, 0, 3], HEADS))
 
 
 def test_zeros_do_not_fold_to_zero() -> None:

@@ -1,9 +1,10 @@
 """Names of blocks: exact values, since router and workers of different versions must agree on them."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.keys import KEY_BYTES, block_keys, root_key, split_keys
+from engine.keys import KEY_BYTES, block_keys, pack_tokens, root_key, split_keys, unpack_tokens
 
 ROOT = root_key(b"model", "")
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)
@@ -56,3 +57,12 @@ def test_joined_keys_split_again(token_ids: list[int]) -> None:
     keys = block_keys(ROOT, token_ids, 2)
     assert all(len(key) == KEY_BYTES for key in keys)
     assert split_keys(b"".join(keys)) == keys
+
+
+@given(st.lists(st.integers(0, 2**32 - 1)))
+def test_tokens_survive_being_packed(token_ids: list[int]) -> None:
+    packed = pack_tokens(token_ids)
+    assert len(packed) == 4 * len(token_ids)
+    assert list(unpack_tokens(packed)) == token_ids
+    with pytest.raises(ValueError, match="multiple"):
+        unpack_tokens(packed + b"x")

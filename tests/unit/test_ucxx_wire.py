@@ -17,8 +17,8 @@ from kvtransfer.ucxx_wire import (
     ReadRequest,
     UcxxEndpoint,
     pack_frame,
-    pack_hello,
-    unpack_hello,
+    pack_greeting,
+    unpack_greeting,
 )
 
 ENDPOINT = UcxxEndpoint("127.0.0.1", 4000, 1 << 20, bytes(range(16)), bytes(range(32)))
@@ -64,23 +64,23 @@ def test_noise_is_no_endpoint(noise: bytes) -> None:
 
 
 def test_a_hello_is_believed_only_as_it_was_signed() -> None:
-    hello = pack_hello(ENDPOINT, b"address")
-    assert unpack_hello(hello, ENDPOINT.incarnation, ENDPOINT.secret) == b"address"
+    hello = pack_greeting(ENDPOINT, b"address")
+    assert unpack_greeting(hello, ENDPOINT.incarnation, ENDPOINT.secret) == b"address"
     for place in range(len(hello)):
         forged = bytearray(hello)
         forged[place] ^= 1
         with pytest.raises(Malformed):
-            unpack_hello(bytes(forged), ENDPOINT.incarnation, ENDPOINT.secret)
+            unpack_greeting(bytes(forged), ENDPOINT.incarnation, ENDPOINT.secret)
     with pytest.raises(Malformed, match="incarnation"):
-        unpack_hello(hello, bytes(16), ENDPOINT.secret)
+        unpack_greeting(hello, bytes(16), ENDPOINT.secret)
     with pytest.raises(Malformed, match="signature"):
-        unpack_hello(hello, ENDPOINT.incarnation, bytes(32))
+        unpack_greeting(hello, ENDPOINT.incarnation, bytes(32))
 
 
 @pytest.mark.parametrize("size", [0, MAX_ADDRESS_BYTES + 1])
 def test_an_address_of_a_wrong_size(size: int) -> None:
     with pytest.raises(Malformed, match="address of"):
-        unpack_hello(pack_hello(ENDPOINT, bytes(size)), ENDPOINT.incarnation, ENDPOINT.secret)
+        unpack_greeting(pack_greeting(ENDPOINT, bytes(size)), ENDPOINT.incarnation, ENDPOINT.secret)
 
 
 def test_a_read_request_comes_out_as_it_went_in_with_a_tag_for_each_piece() -> None:

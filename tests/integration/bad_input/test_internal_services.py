@@ -16,6 +16,7 @@ from cluster.errors import (
     Overloaded,
     ServiceError,
 )
+from engine.keys import pack_tokens
 from protos import decode_pb2, decode_pb2_grpc, lend_pb2, lend_pb2_grpc, membership_pb2, membership_pb2_grpc
 from protos import inference_pb2 as pb
 from support.overheard_site import BLOCK, GOOD, MALFORMED, POOL_TOKENS, VOCAB, Site, refusal
@@ -34,7 +35,10 @@ def want(site: Site, **fields: Any) -> lend_pb2.LendRequest:
         "token_ids": GOOD[: 4 * BLOCK],
         "may_compute": True,
     }
-    return lend_pb2.LendRequest(want=lend_pb2.Want(**(good | fields)))
+    wanted = good | fields
+    if not isinstance(wanted["token_ids"], bytes):
+        wanted["token_ids"] = pack_tokens(wanted["token_ids"])
+    return lend_pb2.LendRequest(want=lend_pb2.Want(**wanted))
 
 
 def release(first: int, count: int) -> lend_pb2.LendRequest:
@@ -65,6 +69,7 @@ WANTS: dict[str, tuple[dict[str, Any], type[ServiceError], str]] = {
     "less than a block": ({"token_ids": GOOD[:15]}, InvalidRequest, "first_block"),
     "first block beyond the last": ({"first_block": 4}, InvalidRequest, "first_block"),
     "first block far beyond": ({"first_block": (1 << 32) - 1}, InvalidRequest, "first_block"),
+    "half a token": ({"token_ids": bytes(259)}, InvalidRequest, "token_ids"),
     "token out of range": ({"token_ids": [VOCAB] * 64}, InvalidRequest, "token_ids"),
     "more than the pool": ({"token_ids": [1] * (POOL_TOKENS + BLOCK)}, Overloaded, ""),
 }

@@ -1,0 +1,147 @@
+"""Judges a machine for workers of a configuration. Pure."""
+
+from collections.abc import Callable, Mapping
+
+from engine.worker.config import WorkerConfig
+from kvtransfer.strict_lanes import GROUPS
+from kvtransfer.topology import choices
+from tandem.doctor.findings import Finding, Level
+from tandem.doctor.machine import Machine
+
+SHARED_MEMORY_PER_WORKER = 64 << 20
+OPEN_FILES = 4096
+INSTALL = {
+    "nixl": "pip install 'tandem-serving[worker]'",
+    "ucxx": "pip install 'tandem-serving[ucxx]'",
+    "torch": "pip install 'tandem-serving[worker]'",
+    "flashinfer": "pip install 'tandem-serving[cuda]'",
+}
+
+
+def check_all(
+    machine: Machine, config: WorkerConfig, num_workers: int, environment: Mapping[str, str]
+) -> list[Finding]:
+    """In the order in which they matter."""
+    checks: list[Callable[[], list[Finding]]] = [
+        lambda: check_packages(machine, config),
+        lambda: check_gpus(machine, config),
+        lambda: check_rdma(machine, config),
+        lambda: check_nics(machine, environment),
+        lambda: check_memlock(machine, config),
+        lambda: check_shared_memory(machine, num_workers),
+        lambda: check_ptrace(machine, config),
+        lambda: check_open_files(machine),
+        lambda: check_compiler(machine, config),
+        lambda: [Finding("clock", "ok", "one host has one clock")],
+    ]
+    return [finding for check in checks for finding in check()]
+
+
+def check_packages(machine: Machine, config: WorkerConfig) -> list[Finding]:
+    """What the configuration needs must be there; the rest is only listed."""
+    needed = {config.transport} | ({"torch"} if config.engine == "torch" else set())
+    if machine.torch_gpus and config.device != "cpu" and config.backend in ("auto", "flashinfer"):
+        needed.add("flashinfer")
+    missing = [name for name in sorted(needed) if machine.versions.get(name) is None]
+    there = ", ".join(f"{name} {number}" for name, number in machine.versions.items() if number is not None)
+    findings = [Finding("packages", "ok", there)]
+    for name in missing:
+        optional = name == "flashinfer" and config.backend == "auto"
+        advice = f"{INSTALL[name]}, or set another {'transport' if name in ('nixl', 'ucxx') else 'engine or backend'}"
+        findings.append(Finding("packages", "warning" if optional else "broken", f"{name} is not installed", advice))
+    return findings
+
+
+def check_gpus(machine: Machine, config: WorkerConfig) -> list[Finding]:
+    """Those of the machine, and those that torch computes on."""
+    on_bus, seen = len(machine.host.gpus), machine.torch_gpus or ()
+    found = f"torch sees {', '.join(seen)}" if seen else "torch sees none"
+    if config.engine == "torch" and config.device == "cuda" and not seen:
+        return [Finding("gpus", "broken", found, "set device: cpu, or install a CUDA build of torch and the driver")]
+    if on_bus > len(seen) and config.device != "cpu":
+        advice = "install the driver and a CUDA build of torch, or widen CUDA_VISIBLE_DEVICES; device: cpu if intended"
+        return [Finding("gpus", "warning", f"{found}, the PCI bus has {on_bus}", advice)]
+    return [Finding("gpus", "ok", found)]
+
+
+def check_rdma(machine: Machine, config: WorkerConfig) -> list[Finding]:
+    """Devices, their state, and whether they are demanded."""
+    rdma = [nic for nic in machine.host.nics if nic.rdma]
+    active = [nic for nic in rdma if nic.active]
+    demanded = [lane for lane in config.strict_lanes if lane == "rdma" or lane in GROUPS["rdma"]]
+    if demanded and not active:
+        advice = "bring a device up, or take it out of strict_lanes"
+        return [Finding("rdma", "broken", f"strict_lanes demands {', '.join(demanded)}; no RDMA device is up", advice)]
+    if not rdma:
+        return [Finding("rdma", "ok", "no device; between hosts KV travels over TCP")]
+    down = [nic.name for nic in rdma if not nic.active]
+    findings = [Finding("rdma", "ok", f"up: {', '.join(f'{nic.name} {nic.rate}'.strip() for nic in active)}")] * bool(
+        active
+    )
+    if down:
+        findings.append(
+            Finding("rdma", "warning", f"down: {', '.join(down)}", "see ibstat; check cable and switch port")
+        )
+    return findings
+
+
+def check_nics(machine: Machine, environment: Mapping[str, str]) -> list[Finding]:
+    """Which serves which GPU, and what of it could not be read."""
+    findings = [Finding("nics", "ok", str(choice)) for choice in choices(machine.host)]
+    if (chosen := environment.get("UCX_NET_DEVICES")) is not None:
+        findings.append(Finding("nics", "ok", f"UCX_NET_DEVICES={chosen}, as set by the user"))
+    if machine.host.unread:
+        advice = "NICs are left for UCX to choose where this matters; mount /sys if this is a container"
+        findings.append(Finding("nics", "warning", f"could not read {'; '.join(machine.host.unread)}", advice))
+    return findings
+
+
+def check_memlock(machine: Machine, config: WorkerConfig) -> list[Finding]:
+    """RDMA pins the pool; nothing else does."""
+    limit, needed = machine.memlock_bytes, config.kv_memory_mib << 20
+    found = "unlimited" if limit is None else f"{limit >> 20} MiB"
+    if limit is not None and limit < needed and machine.host.active_rdma:
+        advice = "ulimit -l unlimited; LimitMEMLOCK=infinity for systemd; for a container --ulimit memlock=-1"
+        return [Finding("memlock", "broken", f"{found}, and RDMA pins a KV pool of {needed >> 20} MiB", advice)]
+    return [Finding("memlock", "ok", found if machine.host.active_rdma else f"{found}; without RDMA nothing is pinned")]
+
+
+def check_shared_memory(machine: Machine, num_workers: int) -> list[Finding]:
+    """UCX keeps queues there."""
+    free, needed = machine.shared_memory_bytes, num_workers * SHARED_MEMORY_PER_WORKER
+    if free is None or free < needed:
+        found = "no /dev/shm" if free is None else f"{free >> 20} MiB free in /dev/shm"
+        advice = (
+            f"give it {needed >> 20} MiB for {num_workers} workers: docker --shm-size, an emptyDir of medium Memory"
+        )
+        return [Finding("shared memory", "warning", found, advice)]
+    return [Finding("shared memory", "ok", f"{free >> 20} MiB free in /dev/shm")]
+
+
+def check_ptrace(machine: Machine, config: WorkerConfig) -> list[Finding]:
+    """NIXL reads the memory of another process of this host (CMA), which the kernel allows as it allows ptrace."""
+    scope = machine.ptrace_scope
+    if scope and config.transport == "nixl":
+        advice = "sysctl kernel.yama.ptrace_scope=0, or the capability SYS_PTRACE; else workers of one host use TCP"
+        return [Finding("ptrace scope", "warning", f"{scope}: no reading of other processes' memory", advice)]
+    return [Finding("ptrace scope", "ok", "not restricted" if not scope else f"{scope}; {config.transport} needs none")]
+
+
+def check_open_files(machine: Machine) -> list[Finding]:
+    if machine.open_files < OPEN_FILES:
+        advice = f"ulimit -n {OPEN_FILES}: each stream and each peer takes some"
+        return [Finding("open files", "warning", f"at most {machine.open_files}", advice)]
+    return [Finding("open files", "ok", f"at most {machine.open_files}")]
+
+
+def check_compiler(machine: Machine, config: WorkerConfig) -> list[Finding]:
+    """The native backend is compiled at the first start."""
+    on_gpu = config.device != "cpu" and bool(machine.torch_gpus)
+    if config.engine != "torch" or on_gpu or config.backend not in ("auto", "native"):
+        return []
+    if machine.compiler is None:
+        level: Level = "broken" if config.backend == "native" else "warning"
+        return [
+            Finding("compiler", level, "no C++ compiler", "apt install g++; without it a CPU is several times slower")
+        ]
+    return [Finding("compiler", "ok", machine.compiler)]

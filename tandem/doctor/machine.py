@@ -1,0 +1,92 @@
+"""Facts about this host. Reading them judges nothing."""
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from kvtransfer.sysfs import read_host
+from kvtransfer.topology import Host
+
+PACKAGES = {
+    "nixl": ("nixl-cu12", "nixl-cu13"),
+    "ucxx": ("ucxx-cu12", "ucxx-cu13"),
+    "ucx of ucxx": ("libucx-cu12", "libucx-cu13"),
+    "torch": ("torch",),
+    "grpc": ("grpcio",),
+    "transformers": ("transformers",),
+    "flashinfer": ("flashinfer-python",),
+}
+"""By what they are called here: their distributions, any of which will do."""
+COMPILERS = ("c++", "g++", "clang++")
+SHARED_MEMORY = Path("/dev/shm")
+PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
+ASK_TORCH = (
+    "import json, torch\n"
+    "gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]\n"
+    "print(json.dumps(gpus))"
+)
+TORCH_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """None stands for what is not there, or could not be found out."""
+
+    versions: Mapping[str, str | None]
+    memlock_bytes: int | None
+    """None: unlimited."""
+    shared_memory_bytes: int | None
+    """Free in /dev/shm."""
+    ptrace_scope: int | None
+    open_files: int
+    compiler: str | None
+    torch_gpus: tuple[str, ...] | None
+    """The GPUs that torch computes on; None without torch."""
+    host: Host
+
+
+def read_machine() -> Machine:
+    memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return Machine(
+        versions={name: _version(distributions) for name, distributions in PACKAGES.items()},
+        memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
+        shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None,
+        ptrace_scope=_ptrace_scope(),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        compiler=next(filter(None, map(shutil.which, [os.environ.get("CXX") or "", *COMPILERS])), None),
+        torch_gpus=_torch_gpus(),
+        host=read_host(),
+    )
+
+
+def _version(distributions: tuple[str, ...]) -> str | None:
+    for distribution in distributions:
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def _ptrace_scope() -> int | None:
+    try:
+        return int(PTRACE_SCOPE.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _torch_gpus() -> tuple[str, ...] | None:
+    """Asked of a process of its own: torch takes seconds to load, and CUDA holds what it touched."""
+    command = [sys.executable, "-c", ASK_TORCH]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=TORCH_TIMEOUT_S, check=True).stdout
+        return tuple(json.loads(said.splitlines()[-1]))
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None

@@ -1,0 +1,142 @@
+"""A process of the doctor: `python -m tandem.doctor.peer SPEC`, with the fields of PeerSpec as JSON.
+
+Its pool is a pattern that others read, and as much room to read theirs into. It prints its endpoint, then answers each
+line of JSON on standard input, `{"endpoint": ..., "seed": ...}`, with what became of reading that peer's pattern. Ends
+with its standard input, or with its parent.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtransfer.errors import TransferError
+from kvtransfer.registry import open_transport
+from kvtransfer.sysfs import use_nearest_nics
+from kvtransfer.transport import MAX_POSTED_BYTES, DevicePool, Pool, Span, Transport
+
+PR_SET_PDEATHSIG = 1
+READ_TIMEOUT_S = 20.0
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSpec:
+    name: str
+    seed: int
+    """Of the pattern."""
+    num_bytes: int
+    """Of the pattern; the pool is twice as large."""
+    transport: str
+    host: str
+    strict_lanes: tuple[str, ...]
+    gpu: bool
+
+
+def make_pattern(seed: int, num_bytes: int) -> Bytes:
+    """[num_bytes]: what a peer with that seed lends."""
+    return np.random.default_rng(seed).integers(0, 256, num_bytes, np.uint8)
+
+
+class PatternPool:
+    """The pattern [0, num_bytes) and the room behind it, in main memory or on a GPU."""
+
+    def __init__(self, pattern: Bytes, gpu: bool) -> None:
+        self._start = len(pattern)
+        contents = np.concatenate([pattern, np.zeros_like(pattern)])
+        if gpu:
+            from engine.torch.patterns import put_on_gpu
+
+            self.pool: Pool | DevicePool = put_on_gpu(contents)
+        else:
+            self.pool = Pool(contents.reshape(1, -1))
+
+    def clear(self) -> None:
+        """Empty the room, so that what is found there has arrived since."""
+        if isinstance(self.pool, Pool):
+            self.pool.memory[0, self._start :] = 0
+            return
+        from engine.torch.patterns import clear_on_gpu
+
+        clear_on_gpu(self.pool, self._start)
+
+    def received(self) -> Bytes:
+        """What is in the room, [num_bytes]."""
+        if isinstance(self.pool, Pool):
+            return self.pool.memory[0, self._start :]
+        from engine.torch.patterns import fetch_from_gpu
+
+        return fetch_from_gpu(self.pool)[self._start :]
+
+
+def read_pattern(transport: Transport, pool: PatternPool, endpoint: bytes, seed: int, num_bytes: int) -> dict[str, Any]:
+    """Read a peer's whole pattern twice, the first time to connect; check it and time the second."""
+    peer = transport.connect(endpoint)
+    for _ in range(2):
+        pool.clear()
+        began = time.perf_counter()
+        reads = [
+            transport.read(peer, [Span(num_bytes + start, start, min(MAX_POSTED_BYTES, num_bytes - start))])
+            for start in range(0, num_bytes, MAX_POSTED_BYTES)
+        ]
+        for read in reads:
+            read.result(READ_TIMEOUT_S)
+        took_s = time.perf_counter() - began
+    wrong = np.flatnonzero(pool.received() != make_pattern(seed, num_bytes))
+    return {
+        "gigabytes_per_s": num_bytes / took_s / 1e9,
+        "lanes": peer.lanes,
+        "first_wrong_byte": int(wrong[0]) if len(wrong) else None,
+        "wrong_bytes": len(wrong),
+    }
+
+
+def serve(spec: PeerSpec, pattern: Bytes) -> None:
+    """Lend `pattern`, and read as told."""
+    if spec.gpu:
+        use_nearest_nics(os.environ)
+    try:
+        transport = open_transport(spec.transport, spec.name, spec.host, spec.strict_lanes)
+        pool = PatternPool(pattern, spec.gpu)
+        endpoint = transport.register(pool.pool).decode()
+    except TransferError as error:
+        _say({"error": f"{type(error).__name__}: {error}"})
+        return
+    _say({"endpoint": endpoint})
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            _say(read_pattern(transport, pool, asked["endpoint"].encode(), asked["seed"], spec.num_bytes))
+        except TransferError as error:
+            _say({"error": f"{type(error).__name__}: {error}"})
+        except TimeoutError:
+            _say({"error": f"a read was not done within {READ_TIMEOUT_S:g} s"})
+    transport.close()
+
+
+def spec_of(argument: str) -> PeerSpec:
+    fields = json.loads(argument)
+    return PeerSpec(**fields | {"strict_lanes": tuple(fields["strict_lanes"])})
+
+
+def _say(said: dict[str, Any]) -> None:
+    print(json.dumps(said), flush=True)
+
+
+def main() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the doctor decides
+    spec = spec_of(sys.argv[1])
+    serve(spec, make_pattern(spec.seed, spec.num_bytes))
+
+
+if __name__ == "__main__":
+    main()

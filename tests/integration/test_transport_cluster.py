@@ -1,0 +1,53 @@
+"""A cluster that moves KV over `ucxx`, and workers whose transport cannot be had. The sim engine: a wrong byte of KV
+would be a wrong token."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.errors import StartError
+from tandem.client import Client
+
+VOCAB = 600
+SIM: dict[str, Any] = {"engine": "sim", "sim_step_ms": 1.0, "kv_memory_mib": 8}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("transport") / "mute"
+    path.mkdir()
+    config = {"model_type": "llama", "vocab_size": VOCAB, "max_position_embeddings": 100_000}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def prompt_of(seed: int) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB), k=200)
+
+
+async def tokens_over(cluster_of: Any, ask: Any, model: Path, transport: str) -> list[list[int]]:
+    async with cluster_of(model, transport=transport, **SIM) as cluster, Client(cluster.address) as client:
+        answers = [await ask(client, prompt_of(seed)) for seed in range(4)]
+    for answer in answers:
+        assert answer.kv.transport == transport
+        assert answer.kv.moved_blocks == answer.kv.verified_blocks > 0
+        assert answer.kv.ucx_transports
+        assert not answer.kv.loan_failure
+    return [answer.token_ids for answer in answers]
+
+
+async def test_the_same_tokens_over_either_transport(cluster_of: Any, ask: Any, model: Path) -> None:
+    over_nixl = await tokens_over(cluster_of, ask, model, "nixl")
+    assert await tokens_over(cluster_of, ask, model, "ucxx") == over_nixl
+
+
+@pytest.mark.skipif(any(Path("/sys/class/infiniband").glob("*")), reason="this machine has RDMA")
+async def test_a_worker_that_demands_rdma_where_there_is_none_does_not_serve_over_less(
+    cluster_of: Any, ask: Any, model: Path
+) -> None:
+    with pytest.raises(StartError, match="strict_lanes demands rdma; found none"):
+        async with cluster_of(model, strict_lanes=["rdma"], **SIM):
+            pytest.fail("it serves")
