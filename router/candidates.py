@@ -13,7 +13,7 @@ from router.snapshot import Hits, Workers
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Rows of workers: who decodes, who lends, whether the lender computes what it lacks, and reads from whom before."""
+    """Rows of workers: who decodes, who lends; whether the lender computes what it lacks, and whom it reads first."""
 
     decode: int
     lender: int | None = None

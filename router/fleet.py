@@ -179,9 +179,13 @@ class Fleet:
             placed.lender.lends_unseen.remove(placed)
             self._refresh(placed.lender)
 
-    def finished(self, placed: Placed, finish: public_pb.Finish, ttft_s: float) -> None:
-        """Its stream ended well with `finish`, which has the receipt; learn from it. `ended` must follow."""
-        self.ttft_scores.add(placed.predicted_ttft_s, ttft_s)
+    def finished(self, placed: Placed, finish: public_pb.Finish, ttft_s: float | None) -> None:
+        """Its stream ended well with `finish`, which has the receipt; learn from it. `ended` must follow.
+
+        `ttft_s` counts from the placement; None where nobody saw the first token come.
+        """
+        if ttft_s is not None:
+            self.ttft_scores.add(placed.predicted_ttft_s, ttft_s)
         load, before, lender = placed.decode.load, placed.decode_before, placed.lender_before
         running = before.running + 1 if load is None else (before.running + 1 + max(1, load.running)) / 2
         queued = before.queued_prefill_tokens, lender.queued_prefill_tokens if lender else 0

@@ -42,6 +42,11 @@ class PrefixIndex:
         """Blocks held by anybody, and blocks of dead workers that no sweep has reached."""
         return sum(map(len, self._shards))
 
+    @property
+    def num_slots(self) -> int:
+        """Of workers there, workers whose blocks are not all swept, and free ones: bits of an integer, at most."""
+        return len(self._worker_ids)
+
     def add(self, worker_id: str, keys: Sequence[BlockKey]) -> None:
         """`worker_id` holds these blocks now."""
         if not keys:

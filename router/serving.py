@@ -84,11 +84,11 @@ class Serving:
                 async for message in run_attempt(link, placed.decode, internal, ticket.remaining_s()):
                     if not placed.started:
                         self._fleet.started(placed)
-                        ttft_s = time.monotonic() - placed_at
+                        started_at = time.monotonic()
                     emitted.add(message)
                     yield message
                 if placed.started:
-                    self._learn(placed, message, ttft_s)
+                    self._learn(ticket, placed, message, started_at - placed_at)
                 return
             except Retriable as failure:
                 if emitted.finished:
@@ -102,10 +102,12 @@ class Serving:
                 self._dispatcher.kick()
             await self._settle(placed.decode)
 
-    def _learn(self, placed: Placed, last_message: bytes, ttft_s: float) -> None:
+    def _learn(self, ticket: Ticket, placed: Placed, last_message: bytes, first_message_s: float) -> None:
         finish = public_pb.GenerateResponse.FromString(last_message).finish
         if finish.HasField("receipt"):
-            self._fleet.finished(placed, finish, ttft_s)
+            # The first message of these is not the first token.
+            other = ticket.sampling.HasField("prompt_logprobs") or ticket.sampling.HasField("beam_width")
+            self._fleet.finished(placed, finish, None if other else first_message_s)
 
     async def _check(self, request: public_pb.GenerateRequest, deadline_s: float | None) -> Ticket:
         arrived_at = time.monotonic()
