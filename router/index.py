@@ -1,7 +1,8 @@
 """Which worker holds which block: exact, from the workers' own events. Pure.
 
 A worker is a bit, and a block the integer of its holders' bits: a million blocks cost a dictionary entry, a key and an
-integer each, and following a prompt costs one look-up and one `and` a block.
+integer each, and following a prompt costs one look-up and at most one `and` a block. Neighbours of a chain mostly have
+the same holders, and then share the integer too: what was the same object before an event is the same after it.
 
     slot    free ──first seen──▶ alive ──gone──▶ dead ──a sweep has passed all shards──▶ free
 
@@ -53,10 +54,12 @@ class PrefixIndex:
             return
         bit = 1 << self._slot(worker_id)
         self._used |= bit
-        shards = self._shards
+        shards, before, after = self._shards, 0, bit
         for key in keys:
             shard = shards[key[0]]
-            shard[key] = shard.get(key, 0) | bit
+            if (holders := shard.get(key, 0)) is not before:
+                before, after = holders, holders | bit
+            shard[key] = after
         self._earn(len(keys))
 
     def discard(self, worker_id: str, keys: Sequence[BlockKey]) -> None:
@@ -64,13 +67,15 @@ class PrefixIndex:
         slot = self._slots.get(worker_id)
         if slot is None:
             return
-        others = self._alive & ~(1 << slot)
+        others, before, after = self._alive & ~(1 << slot), 0, 0
         for key in keys:
             shard = self._shards[key[0]]
-            if (holders := shard.get(key)) is None:
+            if not (holders := shard.get(key, 0)):
                 continue
-            if rest := holders & others:
-                shard[key] = rest
+            if holders is not before:
+                before, after = holders, holders & others
+            if after:
+                shard[key] = after
             else:
                 del shard[key]
         self._earn(len(keys))
@@ -91,15 +96,16 @@ class PrefixIndex:
     def match(self, keys: Sequence[BlockKey]) -> dict[str, int]:
         """For each worker that holds a prefix of `keys`, how many of its blocks; the others are left out."""
         matched: dict[str, int] = {}
-        shards, alive, depth = self._shards, self._alive, 0
+        shards, alive, before, depth = self._shards, self._alive, -1, 0
         for key in keys:
-            rest = alive & shards[key[0]].get(key, 0)
-            if rest != alive:
-                if depth:
-                    self._name(alive ^ rest, depth, matched)
-                alive = rest
-                if not alive:
-                    return matched
+            if (holders := shards[key[0]].get(key, 0)) is not before:
+                before, rest = holders, alive & holders
+                if rest != alive:
+                    if depth:
+                        self._name(alive ^ rest, depth, matched)
+                    alive = rest
+                    if not alive:
+                        return matched
             depth += 1
         if depth:
             self._name(alive, depth, matched)
