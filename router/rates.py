@@ -16,12 +16,12 @@ Bools = NDArray[np.bool_]
 
 MAX_SURPRISE = math.log(4)
 """A measurement further from the prediction than by this factor counts as if it were this far."""
-PRIOR_WEIGHT = 4
-"""What was assumed counts as much as so many measurements."""
-LEAST_GAIN = 0.05
-"""Of each further measurement, however many there were: machines change."""
-LEAST_SHARE = 0.1
-"""Of a surprise that is blamed on either part of a line: a part that is tiny so far could never grow otherwise."""
+DOUBT = 0.25
+"""Variance of a prior in the logarithm, in units of a measurement's: it counts as much as four of them."""
+DRIFT = 0.0025
+"""What a variance gains with each measurement, since machines change: a twentieth is the least weight of a new one."""
+MAX_FACTOR = math.exp(MAX_SURPRISE * math.sqrt(DOUBT) / 2)
+"""By which a single measurement moves anything at most."""
 LEAST, MOST = 1e-12, 1e9
 """Seconds."""
 
@@ -81,13 +81,17 @@ class Rates:
 class Line:
     """`fixed_s + amount * unit_s`, both above 0.
 
-    A measurement moves both in the logarithm, each by its share of the prediction, so far that the prediction comes
-    nearer by the gain. One measurement, whatever it says, moves neither by more than `MAX_FACTOR`.
+    An extended Kalman filter over the logarithms of the two, which drift, and of a measurement, whose surprise is
+    clipped. Their covariance P never exceeds DOUBT (drift fades as it comes near), so the gain P h / (1 + h P h) never
+    exceeds √DOUBT / 2 whatever h is: one measurement, whatever it says, moves neither by more than MAX_FACTOR.
     """
 
     fixed_s: float
     unit_s: float
     num_seen: int = 0
+    _fixed_variance: float = DOUBT
+    _unit_variance: float = DOUBT
+    _covariance: float = 0.0
 
     def seconds(self, amount: float) -> float:
         return self.fixed_s + amount * self.unit_s
@@ -100,20 +104,21 @@ class Line:
         predicted = self.seconds(amount)
         surprise = math.log(max(seconds, LEAST) / predicted)
         surprise = max(-MAX_SURPRISE, min(MAX_SURPRISE, surprise))
-        gain = max(1 / (PRIOR_WEIGHT + self.num_seen), LEAST_GAIN)
-        fixed = max(self.fixed_s / predicted, LEAST_SHARE)
-        unit = max(1 - self.fixed_s / predicted, LEAST_SHARE) if amount else 0.0
-        step = gain * surprise / (fixed * fixed + unit * unit)
-        self.fixed_s = _bounded(self.fixed_s * math.exp(step * fixed))
-        self.unit_s = _bounded(self.unit_s * math.exp(step * unit))
+        fixed = self.fixed_s / predicted
+        unit = 1 - fixed
+        to_fixed = self._fixed_variance * fixed + self._covariance * unit
+        to_unit = self._covariance * fixed + self._unit_variance * unit
+        doubt = 1 + fixed * to_fixed + unit * to_unit
+        self.fixed_s = _bounded(self.fixed_s * math.exp(surprise * to_fixed / doubt))
+        self.unit_s = _bounded(self.unit_s * math.exp(surprise * to_unit / doubt))
+        kept = 1 - DRIFT / DOUBT
+        self._fixed_variance = kept * (self._fixed_variance - to_fixed * to_fixed / doubt) + DRIFT
+        self._unit_variance = kept * (self._unit_variance - to_unit * to_unit / doubt) + DRIFT
+        self._covariance = kept * (self._covariance - to_fixed * to_unit / doubt)
 
     def fresh(self) -> "Line":
         """One that starts from here."""
         return Line(self.fixed_s, self.unit_s)
-
-
-MAX_FACTOR = math.exp(MAX_SURPRISE / (PRIOR_WEIGHT + 1) * (1 + math.sqrt(2)) / 2)
-"""x / (x² + (1 - x)²) is at most (1 + √2) / 2."""
 
 
 def _bounded(seconds: float) -> float:
