@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from cluster.config import Config
+from router.rates import Priors
 
 
 class RouterConfig(Config):
@@ -35,13 +36,27 @@ class RouterConfig(Config):
     its streams wait as long."""
 
     prefill_tokens_per_s: PositiveFloat = 4000.0
-    """What placement assumes of a prefill worker."""
+    """What placement assumes of a prefill worker, until receipts tell; as are the figures below."""
     decode_prefill_tokens_per_s: PositiveFloat = 1000.0
     """And of a decode worker, whose prompts are computed in small chunks between decode steps."""
     kv_bytes_per_s: PositiveFloat = 1e9
     """Bandwidth assumed between any two workers."""
     loan_overhead_s: PositiveFloat = 0.003
     """Fixed cost of a loan: handshake and the last read."""
+    step_s: PositiveFloat = 0.001
+    """What computing a prompt costs on either kind of worker, however short it is."""
+    stream_delay_s: PositiveFloat = 0.001
+    """What one more running stream on a decode worker costs the others."""
+
+    def priors(self) -> Priors:
+        return Priors(
+            prefill_tokens_per_s=self.prefill_tokens_per_s,
+            decode_prefill_tokens_per_s=self.decode_prefill_tokens_per_s,
+            kv_bytes_per_s=self.kv_bytes_per_s,
+            loan_overhead_s=self.loan_overhead_s,
+            step_s=self.step_s,
+            stream_delay_s=self.stream_delay_s,
+        )
 
     def id(self) -> str:
         return self.router_id or f"router-{socket.gethostname()}-{os.getpid()}"

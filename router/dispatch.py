@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from cluster.errors import Overloaded
 from engine.keys import BlockKey
+from router.demand import Demand
 from router.fleet import Fleet, Placed
-from router.placement import Decision, Demand, Rates, place
+from router.placement import Decision
 
 
 @dataclass(slots=True, eq=False)
@@ -26,9 +27,8 @@ class _Waiting:
 class Dispatcher:
     """Late binding: a request gets its pair at the moment it can start. The first in line keeps its turn."""
 
-    def __init__(self, fleet: Fleet, rates: Rates, max_queued: int) -> None:
+    def __init__(self, fleet: Fleet, max_queued: int) -> None:
         self._fleet = fleet
-        self._rates = rates
         self._max_queued = max_queued
         self._waiting: list[_Waiting] = []
         self._arrivals = itertools.count()
@@ -54,7 +54,7 @@ class Dispatcher:
         """Something changed: start whoever can start, in order."""
         while self._waiting:
             head = self._waiting[0]
-            decision = place(head.demand, self._fleet.views(), self._fleet.hits(head.keys), self._rates)
+            decision = self._fleet.decide(head.demand, head.keys)
             if decision is None:
                 return
             self._waiting.pop(0)

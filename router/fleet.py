@@ -3,15 +3,26 @@
 Between a placement and the worker's report of it, the router counts the placement itself: the blocks and tokens
 it will take, and the blocks its lender will have, so that a burst of siblings goes to the same lender. What a decode
 worker will have counts only when it has it: a sibling that came sooner would find nothing there.
+
+The snapshot that placement reads is kept up to date row by row as events come, so a decision copies nothing.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.keys import BlockKey, split_keys
+from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
+from router.candidates import Candidate
+from router.demand import Demand
+from router.explain import explain
 from router.index import PrefixIndex
-from router.placement import Decision, Demand, Hits, WorkerView
+from router.learning import Learner
+from router.placement import Decision, place, startable
+from router.rates import Priors, Rates
+from router.receipts import measured
+from router.scores import LogRatios
+from router.snapshot import Hits, Workers, WorkerView
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +36,10 @@ class Worker:
     lost: bool = False
     """Its engine fell silent; calls to it are cancelled."""
     on_lost: set[Callable[[], object]] = field(default_factory=set)
+    decodes_unseen: "set[Placed]" = field(default_factory=set)
+    """Placements on it that no report of its has seen."""
+    lends_unseen: "set[Placed]" = field(default_factory=set)
+    """Likewise as a lender, until their first token."""
 
     @property
     def worker_id(self) -> str:
@@ -47,18 +62,32 @@ class Placed:
     source: Worker | None
     demand: Demand
     keys: tuple[BlockKey, ...]
+    predicted_ttft_s: float
+    decode_before: WorkerView
+    """As they were without it."""
+    lender_before: WorkerView | None
     started: bool = False
     """Its first token has come: the caches hold what it left in them, and have said so."""
 
+    @property
+    def num_streams(self) -> int:
+        return max(1, len(self.demand.chain_tokens))
+
 
 class Fleet:
-    """Workers by id, the index over their caches, and placements not yet seen in their reports."""
+    """Workers by id, the index over their caches, what was learnt of their speed, and placements not yet seen in
+    their reports."""
 
-    def __init__(self, router_id: str) -> None:
+    def __init__(self, router_id: str, priors: Priors) -> None:
         self.router_id = router_id
+        self.ttft_scores = LogRatios()
+        """Of predictions: predicted over actual TTFT of streams that ended well."""
         self._workers: dict[str, Worker] = {}
         self._index = PrefixIndex()
-        self._placed: set[Placed] = set()
+        self._learner = Learner(priors)
+        self._snapshot = Workers.of(())
+        self._computing: set[Placed] = set()
+        """Not started, by a lender that computes."""
         self._sequence = 0
 
     @property
@@ -82,9 +111,20 @@ class Fleet:
         if self._workers.get(worker.worker_id) is worker:
             del self._workers[worker.worker_id]
             self._index.drop_worker(worker.worker_id)
+            if worker.load is not None:
+                self._arrange()
 
     def reported(self, worker: Worker, load: pb.LoadReport) -> None:
-        worker.load = load
+        first, worker.load = worker.load is None, load
+        seen = load.placements_seen.get(self.router_id, 0)
+        for unseen in (worker.decodes_unseen, worker.lends_unseen):
+            unseen.difference_update([placed for placed in unseen if placed.sequence <= seen])
+        if self._workers.get(worker.worker_id) is not worker:
+            return
+        if first:
+            self._arrange()
+        else:
+            self._refresh(worker)
 
     def cache_changed(self, worker: Worker, changed: pb.CacheEvents) -> bool:
         """False when events were lost: ask for a snapshot."""
@@ -118,44 +158,110 @@ class Fleet:
             source=source,
             demand=demand,
             keys=tuple(keys),
+            predicted_ttft_s=decision.predicted_ttft_s,
+            decode_before=self._view(decode),
+            lender_before=self._view(lender) if lender else None,
         )
-        self._placed.add(placed)
+        decode.decodes_unseen.add(placed)
+        self._refresh(decode)
+        if lender is not None:
+            lender.lends_unseen.add(placed)
+            self._refresh(lender)
+            if placed.lender_computes:
+                self._computing.add(placed)
         return placed
 
+    def started(self, placed: Placed) -> None:
+        """Its first token has come."""
+        placed.started = True
+        self._computing.discard(placed)
+        if placed.lender is not None and placed in placed.lender.lends_unseen:
+            placed.lender.lends_unseen.remove(placed)
+            self._refresh(placed.lender)
+
+    def finished(self, placed: Placed, finish: public_pb.Finish, ttft_s: float | None) -> None:
+        """Its stream ended well with `finish`, which has the receipt; learn from it. `ended` must follow.
+
+        `ttft_s` counts from the placement; None where nobody saw the first token come.
+        """
+        if ttft_s is not None:
+            self.ttft_scores.add(placed.predicted_ttft_s, ttft_s)
+        load, before, lender = placed.decode.load, placed.decode_before, placed.lender_before
+        running = before.running + 1 if load is None else (before.running + 1 + max(1, load.running)) / 2
+        queued = before.queued_prefill_tokens, lender.queued_prefill_tokens if lender else 0
+        self._learner.observe(measured(finish, *queued, running, placed.num_streams))
+
     def ended(self, placed: Placed) -> None:
-        self._placed.discard(placed)
+        self.started(placed)
+        if placed in placed.decode.decodes_unseen:
+            placed.decode.decodes_unseen.remove(placed)
+            self._refresh(placed.decode)
 
     # ------------------------------------------------------------------ questions
 
+    @property
+    def snapshot(self) -> Workers:
+        """All workers that have reported. It changes with the next event."""
+        return self._snapshot
+
+    @property
+    def rates(self) -> Rates:
+        """Of the workers of `snapshot`, by row."""
+        return self._learner.rates
+
     def views(self) -> list[WorkerView]:
-        """All workers that have reported."""
-        return [self._view(w) for w in sorted(self._workers.values(), key=lambda w: w.worker_id) if w.load is not None]
+        """All workers that have reported, ascending by id."""
+        return [self._view(self._workers[worker_id]) for worker_id in self._snapshot.ids]
 
     def hits(self, keys: Sequence[BlockKey]) -> Hits:
         """Blocks of the chain each worker holds, and will have computed before it turns to the next as a lender."""
         held = self._index.match(keys)
         due = dict(held)
-        for placed in self._placed:
-            if placed.lender is not None and placed.lender_computes and not placed.started:
-                shared = _shared_prefix(keys, placed.keys)
-                if shared:
-                    lender_id = placed.lender.worker_id
-                    due[lender_id] = max(due.get(lender_id, 0), shared)
-        return Hits(held, due)
+        for placed in self._computing:
+            assert placed.lender is not None
+            lender_id = placed.lender.worker_id
+            if self._workers.get(lender_id) is not placed.lender:
+                continue  # it is gone, and with it what it computed
+            if shared := _shared_prefix(keys, placed.keys):
+                due[lender_id] = max(due.get(lender_id, 0), shared)
+        return Hits.of(self._snapshot, held, due)
+
+    def decide(self, demand: Demand, keys: Sequence[BlockKey]) -> Decision | None:
+        """Where it would go now; None when no decode worker can start it."""
+        if not startable(demand, self._snapshot).any():
+            return None  # what the caches hold need not be asked
+        return place(demand, self._snapshot, self.hits(keys), self.rates)
+
+    def explain(self, demand: Demand, keys: Sequence[BlockKey]) -> list[Candidate]:
+        """All that `decide` compares, the cheapest first."""
+        return explain(demand, self._snapshot, self.hits(keys), self.rates)
+
+    def _arrange(self) -> None:
+        """Who is among the workers that have reported has changed."""
+        there = [worker for worker in self._workers.values() if worker.load is not None]
+        self._snapshot = Workers.of([self._view(worker) for worker in there])
+        self._learner.arrange(self._snapshot.ids)
+
+    def _refresh(self, worker: Worker) -> None:
+        """Its figures have changed."""
+        row = self._snapshot.row_of.get(worker.worker_id)
+        if row is not None and self._workers.get(worker.worker_id) is worker:
+            view = self._view(worker)
+            self._snapshot.running[row] = view.running
+            self._snapshot.queued_prefill_tokens[row] = view.queued_prefill_tokens
+            self._snapshot.available_blocks[row] = view.available_blocks
+            self._snapshot.num_blocks[row] = view.num_blocks
 
     def _view(self, worker: Worker) -> WorkerView:
         load = worker.load
         assert load is not None
         reserve = worker.hello.reserve_output_tokens
-        seen = load.placements_seen.get(self.router_id, 0)
-        unseen = [p for p in self._placed if p.sequence > seen]
-        decodes = [p for p in unseen if p.decode is worker]
-        lends = [p for p in unseen if p.lender is worker and not p.started]
+        decodes, lends = worker.decodes_unseen, worker.lends_unseen
         return WorkerView(
             worker_id=worker.worker_id,
             decodes=worker.decodes,
             fingerprint=worker.hello.model_fingerprint,
-            running=load.running + sum(max(1, len(p.demand.chain_tokens)) for p in decodes),
+            running=load.running + sum(p.num_streams for p in decodes),
             queued_prefill_tokens=load.queued_prefill_tokens + sum(p.lender_tokens for p in lends),
             available_blocks=load.available_blocks - sum(p.demand.num_promised_blocks(reserve) for p in decodes),
             num_blocks=load.num_blocks,
@@ -164,8 +270,14 @@ class Fleet:
 
 
 def _shared_prefix(keys: Sequence[BlockKey], others: Sequence[BlockKey]) -> int:
-    """Keys name whole chains: the last equal one decides."""
-    for depth in range(min(len(keys), len(others)), 0, -1):
-        if keys[depth - 1] == others[depth - 1]:
-            return depth
-    return 0
+    """Keys name whole chains: where two are equal, all before them are."""
+    shared, end = 0, min(len(keys), len(others))
+    if not end or keys[0] != others[0]:
+        return 0
+    while shared < end:
+        middle = (shared + end + 1) // 2
+        if keys[middle - 1] == others[middle - 1]:
+            shared = middle
+        else:
+            end = middle - 1
+    return shared

@@ -1,61 +1,192 @@
-"""Which worker holds which block: exact, from the workers' own events. Pure."""
+"""Which worker holds which block: exact, from the workers' own events. Pure.
 
-from collections.abc import Iterable, Sequence
+A worker is a bit, and a block the integer of its holders' bits: a million blocks cost a dictionary entry, a key and an
+integer each, and following a prompt costs one look-up and at most one `and` a block. Neighbours of a chain mostly have
+the same holders, and then share the integer too: what was the same object before an event is the same after it.
+
+    slot    free ──first seen──▶ alive ──gone──▶ dead ──a sweep has passed all shards──▶ free
+
+A worker that goes leaves every answer at once, since answers are masked by the bits of the living. Its bits are cleared
+later, one shard at a time, paid for by the keys that other events bring; only then does another worker get its slot.
+The shards also bound how long a dictionary that grows holds everybody up.
+"""
+
+from collections.abc import Iterator, Sequence
 
 from engine.keys import BlockKey
+
+NUM_SHARDS = 256
+"""By a key's first byte."""
 
 
 class PrefixIndex:
     """Block keys of all workers. A worker unknown here holds nothing."""
 
     def __init__(self) -> None:
-        self._holders: dict[BlockKey, set[str]] = {}
-        self._held: dict[str, set[BlockKey]] = {}
+        self._shards: list[dict[BlockKey, int]] = [{} for _ in range(NUM_SHARDS)]
+        self._slots: dict[str, int] = {}
+        self._worker_ids: list[str] = []
+        """By slot; of a slot that is not alive, whoever had it last."""
+        self._alive = 0
+        self._used = 0
+        """Slots whose bit may be set somewhere."""
+        self._free: list[int] = []
+        self._dead = 0
+        """To be swept in the next round."""
+        self._sweeping = 0
+        """Being swept: in the shards before `_next_shard` there are none left."""
+        self._next_shard = 0
+        self._earned = 0
 
     @property
     def num_keys(self) -> int:
-        return len(self._holders)
+        """Blocks held by anybody, and blocks of dead workers that no sweep has reached."""
+        return sum(map(len, self._shards))
 
-    def add(self, worker_id: str, keys: Iterable[BlockKey]) -> None:
+    @property
+    def num_slots(self) -> int:
+        """Of workers there, workers whose blocks are not all swept, and free ones: bits of an integer, at most."""
+        return len(self._worker_ids)
+
+    def add(self, worker_id: str, keys: Sequence[BlockKey]) -> None:
         """`worker_id` holds these blocks now."""
-        held = self._held.setdefault(worker_id, set())
+        if not keys:
+            return
+        bit = 1 << self._slot(worker_id)
+        self._used |= bit
+        shards, before, after = self._shards, 0, bit
         for key in keys:
-            held.add(key)
-            self._holders.setdefault(key, set()).add(worker_id)
+            shard = shards[key[0]]
+            if (holders := shard.get(key, 0)) is not before:
+                before, after = holders, holders | bit
+            shard[key] = after
+        self._earn(len(keys))
 
-    def discard(self, worker_id: str, keys: Iterable[BlockKey]) -> None:
+    def discard(self, worker_id: str, keys: Sequence[BlockKey]) -> None:
         """`worker_id` no longer holds these blocks."""
-        held = self._held.get(worker_id, set())
+        slot = self._slots.get(worker_id)
+        if slot is None:
+            return
+        others, before, after = self._alive & ~(1 << slot), 0, 0
         for key in keys:
-            if key in held:
-                held.remove(key)
-                self._drop(worker_id, key)
+            shard = self._shards[key[0]]
+            if not (holders := shard.get(key, 0)):
+                continue
+            if holders is not before:
+                before, after = holders, holders & others
+            if after:
+                shard[key] = after
+            else:
+                del shard[key]
+        self._earn(len(keys))
 
     def drop_worker(self, worker_id: str) -> None:
-        """`worker_id` is gone, or will say all it holds anew."""
-        for key in self._held.pop(worker_id, ()):
-            self._drop(worker_id, key)
-
-    def keys_of(self, worker_id: str) -> frozenset[BlockKey]:
-        return frozenset(self._held.get(worker_id, ()))
+        """`worker_id` is gone, or will say all it holds anew. Takes no longer than the sweep of one shard."""
+        slot = self._slots.pop(worker_id, None)
+        if slot is None:
+            return
+        bit = 1 << slot
+        self._alive &= ~bit
+        if self._used & bit:
+            self._dead |= bit
+            self._sweep_shard()  # so that at most 2 * NUM_SHARDS slots are ever dead
+        else:
+            self._free.append(slot)
 
     def match(self, keys: Sequence[BlockKey]) -> dict[str, int]:
         """For each worker that holds a prefix of `keys`, how many of its blocks; the others are left out."""
         matched: dict[str, int] = {}
-        alive: set[str] | None = None
-        for depth, key in enumerate(keys, start=1):
-            holders = self._holders.get(key)
-            if not holders:
-                break
-            alive = set(holders) if alive is None else alive & holders
-            if not alive:
-                break
-            for worker_id in alive:
-                matched[worker_id] = depth
+        shards, alive, before, depth = self._shards, self._alive, -1, 0
+        for key in keys:
+            if (holders := shards[key[0]].get(key, 0)) is not before:
+                before, rest = holders, alive & holders
+                if rest != alive:
+                    if depth:
+                        self._name(alive ^ rest, depth, matched)
+                    alive = rest
+                    if not alive:
+                        return matched
+            depth += 1
+        if depth:
+            self._name(alive, depth, matched)
         return matched
 
-    def _drop(self, worker_id: str, key: BlockKey) -> None:
-        holders = self._holders[key]
-        holders.remove(worker_id)
-        if not holders:
-            del self._holders[key]
+    def keys_of(self, worker_id: str) -> frozenset[BlockKey]:
+        """Reads the whole index: for audits and tests."""
+        slot = self._slots.get(worker_id)
+        if slot is None:
+            return frozenset()
+        return frozenset(key for shard in self._shards for key, holders in shard.items() if holders >> slot & 1)
+
+    def sweep(self) -> None:
+        """Clear at once what dead workers left."""
+        while self._dead or self._sweeping:
+            self._sweep_shard()
+
+    def check_integrity(self) -> None:
+        """Every slot is alive, dead, or free and then set nowhere."""
+        alive = set(self._slots.values())
+        dead = set(_slots_of(self._dead | self._sweeping))
+        assert self._alive == sum(1 << slot for slot in alive)
+        assert all(self._worker_ids[slot] == worker_id for worker_id, slot in self._slots.items())
+        assert sorted([*alive, *dead, *self._free]) == list(range(len(self._worker_ids)))
+        for number, shard in enumerate(self._shards):
+            swept = self._sweeping if number < self._next_shard else 0
+            known = self._alive | self._dead | (self._sweeping & ~swept)
+            for key, holders in shard.items():
+                assert key[0] == number
+                assert holders
+                assert holders & ~known == 0
+
+    def _slot(self, worker_id: str) -> int:
+        slot = self._slots.get(worker_id)
+        if slot is None:
+            if self._free:
+                slot = self._free.pop()
+                self._worker_ids[slot] = worker_id
+            else:
+                slot = len(self._worker_ids)
+                self._worker_ids.append(worker_id)
+            self._slots[worker_id] = slot
+            self._alive |= 1 << slot
+        return slot
+
+    def _name(self, holders: int, depth: int, matched: dict[str, int]) -> None:
+        for slot in _slots_of(holders):
+            matched[self._worker_ids[slot]] = depth
+
+    def _earn(self, num_keys: int) -> None:
+        """A key applied pays for a key swept, so a round ends before as many events have come as there are keys."""
+        if not (self._dead or self._sweeping):
+            return
+        self._earned += num_keys
+        while (self._dead or self._sweeping) and self._earned >= (size := len(self._shards[self._next_shard])):
+            self._earned -= size
+            self._sweep_shard()
+
+    def _sweep_shard(self) -> None:
+        if not self._sweeping:
+            self._sweeping, self._dead, self._next_shard = self._dead, 0, 0
+        shard, gone = self._shards[self._next_shard], self._sweeping
+        touched = [(key, holders) for key, holders in shard.items() if holders & gone]
+        size = len(shard)
+        for key, holders in touched:
+            if rest := holders & ~gone:
+                shard[key] = rest
+            else:
+                del shard[key]
+        if 2 * len(shard) < size:
+            self._shards[self._next_shard] = dict(shard)  # a dictionary does not shrink by itself
+        self._next_shard += 1
+        if self._next_shard == NUM_SHARDS:
+            self._free.extend(_slots_of(gone))
+            self._used &= ~gone
+            self._sweeping, self._next_shard, self._earned = 0, 0, 0
+
+
+def _slots_of(mask: int) -> Iterator[int]:
+    """The bits that are set, lowest first."""
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest

@@ -2,92 +2,26 @@
 
 Every way to start the request now gets a predicted cost in seconds: a decode worker, and where it gets the blocks that
 it lacks. It may compute them itself; read what another worker holds of them, which that worker lends at once; or borrow
-all from a prefill worker, which computes what it lacks, and may itself read a part from whoever holds more.
+all from a prefill worker, which computes what it lacks, and may itself read a part from whoever saves it most.
 
     TTFT     the lender's queue, what it must read and compute, the transfer of what the decode worker lacks, and what
              the decode worker computes itself
     + delay  what computing on the decode worker costs each of its running streams, and what a further stream costs
 
-and the cheapest wins.
+and the cheapest wins. `candidates.py` says the same for one candidate; here are matrices of them, in the same order of
+operations, so that both give the same floating point numbers and so the same ties.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 
-@dataclass(frozen=True, slots=True)
-class WorkerView:
-    """A worker as placement sees it: its last report plus what was placed on it since."""
-
-    worker_id: str
-    decodes: bool
-    fingerprint: bytes
-    running: int
-    queued_prefill_tokens: int
-    available_blocks: int
-    num_blocks: int
-    reserve_output_tokens: int = 0
-    """As in its Hello."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """What placement assumes of the hardware."""
-
-    prefill_tokens_per_s: float
-    decode_prefill_tokens_per_s: float
-    kv_bytes_per_s: float
-    loan_overhead_s: float
-    stream_delay_s: float = 0.001
-    """What one more running stream on a decode worker costs; spreads streams where nothing else decides."""
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """What a request needs."""
-
-    num_tokens: int
-    """Of the prompt, with what an earlier attempt emitted."""
-    num_usable_blocks: int
-    """Full blocks before the last prompt token: those that may come from elsewhere."""
-    num_total_blocks: int
-    """At its end, when every choice has all its max_tokens."""
-    block_tokens: int
-    block_bytes: int
-    chain_tokens: tuple[int, ...] = ()
-    """Of each choice that is to be computed: prompt and what was emitted."""
-    max_chain_tokens: int = 0
-    """Prompt and max_tokens."""
-    shared_tokens: int = 0
-    """Of the prompt, those whose full blocks the choices share."""
-
-    def num_promised_blocks(self, reserve_output_tokens: int) -> int:
-        """What a worker that promises so much output must have to start it now; 0: all of it."""
-        if not reserve_output_tokens or not self.chain_tokens:
-            return self.num_total_blocks
-        ends = [min(self.max_chain_tokens, tokens + reserve_output_tokens) for tokens in self.chain_tokens]
-        return num_blocks_of(ends, self.shared_tokens, self.block_tokens)
-
-
-def num_blocks_of(ends: Sequence[int], shared_tokens: int, block_tokens: int) -> int:
-    """Of chains that have so many tokens each and share the full blocks of the first `shared_tokens`."""
-    shared = shared_tokens // block_tokens
-    return shared + sum(-(-end // block_tokens) - shared for end in ends)
-
-
-@dataclass(frozen=True, slots=True)
-class Hits:
-    """Leading blocks of a prompt, by worker; who has none may be left out."""
-
-    held: Mapping[str, int]
-    """There now."""
-    due: Mapping[str, int]
-    """There when a loan that computes would come to be served."""
-
-    @classmethod
-    def just(cls, held: Mapping[str, int]) -> "Hits":
-        """Nothing is being computed."""
-        return cls(held, held)
+from router.candidates import Candidate, Way, assess
+from router.demand import Demand
+from router.rates import Bools, Floats, Ints, Rates
+from router.snapshot import Hits, Workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,127 +42,175 @@ class Decision:
     reason: str
 
 
-def place(demand: Demand, workers: Sequence[WorkerView], hits: Hits, rates: Rates) -> Decision | None:
+def startable(demand: Demand, workers: Workers) -> Bools:
+    """[W]: the decode workers that can start the request now."""
+    promised = np.array([demand.num_promised_blocks(reserve) for reserve in workers.reserves], np.int64)
+    able: Bools = workers.decodes & (workers.available_blocks >= promised[workers.reserve_of])
+    return able
+
+
+def place(demand: Demand, workers: Workers, hits: Hits, rates: Rates) -> Decision | None:
     """The cheapest way, or None when no decode worker can start the request now.
 
     Ties go to the first in order of worker ids.
     """
-    fullest = sorted(workers, key=lambda worker: (-hits.held.get(worker.worker_id, 0), worker.worker_id))
-    candidates = [
-        _assess(demand, decode, loan, rates)
-        for decode in workers
-        if decode.decodes and decode.available_blocks >= demand.num_promised_blocks(decode.reserve_output_tokens)
-        for loan in _loans(demand, decode, fullest, hits, rates)
-    ]
-    if not candidates:
+    if not len(workers.ids):
         return None
-    best = min(candidates, key=lambda candidate: (candidate.cost_s, *candidate.names))
-    lender, source = best.loan.lender, best.loan.source
+    rows = np.flatnonzero(startable(demand, workers))
+    if not len(rows):
+        return None
+    way, num_candidates = _Matrices(demand, workers, hits, rates, rows).cheapest()
+    best = assess(demand, workers, hits, rates, way)
     return Decision(
-        decode_id=best.decode.worker_id,
-        lender_id=lender.worker_id if lender else None,
-        lender_computes=best.loan.computes,
-        source_id=source.worker_id if source else None,
-        lender_tokens=best.loan.computed_tokens,
+        decode_id=best.decode_id,
+        lender_id=best.lender_id,
+        lender_computes=best.lender_computes,
+        source_id=best.source_id,
+        lender_tokens=best.lender_tokens,
         predicted_ttft_s=best.ttft_s,
         cost_s=best.cost_s,
-        num_candidates=len(candidates),
-        reason=_reason(demand, best, hits),
+        num_candidates=num_candidates,
+        reason=_reason(demand, workers, hits, way, best),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Loan:
-    """A way for a decode worker to get blocks."""
+class _Matrices:
+    """All candidates: D decode workers, those of `rows`, times L lenders, [D, L]."""
 
-    lender: WorkerView | None = None
-    computes: bool = False
-    source: WorkerView | None = None
-    num_blocks: int = 0
-    """Leading blocks of the prompt that the decode worker has after it, its own included."""
-    computed_tokens: int = 0
-    seconds: float = 0.0
-    """Until they are there."""
+    def __init__(self, demand: Demand, workers: Workers, hits: Hits, rates: Rates, rows: Ints) -> None:
+        self._demand, self._workers, self._rates, self._rows = demand, workers, rates, rows
+        self._held = np.minimum(hits.held, demand.num_usable_blocks)
+        self._due = np.minimum(hits.due, demand.num_usable_blocks)
+        self._own = self._held[rows]
+        self._tokens_per_s = rates.decode_prefill_tokens_per_s[rows]
+        self._queue_s = workers.queued_prefill_tokens[rows] / self._tokens_per_s
+        self._fixed_s = rates.tail_fixed_s[rows]
+        self._running = workers.running[rows]
+        self._stream_delay_s = rates.stream_delay_s[rows]
+
+    def cheapest(self) -> tuple[Way, int]:
+        """It, and of how many."""
+        alone_s = self._cost_s(0.0, self._own_s(self._own), self._queue_s)
+        at = int(alone_s.argmin())
+        found = [(float(alone_s[at]), at, -1, False, -1)]
+        num_candidates = len(self._rows)
+        for candidates in (self._reading(), self._computing()):
+            if candidates is not None:
+                cost_s, lenders, sources = candidates
+                num_candidates += int(np.count_nonzero(np.isfinite(cost_s)))
+                decode, lender = divmod(int(cost_s.argmin()), len(lenders))
+                source = -1 if sources is None else int(sources[lender])
+                best = float(cost_s[decode, lender])
+                found.append((best, decode, int(lenders[lender]), sources is not None, source))
+        _, decode, lender, computes, source = min(found)
+        return Way(
+            int(self._rows[decode]),
+            lender if lender >= 0 else None,
+            computes,
+            source if source >= 0 else None,
+        ), num_candidates
+
+    def _own_s(self, num_blocks: Floats) -> Floats:
+        """[D]: of the decode workers themselves, when they have so many blocks each."""
+        tokens = self._demand.num_tokens - num_blocks * self._demand.block_tokens
+        return tokens / self._tokens_per_s
+
+    def _cost_s(self, loan_s: Floats | float, own_s: Floats, queue_s: Floats) -> Floats:
+        """[D]"""
+        cost_s: Floats = loan_s + queue_s + (self._fixed_s + own_s) + self._running * (own_s + self._stream_delay_s)
+        return cost_s
+
+    def _reading(self) -> tuple[Floats, Ints, None] | None:
+        """Costs [D, L] of reading what L lenders hold, infinite where it is not possible; and their rows."""
+        lenders = np.flatnonzero(self._held > self._own.min())
+        if not len(lenders):
+            return None
+        held, rates, demand = self._held[lenders], self._rates, self._demand
+        gain = held - self._own[:, None]
+        cost_s = gain * demand.block_bytes
+        cost_s /= _pick(rates.kv_bytes_per_s, self._rows, lenders)
+        cost_s += _pick(rates.loan_overhead_s, self._rows, lenders)
+        cost_s += self._queue_s[:, None]
+        own_s = (demand.num_tokens - held * demand.block_tokens) / self._tokens_per_s[:, None]
+        cost_s += self._fixed_s[:, None] + own_s
+        own_s += self._stream_delay_s[:, None]
+        own_s *= self._running[:, None]
+        cost_s += own_s
+        cost_s[(gain <= 0) | ~_pick(self._workers.compatible, self._rows, lenders)] = np.inf
+        return cost_s, lenders, None
+
+    def _computing(self) -> tuple[Floats, Ints, Ints] | None:
+        """Costs [D, L] of borrowing all from L prefill workers, infinite where it is not possible; their rows; and
+        those of their sources, -1 for none."""
+        demand, workers, rates = self._demand, self._workers, self._rates
+        usable = demand.num_usable_blocks
+        lenders = np.flatnonzero(~workers.decodes & (workers.num_blocks >= usable))
+        if not len(lenders) or self._own.min() == usable:
+            return None
+        sources, have, read_s = self._sources(lenders)
+        tokens_per_s = rates.prefill_tokens_per_s[lenders]
+        queue_s = workers.queued_prefill_tokens[lenders] / tokens_per_s
+        compute_s = rates.prefill_fixed_s[lenders] + (usable - have) * demand.block_tokens / tokens_per_s
+        ready_s = read_s + queue_s + compute_s
+        lacks = usable - self._own
+        cost_s = (lacks * demand.block_bytes)[:, None] / _pick(rates.kv_bytes_per_s, self._rows, lenders)
+        cost_s += _pick(rates.loan_overhead_s, self._rows, lenders)
+        cost_s += ready_s
+        own_s = self._own_s(np.full(len(self._rows), float(usable)))
+        cost_s += self._queue_s[:, None]
+        cost_s += (self._fixed_s + own_s)[:, None]
+        cost_s += (self._running * (own_s + self._stream_delay_s))[:, None]
+        cost_s[(lacks <= 0)[:, None] | ~_pick(workers.compatible, self._rows, lenders)] = np.inf
+        return cost_s, lenders, sources
+
+    def _sources(self, lenders: Ints) -> tuple[Ints, Floats, Floats]:
+        """[L] each: the row of the best source or -1, blocks the lender has after reading from it, and seconds."""
+        have = self._due[lenders]
+        none = np.full(len(lenders), -1), have, np.zeros(len(lenders))
+        holders = np.flatnonzero(self._held > have.min())
+        if not len(holders):
+            return none
+        demand, rates = self._demand, self._rates
+        gain = self._held[holders] - have[:, None]
+        read_s = gain * demand.block_bytes
+        read_s /= _pick(rates.kv_bytes_per_s, lenders, holders)
+        read_s += _pick(rates.loan_overhead_s, lenders, holders)
+        lost_s = read_s - gain * demand.block_tokens / rates.prefill_tokens_per_s[lenders][:, None]
+        lost_s[(gain <= 0) | ~_pick(self._workers.compatible, lenders, holders)] = np.inf
+        best = lost_s.argmin(axis=1)
+        each = np.arange(len(lenders))
+        worth = lost_s[each, best] < 0
+        return (
+            np.where(worth, holders[best], none[0]),
+            np.where(worth, have + gain[each, best], have),
+            np.where(worth, read_s[each, best], 0.0),
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    decode: WorkerView
-    loan: _Loan
-    ttft_s: float
-    cost_s: float
-
-    @property
-    def names(self) -> tuple[str, str, bool]:
-        return self.decode.worker_id, self.loan.lender.worker_id if self.loan.lender else "", self.loan.computes
+_Item = TypeVar("_Item", bound=np.generic)
 
 
-def _loans(
-    demand: Demand, decode: WorkerView, fullest: Sequence[WorkerView], hits: Hits, rates: Rates
-) -> Iterator[_Loan]:
-    """`fullest` are all workers, those that hold most first."""
-    usable = demand.num_usable_blocks
-    own = min(hits.held.get(decode.worker_id, 0), usable)
-    yield _Loan(num_blocks=own)
-    if own == usable:
-        return
-    for other in fullest:
-        if other is decode or other.fingerprint != decode.fingerprint:
-            continue
-        held = min(hits.held.get(other.worker_id, 0), usable)
-        if held > own:
-            yield _Loan(other, num_blocks=held, seconds=_transfer_s(demand, held - own, rates))
-        if not other.decodes and usable <= other.num_blocks:
-            yield _computing_loan(demand, own, other, fullest, hits, rates)
+def _pick(matrix: NDArray[_Item], rows: Ints, columns: Ints) -> NDArray[_Item]:
+    """[rows, columns] of [W, W]."""
+    return matrix.take(rows, axis=0).take(columns, axis=1)
 
 
-def _computing_loan(
-    demand: Demand, own: int, lender: WorkerView, fullest: Sequence[WorkerView], hits: Hits, rates: Rates
-) -> _Loan:
-    """All of the prompt from a worker that computes what neither it nor its best source has."""
-    usable = demand.num_usable_blocks
-    have = min(hits.due.get(lender.worker_id, 0), usable)
-    prepare_s, source = 0.0, None
-    holder = next((w for w in fullest if w is not lender and w.fingerprint == lender.fingerprint), None)
-    if holder is not None:
-        gain = min(hits.held.get(holder.worker_id, 0), usable) - have
-        fetch_s = _transfer_s(demand, gain, rates)
-        if gain > 0 and fetch_s < gain * demand.block_tokens / rates.prefill_tokens_per_s:
-            prepare_s, source, have = fetch_s, holder, have + gain
-    tokens = (usable - have) * demand.block_tokens
-    compute_s = (lender.queued_prefill_tokens + tokens) / rates.prefill_tokens_per_s
-    seconds = prepare_s + compute_s + _transfer_s(demand, usable - own, rates)
-    return _Loan(lender, True, source, usable, tokens, seconds)
-
-
-def _transfer_s(demand: Demand, num_blocks: int, rates: Rates) -> float:
-    return rates.loan_overhead_s + num_blocks * demand.block_bytes / rates.kv_bytes_per_s
-
-
-def _assess(demand: Demand, decode: WorkerView, loan: _Loan, rates: Rates) -> _Candidate:
-    own_tokens = demand.num_tokens - loan.num_blocks * demand.block_tokens
-    own_s = own_tokens / rates.decode_prefill_tokens_per_s
-    queue_s = decode.queued_prefill_tokens / rates.decode_prefill_tokens_per_s
-    ttft_s = loan.seconds + queue_s + own_s
-    delay_s = decode.running * (own_s + rates.stream_delay_s)
-    return _Candidate(decode, loan, ttft_s, ttft_s + delay_s)
-
-
-def _reason(demand: Demand, best: _Candidate, hits: Hits) -> str:
+def _reason(demand: Demand, workers: Workers, hits: Hits, way: Way, best: Candidate) -> str:
     """In words a user can check against the receipt."""
-    usable, loan = demand.num_usable_blocks, best.loan
+    usable, running = demand.num_usable_blocks, int(workers.running[way.decode])
 
-    def held(worker: WorkerView) -> int:
-        return min(hits.held.get(worker.worker_id, 0), usable)
+    def held(row: int) -> int:
+        return min(int(hits.held[row]), usable)
 
     if usable == 0:
-        return f"nothing to borrow: a short prompt, or one computed as a whole; {best.decode.running} running"
-    holds = f"holds {held(best.decode)} of {usable} usable blocks, {best.decode.running} running"
-    if loan.lender is None:
-        kept = "nothing to borrow" if held(best.decode) >= usable else "cheaper than any loan"
+        return f"nothing to borrow: a short prompt, or one computed as a whole; {running} running"
+    holds = f"holds {held(way.decode)} of {usable} usable blocks, {running} running"
+    if way.lender is None:
+        kept = "nothing to borrow" if held(way.decode) >= usable else "cheaper than any loan"
         return f"{holds}; {kept}"
-    if not loan.computes:
-        return f"{holds}; lender holds {loan.num_blocks}, computes none"
-    due = min(hits.due.get(loan.lender.worker_id, 0), usable)
-    reason = f"{holds}; lender holds {due}, {loan.lender.queued_prefill_tokens} tokens queued there"
-    return reason if loan.source is None else f"{reason}; reads up to {held(loan.source)} from {loan.source.worker_id}"
+    if not best.lender_computes:
+        return f"{holds}; lender holds {best.num_blocks}, computes none"
+    due = min(int(hits.due[way.lender]), usable)
+    queued = int(workers.queued_prefill_tokens[way.lender])
+    reason = f"{holds}; lender holds {due}, {queued} tokens queued there"
+    return reason if way.source is None else f"{reason}; reads up to {held(way.source)} from {best.source_id}"

@@ -12,7 +12,6 @@ from router.dispatch import Dispatcher
 from router.fleet import Fleet
 from router.grammar_checker import GrammarChecker
 from router.membership_service import MembershipService
-from router.placement import Rates
 from router.prompts import PromptEncoder
 from router.service import NAME, InferenceService
 from router.serving import Serving
@@ -44,14 +43,8 @@ async def start_router(config: RouterConfig) -> Router:
     # Read here, so that a config that lacks them is refused now and not with the first request.
     log.info("%s: %d tokens, context %d", model_dir.name, model_dir.vocab_size, model_dir.max_context_tokens)
     encoder = PromptEncoder(model_dir)
-    fleet = Fleet(config.id())
-    rates = Rates(
-        prefill_tokens_per_s=config.prefill_tokens_per_s,
-        decode_prefill_tokens_per_s=config.decode_prefill_tokens_per_s,
-        kv_bytes_per_s=config.kv_bytes_per_s,
-        loan_overhead_s=config.loan_overhead_s,
-    )
-    dispatcher = Dispatcher(fleet, rates, config.max_queued)
+    fleet = Fleet(config.id(), config.priors())
+    dispatcher = Dispatcher(fleet, config.max_queued)
     grammars = GrammarChecker(model_dir, config.grammar_limit_s)
     serving = Serving(config, model_dir, encoder, grammars, fleet, dispatcher)
     server = Server()

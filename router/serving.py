@@ -19,10 +19,11 @@ from protos import inference_pb2 as public_pb
 from protos import lend_pb2, membership_pb2
 from router.attempt import Emitted, Retriable, run_attempt
 from router.config import RouterConfig
+from router.demand import Demand, num_blocks_of
 from router.dispatch import Dispatcher
 from router.fleet import Fleet, Placed, Worker
 from router.grammar_checker import GrammarChecker
-from router.placement import Decision, Demand, num_blocks_of
+from router.placement import Decision
 from router.prompts import PromptEncoder
 from router.validation import check_names, check_prompt, prompt_field, resolve_sampling
 
@@ -81,9 +82,13 @@ class Serving:
                 internal = self._decode_request(ticket, emitted, placed, decision, attempt, placed_at)
                 link = self._channel(placed.decode.hello.address)
                 async for message in run_attempt(link, placed.decode, internal, ticket.remaining_s()):
-                    placed.started = True
+                    if not placed.started:
+                        self._fleet.started(placed)
+                        started_at = time.monotonic()
                     emitted.add(message)
                     yield message
+                if placed.started:
+                    self._learn(ticket, placed, message, started_at - placed_at)
                 return
             except Retriable as failure:
                 if emitted.finished:
@@ -96,6 +101,13 @@ class Serving:
                 self._fleet.ended(placed)
                 self._dispatcher.kick()
             await self._settle(placed.decode)
+
+    def _learn(self, ticket: Ticket, placed: Placed, last_message: bytes, first_message_s: float) -> None:
+        finish = public_pb.GenerateResponse.FromString(last_message).finish
+        if finish.HasField("receipt"):
+            # The first message of these is not the first token.
+            other = ticket.sampling.HasField("prompt_logprobs") or ticket.sampling.HasField("beam_width")
+            self._fleet.finished(placed, finish, None if other else first_message_s)
 
     async def _check(self, request: public_pb.GenerateRequest, deadline_s: float | None) -> Ticket:
         arrived_at = time.monotonic()

@@ -6,11 +6,12 @@ import pytest
 
 from cluster.errors import Overloaded
 from protos import membership_pb2 as pb
+from router.demand import Demand
 from router.dispatch import Dispatcher
 from router.fleet import Fleet, Worker
-from router.placement import Demand, Rates
+from router.rates import Priors
 
-RATES = Rates(1000, 100, 1e6, 0.01)
+PRIORS = Priors(1000, 100, 1e6, 0.01, 0.001, 0.001)
 
 
 def demand(num_blocks: int) -> Demand:
@@ -18,10 +19,10 @@ def demand(num_blocks: int) -> Demand:
 
 
 def make(available: int, max_queued: int = 10) -> tuple[Fleet, Worker, Dispatcher]:
-    fleet = Fleet("router")
+    fleet = Fleet("router", PRIORS)
     worker = fleet.joined(pb.Hello(worker_id="d0", role=pb.ROLE_DECODE))
     fleet.reported(worker, pb.LoadReport(available_blocks=available, num_blocks=100))
-    return fleet, worker, Dispatcher(fleet, RATES, max_queued)
+    return fleet, worker, Dispatcher(fleet, max_queued)
 
 
 async def settle() -> None:

@@ -2,11 +2,28 @@
 
 from engine.keys import block_keys, root_key
 from protos import membership_pb2 as pb
+from router.demand import Demand
 from router.fleet import Fleet, Worker
-from router.placement import Decision, Demand
+from router.placement import Decision
+from router.rates import Floats, Priors
 
 DEMAND = Demand(num_tokens=20, num_usable_blocks=4, num_total_blocks=6, block_tokens=4, block_bytes=100)
 KEYS = block_keys(root_key(b"model", ""), list(range(16)), 4)
+
+PRIORS = Priors(1000, 100, 1e6, 0.01, 0.001, 0.001)
+
+
+def held(fleet: Fleet) -> dict[str, int]:
+    return by_id(fleet, fleet.hits(KEYS).held)
+
+
+def due(fleet: Fleet) -> dict[str, int]:
+    return by_id(fleet, fleet.hits(KEYS).due)
+
+
+def by_id(fleet: Fleet, blocks: Floats) -> dict[str, int]:
+    """Those that have any."""
+    return {worker_id: int(count) for worker_id, count in zip(fleet.snapshot.ids, blocks, strict=True) if count}
 
 
 def hello(worker_id: str, incarnation: bytes = b"1") -> pb.Hello:
@@ -30,7 +47,7 @@ def stored(sequence: int, parent: bytes, keys: list[bytes], snapshot: bool = Fal
 
 
 def make_fleet() -> tuple[Fleet, Worker, Worker]:
-    fleet = Fleet("router")
+    fleet = Fleet("router", PRIORS)
     decode, prefill = fleet.joined(hello("d0")), fleet.joined(hello("p0"))
     fleet.reported(decode, report())
     fleet.reported(prefill, report())
@@ -38,7 +55,7 @@ def make_fleet() -> tuple[Fleet, Worker, Worker]:
 
 
 def test_a_worker_counts_once_it_has_reported() -> None:
-    fleet = Fleet("router")
+    fleet = Fleet("router", PRIORS)
     worker = fleet.joined(hello("d0"))
     assert fleet.views() == []
     fleet.reported(worker, report(available=7))
@@ -63,12 +80,12 @@ def test_a_placement_counts_until_the_report_that_has_seen_it() -> None:
 
 def test_siblings_of_a_placement_find_its_blocks_at_the_lender_before_any_event() -> None:
     fleet, _, _ = make_fleet()
-    assert fleet.hits(KEYS).due == {}
+    assert due(fleet) == {}
     placed = fleet.placed(Decision("d0", "p0", True, None, 16, 0, 0, 1, ""), DEMAND, KEYS[:3])
-    assert fleet.hits(KEYS).due == {"p0": 3}, "the decode worker has nothing yet"
-    assert fleet.hits(KEYS).held == {}, "and nobody can read it yet"
-    placed.started = True  # from now on the workers' own events tell
-    assert fleet.hits(KEYS).due == {}
+    assert due(fleet) == {"p0": 3}, "the decode worker has nothing yet"
+    assert held(fleet) == {}, "and nobody can read it yet"
+    fleet.started(placed)  # from now on the workers' own events tell
+    assert due(fleet) == {}
 
 
 def test_events_before_the_snapshot_and_after_a_gap_ask_for_another() -> None:
@@ -76,10 +93,10 @@ def test_events_before_the_snapshot_and_after_a_gap_ask_for_another() -> None:
     assert not fleet.cache_changed(decode, stored(0, b"", KEYS[:1]))
     assert fleet.cache_changed(decode, stored(5, b"", KEYS[:2], snapshot=True))
     assert fleet.cache_changed(decode, stored(5, KEYS[1], KEYS[2:3]))
-    assert fleet.hits(KEYS).due == fleet.hits(KEYS).held == {"d0": 3}
+    assert due(fleet) == held(fleet) == {"d0": 3}
     assert not fleet.cache_changed(decode, stored(7, KEYS[2], KEYS[3:]))
     assert fleet.cache_changed(decode, stored(8, b"", KEYS[:1], snapshot=True))
-    assert fleet.hits(KEYS).due == {"d0": 1}
+    assert due(fleet) == {"d0": 1}
 
 
 def test_removed_blocks_are_forgotten() -> None:
@@ -87,22 +104,23 @@ def test_removed_blocks_are_forgotten() -> None:
     fleet.cache_changed(decode, stored(0, b"", KEYS, snapshot=True))
     removal = pb.CacheEvents(sequence=0, events=[pb.CacheEvent(removed=KEYS[1])])
     assert fleet.cache_changed(decode, removal)
-    assert fleet.hits(KEYS).due == {"d0": 1}
+    assert due(fleet) == {"d0": 1}
 
 
 def test_a_restarted_worker_replaces_its_predecessor_and_its_late_end_changes_nothing() -> None:
     fleet, old, _ = make_fleet()
     fleet.cache_changed(old, stored(0, b"", KEYS, snapshot=True))
     new = fleet.joined(hello("d0", incarnation=b"2"))
-    assert fleet.hits(KEYS).due == {}
+    assert due(fleet) == {}
     fleet.left(old)
+    fleet.reported(new, report())
     assert fleet.worker("d0") is new
     assert fleet.cache_changed(old, stored(1, b"", KEYS)) is True  # ignored
-    assert fleet.hits(KEYS).due == {}
+    assert due(fleet) == {}
 
 
 def test_a_placement_takes_what_its_worker_promises_and_not_all_it_may_need() -> None:
-    fleet = Fleet("router")
+    fleet = Fleet("router", PRIORS)
     made = hello("d0")
     made.reserve_output_tokens = 8
     worker = fleet.joined(made)

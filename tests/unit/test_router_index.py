@@ -4,9 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from router.index import PrefixIndex
+from router.index import NUM_SHARDS, PrefixIndex
 
-KEYS = [bytes([number]) * 16 for number in range(6)]
+KEYS = [bytes([number]) * 16 for number in (0, 0, 1, 7, 254, 255)]
+KEYS[1] = bytes(15) + b"\1"  # of the same shard as the first
 WORKERS = ["a", "b", "c"]
 
 
@@ -19,13 +20,49 @@ def test_match_counts_each_workers_own_prefix() -> None:
     assert index.match([]) == {}
 
 
-def test_a_dropped_worker_leaves_nothing() -> None:
+def test_a_dropped_worker_is_in_no_answer_and_after_a_sweep_in_no_memory() -> None:
+    index = PrefixIndex()
+    index.add("a", KEYS)
+    index.add("b", KEYS[:2])
+    index.drop_worker("a")
+    index.drop_worker("never there")
+    assert index.match(KEYS) == {"b": 2}
+    index.sweep()
+    assert index.num_keys == 2
+
+
+def test_a_slot_is_used_again_only_when_no_block_has_its_bit() -> None:
     index = PrefixIndex()
     index.add("a", KEYS)
     index.drop_worker("a")
-    index.drop_worker("never there")
+    index.add("b", KEYS[:1])
+    assert index.match(KEYS) == {"b": 1}, "and not what a held"
+    index.check_integrity()
+    index.sweep()
+    index.add("c", KEYS[:1])
+    assert index.match(KEYS) == {"b": 1, "c": 1}
+    index.check_integrity()
+
+
+def test_deaths_alone_take_the_dead_out_in_the_end() -> None:
+    """Workers that come with a block, and go, with nothing else ever happening."""
+    index = PrefixIndex()
+    for number in range(5 * NUM_SHARDS):
+        index.add(f"worker-{number}", KEYS[number % len(KEYS) :][:1])
+        index.drop_worker(f"worker-{number}")
+        index.check_integrity()
+    assert index.num_slots <= 2 * NUM_SHARDS + 1
+    index.sweep()
     assert index.num_keys == 0
-    assert index.match(KEYS) == {}
+
+
+def test_events_of_others_pay_for_the_sweep() -> None:
+    index = PrefixIndex()
+    index.add("a", KEYS)
+    index.drop_worker("a")
+    for _ in range(2 * len(KEYS)):
+        index.add("b", KEYS[:1])
+    assert index.num_keys == 1
 
 
 class IndexModel(RuleBasedStateMachine):
@@ -58,9 +95,14 @@ class IndexModel(RuleBasedStateMachine):
                 expected[worker] = depth
         assert self.index.match(keys) == expected
 
+    @rule()
+    def sweep(self) -> None:
+        self.index.sweep()
+        assert self.index.num_keys == len(set().union(*self.held.values()))
+
     @invariant()
     def same_keys(self) -> None:
-        assert self.index.num_keys == len(set().union(*self.held.values()))
+        self.index.check_integrity()
         for worker in WORKERS:
             assert self.index.keys_of(worker) == self.held.get(worker, set())
 

@@ -1,22 +1,40 @@
 """Placement over exact toy numbers: 4-token blocks, 1000 prefill tokens/s, 100 on a decode worker."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.placement import Demand, Hits, Rates, WorkerView, place
+from router.demand import Demand
+from router.placement import Decision
+from router.placement import place as place_rows
+from router.rates import Priors, Rates
+from router.snapshot import Hits, Workers, WorkerView
 
-RATES = Rates(
+RATES = Priors(
     prefill_tokens_per_s=1000,
     decode_prefill_tokens_per_s=100,
     kv_bytes_per_s=1e6,
     loan_overhead_s=0.01,
+    step_s=0.0,
     stream_delay_s=0.001,
 )
 DEMAND = Demand(num_tokens=42, num_usable_blocks=10, num_total_blocks=12, block_tokens=4, block_bytes=1000)
-NO_HITS = Hits.just({})
+NO_HITS: dict[str, int] = {}
+
+
+def place(
+    demand: Demand,
+    views: Sequence[WorkerView],
+    held: Mapping[str, int],
+    rates: Priors,
+    due: Mapping[str, int] | None = None,
+) -> Decision | None:
+    """The same rates for all; blocks by worker id."""
+    workers = Workers.of(views)
+    return place_rows(demand, workers, Hits.of(workers, held, due), Rates.uniform(len(views), rates))
 
 
 def worker(name: str, **changes: object) -> WorkerView:
@@ -41,7 +59,7 @@ def test_borrowing_beats_a_slow_local_prefill() -> None:
 
 
 def test_nothing_is_borrowed_when_decode_holds_all_that_may_be_borrowed() -> None:
-    decision = place(DEMAND, [worker("d0"), worker("p0")], Hits.just({"d0": 10, "p0": 10}), RATES)
+    decision = place(DEMAND, [worker("d0"), worker("p0")], {"d0": 10, "p0": 10}, RATES)
     assert decision is not None
     assert decision.lender_id is None
     assert decision.predicted_ttft_s == pytest.approx(0.020)
@@ -49,7 +67,7 @@ def test_nothing_is_borrowed_when_decode_holds_all_that_may_be_borrowed() -> Non
 
 
 def test_a_short_rest_is_computed_on_the_spot() -> None:
-    decision = place(DEMAND, [worker("d0"), worker("p0", queued_prefill_tokens=500)], Hits.just({"d0": 9}), RATES)
+    decision = place(DEMAND, [worker("d0"), worker("p0", queued_prefill_tokens=500)], {"d0": 9}, RATES)
     assert decision is not None
     assert decision.lender_id is None
     assert "cheaper than any loan" in decision.reason
@@ -68,11 +86,11 @@ def test_running_streams_pay_for_local_prefill() -> None:
 
 def test_the_lender_that_holds_the_prefix_wins_until_its_queue_is_long() -> None:
     fleet = [worker("d0"), worker("p0"), worker("p1")]
-    near = place(DEMAND, fleet, Hits.just({"p1": 5}), RATES)
+    near = place(DEMAND, fleet, {"p1": 5}, RATES)
     assert near is not None
     assert near.lender_id == "p1"
     fleet[2] = worker("p1", queued_prefill_tokens=1000)
-    far = place(DEMAND, fleet, Hits.just({"p1": 5}), RATES)
+    far = place(DEMAND, fleet, {"p1": 5}, RATES)
     assert far is not None
     assert (far.lender_id, far.source_id) == ("p0", "p1")
 
@@ -85,7 +103,7 @@ def test_only_equal_fingerprints_pair() -> None:
 
 def test_a_full_decode_worker_is_not_chosen() -> None:
     fleet = [worker("d0", available_blocks=11), worker("d1", running=50), worker("p0")]
-    decision = place(DEMAND, fleet, Hits.just({"d0": 10}), RATES)
+    decision = place(DEMAND, fleet, {"d0": 10}, RATES)
     assert decision is not None
     assert decision.decode_id == "d1"
     assert place(DEMAND, [worker("d0", available_blocks=11), worker("p0")], NO_HITS, RATES) is None
@@ -115,7 +133,7 @@ views = st.lists(
 
 def test_what_a_lender_holds_is_read_without_waiting_for_its_queue() -> None:
     busy = worker("p0", queued_prefill_tokens=5000)
-    decision = place(DEMAND, [worker("d0"), busy], Hits.just({"p0": 10}), RATES)
+    decision = place(DEMAND, [worker("d0"), busy], {"p0": 10}, RATES)
     assert decision is not None
     assert (decision.lender_id, decision.lender_computes, decision.lender_tokens) == ("p0", False, 0)
     # overhead 10 ms + 10 blocks of 1 ms + the 2-token tail at 100/s
@@ -123,14 +141,14 @@ def test_what_a_lender_holds_is_read_without_waiting_for_its_queue() -> None:
 
 
 def test_blocks_that_are_still_being_computed_cannot_be_read_at_once() -> None:
-    decision = place(DEMAND, [worker("d0"), worker("p0")], Hits({}, {"p0": 10}), RATES)
+    decision = place(DEMAND, [worker("d0"), worker("p0")], {}, RATES, due={"p0": 10})
     assert decision is not None
     assert (decision.lender_id, decision.lender_computes) == ("p0", True)
 
 
 def test_a_decode_worker_lends_what_it_decoded() -> None:
     fleet = [worker("d0", running=50), worker("d1")]
-    decision = place(DEMAND, fleet, Hits.just({"d0": 9}), RATES)
+    decision = place(DEMAND, fleet, {"d0": 9}, RATES)
     assert decision is not None
     assert (decision.decode_id, decision.lender_id, decision.lender_computes) == ("d1", "d0", False)
     # overhead 10 ms + 9 blocks of 1 ms + 6 tokens at 100/s
@@ -141,7 +159,7 @@ def test_a_prefill_worker_reads_the_last_turn_from_the_worker_that_decoded_it() 
     """A new turn too long to be computed beside streams: the lender reads the history and computes the turn."""
     demand = replace(DEMAND, num_tokens=802, num_usable_blocks=200, num_total_blocks=220)
     fleet = [worker("d0", available_blocks=300, num_blocks=300), worker("p0", num_blocks=300)]
-    decision = place(demand, fleet, Hits.just({"d0": 150}), RATES)
+    decision = place(demand, fleet, {"d0": 150}, RATES)
     assert decision is not None
     assert (decision.decode_id, decision.lender_id, decision.source_id) == ("d0", "p0", "d0")
     assert decision.lender_tokens == 200
@@ -151,15 +169,14 @@ def test_a_prefill_worker_reads_the_last_turn_from_the_worker_that_decoded_it() 
 
 def test_a_source_is_named_only_where_reading_beats_computing() -> None:
     slow_link = replace(RATES, kv_bytes_per_s=1e5)
-    decision = place(DEMAND, [worker("d0"), worker("p0"), worker("p1", num_blocks=9)], Hits.just({"p1": 5}), slow_link)
+    decision = place(DEMAND, [worker("d0"), worker("p0"), worker("p1", num_blocks=9)], {"p1": 5}, slow_link)
     assert decision is not None
     assert (decision.lender_id, decision.source_id, decision.lender_tokens) == ("p0", None, 40)
 
 
 @given(views, st.dictionaries(st.sampled_from(["d0", "d1", "p0", "p1"]), st.integers(0, 12)))
 def test_what_is_chosen_can_start_and_fits_together(workers: list[WorkerView], held: dict[str, int]) -> None:
-    hits = Hits.just(held)
-    decision = place(DEMAND, workers, hits, RATES)
+    decision = place(DEMAND, workers, held, RATES)
     able = [view for view in workers if view.decodes and view.available_blocks >= DEMAND.num_total_blocks]
     assert (decision is None) == (not able)
     if decision is not None:
@@ -177,4 +194,4 @@ def test_what_is_chosen_can_start_and_fits_together(workers: list[WorkerView], h
             assert decision.lender_computes
             assert decision.source_id != decision.lender_id
             assert by_id[decision.source_id].fingerprint == by_id[decision.decode_id].fingerprint
-        assert decision == place(DEMAND, list(reversed(workers)), hits, RATES)
+        assert decision == place(DEMAND, list(reversed(workers)), held, RATES)

@@ -1,0 +1,125 @@
+"""One way to start a request, and what it is predicted to cost, term by term. Pure.
+
+This is the model of costs, said once for one candidate. `placement.py` computes the same for all of them at once and
+`explain.py` lists them; tests hold all three to the same figures, so the order of each sum below is part of it.
+"""
+
+from dataclasses import dataclass
+
+from router.demand import Demand
+from router.rates import Rates
+from router.snapshot import Hits, Workers
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Rows of workers: who decodes, who lends; whether the lender computes what it lacks, and whom it reads first."""
+
+    decode: int
+    lender: int | None = None
+    computes: bool = False
+    source: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A way, by names, and its terms in seconds."""
+
+    decode_id: str
+    lender_id: str | None
+    lender_computes: bool
+    source_id: str | None
+    num_blocks: int
+    """Leading blocks of the prompt that the decode worker has after the loan, its own included."""
+    lender_tokens: int
+    """What the lender computes."""
+    own_tokens: int
+    """What the decode worker computes."""
+    source_read_s: float
+    """The lender reads from its source what it lacks."""
+    lender_queue_s: float
+    lender_compute_s: float
+    transfer_s: float
+    """The decode worker reads what it lacks."""
+    decode_queue_s: float
+    tail_s: float
+    """The decode worker computes the rest of the prompt."""
+    delay_s: float
+    """What all of the decode worker's running streams together wait longer."""
+
+    @property
+    def ttft_s(self) -> float:
+        loan_s = self.source_read_s + self.lender_queue_s + self.lender_compute_s + self.transfer_s
+        return loan_s + self.decode_queue_s + self.tail_s
+
+    @property
+    def cost_s(self) -> float:
+        return self.ttft_s + self.delay_s
+
+    @property
+    def order(self) -> tuple[float, str, str, bool]:
+        """The least is chosen."""
+        return self.cost_s, self.decode_id, self.lender_id or "", self.lender_computes
+
+
+def transfer_s(demand: Demand, rates: Rates, borrower: int, lender: int, num_blocks: int) -> float:
+    num_bytes = num_blocks * demand.block_bytes
+    return float(rates.loan_overhead_s[borrower, lender] + num_bytes / rates.kv_bytes_per_s[borrower, lender])
+
+
+def best_source(demand: Demand, workers: Workers, hits: Hits, rates: Rates, lender: int) -> int | None:
+    """From whom a computing lender should read what it lacks: where reading saves most; None where it never does."""
+    best, best_s = None, 0.0
+    have = min(int(hits.due[lender]), demand.num_usable_blocks)
+    for source in range(len(workers.ids)):
+        gain = min(int(hits.held[source]), demand.num_usable_blocks) - have
+        if gain <= 0 or not workers.compatible[lender, source]:
+            continue
+        compute_s = gain * demand.block_tokens / float(rates.prefill_tokens_per_s[lender])
+        lost_s = transfer_s(demand, rates, lender, source, gain) - compute_s
+        if lost_s < best_s:
+            best, best_s = source, lost_s
+    return best
+
+
+def assess(demand: Demand, workers: Workers, hits: Hits, rates: Rates, way: Way) -> Candidate:
+    """`way` must be possible: placement's own, or one of `explain`'s."""
+    usable, block_tokens = demand.num_usable_blocks, demand.block_tokens
+    decode, lender, source = way.decode, way.lender, way.source
+    own = num_blocks = min(int(hits.held[decode]), usable)
+    source_read_s = lender_queue_s = lender_compute_s = moved_s = 0.0
+    lender_tokens = 0
+    if lender is not None and way.computes:
+        num_blocks = usable
+        have = min(int(hits.due[lender]), usable)
+        if source is not None:
+            gain = min(int(hits.held[source]), usable) - have
+            source_read_s = transfer_s(demand, rates, lender, source, gain)
+            have += gain
+        lender_tokens = (usable - have) * block_tokens
+        tokens_per_s = float(rates.prefill_tokens_per_s[lender])
+        lender_queue_s = int(workers.queued_prefill_tokens[lender]) / tokens_per_s
+        lender_compute_s = float(rates.prefill_fixed_s[lender]) + lender_tokens / tokens_per_s
+    elif lender is not None:
+        num_blocks = min(int(hits.held[lender]), usable)
+    if lender is not None:
+        moved_s = transfer_s(demand, rates, decode, lender, num_blocks - own)
+    own_tokens = demand.num_tokens - num_blocks * block_tokens
+    tokens_per_s = float(rates.decode_prefill_tokens_per_s[decode])
+    own_s = own_tokens / tokens_per_s
+    return Candidate(
+        decode_id=workers.ids[decode],
+        lender_id=None if lender is None else workers.ids[lender],
+        lender_computes=way.computes,
+        source_id=None if source is None else workers.ids[source],
+        num_blocks=num_blocks,
+        lender_tokens=lender_tokens,
+        own_tokens=own_tokens,
+        source_read_s=source_read_s,
+        lender_queue_s=lender_queue_s,
+        lender_compute_s=lender_compute_s,
+        transfer_s=moved_s,
+        decode_queue_s=int(workers.queued_prefill_tokens[decode]) / tokens_per_s,
+        tail_s=float(rates.tail_fixed_s[decode]) + own_s,
+        delay_s=int(workers.running[decode]) * (own_s + float(rates.stream_delay_s[decode])),
+    )

@@ -1,0 +1,43 @@
+"""Every candidate of a decision, term by term: for people, and for tests of placement. Pure."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from router.candidates import Candidate, Way, assess, best_source
+from router.demand import Demand
+from router.placement import startable
+from router.rates import Rates
+from router.snapshot import Hits, Workers
+
+
+def explain(demand: Demand, workers: Workers, hits: Hits, rates: Rates) -> list[Candidate]:
+    """All ways to start the request now, the one that `place` chooses first; empty where it says None.
+
+    One at a time: milliseconds for a small fleet, tenths of a second for a hundred workers.
+    """
+    if not workers.ids:
+        return []
+    sources = [best_source(demand, workers, hits, rates, lender) for lender in range(len(workers.ids))]
+    candidates = [
+        assess(demand, workers, hits, rates, way)
+        for decode in np.flatnonzero(startable(demand, workers))
+        for way in _ways(demand, workers, hits, sources, int(decode))
+    ]
+    return sorted(candidates, key=lambda candidate: candidate.order)
+
+
+def _ways(demand: Demand, workers: Workers, hits: Hits, sources: Sequence[int | None], decode: int) -> Iterator[Way]:
+    """`sources`: for each worker, from whom it would read as a lender that computes."""
+    usable = demand.num_usable_blocks
+    own = min(int(hits.held[decode]), usable)
+    yield Way(decode)
+    if own == usable:
+        return
+    for lender in range(len(workers.ids)):
+        if not workers.compatible[decode, lender]:
+            continue
+        if min(int(hits.held[lender]), usable) > own:
+            yield Way(decode, lender)
+        if not workers.decodes[lender] and workers.num_blocks[lender] >= usable:
+            yield Way(decode, lender, computes=True, source=sources[lender])

@@ -1,0 +1,156 @@
+"""Rates of a fleet, learnt from what receipts measured, as the arrays that placement reads. Pure.
+
+A worker that was never seen is taken for the mean of its kind. A pair that was never seen is taken for what its lender
+is to others and its borrower to others, in the middle of the two; for either alone, or the mean of all pairs, where
+that is all there is. Whatever is seen for the first time starts from what was taken for it until then.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import log
+
+import numpy as np
+
+from router.rates import Floats, Ints, Line, Lines, Priors, Rates
+
+LEAST_DELAY_SHARE = 4
+"""A stream is never taken to cost less than the prior by more than this: they are to be spread even where steps cost
+the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one receipt says of its workers: (amount, seconds) each, None where it says nothing."""
+
+    decode_id: str
+    lender_id: str | None = None
+    prefill: tuple[float, float] | None = None
+    """Tokens that the lender had queued and computed."""
+    transfer: tuple[float, float] | None = None
+    """Bytes that the decode worker read of what the lender held."""
+    tail: tuple[float, float] | None = None
+    """Tokens that the decode worker had queued and computed."""
+    step: tuple[float, float] | None = None
+    """Running streams, and one step with them."""
+
+
+class Learner:
+    """Lines by worker and pair; `rates` is [W] of the workers it was last told of."""
+
+    def __init__(self, priors: Priors) -> None:
+        self._priors = priors
+        self._prefill = Lines(Line(priors.step_s, 1 / priors.prefill_tokens_per_s))
+        self._tail = Lines(Line(priors.step_s, 1 / priors.decode_prefill_tokens_per_s))
+        self._step = Lines(Line(priors.step_s, priors.stream_delay_s))
+        link = Line(priors.loan_overhead_s, 1 / priors.kv_bytes_per_s)
+        self._links = link
+        self._lends, self._borrows = Lines(link.fresh()), Lines(link.fresh())
+        self._pairs: dict[tuple[str, str], Line] = {}
+        self.arrange(())
+
+    @property
+    def rates(self) -> Rates:
+        return self._rates
+
+    def arrange(self, worker_ids: Sequence[str]) -> None:
+        """These are the workers now, ascending. What was learnt of others is forgotten."""
+        present = set(worker_ids)
+        for lines in (self._prefill, self._tail, self._step, self._lends, self._borrows):
+            lines.keep(present)
+        self._pairs = {pair: line for pair, line in self._pairs.items() if present.issuperset(pair)}
+        self._ids = tuple(worker_ids)
+        self._row_of = {worker_id: row for row, worker_id in enumerate(self._ids)}
+        self._rates = Rates.uniform(len(self._ids), self._priors)
+        self._lent, self._borrowed = _Ends(len(self._ids)), _Ends(len(self._ids))
+        self._pair_seen = np.zeros((len(self._ids), len(self._ids)), np.bool_)
+        for worker_id, row in self._row_of.items():
+            self._lent.write(row, self._lends.by_worker.get(worker_id))
+            self._borrowed.write(row, self._borrows.by_worker.get(worker_id))
+        for lines in (self._prefill, self._tail, self._step):
+            self._write_workers(lines, range(len(self._ids)))
+        everybody = np.arange(len(self._ids))
+        self._write_unseen(everybody, everybody)
+        for (borrower_id, lender_id), line in self._pairs.items():
+            self._write_pair(self._row_of[borrower_id], self._row_of[lender_id], line)
+
+    def observe(self, measured: Measured) -> None:
+        """Workers that are gone are passed over."""
+        if measured.decode_id not in self._row_of:
+            return
+        self._observe_worker(self._tail, measured.decode_id, measured.tail)
+        self._observe_worker(self._step, measured.decode_id, measured.step)
+        if measured.lender_id is not None and measured.lender_id in self._row_of:
+            self._observe_worker(self._prefill, measured.lender_id, measured.prefill)
+            if measured.transfer is not None:
+                self._observe_transfer(measured.decode_id, measured.lender_id, *measured.transfer)
+
+    def _observe_worker(self, lines: Lines, worker_id: str, seen: tuple[float, float] | None) -> None:
+        if seen is not None:
+            lines.observe(worker_id, *seen)
+            unseen = [row for row, other in enumerate(self._ids) if other not in lines.by_worker]
+            self._write_workers(lines, [self._row_of[worker_id], *unseen])
+
+    def _observe_transfer(self, borrower_id: str, lender_id: str, num_bytes: float, seconds: float) -> None:
+        borrower, lender = self._row_of[borrower_id], self._row_of[lender_id]
+        if (pair := self._pairs.get((borrower_id, lender_id))) is None:
+            fixed_s = float(self._rates.loan_overhead_s[borrower, lender])
+            unit_s = 1 / float(self._rates.kv_bytes_per_s[borrower, lender])
+            pair = self._pairs[borrower_id, lender_id] = Line(fixed_s, unit_s)
+        pair.observe(num_bytes, seconds)
+        self._links.observe(num_bytes, seconds)
+        for lines, worker_id, ends, row in (
+            (self._lends, lender_id, self._lent, lender),
+            (self._borrows, borrower_id, self._borrowed, borrower),
+        ):
+            lines.observe(worker_id, num_bytes, seconds)
+            ends.write(row, lines.by_worker[worker_id])
+        everybody = np.arange(len(self._ids))
+        self._write_unseen(np.array([borrower]), everybody)
+        self._write_unseen(everybody, np.array([lender]))
+        self._write_unseen(np.flatnonzero(~self._borrowed.seen), np.flatnonzero(~self._lent.seen))
+        self._write_pair(borrower, lender, pair)
+
+    def _write_workers(self, lines: Lines, rows: Iterable[int]) -> None:
+        """What these workers are taken for now."""
+        rates, least_delay_s = self._rates, self._priors.stream_delay_s / LEAST_DELAY_SHARE
+        for row in rows:
+            line = lines.of(self._ids[row])
+            if lines is self._prefill:
+                rates.prefill_fixed_s[row], rates.prefill_tokens_per_s[row] = line.fixed_s, 1 / line.unit_s
+            elif lines is self._tail:
+                rates.tail_fixed_s[row], rates.decode_prefill_tokens_per_s[row] = line.fixed_s, 1 / line.unit_s
+            else:
+                rates.stream_delay_s[row] = max(least_delay_s, line.unit_s)
+
+    def _write_pair(self, borrower: int, lender: int, line: Line) -> None:
+        self._pair_seen[borrower, lender] = True
+        self._rates.loan_overhead_s[borrower, lender] = line.fixed_s
+        self._rates.kv_bytes_per_s[borrower, lender] = 1 / line.unit_s
+
+    def _write_unseen(self, borrowers: Ints, lenders: Ints) -> None:
+        """What is taken for those of these pairs that were never seen."""
+        if not len(borrowers) or not len(lenders):
+            return
+        at = np.ix_(borrowers, lenders)
+        num_seen = self._borrowed.seen[borrowers][:, None].astype(np.int64) + self._lent.seen[lenders][None, :]
+        unseen = ~self._pair_seen[at]
+        for matrix, part, mean, sign in (
+            (self._rates.loan_overhead_s, 0, self._links.fixed_s, 1),
+            (self._rates.kv_bytes_per_s, 1, self._links.unit_s, -1),
+        ):
+            total = self._borrowed.logs[part, borrowers][:, None] + self._lent.logs[part, lenders][None, :]
+            taken = np.where(num_seen > 0, total / np.maximum(num_seen, 1), log(mean))
+            matrix[at] = np.where(unseen, np.exp(sign * taken), matrix[at])
+
+
+class _Ends:
+    """Of each worker as one end of loans: logarithms of its line's two parts, [2, W]; 0 where it was never seen."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.seen = np.zeros(num_workers, np.bool_)
+        self.logs: Floats = np.zeros((2, num_workers))
+
+    def write(self, row: int, line: Line | None) -> None:
+        if line is not None:
+            self.seen[row] = True
+            self.logs[:, row] = log(line.fixed_s), log(line.unit_s)

@@ -1,0 +1,200 @@
+"""Placement by matrices against the same model one candidate at a time, and against a plain one written anew here."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.random import Generator, default_rng
+
+from router.demand import Demand
+from router.explain import explain
+from router.placement import place
+from router.rates import Floats, Priors, Rates
+from router.snapshot import Hits, Workers, WorkerView
+
+PRIORS = Priors(1000, 100, 1e6, 0.01, 0.002, 0.001)
+
+
+@dataclass(frozen=True)
+class Case:
+    demand: Demand
+    views: list[WorkerView]
+    held: dict[str, int]
+    due: dict[str, int]
+
+    @property
+    def workers(self) -> Workers:
+        return Workers.of(self.views)
+
+    @property
+    def hits(self) -> Hits:
+        return Hits.of(self.workers, self.held, self.due)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Small numbers, so that ties are common."""
+    names = draw(st.lists(st.sampled_from([f"w{number}" for number in range(9)]), max_size=9, unique=True))
+    views = [
+        WorkerView(
+            worker_id=name,
+            decodes=draw(st.booleans()),
+            fingerprint=draw(st.sampled_from([b"a", b"a", b"a", b"b"])),
+            running=draw(st.sampled_from([0, 0, 1, 40])),
+            queued_prefill_tokens=draw(st.sampled_from([0, 0, 16, 3000])),
+            available_blocks=draw(st.sampled_from([5, 20, 100])),
+            num_blocks=draw(st.sampled_from([8, 100])),
+            reserve_output_tokens=draw(st.sampled_from([0, 8])),
+        )
+        for name in names
+    ]
+    usable = draw(st.sampled_from([0, 1, 10]))
+    tokens = 4 * usable + draw(st.integers(1, 4))
+    demand = Demand(tokens, usable, usable + 9, 4, draw(st.sampled_from([100, 1000, 100_000])), (tokens,), tokens + 30)
+    held = {name: draw(st.integers(0, usable)) for name in names if draw(st.booleans())}
+    due = {name: max(held.get(name, 0), draw(st.integers(0, usable))) for name in names if draw(st.booleans())}
+    return Case(demand, views, held, held | due)
+
+
+def random_rates(num_workers: int, seeds: Generator) -> Rates:
+    """Each rate one of three, so that ties remain."""
+
+    def some(*shape: int) -> Floats:
+        return seeds.choice(np.array([0.5, 1.0, 20.0]), shape)
+
+    return Rates(
+        prefill_tokens_per_s=1000 * some(num_workers),
+        prefill_fixed_s=0.002 * some(num_workers),
+        decode_prefill_tokens_per_s=100 * some(num_workers),
+        tail_fixed_s=0.002 * some(num_workers),
+        stream_delay_s=0.001 * some(num_workers),
+        kv_bytes_per_s=1e6 * some(num_workers, num_workers),
+        loan_overhead_s=0.01 * some(num_workers, num_workers),
+    )
+
+
+@given(cases(), st.integers(0, 1000))
+def test_the_decision_is_the_cheapest_of_what_explain_lists(case: Case, seed: int) -> None:
+    """To the last bit: so ties are the same, too."""
+    rates = random_rates(len(case.views), default_rng(seed))
+    candidates = explain(case.demand, case.workers, case.hits, rates)
+    decision = place(case.demand, case.workers, case.hits, rates)
+    if decision is None:
+        assert not candidates
+        return
+    best = candidates[0]
+    assert candidates == sorted(candidates, key=lambda candidate: candidate.order)
+    assert decision.num_candidates == len(candidates)
+    assert (decision.decode_id, decision.lender_id, decision.lender_computes, decision.source_id) == (
+        *(best.decode_id, best.lender_id),
+        *(best.lender_computes, best.source_id),
+    )
+    assert (decision.cost_s, decision.predicted_ttft_s) == (best.cost_s, best.ttft_s)
+    assert decision.lender_tokens == best.lender_tokens
+
+
+@given(cases(), st.integers(0, 1000))
+def test_terms_add_up(case: Case, seed: int) -> None:
+    rates = random_rates(len(case.views), default_rng(seed))
+    for candidate in explain(case.demand, case.workers, case.hits, rates):
+        terms = [candidate.source_read_s, candidate.lender_queue_s, candidate.lender_compute_s, candidate.transfer_s]
+        terms += [candidate.decode_queue_s, candidate.tail_s, candidate.delay_s]
+        assert all(term >= 0 for term in terms)
+        assert candidate.cost_s == pytest.approx(sum(terms))
+        assert candidate.own_tokens >= 1, "the last prompt token is computed where it is decoded"
+        if candidate.lender_id is None:
+            assert sum(terms[:4]) == 0
+        if candidate.source_id is None:
+            assert candidate.source_read_s == 0
+
+
+# ---------------------------------------------------------------------------- written anew, with one rate for all
+
+
+def plain_costs(case: Case) -> Iterator[tuple[float, str, str, bool, str | None]]:
+    """(cost, decode, lender or "", computes, source) of every way; the lender's source is who holds most."""
+    demand, usable = case.demand, case.demand.num_usable_blocks
+
+    def held(view: WorkerView) -> int:
+        return case.held.get(view.worker_id, 0)
+
+    def moved_s(num_blocks: int) -> float:
+        return PRIORS.loan_overhead_s + num_blocks * demand.block_bytes / PRIORS.kv_bytes_per_s
+
+    def cost_s(decode: WorkerView, loan_s: float, num_blocks: int) -> float:
+        own_s = (demand.num_tokens - num_blocks * demand.block_tokens) / PRIORS.decode_prefill_tokens_per_s
+        queue_s = PRIORS.step_s + decode.queued_prefill_tokens / PRIORS.decode_prefill_tokens_per_s
+        return loan_s + queue_s + own_s + decode.running * (own_s + PRIORS.stream_delay_s)
+
+    for decode in case.views:
+        promised = demand.num_promised_blocks(decode.reserve_output_tokens)
+        if not decode.decodes or decode.available_blocks < promised:
+            continue
+        yield cost_s(decode, 0.0, held(decode)), decode.worker_id, "", False, None
+        alike = [view for view in case.views if view is not decode and view.fingerprint == decode.fingerprint]
+        for lender in alike if held(decode) < usable else []:
+            if held(lender) > held(decode):
+                loan_s = moved_s(held(lender) - held(decode))
+                yield cost_s(decode, loan_s, held(lender)), decode.worker_id, lender.worker_id, False, None
+            if lender.decodes or lender.num_blocks < usable:
+                continue
+            have, read_s, source = case.due.get(lender.worker_id, 0), 0.0, None
+            others = [view for view in alike if view is not lender] + [decode]
+            fullest = min(others, key=lambda view: (-held(view), view.worker_id))
+            if (gain := held(fullest) - have) > 0:
+                compute_s = gain * demand.block_tokens / PRIORS.prefill_tokens_per_s
+                if moved_s(gain) < compute_s:
+                    have, read_s, source = have + gain, moved_s(gain), fullest.worker_id
+            tokens = lender.queued_prefill_tokens + (usable - have) * demand.block_tokens
+            loan_s = read_s + PRIORS.step_s + tokens / PRIORS.prefill_tokens_per_s + moved_s(usable - held(decode))
+            yield cost_s(decode, loan_s, usable), decode.worker_id, lender.worker_id, True, source
+
+
+@given(cases())
+def test_with_one_rate_for_all_it_is_the_plain_model(case: Case) -> None:
+    rates = Rates.uniform(len(case.views), PRIORS)
+    decision = place(case.demand, case.workers, case.hits, rates)
+    plain = sorted(plain_costs(case), key=lambda way: way[:4])
+    assert (decision is None) == (not plain)
+    if decision is None:
+        return
+    assert decision.num_candidates == len(plain)
+    assert decision.cost_s == pytest.approx(plain[0][0])
+    chosen = decision.decode_id, decision.lender_id or "", decision.lender_computes, decision.source_id
+    equal = itertools.takewhile(lambda way: way[0] <= plain[0][0] * (1 + 1e-12), plain)
+    assert chosen in [way[1:] for way in equal]
+
+
+def test_the_faster_link_is_used() -> None:
+    views = [WorkerView(name, name == "d", b"m", 0, 0, 100, 100) for name in ("d", "p0", "p1")]
+    workers = Workers.of(views)
+    demand = Demand(42, 10, 12, 4, 1000)
+    rates = Rates.uniform(3, PRIORS)
+    rates.kv_bytes_per_s[0, 1] = 1e5
+    hits = Hits.of(workers, {"p0": 10, "p1": 10})
+    decision = place(demand, workers, hits, rates)
+    assert decision is not None
+    assert (decision.lender_id, decision.lender_computes) == ("p1", False)
+
+
+def test_a_stalled_source_is_passed_over_for_one_that_holds_less() -> None:
+    views = [WorkerView(name, name.startswith("d"), b"m", 0, 0, 300, 300) for name in ("d0", "d1", "d2", "p0")]
+    workers = Workers.of(views)
+    demand = Demand(802, 200, 220, 4, 1000)
+    rates = Rates.uniform(4, PRIORS)
+    rates.kv_bytes_per_s[3, 1] = 1e3
+    hits = Hits.of(workers, {"d1": 150, "d2": 140})
+    decision = place(demand, workers, hits, rates)
+    assert decision is not None
+    assert (decision.lender_id, decision.source_id) == ("p0", "d2")
+
+
+def test_nobody_is_there() -> None:
+    workers = Workers.of([])
+    hits = Hits.of(workers, {})
+    assert place(Demand(5, 1, 2, 4, 100), workers, hits, Rates.uniform(0, PRIORS)) is None
+    assert explain(Demand(5, 1, 2, 4, 100), workers, hits, Rates.uniform(0, PRIORS)) == []
