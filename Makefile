@@ -7,7 +7,7 @@ PROTOC_VENV := .venv-protoc
 VLLM_VENV := .venv-vllm
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test test-faults lint types unit integration e2e gpu bench bench-engine bench-kv bench-gpu protos check-protos install clean
+.PHONY: demo test test-faults lint types unit integration e2e gpu bench bench-engine bench-kv bench-router bench-gpu protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -57,6 +57,9 @@ bench-engine: $(INSTALLED) $(VLLM_VENV)/.installed
 
 bench-kv: $(INSTALLED)
 	@$(BIN)/python -m bench.kv
+
+bench-router: $(INSTALLED)
+	@$(BIN)/python -m bench.router
 
 bench-gpu: $(INSTALLED)
 	@$(BIN)/python -m bench.gpu
