@@ -746,6 +746,115 @@ class Stage(_message.Message):
 Global___Stage: _TypeAlias = Stage  # noqa: Y015
 
 @_typing.final
+class Explanation(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    USABLE_BLOCKS_FIELD_NUMBER: _builtins.int
+    CANDIDATES_FIELD_NUMBER: _builtins.int
+    NUM_CANDIDATES_FIELD_NUMBER: _builtins.int
+    prompt_tokens: _builtins.int
+    usable_blocks: _builtins.int
+    """Full blocks of the prompt that may come from elsewhere."""
+    num_candidates: _builtins.int
+    """Of which `candidates` are the cheapest."""
+    @_builtins.property
+    def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacementCandidate]:
+        """All ways to start it now, the one that would be chosen first; no more than the 256 cheapest. Empty: no decode worker
+        can start it, and it would wait.
+        """
+
+    def __init__(
+        self,
+        *,
+        prompt_tokens: _builtins.int = ...,
+        usable_blocks: _builtins.int = ...,
+        candidates: _abc.Iterable[Global___PlacementCandidate] | None = ...,
+        num_candidates: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "num_candidates", b"num_candidates", "prompt_tokens", b"prompt_tokens", "usable_blocks", b"usable_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Explanation: _TypeAlias = Explanation  # noqa: Y015
+
+@_typing.final
+class PlacementCandidate(_message.Message):
+    """One way to start a request: who decodes it, and who gives it what."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECODE_WORKER_FIELD_NUMBER: _builtins.int
+    LENDER_FIELD_NUMBER: _builtins.int
+    LENDER_COMPUTES_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    LENDER_TOKENS_FIELD_NUMBER: _builtins.int
+    DECODE_TOKENS_FIELD_NUMBER: _builtins.int
+    SOURCE_READ_MS_FIELD_NUMBER: _builtins.int
+    LENDER_QUEUE_MS_FIELD_NUMBER: _builtins.int
+    LENDER_COMPUTE_MS_FIELD_NUMBER: _builtins.int
+    TRANSFER_MS_FIELD_NUMBER: _builtins.int
+    DECODE_QUEUE_MS_FIELD_NUMBER: _builtins.int
+    PROMPT_TAIL_MS_FIELD_NUMBER: _builtins.int
+    TTFT_MS_FIELD_NUMBER: _builtins.int
+    DELAY_MS_FIELD_NUMBER: _builtins.int
+    COST_MS_FIELD_NUMBER: _builtins.int
+    decode_worker: _builtins.str
+    lender: _builtins.str
+    """Empty: the decode worker computes all it lacks."""
+    lender_computes: _builtins.bool
+    """What it lacks; else it lends what it holds."""
+    source: _builtins.str
+    """From whom the lender reads before it computes the rest; empty: from nobody."""
+    blocks: _builtins.int
+    """Leading blocks of the prompt that the decode worker has after the loan."""
+    lender_tokens: _builtins.int
+    """What lender and decode worker compute."""
+    decode_tokens: _builtins.int
+    source_read_ms: _builtins.float
+    """The terms of ttft_ms, their sum."""
+    lender_queue_ms: _builtins.float
+    lender_compute_ms: _builtins.float
+    transfer_ms: _builtins.float
+    decode_queue_ms: _builtins.float
+    prompt_tail_ms: _builtins.float
+    ttft_ms: _builtins.float
+    delay_ms: _builtins.float
+    """What all running streams of the decode worker together wait longer."""
+    cost_ms: _builtins.float
+    """ttft_ms + delay_ms: the least is chosen."""
+    def __init__(
+        self,
+        *,
+        decode_worker: _builtins.str = ...,
+        lender: _builtins.str = ...,
+        lender_computes: _builtins.bool = ...,
+        source: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+        lender_tokens: _builtins.int = ...,
+        decode_tokens: _builtins.int = ...,
+        source_read_ms: _builtins.float = ...,
+        lender_queue_ms: _builtins.float = ...,
+        lender_compute_ms: _builtins.float = ...,
+        transfer_ms: _builtins.float = ...,
+        decode_queue_ms: _builtins.float = ...,
+        prompt_tail_ms: _builtins.float = ...,
+        ttft_ms: _builtins.float = ...,
+        delay_ms: _builtins.float = ...,
+        cost_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "cost_ms", b"cost_ms", "decode_queue_ms", b"decode_queue_ms", "decode_tokens", b"decode_tokens", "decode_worker", b"decode_worker", "delay_ms", b"delay_ms", "lender", b"lender", "lender_compute_ms", b"lender_compute_ms", "lender_computes", b"lender_computes", "lender_queue_ms", b"lender_queue_ms", "lender_tokens", b"lender_tokens", "prompt_tail_ms", b"prompt_tail_ms", "source", b"source", "source_read_ms", b"source_read_ms", "transfer_ms", b"transfer_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlacementCandidate: _TypeAlias = PlacementCandidate  # noqa: Y015
+
+@_typing.final
 class ListModelsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -39,6 +39,11 @@ class InferenceStub:
                 request_serializer=protos_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=protos_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/tandem.v1.Inference/Explain',
+                request_serializer=protos_dot_inference__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.Explanation.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/tandem.v1.Inference/ListModels',
                 request_serializer=protos_dot_inference__pb2.ListModelsRequest.SerializeToString,
@@ -51,6 +56,13 @@ class InferenceServicer:
 
     def Generate(self, request, context):
         """Generates a completion, or several of one prompt, and streams them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Explain(self, request, context):
+        """Where the request would go now and what else was compared, predicted term by term. Nothing is started.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,6 +82,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=protos_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=protos_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=protos_dot_inference__pb2.GenerateRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.Explanation.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -104,6 +121,33 @@ class Inference:
             '/tandem.v1.Inference/Generate',
             protos_dot_inference__pb2.GenerateRequest.SerializeToString,
             protos_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Inference/Explain',
+            protos_dot_inference__pb2.GenerateRequest.SerializeToString,
+            protos_dot_inference__pb2.Explanation.FromString,
             options,
             channel_credentials,
             insecure,

@@ -29,6 +29,8 @@ class InferenceStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Generates a completion, or several of one prompt, and streams them."""
+    Explain: _aio.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.Explanation]
+    """Where the request would go now and what else was compared, predicted term by term. Nothing is started."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """The models this router can serve now."""
 
@@ -40,6 +42,14 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_inference_pb2.GenerateRequest, _abc.AsyncIterator[_inference_pb2.GenerateResponse]],
     ) -> _abc.AsyncIterator[_inference_pb2.GenerateResponse]:
         """Generates a completion, or several of one prompt, and streams them."""
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _inference_pb2.GenerateRequest,
+        context: _aio.ServicerContext[_inference_pb2.GenerateRequest, _abc.Awaitable[_inference_pb2.Explanation]],
+    ) -> _abc.Awaitable[_inference_pb2.Explanation]:
+        """Where the request would go now and what else was compared, predicted term by term. Nothing is started."""
 
     @_abc_1.abstractmethod
     def ListModels(

@@ -35,6 +35,8 @@ class RouterConfig(Config):
     """How long the grammar of a structured output may take to compile. The decode worker compiles it again, once, and
     its streams wait as long."""
 
+    learn_rates: bool = True
+    """From receipts. Without, placement goes by the figures below for good: for benchmarks and tests."""
     prefill_tokens_per_s: PositiveFloat = 4000.0
     """What placement assumes of a prefill worker, until receipts tell; as are the figures below."""
     decode_prefill_tokens_per_s: PositiveFloat = 1000.0

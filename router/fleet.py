@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 from engine.keys import BlockKey, split_keys
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
-from router.candidates import Candidate
 from router.demand import Demand
-from router.explain import explain
 from router.index import PrefixIndex
 from router.learning import Learner
 from router.placement import Decision, place, startable
@@ -78,13 +76,14 @@ class Fleet:
     """Workers by id, the index over their caches, what was learnt of their speed, and placements not yet seen in
     their reports."""
 
-    def __init__(self, router_id: str, priors: Priors) -> None:
+    def __init__(self, router_id: str, priors: Priors, learn_rates: bool = True) -> None:
         self.router_id = router_id
         self.ttft_scores = LogRatios()
         """Of predictions: predicted over actual TTFT of streams that ended well."""
         self._workers: dict[str, Worker] = {}
         self._index = PrefixIndex()
         self._learner = Learner(priors)
+        self._learn_rates = learn_rates
         self._snapshot = Workers.of(())
         self._computing: set[Placed] = set()
         """Not started, by a lender that computes."""
@@ -186,6 +185,8 @@ class Fleet:
         """
         if ttft_s is not None:
             self.ttft_scores.add(placed.predicted_ttft_s, ttft_s)
+        if not self._learn_rates:
+            return
         load, before, lender = placed.decode.load, placed.decode_before, placed.lender_before
         running = before.running + 1 if load is None else (before.running + 1 + max(1, load.running)) / 2
         queued = before.queued_prefill_tokens, lender.queued_prefill_tokens if lender else 0
@@ -231,10 +232,6 @@ class Fleet:
         if not startable(demand, self._snapshot).any():
             return None  # what the caches hold need not be asked
         return place(demand, self._snapshot, self.hits(keys), self.rates)
-
-    def explain(self, demand: Demand, keys: Sequence[BlockKey]) -> list[Candidate]:
-        """All that `decide` compares, the cheapest first."""
-        return explain(demand, self._snapshot, self.hits(keys), self.rates)
 
     def _arrange(self) -> None:
         """Who is among the workers that have reported has changed."""

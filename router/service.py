@@ -9,11 +9,14 @@ import grpc
 from cluster.errors import ServiceError, to_status
 from engine.model_dir import ModelDir
 from protos import inference_pb2 as pb
+from router.candidates import Candidate
 from router.fleet import Fleet
 from router.prompts import PromptEncoder
 from router.serving import Serving
 
 NAME = "tandem.v1.Inference"
+MAX_EXPLAINED = 256
+"""Candidates of an answer, the cheapest ones: a fleet of hundreds has tens of thousands."""
 
 
 class InferenceService:
@@ -29,6 +32,11 @@ class InferenceService:
         handlers: dict[str, Any] = {
             "Generate": grpc.unary_stream_rpc_method_handler(
                 self.Generate, request_deserializer=pb.GenerateRequest.FromString
+            ),
+            "Explain": grpc.unary_unary_rpc_method_handler(
+                self.Explain,
+                request_deserializer=pb.GenerateRequest.FromString,
+                response_serializer=pb.Explanation.SerializeToString,
             ),
             "ListModels": grpc.unary_unary_rpc_method_handler(
                 self.ListModels,
@@ -47,6 +55,19 @@ class InferenceService:
         except ServiceError as error:
             await context.abort_with_status(to_status(error))
 
+    async def Explain(self, request: pb.GenerateRequest, context: Any) -> pb.Explanation:
+        try:
+            demand, candidates = await self._serving.explain(request, context.time_remaining())
+        except ServiceError as error:
+            await context.abort_with_status(to_status(error))
+            raise  # the line above did
+        return pb.Explanation(
+            prompt_tokens=demand.num_tokens,
+            usable_blocks=demand.num_usable_blocks,
+            candidates=[_candidate(candidate) for candidate in candidates[:MAX_EXPLAINED]],
+            num_candidates=len(candidates),
+        )
+
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
         workers = [worker for worker in self._fleet.workers if worker.load is not None]
         num_decode = sum(worker.decodes for worker in workers)
@@ -59,3 +80,24 @@ class InferenceService:
             has_tokenizer=self._encoder.has_tokenizer,
         )
         return pb.ListModelsResponse(models=[model])
+
+
+def _candidate(candidate: Candidate) -> pb.PlacementCandidate:
+    return pb.PlacementCandidate(
+        decode_worker=candidate.decode_id,
+        lender=candidate.lender_id or "",
+        lender_computes=candidate.lender_computes,
+        source=candidate.source_id or "",
+        blocks=candidate.num_blocks,
+        lender_tokens=candidate.lender_tokens,
+        decode_tokens=candidate.own_tokens,
+        source_read_ms=candidate.source_read_s * 1e3,
+        lender_queue_ms=candidate.lender_queue_s * 1e3,
+        lender_compute_ms=candidate.lender_compute_s * 1e3,
+        transfer_ms=candidate.transfer_s * 1e3,
+        decode_queue_ms=candidate.decode_queue_s * 1e3,
+        prompt_tail_ms=candidate.tail_s * 1e3,
+        ttft_ms=candidate.ttft_s * 1e3,
+        delay_ms=candidate.delay_s * 1e3,
+        cost_ms=candidate.cost_s * 1e3,
+    )

@@ -1,6 +1,7 @@
 """The way of one request through the router: check, tokenise, place, pass through, and place again on failure."""
 
 import asyncio
+import copy
 import logging
 import secrets
 import time
@@ -11,16 +12,18 @@ import grpc
 
 from cluster.errors import DeadlineExceeded, InvalidRequest, Unavailable, UnknownModel
 from cluster.rpc import channel
-from engine.keys import block_keys, root_key
+from engine.keys import BlockKey, block_keys, root_key
 from engine.model_dir import ModelDir
 from engine.structured import read_structured
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
 from protos import lend_pb2, membership_pb2
 from router.attempt import Emitted, Retriable, run_attempt
+from router.candidates import Candidate
 from router.config import RouterConfig
 from router.demand import Demand, num_blocks_of
 from router.dispatch import Dispatcher
+from router.explain import explain
 from router.fleet import Fleet, Placed, Worker
 from router.grammar_checker import GrammarChecker
 from router.placement import Decision
@@ -102,6 +105,16 @@ class Serving:
                 self._dispatcher.kick()
             await self._settle(placed.decode)
 
+    async def explain(
+        self, request: public_pb.GenerateRequest, deadline_s: float | None
+    ) -> tuple[Demand, list[Candidate]]:
+        """What a request needs, and all ways to start it now, the cheapest first. Raises ServiceError."""
+        ticket = await self._check(request, deadline_s)
+        demand, keys = await self._needs(ticket, Emitted(ticket.sampling.n))
+        # A large fleet's candidates take tenths of a second: not on the loop, and of a snapshot that stays as it is.
+        situation = copy.deepcopy((self._fleet.snapshot, self._fleet.hits(keys), self._fleet.rates))
+        return demand, await asyncio.to_thread(explain, demand, *situation)
+
     def _learn(self, ticket: Ticket, placed: Placed, last_message: bytes, first_message_s: float) -> None:
         finish = public_pb.GenerateResponse.FromString(last_message).finish
         if finish.HasField("receipt"):
@@ -131,14 +144,7 @@ class Serving:
 
     async def _place(self, ticket: Ticket, emitted: Emitted) -> tuple[Placed, Decision, float]:
         """Wait for a pair. What can never start is refused at once; with nobody there it waits a little."""
-        await self._await_decode_workers(ticket)
-        hello = self._some_decode_worker().hello
-        chains = _chains(ticket, emitted)
-        tokens = chains[0]
-        demand = self._demand(ticket, chains, emitted, hello.block_tokens, hello.block_bytes)
-        root = root_key(hello.model_fingerprint, ticket.request.cache_salt)
-        usable = tokens[: demand.num_usable_blocks * demand.block_tokens]
-        keys = block_keys(root, usable, demand.block_tokens)
+        demand, keys = await self._needs(ticket, emitted)
         placing = asyncio.ensure_future(self._dispatcher.place(demand, keys, ticket.request.priority))
         try:
             while not placing.done():
@@ -150,6 +156,16 @@ class Serving:
             self._withdraw(placing)
             raise
         return placed, decision, time.monotonic()
+
+    async def _needs(self, ticket: Ticket, emitted: Emitted) -> tuple[Demand, list[BlockKey]]:
+        """With the keys of the blocks that may come from elsewhere."""
+        await self._await_decode_workers(ticket)
+        hello = self._some_decode_worker().hello
+        chains = _chains(ticket, emitted)
+        demand = self._demand(ticket, chains, emitted, hello.block_tokens, hello.block_bytes)
+        root = root_key(hello.model_fingerprint, ticket.request.cache_salt)
+        usable = chains[0][: demand.num_usable_blocks * demand.block_tokens]
+        return demand, block_keys(root, usable, demand.block_tokens)
 
     def _withdraw(self, placing: "asyncio.Future[tuple[Placed, Decision]]") -> None:
         """The request goes elsewhere than to its place, if it has got one by now."""

@@ -159,6 +159,20 @@ def generate(
 
 
 @app.command()
+def explain(
+    prompt: Annotated[str, typer.Argument(help="text to continue")],
+    address: Address = DEFAULT_ADDRESS,
+    max_tokens: MaxTokens = None,
+    most: Annotated[int, typer.Option(help="candidates to show, the cheapest first", min=1)] = 10,
+) -> None:
+    """Show where a request would go now, and what each way to start it is predicted to cost. Nothing is started."""
+    from tandem.explained import show_explanation
+    from tandem.talk import make_sampling
+
+    _run(show_explanation(console, address, prompt, make_sampling(max_tokens=max_tokens), most))
+
+
+@app.command()
 def chat(
     address: Address = DEFAULT_ADDRESS,
     system: Annotated[str, typer.Option(help="what the model is told first")] = "",

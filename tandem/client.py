@@ -81,6 +81,22 @@ class Client:
         finally:
             call.cancel()
 
+    async def explain(
+        self,
+        text: str | None = None,
+        *,
+        token_ids: Sequence[int] = (),
+        sampling: pb.Sampling | None = None,
+        cache_salt: str = "",
+        timeout_s: float = 30.0,
+    ) -> pb.Explanation:
+        """Where such a request would go now, and why; nothing is started. Raises ServiceError as `generate`."""
+        request = pb.GenerateRequest(text=text, token_ids=token_ids, sampling=sampling, cache_salt=cache_salt)
+        try:
+            return await self._stub.Explain(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+
     async def wait_for_workers(self, num_prefill: int, num_decode: int, timeout_s: float) -> None:
         """Return once so many workers have joined the router. Raises Unavailable after `timeout_s`."""
         give_up_at = time.monotonic() + timeout_s

@@ -151,6 +151,7 @@ async def test_a_deadline_too_short(site: Site, timeout_s: float) -> None:
 
 METHODS = {
     "Inference/Generate": ("router", "/tandem.v1.Inference/Generate"),
+    "Inference/Explain": ("router", "/tandem.v1.Inference/Explain"),
     "Inference/ListModels": ("router", "/tandem.v1.Inference/ListModels"),
     "Membership/Join": ("router", "/tandem.internal.v1.Membership/Join"),
     "Decode/Generate": ("decode", "/tandem.internal.v1.Decode/Generate"),
