@@ -9,9 +9,11 @@ from cluster.errors import TandemError
 from cluster.rpc import Server
 from engine.messages import Ready
 from engine.model_dir import ModelDir
+from engine.worker.assembly import EngineSpec
 from engine.worker.audit_service import AuditService
+from engine.worker.child_engine import ChildEngine
 from engine.worker.config import Role, WorkerConfig
-from engine.worker.engine_client import EngineClient
+from engine.worker.engine_client import EngineClient, EngineHost
 from engine.worker.joining import stay_joined
 from engine.worker.loan_stream import Lenders
 from protos import membership_pb2 as pb
@@ -64,11 +66,17 @@ class Worker:
         await self._context.engine.stop()
 
 
-async def start_worker(config: WorkerConfig, role: Role, add_services: AddServices) -> Worker:
+async def start_worker(
+    config: WorkerConfig,
+    role: Role,
+    add_services: AddServices,
+    host_engine: Callable[[EngineSpec], EngineHost] = ChildEngine,
+) -> Worker:
     """Load the model, serve, join. Raises StartError."""
     model_dir = ModelDir.open(config.model)
     worker_id, incarnation = config.id_for(role), secrets.token_bytes(16)
-    engine = EngineClient(config, role, agent_name=f"{worker_id}-{incarnation.hex()}")
+    spec = EngineSpec(config, role, agent_name=f"{worker_id}-{incarnation.hex()}")
+    engine = EngineClient(host_engine(spec))
     ready = await engine.start()
     lenders = Lenders(engine, ready.model_fingerprint, ready.block_tokens, config.peer_silence_s)
     context = WorkerContext(config, role, worker_id, incarnation, model_dir, engine, ready, lenders)
