@@ -8,7 +8,7 @@ from typing import Any
 from cluster.errors import Incompatible, ServiceError, to_status
 from decode_worker.generation import Generation
 from decode_worker.placed_request import check_request, engine_request, lead_tokens
-from engine.messages import Cancel, FromEngine, LendClosed
+from engine.messages import Cancel
 from engine.text import load_tokenizer
 from engine.worker.engine_client import Mailbox
 from engine.worker.loan_stream import Borrowing, Chain
@@ -52,7 +52,7 @@ class DecodeService(pb_grpc.DecodeServicer):
         self._engine.send(engine_request(engine_id, request))
         try:
             while not generation.finished:
-                for message in await _drain(mailbox):
+                for message in await mailbox.drain():
                     if not await loan.handle(message) and not generation.finished:
                         generation.absorb(message)
                 for choice in generation.take_stopped():
@@ -79,11 +79,3 @@ def _chain(request: pb.DecodeRequest) -> Chain:
 def add_decode_service(server: Any, context: WorkerContext) -> list[str]:
     pb_grpc.add_DecodeServicer_to_server(DecodeService(context), server.grpc)
     return ["tandem.internal.v1.Decode"]
-
-
-async def _drain(mailbox: Mailbox) -> list[FromEngine | LendClosed | None]:
-    """At least one message, and all that came with it."""
-    messages = [await mailbox.get()]
-    while not mailbox.empty():
-        messages.append(mailbox.get_nowait())
-    return messages

@@ -89,13 +89,13 @@ class LendService(pb_grpc.LendServicer):
         self, loan_id: str, requests: AsyncIterator[pb.LendRequest], mailbox: Mailbox, source: Borrowing
     ) -> AsyncIterator[pb.LendResponse]:
         """Until the borrower half-closes. Heartbeats are the engine's load reports."""
-        beaten_at = 0.0
+        beaten_at = time.monotonic()
 
         def beat(message: CacheChanged | Load) -> None:
             nonlocal beaten_at
             if isinstance(message, Load) and time.monotonic() - beaten_at >= HEARTBEAT_S:
                 beaten_at = time.monotonic()
-                mailbox.put_nowait(message)
+                mailbox.put(message)
 
         with self._engine.watching(beat):
             following = asyncio.ensure_future(self._follow_borrower(loan_id, requests, mailbox))
@@ -104,8 +104,8 @@ class LendService(pb_grpc.LendServicer):
                     if await source.handle(message):
                         continue
                     response = self._translate(message)
-                    if isinstance(message, LendStarting) and isinstance(mailbox.peek(), LendReady):
-                        response.starting.ready.CopyFrom(self._translate(mailbox.get_nowait()).blocks_ready)
+                    if isinstance(message, LendStarting) and (ready := mailbox.take_if(LendReady)) is not None:
+                        response.starting.ready.CopyFrom(self._translate(ready).blocks_ready)
                     yield response
             finally:
                 await source.cancel()
@@ -125,16 +125,16 @@ class LendService(pb_grpc.LendServicer):
                         case "release":
                             self._engine.send(LendReleased(loan_id, request.release.first, request.release.count))
                         case _:
-                            mailbox.put_nowait(LendRefused(loan_id, "only releases may follow want", bad_request=True))
+                            mailbox.put(LendRefused(loan_id, "only releases may follow want", bad_request=True))
                             return
         except TimeoutError:
             log.info("the borrower of %s was silent for %g s", loan_id, silence_s)
             self._engine.send(LendClosed(loan_id))  # at once: what is said to a silent borrower may be stuck
-            mailbox.put_nowait(LendClosed(loan_id))
+            mailbox.put(LendClosed(loan_id))
         except DecodeError as error:  # bytes that are no message; unsaid, the blocks would stay lent
-            mailbox.put_nowait(LendRefused(loan_id, str(error), bad_request=True))
+            mailbox.put(LendRefused(loan_id, str(error), bad_request=True))
         else:
-            mailbox.put_nowait(LendClosed(loan_id))
+            mailbox.put(LendClosed(loan_id))
 
     def _translate(self, message: object) -> pb.LendResponse:
         """Raises ServiceError for what ends the stream."""

@@ -1,7 +1,8 @@
 """A runner that computes nothing and yet cannot be fooled: each sampled token is a hash of all KV bytes read.
 
-Sampling reads every slot of the sequence back from the pool, so a block that is wrong, stale, misplaced or missing gives
-another token. Where thousands of long sequences run, it may read the last slot only: that was made from all before it.
+Sampling reads every slot of the sequence back from the pool, so a block that is wrong, stale, misplaced or missing
+gives another token. Where thousands of long sequences run, it may read the last slot only: that was made from all
+before it.
 """
 
 import time
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from engine.layout import KvLayout
 from engine.model_dir import ModelDir
 from engine.runner import ModelInfo, Runner
-from engine.sim.states import choice_token, likeliest, prompt_logprob, states_of, token_of, token_of_all
+from engine.sim.states import choice_token, likeliest, prompt_logprob, state_after, states_of, token_of, token_of_all
 from engine.sim.timing import AT_ONCE, StepTiming
 from engine.vocabulary import Chunk, Sampled, TokenLogprobs
 from kvtransfer.transport import Pool
@@ -63,6 +64,10 @@ class SimRunner(Runner):
         before = self._root
         if start:
             before = int(self._words[sequence.blocks[(start - 1) // width], 0, (start - 1) % width, 0])
+        if chunk.count == 1:  # most are
+            state = state_after(before, sequence.token_ids[start], start)
+            self._words[sequence.blocks[start // width], :, start % width] = state
+            return
         states = states_of(before, sequence.token_ids[start : start + chunk.count], start)
         first = start // width
         blocks = np.array(sequence.blocks[first : (start + chunk.count - 1) // width + 1])

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from engine.vocabulary import TokenLogprobs
 
-_OF_TOKENS, _OF_PLACES, _OF_BOTH = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xFF51AFD7ED558CCD))
+_OF_TOKENS, _OF_PLACES, _OF_BOTH = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xFF51AFD7ED558CCD
 _MASK = (1 << 64) - 1
 
 
@@ -19,12 +19,19 @@ def states_of(before: int, token_ids: Sequence[int], start: int) -> NDArray[np.u
     """[len(token_ids)]: of tokens at positions from `start` on; `before` is the state of the position before them."""
     tokens = np.array(token_ids, np.uint64)
     places = np.arange(start + 1, start + 1 + len(tokens), dtype=np.uint64)
-    hashed = ((tokens + np.uint64(1)) * _OF_TOKENS) ^ (places * _OF_PLACES)
+    hashed = ((tokens + np.uint64(1)) * np.uint64(_OF_TOKENS)) ^ (places * np.uint64(_OF_PLACES))
     hashed ^= hashed >> np.uint64(29)
-    hashed *= _OF_BOTH
+    hashed *= np.uint64(_OF_BOTH)
     hashed ^= hashed >> np.uint64(32)
     sums: NDArray[np.uint64] = hashed.cumsum(dtype=np.uint64) + np.uint64(before)
     return sums
+
+
+def state_after(before: int, token_id: int, position: int) -> int:
+    """The same for one token."""
+    hashed = (((token_id + 1) * _OF_TOKENS) ^ ((position + 1) * _OF_PLACES)) & _MASK
+    hashed = ((hashed ^ (hashed >> 29)) * _OF_BOTH) & _MASK
+    return (before + (hashed ^ (hashed >> 32))) & _MASK
 
 
 def token_of_all(words: NDArray[np.uint64], vocab_size: int) -> int:
@@ -35,7 +42,7 @@ def token_of_all(words: NDArray[np.uint64], vocab_size: int) -> int:
 
 def token_of(folded: int, vocab_size: int) -> int:
     """The token of a sum over words, modulo 2**64."""
-    mixed = ((folded ^ 1) * int(_OF_TOKENS)) & _MASK
+    mixed = ((folded ^ 1) * _OF_TOKENS) & _MASK
     return (mixed ^ (mixed >> 29)) % vocab_size
 
 

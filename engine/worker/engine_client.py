@@ -3,13 +3,16 @@
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from cluster.errors import StartError, TandemError, Unavailable
 from engine.messages import (
     Audit,
     Audited,
     CacheChanged,
+    CloseLoan,
     FromEngine,
     LendClosed,
     LendReady,
@@ -17,21 +20,58 @@ from engine.messages import (
     LendStarting,
     Load,
     Ready,
+    ReleaseLoan,
     StartFailed,
     ToEngine,
     Token,
 )
 
 Letter = FromEngine | LendClosed | None
+_L = TypeVar("_L")
 
 
-class Mailbox(asyncio.Queue[Letter]):
+class Mailbox:
     """Messages of one request or loan; None when the engine is gone. A loan's service adds LendClosed when its borrower
-    is done."""
+    is done. One reader."""
 
-    def peek(self) -> Letter:
-        """What comes next, if it is there; else None, as if the engine were gone."""
-        return None if self.empty() else self._queue[0]  # type: ignore[attr-defined]
+    def __init__(self) -> None:
+        self._letters: deque[Letter] = deque()
+        self._arrival: asyncio.Future[None] | None = None
+        """The reader waits for it."""
+
+    def put(self, letter: Letter) -> None:
+        self._letters.append(letter)
+        if self._arrival is not None:
+            if not self._arrival.done():
+                self._arrival.set_result(None)
+            self._arrival = None
+
+    async def get(self) -> Letter:
+        await self._something()
+        return self._letters.popleft()
+
+    async def drain(self) -> list[Letter]:
+        """At least one message, and all that are there with it. A release that comes just before its loan's end is left
+        out: the end says the same."""
+        await self._something()
+        letters = list(self._letters)
+        self._letters.clear()
+        if len(letters) > 1:
+            ending = any(isinstance(letter, CloseLoan) for letter in letters)
+            letters = [letter for letter in letters if not (ending and isinstance(letter, ReleaseLoan))]
+        return letters
+
+    def take_if(self, kind: type[_L]) -> _L | None:
+        """What comes next, if it is there and of that kind."""
+        if self._letters and isinstance(letter := self._letters[0], kind):
+            self._letters.popleft()
+            return letter
+        return None
+
+    async def _something(self) -> None:
+        while not self._letters:
+            self._arrival = asyncio.get_running_loop().create_future()
+            await self._arrival
 
 
 class EngineHost(ABC):
@@ -95,7 +135,7 @@ class EngineClient(EngineListener):
         assert name not in self._mailboxes
         mailbox = Mailbox()
         if self._dead:
-            mailbox.put_nowait(None)
+            mailbox.put(None)
         self._mailboxes[name] = mailbox
         return mailbox
 
@@ -153,12 +193,12 @@ class EngineClient(EngineListener):
 
     def _deliver(self, name: str, message: FromEngine) -> None:
         if (mailbox := self._mailboxes.get(name)) is not None:
-            mailbox.put_nowait(message)
+            mailbox.put(message)
 
     def ended(self, how: str) -> None:
         self._dead = True
         for mailbox in self._mailboxes.values():
-            mailbox.put_nowait(None)
+            mailbox.put(None)
         for answer in self._audits.values():
             if not answer.done():
                 answer.set_exception(Unavailable("the engine is gone"))
