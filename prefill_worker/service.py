@@ -25,9 +25,9 @@ from engine.messages import (
     PlacementMark,
 )
 from engine.text import check_token_ids
-from engine.worker.engine_client import Mailbox
 from engine.worker.loan_stream import Borrowing, Chain
 from engine.worker.runtime import WorkerContext
+from prefill_worker.mailbox import Mailbox
 from protos import lend_pb2 as pb
 from protos import lend_pb2_grpc as pb_grpc
 
@@ -49,7 +49,8 @@ class LendService(pb_grpc.LendServicer):
         self, request_iterator: AsyncIterator[pb.LendRequest], context: Any
     ) -> AsyncIterator[pb.LendResponse]:
         loan_id = f"loan-{next(self._numbers)}"
-        mailbox = self._engine.open_mailbox(loan_id)
+        mailbox = Mailbox()
+        self._engine.listen(loan_id, mailbox.put)
         try:
             first = await anext(request_iterator, None)
             if first is None or not first.HasField("want"):
@@ -62,7 +63,7 @@ class LendService(pb_grpc.LendServicer):
             await context.abort_with_status(to_status(error))
         finally:
             self._engine.send(LendClosed(loan_id))
-            self._engine.close_mailbox(loan_id)
+            self._engine.forget(loan_id)
 
     def _lend(self, loan_id: str, want: pb.Want) -> messages.Lend:
         if want.lender_incarnation != self._context.incarnation:
@@ -101,14 +102,14 @@ class LendService(pb_grpc.LendServicer):
             following = asyncio.ensure_future(self._follow_borrower(loan_id, requests, mailbox))
             try:
                 while (message := await mailbox.get()) != LendClosed(loan_id):
-                    if await source.handle(message):
+                    if source.handle(message):
                         continue
                     response = self._translate(message)
                     if isinstance(message, LendStarting) and (ready := mailbox.take_if(LendReady)) is not None:
                         response.starting.ready.CopyFrom(self._translate(ready).blocks_ready)
                     yield response
             finally:
-                await source.cancel()
+                source.cancel()
                 following.cancel()
                 await asyncio.gather(following, return_exceptions=True)
 

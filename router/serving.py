@@ -1,6 +1,7 @@
 """The way of one request through the router: check, tokenise, place, pass through, and place again on failure."""
 
 import asyncio
+import contextlib
 import copy
 import logging
 import secrets
@@ -8,10 +9,7 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
-import grpc
-
 from cluster.errors import DeadlineExceeded, InvalidRequest, Unavailable, UnknownModel
-from cluster.rpc import channel
 from engine.keys import BlockKey, block_keys, root_key
 from engine.model_dir import ModelDir
 from engine.structured import read_structured
@@ -21,6 +19,7 @@ from protos import lend_pb2, membership_pb2
 from router.attempt import Emitted, Retriable, run_attempt
 from router.candidates import Candidate
 from router.config import RouterConfig
+from router.decode_links import DecodeLinks
 from router.demand import Demand, num_blocks_of
 from router.dispatch import Dispatcher
 from router.explain import explain
@@ -72,7 +71,7 @@ class Serving:
         self._grammars = grammars
         self._fleet = fleet
         self._dispatcher = dispatcher
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._links = DecodeLinks(fleet)
 
     async def generate(self, request: public_pb.GenerateRequest, deadline_s: float | None) -> AsyncGenerator[bytes]:
         """Serialised GenerateResponses: one unbroken stream over however many attempts. Raises ServiceError."""
@@ -83,13 +82,14 @@ class Serving:
             placed, decision, placed_at = await self._place(ticket, emitted)
             try:
                 internal = self._decode_request(ticket, emitted, placed, decision, attempt, placed_at)
-                link = self._channel(placed.decode.hello.address)
-                async for message in run_attempt(link, placed.decode, internal, ticket.remaining_s()):
-                    if not placed.started:
-                        self._fleet.started(placed)
-                        started_at = time.monotonic()
-                    emitted.add(message)
-                    yield message
+                messages = run_attempt(self._links.to(placed.decode), internal, ticket.remaining_s())
+                async with contextlib.aclosing(messages):
+                    async for message in messages:
+                        if not placed.started:
+                            self._fleet.started(placed)
+                            started_at = time.monotonic()
+                        emitted.add(message)
+                        yield message
                 if placed.started:
                     self._learn(ticket, placed, message, started_at - placed_at)
                 return
@@ -275,11 +275,6 @@ class Serving:
                 duration_ms=(placed_at - ticket.tokenised_at) * 1e3,
             ),
         ]
-
-    def _channel(self, address: str) -> grpc.aio.Channel:
-        if (link := self._channels.get(address)) is None:
-            link = self._channels[address] = channel(address)
-        return link
 
 
 def _holder(hello: membership_pb2.Hello | None) -> lend_pb2.Holder | None:

@@ -43,7 +43,10 @@ async def compare(console: Console) -> dict[str, Any]:
     chain: list[float] = []
     seeds = random.Random(1)
     router = {"decode_prefill_tokens_per_s": 1.0, "learn_rates": False}  # so that every prompt is lent
-    workers: dict[str, Any] = {"worker": {"kv_memory_mib": 64, "sim_reads": "last"}, "decode_worker": {"sim_step_ms": STEP_S * 1e3}}
+    workers: dict[str, Any] = {
+        "worker": {"kv_memory_mib": 64, "sim_reads": "last"},
+        "decode_worker": {"sim_step_ms": STEP_S * 1e3},
+    }
     async with contextlib.AsyncExitStack() as stack:
         site = await stack.enter_async_context(sim_site(router, **workers))
         client = await stack.enter_async_context(Client(site.router.address))

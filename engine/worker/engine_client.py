@@ -3,75 +3,25 @@
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 from cluster.errors import StartError, TandemError, Unavailable
 from engine.messages import (
     Audit,
     Audited,
     CacheChanged,
-    CloseLoan,
     FromEngine,
-    LendClosed,
     LendReady,
     LendRefused,
     LendStarting,
     Load,
     Ready,
-    ReleaseLoan,
     StartFailed,
     ToEngine,
     Token,
 )
 
-Letter = FromEngine | LendClosed | None
-_L = TypeVar("_L")
-
-
-class Mailbox:
-    """Messages of one request or loan; None when the engine is gone. A loan's service adds LendClosed when its borrower
-    is done. One reader."""
-
-    def __init__(self) -> None:
-        self._letters: deque[Letter] = deque()
-        self._arrival: asyncio.Future[None] | None = None
-        """The reader waits for it."""
-
-    def put(self, letter: Letter) -> None:
-        self._letters.append(letter)
-        if self._arrival is not None:
-            if not self._arrival.done():
-                self._arrival.set_result(None)
-            self._arrival = None
-
-    async def get(self) -> Letter:
-        await self._something()
-        return self._letters.popleft()
-
-    async def drain(self) -> list[Letter]:
-        """At least one message, and all that are there with it. A release that comes just before its loan's end is left
-        out: the end says the same."""
-        await self._something()
-        letters = list(self._letters)
-        self._letters.clear()
-        if len(letters) > 1:
-            ending = any(isinstance(letter, CloseLoan) for letter in letters)
-            letters = [letter for letter in letters if not (ending and isinstance(letter, ReleaseLoan))]
-        return letters
-
-    def take_if(self, kind: type[_L]) -> _L | None:
-        """What comes next, if it is there and of that kind."""
-        if self._letters and isinstance(letter := self._letters[0], kind):
-            self._letters.popleft()
-            return letter
-        return None
-
-    async def _something(self) -> None:
-        while not self._letters:
-            self._arrival = asyncio.get_running_loop().create_future()
-            await self._arrival
+Letter = FromEngine | None
 
 
 class EngineHost(ABC):
@@ -106,7 +56,7 @@ class EngineClient(EngineListener):
 
     def __init__(self, host: EngineHost) -> None:
         self._host = host
-        self._mailboxes: dict[str, Mailbox] = {}
+        self._listeners: dict[str, Callable[[Letter], None]] = {}
         self._watchers: set[Callable[[CacheChanged | Load], None]] = set()
         self._audits: dict[int, asyncio.Future[Audited]] = {}
         self._audit_count = 0
@@ -130,17 +80,17 @@ class EngineClient(EngineListener):
         if not self._dead:
             self._host.send(messages)
 
-    def open_mailbox(self, name: str) -> Mailbox:
-        """Everything the engine says about request or loan `name` from now on."""
-        assert name not in self._mailboxes
-        mailbox = Mailbox()
+    def listen(self, name: str, listener: Callable[[Letter], None]) -> None:
+        """Everything the engine says about request or loan `name` from now on, on the event loop. When the engine is
+        gone, None; at once, if it is gone already."""
+        assert name not in self._listeners
+        self._listeners[name] = listener
         if self._dead:
-            mailbox.put(None)
-        self._mailboxes[name] = mailbox
-        return mailbox
+            listener(None)
 
-    def close_mailbox(self, name: str) -> None:
-        self._mailboxes.pop(name, None)
+    def forget(self, name: str) -> None:
+        """Nobody listens to `name` any more."""
+        self._listeners.pop(name, None)
 
     @contextlib.contextmanager
     def watching(self, watcher: Callable[[CacheChanged | Load], None]):  # type: ignore[no-untyped-def]
@@ -192,13 +142,13 @@ class EngineClient(EngineListener):
                     self._deliver(message.request_id, message)
 
     def _deliver(self, name: str, message: FromEngine) -> None:
-        if (mailbox := self._mailboxes.get(name)) is not None:
-            mailbox.put(message)
+        if (listener := self._listeners.get(name)) is not None:
+            listener(message)
 
     def ended(self, how: str) -> None:
         self._dead = True
-        for mailbox in self._mailboxes.values():
-            mailbox.put(None)
+        for listener in tuple(self._listeners.values()):
+            listener(None)
         for answer in self._audits.values():
             if not answer.done():
                 answer.set_exception(Unavailable("the engine is gone"))

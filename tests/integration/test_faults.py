@@ -22,7 +22,7 @@ import pytest
 from cluster.errors import DeadlineExceeded, ServiceError, Unavailable
 from cluster.rpc import Server, channel
 from engine.model_dir import ModelDir
-from protos import decode_pb2_grpc, membership_pb2, membership_pb2_grpc
+from protos import decode_pb2, decode_pb2_grpc, membership_pb2, membership_pb2_grpc
 from protos import inference_pb2 as pb
 from router.config import RouterConfig
 from support.processes import (
@@ -325,10 +325,16 @@ class TreacherousWorker(decode_pb2_grpc.DecodeServicer, membership_pb2_grpc.Work
     def __init__(self) -> None:
         self.attempts = 0
 
-    async def Generate(self, request: Any, context: Any) -> AsyncIterator[pb.GenerateResponse]:  # noqa: N802
-        self.attempts += 1
-        yield pb.GenerateResponse(token_ids=[1, 2, 3])
-        yield pb.GenerateResponse(finish=pb.Finish(usage=pb.Usage(completion_tokens=3)))
+    async def Serve(self, request_iterator: Any, context: Any) -> AsyncIterator[decode_pb2.DecodeFrame]:  # noqa: N802
+        frame = await anext(request_iterator)
+        self.attempts += len(frame.placed)
+        said = [
+            pb.GenerateResponse(token_ids=[1, 2, 3]),
+            pb.GenerateResponse(finish=pb.Finish(usage=pb.Usage(completion_tokens=3))),
+        ]
+        for message in said:
+            part = decode_pb2.Part(number=frame.placed[0].number, messages=[message.SerializeToString()])
+            yield decode_pb2.DecodeFrame(parts=[part])
         await context.abort(grpc.StatusCode.UNAVAILABLE, "died in the last moment")
 
 
