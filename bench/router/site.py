@@ -50,18 +50,18 @@ async def sim_site(router: dict[str, Any], **pool: Any) -> AsyncIterator[Site]:
 
 @dataclass(frozen=True, slots=True)
 class Bare:
-    """A process of `bench.chain`."""
+    """A process without any of Tandem in it."""
 
     address: str
     pid: int
 
 
 @contextlib.asynccontextmanager
-async def bare(role: str, *arguments: str) -> AsyncIterator[Bare]:
+async def bare(role: str, *arguments: str, module: str = "bench.chain") -> AsyncIterator[Bare]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "bench.chain",
+        module,
         role,
         *arguments,
         stdin=asyncio.subprocess.PIPE,

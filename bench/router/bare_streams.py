@@ -1,0 +1,62 @@
+"""What `streams.py` holds the router against: a source of streams, and a grpc.aio proxy that passes their bytes on.
+
+`python -m bench.router.bare_streams ROLE [SOURCE ADDRESS]` prints its address.
+"""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from cluster.rpc import Server, channel
+
+METHOD = "/bare/Generate"
+TOKEN = b"t" * 12
+REQUEST = b"r" * 64
+STEP_S = 1.0
+NUM_TOKENS = 45
+
+
+class _Steps:
+    """All streams get their tokens at once, as those of a batch do."""
+
+    def __init__(self) -> None:
+        self._next: asyncio.Future[None] | None = None
+
+    async def next(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._next is None:
+            self._next = loop.create_future()
+            loop.call_later(STEP_S, self._over)
+        await asyncio.shield(self._next)
+
+    def _over(self) -> None:
+        assert self._next is not None
+        over, self._next = self._next, None
+        over.set_result(None)
+
+
+async def main(role: str, address: str) -> None:
+    steps, server = _Steps(), Server()
+    upstream: grpc.aio.Channel | None = channel(address) if role == "proxy" else None
+
+    async def source(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        for _ in range(NUM_TOKENS):
+            await steps.next()
+            yield TOKEN
+
+    async def proxy(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        assert upstream is not None
+        async for message in upstream.unary_stream(METHOD)(request):
+            yield message
+
+    handler = grpc.unary_stream_rpc_method_handler(proxy if role == "proxy" else source)
+    server.grpc.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("bare", {"Generate": handler})])
+    print(f"127.0.0.1:{await server.start('127.0.0.1', 0, ['bare'])}", flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)  # until the benchmark closes it
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else ""))
