@@ -49,7 +49,7 @@ def startable(demand: Demand, workers: Workers, available: Ints | None = None) -
     """
     promised = np.array([demand.num_promised_blocks(reserve) for reserve in workers.reserves], np.int64)
     there = workers.available_blocks if available is None else available
-    able: Bools = workers.decodes & (there >= promised[workers.reserve_of])
+    able: Bools = workers.starts & (there >= promised[workers.reserve_of])
     able &= workers.num_blocks >= demand.num_total_blocks
     return able
 

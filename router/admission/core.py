@@ -7,8 +7,6 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from engine.keys import BlockKey
 from router.admission import refusals
 from router.admission.bucket import TokenBucket
@@ -17,14 +15,15 @@ from router.admission.forecast import Forecast
 from router.admission.keeping import Keeping, is_owed
 from router.admission.lenders import Lenders
 from router.admission.limits import Tenants
-from router.admission.queues import ClassQueue, Line
+from router.admission.queues import ClassQueue
+from router.admission.rebuffs import Rebuffs
 from router.admission.refusals import Refusal
 from router.admission.request import Claim, Waiting
-from router.admission.room import Room, could_hold, largest_pool
+from router.admission.room import could_hold, largest_pool
+from router.admission.turn import Moment, Parts, Turn
 from router.demand import Demand
-from router.fleet import Fleet, Placed, Worker
+from router.fleet import Fleet, Placed
 from router.placement import Decision
-from router.rates import Ints
 from router.snapshot import Workers
 
 HOLDS_PER_S = 200
@@ -33,8 +32,6 @@ RECHECK_S = 0.25
 """A request held back is looked at again after so long, though the lender it was held for is as deep as before."""
 RECHECKS_PER_S = 100
 """Of all of them together."""
-REFUSAL_FADES_S = 0.1
-"""A worker that has refused is not asked for as much again until it reports, or for so long."""
 MAX_OWED = 1 << 20
 """Tokens: what a class below can save up while it could not start."""
 
@@ -59,16 +56,6 @@ class Refused:
 Outcome = Started | Refused
 
 
-@dataclass(frozen=True, slots=True)
-class _RefusedBy:
-    """A worker's word that it has no room for so much."""
-
-    num_blocks: int
-    load: object
-    """Its report then; the next one says more."""
-    at: float
-
-
 class Admission:
     """All that waits for one fleet. Every method that takes `now` is an event; times never go back."""
 
@@ -85,7 +72,8 @@ class Admission:
         self._forecast = Forecast()
         self._keeping = Keeping(config)
         self._lenders = Lenders(config)
-        self._refused_by: dict[Worker, _RefusedBy] = {}
+        self._rebuffs = Rebuffs()
+        self._parts = Parts(config, fleet, tenants, self._keeping, self._lenders)
         self._holds = TokenBucket(HOLDS_PER_S, 32)
         self._times: list[tuple[float, int, Waiting | None]] = []
         """A heap: when time alone may change something."""
@@ -142,8 +130,7 @@ class Admission:
         claim.not_before = now + min(0.5, 0.01 * 2 ** min(claim.num_refusals - 1, 10))
         worker = placed.decode
         needed = placed.demand.num_promised_blocks(worker.hello.reserve_output_tokens)
-        self._refused_by[worker] = _RefusedBy(needed, worker.load, now)
-        self._at(now + REFUSAL_FADES_S, None)
+        self._at(self._rebuffs.add(worker, needed, now), None)
         if claim.num_refusals > self._config.max_refusals:
             refusal = refusals.too_often_refused(claim.num_refusals, self._config.default_retry_after_s)
             self.refuse(refusal)
@@ -153,14 +140,14 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        return sum(map(len, self._queues.values()))
+        return sum(queue.num_waiting for queue in self._queues.values())
 
     @property
     def num_running(self) -> int:
         return len(self._running)
 
     def waiting_by_class(self) -> dict[int, int]:
-        return {priority: len(queue) for priority, queue in self._queues.items()}
+        return {priority: queue.num_waiting for priority, queue in self._queues.items()}
 
     def waiting_by_tenant(self) -> dict[str, int]:
         counts: Counter[str] = Counter()
@@ -196,10 +183,11 @@ class Admission:
     def _start_one(self, now: float, outcomes: list[Outcome]) -> bool:
         """False when nobody can start."""
         self._keeping.arrange(self._queues, self._fleet.snapshot, now, self._tenants.may_start)
-        refused = self._refused(now)
-        blocked: list[Waiting] = []
+        moment = Moment(now, self._rebuffs.column(self._fleet, now))
         for queue, early in self._turns():
-            turn = _Turn(self, queue, refused, early, now, blocked)
+            turn = Turn(self._parts, self._queues, queue, early, moment)
+            if turn.hopeless():
+                continue
             while (waiting := queue.pick(turn.first_of)) is not None:
                 if self._holds.wait_s(1, now):
                     self._at(now + 1 / HOLDS_PER_S, None)
@@ -209,7 +197,7 @@ class Admission:
                 if self._hold(waiting, decision, turn.lender_limit_s, now):
                     continue
                 if not self._misses(waiting, decision, now, outcomes):
-                    self._start(waiting, decision, blocked, now, outcomes)
+                    self._start(waiting, decision, moment.blocked, now, outcomes)
                 return True
         return False
 
@@ -224,18 +212,6 @@ class Admission:
             else:
                 turns.appendleft((queue, False))
         return list(turns)
-
-    def _refused(self, now: float) -> Ints:
-        """[W]: what each worker has said it has no room for."""
-        workers = self._fleet.snapshot
-        column = np.full(len(workers.ids), np.iinfo(np.int64).max)
-        for worker, refused in list(self._refused_by.items()):
-            there = self._fleet.worker(worker.worker_id) is worker and worker.worker_id in workers.row_of
-            if not there or worker.load is not refused.load or now >= refused.at + REFUSAL_FADES_S:
-                del self._refused_by[worker]
-            else:
-                column[workers.row_of[worker.worker_id]] = refused.num_blocks
-        return column
 
     def _hold(self, waiting: Waiting, decision: Decision, limit_s: float, now: float) -> bool:
         """Whether it is better to wait here and choose later."""
@@ -311,20 +287,21 @@ class Admission:
     def _one_too_many(self, newcomer: Waiting) -> tuple[Waiting, Refusal] | None:
         """Who must go since the newcomer came."""
         claim, config = newcomer.claim, self._config
-        of_tenant = sum(
-            len(queue.lines[claim.tenant].requests) for queue in self._queues.values() if claim.tenant in queue.lines
-        )
+        lines = (queue.lines.get(claim.tenant) for queue in self._queues.values())
+        of_tenant = sum(len(line.requests) for line in lines if line is not None)
         if of_tenant > config.max_queued_per_tenant:
             tenant = claim.tenant
-            full = refusals.tenant_queue_full(tenant, of_tenant - 1, self._retry_after(newcomer))
-        elif (num_waiting := self.num_waiting) > config.max_queued:
-            tenant, full = None, refusals.queue_full(num_waiting - 1, self._retry_after(newcomer))
+        elif self.num_waiting > config.max_queued:
+            tenant = None
         else:
             return None
         for priority in sorted(other for other in self._queues if other < claim.priority):
             if (loser := self._queues[priority].last(tenant)) is not None:
                 return loser, refusals.displaced(priority, claim.priority, self._retry_after(loser))
-        return newcomer, full
+        retry_after_s = self._retry_after(newcomer)
+        if tenant is None:
+            return newcomer, refusals.queue_full(self.num_waiting - 1, retry_after_s)
+        return newcomer, refusals.tenant_queue_full(tenant, of_tenant - 1, retry_after_s)
 
     def _retry_after(self, waiting: Waiting) -> float:
         """By then who stands before it now has started, it is predicted."""
@@ -378,8 +355,7 @@ class Admission:
         for queue in self._queues.values():
             for waiting in queue:
                 self._measure(waiting, now)
-            for line in queue.lines.values():
-                line.measured_anew()
+            queue.measured_anew()
 
     def _measure(self, waiting: Waiting, now: float) -> None:
         waiting.measure(self._fleet.snapshot)
@@ -397,64 +373,10 @@ class Admission:
         """It is out of its line."""
         waiting.queued = False
         self._keeping.forget(waiting)
-        if not self._queues[waiting.claim.priority]:
+        if not self._queues[waiting.claim.priority].lines:
             del self._queues[waiting.claim.priority]
 
     def _at(self, when: float, waiting: Waiting | None) -> None:
         """Look again then."""
         if when < math.inf:
             heapq.heappush(self._times, (when, next(self._numbers), waiting))
-
-
-class _Turn:
-    """One class's chance to start something: what it may take of the workers, and who of a line could go."""
-
-    def __init__(
-        self, admission: Admission, queue: ClassQueue, refused: Ints, early: bool, now: float, blocked: list[Waiting]
-    ) -> None:
-        """`early`: before a class above, being owed. `blocked` gets those that had their turn and no room."""
-        self._fleet, self._keeping = admission._fleet, admission._keeping
-        self._lenders, self._tenants = admission._lenders, admission._tenants
-        self._priority, self._refused, self._now, self._blocked = queue.priority, refused, now, blocked
-        config = admission._config
-        batch = queue.priority < 0
-        self._block_share = config.batch_block_share if batch else 1.0
-        # Who goes before a class above waits no longer at a lender than that class.
-        self.lender_limit_s = config.max_batch_lender_queue_s if batch and not early else config.max_lender_queue_s
-        self._closed = self._keeping.rows_closed_to(queue.priority, admission._queues, self._fleet.snapshot)
-        self._room = self._without(self._closed)
-
-    def room_of(self, waiting: Waiting) -> Room:
-        """With the worker kept for it."""
-        row = self._keeping.row_for(waiting, self._fleet.snapshot)
-        return self._room if row is None else self._without(self._closed - {row})
-
-    def first_of(self, line: Line) -> Waiting | None:
-        """The first of the line that could start now."""
-        if not self._tenants.may_start(line.tenant):
-            return None
-        kept = self._keeping.of_line(line, self._priority)
-        if kept is not None and self._ready(kept) and self.room_of(kept).fits(kept):
-            return kept
-        found = None
-        if line.least_need <= self._room.greatest:
-            found = next(
-                (waiting for waiting in line.requests if self._ready(waiting) and self._room.fits(waiting)), None
-            )
-        head = line.requests[0]
-        if head is not found and self._ready(head) and not self._room.fits(head):
-            self._blocked.append(head)
-        return found
-
-    def _ready(self, waiting: Waiting) -> bool:
-        """Nothing but room may keep it waiting."""
-        if waiting.claim.not_before > self._now or waiting.unholdable_since is not None:
-            return False
-        if waiting.held_until <= self._now:
-            return True
-        if waiting.held_by is None:
-            return False
-        return self._lenders.queue_s(waiting.held_by, self._fleet.snapshot, self._fleet.rates) <= self.lender_limit_s
-
-    def _without(self, rows: frozenset[int]) -> Room:
-        return Room.of(self._fleet.snapshot, rows, self._refused, self._block_share)

@@ -45,7 +45,7 @@ class Keeping:
         due = [waiting for waiting in self._passed if self._is_due(waiting, queues, now, may_start)]
         if not due:
             return
-        limit = max(1, int(workers.decodes.sum()) // 4)
+        limit = max(1, int(workers.starts.sum()) // 4)
         due.sort(key=lambda waiting: (-waiting.claim.priority, waiting.passed_at, waiting.number))
         for waiting in due:
             if len(self.kept) >= limit:
@@ -61,7 +61,7 @@ class Keeping:
 
     def _serves(self, kept: Kept, workers: Workers, may_start: Callable[[str], bool]) -> bool:
         row = workers.row_of.get(kept.worker_id)
-        there = row is not None and bool(workers.decodes[row])
+        there = row is not None and bool(workers.starts[row])
         large = there and int(workers.num_blocks[row]) >= kept.waiting.demand.num_total_blocks
         return large and may_start(kept.waiting.claim.tenant)
 
@@ -83,6 +83,10 @@ class Keeping:
     def row_for(self, waiting: Waiting, workers: Workers) -> int | None:
         """Of the worker kept for it."""
         return next((workers.row_of[kept.worker_id] for kept in self.kept if kept.waiting is waiting), None)
+
+    def any_of(self, priority: int) -> bool:
+        """Whether somebody of that class has a worker kept for it."""
+        return any(kept.waiting.claim.priority == priority for kept in self.kept)
 
     def of_line(self, line: Line, priority: int) -> Waiting | None:
         """The first of its requests that has a worker kept for it."""

@@ -1,6 +1,7 @@
 """The order of those that wait: lines of tenants in classes, served by deficit round robin. Pure."""
 
 import bisect
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -54,6 +55,7 @@ class Line:
         self.tokens, self._least = sum(waiting.cost for waiting in self.requests), None
 
     def tokens_before(self, waiting: Waiting) -> int:
+        """Of those that go before it."""
         at = bisect.bisect_left(self.requests, waiting.order, key=lambda other: other.order)
         return sum(other.cost for other in self.requests[:at])
 
@@ -68,7 +70,11 @@ class ClassQueue:
         """Tokens that the classes below were to have had while this one was served."""
         self.passed_tokens = 0
         """Started past this class's turn, since it began to wait."""
+        self.num_waiting = 0
+        self.tokens = 0
+        """Of all that wait."""
         self._ring: deque[Line] = deque()
+        self._least: int | None = None
 
     @property
     def gives_way(self) -> bool:
@@ -76,18 +82,19 @@ class ClassQueue:
         return self.owed >= QUANTUM
 
     @property
-    def tokens(self) -> int:
-        return sum(line.tokens for line in self.lines.values())
+    def least_need(self) -> int:
+        """Of blocks, among all that wait; there are some."""
+        if self._least is None:
+            self._least = min(line.least_need for line in self.lines.values())
+        return self._least
+
+    def first_lines(self, count: int) -> list[Line]:
+        """Whose turn is next."""
+        return list(itertools.islice(self._ring, count))
 
     def __iter__(self) -> Iterator[Waiting]:
         for line in self.lines.values():
             yield from line.requests
-
-    def __bool__(self) -> bool:
-        return bool(self.lines)
-
-    def __len__(self) -> int:
-        return sum(len(line.requests) for line in self.lines.values())
 
     def add(self, waiting: Waiting, weight: float) -> None:
         """Who was placed before and comes back gets back what that cost."""
@@ -96,15 +103,29 @@ class ClassQueue:
             line = self.lines[tenant] = Line(tenant, weight)
             self._ring.append(line)
         line.add(waiting)
+        self.num_waiting += 1
+        self.tokens += waiting.cost
+        if self._least is not None:
+            self._least = min(self._least, waiting.need)
         if waiting.claim.num_placed:
             line.deficit += waiting.cost
 
     def remove(self, waiting: Waiting) -> None:
         line = self.lines[waiting.claim.tenant]
         line.remove(waiting)
+        self.num_waiting -= 1
+        self.tokens -= waiting.cost
+        if waiting.need == self._least:
+            self._least = None
         if not line.requests:
             del self.lines[line.tenant]
             self._ring.remove(line)
+
+    def measured_anew(self) -> None:
+        """Costs and needs have changed, but not who waits."""
+        for line in self.lines.values():
+            line.measured_anew()
+        self.tokens, self._least = sum(line.tokens for line in self.lines.values()), None
 
     def started(self, waiting: Waiting) -> None:
         """It goes, and is charged for it."""

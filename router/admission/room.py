@@ -33,13 +33,13 @@ class Room:
             empty = available >= workers.num_blocks
             available = np.where(empty, available, np.maximum(-1, available - headroom))
         available[list(kept_rows)] = -1
-        decodes = workers.decodes
-        pools = workers.num_blocks[decodes]
+        starts = workers.starts
+        pools = workers.num_blocks[starts]
         equal = len(workers.reserves) == 1 and bool(len(pools)) and int(pools.min()) == int(pools.max())
         return cls(
             workers=workers,
             available=available,
-            greatest=int(available[decodes].max(initial=-1)),
+            greatest=int(available[starts].max(initial=-1)),
             pool=int(pools[0]) if equal else None,
         )
 
@@ -59,7 +59,7 @@ def could_hold(demand: Demand, workers: Workers) -> bool:
 
 def largest_pool(workers: Workers) -> int:
     """-1 where there is no decode worker."""
-    return int(workers.num_blocks[workers.decodes].max(initial=-1))
+    return int(workers.num_blocks[workers.starts].max(initial=-1))
 
 
 def first_to_free(demand: Demand, workers: Workers, batch_block_share: float, kept: Collection[int]) -> int | None:
@@ -74,7 +74,7 @@ def first_to_free(demand: Demand, workers: Workers, batch_block_share: float, ke
     pools = workers.num_blocks
     headroom = np.ceil((1 - batch_block_share) * pools).astype(np.int64)
     needed = np.minimum(promised[workers.reserve_of] + headroom, pools)
-    able = workers.decodes & (pools >= demand.num_total_blocks)
+    able = workers.starts & (pools >= demand.num_total_blocks)
     able[list(kept)] = False
     if not able.any():
         return None
