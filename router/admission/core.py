@@ -32,6 +32,8 @@ RECHECK_S = 0.25
 """A request held back is looked at again after so long, though the lender it was held for is as deep as before."""
 RECHECKS_PER_S = 100
 """Of all of them together."""
+MAX_EMPTY = 64
+"""Classes of which nobody waits that are remembered; priorities are the clients' own numbers."""
 MAX_OWED = 1 << 20
 """Tokens: what a class below can save up while it could not start."""
 
@@ -68,7 +70,8 @@ class Admission:
         self.num_started = 0
         self._queues: dict[int, ClassQueue] = {}
         self._numbers = itertools.count()
-        self._running: dict[Placed, Waiting] = {}
+        self._running: dict[Placed, tuple[Waiting, float]] = {}
+        """And since when."""
         self._forecast = Forecast()
         self._keeping = Keeping(config)
         self._lenders = Lenders(config)
@@ -98,14 +101,14 @@ class Admission:
         outcomes = self._settle(now)
         if waiting.queued:
             self._consider(waiting, now, outcomes)
-        self._forecast.waiting(self._queues)
+        self._forecast.waiting(self._waiting_classes())
         return waiting, outcomes
 
     def changed(self, now: float) -> list[Outcome]:
         """Workers, their reports, or the time."""
         self._forecast.advance(now)
         outcomes = self._settle(now)
-        self._forecast.waiting(self._queues)
+        self._forecast.waiting(self._waiting_classes())
         return outcomes
 
     def withdrawn(self, waiting: Waiting, now: float) -> list[Outcome]:
@@ -116,7 +119,9 @@ class Admission:
 
     def ended(self, placed: Placed, now: float) -> list[Outcome]:
         """Once for each start."""
-        waiting = self._running.pop(placed)
+        waiting, started_at = self._running.pop(placed)
+        if placed.started:
+            self._forecast.ended(waiting, now - started_at)
         self._tenants.ended(waiting.claim.tenant)
         self._lenders.ended(placed)
         self._fleet.ended(placed)
@@ -125,7 +130,7 @@ class Admission:
     def refused_by_worker(self, placed: Placed, now: float) -> None:
         """For want of room; `ended` follows, and `arrived` unless this raises Overloaded, having been too often. The
         claim pauses, the longer the more often it happened."""
-        claim = self._running[placed].claim
+        claim = self._running[placed][0].claim
         claim.num_refusals += 1
         claim.not_before = now + min(0.5, 0.01 * 2 ** min(claim.num_refusals - 1, 10))
         worker = placed.decode
@@ -147,7 +152,7 @@ class Admission:
         return len(self._running)
 
     def waiting_by_class(self) -> dict[int, int]:
-        return {priority: queue.num_waiting for priority, queue in self._queues.items()}
+        return {priority: self._queues[priority].num_waiting for priority in self._waiting_classes()}
 
     def waiting_by_tenant(self) -> dict[str, int]:
         counts: Counter[str] = Counter()
@@ -176,7 +181,7 @@ class Admission:
         outcomes: list[Outcome] = []
         self._measure_all(now)
         self._expire(now, outcomes)
-        while self._queues and self._start_one(now, outcomes):
+        while self.num_waiting and self._start_one(now, outcomes):
             pass
         return outcomes
 
@@ -204,7 +209,7 @@ class Admission:
     def _turns(self) -> list[tuple[ClassQueue, bool]]:
         """Classes in the order in which they may start now; and whether each goes before one above it, being owed."""
         turns: deque[tuple[ClassQueue, bool]] = deque()
-        for priority in sorted(self._queues):
+        for priority in sorted(self._waiting_classes()):
             queue = self._queues[priority]
             if queue.gives_way and turns:
                 turns = deque((lower, True) for lower, _ in turns)
@@ -240,7 +245,7 @@ class Admission:
         placed = self._fleet.placed(decision, waiting.demand, waiting.keys)
         self._lenders.started(placed, decision, self._fleet.snapshot, self._fleet.rates)
         self._tenants.started(claim.tenant, now)
-        self._running[placed] = waiting
+        self._running[placed] = waiting, now
         claim.num_placed += 1
         self.num_started += 1
         outcomes.append(Started(waiting, placed, decision))
@@ -254,9 +259,9 @@ class Admission:
                 queue.passed_tokens += cost
             if other > priority:
                 queue.owed = max(-float(cost), queue.owed - (1 - share) * cost)
-        if min(self._queues) < priority:
-            queue = self._queues[priority]
-            queue.owed = min(MAX_OWED, queue.owed + share * cost)
+        queue = self._queues[priority]
+        lower_wait = min(self._waiting_classes()) < priority
+        queue.owed = min(MAX_OWED, queue.owed + share * cost) if lower_wait else 0.0
 
     # ------------------------------------------------------------------ refusals
 
@@ -270,11 +275,12 @@ class Admission:
                 return
         if claim.due_at == math.inf:
             return
-        waiting.least_ttft_s = self._fleet.least_ttft_s(waiting.demand, waiting.keys) or 0.0
+        if not claim.streaming:
+            waiting.least_ttft_s = self._fleet.least_ttft_s(waiting.demand, waiting.keys) or 0.0
+            waiting.stream_s = self._forecast.stream_s(waiting)
         wait_s = self._wait_s(waiting)
-        left_s = waiting.start_by - now
-        if wait_s > left_s and not claim.streaming:
-            refusal = refusals.predicted_miss(wait_s, waiting.least_ttft_s, claim.due_at - now)
+        if wait_s > waiting.start_by - now and not claim.streaming:
+            refusal = refusals.predicted_miss(wait_s, waiting.least_ttft_s, waiting.latest_first_token - now)
             self._refuse(waiting, refusal, outcomes)
         else:
             self._at(waiting.start_by, waiting)
@@ -295,7 +301,7 @@ class Admission:
             tenant = None
         else:
             return None
-        for priority in sorted(other for other in self._queues if other < claim.priority):
+        for priority in sorted(other for other in self._waiting_classes() if other < claim.priority):
             if (loser := self._queues[priority].last(tenant)) is not None:
                 return loser, refusals.displaced(priority, claim.priority, self._retry_after(loser))
         retry_after_s = self._retry_after(newcomer)
@@ -311,12 +317,14 @@ class Admission:
         """It could start, but behind prompts that are queued there its first token would come too late. Where none is
         queued it starts whatever is predicted, and rates are learnt."""
         claim, workers = waiting.claim, self._fleet.snapshot
-        if claim.streaming or now + decision.predicted_ttft_s <= claim.due_at:
+        waiting.stream_s = self._forecast.stream_s(waiting)
+        if claim.streaming or now + decision.predicted_ttft_s <= waiting.latest_first_token:
             return False
         rows = [workers.row_of[name] for name in (decision.decode_id, decision.lender_id) if name]
         if not workers.queued_prefill_tokens[rows].any():
             return False
-        refusal = refusals.predicted_miss(0.0, decision.predicted_ttft_s, claim.due_at - now)
+        left_s = waiting.latest_first_token - now
+        refusal = refusals.predicted_miss(0.0, decision.predicted_ttft_s, left_s)
         self._refuse(waiting, refusal, outcomes)
         return True
 
@@ -374,7 +382,19 @@ class Admission:
         waiting.queued = False
         self._keeping.forget(waiting)
         if not self._queues[waiting.claim.priority].lines:
-            del self._queues[waiting.claim.priority]
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """A class of which nobody waits is remembered while one below does: what it owes is not forgotten whenever its
+        queue runs empty for a moment."""
+        lowest = min(self._waiting_classes(), default=math.inf)
+        empty = [priority for priority, queue in self._queues.items() if not queue.lines]
+        for priority in empty:
+            if priority < lowest or len(empty) > MAX_EMPTY:
+                del self._queues[priority]
+
+    def _waiting_classes(self) -> list[int]:
+        return [priority for priority, queue in self._queues.items() if queue.lines]
 
     def _at(self, when: float, waiting: Waiting | None) -> None:
         """Look again then."""

@@ -10,6 +10,8 @@ HALF_LIFE_S = 20.0
 """Of what was seen, in seconds in which the class waited."""
 MIN_BUSY_S = 0.05
 """Less says nothing."""
+STREAMS_SEEN = 30
+"""Streams of which the mean duration is taken: the last ones count most."""
 MAX_CLASSES = 64
 """Remembered; priorities are the clients' own numbers."""
 
@@ -34,6 +36,19 @@ class Forecast:
     _waiting: set[int] = field(default_factory=set)
     """Since the event before."""
     _at: float = 0.0
+    _stream_s: float | None = None
+    """Of a started request, for each token of output that it was promised blocks for."""
+
+    def ended(self, waiting: Waiting, seconds: float) -> None:
+        """It ran for so long, well or not."""
+        if waiting.num_output_tokens:
+            seen_s = seconds / waiting.num_output_tokens
+            before_s = seen_s if self._stream_s is None else self._stream_s
+            self._stream_s = before_s + (seen_s - before_s) / STREAMS_SEEN
+
+    def stream_s(self, waiting: Waiting) -> float:
+        """Predicted from start to end; 0 while nothing is known."""
+        return (self._stream_s or 0.0) * waiting.num_output_tokens
 
     def advance(self, now: float) -> None:
         """Those who waited after the last event have waited until now."""

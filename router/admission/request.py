@@ -51,6 +51,8 @@ class Waiting:
     """Blocks: without so many no worker can start it. The least, if workers promise different amounts of output."""
     queued: bool = False
     least_ttft_s: float = 0.0
+    stream_s: float = 0.0
+    """Predicted from its first token to its end."""
     held_by: str | None = None
     """The lender that was too deep in work for it."""
     held_until: float = -math.inf
@@ -71,9 +73,20 @@ class Waiting:
         self.cost = cost_of(self.demand, max(reserves))
 
     @property
+    def num_output_tokens(self) -> int:
+        """That it is promised blocks for."""
+        return max(0, self.cost - self.demand.num_tokens)
+
+    @property
     def start_by(self) -> float:
         """Started later, it would come too late even where nothing is queued."""
-        return self.claim.due_at - (0.0 if self.claim.streaming else self.least_ttft_s)
+        return self.latest_first_token - self.least_ttft_s
+
+    @property
+    def latest_first_token(self) -> float:
+        """For it to be in time, and the rest too. Who has had tokens goes on as long as it may."""
+        claim = self.claim
+        return claim.deadline if claim.streaming else min(claim.first_token_by, claim.deadline - self.stream_s)
 
 
 def cost_of(demand: Demand, reserve_output_tokens: int) -> int:
