@@ -17,9 +17,9 @@ from engine.model_dir import ModelDir
 from protos import decode_pb2, decode_pb2_grpc, membership_pb2, membership_pb2_grpc
 from protos import inference_pb2 as pb
 from router.config import RouterConfig
-from router.runtime import start_router
-from support.processes import Stream, alive, finished, running, until, workers_joined
+from support.processes import Stream, alive, finished, running, workers_joined
 from tandem.client import Client
+from tandem.local import start_role, stop_process
 
 VOCAB = 600
 STEP_MS = 8.0
@@ -203,7 +203,7 @@ async def test_refusals_for_want_of_room_are_no_failed_attempts(model: Path, num
     server = Server()
     decode_pb2_grpc.add_DecodeServicer_to_server(refuser, server.grpc)
     port = await server.start("127.0.0.1", 0, ["tandem.internal.v1.Decode"])
-    router = await start_router(RouterConfig(model=model, port=0, max_attempts=2, max_refusals=7))
+    router = await start_role("router", "router", RouterConfig(model=model, port=0, max_attempts=2, max_refusals=7))
     membership = asyncio.ensure_future(joined(router.address, f"127.0.0.1:{port}", ModelDir.open(model)))
     try:
         async with Client(router.address) as client:
@@ -225,10 +225,5 @@ async def test_refusals_for_want_of_room_are_no_failed_attempts(model: Path, num
     finally:
         membership.cancel()
         await asyncio.wait([membership])
-        await router.stop()
+        await stop_process(router.process)
         await server.stop(0.1)
-
-        async def over() -> bool:
-            return membership.done()
-
-        await until(over, "the membership is over")
