@@ -5,7 +5,7 @@ TandemError
 └── ServiceError          a call failed; carries a gRPC code
     ├── InvalidRequest    INVALID_ARGUMENT: `field` is out of its limits
     ├── UnknownModel      NOT_FOUND
-    ├── Overloaded        RESOURCE_EXHAUSTED: no room now, or ever (`permanent`)
+    ├── Overloaded        RESOURCE_EXHAUSTED: no room now (`retry_after_s`), or ever (`permanent`)
     ├── Unavailable       UNAVAILABLE: nobody can serve it now; safe to retry
     ├── Incompatible      FAILED_PRECONDITION: two processes do not fit together
     └── DeadlineExceeded  DEADLINE_EXCEEDED
@@ -14,7 +14,8 @@ TandemError
 from collections.abc import Iterable
 
 import grpc
-from google.protobuf import any_pb2
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -63,13 +64,16 @@ class UnknownModel(ServiceError):
 
 
 class Overloaded(ServiceError):
-    """No room: now, or (`permanent`) ever."""
+    """No room: now, or (`permanent`) ever. `retry_after_s`: when there may be, where that is known."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
-    def __init__(self, message: str, field: str = "", permanent: bool = False) -> None:
+    def __init__(
+        self, message: str, field: str = "", permanent: bool = False, retry_after_s: float | None = None
+    ) -> None:
         super().__init__(message, field)
         self.permanent = permanent
+        self.retry_after_s = retry_after_s
 
 
 class Unavailable(ServiceError):
@@ -95,6 +99,8 @@ _KINDS: dict[grpc.StatusCode, type[ServiceError]] = {
 }
 PERMANENT = "PERMANENT"
 DOMAIN = "tandem"
+MAX_RETRY_AFTER_S = 1e9
+"""What a status can say."""
 
 
 def to_status(error: ServiceError) -> "rpc_status._Status":
@@ -110,6 +116,10 @@ def to_proto(error: ServiceError) -> status_pb2.Status:
         _add(status, error_details_pb2.BadRequest(field_violations=[violation]))
     if isinstance(error, Overloaded) and error.permanent:
         _add(status, error_details_pb2.ErrorInfo(reason=PERMANENT, domain=DOMAIN))
+    if isinstance(error, Overloaded) and error.retry_after_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(round(min(error.retry_after_s, MAX_RETRY_AFTER_S) * 1e9))
+        _add(status, error_details_pb2.RetryInfo(retry_delay=delay))
     return status
 
 
@@ -125,16 +135,19 @@ def from_proto(status: status_pb2.Status) -> ServiceError:
 
 def _typed(code: grpc.StatusCode, message: str, details: Iterable[any_pb2.Any]) -> ServiceError:
     field, permanent = "", False
+    retry_after_s: float | None = None
     for detail in details:
-        bad, info = error_details_pb2.BadRequest(), error_details_pb2.ErrorInfo()
+        bad, info, retry = error_details_pb2.BadRequest(), error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
         if detail.Unpack(bad) and bad.field_violations:
             field, message = bad.field_violations[0].field, bad.field_violations[0].description
         elif detail.Unpack(info):
             permanent = info.reason == PERMANENT
+        elif detail.Unpack(retry):
+            retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return InvalidRequest(field, message)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return Overloaded(message, field, permanent)
+        return Overloaded(message, field, permanent, retry_after_s)
     kind = _KINDS.get(code)
     if kind is not None:
         return kind(message, field)
@@ -152,7 +165,7 @@ def _details(error: grpc.aio.AioRpcError) -> list[any_pb2.Any]:
     return []
 
 
-def _add(status: status_pb2.Status, detail: error_details_pb2.BadRequest | error_details_pb2.ErrorInfo) -> None:
+def _add(status: status_pb2.Status, detail: Message) -> None:
     packed = any_pb2.Any()
     packed.Pack(detail)
     status.details.append(packed)

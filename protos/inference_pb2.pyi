@@ -11,7 +11,8 @@ worker the request touches.
 Errors are ordinary gRPC statuses with `google.rpc.Status` details in the trailers:
   INVALID_ARGUMENT    a field is out of its limits; details hold a BadRequest naming the field
   NOT_FOUND           the model is not served here
-  RESOURCE_EXHAUSTED  the request can never fit, or the queue is full
+  RESOURCE_EXHAUSTED  the request can never fit; or the queue is full, a limit of the tenant is reached, or the first
+                      token is predicted to come too late: details may hold a RetryInfo saying when to try again
   UNAVAILABLE         no worker could serve it now; safe to retry
   DEADLINE_EXCEEDED   the call's deadline passed
 """
@@ -67,6 +68,7 @@ class GenerateRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    MAX_TTFT_MS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a served model. Empty: the only one served."""
     text: _builtins.str
@@ -74,14 +76,19 @@ class GenerateRequest(_message.Message):
     one on the wire would win silently; here giving two is an error.)
     """
     priority: _builtins.int
-    """Higher runs first. Default 0."""
+    """Higher runs first. Default 0. Below 0 is batch work, which leaves room for the rest."""
     tenant: _builtins.str
+    """Whose fair share, limits and quota it counts against. Empty: nobody's in particular."""
     session_id: _builtins.str
     """Groups the turns of one conversation. Informative."""
     request_id: _builtins.str
     """Appears in receipts and logs. Drawn by the router when empty."""
     cache_salt: _builtins.str
     """Requests share cached KV only with requests of the same salt."""
+    max_ttft_ms: _builtins.float
+    """The first token is worthless after so many milliseconds, counted from the request's arrival: a time limit for it,
+    beside the call's deadline. Above 0. A request that is predicted to miss it is refused at once.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """Rendered with the model's chat template."""
@@ -105,13 +112,19 @@ class GenerateRequest(_message.Message):
         session_id: _builtins.str = ...,
         request_id: _builtins.str = ...,
         cache_salt: _builtins.str = ...,
+        max_ttft_ms: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_text", b"_text", "sampling", b"sampling", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_ttft_ms", b"_max_ttft_ms", "_text", b"_text", "max_ttft_ms", b"max_ttft_ms", "sampling", b"sampling", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_text", b"_text", "cache_salt", b"cache_salt", "messages", b"messages", "model", b"model", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_ttft_ms", b"_max_ttft_ms", "_text", b"_text", "cache_salt", b"cache_salt", "max_ttft_ms", b"max_ttft_ms", "messages", b"messages", "model", b"model", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_ttft_ms: _TypeAlias = _typing.Literal["max_ttft_ms"]  # noqa: Y015
+    _WhichOneofArgType__max_ttft_ms: _TypeAlias = _typing.Literal["_max_ttft_ms", b"_max_ttft_ms"]  # noqa: Y015
     _WhichOneofReturnType__text: _TypeAlias = _typing.Literal["text"]  # noqa: Y015
     _WhichOneofArgType__text: _TypeAlias = _typing.Literal["_text", b"_text"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_ttft_ms) -> _WhichOneofReturnType__max_ttft_ms | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__text) -> _WhichOneofReturnType__text | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015

@@ -11,7 +11,8 @@ worker the request touches.
 Errors are ordinary gRPC statuses with `google.rpc.Status` details in the trailers:
   INVALID_ARGUMENT    a field is out of its limits; details hold a BadRequest naming the field
   NOT_FOUND           the model is not served here
-  RESOURCE_EXHAUSTED  the request can never fit, or the queue is full
+  RESOURCE_EXHAUSTED  the request can never fit; or the queue is full, a limit of the tenant is reached, or the first
+                      token is predicted to come too late: details may hold a RetryInfo saying when to try again
   UNAVAILABLE         no worker could serve it now; safe to retry
   DEADLINE_EXCEEDED   the call's deadline passed
 """

@@ -35,8 +35,10 @@ class Emitted:
         self._unread: list[bytes] = []
         self._choices = [EmittedChoice() for _ in range(num_choices)]
         self._num_prompt_logprobs = 0
+        self._num_messages = 0
 
     def add(self, message: bytes) -> None:
+        self._num_messages += 1
         self._unread.append(message)
 
     @property
@@ -48,6 +50,15 @@ class Emitted:
     def num_prompt_logprobs(self) -> int:
         self._read()
         return self._num_prompt_logprobs
+
+    @property
+    def empty(self) -> bool:
+        """Nothing was sent."""
+        return self._num_messages == 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(choice.token_ids) for choice in self.choices)
 
     @property
     def finished(self) -> bool:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from cluster.config import Config
+from router.admission.config import AdmissionConfig
 from router.rates import Priors
 
 
-class RouterConfig(Config):
-    """The global router."""
+class RouterConfig(AdmissionConfig):
+    """The global router; what waits, and for how long, is set by the keys of AdmissionConfig."""
 
     model: Path
     """The model directory: config and tokenizer; the weights are not read."""
@@ -21,12 +21,8 @@ class RouterConfig(Config):
     port: int = Field(default=50051, ge=0, le=65535)
     """0 lets the system choose."""
 
-    max_queued: PositiveInt = 4096
-    """Requests that may wait for a pair; more are refused at once."""
     default_deadline_s: PositiveFloat = 600.0
     """For requests that bring none."""
-    no_worker_grace_s: PositiveFloat = 10.0
-    """How long a request may wait while no decode worker at all is there."""
     max_attempts: PositiveInt = 4
     """Placements of one request, the first one included."""
     worker_silence_s: PositiveFloat = 10.0

@@ -8,7 +8,9 @@ The snapshot that placement reads is kept up to date row by row as events come, 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from engine.keys import BlockKey, split_keys
 from protos import inference_pb2 as public_pb
@@ -17,7 +19,7 @@ from router.demand import Demand
 from router.index import PrefixIndex
 from router.learning import Learner
 from router.placement import Decision, place, startable
-from router.rates import Priors, Rates
+from router.rates import Ints, Priors, Rates
 from router.receipts import measured
 from router.scores import LogRatios
 from router.snapshot import Hits, Workers, WorkerView
@@ -227,11 +229,19 @@ class Fleet:
                 due[lender_id] = max(due.get(lender_id, 0), shared)
         return Hits.of(self._snapshot, held, due)
 
-    def decide(self, demand: Demand, keys: Sequence[BlockKey]) -> Decision | None:
-        """Where it would go now; None when no decode worker can start it."""
-        if not startable(demand, self._snapshot).any():
+    def decide(self, demand: Demand, keys: Sequence[BlockKey], available: Ints | None = None) -> Decision | None:
+        """Where it would go now; None when no decode worker can start it. `available`: blocks that it may take of each
+        worker of `snapshot`, where these are not all there are."""
+        if not startable(demand, self._snapshot, available).any():
             return None  # what the caches hold need not be asked
-        return place(demand, self._snapshot, self.hits(keys), self.rates)
+        return place(demand, self._snapshot, self.hits(keys), self.rates, available)
+
+    def least_ttft_s(self, demand: Demand, keys: Sequence[BlockKey]) -> float | None:
+        """Predicted if there were room everywhere and no prompt were queued anywhere; None where nobody could hold
+        it."""
+        free = replace(self._snapshot, queued_prefill_tokens=np.zeros_like(self._snapshot.queued_prefill_tokens))
+        decision = place(demand, free, self.hits(keys), self.rates, free.num_blocks)
+        return None if decision is None else decision.predicted_ttft_s
 
     def _arrange(self) -> None:
         """Who is among the workers that have reported has changed."""

@@ -42,21 +42,26 @@ class Decision:
     reason: str
 
 
-def startable(demand: Demand, workers: Workers) -> Bools:
-    """[W]: the decode workers that can start the request now."""
+def startable(demand: Demand, workers: Workers, available: Ints | None = None) -> Bools:
+    """[W]: the decode workers that can start the request now, with `available` blocks if not all that are.
+
+    A worker that could not hold the whole request would refuse it for good.
+    """
     promised = np.array([demand.num_promised_blocks(reserve) for reserve in workers.reserves], np.int64)
-    able: Bools = workers.decodes & (workers.available_blocks >= promised[workers.reserve_of])
+    there = workers.available_blocks if available is None else available
+    able: Bools = workers.starts & (there >= promised[workers.reserve_of])
+    able &= workers.num_blocks >= demand.num_total_blocks
     return able
 
 
-def place(demand: Demand, workers: Workers, hits: Hits, rates: Rates) -> Decision | None:
-    """The cheapest way, or None when no decode worker can start the request now.
+def place(demand: Demand, workers: Workers, hits: Hits, rates: Rates, available: Ints | None = None) -> Decision | None:
+    """The cheapest way, or None when no decode worker can start the request now, with `available` blocks of it each.
 
     Ties go to the first in order of worker ids.
     """
     if not len(workers.ids):
         return None
-    rows = np.flatnonzero(startable(demand, workers))
+    rows = np.flatnonzero(startable(demand, workers, available))
     if not len(rows):
         return None
     way, num_candidates = _Matrices(demand, workers, hits, rates, rows).cheapest()

@@ -44,7 +44,7 @@ async def start_router(config: RouterConfig) -> Router:
     log.info("%s: %d tokens, context %d", model_dir.name, model_dir.vocab_size, model_dir.max_context_tokens)
     encoder = PromptEncoder(model_dir)
     fleet = Fleet(config.id(), config.priors(), config.learn_rates)
-    dispatcher = Dispatcher(fleet, config.max_queued)
+    dispatcher = Dispatcher(fleet, config)
     grammars = GrammarChecker(model_dir, config.grammar_limit_s)
     serving = Serving(config, model_dir, encoder, grammars, fleet, dispatcher)
     server = Server()

@@ -4,18 +4,20 @@ import asyncio
 import contextlib
 import copy
 import logging
+import math
 import secrets
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
-from cluster.errors import DeadlineExceeded, InvalidRequest, Unavailable, UnknownModel
+from cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable, UnknownModel
 from engine.keys import BlockKey, block_keys, root_key
 from engine.model_dir import ModelDir
 from engine.structured import read_structured
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
 from protos import lend_pb2, membership_pb2
+from router.admission.request import Claim
 from router.attempt import Emitted, Retriable, run_attempt
 from router.candidates import Candidate
 from router.config import RouterConfig
@@ -27,7 +29,7 @@ from router.fleet import Fleet, Placed, Worker
 from router.grammar_checker import GrammarChecker
 from router.placement import Decision
 from router.prompts import PromptEncoder
-from router.validation import check_names, check_prompt, prompt_field, resolve_sampling
+from router.validation import check_names, check_prompt, check_time_limit, prompt_field, resolve_sampling
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,13 @@ class Ticket:
     tokenised_at: float
     deadline: float
     """Seconds of the monotonic clock, as are the others."""
+    claim: Claim
+
+    @property
+    def most_tokens(self) -> int:
+        """Of prompt and output."""
+        choices = self.sampling.beam_width if self.sampling.HasField("beam_width") else self.sampling.n
+        return len(self.prompt) + self.sampling.max_tokens * choices
 
     def remaining_s(self) -> float:
         """Raises DeadlineExceeded when nothing remains."""
@@ -76,7 +85,16 @@ class Serving:
     async def generate(self, request: public_pb.GenerateRequest, deadline_s: float | None) -> AsyncGenerator[bytes]:
         """Serialised GenerateResponses: one unbroken stream over however many attempts. Raises ServiceError."""
         ticket = await self._check(request, deadline_s)
+        charge = await self._dispatcher.enter(request.tenant, ticket.most_tokens)
         emitted = Emitted(ticket.sampling.n)
+        try:
+            async with contextlib.aclosing(self._attempts(ticket, emitted)) as messages:
+                async for message in messages:
+                    yield message
+        finally:
+            self._dispatcher.leave(charge, lambda: len(ticket.prompt) + emitted.num_tokens)
+
+    async def _attempts(self, ticket: Ticket, emitted: Emitted) -> AsyncGenerator[bytes]:
         attempt = 1
         while True:
             placed, decision, placed_at = await self._place(ticket, emitted)
@@ -97,13 +115,16 @@ class Serving:
                 if emitted.finished:
                     return
                 log.info("%s: attempt %d failed: %s", ticket.request_id, attempt, failure)
-                if attempt == self._config.max_attempts:
+                if full := isinstance(failure.cause, Overloaded):
+                    self._dispatcher.refused(placed)  # raises when it was too often
+                elif attempt == self._config.max_attempts:
                     raise failure.cause from None
-                attempt += 1
+                else:
+                    attempt += 1
             finally:
-                self._fleet.ended(placed)
-                self._dispatcher.kick()
-            await self._settle(placed.decode)
+                self._dispatcher.ended(placed)
+            if not full:
+                await self._settle(placed.decode)
 
     async def explain(
         self, request: public_pb.GenerateRequest, deadline_s: float | None
@@ -127,11 +148,14 @@ class Serving:
         if request.model and request.model != self._model_dir.name:
             raise UnknownModel(f"{request.model!r} is not served here; {self._model_dir.name!r} is", "model")
         check_names(request)
+        check_time_limit(request)
         prompt = await self._encoder.encode(request)
         check_prompt(prompt, prompt_field(request), self._model_dir)
         sampling = resolve_sampling(request.sampling, len(prompt), self._model_dir)
         if (structured := read_structured(sampling)) is not None:
             await self._grammars.check(structured)
+        deadline = arrived_at + (self._config.default_deadline_s if deadline_s is None else deadline_s)
+        first_token_s = request.max_ttft_ms / 1e3 if request.HasField("max_ttft_ms") else math.inf
         return Ticket(
             request=request,
             request_id=request.request_id or secrets.token_hex(8),
@@ -139,22 +163,15 @@ class Serving:
             sampling=sampling,
             arrived_at=arrived_at,
             tokenised_at=time.monotonic(),
-            deadline=arrived_at + (self._config.default_deadline_s if deadline_s is None else deadline_s),
+            deadline=deadline,
+            claim=Claim(request.tenant, request.priority, arrived_at, deadline, arrived_at + first_token_s),
         )
 
     async def _place(self, ticket: Ticket, emitted: Emitted) -> tuple[Placed, Decision, float]:
         """Wait for a pair. What can never start is refused at once; with nobody there it waits a little."""
         demand, keys = await self._needs(ticket, emitted)
-        placing = asyncio.ensure_future(self._dispatcher.place(demand, keys, ticket.request.priority))
-        try:
-            while not placing.done():
-                await asyncio.wait([placing], timeout=min(self._config.no_worker_grace_s, ticket.remaining_s()))
-                if not placing.done():
-                    await self._await_decode_workers(ticket)  # the last one may have gone meanwhile
-            placed, decision = placing.result()
-        except BaseException:
-            self._withdraw(placing)
-            raise
+        ticket.claim.streaming = not emitted.empty
+        placed, decision = await self._dispatcher.place(ticket.claim, demand, keys)
         return placed, decision, time.monotonic()
 
     async def _needs(self, ticket: Ticket, emitted: Emitted) -> tuple[Demand, list[BlockKey]]:
@@ -166,14 +183,6 @@ class Serving:
         root = root_key(hello.model_fingerprint, ticket.request.cache_salt)
         usable = chains[0][: demand.num_usable_blocks * demand.block_tokens]
         return demand, block_keys(root, usable, demand.block_tokens)
-
-    def _withdraw(self, placing: "asyncio.Future[tuple[Placed, Decision]]") -> None:
-        """The request goes elsewhere than to its place, if it has got one by now."""
-        if not placing.done():
-            placing.cancel()  # the dispatcher takes it back
-        elif not placing.cancelled() and placing.exception() is None:
-            self._fleet.ended(placing.result()[0])
-            self._dispatcher.kick()
 
     def _demand(
         self, ticket: Ticket, chains: list[list[int]], emitted: Emitted, block_tokens: int, block_bytes: int

@@ -42,6 +42,11 @@ class Workers:
     reserve_of: Ints
     """Which of them."""
 
+    @property
+    def starts(self) -> Bools:
+        """[W]: decode workers, on which requests may start."""
+        return self.decodes
+
     @classmethod
     def of(cls, views: Sequence[WorkerView]) -> "Workers":
         views = sorted(views, key=lambda view: view.worker_id)

@@ -74,6 +74,12 @@ def check_names(request: pb.GenerateRequest) -> None:
             raise InvalidRequest(field, f"longer than {MAX_NAME_CHARS} characters")
 
 
+def check_time_limit(request: pb.GenerateRequest) -> None:
+    """Raises InvalidRequest for a limit of the first token's time that is none."""
+    if request.HasField("max_ttft_ms") and not 0 < request.max_ttft_ms < math.inf:
+        raise InvalidRequest("max_ttft_ms", f"must be above 0 and finite, not {request.max_ttft_ms}")
+
+
 def prompt_field(request: pb.GenerateRequest) -> str:
     """The field the prompt came in."""
     if request.HasField("text"):

@@ -52,12 +52,15 @@ class Client:
         request_id: str = "",
         cache_salt: str = "",
         priority: int = 0,
+        tenant: str = "",
+        max_ttft_ms: float | None = None,
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Stream one completion; the last message has `finish`. Leaving the loop early cancels the request.
 
         With `sampling.n` above 1 each message is of the choice `index`, and each choice ends with a `finish`.
 
-        Raises ServiceError: InvalidRequest names the field at fault; Unavailable may be retried.
+        Raises ServiceError: InvalidRequest names the field at fault; Unavailable may be retried, and Overloaded after
+        its `retry_after_s` where it has one.
         """
         try:
             request = pb.GenerateRequest(
@@ -69,6 +72,8 @@ class Client:
                 request_id=request_id,
                 cache_salt=cache_salt,
                 priority=priority,
+                tenant=tenant,
+                max_ttft_ms=max_ttft_ms,
             )
         except ValueError as error:  # protobuf's own range checks: a negative token id, for one
             raise InvalidRequest("request", str(error)) from None

@@ -7,7 +7,15 @@ import grpc
 import pytest
 
 from cluster.config import read_file, to_overrides
-from cluster.errors import InvalidRequest, Overloaded, StartError, Unavailable, from_rpc_error, to_status
+from cluster.errors import (
+    MAX_RETRY_AFTER_S,
+    InvalidRequest,
+    Overloaded,
+    StartError,
+    Unavailable,
+    from_rpc_error,
+    to_status,
+)
 from engine.errors import ModelRefused
 from engine.model_dir import ModelDir
 from engine.worker.config import WorkerConfig
@@ -88,4 +96,19 @@ def test_errors_keep_their_type_and_field_across_the_wire() -> None:
     busy = over_the_wire(Overloaded("busy"))
     assert isinstance(busy, Overloaded)
     assert not busy.permanent
+    assert busy.retry_after_s is None
     assert isinstance(over_the_wire(Unavailable("gone")), Unavailable)
+
+
+@pytest.mark.parametrize("retry_after_s", [0.0, 0.05, 12.345678901, 86_400.0, 1e8])
+def test_when_to_try_again_keeps_its_nanoseconds_across_the_wire(retry_after_s: float) -> None:
+    later = over_the_wire(Overloaded("later", "tenant", retry_after_s=retry_after_s))
+    assert isinstance(later, Overloaded)
+    assert later.retry_after_s == pytest.approx(retry_after_s, abs=1e-9)
+    assert (later.message, later.field, later.permanent) == ("later", "tenant", False)
+
+
+def test_when_to_try_again_is_bounded_by_what_a_status_can_say() -> None:
+    never = over_the_wire(Overloaded("never", retry_after_s=float("inf")))
+    assert isinstance(never, Overloaded)
+    assert never.retry_after_s == MAX_RETRY_AFTER_S

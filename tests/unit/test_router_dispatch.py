@@ -1,11 +1,14 @@
-"""Who waits, who starts, and in which order."""
+"""The shell of admission: futures, cancellation, the timer. Who goes when is tested in test_admission_*.py."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
-from cluster.errors import Overloaded
+from cluster.errors import Overloaded, Unavailable
 from protos import membership_pb2 as pb
+from router.admission.config import AdmissionConfig, TenantPolicy
+from router.admission.request import Claim
 from router.demand import Demand
 from router.dispatch import Dispatcher
 from router.fleet import Fleet, Worker
@@ -18,11 +21,24 @@ def demand(num_blocks: int) -> Demand:
     return Demand(num_tokens=4, num_usable_blocks=0, num_total_blocks=num_blocks, block_tokens=4, block_bytes=100)
 
 
-def make(available: int, max_queued: int = 10) -> tuple[Fleet, Worker, Dispatcher]:
+class Clock:
+    """Virtual: tests move it."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def claim(priority: int = 0, **options: Any) -> Claim:
+    return Claim("", priority, 0.0, **options)
+
+
+def make(available: int, **config: Any) -> tuple[Fleet, Worker, Dispatcher]:
     fleet = Fleet("router", PRIORS)
     worker = fleet.joined(pb.Hello(worker_id="d0", role=pb.ROLE_DECODE))
     fleet.reported(worker, pb.LoadReport(available_blocks=available, num_blocks=100))
-    return fleet, worker, Dispatcher(fleet, max_queued)
+    return fleet, worker, Dispatcher(fleet, AdmissionConfig(**config), clock=Clock())
 
 
 async def settle() -> None:
@@ -32,27 +48,26 @@ async def settle() -> None:
 
 async def test_what_fits_starts_at_once_and_counts() -> None:
     _, _, dispatcher = make(available=10)
-    placed, decision = await dispatcher.place(demand(6), [], 0)
+    placed, decision = await dispatcher.place(claim(), demand(6), [])
     assert decision.decode_id == "d0"
     assert placed.sequence == 1
-    second = asyncio.ensure_future(dispatcher.place(demand(6), [], 0))
+    second = asyncio.ensure_future(dispatcher.place(claim(), demand(6), []))
     await settle()
     assert not second.done()
     second.cancel()
 
 
-async def test_the_first_in_line_keeps_its_turn() -> None:
-    fleet, _, dispatcher = make(available=10)
-    running, _ = await dispatcher.place(demand(8), [], 0)
-    large = asyncio.ensure_future(dispatcher.place(demand(9), [], 0))
-    small = asyncio.ensure_future(dispatcher.place(demand(1), [], 0))
+async def test_what_has_no_room_lets_others_pass() -> None:
+    _, _, dispatcher = make(available=10)
+    running, _ = await dispatcher.place(claim(), demand(8), [])
+    large = asyncio.ensure_future(dispatcher.place(claim(), demand(9), []))
+    small = asyncio.ensure_future(dispatcher.place(claim(), demand(1), []))
     await settle()
-    assert not small.done(), "a small request must not starve the large one before it"
-    fleet.ended(running)
-    dispatcher.kick()
+    assert small.done()
+    assert not large.done()
+    dispatcher.ended(running)
     await settle()
     assert large.done()
-    assert small.done()
 
 
 async def test_priority_goes_first_and_arrival_decides_ties() -> None:
@@ -60,9 +75,9 @@ async def test_priority_goes_first_and_arrival_decides_ties() -> None:
     order: list[str] = []
 
     async def wait(name: str, priority: int) -> None:
-        placed, _ = await dispatcher.place(demand(1), [], priority)
+        placed, _ = await dispatcher.place(claim(priority), demand(1), [])
         order.append(name)
-        fleet.ended(placed)
+        dispatcher.ended(placed)
 
     tasks = [asyncio.ensure_future(wait(name, priority)) for name, priority in [("a", 0), ("b", 5), ("c", 0), ("d", 5)]]
     await settle()
@@ -76,17 +91,17 @@ async def test_priority_goes_first_and_arrival_decides_ties() -> None:
 
 async def test_a_full_queue_refuses() -> None:
     _, _, dispatcher = make(available=0, max_queued=1)
-    waiting = asyncio.ensure_future(dispatcher.place(demand(1), [], 0))
+    waiting = asyncio.ensure_future(dispatcher.place(claim(), demand(1), []))
     await settle()
     with pytest.raises(Overloaded):
-        await dispatcher.place(demand(1), [], 0)
+        await dispatcher.place(claim(), demand(1), [])
     waiting.cancel()
 
 
 async def test_a_client_that_leaves_frees_its_place() -> None:
     fleet, worker, dispatcher = make(available=0)
-    first = asyncio.ensure_future(dispatcher.place(demand(5), [], 0))
-    second = asyncio.ensure_future(dispatcher.place(demand(1), [], 0))
+    first = asyncio.ensure_future(dispatcher.place(claim(), demand(5), []))
+    second = asyncio.ensure_future(dispatcher.place(claim(), demand(1), []))
     await settle()
     first.cancel()
     await settle()
@@ -99,10 +114,58 @@ async def test_a_client_that_leaves_frees_its_place() -> None:
 
 async def test_a_client_that_leaves_as_it_is_placed_gives_the_placement_back() -> None:
     fleet, worker, dispatcher = make(available=0)
-    waiting = asyncio.ensure_future(dispatcher.place(demand(5), [], 0))
+    waiting = asyncio.ensure_future(dispatcher.place(claim(), demand(5), []))
     await settle()
     fleet.reported(worker, pb.LoadReport(available_blocks=5, num_blocks=100))
     dispatcher.kick()
     waiting.cancel()
     await settle()
     assert [view.available_blocks for view in fleet.views()] == [5]
+
+
+async def test_an_end_lets_the_next_one_start() -> None:
+    _, _, dispatcher = make(available=10)
+    placed, _ = await dispatcher.place(claim(), demand(10), [])
+    waits = asyncio.ensure_future(dispatcher.place(claim(), demand(10), []))
+    await settle()
+    dispatcher.ended(placed)
+    await settle()
+    assert waits.done()
+
+
+async def test_the_timer_refuses_what_nobody_could_hold() -> None:
+    """Of its own, with no event from anywhere; the clock is the loop's here."""
+    fleet = Fleet("router", PRIORS)
+    dispatcher = Dispatcher(fleet, AdmissionConfig(no_worker_grace_s=0.01))
+    with pytest.raises(Unavailable, match="no decode worker"):
+        await dispatcher.place(Claim("", 0, 0.0), demand(5), [])
+    assert dispatcher.num_waiting == 0
+    assert dispatcher.admission.num_refused == {"no worker": 1}
+
+
+async def test_limits_of_a_tenant_and_what_is_given_back() -> None:
+    fleet = Fleet("router", PRIORS)
+    clock = Clock()
+    policy = TenantPolicy(quota_tokens=100, quota_window_s=60, tokens_per_minute=6000)
+    config = AdmissionConfig(tenants={"a": policy})
+    dispatcher = Dispatcher(fleet, config, clock=clock, wall_clock=clock)
+    clock.now = 90.0
+    charge = await dispatcher.enter("a", 80)
+    with pytest.raises(Overloaded, match="'a' is at its quota_tokens of 100 per 60 s") as caught:
+        await dispatcher.enter("a", 21)
+    assert caught.value.retry_after_s == 30
+    dispatcher.leave(charge, lambda: 30)
+    await settle()
+    second = await dispatcher.enter("a", 70)
+    with pytest.raises(Overloaded):
+        await dispatcher.enter("a", 1)
+    clock.now = 121.0
+    await dispatcher.enter("a", 100)
+    dispatcher.leave(second, lambda: 0)  # of a window that is over: nothing comes back
+    await settle()
+    with pytest.raises(Overloaded):
+        await dispatcher.enter("a", 1)
+    with pytest.raises(Overloaded, match="never") as caught:
+        await dispatcher.enter("a", 101)
+    assert caught.value.permanent
+    assert dispatcher.admission.num_refused == {"quota_tokens": 4}

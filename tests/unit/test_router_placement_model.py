@@ -132,7 +132,7 @@ def plain_costs(case: Case) -> Iterator[tuple[float, str, str, bool, str | None]
 
     for decode in case.views:
         promised = demand.num_promised_blocks(decode.reserve_output_tokens)
-        if not decode.decodes or decode.available_blocks < promised:
+        if not decode.decodes or decode.available_blocks < promised or decode.num_blocks < demand.num_total_blocks:
             continue
         yield cost_s(decode, 0.0, held(decode)), decode.worker_id, "", False, None
         alike = [view for view in case.views if view is not decode and view.fingerprint == decode.fingerprint]

@@ -144,7 +144,8 @@ async def test_a_deadline_too_short(site: Site, timeout_s: float) -> None:
     stub = pb_grpc.InferenceStub(site.link(site.router.address))
     prompt = [2 + i % 900 for i in range(2000)]
     request = pb.GenerateRequest(token_ids=prompt, sampling=pb.Sampling(max_tokens=6000))
-    assert isinstance(await refusal(stub.Generate(request, timeout=timeout_s)), DeadlineExceeded)
+    error = await refusal(stub.Generate(request, timeout=timeout_s))
+    assert isinstance(error, DeadlineExceeded | Overloaded), "at the deadline, or before it where a miss is predicted"
 
 
 # ---------------------------------------------------------------------------------------- bytes on the wire

@@ -1,0 +1,176 @@
+"""The order of those that wait: lines of tenants in classes, served by deficit round robin. Pure."""
+
+import bisect
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from router.admission.request import Waiting
+
+QUANTUM = 1024
+"""Tokens: what a tenant of weight 1 gains with each visit."""
+
+Picker = Callable[["Line"], Waiting | None]
+"""The first of a line that could start now."""
+
+
+@dataclass(slots=True, eq=False)
+class Line:
+    """What one tenant has waiting in one class, in order."""
+
+    tenant: str
+    weight: float
+    requests: list[Waiting] = field(default_factory=list)
+    tokens: int = 0
+    deficit: float = 0.0
+    """Tokens it may start before others have their turn. Below 0 after one that had a worker kept for it."""
+    visited: bool = False
+    """It stands first in its class and has gained for that."""
+    _least: int | None = None
+
+    @property
+    def least_need(self) -> int:
+        """Of blocks, among its requests."""
+        if self._least is None:
+            self._least = min(waiting.need for waiting in self.requests)
+        return self._least
+
+    def add(self, waiting: Waiting) -> None:
+        bisect.insort(self.requests, waiting, key=lambda other: other.order)
+        self.tokens += waiting.cost
+        if self._least is not None:
+            self._least = min(self._least, waiting.need)
+
+    def remove(self, waiting: Waiting) -> None:
+        at = bisect.bisect_left(self.requests, waiting.order, key=lambda other: other.order)
+        assert self.requests[at] is waiting
+        del self.requests[at]
+        self.tokens -= waiting.cost
+        if waiting.need == self._least:
+            self._least = None
+
+    def measured_anew(self) -> None:
+        self.tokens, self._least = sum(waiting.cost for waiting in self.requests), None
+
+    def tokens_before(self, waiting: Waiting) -> int:
+        """Of those that go before it."""
+        at = bisect.bisect_left(self.requests, waiting.order, key=lambda other: other.order)
+        return sum(other.cost for other in self.requests[:at])
+
+
+class ClassQueue:
+    """The lines of one priority; the first in the ring has its turn."""
+
+    def __init__(self, priority: int) -> None:
+        self.priority = priority
+        self.lines: dict[str, Line] = {}
+        self.owed = 0.0
+        """Tokens that the classes below were to have had while this one was served."""
+        self.passed_tokens = 0
+        """Started past this class's turn, since it began to wait."""
+        self.num_waiting = 0
+        self.tokens = 0
+        """Of all that wait."""
+        self._ring: deque[Line] = deque()
+        self._least: int | None = None
+
+    @property
+    def gives_way(self) -> bool:
+        """The classes below have their turn. Not for a few tokens: a quantum at a time."""
+        return self.owed >= QUANTUM
+
+    @property
+    def least_need(self) -> int:
+        """Of blocks, among all that wait; there are some."""
+        if self._least is None:
+            self._least = min(line.least_need for line in self.lines.values())
+        return self._least
+
+    def first_lines(self, count: int) -> list[Line]:
+        """Whose turn is next."""
+        return list(itertools.islice(self._ring, count))
+
+    def __iter__(self) -> Iterator[Waiting]:
+        for line in self.lines.values():
+            yield from line.requests
+
+    def add(self, waiting: Waiting, weight: float) -> None:
+        """Who was placed before and comes back gets back what that cost."""
+        tenant = waiting.claim.tenant
+        if (line := self.lines.get(tenant)) is None:
+            line = self.lines[tenant] = Line(tenant, weight)
+            self._ring.append(line)
+        line.add(waiting)
+        self.num_waiting += 1
+        self.tokens += waiting.cost
+        if self._least is not None:
+            self._least = min(self._least, waiting.need)
+        if waiting.claim.num_placed:
+            line.deficit += waiting.cost
+
+    def remove(self, waiting: Waiting) -> None:
+        line = self.lines[waiting.claim.tenant]
+        line.remove(waiting)
+        self.num_waiting -= 1
+        self.tokens -= waiting.cost
+        if waiting.need == self._least:
+            self._least = None
+        if not line.requests:
+            del self.lines[line.tenant]
+            self._ring.remove(line)
+
+    def measured_anew(self) -> None:
+        """Costs and needs have changed, but not who waits."""
+        for line in self.lines.values():
+            line.measured_anew()
+        self.tokens, self._least = sum(line.tokens for line in self.lines.values()), None
+
+    def started(self, waiting: Waiting) -> None:
+        """It goes, and is charged for it."""
+        self.lines[waiting.claim.tenant].deficit -= waiting.cost
+        self.remove(waiting)
+
+    def pick(self, first_of: Picker) -> Waiting | None:
+        """Whose turn it is among the lines that can start something now; the others gain nothing meanwhile."""
+        able: list[tuple[Line, Waiting]] = []
+        for _ in range(len(self._ring)):
+            line = self._ring[0]
+            if (waiting := first_of(line)) is not None:
+                if self._gains_enough(line, waiting):
+                    return waiting
+                able.append((line, waiting))
+            self._leave(line)
+        if not able:
+            return None
+        # Nobody in a whole round: as many rounds at once as it takes the next one to gain enough.
+        rounds = min(math.ceil((waiting.cost - line.deficit) / (QUANTUM * line.weight)) for line, waiting in able)
+        for line, _ in able:
+            line.deficit += (rounds - 1) * QUANTUM * line.weight
+        candidates = dict(able)
+        for _ in range(len(self._ring)):
+            line = self._ring[0]
+            if line in candidates and self._gains_enough(line, candidates[line]):
+                return candidates[line]
+            self._leave(line)
+        raise AssertionError("one of them had to gain enough")
+
+    def _gains_enough(self, line: Line, waiting: Waiting) -> bool:
+        if not line.visited:
+            line.visited = True
+            line.deficit += QUANTUM * line.weight
+        return waiting.cost <= line.deficit + 1e-6  # of sums of fractions
+
+    def _leave(self, line: Line) -> None:
+        line.visited = False
+        self._ring.rotate(-1)
+
+    def last(self, tenant: str | None = None) -> Waiting | None:
+        """Never placed: of the tenant with most tokens waiting for its weight, or of the one named."""
+        named = self.lines.values() if tenant is None else filter(None, [self.lines.get(tenant)])
+        for line in sorted(named, key=lambda line: -line.tokens / line.weight):
+            for waiting in reversed(line.requests):
+                if not waiting.claim.num_placed:
+                    return waiting
+        return None

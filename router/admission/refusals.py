@@ -1,0 +1,97 @@
+"""Why requests are refused: errors for clients, reasons for operators."""
+
+from enum import StrEnum
+
+from cluster.errors import DeadlineExceeded, Overloaded, ServiceError, Unavailable
+
+MIN_RETRY_AFTER_S = 0.05
+MAX_RETRY_AFTER_S = 60.0
+"""Of predictions. A limit that is known to last longer says so."""
+
+
+class Reason(StrEnum):
+    """What refusals are counted by."""
+
+    QUEUE_FULL = "queue full"
+    TENANT_QUEUE_FULL = "tenant's queue full"
+    DISPLACED = "displaced"
+    PREDICTED_MISS = "predicted miss"
+    TOO_LATE = "too late"
+    DEADLINE = "deadline passed"
+    NO_ROOM = "refused by workers"
+    NO_WORKER = "no worker"
+    REQUEST_RATE = "requests_per_s"
+    TOKEN_RATE = "tokens_per_minute"
+    QUOTA = "quota_tokens"
+    TOO_MANY_TENANTS = "too many tenants"
+
+
+class Refusal(Exception):
+    """`error` is the client's."""
+
+    def __init__(self, reason: Reason, error: ServiceError) -> None:
+        super().__init__(str(error))
+        self.reason = reason
+        self.error = error
+
+
+def bounded(retry_after_s: float) -> float:
+    return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, retry_after_s))
+
+
+def queue_full(num_queued: int, retry_after_s: float) -> Refusal:
+    message = f"{num_queued} requests wait already, the limit"
+    return Refusal(Reason.QUEUE_FULL, Overloaded(message, retry_after_s=bounded(retry_after_s)))
+
+
+def tenant_queue_full(tenant: str, num_queued: int, retry_after_s: float) -> Refusal:
+    message = f"{num_queued} requests of tenant {tenant!r} wait already, the limit"
+    return Refusal(Reason.TENANT_QUEUE_FULL, Overloaded(message, retry_after_s=bounded(retry_after_s)))
+
+
+def displaced(priority: int, by: int, retry_after_s: float) -> Refusal:
+    message = f"displaced from a full queue: priority {by} came, this one has {priority}"
+    return Refusal(Reason.DISPLACED, Overloaded(message, retry_after_s=bounded(retry_after_s)))
+
+
+def predicted_miss(wait_s: float, ttft_s: float, left_s: float) -> Refusal:
+    """It could be there `left_s` from now at the latest."""
+    message = (
+        f"predicted to wait {wait_s:.3g} s and then to need {ttft_s:.3g} s for the first token, "
+        f"which must come within {left_s:.3g} s"
+    )
+    error = Overloaded(message, retry_after_s=bounded(wait_s + ttft_s - left_s))
+    return Refusal(Reason.PREDICTED_MISS, error)
+
+
+def too_late(waited_s: float, ttft_s: float, retry_after_s: float) -> Refusal:
+    message = (
+        f"waited {waited_s:.3g} s, and with {ttft_s:.3g} s predicted for the first token it can no longer come in time"
+    )
+    return Refusal(Reason.TOO_LATE, Overloaded(message, retry_after_s=bounded(retry_after_s)))
+
+
+def deadline_passed() -> Refusal:
+    return Refusal(Reason.DEADLINE, DeadlineExceeded("the deadline passed before the request was done"))
+
+
+def too_often_refused(num_refusals: int, retry_after_s: float) -> Refusal:
+    message = f"{num_refusals} workers that seemed to have room for it had none"
+    return Refusal(Reason.NO_ROOM, Overloaded(message, retry_after_s=bounded(retry_after_s)))
+
+
+def no_worker(num_blocks: int, largest: int | None, grace_s: float) -> Refusal:
+    """`largest` pool of a decode worker; None: there is none."""
+    if largest is None:
+        return Refusal(Reason.NO_WORKER, Unavailable(f"no decode worker has joined within {grace_s:g} s"))
+    message = f"no decode worker that is left could hold its {num_blocks} KV blocks; the largest pool has {largest}"
+    return Refusal(Reason.NO_WORKER, Unavailable(message))
+
+
+def over_limit(reason: Reason, tenant: str, limit: str, asked: str, retry_after_s: float) -> Refusal:
+    """Infinite `retry_after_s`: never."""
+    if retry_after_s == float("inf"):
+        message = f"{reason} of tenant {tenant!r} is {limit}, and this one is {asked}: it can never be admitted"
+        return Refusal(reason, Overloaded(message, permanent=True))
+    error = Overloaded(f"tenant {tenant!r} is at its {reason} of {limit}", retry_after_s=retry_after_s)
+    return Refusal(reason, error)

@@ -1,0 +1,98 @@
+"""What waits."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.keys import BlockKey
+from router.demand import Demand
+from router.snapshot import Workers
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """A request for as long as the router has it, however often it is placed. Times are seconds of one clock."""
+
+    tenant: str
+    priority: int
+    arrived_at: float
+    deadline: float = math.inf
+    """Of the whole."""
+    first_token_by: float = math.inf
+    streaming: bool = False
+    """The client has had something of it: there is no first token to be late any more."""
+    num_placed: int = 0
+    num_refusals: int = 0
+    """By workers, for want of room."""
+    not_before: float = -math.inf
+    """A worker has just refused it."""
+
+    @property
+    def due_at(self) -> float:
+        """When it is worth nothing if it has not started by then."""
+        return self.deadline if self.streaming else min(self.deadline, self.first_token_by)
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A claim that waits for a placement."""
+
+    claim: Claim
+    demand: Demand
+    keys: Sequence[BlockKey]
+    number: int
+    """In order of arrival."""
+    queued_at: float
+    order: tuple[float, float, int]
+    """Within its tenant and class: due, arrived, number."""
+    cost: int = 0
+    """Tokens, as fairness counts them."""
+    need: int = 0
+    """Blocks: without so many no worker can start it. The least, if workers promise different amounts of output."""
+    queued: bool = False
+    least_ttft_s: float = 0.0
+    stream_s: float = 0.0
+    """Predicted from its first token to its end."""
+    held_by: str | None = None
+    """The lender that was too deep in work for it."""
+    held_until: float = -math.inf
+    passed_at: float | None = None
+    """When it first had its turn and no room, and another went."""
+    passed_mark: int = 0
+    """What its class had been passed by then."""
+    unholdable_since: float | None = None
+
+    @classmethod
+    def of(cls, claim: Claim, demand: Demand, keys: Sequence[BlockKey], number: int, now: float) -> "Waiting":
+        return cls(claim, demand, keys, number, now, (claim.due_at, claim.arrived_at, number))
+
+    def measure(self, workers: Workers) -> None:
+        """What it needs of these workers."""
+        reserves = workers.reserves or (0,)
+        self.need = min(self.demand.num_promised_blocks(reserve) for reserve in reserves)
+        self.cost = cost_of(self.demand, max(reserves))
+
+    @property
+    def num_output_tokens(self) -> int:
+        """That it is promised blocks for."""
+        return max(0, self.cost - self.demand.num_tokens)
+
+    @property
+    def start_by(self) -> float:
+        """Started later, it would come too late even where nothing is queued."""
+        return self.latest_first_token - self.least_ttft_s
+
+    @property
+    def latest_first_token(self) -> float:
+        """For it to be in time, and the rest too. Who has had tokens goes on as long as it may."""
+        claim = self.claim
+        return claim.deadline if claim.streaming else min(claim.first_token_by, claim.deadline - self.stream_s)
+
+
+def cost_of(demand: Demand, reserve_output_tokens: int) -> int:
+    """Tokens of the prompt, and of the output that is promised blocks; what choices share counts once."""
+    if not demand.chain_tokens:
+        return demand.num_tokens
+    reserve = reserve_output_tokens or demand.max_chain_tokens
+    ends = (min(demand.max_chain_tokens, tokens + reserve) for tokens in demand.chain_tokens)
+    return sum(ends) - (len(demand.chain_tokens) - 1) * demand.shared_tokens

@@ -1,0 +1,229 @@
+"""Admission at a real client of a real cluster: every refusal arrives typed, says why, and when to try again."""
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from cluster.errors import InvalidRequest, Overloaded
+from cluster.rpc import Server, channel
+from engine.model_dir import ModelDir
+from protos import decode_pb2, decode_pb2_grpc, membership_pb2, membership_pb2_grpc
+from protos import inference_pb2 as pb
+from router.config import RouterConfig
+from support.processes import Stream, alive, finished, running, workers_joined
+from tandem.client import Client
+from tandem.local import start_role, stop_process
+
+VOCAB = 600
+STEP_MS = 8.0
+SIM: dict[str, Any] = {"engine": "sim", "sim_step_ms": STEP_MS, "max_prefill_tokens": 64, "kv_memory_mib": 4}
+ONE_AT_A_TIME: dict[str, Any] = SIM | {"kv_memory_mib": 1, "max_prefill_tokens": 8192}
+LONG = 5000
+"""Tokens of a prompt, of which a pool of that size holds one, and computes it in one step."""
+FAST = {"learn_rates": False, "prefill_tokens_per_s": 1e6, "decode_prefill_tokens_per_s": 1e6}
+"""Of a router: what it takes long prompts for is short beside the limits below."""
+WINDOW_S = 10**9
+"""Nobody sees it end: the next multiple is in the year 2033."""
+
+
+@pytest.fixture(scope="module")
+def model(sim_model: Callable[..., Path]) -> Path:
+    return sim_model(VOCAB)
+
+
+def prompt_of(seed: int, num_tokens: int = 40) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB), k=num_tokens)
+
+
+async def refused(stream: Stream) -> Overloaded:
+    with pytest.raises(Overloaded) as caught:
+        await stream.task
+    assert not caught.value.permanent
+    assert caught.value.retry_after_s is not None
+    return caught.value
+
+
+async def test_limits_of_tenants(model, cluster_of, audit) -> None:  # type: ignore[no-untyped-def]
+    tenants = {
+        "slow": {"requests_per_s": 0.01, "burst": 2},
+        "small": {"quota_tokens": 300, "quota_window_s": WINDOW_S},
+        "brief": {"tokens_per_minute": 100},
+        "single": {"max_running": 1},
+    }
+    async with running(cluster_of(model, router={"tenants": tenants}, **SIM)) as (cluster, client):
+        await finished([Stream(client, prompt_of(n), 5, tenant="slow") for n in range(2)])
+        error = await refused(Stream(client, prompt_of(2), 5, tenant="slow"))
+        assert "'slow' is at its requests_per_s of 0.01" in error.message
+        assert 50 < (error.retry_after_s or 0) <= 100
+
+        error = await refused_after(client, "brief")
+        assert "'brief' is at its tokens_per_minute of 100" in error.message
+        assert 0 < (error.retry_after_s or 0) <= 60
+
+        # 40 + 200 are charged, of which the client takes a part: what it did not use comes back.
+        cut_short = Stream(client, prompt_of(3), 200, tenant="small")
+        await cut_short.reached(10)
+        error = await refused(Stream(client, prompt_of(4), 200, tenant="small"))
+        assert "'small' is at its quota_tokens of 300 per 1000000000 s" in error.message
+        assert (error.retry_after_s or 0) > 1e6
+        await cut_short.cancel()
+        assert len(cut_short.token_ids) < 100
+        await asyncio.sleep(0.1)
+        await finished([Stream(client, prompt_of(5), 100, tenant="small")])
+        await refused(Stream(client, prompt_of(6), 100, tenant="small"))
+        with pytest.raises(Overloaded, match="never be admitted") as caught:
+            await Stream(client, prompt_of(7), 261, tenant="small").task
+        assert caught.value.permanent
+
+        first, second = (Stream(client, prompt_of(n), 60, tenant="single") for n in (8, 9))
+        other = Stream(client, prompt_of(10), 60)
+        await finished([first, second, other])
+        queued_ms = [queue_ms(stream) for stream in (first, second, other)]
+        assert max(queued_ms[:2]) >= 50 * STEP_MS, "one after the other"
+        assert queued_ms[2] < 20 * STEP_MS
+        await audit(alive(cluster))
+
+
+async def refused_after(client: Client, tenant: str) -> Overloaded:
+    await finished([Stream(client, prompt_of(20), 30, tenant=tenant)])
+    return await refused(Stream(client, prompt_of(21), 30, tenant=tenant))
+
+
+def queue_ms(stream: Stream) -> float:
+    (stage,) = [stage for stage in stream.receipt.stages if stage.name == "router queue"]
+    return stage.duration_ms
+
+
+async def test_a_full_queue_and_who_is_displaced(model, cluster_of, audit) -> None:  # type: ignore[no-untyped-def]
+    async with running(cluster_of(model, router={"max_queued": 1}, **ONE_AT_A_TIME)) as (cluster, client):
+        runs = Stream(client, prompt_of(1, LONG), 400)
+        await runs.reached(5)
+        waits = Stream(client, prompt_of(2, LONG), 5, priority=-1)
+        await asyncio.sleep(0.2)
+        error = await refused(Stream(client, prompt_of(3, LONG), 5, priority=-1))
+        assert "1 requests wait already" in error.message
+        urgent = Stream(client, prompt_of(4, LONG), 5, priority=5)
+        error = await refused(waits)
+        assert "displaced" in error.message
+        assert not runs.task.done()
+        await runs.cancel()
+        await finished([urgent])
+        assert queue_ms(urgent) > 0
+        await audit(alive(cluster))
+
+
+async def test_a_first_token_that_would_come_too_late(model, cluster_of, audit) -> None:  # type: ignore[no-untyped-def]
+    async with running(cluster_of(model, router=FAST, **ONE_AT_A_TIME)) as (cluster, client):
+        idle = Stream(client, prompt_of(1, LONG), 100, max_ttft_ms=1e-3)
+        await finished([idle])
+        line = [Stream(client, prompt_of(n, LONG), 100, tenant="line") for n in range(2, 8)]
+        await line[2].reached(1)
+
+        asked_at = time.monotonic()
+        error = await refused(Stream(client, prompt_of(10, LONG), 100, tenant="hasty", max_ttft_ms=100))
+        assert time.monotonic() - asked_at < 0.09
+        assert "predicted to wait" in error.message
+
+        # First in line of its class, it may wait, and is told as soon as it is in vain.
+        asked_at = time.monotonic()
+        error = await refused(Stream(client, prompt_of(11, LONG), 100, priority=1, max_ttft_ms=300))
+        assert 0.05 < time.monotonic() - asked_at < 0.35
+        assert "can no longer come in time" in error.message
+        for stream in line:
+            await stream.cancel()
+        await audit(alive(cluster))
+
+
+async def test_a_limit_that_is_none(model, cluster_of) -> None:  # type: ignore[no-untyped-def]
+    async with running(cluster_of(model, **SIM)) as (_, client):
+        for limit in (0.0, -1.0, float("nan"), float("inf")):
+            with pytest.raises(InvalidRequest) as caught:
+                await Stream(client, prompt_of(1), 5, max_ttft_ms=limit).task
+            assert caught.value.field == "max_ttft_ms"
+
+
+# --------------------------------------------------------------------- a worker that has no room after all
+
+
+class Refuser(decode_pb2_grpc.DecodeServicer):
+    """A decode worker that says it has room, and when asked has none, so many times."""
+
+    def __init__(self, num_refusals: int) -> None:
+        self.num_refusals = num_refusals
+        self.asked_at: list[float] = []
+        self.attempts: list[int] = []
+
+    async def Generate(self, request: decode_pb2.DecodeRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:  # noqa: N802
+        self.asked_at.append(time.monotonic())
+        self.attempts.append(request.placement.attempt)
+        if len(self.asked_at) <= self.num_refusals:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room")
+        usage = pb.Usage(prompt_tokens=3, completion_tokens=1)
+        yield pb.GenerateResponse(token_ids=[7], finish=pb.Finish(usage=usage))
+
+
+async def joined(router: str, address: str, model: ModelDir) -> None:
+    """A membership that reports the same room again and again."""
+
+    async def messages() -> AsyncIterator[membership_pb2.WorkerMessage]:
+        yield membership_pb2.WorkerMessage(
+            hello=membership_pb2.Hello(
+                worker_id="refuser",
+                incarnation=b"1",
+                role=membership_pb2.ROLE_DECODE,
+                address=address,
+                model=model.name,
+                model_fingerprint=b"model",
+                config_fingerprint=model.config_fingerprint(),
+                block_tokens=16,
+                num_blocks=100,
+                block_bytes=1024,
+            )
+        )
+        while True:
+            load = membership_pb2.LoadReport(available_blocks=100, num_blocks=100)
+            yield membership_pb2.WorkerMessage(load=load)
+            await asyncio.sleep(0.02)
+
+    async with channel(router) as link:
+        async for _ in membership_pb2_grpc.MembershipStub(link).Join(messages()):
+            pass
+
+
+@pytest.mark.parametrize(("num_refusals", "served"), [(6, True), (100, False)])
+async def test_refusals_for_want_of_room_are_no_failed_attempts(model: Path, num_refusals: int, served: bool) -> None:
+    refuser = Refuser(num_refusals)
+    server = Server()
+    decode_pb2_grpc.add_DecodeServicer_to_server(refuser, server.grpc)
+    port = await server.start("127.0.0.1", 0, ["tandem.internal.v1.Decode"])
+    router = await start_role("router", "router", RouterConfig(model=model, port=0, max_attempts=2, max_refusals=7))
+    membership = asyncio.ensure_future(joined(router.address, f"127.0.0.1:{port}", ModelDir.open(model)))
+    try:
+        async with Client(router.address) as client:
+            await workers_joined(client, 0, 1)
+            stream = Stream(client, [1, 2, 3], 5)
+            if served:
+                await stream.task
+                assert stream.token_ids == [7]
+                assert len(refuser.asked_at) == 7
+            else:
+                error = await refused(stream)
+                assert "8 workers that seemed to have room" in error.message
+                assert len(refuser.asked_at) == 8
+            assert set(refuser.attempts) == {1}
+            pauses = [later - earlier for earlier, later in itertools.pairwise(refuser.asked_at)]
+            assert all(pause >= min(0.45, 0.009 * 2**number) for number, pause in enumerate(pauses)), (
+                "ever longer: it does not spin"
+            )
+    finally:
+        membership.cancel()
+        await asyncio.wait([membership])
+        await stop_process(router.process)
+        await server.stop(0.1)

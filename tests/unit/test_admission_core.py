@@ -1,0 +1,567 @@
+"""Admission, case by case: who goes, who is refused, and with which words."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.errors import DeadlineExceeded, Overloaded, Unavailable
+from protos import membership_pb2 as pb
+from router.admission.config import TenantPolicy
+from router.admission.request import Claim, Waiting
+from router.demand import Demand
+from support.admission_site import BLOCK, Site
+
+
+def started(site: Site) -> list[Waiting]:
+    return [start.waiting for start in site.started]
+
+
+# ------------------------------------------------------------------------------------------------- order
+
+
+def test_what_fits_starts_at_once() -> None:
+    site = Site([10])
+    assert site.is_running(site.ask(6))
+    assert not site.is_running(site.ask(6))
+
+
+def test_higher_classes_first_then_earliest_due_then_arrival() -> None:
+    site = Site([10])
+    first = site.ask(10)
+    late = site.ask(10, first_token_by=100)
+    early = site.ask(10, first_token_by=50)
+    whenever = site.ask(10)
+    also = site.ask(10)
+    high = site.ask(10, priority=1)
+    order = [first, high, early, late, whenever, also]
+    for waiting in order:
+        site.end(waiting)
+    assert started(site) == order
+
+
+def test_one_request_does_not_wait_behind_a_thousand() -> None:
+    site = Site([10])
+    running = site.ask(10, "busy")
+    for _ in range(1000):
+        site.ask(10, "busy")
+    single = site.ask(10, "modest")
+    ended = 0
+    while not site.is_running(single):
+        site.end(running)
+        (running,) = site.running
+        ended += 1
+    # A quantum of the busy tenant, at 40 tokens a request, and the one that runs.
+    assert ended <= 1024 / 40 + 2
+
+
+def test_weights() -> None:
+    site = Site([300], tenants={"a": {"weight": 3}, "b": {"weight": 1}})
+    running = site.ask(300, "c")
+    for _ in range(60):
+        site.ask(300, "a")
+        site.ask(300, "b")
+    served = {"a": 0, "b": 0, "c": 0}
+    for _ in range(48):
+        site.end(running)
+        (running,) = site.running
+        served[running.claim.tenant] += 1
+    assert served["a"] == pytest.approx(36, abs=3)
+    assert served["b"] == pytest.approx(12, abs=3)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2])
+def test_lower_classes_have_their_share(share: float) -> None:
+    site = Site([100], lower_class_share=share, max_queued_per_tenant=4000)
+    running = site.ask(100)
+    for priority, count in ((0, 1000), (-1, 230), (-2, 80)):
+        for _ in range(count):
+            site.ask(100, priority=priority)
+    served = {0: 0, -1: 0, -2: 0}
+    for _ in range(1000):
+        site.end(running)
+        (running,) = site.running
+        served[running.claim.priority] += 1
+    below = served[-1] + served[-2]
+    assert below / 1000 == pytest.approx(share, abs=0.01)
+    assert served[-2] / below == pytest.approx(share, abs=0.06), "and likewise below"
+
+
+def test_no_share_no_turn() -> None:
+    site = Site([100], lower_class_share=0)
+    running = site.ask(100)
+    for _ in range(100):
+        site.ask(100)
+        site.ask(100, priority=-1)
+    for _ in range(100):
+        site.end(running)
+        (running,) = site.running
+        assert running.claim.priority == 0
+
+
+# -------------------------------------------------------------------------------------- room, and kept workers
+
+
+def test_what_has_no_room_lets_others_pass_until_a_worker_is_kept_for_it() -> None:
+    site = Site([10, 10], max_passed_s=5)
+    running = [site.ask(5) for _ in range(4)]
+    large = site.ask(10)
+    site.end(running.pop())
+    site.wait(1)
+    small = site.ask(5)
+    assert site.is_running(small), "it passes"
+    assert not site.admission.kept_workers()
+    site.wait(5)
+    ((kept, waiting),) = site.admission.kept_workers().items()
+    assert waiting is large
+    on_kept = [waiting for waiting in site.running if site.worker_of(waiting) == kept]
+    others = [waiting for waiting in site.running if site.worker_of(waiting) != kept]
+    site.end(on_kept[0])
+    assert not site.is_running(site.ask(5)), "kept"
+    site.end(others[0])
+    assert site.worker_of(started(site)[-1]) != kept, "others go on elsewhere"
+    site.end(on_kept[1])
+    assert site.worker_of(large) == kept
+    assert not site.admission.kept_workers()
+
+
+def test_tokens_that_passed_keep_a_worker_too() -> None:
+    site = Site([10], max_passed_tokens=10 * BLOCK, max_passed_s=1e6)
+    running = site.ask(5)
+    large = site.ask(10)
+    for _ in range(2):
+        second = site.ask(5)
+        assert site.is_running(second)
+        site.end(running)
+        running = second
+    assert not site.is_running(site.ask(1)), "large has been passed by 10 blocks' tokens"
+    site.end(running)
+    assert site.is_running(large)
+
+
+def test_the_worker_that_frees_first_is_kept() -> None:
+    """Of 10 blocks each, all used: d1 frees the half at once, as one stream; more than half must go anywhere else."""
+    site = Site([20, 20])
+    site.ask(10), site.ask(10), site.ask(10), site.ask(10)
+    assert {site.worker_of(waiting) for waiting in site.running} == {"d0", "d1"}
+    large = site.ask(15)
+    site.report("d1", 5)
+    site.ask(1)
+    site.wait(6)
+    assert site.admission.kept_workers() == {"d1": large}
+
+
+@pytest.mark.parametrize("how", ["cancel", "worker leaves"])
+def test_kept_workers_are_let_go(how: str) -> None:
+    site = Site([10])
+    running = site.ask(9)
+    large = site.ask(10)
+    site.ask(1)
+    site.wait(6)
+    assert site.admission.kept_workers() == {"d0": large}
+    if how == "cancel":
+        waits = site.ask(1)
+        site.end(running)
+        site.cancel(large)
+        assert site.is_running(waits)
+    else:
+        site.leave("d0")
+    assert site.admission.kept_workers() == {}
+
+
+def test_a_class_above_goes_on_with_a_kept_worker_until_it_owes() -> None:
+    """Interactive requests keep coming; the batch request has its turn once it is owed its share."""
+    site = Site([100], lower_class_share=0.1, max_passed_s=1)
+    running = [site.ask(25) for _ in range(4)]
+    batch = site.ask(60, priority=-1)
+    rounds = 0
+    while not site.is_running(batch):
+        site.ask(25)
+        site.wait(0.5)
+        if running:
+            site.end(running.pop(0))
+        running = list(site.running)
+        rounds += 1
+        assert rounds < 200
+    assert rounds > 100, "a tenth of the tokens, from a quantum on"
+
+
+def test_what_nobody_can_hold_blocks_nobody_and_is_refused() -> None:
+    site = Site([10, 100], no_worker_grace_s=3, max_passed_s=1)
+    site.ask(100)
+    large = site.ask(50)
+    site.leave("d1")
+    assert site.is_running(site.ask(10)), "blocks nobody"
+    site.ask(10)
+    site.wait(2.9)
+    assert large in site.waiting
+    assert large not in site.admission.kept_workers().values()
+    site.wait(0.2)
+    refusal = site.refusal(large)
+    assert refusal is not None
+    assert isinstance(refusal.error, Unavailable)
+    assert "50 KV blocks; the largest pool has 10" in refusal.error.message
+    assert site.admission.num_refused == {"no worker": 1}
+
+
+def test_one_that_comes_back_in_time() -> None:
+    site = Site([])
+    waits = site.ask(10)
+    site.wait(9.9)
+    site.join("d0", 10)
+    assert site.is_running(waits)
+
+
+def test_a_pool_too_small_for_the_whole_is_not_taken_for_a_start() -> None:
+    """It promises little of a long output, but could never hold all of it and would refuse it for good."""
+    site = Site([])
+    hello = pb.Hello(worker_id="d0", role=pb.ROLE_DECODE, reserve_output_tokens=4)
+    site.workers["d0"] = site.fleet.joined(hello)
+    site.report("d0", 10)
+    claim = Claim("", 0, 0.0)
+    demand = Demand(4, 0, 11, BLOCK, 100, (4,), 44)
+    assert demand.num_promised_blocks(4) == 2
+    _, outcomes = site.admission.arrived(claim, demand, [], 0.0)
+    assert outcomes == []
+
+
+# ------------------------------------------------------------------------------------------------ batch
+
+
+def test_batch_leaves_room_for_interactive() -> None:
+    site = Site([100], batch_block_share=0.8)
+    batch = [site.ask(20, priority=-1) for _ in range(5)]
+    assert [site.is_running(waiting) for waiting in batch] == [True] * 4 + [False]
+    assert site.is_running(site.ask(20))
+
+
+def test_batch_larger_than_its_share_starts_on_an_empty_worker() -> None:
+    site = Site([100], batch_block_share=0.8)
+    small = site.ask(1)
+    large = site.ask(90, priority=-1)
+    assert not site.is_running(large)
+    site.end(small)
+    assert site.is_running(large)
+
+
+# ---------------------------------------------------------------------------------------------- lenders
+
+
+def bound(site: Site, waiting: Waiting) -> bool:
+    return site.is_running(waiting) and site.running[waiting].lender is not None
+
+
+def test_nobody_is_bound_to_a_deep_lender() -> None:
+    """2 s of an interactive request's limit, 0.5 s of a batch one's, at 1,000 tokens a second."""
+    site = Site([1000], lenders=1)
+    site.report("p0", 10_000, queued_tokens=600)
+    batch = site.ask(100, priority=-1, usable=99)
+    assert not site.is_running(batch)
+    assert bound(site, site.ask(100, usable=99))
+    site.report("p0", 10_000, queued_tokens=2001)
+    held = site.ask(100, usable=99)
+    assert not site.is_running(held)
+    assert site.is_running(site.ask(1)), "who needs no lender goes on"
+    site.report("p0", 10_000, queued_tokens=1900)
+    assert bound(site, held)
+    assert not site.is_running(batch)
+    site.report("p0", 10_000, queued_tokens=400)
+    assert bound(site, batch)
+
+
+def test_who_is_held_back_is_looked_at_again_by_itself() -> None:
+    """The deep lender leaves: computing it alone is what remains."""
+    site = Site([1000], lenders=1)
+    site.report("p0", 10_000, queued_tokens=2001)
+    held = site.ask(100, usable=99)
+    site.fleet.left(site.workers.pop("p0"))
+    site.wait(0.3)
+    assert site.is_running(held)
+
+
+def test_decisions_that_hold_back_are_rationed() -> None:
+    site = Site([100_000], lenders=1)
+    site.report("p0", 10_000, queued_tokens=2001)
+    calls = 0
+    decide = site.fleet.decide
+
+    def counting(*arguments):  # type: ignore[no-untyped-def]
+        nonlocal calls
+        calls += 1
+        return decide(*arguments)
+
+    site.fleet.decide = counting  # type: ignore[method-assign]
+    for _ in range(500):
+        site.ask(100, usable=99)
+    for _ in range(100):
+        site.wait(0.01)
+        site.report("p0", 10_000, queued_tokens=2001)
+    assert calls <= 32 + 200 * 1.01 + 1
+
+
+def test_long_prompts_leave_lenders_to_short_ones() -> None:
+    site = Site([100_000], lenders=2, long_prompt_s=4, max_lender_queue_s=100)
+    long = [site.ask(2000, usable=1999) for _ in range(3)]
+    assert [bound(site, waiting) for waiting in long] == [True, False, False], "one of two"
+    short = site.ask(10, usable=9)
+    assert site.running[short].lender is not None
+    assert site.running[short].lender.worker_id == "p1"
+    site.fleet.started(site.running[long[0]])
+    site.wait(1)
+    assert [bound(site, waiting) for waiting in long] == [True, True, False]
+
+
+# --------------------------------------------------------------------------------------- predicted misses
+
+
+def test_a_predicted_miss_is_refused_at_once() -> None:
+    """The class has been served 40 tokens a second while it waited; 400 tokens stand before this one."""
+    site = Site([10])
+    running = site.ask(10)
+    waiting = [site.ask(10) for _ in range(20)]
+    for _ in range(10):
+        site.wait(1)
+        site.end(running)
+        (running,) = site.running
+    del waiting
+    patient = site.ask(10, first_token_by=14)
+    assert patient in site.waiting, "due before those that are in no hurry, it goes first"
+    late = site.ask(10, first_token_by=15)
+    assert late in site.waiting
+    for _ in range(9):
+        site.ask(10, first_token_by=14)
+    hasty = site.ask(10, first_token_by=5)
+    assert hasty in site.waiting, "before all of them"
+    last = site.ask(10, first_token_by=14.5)
+    assert last in site.waiting or site.refusal(last) is not None
+    refused = [site.ask(10, first_token_by=6) for _ in range(12)]
+    refusals = [site.refusal(waiting) for waiting in refused]
+    assert refusals[0] is None
+    assert refusals[-1] is not None
+    error = refusals[-1].error
+    assert isinstance(error, Overloaded)
+    assert error.retry_after_s is not None
+    assert 0 < error.retry_after_s < 30
+    assert refusals[-1].reason == "predicted miss"
+
+
+def test_who_can_no_longer_make_it_is_refused_then_and_not_at_its_deadline() -> None:
+    site = Site([10], lenders=1)
+    site.ask(10)
+    waits = site.ask(10, usable=9, first_token_by=2)
+    ttft_s = waits.least_ttft_s
+    assert 0.03 < ttft_s < 0.1, "36 tokens at 1,000 a second by the lender, and the last ones"
+    site.wait(2 - ttft_s - 0.001)
+    assert waits in site.waiting
+    site.wait(0.002)
+    refusal = site.refusal(waits)
+    assert refusal is not None
+    assert refusal.reason == "too late"
+    assert isinstance(refusal.error, Overloaded)
+    assert refusal.error.retry_after_s
+
+
+def test_the_whole_deadline_counts_the_stream_too() -> None:
+    """Streams were seen to take 10 s for 40 tokens of output; one that must end in 15 s must start in 5."""
+    site = Site([])
+    site.workers["d0"] = site.fleet.joined(
+        pb.Hello(worker_id="d0", role=pb.ROLE_DECODE, model_fingerprint=b"m", reserve_output_tokens=400)
+    )
+    site.report("d0", 11)
+    demand = Demand(4, 0, 11, BLOCK, 100, (4,), 44)
+
+    def arrive(deadline: float) -> Waiting:
+        claim = Claim("", 0, site.now, site.now + deadline)
+        waiting, outcomes = site.admission.arrived(claim, demand, [], site.now)
+        site.waiting[waiting] = None
+        site._absorb(outcomes)
+        return waiting
+
+    for _ in range(100):
+        stream = arrive(1000)
+        site.fleet.started(site.running[stream])
+        site.wait(10)
+        site.end(stream)
+    arrive(1000)
+    hasty, patient = arrive(9.9), arrive(15)
+    assert site.refusal(hasty) is not None
+    site.wait(4.9)
+    assert patient in site.waiting
+    site.wait(0.2)
+    assert site.refusal(patient) is not None
+
+
+def test_a_stream_under_way_waits_until_its_very_deadline() -> None:
+    site = Site([10])
+    site.ask(10)
+    claim = Claim("", 0, 0.0, deadline=5, first_token_by=0.1, streaming=True, num_placed=1)
+    resumed = site.ask(10, claim=claim)
+    site.wait(4.9)
+    assert resumed in site.waiting
+    site.wait(0.2)
+    refusal = site.refusal(resumed)
+    assert refusal is not None
+    assert isinstance(refusal.error, DeadlineExceeded)
+
+
+@given(st.floats(1e-9, 1e9), st.floats(1e-9, 1e9), st.floats(1e-6, 10), st.integers(1, 10))
+def test_an_idle_cluster_always_starts(rate: float, other_rate: float, limit_s: float, blocks: int) -> None:
+    """However wrong what was learnt is."""
+    site = Site([10], lenders=1)
+    site.fleet.rates.prefill_tokens_per_s[:] = rate
+    site.fleet.rates.decode_prefill_tokens_per_s[:] = other_rate
+    site.admission._forecast._stream_s = 1 / rate
+    for priority in (0, -1):
+        waiting = site.ask(blocks, usable=blocks - 1, priority=priority, first_token_by=limit_s, deadline=limit_s)
+        assert site.is_running(waiting)
+        site.end(waiting)
+
+
+def test_a_wrong_forecast_heals() -> None:
+    """A long stop taught that the class is served 1 token a second. Its first in line stays and is measured."""
+    site = Site([10])
+    running = site.ask(10)
+    site.ask(10)
+    site.wait(1000)
+    site.end(running)
+    (running,) = site.running
+    for _ in range(200):  # now 400 tokens a second
+        site.ask(10, first_token_by=1)
+        site.ask(10, first_token_by=1)
+        site.wait(0.1)
+        site.end(running)
+        (running,) = site.running
+    recent = site.started[-40:]
+    assert all(start.waiting.queued_at > 1000 for start in recent), "served one after the other all along"
+    assert site.admission.num_waiting >= 5, "and waits of tenths of a second are believed in again"
+
+
+# ------------------------------------------------------------------------------------------- bounded queues
+
+
+def test_a_full_queue_refuses_the_newcomer_or_the_last_of_the_lowest_class() -> None:
+    site = Site([10], max_queued=3)
+    site.ask(10)
+    low = [site.ask(10, tenant, priority=-1) for tenant in ("a", "a", "b")]
+    newcomer = site.ask(10, priority=-1)
+    refusal = site.refusal(newcomer)
+    assert refusal is not None
+    assert refusal.reason == "queue full"
+    high = site.ask(10, priority=1)
+    assert high in site.waiting
+    refusal = site.refusal(low[1])
+    assert refusal is not None, "the last of the tenant with most"
+    assert refusal.reason == "displaced"
+    assert isinstance(refusal.error, Overloaded)
+    assert refusal.error.retry_after_s
+    assert site.admission.waiting_by_class() == {1: 1, -1: 2}
+
+
+def test_a_tenants_full_queue() -> None:
+    site = Site([10], max_queued_per_tenant=2)
+    site.ask(10)
+    mine = [site.ask(10, "a", priority=priority) for priority in (0, -1)]
+    others = site.ask(10, "b", priority=-1)
+    refusal = site.refusal(site.ask(10, "a", priority=-1))
+    assert refusal is not None
+    assert refusal.reason == "tenant's queue full"
+    assert "'a'" in str(refusal.error)
+    assert site.ask(10, "a") in site.waiting
+    assert site.refusal(mine[1]) is not None
+    assert others in site.waiting
+
+
+def test_who_starts_at_once_needs_no_place_in_the_queue() -> None:
+    site = Site([10], max_queued=1)
+    site.ask(9)
+    site.ask(9)
+    assert site.is_running(site.ask(1))
+
+
+# --------------------------------------------------------------------------------- limits and refusals of workers
+
+
+def test_max_running_holds_back_a_tenant_and_nobody_else() -> None:
+    site = Site([10], tenants={"a": TenantPolicy(max_running=1)}, max_passed_s=0.5)
+    first, second = site.ask(1, "a"), site.ask(1, "a")
+    other = site.ask(1, "b")
+    assert [site.is_running(waiting) for waiting in (first, second, other)] == [True, False, True]
+    site.wait(2)
+    assert not site.admission.kept_workers(), "room is not what it lacks"
+    site.end(first)
+    assert site.is_running(second)
+
+
+def test_a_worker_that_refused_is_not_asked_again_at_once() -> None:
+    site = Site([10])
+    claim = Claim("", 0, 0.0)
+    waiting = site.ask(5, claim=claim)
+    times = []
+    for _ in range(6):
+        times.append(site.now)
+        site.admission.refused_by_worker(site.running[waiting], site.now)
+        site.end(waiting)
+        waiting = site.ask(5, claim=claim)
+        assert not site.is_running(waiting)
+        other = site.ask(5)
+        assert not site.is_running(other), "nor by others, for as much"
+        site.cancel(other)
+        while not site.is_running(waiting):
+            site.wait(0.01)
+    pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
+    assert all(pause >= 0.1 - 1e-9 for pause in pauses)
+    assert pauses[-1] >= 0.16 - 1e-9, "and ever longer"
+    assert site.fleet.snapshot.available_blocks[0] == 5
+
+
+def test_a_report_ends_a_workers_refusal_but_the_claim_pauses() -> None:
+    site = Site([10])
+    claim = Claim("", 0, 0.0)
+    waiting = site.ask(5, claim=claim)
+    site.admission.refused_by_worker(site.running[waiting], site.now)
+    site.end(waiting)
+    waiting = site.ask(5, claim=claim)
+    site.report("d0", 10)
+    assert not site.is_running(waiting)
+    assert site.is_running(site.ask(5))
+    site.wait(0.011)
+    assert site.is_running(waiting)
+
+
+def test_refusals_by_workers_are_bounded() -> None:
+    site = Site([10], max_refusals=2)
+    claim = Claim("", 0, 0.0)
+    for attempt in range(3):
+        waiting = site.ask(5, claim=claim)
+        site.wait(1)
+        if attempt < 2:
+            site.admission.refused_by_worker(site.running[waiting], site.now)
+        else:
+            with pytest.raises(Overloaded) as caught:
+                site.admission.refused_by_worker(site.running[waiting], site.now)
+            assert caught.value.retry_after_s
+        site.end(waiting)
+
+
+def test_who_comes_back_keeps_its_place_and_is_not_displaced() -> None:
+    site = Site([10], max_queued=2)
+    claim = Claim("", -1, site.now)
+    waiting = site.ask(10, claim=claim)
+    site.wait(1)
+    others = [site.ask(10, priority=-1), site.ask(10, priority=-1)]
+    site.admission.refused_by_worker(site.running[waiting], site.now)
+    site.report("d0", 0)
+    site.end(waiting)
+    again = site.ask(10, claim=claim)
+    assert all(other in site.waiting for other in [*others, again])
+    high = site.ask(10, priority=1)
+    assert high in site.waiting
+    assert again in site.waiting
+    assert site.refusal(others[1]) is not None
+    site.wait(1)
+    site.report("d0", 10)
+    assert site.is_running(high)
+    site.end(high)
+    site.report("d0", 10)
+    assert site.is_running(again)
