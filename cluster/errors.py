@@ -7,6 +7,8 @@ TandemError
     ├── UnknownModel      NOT_FOUND
     ├── Overloaded        RESOURCE_EXHAUSTED: no room now, or ever (`permanent`)
     ├── Unavailable       UNAVAILABLE: nobody can serve it now; safe to retry
+    │   └── Draining      this process was told to stop: another one can serve it
+    ├── AlreadyThere      ALREADY_EXISTS: somebody else goes by that name
     ├── Incompatible      FAILED_PRECONDITION: two processes do not fit together
     └── DeadlineExceeded  DEADLINE_EXCEEDED
 """
@@ -76,6 +78,16 @@ class Unavailable(ServiceError):
     code = grpc.StatusCode.UNAVAILABLE
 
 
+class Draining(Unavailable):
+    """This process was told to stop: another one can serve it now."""
+
+
+class AlreadyThere(ServiceError):
+    """Somebody else goes by that name."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+
+
 class Incompatible(ServiceError):
     """Two processes do not fit together."""
 
@@ -89,9 +101,10 @@ class DeadlineExceeded(ServiceError):
 
 
 _KINDS: dict[grpc.StatusCode, type[ServiceError]] = {
-    kind.code: kind for kind in (UnknownModel, Unavailable, Incompatible, DeadlineExceeded)
+    kind.code: kind for kind in (UnknownModel, Unavailable, AlreadyThere, Incompatible, DeadlineExceeded)
 }
 PERMANENT = "PERMANENT"
+DRAINING = "DRAINING"
 DOMAIN = "tandem"
 
 
@@ -103,23 +116,26 @@ def to_status(error: ServiceError) -> "rpc_status._Status":
         _add(status, error_details_pb2.BadRequest(field_violations=[violation]))
     if isinstance(error, Overloaded) and error.permanent:
         _add(status, error_details_pb2.ErrorInfo(reason=PERMANENT, domain=DOMAIN))
+    if isinstance(error, Draining):
+        _add(status, error_details_pb2.ErrorInfo(reason=DRAINING, domain=DOMAIN))
     return rpc_status.to_status(status)
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> ServiceError:
     """The typed error behind a failed call, with its field where the details name one."""
-    message, field, permanent = error.details() or error.code().name, "", False
+    message, field, permanent, draining = error.details() or error.code().name, "", False, False
     for detail in _details(error):
         bad, info = error_details_pb2.BadRequest(), error_details_pb2.ErrorInfo()
         if detail.Unpack(bad) and bad.field_violations:
             field, message = bad.field_violations[0].field, bad.field_violations[0].description
         elif detail.Unpack(info):
-            permanent = info.reason == PERMANENT
+            permanent |= info.reason == PERMANENT
+            draining |= info.reason == DRAINING
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
         return InvalidRequest(field, message)
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return Overloaded(message, field, permanent)
-    kind = _KINDS.get(error.code())
+    kind = Draining if draining else _KINDS.get(error.code())
     if kind is not None:
         return kind(message, field)
     unknown = ServiceError(message, field)

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import AsyncIterator
 from typing import Any
 
-from cluster.errors import Incompatible, ServiceError, to_status
+from cluster.errors import Draining, Incompatible, ServiceError, to_status
 from decode_worker.generation import Generation
 from decode_worker.placed_request import check_request, engine_request, lead_tokens
 from engine.messages import Cancel, FromEngine, LendClosed
@@ -34,10 +34,13 @@ class DecodeService(pb_grpc.DecodeServicer):
         try:
             if request.worker_incarnation != self._context.incarnation:
                 raise Incompatible("this worker is another one than the one asked", "worker_incarnation")
+            self._context.check_taking()
             check_request(request, ready.vocab_size, self._context.config.engine)
             generation = Generation(request, self._tokenizer, self._context.worker_id, ready.block_tokens)
-            async for response in self._run(engine_id, request, mailbox, generation):
-                yield response
+            # The letter says nothing: it wakes a stream that waits.
+            with self._context.requests.holding(lambda: mailbox.put_nowait(LendClosed(engine_id))):
+                async for response in self._run(engine_id, request, mailbox, generation):
+                    yield response
         except ServiceError as error:
             await context.abort_with_status(to_status(error))
         finally:
@@ -59,6 +62,8 @@ class DecodeService(pb_grpc.DecodeServicer):
                     self._engine.send(Cancel(engine_id, choice))
                 while (response := generation.take()) is not None:
                     yield response
+                if self._context.requests.over and not generation.finished:
+                    raise Draining(f"worker {self._context.worker_id} was told to stop and hands the request over")
         finally:
             await loan.cancel()
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from cluster.errors import Incompatible, Overloaded, ServiceError, Unavailable, from_rpc_error
+from cluster.rpc import Channels
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
 from router.fleet import Worker
@@ -70,29 +71,30 @@ class Emitted:
 
 
 async def run_attempt(
-    link: grpc.aio.Channel, worker: Worker, request: pb.DecodeRequest, timeout_s: float
+    channels: Channels, worker: Worker, request: pb.DecodeRequest, timeout_s: float
 ) -> AsyncIterator[bytes]:
     """The worker's messages. Raises Retriable, or a ServiceError that no other placement would mend."""
-    method: grpc.aio.UnaryStreamMultiCallable[pb.DecodeRequest, bytes] = link.unary_stream(
-        _METHOD, request_serializer=pb.DecodeRequest.SerializeToString
-    )
-    call = method(request, timeout=timeout_s)
-    worker.on_lost.add(call.cancel)
-    try:
-        async for message in call:
-            yield message
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if not worker.lost or (task is not None and task.cancelling()):
-            raise  # the client went, at whatever moment
-        raise Retriable(Unavailable(f"decode worker {worker.worker_id} fell silent")) from None
-    except grpc.aio.AioRpcError as error:
-        failure = from_rpc_error(error)
-        if isinstance(failure, Unavailable | Incompatible) or error.code() is grpc.StatusCode.CANCELLED:
-            raise Retriable(failure) from None
-        if isinstance(failure, Overloaded) and not failure.permanent:
-            raise Retriable(failure) from None
-        raise failure from None
-    finally:
-        worker.on_lost.discard(call.cancel)
-        call.cancel()
+    with channels.using(worker.hello.address) as link:
+        method: grpc.aio.UnaryStreamMultiCallable[pb.DecodeRequest, bytes] = link.unary_stream(
+            _METHOD, request_serializer=pb.DecodeRequest.SerializeToString
+        )
+        call = method(request, timeout=timeout_s)
+        worker.on_lost.add(call.cancel)
+        try:
+            async for message in call:
+                yield message
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not worker.lost or (task is not None and task.cancelling()):
+                raise  # the client went, at whatever moment
+            raise Retriable(Unavailable(f"decode worker {worker.worker_id} fell silent")) from None
+        except grpc.aio.AioRpcError as error:
+            failure = from_rpc_error(error)
+            if isinstance(failure, Unavailable | Incompatible) or error.code() is grpc.StatusCode.CANCELLED:
+                raise Retriable(failure) from None
+            if isinstance(failure, Overloaded) and not failure.permanent:
+                raise Retriable(failure) from None
+            raise failure from None
+        finally:
+            worker.on_lost.discard(call.cancel)
+            call.cancel()

@@ -4,13 +4,13 @@ import os
 import socket
 from pathlib import Path
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from cluster.config import Config
+from cluster.config import Config, DiscoverySettings
 from router.rates import Priors
 
 
-class RouterConfig(Config):
+class RouterConfig(DiscoverySettings, Config):
     """The global router."""
 
     model: Path
@@ -20,6 +20,10 @@ class RouterConfig(Config):
     host: str = "127.0.0.1"
     port: int = Field(default=50051, ge=0, le=65535)
     """0 lets the system choose."""
+    advertise_host: str = ""
+    """Host that workers reach this router by when they find it in Redis, when it is not `host`."""
+    drain_s: NonNegativeFloat = 30.0
+    """Told to stop, the router lets its streams finish for so long, and then ends them."""
 
     max_queued: PositiveInt = 4096
     """Requests that may wait for a pair; more are refused at once."""

@@ -45,7 +45,7 @@ class Decision:
 def startable(demand: Demand, workers: Workers) -> Bools:
     """[W]: the decode workers that can start the request now."""
     promised = np.array([demand.num_promised_blocks(reserve) for reserve in workers.reserves], np.int64)
-    able: Bools = workers.decodes & (workers.available_blocks >= promised[workers.reserve_of])
+    able: Bools = workers.decodes & ~workers.draining & (workers.available_blocks >= promised[workers.reserve_of])
     return able
 
 
@@ -144,7 +144,7 @@ class _Matrices:
         those of their sources, -1 for none."""
         demand, workers, rates = self._demand, self._workers, self._rates
         usable = demand.num_usable_blocks
-        lenders = np.flatnonzero(~workers.decodes & (workers.num_blocks >= usable))
+        lenders = np.flatnonzero(~workers.decodes & ~workers.draining & (workers.num_blocks >= usable))
         if not len(lenders) or self._own.min() == usable:
             return None
         sources, have, read_s = self._sources(lenders)

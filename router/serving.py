@@ -8,10 +8,8 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
-import grpc
-
-from cluster.errors import DeadlineExceeded, InvalidRequest, Unavailable, UnknownModel
-from cluster.rpc import channel
+from cluster.errors import DeadlineExceeded, Draining, InvalidRequest, Unavailable, UnknownModel
+from cluster.rpc import Channels
 from engine.keys import BlockKey, block_keys, root_key
 from engine.model_dir import ModelDir
 from engine.structured import read_structured
@@ -72,19 +70,18 @@ class Serving:
         self._grammars = grammars
         self._fleet = fleet
         self._dispatcher = dispatcher
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self.channels = Channels()
 
     async def generate(self, request: public_pb.GenerateRequest, deadline_s: float | None) -> AsyncGenerator[bytes]:
         """Serialised GenerateResponses: one unbroken stream over however many attempts. Raises ServiceError."""
         ticket = await self._check(request, deadline_s)
         emitted = Emitted(ticket.sampling.n)
-        attempt = 1
+        attempt, failures = 1, 0
         while True:
             placed, decision, placed_at = await self._place(ticket, emitted)
             try:
                 internal = self._decode_request(ticket, emitted, placed, decision, attempt, placed_at)
-                link = self._channel(placed.decode.hello.address)
-                async for message in run_attempt(link, placed.decode, internal, ticket.remaining_s()):
+                async for message in run_attempt(self.channels, placed.decode, internal, ticket.remaining_s()):
                     if not placed.started:
                         self._fleet.started(placed)
                         started_at = time.monotonic()
@@ -97,9 +94,13 @@ class Serving:
                 if emitted.finished:
                     return
                 log.info("%s: attempt %d failed: %s", ticket.request_id, attempt, failure)
-                if attempt == self._config.max_attempts:
-                    raise failure.cause from None
                 attempt += 1
+                if isinstance(failure.cause, Draining):
+                    self._fleet.drains(placed.decode)  # nothing failed: it hands the request over, once
+                    continue
+                failures += 1
+                if failures == self._config.max_attempts:
+                    raise failure.cause from None
             finally:
                 self._fleet.ended(placed)
                 self._dispatcher.kick()
@@ -211,7 +212,8 @@ class Serving:
 
     def _decode_workers(self) -> list[Worker]:
         """Those whose engine has reported: one that hangs may join again and again, and say no more than Hello."""
-        return [worker for worker in self._fleet.workers if worker.decodes and worker.load is not None]
+        workers = self._fleet.workers
+        return [worker for worker in workers if worker.decodes and worker.load is not None and not worker.draining]
 
     def _some_decode_worker(self) -> Worker:
         return self._decode_workers()[0]
@@ -254,7 +256,7 @@ class Serving:
             ),
             router_stages=self._stages(ticket, placed_at),
             elapsed_ms=(time.monotonic() - ticket.arrived_at) * 1e3,
-            router_id=self._fleet.router_id,
+            router_id=self._fleet.mark,
             placement_sequence=placed.sequence,
         )
         if lender is not None:
@@ -275,11 +277,6 @@ class Serving:
                 duration_ms=(placed_at - ticket.tokenised_at) * 1e3,
             ),
         ]
-
-    def _channel(self, address: str) -> grpc.aio.Channel:
-        if (link := self._channels.get(address)) is None:
-            link = self._channels[address] = channel(address)
-        return link
 
 
 def _holder(hello: membership_pb2.Hello | None) -> lend_pb2.Holder | None:
