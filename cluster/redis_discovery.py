@@ -9,10 +9,10 @@ import contextlib
 import json
 import logging
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import asdict
 
-from cluster.discovery import Discovery, RouterEntry
+from cluster.discovery import Discovery, RouterEntry, StaticDiscovery
 from cluster.errors import StartError
 from cluster.redis_link import RedisAway, RedisFailure, RedisLink, RedisRefused
 
@@ -58,7 +58,6 @@ class RedisDiscovery(Discovery):
         try:
             await self._exchange("")
         except RedisRefused as error:
-            await self._link.close()
             raise StartError(error.field, error.reason) from None
         except RedisAway as error:
             self._failed(error)
@@ -137,6 +136,6 @@ def _read_entry(text: str) -> RouterEntry | None:
     return entry if all(isinstance(value, str) and value for value in asdict(entry).values()) else None
 
 
-def open_discovery(redis_url: str, cluster_name: str) -> Discovery | None:
-    """None without a url. Raises StartError."""
-    return RedisDiscovery(redis_url, cluster_name) if redis_url else None
+def open_discovery(redis_url: str, cluster_name: str, addresses: Iterable[str] = ()) -> Discovery:
+    """Without a url, that of the addresses alone. Raises StartError."""
+    return RedisDiscovery(redis_url, cluster_name) if redis_url else StaticDiscovery(addresses)

@@ -39,7 +39,7 @@ class Router:
         grammars: GrammarChecker,
         requests: Drain,
         address: str,
-        discovery: Discovery | None,
+        discovery: Discovery,
     ) -> None:
         self.address = address
         self._config = config
@@ -61,16 +61,14 @@ class Router:
         """Take nothing more; finish what is under way for `drain_s`, and end the rest with an error that says so."""
         self._requests.begin()
         await self._server.announce_stop()
-        if self._discovery is not None:
-            await self._discovery.withdraw()
+        await self._discovery.withdraw()
         if not await self._requests.idle(self._config.drain_s):
             log.warning("ending %d requests that took longer than %g s", self._requests.end_all(), self._config.drain_s)
             await self._requests.idle(END_S)
 
     async def stop(self) -> None:
-        if self._discovery is not None:
-            await self._discovery.withdraw()
-            await self._discovery.close()
+        await self._discovery.withdraw()
+        await self._discovery.close()
         await self._server.stop(grace_s=0.5)
         await self._grammars.close()
 
@@ -83,8 +81,7 @@ async def start_router(config: RouterConfig) -> Router:
     encoder = PromptEncoder(model_dir)
     async with AsyncExitStack() as undo:
         discovery = await _open_discovery(config)
-        if discovery is not None:
-            undo.push_async_callback(discovery.close)
+        undo.push_async_callback(discovery.close)
         incarnation = secrets.token_bytes(16)
         fleet = Fleet(config.id(), config.priors(), config.learn_rates, incarnation.hex()[:8])
         dispatcher = Dispatcher(fleet, config.max_queued)
@@ -99,17 +96,13 @@ async def start_router(config: RouterConfig) -> Router:
         port = await server.start(config.host, config.port, [NAME, "tandem.internal.v1.Membership"])
         await server.mark_serving()
         undo.pop_all()
-    if discovery is not None:
-        discovery.announce(
-            RouterEntry(config.id(), f"{config.advertise_host or config.host}:{port}", incarnation.hex())
-        )
+    discovery.announce(RouterEntry(config.id(), f"{config.advertise_host or config.host}:{port}", incarnation.hex()))
     return Router(config, server, grammars, requests, f"{config.host}:{port}", discovery)
 
 
-async def _open_discovery(config: RouterConfig) -> Discovery | None:
+async def _open_discovery(config: RouterConfig) -> Discovery:
+    if config.redis_url and config.host in EVERYWHERE and not config.advertise_host:
+        raise StartError("advertise_host", f"is needed with redis_url: nobody can reach {config.host!r}")
     discovery = open_discovery(config.redis_url, config.cluster_name)
-    if discovery is not None:
-        if config.host in EVERYWHERE and not config.advertise_host:
-            raise StartError("advertise_host", f"is needed with redis_url: nobody can reach {config.host!r}")
-        await discovery.start()
+    await discovery.start()
     return discovery

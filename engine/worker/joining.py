@@ -50,7 +50,7 @@ class Memberships:
         hello: pb.Hello,
         engine: EngineClient,
         pinned: Collection[str],
-        discovery: Discovery | None,
+        discovery: Discovery,
         draining: Callable[[], bool],
         name_taken_s: float = NAME_TAKEN_S,
     ) -> None:
@@ -64,13 +64,12 @@ class Memberships:
         self._routers: dict[str, _Router] = {}
         self._last_load: Load | None = None
         self._failed: asyncio.Future[TandemError]
-        self._following: asyncio.Future[None] | None = None
+        self._listening: asyncio.Task[None]
 
     def start(self) -> None:
         self._failed = asyncio.get_running_loop().create_future()
         self._follow()
-        if self._discovery is not None:
-            self._following = asyncio.ensure_future(self._listen(self._discovery))
+        self._listening = asyncio.ensure_future(self._listen())
 
     async def failed(self) -> TandemError:
         """Returns when a router that the settings name says that this worker does not fit."""
@@ -84,17 +83,16 @@ class Memberships:
 
     async def leave(self) -> None:
         """End every stream: the routers forget this worker."""
+        self._listening.cancel()
         tasks = [router.task for router in self._routers.values() if router.task is not None]
-        if self._following is not None:
-            tasks.append(self._following)  # type: ignore[arg-type]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(self._listening, *tasks, return_exceptions=True)
 
     # ------------------------------------------------------------------ who to be joined to
 
-    async def _listen(self, discovery: Discovery) -> None:
-        async for addresses in discovery.listings():
+    async def _listen(self) -> None:
+        async for addresses in self._discovery.listings():
             self._roster.listed(addresses, self._joined())
             self._follow()
 

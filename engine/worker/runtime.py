@@ -66,7 +66,7 @@ class Worker:
     """A started worker."""
 
     def __init__(
-        self, context: WorkerContext, server: Server, address: str, discovery: Discovery | None, leaving: "Leaving"
+        self, context: WorkerContext, server: Server, address: str, discovery: Discovery, leaving: "Leaving"
     ) -> None:
         self.address = address
         self._context = context
@@ -125,8 +125,7 @@ class Worker:
 
     async def stop(self) -> None:
         await self._memberships.leave()
-        if self._discovery is not None:
-            await self._discovery.close()
+        await self._discovery.close()
         await self._server.stop(grace_s=0.5)
         await self._context.engine.stop()
 
@@ -151,11 +150,10 @@ async def start_worker(config: WorkerConfig, role: Role, add_services: AddServic
     """Load the model, serve, join. Raises StartError."""
     model_dir = ModelDir.open(config.model)
     worker_id, incarnation = config.id_for(role), secrets.token_bytes(16)
-    discovery = open_discovery(config.redis_url, config.cluster_name)
+    discovery = open_discovery(config.redis_url, config.cluster_name, config.routers)
     async with AsyncExitStack() as undo:
-        if discovery is not None:
-            await discovery.start()  # before the model is loaded for nothing
-            undo.push_async_callback(discovery.close)
+        undo.push_async_callback(discovery.close)
+        await discovery.start()  # before the model is loaded for nothing
         engine = EngineClient(config, role, agent_name=f"{worker_id}-{incarnation.hex()}")
         ready = await engine.start()
         undo.push_async_callback(engine.stop)

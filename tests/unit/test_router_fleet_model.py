@@ -36,6 +36,8 @@ class FleetModel(RuleBasedStateMachine):
         self.sequence: dict[Worker, int] = {}
         """What the worker will send next."""
         self.in_step: dict[Worker, bool] = {}
+        self.draining: set[Worker] = set()
+        """Once and for all."""
         self.under_way: list[Placed] = []
         self.num_placed = 0
 
@@ -64,8 +66,14 @@ class FleetModel(RuleBasedStateMachine):
         self.fleet.left(worker)
 
     @precondition(lambda self: self.workers)
-    @rule(data=st.data(), running=st.integers(0, 9), queued=st.integers(0, 99), seen=st.integers(0, 3))
-    def report(self, data: st.DataObject, running: int, queued: int, seen: int) -> None:
+    @rule(
+        data=st.data(),
+        running=st.integers(0, 9),
+        queued=st.integers(0, 99),
+        seen=st.integers(0, 3),
+        draining=st.booleans(),
+    )
+    def report(self, data: st.DataObject, running: int, queued: int, seen: int, draining: bool) -> None:
         worker = data.draw(st.sampled_from(list(self.workers.values())))
         # A report may have seen later placements than those on this worker, but none that was not made.
         before = worker.load.placements_seen.get("router", 0) if worker.load else 0
@@ -77,8 +85,18 @@ class FleetModel(RuleBasedStateMachine):
                 available_blocks=100 - running,
                 num_blocks=100,
                 placements_seen={"router": min(before + seen, self.num_placed)},
+                draining=draining,
             ),
         )
+        if draining:
+            self.draining.add(worker)
+
+    @precondition(lambda self: self.workers)
+    @rule(data=st.data())
+    def says_that_it_drains(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from(list(self.workers.values())))
+        self.fleet.drains(worker)
+        self.draining.add(worker)
 
     @precondition(lambda self: self.workers)
     @rule(data=st.data(), stored=keys, removed=keys, snapshot=st.booleans(), lost=st.integers(0, 9))
@@ -141,6 +159,7 @@ class FleetModel(RuleBasedStateMachine):
             available_blocks=load.available_blocks - sum(p.demand.num_promised_blocks(reserve) for p in decodes),
             num_blocks=load.num_blocks,
             reserve_output_tokens=reserve,
+            draining=worker in self.draining,
         )
 
     def expected_hits(self, keys: list[bytes]) -> tuple[dict[str, int], dict[str, int]]:
@@ -167,7 +186,15 @@ class FleetModel(RuleBasedStateMachine):
         snapshot = self.fleet.snapshot
         assert self.fleet.views() == self.expected_views()
         assert (snapshot.ids, snapshot.reserves) == (expected.ids, expected.reserves)
-        for name in ("decodes", "compatible", "running", "queued_prefill_tokens", "available_blocks", "num_blocks"):
+        for name in (
+            "decodes",
+            "draining",
+            "compatible",
+            "running",
+            "queued_prefill_tokens",
+            "available_blocks",
+            "num_blocks",
+        ):
             assert (getattr(snapshot, name) == getattr(expected, name)).all()
         assert (snapshot.reserve_of == expected.reserve_of).all()
 
