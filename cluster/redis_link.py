@@ -4,6 +4,7 @@ Nothing here says the url: it may have a password.
 """
 
 import asyncio
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from redis.exceptions import (
 )
 
 from cluster.errors import StartError, TandemError
+
+log = logging.getLogger(__name__)
 
 PASSWORD_VARIABLE = "TANDEM_REDIS_PASSWORD"
 """In the environment: the password of a `redis_url` that has none. A command line can be read by others."""
@@ -87,6 +90,9 @@ class RedisLink:
         except (RedisError, OSError, TimeoutError) as error:
             cause = str(error) or f"no answer within {self._limit_s:g} s"
             raise RedisAway(f"Redis at {self.where}: {cause}") from None
+        except Exception as error:  # the client library's own: no fault of it may end what goes on without Redis
+            log.exception("unexpected, from Redis at %s", self.where)
+            raise RedisAway(f"Redis at {self.where}: {type(error).__name__}") from error
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -70,6 +70,7 @@ class Memberships:
         self._failed = asyncio.get_running_loop().create_future()
         self._follow()
         self._listening = asyncio.ensure_future(self._listen())
+        self._listening.add_done_callback(self._stopped_listening)
 
     async def failed(self) -> TandemError:
         """Returns when a router that the settings name says that this worker does not fit."""
@@ -109,6 +110,11 @@ class Memberships:
             task = self._routers.pop(address).task
             assert task is not None
             task.cancel()
+
+    def _stopped_listening(self, task: "asyncio.Task[None]") -> None:
+        """A worker that could find no router any more must not go on as if it could."""
+        if not task.cancelled() and (error := task.exception()) is not None and not self._failed.done():
+            self._failed.set_exception(error)
 
     def _ended(self, task: "asyncio.Future[TandemError]") -> None:
         if not task.cancelled() and not self._failed.done():
