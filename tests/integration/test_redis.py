@@ -1,12 +1,18 @@
 """Discovery and quotas against a real redis-server that is killed, hung, restarted empty and misused."""
 
 import asyncio
+import datetime
 import logging
+import ssl
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from cluster.discovery import RouterEntry
 from cluster.errors import StartError
@@ -55,6 +61,46 @@ def announced(url: str, name: str) -> RedisDiscovery:
     discovery = RedisDiscovery(url, NAME, interval_s=0.05, expiry_s=1.0)
     discovery.announce(RouterEntry(name, f"{name}:1", "00"))
     return discovery
+
+
+@asynccontextmanager
+async def tls_before(server: RedisServer, directory: Path) -> AsyncIterator[tuple[int, Path]]:
+    """The port of a listener that speaks TLS for it (the server in the wheel does not), and whom to trust for that."""
+    certificate, key = directory / "certificate.pem", directory / "key.pem"
+    write_certificate(certificate, key)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificate, key)
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while said := await reader.read(4096):
+            writer.write(said)
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await asyncio.open_connection("127.0.0.1", server.port)
+        await asyncio.gather(pump(reader, there[1]), pump(there[0], writer), return_exceptions=True)
+
+    listener = await asyncio.start_server(serve, "localhost", 0, ssl=context)
+    try:
+        yield listener.sockets[0].getsockname()[1], certificate
+    finally:
+        listener.close()
+
+
+def write_certificate(certificate: Path, key: Path) -> None:
+    """Of localhost, signed by itself, for an hour."""
+    secret = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.UTC)
+    made = x509.CertificateBuilder(name, name, secret.public_key(), x509.random_serial_number())
+    made = made.not_valid_before(now - datetime.timedelta(minutes=1)).not_valid_after(now + datetime.timedelta(hours=1))
+    made = made.add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+    certificate.write_bytes(made.sign(secret, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+    key.write_bytes(
+        secret.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+    )
 
 
 async def test_who_announces_is_found_and_who_is_gone_is_forgotten(redis: RedisServer) -> None:
@@ -157,6 +203,21 @@ async def test_entries_of_others_are_passed_over(redis: RedisServer) -> None:
     await watched.sees("a:1")
     await first.close()
     await watched.close()
+
+
+async def test_over_tls_and_only_with_a_certificate_that_is_trusted(tmp_path: Path) -> None:
+    async with RedisServer(tmp_path, password="open-sesame") as server, tls_before(server, tmp_path) as (port, trusted):
+        url = f"rediss://:open-sesame@localhost:{port}/0"
+        discovery, distrusting = RedisDiscovery(f"{url}?ssl_ca_certs={trusted}", NAME), RedisDiscovery(url, NAME)
+        watched = Watched(f"{url}?ssl_ca_certs={trusted}")
+        await discovery.start()
+        discovery.announce(RouterEntry("a", "a:1", "00"))
+        await watched.sees("a:1")
+        distrusting.announce(RouterEntry("b", "b:1", "00"))
+        await asyncio.sleep(0.5)
+        assert watched.listing == {"a:1"}
+        for each in (discovery, distrusting, watched):
+            await each.close()
 
 
 # ------------------------------------------------------------------------------------------------- quotas
