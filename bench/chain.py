@@ -6,7 +6,8 @@
                           ──▶ release, half-close
     ◀───────── ◀───────── one message per token
 
-Every hop is a process of its own: `python -m bench.chain ROLE [NEXT ADDRESS]` prints its address.
+Every hop is a process of its own: `python -m bench.chain ROLE [NEXT ADDRESS]` prints its address. The role `workers` is
+decode and lender in one process, at the decode worker's address.
 """
 
 import asyncio
@@ -95,7 +96,8 @@ def _link(address: str) -> grpc.aio.Channel:
     return _links[address]
 
 
-async def main(role: str, address: str) -> None:
+async def serve(role: str, address: str) -> str:
+    """Its address."""
     step = {"router": relay, "decode": decode}.get(role)
 
     async def generate(request: bytes, context: Any) -> AsyncIterator[bytes]:
@@ -109,8 +111,18 @@ async def main(role: str, address: str) -> None:
     }
     server = Server()
     server.grpc.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("chain", handlers)])
-    port = await server.start("127.0.0.1", 0, ["chain"])
-    print(f"127.0.0.1:{port}", flush=True)
+    servers.append(server)
+    return f"127.0.0.1:{await server.start('127.0.0.1', 0, ['chain'])}"
+
+
+servers: list[Server] = []
+"""Kept, or they would end."""
+
+
+async def main(role: str, address: str) -> None:
+    if role == "workers":  # both in one process
+        role, address = "decode", await serve("lend", "")
+    print(await serve(role, address), flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)  # until the benchmark closes it
 
 

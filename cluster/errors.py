@@ -13,6 +13,8 @@ TandemError
     └── DeadlineExceeded  DEADLINE_EXCEEDED
 """
 
+from collections.abc import Iterable
+
 import grpc
 from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
@@ -110,6 +112,11 @@ DOMAIN = "tandem"
 
 def to_status(error: ServiceError) -> "rpc_status._Status":
     """What a servicer passes to `context.abort_with_status`: code, message, and details naming the field."""
+    return rpc_status.to_status(to_proto(error))
+
+
+def to_proto(error: ServiceError) -> status_pb2.Status:
+    """The same, where a status is part of a message."""
     status = status_pb2.Status(code=_CODES[error.code], message=str(error))
     if error.field:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
@@ -118,28 +125,37 @@ def to_status(error: ServiceError) -> "rpc_status._Status":
         _add(status, error_details_pb2.ErrorInfo(reason=PERMANENT, domain=DOMAIN))
     if isinstance(error, Draining):
         _add(status, error_details_pb2.ErrorInfo(reason=DRAINING, domain=DOMAIN))
-    return rpc_status.to_status(status)
+    return status
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> ServiceError:
     """The typed error behind a failed call, with its field where the details name one."""
-    message, field, permanent, draining = error.details() or error.code().name, "", False, False
-    for detail in _details(error):
+    return _typed(error.code(), error.details() or error.code().name, _details(error))
+
+
+def from_proto(status: status_pb2.Status) -> ServiceError:
+    """The same, of what `to_proto` made."""
+    return _typed(_CODE_OF[status.code], status.message, status.details)
+
+
+def _typed(code: grpc.StatusCode, message: str, details: Iterable[any_pb2.Any]) -> ServiceError:
+    field, permanent, draining = "", False, False
+    for detail in details:
         bad, info = error_details_pb2.BadRequest(), error_details_pb2.ErrorInfo()
         if detail.Unpack(bad) and bad.field_violations:
             field, message = bad.field_violations[0].field, bad.field_violations[0].description
         elif detail.Unpack(info):
             permanent |= info.reason == PERMANENT
             draining |= info.reason == DRAINING
-    if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
         return InvalidRequest(field, message)
-    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return Overloaded(message, field, permanent)
-    kind = Draining if draining else _KINDS.get(error.code())
+    kind = Draining if draining else _KINDS.get(code)
     if kind is not None:
         return kind(message, field)
     unknown = ServiceError(message, field)
-    unknown.code = error.code()
+    unknown.code = code
     return unknown
 
 
@@ -163,3 +179,4 @@ _CODES = {
     for code in grpc.StatusCode
     if code.name in code_pb2.Code.DESCRIPTOR.values_by_name
 }
+_CODE_OF = {number: code for code, number in _CODES.items()}

@@ -30,7 +30,22 @@ class _Choice:
         self.num_known = num_known
         """Tokens that the engine will say though the client has them: of beams, which are searched anew."""
         self.finished = finished
-        self.message = pb.GenerateResponse(index=index)
+        self.token_ids: list[int] = []
+        self.logprobs: list[pb.TokenLogprobs] = []
+        self.pieces: list[str] = []
+        self.finish: pb.Finish | None = None
+
+    def take(self) -> pb.GenerateResponse:
+        """What is to be sent, once."""
+        message = pb.GenerateResponse(
+            token_ids=self.token_ids,
+            text="".join(self.pieces),
+            logprobs=self.logprobs,
+            finish=self.finish,
+            index=self.index,
+        )
+        self.token_ids, self.logprobs, self.pieces, self.finish = [], [], [], None
+        return message
 
 
 class Generation:
@@ -56,11 +71,12 @@ class Generation:
         """Choices with something to send, in the order in which to send it."""
         self._stopped: list[int] = []
         self._choices = [self._choice(tokenizer, index) for index in range(num_choices(request.sampling))]
+        self._num_unfinished = sum(not choice.finished for choice in self._choices)
 
     @property
     def finished(self) -> bool:
         """Every choice is."""
-        return all(choice.finished for choice in self._choices)
+        return not self._num_unfinished
 
     def absorb(self, message: FromEngine | LendClosed | None) -> None:
         """Raises ServiceError when the request failed."""
@@ -86,9 +102,7 @@ class Generation:
             return None
         index = next(iter(self._news))
         del self._news[index]
-        choice = self._choices[index]
-        message, choice.message = choice.message, pb.GenerateResponse(index=index)
-        return message
+        return self._choices[index].take()
 
     def take_stopped(self) -> list[int]:
         """Choices that a stop string ended since the last call: the engine does not know."""
@@ -104,7 +118,7 @@ class Generation:
         num_known = len(token_ids) if request.sampling.HasField("beam_width") else 0
         choice = _Choice(index, stream, len(token_ids), num_known, index in request.finished_choices)
         if not choice.finished and (rest := text[num_chars:]):
-            choice.message.text = rest
+            choice.pieces.append(rest)
             self._news[index] = None
         return choice
 
@@ -118,29 +132,29 @@ class Generation:
             return
         choice.num_completion += 1
         self._news[choice.index] = None
-        message = choice.message
-        message.token_ids.append(token.token_id)
-        message.text += choice.text.push(token.token_id)
+        choice.token_ids.append(token.token_id)
+        choice.pieces.append(choice.text.push(token.token_id))
         if token.logprobs is not None:
-            message.logprobs.append(_logprobs(token.logprobs))
+            choice.logprobs.append(_logprobs(token.logprobs))
         if choice.text.stopped:
             if token.finish is None:
                 self._stopped.append(choice.index)
-            self._finish(choice, pb.FINISH_REASON_STOP, choice.text.stopped)
+            self._finish(choice, pb.FINISH_REASON_STOP, choice.text.stopped, None)
         elif token.finish is not None:
-            message.text += choice.text.finish()
+            choice.pieces.append(choice.text.finish())
             is_stop_token = token.token_id in self._request.sampling.stop_token_ids
-            self._finish(choice, _REASONS[token.finish], str(token.token_id) if is_stop_token else "")
-            if token.cumulative_logprob is not None:
-                message.finish.cumulative_logprob = token.cumulative_logprob
+            stop_match = str(token.token_id) if is_stop_token else ""
+            self._finish(choice, _REASONS[token.finish], stop_match, token.cumulative_logprob)
 
-    def _finish(self, choice: _Choice, reason: pb.FinishReason.ValueType, stop_match: str) -> None:
+    def _finish(
+        self, choice: _Choice, reason: pb.FinishReason.ValueType, stop_match: str, cumulative_logprob: float | None
+    ) -> None:
         choice.finished = True
-        finish = pb.Finish(reason=reason, stop_match=stop_match)
+        self._num_unfinished -= 1
+        finish = choice.finish = pb.Finish(reason=reason, stop_match=stop_match, cumulative_logprob=cumulative_logprob)
         finish.usage.completion_tokens = choice.num_completion
         if self.finished:
             self._add_shared(finish)
-        choice.message.finish.CopyFrom(finish)
         del self._news[choice.index]
         self._news[choice.index] = None  # behind all others: the last finish is the last message
 

@@ -25,9 +25,9 @@ from engine.messages import (
     PlacementMark,
 )
 from engine.text import check_token_ids
-from engine.worker.engine_client import Mailbox
 from engine.worker.loan_stream import Borrowing, Chain
 from engine.worker.runtime import WorkerContext
+from prefill_worker.mailbox import Mailbox
 from protos import lend_pb2 as pb
 from protos import lend_pb2_grpc as pb_grpc
 
@@ -49,7 +49,8 @@ class LendService(pb_grpc.LendServicer):
         self, request_iterator: AsyncIterator[pb.LendRequest], context: Any
     ) -> AsyncIterator[pb.LendResponse]:
         loan_id = f"loan-{next(self._numbers)}"
-        mailbox = self._engine.open_mailbox(loan_id)
+        mailbox = Mailbox()
+        self._engine.listen(loan_id, mailbox.put)
         try:
             first = await anext(request_iterator, None)
             if first is None or not first.HasField("want"):
@@ -57,14 +58,14 @@ class LendService(pb_grpc.LendServicer):
             self._engine.send(self._lend(loan_id, first.want))
             source = Borrowing(self._context.lenders, loan_id, first.want.source, functools.partial(_chain, first.want))
             stopped = LendRefused(loan_id, "this worker was told to stop", bad_request=False)
-            with self._context.loans.holding(lambda: mailbox.put_nowait(stopped)):
+            with self._context.loans.holding(lambda: mailbox.put(stopped)):
                 async for response in self._respond(loan_id, request_iterator, mailbox, source):
                     yield response
         except ServiceError as error:
             await context.abort_with_status(to_status(error))
         finally:
             self._engine.send(LendClosed(loan_id))
-            self._engine.close_mailbox(loan_id)
+            self._engine.forget(loan_id)
 
     def _lend(self, loan_id: str, want: pb.Want) -> messages.Lend:
         if want.lender_incarnation != self._context.incarnation:
@@ -93,26 +94,26 @@ class LendService(pb_grpc.LendServicer):
         self, loan_id: str, requests: AsyncIterator[pb.LendRequest], mailbox: Mailbox, source: Borrowing
     ) -> AsyncIterator[pb.LendResponse]:
         """Until the borrower half-closes. Heartbeats are the engine's load reports."""
-        beaten_at = 0.0
+        beaten_at = time.monotonic()
 
         def beat(message: CacheChanged | Load) -> None:
             nonlocal beaten_at
             if isinstance(message, Load) and time.monotonic() - beaten_at >= HEARTBEAT_S:
                 beaten_at = time.monotonic()
-                mailbox.put_nowait(message)
+                mailbox.put(message)
 
         with self._engine.watching(beat):
             following = asyncio.ensure_future(self._follow_borrower(loan_id, requests, mailbox))
             try:
                 while (message := await mailbox.get()) != LendClosed(loan_id):
-                    if await source.handle(message):
+                    if source.handle(message):
                         continue
                     response = self._translate(message)
-                    if isinstance(message, LendStarting) and isinstance(mailbox.peek(), LendReady):
-                        response.starting.ready.CopyFrom(self._translate(mailbox.get_nowait()).blocks_ready)
+                    if isinstance(message, LendStarting) and (ready := mailbox.take_if(LendReady)) is not None:
+                        response.starting.ready.CopyFrom(self._translate(ready).blocks_ready)
                     yield response
             finally:
-                await source.cancel()
+                source.cancel()
                 following.cancel()
                 await asyncio.gather(following, return_exceptions=True)
 
@@ -129,16 +130,16 @@ class LendService(pb_grpc.LendServicer):
                         case "release":
                             self._engine.send(LendReleased(loan_id, request.release.first, request.release.count))
                         case _:
-                            mailbox.put_nowait(LendRefused(loan_id, "only releases may follow want", bad_request=True))
+                            mailbox.put(LendRefused(loan_id, "only releases may follow want", bad_request=True))
                             return
         except TimeoutError:
             log.info("the borrower of %s was silent for %g s", loan_id, silence_s)
             self._engine.send(LendClosed(loan_id))  # at once: what is said to a silent borrower may be stuck
-            mailbox.put_nowait(LendClosed(loan_id))
+            mailbox.put(LendClosed(loan_id))
         except DecodeError as error:  # bytes that are no message; unsaid, the blocks would stay lent
-            mailbox.put_nowait(LendRefused(loan_id, str(error), bad_request=True))
+            mailbox.put(LendRefused(loan_id, str(error), bad_request=True))
         else:
-            mailbox.put_nowait(LendClosed(loan_id))
+            mailbox.put(LendClosed(loan_id))
 
     def _translate(self, message: object) -> pb.LendResponse:
         """Raises ServiceError for what ends the stream."""

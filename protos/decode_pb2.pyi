@@ -21,6 +21,127 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class RouterFrame(_message.Message):
+    """What a router has to say at some moment; nothing of it is empty for long."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACED_FIELD_NUMBER: _builtins.int
+    CANCELLED_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
+    RESUMED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def placed(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacedRequest]: ...
+    @_builtins.property
+    def cancelled(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Requests, by number, that nobody waits for any more."""
+
+    @_builtins.property
+    def paused(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Requests whose clients do not read: their tokens wait at the worker until they are resumed."""
+
+    @_builtins.property
+    def resumed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        placed: _abc.Iterable[Global___PlacedRequest] | None = ...,
+        cancelled: _abc.Iterable[_builtins.int] | None = ...,
+        paused: _abc.Iterable[_builtins.int] | None = ...,
+        resumed: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "paused", b"paused", "placed", b"placed", "resumed", b"resumed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouterFrame: _TypeAlias = RouterFrame  # noqa: Y015
+
+@_typing.final
+class PlacedRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Of this stream, never used twice."""
+    timeout_ms: _builtins.float
+    """Milliseconds after which the request is ended with DEADLINE_EXCEEDED."""
+    @_builtins.property
+    def request(self) -> Global___DecodeRequest: ...
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        request: Global___DecodeRequest | None = ...,
+        timeout_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "request", b"request", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlacedRequest: _TypeAlias = PlacedRequest  # noqa: Y015
+
+@_typing.final
+class DecodeFrame(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Part]: ...
+    def __init__(
+        self,
+        *,
+        parts: _abc.Iterable[Global___Part] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parts", b"parts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeFrame: _TypeAlias = DecodeFrame  # noqa: Y015
+
+@_typing.final
+class Part(_message.Message):
+    """Something of one request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    ended: _builtins.bool
+    """The request's last part. Nothing more comes of it."""
+    status: _builtins.bytes
+    """Why, when it failed: a serialised google.rpc.Status."""
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Serialised tandem.v1.GenerateResponse, in order: the router passes them on without looking inside."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        messages: _abc.Iterable[_builtins.bytes] | None = ...,
+        ended: _builtins.bool = ...,
+        status: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "messages", b"messages", "number", b"number", "status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Part: _TypeAlias = Part  # noqa: Y015
+
+@_typing.final
 class DecodeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -35,6 +35,11 @@ class DecodeStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.Serve = channel.stream_stream(
+                '/tandem.internal.v1.Decode/Serve',
+                request_serializer=protos_dot_decode__pb2.RouterFrame.SerializeToString,
+                response_deserializer=protos_dot_decode__pb2.DecodeFrame.FromString,
+                _registered_method=True)
         self.Generate = channel.unary_stream(
                 '/tandem.internal.v1.Decode/Generate',
                 request_serializer=protos_dot_decode__pb2.DecodeRequest.SerializeToString,
@@ -45,9 +50,17 @@ class DecodeStub:
 class DecodeServicer:
     """Missing associated documentation comment in .proto file."""
 
+    def Serve(self, request_iterator, context):
+        """All requests that one router has here: what a step gave to all of them comes as one message. When the stream ends,
+        all of them do.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Generate(self, request, context):
-        """Serves one placed request. The responses are the client's own messages: the router passes them
-        on without looking inside. RESOURCE_EXHAUSTED at once when the projected KV does not fit now.
+        """One placed request alone: for tools. The responses are the client's own messages. RESOURCE_EXHAUSTED at once when
+        the projected KV does not fit now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -56,6 +69,11 @@ class DecodeServicer:
 
 def add_DecodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Serve': grpc.stream_stream_rpc_method_handler(
+                    servicer.Serve,
+                    request_deserializer=protos_dot_decode__pb2.RouterFrame.FromString,
+                    response_serializer=protos_dot_decode__pb2.DecodeFrame.SerializeToString,
+            ),
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
                     request_deserializer=protos_dot_decode__pb2.DecodeRequest.FromString,
@@ -71,6 +89,33 @@ def add_DecodeServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Decode:
     """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def Serve(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/tandem.internal.v1.Decode/Serve',
+            protos_dot_decode__pb2.RouterFrame.SerializeToString,
+            protos_dot_decode__pb2.DecodeFrame.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Generate(request,

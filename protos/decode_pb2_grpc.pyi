@@ -15,20 +15,34 @@ GRPC_VERSION: str
 
 class DecodeStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
+    Serve: _aio.StreamStreamMultiCallable[_decode_pb2.RouterFrame, _decode_pb2.DecodeFrame]
+    """All requests that one router has here: what a step gave to all of them comes as one message. When the stream ends,
+    all of them do.
+    """
     Generate: _aio.UnaryStreamMultiCallable[_decode_pb2.DecodeRequest, _inference_pb2.GenerateResponse]
-    """Serves one placed request. The responses are the client's own messages: the router passes them
-    on without looking inside. RESOURCE_EXHAUSTED at once when the projected KV does not fit now.
+    """One placed request alone: for tools. The responses are the client's own messages. RESOURCE_EXHAUSTED at once when
+    the projected KV does not fit now.
     """
 
 class DecodeServicer(metaclass=_abc_1.ABCMeta):
+    @_abc_1.abstractmethod
+    def Serve(
+        self,
+        request_iterator: _abc.AsyncIterator[_decode_pb2.RouterFrame],
+        context: _aio.ServicerContext[_abc.AsyncIterator[_decode_pb2.RouterFrame], _abc.AsyncIterator[_decode_pb2.DecodeFrame]],
+    ) -> _abc.AsyncIterator[_decode_pb2.DecodeFrame]:
+        """All requests that one router has here: what a step gave to all of them comes as one message. When the stream ends,
+        all of them do.
+        """
+
     @_abc_1.abstractmethod
     def Generate(
         self,
         request: _decode_pb2.DecodeRequest,
         context: _aio.ServicerContext[_decode_pb2.DecodeRequest, _abc.AsyncIterator[_inference_pb2.GenerateResponse]],
     ) -> _abc.AsyncIterator[_inference_pb2.GenerateResponse]:
-        """Serves one placed request. The responses are the client's own messages: the router passes them
-        on without looking inside. RESOURCE_EXHAUSTED at once when the projected KV does not fit now.
+        """One placed request alone: for tools. The responses are the client's own messages. RESOURCE_EXHAUSTED at once when
+        the projected KV does not fit now.
         """
 
 def add_DecodeServicer_to_server(servicer: DecodeServicer, server: _aio.Server) -> None: ...

@@ -1,18 +1,13 @@
 """One placement of one request: the call to its decode worker, passed through as bytes."""
 
-import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
-import grpc
-
-from cluster.errors import Incompatible, Overloaded, ServiceError, Unavailable, from_rpc_error
-from cluster.rpc import Channels
+from cluster.errors import Incompatible, Overloaded, ServiceError, Unavailable
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
-from router.fleet import Worker
-
-_METHOD = "/tandem.internal.v1.Decode/Generate"
+from router.decode_link import DecodeLink
 
 
 class Retriable(Exception):
@@ -70,31 +65,16 @@ class Emitted:
         self._unread.clear()
 
 
-async def run_attempt(
-    channels: Channels, worker: Worker, request: pb.DecodeRequest, timeout_s: float
-) -> AsyncIterator[bytes]:
+async def run_attempt(link: DecodeLink, request: pb.DecodeRequest, timeout_s: float) -> AsyncGenerator[bytes]:
     """The worker's messages. Raises Retriable, or a ServiceError that no other placement would mend."""
-    with channels.using(worker.hello.address) as link:
-        method: grpc.aio.UnaryStreamMultiCallable[pb.DecodeRequest, bytes] = link.unary_stream(
-            _METHOD, request_serializer=pb.DecodeRequest.SerializeToString
-        )
-        call = method(request, timeout=timeout_s)
-        worker.on_lost.add(call.cancel)
-        try:
-            async for message in call:
+    messages = link.generate(request, timeout_s)
+    try:
+        async with contextlib.aclosing(messages):
+            async for message in messages:
                 yield message
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if not worker.lost or (task is not None and task.cancelling()):
-                raise  # the client went, at whatever moment
-            raise Retriable(Unavailable(f"decode worker {worker.worker_id} fell silent")) from None
-        except grpc.aio.AioRpcError as error:
-            failure = from_rpc_error(error)
-            if isinstance(failure, Unavailable | Incompatible) or error.code() is grpc.StatusCode.CANCELLED:
-                raise Retriable(failure) from None
-            if isinstance(failure, Overloaded) and not failure.permanent:
-                raise Retriable(failure) from None
-            raise failure from None
-        finally:
-            worker.on_lost.discard(call.cancel)
-            call.cancel()
+    except (Unavailable, Incompatible) as failure:
+        raise Retriable(failure) from None
+    except Overloaded as failure:
+        if failure.permanent:
+            raise
+        raise Retriable(failure) from None

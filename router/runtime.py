@@ -90,7 +90,7 @@ async def start_router(config: RouterConfig) -> Router:
         server, requests = Server(), Drain()
         InferenceService(serving, fleet, model_dir, encoder, requests).add_to(server.grpc)
         membership = MembershipService(
-            fleet, model_dir, config.worker_silence_s, dispatcher.kick, incarnation, serving.channels.departed
+            fleet, model_dir, config.worker_silence_s, dispatcher.kick, incarnation, serving.links.departed
         )
         pb_grpc.add_MembershipServicer_to_server(membership, server.grpc)
         port = await server.start(config.host, config.port, [NAME, "tandem.internal.v1.Membership"])

@@ -1,6 +1,7 @@
 """The way of one request through the router: check, tokenise, place, pass through, and place again on failure."""
 
 import asyncio
+import contextlib
 import copy
 import logging
 import secrets
@@ -9,7 +10,6 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from cluster.errors import DeadlineExceeded, Draining, InvalidRequest, Unavailable, UnknownModel
-from cluster.rpc import Channels
 from engine.keys import BlockKey, block_keys, root_key
 from engine.model_dir import ModelDir
 from engine.structured import read_structured
@@ -19,6 +19,7 @@ from protos import lend_pb2, membership_pb2
 from router.attempt import Emitted, Retriable, run_attempt
 from router.candidates import Candidate
 from router.config import RouterConfig
+from router.decode_links import DecodeLinks
 from router.demand import Demand, num_blocks_of
 from router.dispatch import Dispatcher
 from router.explain import explain
@@ -70,7 +71,7 @@ class Serving:
         self._grammars = grammars
         self._fleet = fleet
         self._dispatcher = dispatcher
-        self.channels = Channels()
+        self.links = DecodeLinks(fleet)
 
     async def generate(self, request: public_pb.GenerateRequest, deadline_s: float | None) -> AsyncGenerator[bytes]:
         """Serialised GenerateResponses: one unbroken stream over however many attempts. Raises ServiceError."""
@@ -81,12 +82,14 @@ class Serving:
             placed, decision, placed_at = await self._place(ticket, emitted)
             try:
                 internal = self._decode_request(ticket, emitted, placed, decision, attempt, placed_at)
-                async for message in run_attempt(self.channels, placed.decode, internal, ticket.remaining_s()):
-                    if not placed.started:
-                        self._fleet.started(placed)
-                        started_at = time.monotonic()
-                    emitted.add(message)
-                    yield message
+                messages = run_attempt(self.links.to(placed.decode), internal, ticket.remaining_s())
+                async with contextlib.aclosing(messages):
+                    async for message in messages:
+                        if not placed.started:
+                            self._fleet.started(placed)
+                            started_at = time.monotonic()
+                        emitted.add(message)
+                        yield message
                 if placed.started:
                     self._learn(ticket, placed, message, started_at - placed_at)
                 return

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from cluster.config import Config, DiscoverySettings
+from engine.sim.timing import StepTiming
 
 Role = Literal["prefill", "decode"]
 
@@ -30,7 +31,17 @@ class WorkerConfig(DiscoverySettings, Config):
 
     engine: Literal["torch", "sim"] = "torch"
     sim_step_ms: NonNegativeFloat = 0.0
-    """How long a step of the sim engine takes."""
+    """How long a step of the sim engine takes; to it come the four below."""
+    sim_prompt_token_us: NonNegativeFloat = 0.0
+    """For each prompt token of the step."""
+    sim_prompt_pair_ns: NonNegativeFloat = 0.0
+    """For each pair of a prompt token of the step and a token before it: attention's quadratic term."""
+    sim_stream_us: NonNegativeFloat = 0.0
+    """For each sequence that decodes."""
+    sim_kv_token_ns: NonNegativeFloat = 0.0
+    """For each token of context of each sequence that decodes."""
+    sim_reads: Literal["all", "last"] = "all"
+    """What a sampled token is a hash of: all KV of the sequence, or that of its last token, for many and long ones."""
     sim_block_kib: PositiveInt = 2
     """How much KV 16 tokens of the sim engine have."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -82,6 +93,19 @@ class WorkerConfig(DiscoverySettings, Config):
     drain_s: NonNegativeFloat = 30.0
     """Told to stop, the worker lets its streams and loans finish for so long, and then hands its streams over to other
     workers, which may read its blocks for a while longer."""
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.kv_memory_mib << 20
+
+    def sim_timing(self) -> StepTiming:
+        return StepTiming(
+            step_s=self.sim_step_ms * 1e-3,
+            prompt_token_s=self.sim_prompt_token_us * 1e-6,
+            prompt_pair_s=self.sim_prompt_pair_ns * 1e-9,
+            stream_s=self.sim_stream_us * 1e-6,
+            kv_token_s=self.sim_kv_token_ns * 1e-9,
+        )
 
     def id_for(self, role: Role) -> str:
         return self.worker_id or f"{role}-{socket.gethostname()}-{os.getpid()}"

@@ -1,13 +1,9 @@
-"""The front's end of its engine process: starts it, sends to it, and hands what it says to whoever it concerns."""
+"""The front's end of its engine: starts it, sends to it, and hands what it says to whoever it concerns."""
 
 import asyncio
 import contextlib
-import logging
-import os
-import socket
-import subprocess
-import sys
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 
 from cluster.errors import StartError, TandemError, Unavailable
 from engine.messages import (
@@ -15,7 +11,6 @@ from engine.messages import (
     Audited,
     CacheChanged,
     FromEngine,
-    LendClosed,
     LendReady,
     LendRefused,
     LendStarting,
@@ -25,30 +20,43 @@ from engine.messages import (
     ToEngine,
     Token,
 )
-from engine.worker.config import Role, WorkerConfig
-from engine.worker.engine_process import EngineSpec
-from engine.worker.link import MessageLink
 
-log = logging.getLogger(__name__)
-
-Letter = FromEngine | LendClosed | None
+Letter = FromEngine | None
 
 
-class Mailbox(asyncio.Queue[Letter]):
-    """Messages of one request or loan; None when the engine is gone. A loan's service adds LendClosed when its borrower
-    is done."""
+class EngineHost(ABC):
+    """Where an engine runs: in a process of its own (`child_engine.py`), or on this event loop (`local_engine.py`)."""
 
-    def peek(self) -> Letter:
-        """What comes next, if it is there; else None, as if the engine were gone."""
-        return None if self.empty() else self._queue[0]  # type: ignore[attr-defined]
+    @abstractmethod
+    def start(self, listener: "EngineListener") -> None:
+        """Begin to start the engine; the first it says is Ready or StartFailed."""
+
+    @abstractmethod
+    def send(self, messages: Sequence[ToEngine]) -> None:
+        """Silently nowhere when the engine is gone."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """End it; returns when it is gone."""
 
 
-class EngineClient:
+class EngineListener(ABC):
+    """Who hears an engine, on the event loop."""
+
+    @abstractmethod
+    def heard(self, messages: Sequence[FromEngine]) -> None: ...
+
+    @abstractmethod
+    def ended(self, how: str) -> None:
+        """The engine is gone, and all it said was heard. Once."""
+
+
+class EngineClient(EngineListener):
     """Used from one event loop."""
 
-    def __init__(self, config: WorkerConfig, role: Role, agent_name: str) -> None:
-        self._spec = EngineSpec(config, role, agent_name)
-        self._mailboxes: dict[str, Mailbox] = {}
+    def __init__(self, host: EngineHost) -> None:
+        self._host = host
+        self._listeners: dict[str, Callable[[Letter], None]] = {}
         self._watchers: set[Callable[[CacheChanged | Load], None]] = set()
         self._audits: dict[int, asyncio.Future[Audited]] = {}
         self._audit_count = 0
@@ -57,21 +65,10 @@ class EngineClient:
         self.died: asyncio.Future[TandemError]
 
     async def start(self) -> Ready:
-        """Start the process and wait until its model is loaded. Raises StartError with the engine's reason."""
+        """Start the engine and wait until its model is loaded. Raises StartError with the engine's reason."""
         loop = asyncio.get_running_loop()
         self._ready, self.died = loop.create_future(), loop.create_future()
-        own, other = socket.socketpair()
-        self._link = MessageLink(own)
-        with other:
-            self._process = subprocess.Popen(  # noqa: ASYNC220 - a fork and exec; waiting for it is on a thread
-                [sys.executable, "-m", "engine.worker.engine_process", str(other.fileno())],
-                pass_fds=[other.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONUNBUFFERED": "1"},
-            )
-        self._loop = loop
-        loop.add_reader(self._link.fileno(), self._on_readable)
-        self._transmit(self._spec)
+        self._host.start(self)
         try:
             return await self._ready
         except asyncio.CancelledError:
@@ -81,19 +78,19 @@ class EngineClient:
     def send(self, *messages: ToEngine) -> None:
         """To the engine; silently nowhere when it is gone, which every mailbox learns by itself."""
         if not self._dead:
-            self._transmit(messages)
+            self._host.send(messages)
 
-    def open_mailbox(self, name: str) -> Mailbox:
-        """Everything the engine says about request or loan `name` from now on."""
-        assert name not in self._mailboxes
-        mailbox = Mailbox()
+    def listen(self, name: str, listener: Callable[[Letter], None]) -> None:
+        """Everything the engine says about request or loan `name` from now on, on the event loop. When the engine is
+        gone, None; at once, if it is gone already."""
+        assert name not in self._listeners
+        self._listeners[name] = listener
         if self._dead:
-            mailbox.put_nowait(None)
-        self._mailboxes[name] = mailbox
-        return mailbox
+            listener(None)
 
-    def close_mailbox(self, name: str) -> None:
-        self._mailboxes.pop(name, None)
+    def forget(self, name: str) -> None:
+        """Nobody listens to `name` any more."""
+        self._listeners.pop(name, None)
 
     @contextlib.contextmanager
     def watching(self, watcher: Callable[[CacheChanged | Load], None]):  # type: ignore[no-untyped-def]
@@ -116,48 +113,13 @@ class EngineClient:
         return books
 
     async def stop(self) -> None:
-        """End the process: orderly first, by force after 5 s."""
-        with contextlib.suppress(OSError):
-            self._link.shut_down_sending()
-        try:
-            await asyncio.to_thread(self._process.wait, 5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            await asyncio.to_thread(self._process.wait)
+        """End it: orderly first, by force after 5 s."""
+        await self._host.stop()
 
     # ------------------------------------------------------------------ from the engine
 
-    def _transmit(self, message: object) -> None:
-        try:
-            self._link.send(message)
-        except OSError:
-            log.info("the engine is gone")  # reading says so too, and that tells everyone
-            return
-        if self._link.has_unsent:
-            self._loop.add_writer(self._link.fileno(), self._on_writable)
-
-    def _on_writable(self) -> None:
-        with contextlib.suppress(OSError):
-            self._link.flush()
-        if not self._link.has_unsent:
-            self._loop.remove_writer(self._link.fileno())
-
-    def _on_readable(self) -> None:
-        try:
-            batches = self._link.receive()
-        except EOFError:
-            self._loop.remove_reader(self._link.fileno())
-            self._loop.remove_writer(self._link.fileno())
-            self._ending = asyncio.ensure_future(self._await_death())
-            return
-        for batch in batches:
-            self._dispatch(batch)
-
-    async def _await_death(self) -> None:
-        self._on_death(await asyncio.to_thread(self._process.wait))
-
-    def _dispatch(self, batch: list[FromEngine]) -> None:
-        for message in batch:
+    def heard(self, messages: Sequence[FromEngine]) -> None:
+        for message in messages:
             match message:
                 case Token(request_id):  # first, since most are
                     self._deliver(request_id, message)
@@ -180,17 +142,17 @@ class EngineClient:
                     self._deliver(message.request_id, message)
 
     def _deliver(self, name: str, message: FromEngine) -> None:
-        if (mailbox := self._mailboxes.get(name)) is not None:
-            mailbox.put_nowait(message)
+        if (listener := self._listeners.get(name)) is not None:
+            listener(message)
 
-    def _on_death(self, code: int) -> None:
+    def ended(self, how: str) -> None:
         self._dead = True
-        for mailbox in self._mailboxes.values():
-            mailbox.put_nowait(None)
+        for listener in tuple(self._listeners.values()):
+            listener(None)
         for answer in self._audits.values():
             if not answer.done():
                 answer.set_exception(Unavailable("the engine is gone"))
         if not self._ready.done():
-            self._ready.set_exception(StartError("engine", f"its process ended with code {code} while starting"))
+            self._ready.set_exception(StartError("engine", f"{how} while starting"))
         if not self.died.done():
-            self.died.set_result(Unavailable(f"the engine process ended with code {code}"))
+            self.died.set_result(Unavailable(f"the engine is gone: {how}"))

@@ -16,18 +16,15 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from queue import SimpleQueue
 
-from engine.core import CoreLimits, EngineCore
+from engine.core import EngineCore
 from engine.errors import EngineStartError
-from engine.layout import KvLayout
 from engine.messages import FromEngine, StartFailed, ToEngine
 from engine.runner import Runner
-from engine.scheduler import StepBudget
-from engine.tiers.tiers import TierConfig, Tiers
 from engine.vocabulary import Chunk, Sampled
-from engine.worker.config import Role, WorkerConfig
+from engine.worker.assembly import EngineSpec, open_core, open_sim_runner
+from engine.worker.config import WorkerConfig
 from engine.worker.cores import stay_on, step_back
 from engine.worker.link import LinkWaiter, MessageLink
 from kvtransfer.errors import TransportUnavailable
@@ -41,15 +38,6 @@ SWITCH_S = 0.0005
 """How long the runner's Python may hold the interpreter while a message waits."""
 IDLE_TURN_S = 0.25
 """The loop turns at least so often, which is what makes its load reports heartbeats."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSpec:
-    """First message to the process."""
-
-    config: WorkerConfig
-    role: Role
-    agent_name: str
 
 
 class _Front:
@@ -210,41 +198,22 @@ def _start(spec: EngineSpec, front: _Front) -> tuple[EngineCore, _Computer]:
     transport = open_transport(config.transport, spec.agent_name, host, config.strict_lanes)
     computer = _Computer(spec.config, front.wake)
     runner = computer.runner()
-    budget = StepBudget(spec.config.max_batch_tokens, spec.config.prefill_chunk(spec.role))
-    limits = CoreLimits(
-        budget,
-        max_queued_loans=spec.config.max_queued_loans,
-        reserve_output_tokens=spec.config.reserve_output_tokens,
-    )
-    fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
-    tiers = _open_tiers(spec.config, runner.layout, fingerprint)
-    core = EngineCore(runner, transport, limits, front.say, front.wake, tiers)
+    core = open_core(spec, runner, transport, front.say, front.wake)
     front.say(core.start())
     front.send()
     return core, computer
 
 
-def _open_tiers(config: WorkerConfig, layout: KvLayout, model_fingerprint: bytes) -> Tiers | None:
-    """Raises EngineStartError."""
-    if not config.kv_host_memory_mib and config.kv_disk_dir is None:
-        return None
-    tiers = TierConfig(config.kv_host_memory_mib << 20, config.kv_disk_dir, config.kv_disk_mib << 20)
-    return Tiers(tiers, layout.block_bytes, layout.kv_heads, model_fingerprint)
-
-
 def _make_runner(config: WorkerConfig) -> Runner:
-    kv_bytes = config.kv_memory_mib << 20
     if config.engine == "sim":
-        from engine.sim.runner import sim_runner
-
-        return sim_runner(config.model, config.block_tokens, kv_bytes, config.sim_step_ms / 1e3, config.sim_block_kib)
+        return open_sim_runner(config)
     try:
         from engine.torch.runner import TorchRunner, set_threads
     except ModuleNotFoundError as error:
         raise EngineStartError("engine", f"{error}; install tandem-serving[worker]") from None
 
     set_threads(_threads(config))
-    return TorchRunner(config.model, config.dtype, config.block_tokens, kv_bytes, config.backend, config.device)
+    return TorchRunner(config.model, config.dtype, config.block_tokens, config.kv_bytes, config.backend, config.device)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,8 @@ What the lender says goes to the engine, and the engine's releases go back.
 """
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
@@ -17,8 +16,6 @@ from cluster.rpc import Channels
 from engine.keys import pack_tokens
 from engine.messages import (
     CloseLoan,
-    FromEngine,
-    LendClosed,
     LoanBlocks,
     LoanFailed,
     LoanStarted,
@@ -32,6 +29,8 @@ from protos import lend_pb2_grpc as pb_grpc
 BEATS_PER_SILENCE = 5
 """Heartbeats in the time after which a silent borrower is given up. A loan that takes less than one needs none."""
 log = logging.getLogger(__name__)
+_running: set[asyncio.Task[None]] = set()
+"""The loop itself keeps no task alive."""
 
 
 class LoanStream:
@@ -50,43 +49,65 @@ class LoanStream:
         silence_s: float,
     ) -> None:
         """`link` is entered here, and left when the stream has ended."""
-        with ExitStack() as stack:
-            self._call = pb_grpc.LendStub(stack.enter_context(link)).Lend()
-            release_link = stack.pop_all().close
         self._engine_id = engine_id
         self._engine = engine
         self._silence_s = silence_s
         self._closed = False
-        self._writing = asyncio.Lock()  # a call takes one write at a time
-        self._task = asyncio.ensure_future(self._run(want))
+        self._released: list[pb.LendRequest] = []
+        self._news: asyncio.Future[None] | None = None
+        """Somebody waits for something to say."""
+        with ExitStack() as stack:
+            self._call = pb_grpc.LendStub(stack.enter_context(link)).Lend(self._requests(want))
+            release_link = stack.pop_all().close
+        self._task = asyncio.ensure_future(self._run())
         self._task.add_done_callback(lambda _: release_link())  # also of one that was cancelled before it began
+        _running.add(self._task)
+        self._task.add_done_callback(_running.discard)
 
-    async def release(self, first: int, count: int) -> None:
-        await self._write(pb.LendRequest(release=pb.Release(first=first, count=count)))
+    def release(self, first: int, count: int) -> None:
+        self._released.append(pb.LendRequest(release=pb.Release(first=first, count=count)))
+        self._wake()
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Half-close: the lender lets go of everything. Nothing more is forwarded to the engine."""
         self._closed = True
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            async with self._writing:
-                await self._call.done_writing()
+        self._wake()
 
-    async def cancel(self) -> None:
+    def cancel(self) -> None:
         """The request is over: end the stream now."""
+        self._closed = True
         self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        self._call.cancel()  # the task may not have begun
+        self._wake()
 
-    async def _write(self, request: pb.LendRequest) -> None:
-        """A stream that has ended takes nothing more; why it ended is told by `_run`."""
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            async with self._writing:
-                await self._call.write(request)
+    def _wake(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
 
-    async def _run(self, want: pb.Want) -> None:
+    async def _requests(self, want: pb.Want) -> AsyncIterator[pb.LendRequest]:
+        """What this side says, until it closes: with that, what was not released yet is."""
+        yield pb.LendRequest(want=want)
+        loop = asyncio.get_running_loop()
+        reported = asyncio.Event()
+        next_beat = loop.time() + self._silence_s / BEATS_PER_SILENCE
+        with self._engine.watching(lambda _: reported.set()):
+            while not self._closed:
+                if self._released:
+                    yield self._released.pop(0)
+                    continue
+                self._news = loop.create_future()
+                timer = loop.call_at(next_beat, self._wake)
+                await self._news
+                timer.cancel()
+                if loop.time() >= next_beat:
+                    next_beat = loop.time() + self._silence_s / BEATS_PER_SILENCE
+                    if reported.is_set():
+                        reported.clear()
+                        yield pb.LendRequest(heartbeat=pb.Heartbeat())
+
+    async def _run(self) -> None:
         failure = "the borrower's side of the loan broke"
-        beating = asyncio.ensure_future(self._beat())
         try:
-            await self._write(pb.LendRequest(want=want))
             await self._follow()
             failure = "the lender ended the stream"
         except grpc.aio.AioRpcError as error:
@@ -95,19 +116,11 @@ class LoanStream:
             failure = f"the lender was silent for {self._silence_s:g} s"
         finally:
             self._call.cancel()
-            beating.cancel()
             if not self._closed:
+                self._closed = True
                 log.info("loan of %s failed: %s", self._engine_id, failure)
                 self._engine.send(LoanFailed(self._engine_id, failure))
-
-    async def _beat(self) -> None:
-        reported = asyncio.Event()
-        with self._engine.watching(lambda _: reported.set()):
-            while not self._closed:
-                await asyncio.sleep(self._silence_s / BEATS_PER_SILENCE)
-                await reported.wait()
-                reported.clear()
-                await self._write(pb.LendRequest(heartbeat=pb.Heartbeat()))
+            self._wake()
 
     async def _follow(self) -> None:
         loop = asyncio.get_running_loop()
@@ -159,7 +172,7 @@ class Borrowing:
         self._chain = chain
         self._stream: LoanStream | None = None
 
-    async def handle(self, message: FromEngine | LendClosed | None) -> bool:
+    def handle(self, message: object) -> bool:
         """Perform what the engine says of the loan; False when the message is about something else."""
         match message:
             case OpenLoan():
@@ -167,18 +180,18 @@ class Borrowing:
                 self._stream = self._lenders.open(self._engine_id, self._holder, self._chain(), message)
             case ReleaseLoan(_, first, count):
                 if self._stream is not None:
-                    await self._stream.release(first, count)
+                    self._stream.release(first, count)
             case CloseLoan():
                 if self._stream is not None:
-                    await self._stream.close()
+                    self._stream.close()
             case _:
                 return False
         return True
 
-    async def cancel(self) -> None:
+    def cancel(self) -> None:
         """Nobody wants it any more."""
         if self._stream is not None:
-            await self._stream.cancel()
+            self._stream.cancel()
 
 
 class Lenders:

@@ -15,9 +15,11 @@ from cluster.redis_discovery import open_discovery
 from cluster.rpc import Server
 from engine.messages import Ready
 from engine.model_dir import ModelDir
+from engine.worker.assembly import EngineSpec
 from engine.worker.audit_service import AuditService
+from engine.worker.child_engine import ChildEngine
 from engine.worker.config import Role, WorkerConfig
-from engine.worker.engine_client import EngineClient
+from engine.worker.engine_client import EngineClient, EngineHost
 from engine.worker.joining import NAME_TAKEN_S, Memberships
 from engine.worker.loan_stream import Lenders
 from protos import membership_pb2 as pb
@@ -146,7 +148,12 @@ class Leaving:
         return self._requests.num_calls, self._loans.num_calls
 
 
-async def start_worker(config: WorkerConfig, role: Role, add_services: AddServices) -> Worker:
+async def start_worker(
+    config: WorkerConfig,
+    role: Role,
+    add_services: AddServices,
+    host_engine: Callable[[EngineSpec], EngineHost] = ChildEngine,
+) -> Worker:
     """Load the model, serve, join. Raises StartError."""
     model_dir = ModelDir.open(config.model)
     worker_id, incarnation = config.id_for(role), secrets.token_bytes(16)
@@ -154,7 +161,7 @@ async def start_worker(config: WorkerConfig, role: Role, add_services: AddServic
     async with AsyncExitStack() as undo:
         undo.push_async_callback(discovery.close)
         await discovery.start()  # before the model is loaded for nothing
-        engine = EngineClient(config, role, agent_name=f"{worker_id}-{incarnation.hex()}")
+        engine = EngineClient(host_engine(EngineSpec(config, role, f"{worker_id}-{incarnation.hex()}")))
         ready = await engine.start()
         undo.push_async_callback(engine.stop)
         lenders = Lenders(engine, ready.model_fingerprint, ready.block_tokens, config.peer_silence_s)

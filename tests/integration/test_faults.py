@@ -22,7 +22,7 @@ import pytest
 from cluster.errors import DeadlineExceeded, ServiceError, Unavailable
 from cluster.rpc import Server, channel
 from engine.model_dir import ModelDir
-from protos import decode_pb2_grpc, membership_pb2, membership_pb2_grpc
+from protos import decode_pb2, decode_pb2_grpc, membership_pb2, membership_pb2_grpc
 from protos import inference_pb2 as pb
 from router.config import RouterConfig
 from support.processes import (
@@ -103,16 +103,16 @@ async def test_streams_survive_their_decode_workers(speaking_model, cluster_of, 
             await until(engine_gone, "the engine followed its front")
             await audit(alive(cluster))
 
-            # It comes back under its own name, and is used again: idle workers are taken in order of their names.
+            # It comes back under its own name, and is used again.
             cluster.decode.remove(victim)
             await workers_joined(client, 1, 1)
             restarted = await cluster.add_worker("decode_worker", config)
             cluster.engines.append(engine_of(restarted))
             await workers_joined(client, 1, 2)
-            again = Stream(client, prompt_of(*shapes[0][:2]), shapes[0][2], cache_salt=f"after {kill.__name__}")
-            assert_equal_answers(await finished([again]), undisturbed[:1])
-            assert again.receipt.placement.decode_worker == "decode-0"
-            assert again.receipt.placement.attempt == 1
+            again = start(f"after {kill.__name__}")
+            assert_equal_answers(await finished(again), undisturbed)
+            assert {stream.receipt.placement.decode_worker for stream in again} == {"decode-0", "decode-1"}
+            assert {stream.receipt.placement.attempt for stream in again} == {1}
         await audit(alive(cluster))
 
 
@@ -325,10 +325,16 @@ class TreacherousWorker(decode_pb2_grpc.DecodeServicer, membership_pb2_grpc.Work
     def __init__(self) -> None:
         self.attempts = 0
 
-    async def Generate(self, request: Any, context: Any) -> AsyncIterator[pb.GenerateResponse]:  # noqa: N802
-        self.attempts += 1
-        yield pb.GenerateResponse(token_ids=[1, 2, 3])
-        yield pb.GenerateResponse(finish=pb.Finish(usage=pb.Usage(completion_tokens=3)))
+    async def Serve(self, request_iterator: Any, context: Any) -> AsyncIterator[decode_pb2.DecodeFrame]:  # noqa: N802
+        frame = await anext(request_iterator)
+        self.attempts += len(frame.placed)
+        said = [
+            pb.GenerateResponse(token_ids=[1, 2, 3]),
+            pb.GenerateResponse(finish=pb.Finish(usage=pb.Usage(completion_tokens=3))),
+        ]
+        for message in said:
+            part = decode_pb2.Part(number=frame.placed[0].number, messages=[message.SerializeToString()])
+            yield decode_pb2.DecodeFrame(parts=[part])
         await context.abort(grpc.StatusCode.UNAVAILABLE, "died in the last moment")
 
 

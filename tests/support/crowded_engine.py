@@ -15,7 +15,8 @@ from engine.messages import (
     Token,
 )
 from engine.scheduler import StepBudget, max_wait_steps
-from engine.sim.runner import SimRunner, likeliest
+from engine.sim.runner import SimRunner
+from engine.sim.states import likeliest
 from engine.vocabulary import Chunk, FinishReason, SamplingParams
 from kvtransfer.local import LocalNetwork, LocalTransport
 from support.sim_model import LAYOUT, VOCAB, WIDTH, undisturbed

@@ -7,7 +7,8 @@ import numpy as np
 
 from engine.layout import KvLayout
 from engine.model_dir import ModelDir
-from engine.sim.runner import chain, sim_runner
+from engine.sim.runner import sim_runner
+from engine.sim.states import states_of, token_of
 
 _MASK = (1 << 64) - 1
 
@@ -24,25 +25,21 @@ class SimClusterModel:
 
     def answer(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
         """Greedy, undisturbed."""
-        state, folded = self._root, 0
-        tokens = list(prompt)
-        for position in range(len(prompt) + max_tokens - 1):
-            if position >= len(prompt):
-                tokens.append(self._sample(folded))
-            state = chain(state, tokens[position])
-            folded += state * (2 * position + 1)
-        tokens.append(self._sample(folded))
+        tokens, states = list(prompt), list(map(int, states_of(self._root, prompt, 0)))
+        folded = sum(state * (2 * position + 1) for position, state in enumerate(states))
+        for position in range(len(prompt), len(prompt) + max_tokens):
+            tokens.append(self._sample(folded))
+            states.append(int(states_of(states[-1], tokens[-1:], position)[0]))
+            folded += states[-1] * (2 * position + 1)
         return tokens[len(prompt) :]
 
     def block(self, prompt: Sequence[int], index: int) -> bytes:
         """The bytes of one of the prompt's full blocks."""
-        width, state, states = self.layout.block_tokens, self._root, []
-        for token in prompt[: (index + 1) * width]:
-            state = chain(state, token)
-            states.append(state)
-        head = np.repeat(np.array(states[index * width :], np.uint64), self._words)
+        width = self.layout.block_tokens
+        states = states_of(self._root, prompt[: (index + 1) * width], 0)
+        head = np.repeat(states[index * width :], self._words)
         return np.tile(head, self.layout.kv_heads).tobytes()
 
     def _sample(self, folded: int) -> int:
         whole = (folded * self.layout.kv_heads * self._words) & _MASK
-        return chain(0, whole) % self.vocab_size
+        return token_of(whole, self.vocab_size)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.layout import KvLayout
-from engine.sim.runner import chain, choice_token, token_of
+from engine.sim.states import choice_token, states_of, token_of_all
 
 WIDTH = 4
 LAYOUT = KvLayout(layers=1, kv_heads=2, head_dim=1, block_tokens=WIDTH, dtype="float32")
@@ -14,13 +14,9 @@ VOCAB = 1000
 
 def undisturbed(prompt: Sequence[int], max_tokens: int, choice: int = 0) -> list[int]:
     """What the model answers to a prompt, greedy or of a later choice."""
-    state = int.from_bytes(LAYOUT.fingerprint(b"sim")[:8], "little")
-    states: list[int] = []
+    root = int.from_bytes(LAYOUT.fingerprint(b"sim")[:8], "little")
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_tokens:
-        for token in tokens[len(states) :]:
-            state = chain(state, token)
-            states.append(state)
-        words = np.array([states] * LAYOUT.kv_heads, np.uint64)[:, :, None]
-        tokens.append(choice_token(token_of(words, VOCAB), choice, VOCAB))
+        words = np.array([states_of(root, tokens, 0)] * LAYOUT.kv_heads)[:, :, None]
+        tokens.append(choice_token(token_of_all(words, VOCAB), choice, VOCAB))
     return tokens[len(prompt) :]

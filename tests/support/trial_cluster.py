@@ -6,7 +6,7 @@ every single move the books of every engine must balance. Time is the number of 
 """
 
 from engine.scheduler import StepBudget
-from engine.sim.runner import prompt_logprob
+from engine.sim.states import prompt_logprob
 from kvtransfer.transport import Pool
 from support.sim_model import VOCAB, undisturbed
 from support.trial_cells import lender_state

@@ -1,10 +1,7 @@
-"""`make bench-router`: the router's decisions and its index, in process and on one core.
+"""The router's decisions and its index, in process and on one core.
 
 Fleet and index are the real ones, fed with serialised events as workers send them: 64 prefill and 64 decode workers,
 every kind of prompt as often as the others: known to nobody, to four workers, or to all of them up to some point.
-
-Not there yet, rows of the same table: added latency to first token at 200 requests/s beside a bare grpc.aio chain;
-CPU per streamed token beside a bare byte proxy, with 5,000 streams held; sglang-router and vllm-router side by side.
 """
 
 import os
@@ -16,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 
-from bench.report import Bar, conclude, percentile
+from bench.report import Bar, percentile
 from engine.keys import KEY_BYTES, BlockKey, split_keys
 from protos import membership_pb2 as pb
 from router.demand import Demand
@@ -197,14 +194,13 @@ def quantiles_ms(seconds: Sequence[float]) -> dict[str, float]:
     return {"p50_ms": 1e3 * percentile(seconds, 0.5), "p99_ms": 1e3 * percentile(seconds, 0.99)}
 
 
-def main() -> None:
-    console = Console()
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+def measure(console: Console) -> tuple[list[Bar], dict[str, Any]]:
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cores)})
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
         index, *fleet = measure_index(progress)
         placement = measure_placement(progress, *fleet)
-    figures = {"index": index, "placement": placement}
-    console.print(figures)
+    os.sched_setaffinity(0, cores)
     events_per_s = min(index[kind]["keys_per_s"] for kind in ("stored", "stored_and_removed"))
     sizes = f"{NUM_PREFILL} P x {NUM_DECODE} D, {index['blocks']:,} blocks, {PROMPT_TOKENS} tokens"
     bars = [
@@ -213,8 +209,4 @@ def main() -> None:
         Bar("index: thousand events (keys) applied per second", events_per_s / 1e3, 300, at_least=True),
         Bar("index: bytes per block", index["bytes_per_block"], 250),
     ]
-    conclude("router", bars, figures, console)
-
-
-if __name__ == "__main__":
-    main()
+    return bars, {"index": index, "placement": placement}

@@ -1,0 +1,1 @@
+"""`make bench-router`: how good the router's decisions are and what they cost."""

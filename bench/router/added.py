@@ -1,0 +1,78 @@
+"""What the cluster adds to the time to first token at 200 requests a second, arriving at random.
+
+Held against a bare grpc.aio chain of the same hops and messages, in turns; on both sides the router is one process and
+the workers, decode and lender, are another. Added latency is defined in `bench/serving.py`: TTFT less the wait for the
+running step and the request's own.
+"""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from bench.chain import STEP_S
+from bench.report import Bar, percentile
+from bench.router.site import bare, sim_site
+from bench.serving import chain_added, tandem_added
+from cluster.rpc import channel
+from tandem.client import Client
+
+RATE = 200.0
+ROUNDS = 5
+ROUND_S = 4.0
+MAX_ADDED = 1.5
+
+
+async def one_round(request: Callable[[], Awaitable[float]], seeds: random.Random) -> list[float]:
+    """Arrivals do not wait for answers."""
+    loop = asyncio.get_running_loop()
+    running: list[asyncio.Task[float]] = []
+    at, end = loop.time(), loop.time() + ROUND_S
+    while (at := at + seeds.expovariate(RATE)) < end:
+        await asyncio.sleep(at - loop.time())
+        running.append(asyncio.ensure_future(request()))
+    return list(await asyncio.gather(*running))
+
+
+async def compare(console: Console) -> dict[str, Any]:
+    ours: list[float] = []
+    chain: list[float] = []
+    seeds = random.Random(1)
+    router = {"decode_prefill_tokens_per_s": 1.0, "learn_rates": False}  # so that every prompt is lent
+    workers: dict[str, Any] = {
+        "worker": {"kv_memory_mib": 64, "sim_reads": "last"},
+        "decode_worker": {"sim_step_ms": STEP_S * 1e3},
+    }
+    async with contextlib.AsyncExitStack() as stack:
+        site = await stack.enter_async_context(sim_site(router, **workers))
+        client = await stack.enter_async_context(Client(site.router.address))
+        bare_workers = await stack.enter_async_context(bare("workers"))
+        bare_router = await stack.enter_async_context(bare("router", bare_workers.address))
+        call = (await stack.enter_async_context(channel(bare_router.address))).unary_stream("/chain/Generate")
+        await one_round(lambda: tandem_added(client), seeds)  # warm up
+        await one_round(lambda: chain_added(call), seeds)
+        for _ in track(range(ROUNDS), "added latency", console=console):
+            ours += await one_round(lambda: tandem_added(client), seeds)
+            chain += await one_round(lambda: chain_added(call), seeds)
+    return {name: _quantiles(values) for name, values in (("tandem", ours), ("bare", chain))}
+
+
+def _quantiles(seconds: list[float]) -> dict[str, float]:
+    return {"requests": len(seconds)} | {f"p{q}_ms": 1e3 * percentile(seconds, q / 100) for q in (50, 90, 99)}
+
+
+def measure(console: Console) -> tuple[list[Bar], dict[str, Any]]:
+    figures = asyncio.run(compare(console))
+    bars = [
+        Bar(
+            f"added latency to first token at {RATE:g} requests/s / a bare grpc.aio chain's, {quantile}",
+            figures["tandem"][f"{quantile}_ms"] / figures["bare"][f"{quantile}_ms"],
+            MAX_ADDED,
+        )
+        for quantile in ("p50", "p99")
+    ]
+    return bars, figures

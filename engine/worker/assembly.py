@@ -1,0 +1,59 @@
+"""Puts an engine together as a worker's configuration says, wherever it is to run."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.core import CoreLimits, EngineCore
+from engine.layout import KvLayout
+from engine.messages import FromEngine
+from engine.runner import Runner
+from engine.scheduler import StepBudget
+from engine.sim.runner import SimRunner, sim_runner
+from engine.tiers.tiers import TierConfig, Tiers
+from engine.worker.config import Role, WorkerConfig
+from kvtransfer.transport import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """All an engine must be told."""
+
+    config: WorkerConfig
+    role: Role
+    agent_name: str
+
+
+def open_core(
+    spec: EngineSpec,
+    runner: Runner,
+    transport: Transport,
+    emit: Callable[[FromEngine], None],
+    wake: Callable[[], None] = lambda: None,
+) -> EngineCore:
+    """Raises EngineStartError."""
+    config = spec.config
+    limits = CoreLimits(
+        StepBudget(config.max_batch_tokens, config.prefill_chunk(spec.role)),
+        max_queued_loans=config.max_queued_loans,
+        reserve_output_tokens=config.reserve_output_tokens,
+    )
+    fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
+    return EngineCore(runner, transport, limits, emit, wake, _open_tiers(config, runner.layout, fingerprint))
+
+
+def open_sim_runner(config: WorkerConfig) -> SimRunner:
+    return sim_runner(
+        config.model,
+        config.block_tokens,
+        config.kv_bytes,
+        config.sim_timing(),
+        config.sim_block_kib,
+        reads_all=config.sim_reads == "all",
+    )
+
+
+def _open_tiers(config: WorkerConfig, layout: KvLayout, model_fingerprint: bytes) -> Tiers | None:
+    if not config.kv_host_memory_mib and config.kv_disk_dir is None:
+        return None
+    tiers = TierConfig(config.kv_host_memory_mib << 20, config.kv_disk_dir, config.kv_disk_mib << 20)
+    return Tiers(tiers, layout.block_bytes, layout.kv_heads, model_fingerprint)
