@@ -169,10 +169,10 @@ async def test_a_lender_is_drained_under_load(model, cluster_of, audit, drain_s:
 
 async def test_every_worker_is_restarted_in_turn_under_load(model, cluster_of, audit) -> None:  # type: ignore[no-untyped-def]
     """A rolling update. No request fails, though the router would not try any a second time."""
-    settings = SIM | {"sim_step_ms": 3.0, "drain_s": 0.3}
+    settings = SIM | {"sim_step_ms": 3.0, "drain_s": 0.3}  # the longest streams take a second and more
     async with running(cluster_of(model, prefill=2, decode=2, router=NO_FAILURE, **settings)) as (cluster, client):
         configs = {config.worker_id: (module, config) for module, config in cluster._topology.workers()}
-        shapes = [(seed, 40 + 60 * seed, 30 + 60 * (seed % 3)) for seed in range(6)]
+        shapes = [(seed, 40 + 60 * seed, 30 + 200 * (seed % 3)) for seed in range(6)]
         undisturbed = await finished([Stream(client, prompt_of(s, n), m, cache_salt="first") for s, n, m in shapes])
         over, attempts = asyncio.Event(), list[int]()
 

@@ -37,7 +37,11 @@ class RedisServer:
         return f"redis://{user}127.0.0.1:{self.port}/0"
 
     async def __aenter__(self) -> Self:
-        await self.start()
+        try:
+            await self.start()
+        except BaseException:
+            await self.kill()
+            raise
         return self
 
     async def __aexit__(
