@@ -7,6 +7,8 @@ TandemError
     ├── UnknownModel      NOT_FOUND
     ├── Overloaded        RESOURCE_EXHAUSTED: no room now (`retry_after_s`), or ever (`permanent`)
     ├── Unavailable       UNAVAILABLE: nobody can serve it now; safe to retry
+    │   └── Draining      this process was told to stop: another one can serve it
+    ├── AlreadyThere      ALREADY_EXISTS: somebody else goes by that name
     ├── Incompatible      FAILED_PRECONDITION: two processes do not fit together
     └── DeadlineExceeded  DEADLINE_EXCEEDED
 """
@@ -82,6 +84,16 @@ class Unavailable(ServiceError):
     code = grpc.StatusCode.UNAVAILABLE
 
 
+class Draining(Unavailable):
+    """This process was told to stop: another one can serve it now."""
+
+
+class AlreadyThere(ServiceError):
+    """Somebody else goes by that name."""
+
+    code = grpc.StatusCode.ALREADY_EXISTS
+
+
 class Incompatible(ServiceError):
     """Two processes do not fit together."""
 
@@ -95,9 +107,10 @@ class DeadlineExceeded(ServiceError):
 
 
 _KINDS: dict[grpc.StatusCode, type[ServiceError]] = {
-    kind.code: kind for kind in (UnknownModel, Unavailable, Incompatible, DeadlineExceeded)
+    kind.code: kind for kind in (UnknownModel, Unavailable, AlreadyThere, Incompatible, DeadlineExceeded)
 }
 PERMANENT = "PERMANENT"
+DRAINING = "DRAINING"
 DOMAIN = "tandem"
 MAX_RETRY_AFTER_S = 1e9
 """What a status can say."""
@@ -120,6 +133,8 @@ def to_proto(error: ServiceError) -> status_pb2.Status:
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(round(min(error.retry_after_s, MAX_RETRY_AFTER_S) * 1e9))
         _add(status, error_details_pb2.RetryInfo(retry_delay=delay))
+    if isinstance(error, Draining):
+        _add(status, error_details_pb2.ErrorInfo(reason=DRAINING, domain=DOMAIN))
     return status
 
 
@@ -134,21 +149,22 @@ def from_proto(status: status_pb2.Status) -> ServiceError:
 
 
 def _typed(code: grpc.StatusCode, message: str, details: Iterable[any_pb2.Any]) -> ServiceError:
-    field, permanent = "", False
+    field, permanent, draining = "", False, False
     retry_after_s: float | None = None
     for detail in details:
         bad, info, retry = error_details_pb2.BadRequest(), error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
         if detail.Unpack(bad) and bad.field_violations:
             field, message = bad.field_violations[0].field, bad.field_violations[0].description
         elif detail.Unpack(info):
-            permanent = info.reason == PERMANENT
+            permanent |= info.reason == PERMANENT
+            draining |= info.reason == DRAINING
         elif detail.Unpack(retry):
             retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return InvalidRequest(field, message)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return Overloaded(message, field, permanent, retry_after_s)
-    kind = _KINDS.get(code)
+    kind = Draining if draining else _KINDS.get(code)
     if kind is not None:
         return kind(message, field)
     unknown = ServiceError(message, field)

@@ -16,8 +16,14 @@ class Running(Protocol):
 
     address: str
 
+    async def told_to_stop(self) -> None:
+        """Returns when somebody asked for it by other means than a signal."""
+
+    async def drain(self) -> None:
+        """Take nothing more, and wait until what is under way is over, or the time for that."""
+
     async def stop(self) -> None:
-        """Finish and release everything."""
+        """Release everything."""
 
     async def failed(self) -> TandemError:
         """Returns when the role cannot go on."""
@@ -25,6 +31,8 @@ class Running(Protocol):
 
 def run_role(start: Callable[[], Awaitable[Running]]) -> int:
     """Run one role to its end; the exit code.
+
+    The first SIGINT or SIGTERM lets it drain and stop; a second one ends it at once.
 
     Standard output gets one line of JSON when the role serves: {"event": "ready", "address": ...}. A failure's
     last line on standard error is its cause.
@@ -39,8 +47,15 @@ def run_role(start: Callable[[], Awaitable[Running]]) -> int:
 async def _run(start: Callable[[], Awaitable[Running]]) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def told() -> None:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(signum)
+            signal.signal(signum, signal.SIG_DFL)  # the kernel's own way, even for a process whose loop hangs
+        stop.set()
+
     for signum in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(signum, stop.set)
+        loop.add_signal_handler(signum, told)
     starting = asyncio.ensure_future(start())
     stopping = asyncio.ensure_future(stop.wait())
     await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -52,10 +67,15 @@ async def _run(start: Callable[[], Awaitable[Running]]) -> int:
     role = starting.result()
     print(json.dumps({"event": "ready", "address": role.address}), flush=True)
     failing = asyncio.ensure_future(role.failed())
-    await asyncio.wait([failing, stopping], return_when=asyncio.FIRST_COMPLETED)
+    asked = asyncio.ensure_future(role.told_to_stop())
+    await asyncio.wait([failing, stopping, asked], return_when=asyncio.FIRST_COMPLETED)
+    draining = asyncio.ensure_future(role.drain())
+    if not failing.done():
+        await asyncio.wait([failing, draining], return_when=asyncio.FIRST_COMPLETED)
     failure = failing.result() if failing.done() else None
-    for task in (failing, stopping):
+    for task in (failing, stopping, asked, draining):
         task.cancel()
+    await asyncio.gather(draining, return_exceptions=failure is not None)
     await role.stop()
     if failure is not None:
         raise failure

@@ -1,7 +1,10 @@
 """gRPC servers and channels as every process of the cluster sets them up."""
 
+import asyncio
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -11,6 +14,8 @@ from cluster.errors import StartError
 
 MAX_MESSAGE_BYTES = 16 << 20
 """A prompt of a million tokens fits; a message of 100 MB is refused before it is read."""
+IDLE_CHANNEL_S = 300.0
+"""Longer than the pauses of a worker that is still used."""
 
 _KEEPALIVE: list[tuple[str, int]] = [
     ("grpc.keepalive_time_ms", 5_000),
@@ -56,6 +61,10 @@ class Server:
     async def mark_serving(self) -> None:
         await self._set(health_pb2.HealthCheckResponse.SERVING)
 
+    async def announce_stop(self) -> None:
+        """NOT_SERVING from now on, whatever is said later; calls go on as before."""
+        await self._health.enter_graceful_shutdown()
+
     async def stop(self, grace_s: float) -> None:
         await self._health.enter_graceful_shutdown()
         await self.grpc.stop(grace_s)
@@ -69,6 +78,67 @@ def channel(address: str) -> grpc.aio.Channel:
     """A channel to another process of the cluster."""
     reconnect = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 2_000)]
     return grpc.aio.insecure_channel(address, options=[*_KEEPALIVE, *_SIZES, *reconnect])
+
+
+@dataclass(slots=True)
+class _Link:
+    channel: grpc.aio.Channel
+    num_users: int = 0
+    departed: bool = False
+    closing: asyncio.TimerHandle | None = None
+
+
+class Channels:
+    """One channel to each address that is in use, and a while longer. Used from one event loop.
+
+    A fleet whose workers come and go would else gather a connection that is tried again for ever for each of them.
+    """
+
+    def __init__(self, idle_s: float = IDLE_CHANNEL_S, connect: Callable[[str], grpc.aio.Channel] = channel) -> None:
+        self._idle_s = idle_s
+        self._connect = connect
+        self._links: dict[str, _Link] = {}
+        self._closing: set[asyncio.Future[None]] = set()
+
+    @contextmanager
+    def using(self, address: str) -> Iterator[grpc.aio.Channel]:
+        """The channel, which is not closed within the block."""
+        if (link := self._links.get(address)) is None:
+            link = self._links[address] = _Link(self._connect(address))
+        link.num_users += 1
+        link.departed = False
+        if link.closing is not None:
+            link.closing.cancel()
+            link.closing = None
+        try:
+            yield link.channel
+        finally:
+            link.num_users -= 1
+            if not link.num_users:
+                self._release(address, link)
+
+    def departed(self, address: str) -> None:
+        """Whoever listened there has gone: nothing is kept for the next call."""
+        if (link := self._links.get(address)) is not None:
+            link.departed = True
+            if not link.num_users:
+                self._release(address, link)
+
+    @property
+    def addresses(self) -> list[str]:
+        """Those to which there is a channel."""
+        return list(self._links)
+
+    def _release(self, address: str, link: _Link) -> None:
+        if link.closing is not None:
+            link.closing.cancel()
+        wait_s = 0.0 if link.departed else self._idle_s
+        link.closing = asyncio.get_running_loop().call_later(wait_s, self._close, address)
+
+    def _close(self, address: str) -> None:
+        closing = asyncio.ensure_future(self._links.pop(address).channel.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
 
 
 def _bind_reason(host: str, port: int) -> str:

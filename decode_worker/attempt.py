@@ -2,10 +2,11 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 from tokenizers import Tokenizer
 
-from cluster.errors import Incompatible, ServiceError
+from cluster.errors import Draining, Incompatible, ServiceError
 from decode_worker.generation import Generation
 from decode_worker.placed_request import check_request, engine_request, lead_tokens
 from engine.messages import Cancel
@@ -36,6 +37,7 @@ class Attempt:
         ready = context.ready
         if request.worker_incarnation != context.incarnation:
             raise Incompatible("this worker is another one than the one asked", "worker_incarnation")
+        context.check_taking()
         check_request(request, ready.vocab_size, context.config.engine)
         self._engine = context.engine
         self._engine_id = engine_id
@@ -46,6 +48,9 @@ class Attempt:
         self.failure: ServiceError | None = None
         self._engine.send(engine_request(engine_id, request))
         self._engine.listen(engine_id, self._heard)
+        self._held = ExitStack()
+        stopped = Draining(f"worker {context.worker_id} was told to stop and hands the request over")
+        self._held.enter_context(context.requests.holding(lambda: self.fail(stopped)))
 
     @property
     def over(self) -> bool:
@@ -67,6 +72,7 @@ class Attempt:
         """End it, wherever it is. May be called again."""
         if self._open:
             self._open = False
+            self._held.close()
             self._loan.cancel()
             self._engine.send(Cancel(self._engine_id))
             self._engine.forget(self._engine_id)

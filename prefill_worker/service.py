@@ -57,8 +57,10 @@ class LendService(pb_grpc.LendServicer):
                 raise InvalidRequest("want", "must be the first message")
             self._engine.send(self._lend(loan_id, first.want))
             source = Borrowing(self._context.lenders, loan_id, first.want.source, functools.partial(_chain, first.want))
-            async for response in self._respond(loan_id, request_iterator, mailbox, source):
-                yield response
+            stopped = LendRefused(loan_id, "this worker was told to stop", bad_request=False)
+            with self._context.loans.holding(lambda: mailbox.put(stopped)):
+                async for response in self._respond(loan_id, request_iterator, mailbox, source):
+                    yield response
         except ServiceError as error:
             await context.abort_with_status(to_status(error))
         finally:
@@ -68,6 +70,8 @@ class LendService(pb_grpc.LendServicer):
     def _lend(self, loan_id: str, want: pb.Want) -> messages.Lend:
         if want.lender_incarnation != self._context.incarnation:
             raise Incompatible("this worker is another one than the one asked", "lender_incarnation")
+        if want.may_compute:  # what is held here can be read until nobody does
+            self._context.check_taking()
         if want.model_fingerprint != self._context.ready.model_fingerprint:
             raise Incompatible("weights, layout or dtype differ from the borrower's", "model_fingerprint")
         tokens = _tokens(want)

@@ -39,6 +39,47 @@ ROLE_DECODE: Role.ValueType  # 2
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 @_typing.final
+class DrainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class DrainReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    LOANS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    requests: _builtins.int
+    """Under way, all of which will end well or go on elsewhere."""
+    loans: _builtins.int
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        requests: _builtins.int = ...,
+        loans: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loans", b"loans", "requests", b"requests", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainReply: _TypeAlias = DrainReply  # noqa: Y015
+
+@_typing.final
 class AuditRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -276,6 +317,7 @@ class LoadReport(_message.Message):
     PLACEMENTS_SEEN_FIELD_NUMBER: _builtins.int
     PREEMPTED_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Steps of the engine's loop since its start. A report is sent by that loop, so a hung engine
     stops reporting.
@@ -292,6 +334,8 @@ class LoadReport(_message.Message):
     """Requests whose blocks were taken back and that wait to be computed anew; they count as running too."""
     preemptions: _builtins.int
     """Since the engine's start."""
+    draining: _builtins.bool
+    """It was told to stop: place nothing on it. What it holds can be read until it leaves."""
     @_builtins.property
     def placements_seen(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """By router id: the highest placement_sequence this report already counts."""
@@ -309,10 +353,11 @@ class LoadReport(_message.Message):
         placements_seen: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         preempted: _builtins.int = ...,
         preemptions: _builtins.int = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_blocks", b"available_blocks", "loans", b"loans", "num_blocks", b"num_blocks", "placements_seen", b"placements_seen", "preempted", b"preempted", "preemptions", b"preemptions", "queued_loans", b"queued_loans", "queued_prefill_tokens", b"queued_prefill_tokens", "running", b"running", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_blocks", b"available_blocks", "draining", b"draining", "loans", b"loans", "num_blocks", b"num_blocks", "placements_seen", b"placements_seen", "preempted", b"preempted", "preemptions", b"preemptions", "queued_loans", b"queued_loans", "queued_prefill_tokens", b"queued_prefill_tokens", "running", b"running", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -348,6 +393,8 @@ Global___RouterMessage: _TypeAlias = RouterMessage  # noqa: Y015
 
 @_typing.final
 class Welcome(_message.Message):
+    """The worker sends its reports from then on: before it has seen whom it has joined, it says no more than Hello."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUTER_ID_FIELD_NUMBER: _builtins.int

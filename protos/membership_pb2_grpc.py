@@ -112,6 +112,11 @@ class WorkerStub:
                 request_serializer=protos_dot_membership__pb2.AuditRequest.SerializeToString,
                 response_deserializer=protos_dot_membership__pb2.AuditReport.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/tandem.internal.v1.Worker/Drain',
+                request_serializer=protos_dot_membership__pb2.DrainRequest.SerializeToString,
+                response_deserializer=protos_dot_membership__pb2.DrainReply.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -125,6 +130,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Take nothing more, finish or hand over what is under way, then leave and end: as SIGTERM. Answers at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -132,6 +144,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Audit,
                     request_deserializer=protos_dot_membership__pb2.AuditRequest.FromString,
                     response_serializer=protos_dot_membership__pb2.AuditReport.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=protos_dot_membership__pb2.DrainRequest.FromString,
+                    response_serializer=protos_dot_membership__pb2.DrainReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -162,6 +179,33 @@ class Worker:
             '/tandem.internal.v1.Worker/Audit',
             protos_dot_membership__pb2.AuditRequest.SerializeToString,
             protos_dot_membership__pb2.AuditReport.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.internal.v1.Worker/Drain',
+            protos_dot_membership__pb2.DrainRequest.SerializeToString,
+            protos_dot_membership__pb2.DrainReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -34,6 +34,8 @@ class WorkerStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Audit: _aio.UnaryUnaryMultiCallable[_membership_pb2.AuditRequest, _membership_pb2.AuditReport]
     """Holds the block pool's books against everyone who claims a block."""
+    Drain: _aio.UnaryUnaryMultiCallable[_membership_pb2.DrainRequest, _membership_pb2.DrainReply]
+    """Take nothing more, finish or hand over what is under way, then leave and end: as SIGTERM. Answers at once."""
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     """On every worker: what operators and tests ask."""
@@ -45,5 +47,13 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_membership_pb2.AuditRequest, _abc.Awaitable[_membership_pb2.AuditReport]],
     ) -> _abc.Awaitable[_membership_pb2.AuditReport]:
         """Holds the block pool's books against everyone who claims a block."""
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _membership_pb2.DrainRequest,
+        context: _aio.ServicerContext[_membership_pb2.DrainRequest, _abc.Awaitable[_membership_pb2.DrainReply]],
+    ) -> _abc.Awaitable[_membership_pb2.DrainReply]:
+        """Take nothing more, finish or hand over what is under way, then leave and end: as SIGTERM. Answers at once."""
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _aio.Server) -> None: ...

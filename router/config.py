@@ -4,13 +4,14 @@ import os
 import socket
 from pathlib import Path
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
+from cluster.config import DiscoverySettings
 from router.admission.config import AdmissionConfig
 from router.rates import Priors
 
 
-class RouterConfig(AdmissionConfig):
+class RouterConfig(DiscoverySettings, AdmissionConfig):
     """The global router; what waits, and for how long, is set by the keys of AdmissionConfig."""
 
     model: Path
@@ -20,6 +21,10 @@ class RouterConfig(AdmissionConfig):
     host: str = "127.0.0.1"
     port: int = Field(default=50051, ge=0, le=65535)
     """0 lets the system choose."""
+    advertise_host: str = ""
+    """Host that workers reach this router by when they find it in Redis, when it is not `host`."""
+    drain_s: NonNegativeFloat = 30.0
+    """Told to stop, the router lets its streams finish for so long, and then ends them."""
 
     default_deadline_s: PositiveFloat = 600.0
     """For requests that bring none."""

@@ -7,7 +7,7 @@ keep the rest, and sends it as one when they were taken.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -29,8 +29,10 @@ MARGIN_BYTES = 1 << 10
 class DecodeLink:
     """Opened with the first request, and gone with whatever breaks it: then all its requests fail."""
 
-    def __init__(self, channel: grpc.aio.Channel, name: str) -> None:
+    def __init__(self, channel: grpc.aio.Channel, name: str, on_broken: Callable[[], object]) -> None:
+        """`on_broken` is called once: the channel is not used any more."""
         self._name = name
+        self._on_broken = on_broken
         self._requests: dict[int, _Request] = {}
         self._numbers = 0
         self._leaving = pb.RouterFrame()
@@ -92,6 +94,7 @@ class DecodeLink:
             self._call.cancel()
             self._reading.cancel()
             self._wake()
+            self._on_broken()
 
     async def _read(self) -> None:
         failure: ServiceError = Unavailable(f"decode worker {self._name} ended its stream")

@@ -1,11 +1,10 @@
 """The streams to all decode workers, each opened with the first request that goes there."""
 
 import functools
-
-import grpc
+from contextlib import ExitStack
 
 from cluster.errors import Unavailable
-from cluster.rpc import channel
+from cluster.rpc import Channels
 from router.decode_link import DecodeLink
 from router.fleet import Fleet, Worker
 
@@ -16,20 +15,24 @@ class DecodeLinks:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._links: dict[Worker, DecodeLink] = {}
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels = Channels()
 
     def to(self, worker: Worker) -> DecodeLink:
         """An unbroken one, which breaks when the worker falls silent."""
         link = self._links.get(worker)
         if link is None or link.broken:
             self._let_go()
-            address = worker.hello.address
-            if (to_worker := self._channels.get(address)) is None:
-                to_worker = self._channels[address] = channel(address)
-            link = self._links[worker] = DecodeLink(to_worker, worker.worker_id)
+            held = ExitStack()
+            to_worker = held.enter_context(self._channels.using(worker.hello.address))
+            link = self._links[worker] = DecodeLink(to_worker, worker.worker_id, held.close)
             silent = Unavailable(f"decode worker {worker.worker_id} fell silent")
             worker.on_lost.add(functools.partial(link.break_off, silent))
         return link
+
+    def departed(self, address: str) -> None:
+        """No worker is there any more: what leads to it goes, once nothing runs there."""
+        self._let_go()
+        self._channels.departed(address)
 
     def _let_go(self) -> None:
         """Of those to workers that left, once nothing runs there."""

@@ -39,5 +39,6 @@ def _ways(demand: Demand, workers: Workers, hits: Hits, sources: Sequence[int | 
             continue
         if min(int(hits.held[lender]), usable) > own:
             yield Way(decode, lender)
-        if not workers.decodes[lender] and workers.num_blocks[lender] >= usable:
+        computes = not workers.decodes[lender] and not workers.draining[lender]
+        if computes and workers.num_blocks[lender] >= usable:
             yield Way(decode, lender, computes=True, source=sources[lender])

@@ -40,6 +40,8 @@ class Worker:
     """Placements on it that no report of its has seen."""
     lends_unseen: "set[Placed]" = field(default_factory=set)
     """Likewise as a lender, until their first token."""
+    draining: bool = False
+    """It was told to stop: it takes nothing more, and can be read. For good."""
 
     @property
     def worker_id(self) -> str:
@@ -78,8 +80,10 @@ class Fleet:
     """Workers by id, the index over their caches, what was learnt of their speed, and placements not yet seen in
     their reports."""
 
-    def __init__(self, router_id: str, priors: Priors, learn_rates: bool = True) -> None:
+    def __init__(self, router_id: str, priors: Priors, learn_rates: bool = True, incarnation: str = "") -> None:
         self.router_id = router_id
+        self.mark = f"{router_id}/{incarnation}" if incarnation else router_id
+        """What workers echo placements under: a router that restarts counts anew, and so has a mark of its own."""
         self.ttft_scores = LogRatios()
         """Of predictions: predicted over actual TTFT of streams that ended well."""
         self._workers: dict[str, Worker] = {}
@@ -117,7 +121,8 @@ class Fleet:
 
     def reported(self, worker: Worker, load: pb.LoadReport) -> None:
         first, worker.load = worker.load is None, load
-        seen = load.placements_seen.get(self.router_id, 0)
+        worker.draining |= load.draining
+        seen = load.placements_seen.get(self.mark, 0)
         for unseen in (worker.decodes_unseen, worker.lends_unseen):
             unseen.difference_update([placed for placed in unseen if placed.sequence <= seen])
         if self._workers.get(worker.worker_id) is not worker:
@@ -126,6 +131,11 @@ class Fleet:
             self._arrange()
         else:
             self._refresh(worker)
+
+    def drains(self, worker: Worker) -> None:
+        """It said so itself, before any report of it did."""
+        worker.draining = True
+        self._refresh(worker)
 
     def cache_changed(self, worker: Worker, changed: pb.CacheEvents) -> bool:
         """False when events were lost: ask for a snapshot."""
@@ -258,6 +268,7 @@ class Fleet:
             self._snapshot.queued_prefill_tokens[row] = view.queued_prefill_tokens
             self._snapshot.available_blocks[row] = view.available_blocks
             self._snapshot.num_blocks[row] = view.num_blocks
+            self._snapshot.draining[row] = view.draining
 
     def _view(self, worker: Worker) -> WorkerView:
         load = worker.load
@@ -273,6 +284,7 @@ class Fleet:
             available_blocks=load.available_blocks - sum(p.demand.num_promised_blocks(reserve) for p in decodes),
             num_blocks=load.num_blocks,
             reserve_output_tokens=reserve,
+            draining=worker.draining,
         )
 
 

@@ -149,7 +149,7 @@ class _Matrices:
         those of their sources, -1 for none."""
         demand, workers, rates = self._demand, self._workers, self._rates
         usable = demand.num_usable_blocks
-        lenders = np.flatnonzero(~workers.decodes & (workers.num_blocks >= usable))
+        lenders = np.flatnonzero(~workers.decodes & ~workers.draining & (workers.num_blocks >= usable))
         if not len(lenders) or self._own.min() == usable:
             return None
         sources, have, read_s = self._sources(lenders)

@@ -1,12 +1,14 @@
 """The public Inference service."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 
-from cluster.errors import ServiceError, to_status
+from cluster.drain import Drain
+from cluster.errors import Draining, ServiceError, to_status
 from engine.model_dir import ModelDir
 from protos import inference_pb2 as pb
 from router.candidates import Candidate
@@ -22,8 +24,12 @@ MAX_EXPLAINED = 256
 class InferenceService:
     """Registered by hand instead of by its generated base: Generate passes messages through as bytes."""
 
-    def __init__(self, serving: Serving, fleet: Fleet, model_dir: ModelDir, encoder: PromptEncoder) -> None:
+    def __init__(
+        self, serving: Serving, fleet: Fleet, model_dir: ModelDir, encoder: PromptEncoder, drain: Drain
+    ) -> None:
+        """`drain` holds the streams under way."""
         self._serving = serving
+        self._drain = drain
         self._fleet = fleet
         self._model_dir = model_dir
         self._encoder = encoder
@@ -47,13 +53,24 @@ class InferenceService:
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(NAME, handlers)])
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[bytes]:
-        responses = self._serving.generate(request, context.time_remaining())
+        stopped = Draining(f"router {self._fleet.router_id} was told to stop")
+        task = asyncio.current_task()
+        assert task is not None
         try:
-            async with contextlib.aclosing(responses):
-                async for response in responses:
-                    yield response
+            if self._drain.draining:
+                raise stopped
+            responses = self._serving.generate(request, context.time_remaining())
+            with self._drain.holding(task.cancel):
+                async with contextlib.aclosing(responses):
+                    async for response in responses:
+                        yield response
         except ServiceError as error:
             await context.abort_with_status(to_status(error))
+        except asyncio.CancelledError:
+            if not self._drain.over or context.cancelled():
+                raise
+            task.uncancel()  # by us, and not because its client went
+            await context.abort_with_status(to_status(stopped))
 
     async def Explain(self, request: pb.GenerateRequest, context: Any) -> pb.Explanation:
         try:

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
-from cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable, UnknownModel
+from cluster.errors import DeadlineExceeded, Draining, InvalidRequest, Overloaded, Unavailable, UnknownModel
 from engine.keys import BlockKey, block_keys, root_key
 from engine.model_dir import ModelDir
 from engine.structured import read_structured
@@ -80,7 +80,7 @@ class Serving:
         self._grammars = grammars
         self._fleet = fleet
         self._dispatcher = dispatcher
-        self._links = DecodeLinks(fleet)
+        self.links = DecodeLinks(fleet)
 
     async def generate(self, request: public_pb.GenerateRequest, deadline_s: float | None) -> AsyncGenerator[bytes]:
         """Serialised GenerateResponses: one unbroken stream over however many attempts. Raises ServiceError."""
@@ -95,12 +95,12 @@ class Serving:
             self._dispatcher.leave(charge, lambda: len(ticket.prompt) + emitted.num_tokens)
 
     async def _attempts(self, ticket: Ticket, emitted: Emitted) -> AsyncGenerator[bytes]:
-        attempt = 1
+        attempt, failures = 1, 0
         while True:
             placed, decision, placed_at = await self._place(ticket, emitted)
             try:
                 internal = self._decode_request(ticket, emitted, placed, decision, attempt, placed_at)
-                messages = run_attempt(self._links.to(placed.decode), internal, ticket.remaining_s())
+                messages = run_attempt(self.links.to(placed.decode), internal, ticket.remaining_s())
                 async with contextlib.aclosing(messages):
                     async for message in messages:
                         if not placed.started:
@@ -115,16 +115,19 @@ class Serving:
                 if emitted.finished:
                     return
                 log.info("%s: attempt %d failed: %s", ticket.request_id, attempt, failure)
-                if full := isinstance(failure.cause, Overloaded):
-                    self._dispatcher.refused(placed)  # raises when it was too often
-                elif attempt == self._config.max_attempts:
-                    raise failure.cause from None
-                else:
+                if isinstance(failure.cause, Draining):
+                    self._fleet.drains(placed.decode)  # nothing failed: it hands the request over, once
                     attempt += 1
+                    continue
+                if isinstance(failure.cause, Overloaded):
+                    self._dispatcher.refused(placed)  # raises when it was too often
+                    continue
+                attempt, failures = attempt + 1, failures + 1
+                if failures == self._config.max_attempts:
+                    raise failure.cause from None
             finally:
                 self._dispatcher.ended(placed)
-            if not full:
-                await self._settle(placed.decode)
+            await self._settle(placed.decode)
 
     async def explain(
         self, request: public_pb.GenerateRequest, deadline_s: float | None
@@ -220,7 +223,8 @@ class Serving:
 
     def _decode_workers(self) -> list[Worker]:
         """Those whose engine has reported: one that hangs may join again and again, and say no more than Hello."""
-        return [worker for worker in self._fleet.workers if worker.decodes and worker.load is not None]
+        workers = self._fleet.workers
+        return [worker for worker in workers if worker.decodes and worker.load is not None and not worker.draining]
 
     def _some_decode_worker(self) -> Worker:
         return self._decode_workers()[0]
@@ -263,7 +267,7 @@ class Serving:
             ),
             router_stages=self._stages(ticket, placed_at),
             elapsed_ms=(time.monotonic() - ticket.arrived_at) * 1e3,
-            router_id=self._fleet.router_id,
+            router_id=self._fleet.mark,
             placement_sequence=placed.sequence,
         )
         if lender is not None:

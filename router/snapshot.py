@@ -21,6 +21,8 @@ class WorkerView:
     num_blocks: int
     reserve_output_tokens: int = 0
     """As in its Hello."""
+    draining: bool = False
+    """It takes no request, and computes for none; what it holds can be read."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,6 +33,7 @@ class Workers:
     row_of: Mapping[str, int]
     decodes: Bools
     """[W], as are the others unless they say otherwise."""
+    draining: Bools
     compatible: Bools
     """[W, W]: two workers of one fingerprint."""
     running: Ints
@@ -44,8 +47,8 @@ class Workers:
 
     @property
     def starts(self) -> Bools:
-        """[W]: decode workers, on which requests may start."""
-        return self.decodes
+        """[W]: decode workers that are to stay, on which requests may start."""
+        return self.decodes & ~self.draining
 
     @classmethod
     def of(cls, views: Sequence[WorkerView]) -> "Workers":
@@ -58,6 +61,7 @@ class Workers:
             ids=ids,
             row_of={worker_id: row for row, worker_id in enumerate(ids)},
             decodes=np.array([view.decodes for view in views], np.bool_),
+            draining=np.array([view.draining for view in views], np.bool_),
             compatible=(model_of[:, None] == model_of[None, :]) & ~np.eye(len(ids), dtype=np.bool_),
             running=_column(view.running for view in views),
             queued_prefill_tokens=_column(view.queued_prefill_tokens for view in views),

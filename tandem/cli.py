@@ -24,7 +24,9 @@ app = typer.Typer(
 console = Console(highlight=False)
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
-Address = Annotated[str, typer.Option("--address", "-a", envvar="TANDEM_ADDRESS", help="host:port of a router")]
+Address = Annotated[
+    str, typer.Option("--address", "-a", envvar="TANDEM_ADDRESS", help="host:port of a router, or of several: a,b")
+]
 MaxTokens = Annotated[int | None, typer.Option(help="most tokens to generate")]
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy")]
 TopP = Annotated[float | None, typer.Option(help="keep the likeliest tokens up to this probability")]
@@ -66,10 +68,11 @@ def up(
     model: Annotated[Path, typer.Option(help="directory of a Hugging Face decoder-only model")],
     prefill: Annotated[int, typer.Option(help="prefill workers")] = 1,
     decode: Annotated[int, typer.Option(help="decode workers")] = 1,
-    host: Annotated[str, typer.Option(help="address the router listens on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="port the router listens on; 0 chooses one")] = 50051,
+    routers: Annotated[int, typer.Option(help="routers; any of them serves any request")] = 1,
+    host: Annotated[str, typer.Option(help="address the routers listen on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="port of the first router, the others follow; 0 chooses")] = 50051,
     worker: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="setting of every worker")] = None,
-    router: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="setting of the router")] = None,
+    router: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="setting of every router")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with `worker:` and `router:` mappings")] = None,
 ) -> None:
     """Start a router and workers as Ray actors, and serve until Ctrl-C.
@@ -86,7 +89,7 @@ def up(
     worker_settings = settings["worker"] | {"model": model} | parse_overrides(worker or [])
     from tandem.topology import plan_topology
 
-    topology = plan_topology(prefill, decode, router_settings, worker_settings, _cores())
+    topology = plan_topology(prefill, decode, router_settings, worker_settings, _cores(), routers)
     with Steps(console, "tandem: ") as steps:
         steps("looking for a Ray cluster")
         try:
@@ -194,12 +197,13 @@ def chat(
 def demo(
     requests: Annotated[int, typer.Option(help="concurrent requests", min=8)] = 8,
     model: Annotated[Path | None, typer.Option(help="another model directory; default: the storyteller")] = None,
+    routers: Annotated[int, typer.Option(help="routers; the requests take turns", min=1)] = 1,
 ) -> None:
     """Start a router, a prefill and a decode worker, and watch concurrent requests being served."""
     console.print("tandem demo: a router, a prefill worker and a decode worker, each a process of its own")
     from tandem.demo import run_demo
 
-    _run(run_demo(console, requests, model, _cores()))
+    _run(run_demo(console, requests, model, _cores(), routers))
 
 
 @app.command()

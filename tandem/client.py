@@ -1,4 +1,4 @@
-"""The Python client: typed, asynchronous, over gRPC.
+"""The Python client: typed, asynchronous, over gRPC, to one router or to any of several.
 
 async with Client("127.0.0.1:50051") as client:
     async for piece in client.generate(text="Once upon a time"):
@@ -7,9 +7,9 @@ async with Client("127.0.0.1:50051") as client:
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import grpc
 
@@ -18,16 +18,27 @@ from cluster.rpc import channel
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
 
+Answer = TypeVar("Answer")
 Message = tuple[str, str]
 """(role, content) of a chat message."""
 
 
 class Client:
-    """One channel to one router. Every failure is a `cluster.errors.ServiceError`."""
+    """A channel to each of some routers, any of which serves any request. Every failure is a
+    `cluster.errors.ServiceError`.
 
-    def __init__(self, address: str) -> None:
-        self._channel = channel(address)
-        self._stub = pb_grpc.InferenceStub(self._channel)
+    A call goes to the router that served the last one. Where that cannot be reached, or says Unavailable before it has
+    said anything else, the next one is asked, each once.
+    """
+
+    def __init__(self, *addresses: str) -> None:
+        """host:port of one router or more; those of one string may be parted by commas."""
+        self._addresses = [part.strip() for address in addresses for part in address.split(",")]
+        if not all(self._addresses) or not self._addresses:
+            raise InvalidRequest("address", "host:port of a router is missing")
+        self._channels = [channel(address) for address in self._addresses]
+        self._stubs = [pb_grpc.InferenceStub(link) for link in self._channels]
+        self._current = 0
 
     async def __aenter__(self) -> Self:
         return self
@@ -38,7 +49,7 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        await self._channel.close()
+        await asyncio.gather(*(link.close() for link in self._channels))
 
     async def generate(
         self,
@@ -59,8 +70,8 @@ class Client:
 
         With `sampling.n` above 1 each message is of the choice `index`, and each choice ends with a `finish`.
 
-        Raises ServiceError: InvalidRequest names the field at fault; Unavailable may be retried, and Overloaded after
-        its `retry_after_s` where it has one.
+        Raises ServiceError: InvalidRequest names the field at fault; Unavailable may be retried, and names the router
+        when its stream was under way; Overloaded may be after its `retry_after_s`, where it has one.
         """
         try:
             request = pb.GenerateRequest(
@@ -77,14 +88,25 @@ class Client:
             )
         except ValueError as error:  # protobuf's own range checks: a negative token id, for one
             raise InvalidRequest("request", str(error)) from None
-        call = self._stub.Generate(request, timeout=timeout_s)
-        try:
-            async for response in call:
-                yield response
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
-        finally:
-            call.cancel()
+        give_up_at = None if timeout_s is None else time.monotonic() + timeout_s
+        *others, last = self._order()
+        for number in (*others, last):
+            call = self._stubs[number].Generate(request, timeout=_remaining_s(give_up_at))
+            begun = False
+            try:
+                async for response in call:
+                    begun, self._current = True, number
+                    yield response
+                return
+            except grpc.aio.AioRpcError as error:
+                failure = from_rpc_error(error)
+                if begun and isinstance(failure, Unavailable):
+                    message = f"router {self._addresses[number]} ended the stream: {failure.message}"
+                    raise type(failure)(message, failure.field) from None
+                if not isinstance(failure, Unavailable) or number == last:
+                    raise failure from None
+            finally:
+                call.cancel()
 
     async def explain(
         self,
@@ -97,10 +119,7 @@ class Client:
     ) -> pb.Explanation:
         """Where such a request would go now, and why; nothing is started. Raises ServiceError as `generate`."""
         request = pb.GenerateRequest(text=text, token_ids=token_ids, sampling=sampling, cache_salt=cache_salt)
-        try:
-            return await self._stub.Explain(request, timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
+        return await self._ask(lambda stub, remaining_s: stub.Explain(request, timeout=remaining_s), timeout_s)
 
     async def wait_for_workers(self, num_prefill: int, num_decode: int, timeout_s: float) -> None:
         """Return once so many workers have joined the router. Raises Unavailable after `timeout_s`."""
@@ -116,8 +135,31 @@ class Client:
 
     async def list_models(self, timeout_s: float = 10.0) -> list[pb.Model]:
         """The models served now."""
-        try:
-            answer = await self._stub.ListModels(pb.ListModelsRequest(), timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
+        request = pb.ListModelsRequest()
+        answer = await self._ask(lambda stub, remaining_s: stub.ListModels(request, timeout=remaining_s), timeout_s)
         return list(answer.models)
+
+    def _order(self) -> list[int]:
+        """Numbers of the routers, the one that served last first."""
+        return [(self._current + step) % len(self._stubs) for step in range(len(self._stubs))]
+
+    async def _ask(
+        self, call: "Callable[[pb_grpc.InferenceStub, float | None], Awaitable[Answer]]", timeout_s: float
+    ) -> Answer:
+        give_up_at = time.monotonic() + timeout_s
+        *others, last = self._order()
+        for number in (*others, last):
+            try:
+                answer = await call(self._stubs[number], _remaining_s(give_up_at))
+            except grpc.aio.AioRpcError as error:
+                failure = from_rpc_error(error)
+                if not isinstance(failure, Unavailable) or number == last:
+                    raise failure from None
+            else:
+                self._current = number
+                return answer
+        raise AssertionError("the last router either answers or fails")
+
+
+def _remaining_s(give_up_at: float | None) -> float | None:
+    return None if give_up_at is None else max(0.0, give_up_at - time.monotonic())

@@ -71,33 +71,35 @@ def make_stories(count: int) -> list[Story]:
     return stories
 
 
-async def run_demo(console: Console, num_requests: int, model: Path | None, cores: Sequence[int]) -> None:
+async def run_demo(
+    console: Console, num_requests: int, model: Path | None, cores: Sequence[int], num_routers: int = 1
+) -> None:
     """Start, serve two rounds, show, stop. Raises TandemError when anything was not as it should be."""
     path = (model or STORYTELLER).absolute()
     if not path.is_dir():
         raise StartError("model", f"no directory {str(path)!r}")
-    topology = plan_topology(1, 1, {"model": path, "port": 0}, {"model": path}, cores)
+    topology = plan_topology(1, 1, {"model": path, "port": 0}, {"model": path}, cores, num_routers)
     started_at = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
         with Steps(console, "  ") as steps:
             cluster = await stack.enter_async_context(LocalCluster(topology, steps))
         console.print(f"  ready after {time.monotonic() - started_at:.1f} s\n")
-        async with Client(cluster.address) as client:
-            stories = make_stories(num_requests)
-            await _watch(console, client, stories)
-            _report(console, stories)
-            again = make_stories(2)
-            console.print("\nthe first two once more: their blocks are still where they were used\n")
-            await _watch(console, client, again)
-            _report(console, again)
-            console.print()
-            console.print(stage_table(_receipt(stories[0])))
+        clients = [await stack.enter_async_context(Client(address)) for address in cluster.addresses]
+        stories = make_stories(num_requests)
+        await _watch(console, clients, stories)
+        _report(console, stories)
+        again = make_stories(2)
+        console.print("\nthe first two once more: their blocks are still where they were used\n")
+        await _watch(console, clients, again)
+        _report(console, again)
+        console.print()
+        console.print(stage_table(_receipt(stories[0])))
     console.print(f"\nstopped; {time.monotonic() - started_at:.1f} s in all")
 
 
-async def _watch(console: Console, client: Client, stories: list[Story]) -> None:
+async def _watch(console: Console, clients: list[Client], stories: list[Story]) -> None:
     """All at once, the text growing on a terminal; elsewhere each story when it is done."""
-    work = asyncio.gather(*(_stream(client, story) for story in stories))
+    work = asyncio.gather(*(_stream(clients[i % len(clients)], story) for i, story in enumerate(stories)))
     if console.is_terminal:
         with Live(console=console, refresh_per_second=REFRESH_PER_S, vertical_overflow="visible") as live:
             while not work.done():

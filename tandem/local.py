@@ -9,11 +9,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from cluster.config import Config, to_overrides
 from cluster.errors import StartError
 from engine.worker.config import WorkerConfig
+from router.config import RouterConfig
 from tandem.client import Client
 from tandem.topology import Topology
 
@@ -92,18 +93,33 @@ async def stop_process(process: asyncio.subprocess.Process, grace_s: float = 8.0
 
 
 class LocalCluster:
-    """A router with its workers; an async context manager that leaves no process behind."""
+    """Routers with their workers; an async context manager that leaves no process behind."""
 
     def __init__(self, topology: Topology, say: Say = lambda _: None) -> None:
         self._topology = topology
         self._say = say
-        self.router: RoleProcess
+        self.routers: list[RoleProcess] = []
         self.prefill: list[RoleProcess] = []
         self.decode: list[RoleProcess] = []
 
     @property
+    def router(self) -> RoleProcess:
+        """The first one."""
+        return self.routers[0]
+
+    @router.setter
+    def router(self, started_again: RoleProcess) -> None:
+        self.routers[0] = started_again
+
+    @property
     def address(self) -> str:
+        """Of the first router."""
         return self.router.address
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of all routers."""
+        return [router.address for router in self.routers]
 
     @property
     def workers(self) -> Sequence[RoleProcess]:
@@ -123,21 +139,29 @@ class LocalCluster:
         await self.stop()
 
     async def add_worker(self, module: str, config: WorkerConfig) -> RoleProcess:
-        """Start one more worker and join it."""
-        joined = config.model_copy(update={"routers": (self.address,)})
-        worker = await start_role(module, config.worker_id, joined)
+        """Start one more worker and join it; with Redis it finds the routers itself."""
+        joined = config if config.redis_url else config.model_copy(update={"routers": tuple(self.addresses)})
+        worker = await start_role(module, config.worker_id, _stops_at_once(joined))
         (self.decode if module == "decode_worker" else self.prefill).append(worker)
         return worker
 
+    async def add_router(self, config: RouterConfig) -> RoleProcess:
+        """Start one more router. Only workers that find it in Redis join it."""
+        name = config.router_id or (f"router-{len(self.routers)}" if self.routers else "router")
+        router = await start_role("router", name, _stops_at_once(config))
+        self.routers.append(router)
+        return router
+
     async def stop(self) -> None:
-        roles = [*self.workers, *([self.router] if hasattr(self, "router") else [])]
+        roles = [*self.workers, *self.routers]
         await asyncio.gather(*(stop_process(role.process) for role in roles))
 
     async def _start(self) -> None:
         self._say("starting the router")
-        self.router = await start_role("router", "router", self._topology.router)
-        self._say(f"router at {self.address}; loading the model into {self._topology.num_workers} workers")
-        starts = [asyncio.ensure_future(self.add_worker(module, config)) for module, config in self._topology.workers()]
+        for config in self._topology.routers:
+            await self.add_router(config)
+        self._say(f"router at {', '.join(self.addresses)}; loading the model into {self._topology.num_workers} workers")
+        starts = [asyncio.ensure_future(self.add_worker(module, worker)) for module, worker in self._topology.workers()]
         done, pending = await asyncio.wait(starts, return_when=asyncio.FIRST_EXCEPTION)
         for start in pending:
             start.cancel()
@@ -145,5 +169,14 @@ class LocalCluster:
         for start in done:
             start.result()
         self._say("waiting until every worker has joined the router")
-        async with Client(self.address) as client:
-            await client.wait_for_workers(len(self.prefill), len(self.decode), START_TIMEOUT_S)
+        for address in self.addresses:
+            async with Client(address) as client:
+                await client.wait_for_workers(len(self.prefill), len(self.decode), START_TIMEOUT_S)
+
+
+Settings = TypeVar("Settings", RouterConfig, WorkerConfig)
+
+
+def _stops_at_once(config: Settings) -> Settings:
+    """All processes of such a cluster stop together: nobody is there to go on elsewhere, unless it was asked for."""
+    return config if "drain_s" in config.model_fields_set else config.model_copy(update={"drain_s": 0.0})

@@ -45,13 +45,22 @@ class RoleActor:
         address: str = self._role.address
         return address
 
-    async def failed(self) -> str:
-        """Returns the cause when the role cannot go on."""
-        return str(await self._role.failed())
+    async def ended(self) -> str:
+        """The cause when the role cannot go on; empty once it was told to stop by a call, and has left."""
+        failing, told = asyncio.ensure_future(self._role.failed()), asyncio.ensure_future(self._role.told_to_stop())
+        await asyncio.wait([failing, told], return_when=asyncio.FIRST_COMPLETED)
+        if failing.done():
+            told.cancel()
+            return str(failing.result())
+        failing.cancel()
+        await self._role.drain()
+        await self.stop()
+        return ""
 
     async def stop(self) -> None:
-        if self._role is not None:
-            await self._role.stop()
+        role, self._role = self._role, None
+        if role is not None:
+            await role.stop()
 
 
 async def _start_role(module: str, config: Any) -> Any:
@@ -102,24 +111,27 @@ async def serve(topology: Topology, say: Steps) -> None:
 
 
 async def _serve(topology: Topology, say: Steps, actors: list[_Actor]) -> None:
-    """Returns never; raises when a role fails."""
+    """Returns when every role was told to stop by itself; raises when one fails."""
     say("starting the router")
-    address = await _start(actors, "router", "router", topology.router)
+    addresses = [await _start(actors, config.router_id or "router", "router", config) for config in topology.routers]
     say(f"loading the model into {topology.num_workers} workers")
     await asyncio.gather(
         *(
-            _start(actors, config.worker_id, module, config.model_copy(update={"routers": (address,)}))
+            _start(actors, config.worker_id, module, config.model_copy(update={"routers": tuple(addresses)}))
             for module, config in topology.workers()
         )
     )
-    async with Client(address) as client:
-        await client.wait_for_workers(len(topology.prefill), len(topology.decode), JOIN_TIMEOUT_S)
-    say(f"serving at {address}; Ctrl-C stops")
-    say(f"try: tandem generate --address {address} 'Once upon a time'")
+    for address in addresses:
+        async with Client(address) as client:
+            await client.wait_for_workers(len(topology.prefill), len(topology.decode), JOIN_TIMEOUT_S)
+    say(f"serving at {', '.join(addresses)}; Ctrl-C stops")
+    say(f"try: tandem generate --address {','.join(addresses)} 'Once upon a time'")
     say.done()
-    failures = [asyncio.ensure_future(_failure(actor)) for actor in actors]
-    done, _ = await asyncio.wait(failures, return_when=asyncio.FIRST_COMPLETED)
-    raise done.pop().result()
+    endings = {asyncio.ensure_future(_ending(actor)) for actor in actors}
+    while endings:
+        done, endings = await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
+        for failure in filter(None, [ending.result() for ending in done]):
+            raise failure
 
 
 async def _start(actors: list[_Actor], name: str, module: str, config: Config) -> str:
@@ -137,12 +149,13 @@ async def _start(actors: list[_Actor], name: str, module: str, config: Config) -
     return address
 
 
-async def _failure(actor: _Actor) -> TandemError:
+async def _ending(actor: _Actor) -> TandemError | None:
+    """None of one that was told to stop and did."""
     try:
-        cause: str = await actor.handle.failed.remote()
+        cause: str = await actor.handle.ended.remote()
     except ray.exceptions.RayError as error:
         cause = f"its actor died: {str(error).splitlines()[0]}"
-    return TandemError(f"{actor.name}: {cause}")
+    return TandemError(f"{actor.name}: {cause}") if cause else None
 
 
 async def _stop(actor: _Actor) -> None:

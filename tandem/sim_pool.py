@@ -31,6 +31,8 @@ class SimWorker:
 
     worker: Worker
     engine: LocalEngine
+    leaving: asyncio.Future[None] | None = None
+    """Waits until it is told to stop by a call."""
 
 
 class SimPool:
@@ -51,15 +53,26 @@ class SimPool:
         services = add_decode_services if role == "decode" else add_lend_service
         worker = await start_worker(config, role, services, host_engine)
         self.workers[config.worker_id] = started = SimWorker(worker, engines[0])
+        started.leaving = asyncio.ensure_future(self._stop_when_told(config.worker_id, worker))
         return started
+
+    async def _stop_when_told(self, worker_id: str, worker: Worker) -> None:
+        await worker.told_to_stop()
+        if (left := self.workers.pop(worker_id, None)) is not None:
+            await left.worker.drain()
+            await left.worker.stop()
 
     async def stop(self, worker_id: str) -> None:
         """In its own time, as on SIGTERM."""
-        await self.workers.pop(worker_id).worker.stop()
+        leaves = self.workers.pop(worker_id).worker
+        await leaves.drain()
+        await leaves.stop()
 
     async def kill(self, worker_id: str) -> None:
         """At once, engine first."""
         gone = self.workers.pop(worker_id)
+        if gone.leaving is not None:
+            gone.leaving.cancel()
         gone.engine.kill()
         await gone.worker.stop()
 
@@ -107,13 +120,25 @@ class _Process:
         self._pool = pool
         self.address = next(iter(pool.workers.values())).worker.address
 
+    async def told_to_stop(self) -> None:
+        """Its workers can be, each by itself."""
+        await asyncio.get_running_loop().create_future()
+
+    async def drain(self) -> None:
+        """Its workers stop at once, and all together."""
+
     async def stop(self) -> None:
         await self._pool.close()
 
     async def failed(self) -> TandemError:
-        failing = [asyncio.ensure_future(worker.worker.failed()) for worker in self._pool.workers.values()]
-        done, _ = await asyncio.wait(failing, return_when=asyncio.FIRST_COMPLETED)
-        return done.pop().result()
+        """Of a worker that was told to stop, nothing."""
+        failing = {asyncio.ensure_future(w.worker.failed()): name for name, w in self._pool.workers.items()}
+        while failing:
+            done, _ = await asyncio.wait(failing, return_when=asyncio.FIRST_COMPLETED)
+            for worker in done:
+                if failing.pop(worker) in self._pool.workers:
+                    return worker.result()
+        return StartError("sim_pool", "all its workers have left")
 
 
 async def start_pool(config: SimPoolConfig) -> _Process:

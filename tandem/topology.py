@@ -15,11 +15,16 @@ MODULES = {"prefill": "prefill_worker", "decode": "decode_worker"}
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """One router, and workers of both roles on this machine."""
+    """Routers, and workers of both roles, on this machine."""
 
-    router: RouterConfig
+    routers: tuple[RouterConfig, ...]
     prefill: tuple[WorkerConfig, ...]
     decode: tuple[WorkerConfig, ...]
+
+    @property
+    def router(self) -> RouterConfig:
+        """The first one."""
+        return self.routers[0]
 
     @property
     def num_workers(self) -> int:
@@ -63,12 +68,20 @@ def _lend_cores(prefill: Sequence[tuple[int, ...]], decode: Sequence[tuple[int, 
 
 
 def plan_topology(
-    num_prefill: int, num_decode: int, router: dict[str, Any], worker: dict[str, Any], cores: Sequence[int]
+    num_prefill: int,
+    num_decode: int,
+    router: dict[str, Any],
+    worker: dict[str, Any],
+    cores: Sequence[int],
+    num_routers: int = 1,
 ) -> Topology:
-    """`router` and `worker` are settings as in their configurations; each worker gets its id and its cores.
+    """`router` and `worker` are settings as in their configurations; each worker gets its id and its cores, and each of
+    several routers its id and its port: the one given, or the system's choice, and those after it.
 
     Raises StartError.
     """
+    if num_routers < 1:
+        raise StartError("routers", f"at least one router is needed, not {num_routers}")
     if num_decode < 1:
         raise StartError("decode", f"at least one decode worker is needed, not {num_decode}")
     if num_prefill < 0:
@@ -80,4 +93,15 @@ def plan_topology(
         WorkerConfig.parse({"worker_id": name, "cores": share} | extra | worker)
         for name, share, extra in zip(names, shares, lent, strict=True)
     ]
-    return Topology(RouterConfig.parse(router), tuple(workers[:num_prefill]), tuple(workers[num_prefill:]))
+    return Topology(_routers(router, num_routers), tuple(workers[:num_prefill]), tuple(workers[num_prefill:]))
+
+
+def _routers(router: dict[str, Any], num_routers: int) -> tuple[RouterConfig, ...]:
+    first = RouterConfig.parse(router)
+    if num_routers == 1:
+        return (first,)
+    name = first.router_id or "router"
+    return tuple(
+        RouterConfig.parse(router | {"router_id": f"{name}-{number}", "port": first.port + number if first.port else 0})
+        for number in range(num_routers)
+    )

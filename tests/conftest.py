@@ -109,12 +109,17 @@ def cluster_of() -> ClusterFactory:
     """cluster_of(model, prefill=1, decode=1, **worker settings) -> a LocalCluster to enter."""
 
     def make(
-        model: Path, prefill: int = 1, decode: int = 1, router: dict[str, Any] | None = None, **worker: Any
+        model: Path,
+        prefill: int = 1,
+        decode: int = 1,
+        router: dict[str, Any] | None = None,
+        routers: int = 1,
+        **worker: Any,
     ) -> "LocalCluster":
         settings = {"model": model, "kv_memory_mib": 32} | worker
         router_settings = {"model": model, "port": 0} | (router or {})
         cores = sorted(os.sched_getaffinity(0))
-        return LocalCluster(plan_topology(prefill, decode, router_settings, settings, cores))
+        return LocalCluster(plan_topology(prefill, decode, router_settings, settings, cores, routers))
 
     return make
 

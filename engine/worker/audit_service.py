@@ -1,5 +1,6 @@
-"""The Worker service: lets operators and tests see that no block is lost."""
+"""The Worker service: lets operators and tests see that no block is lost, and take the worker out of service."""
 
+from collections.abc import Callable
 from typing import Any
 
 from engine.worker.engine_client import EngineClient
@@ -8,9 +9,11 @@ from protos import membership_pb2_grpc as pb_grpc
 
 
 class AuditService(pb_grpc.WorkerServicer):
-    def __init__(self, worker_id: str, engine: EngineClient) -> None:
+    def __init__(self, worker_id: str, engine: EngineClient, drain: Callable[[], tuple[int, int]]) -> None:
+        """`drain` makes the worker begin to leave; the requests and loans under way."""
         self._worker_id = worker_id
         self._engine = engine
+        self._drain = drain
 
     async def Audit(self, request: pb.AuditRequest, context: Any) -> pb.AuditReport:
         books = await self._engine.audit()
@@ -23,3 +26,7 @@ class AuditService(pb_grpc.WorkerServicer):
             requests=books.sequences,
             loans=books.loans,
         )
+
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainReply:
+        requests, loans = self._drain()
+        return pb.DrainReply(worker_id=self._worker_id, requests=requests, loans=loans)

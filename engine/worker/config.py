@@ -7,19 +7,19 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from cluster.config import Config
+from cluster.config import Config, DiscoverySettings
 from engine.sim.timing import StepTiming
 
 Role = Literal["prefill", "decode"]
 
 
-class WorkerConfig(Config):
+class WorkerConfig(DiscoverySettings, Config):
     """A prefill or decode worker."""
 
     model: Path
     """A local Hugging Face directory of a decoder-only model."""
     routers: tuple[str, ...] = ()
-    """host:port of every router to join."""
+    """host:port of every router to join, besides those that are found in Redis."""
     worker_id: str = ""
     """Unique in the cluster. Default: role, host and process id."""
     host: str = "127.0.0.1"
@@ -90,6 +90,9 @@ class WorkerConfig(Config):
     max_queued_loans: PositiveInt = 256
     peer_silence_s: PositiveFloat = 10.0
     """A lender whose engine says nothing for so long is given up, and so is a borrower."""
+    drain_s: NonNegativeFloat = 30.0
+    """Told to stop, the worker lets its streams and loans finish for so long, and then hands its streams over to other
+    workers, which may read its blocks for a while longer."""
 
     @property
     def kv_bytes(self) -> int:

@@ -1,12 +1,15 @@
-"""A worker's side of Membership: one stream to every router, for as long as the worker lives."""
+"""A worker's side of Membership: one stream to every router there is, for as long as the worker lives."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable, Collection
+from dataclasses import dataclass, field
 
 import grpc
 
-from cluster.errors import Incompatible, TandemError, from_rpc_error
+from cluster.discovery import Discovery, Roster
+from cluster.errors import AlreadyThere, Incompatible, ServiceError, TandemError, from_rpc_error
 from cluster.rpc import channel
 from engine.messages import CacheChanged, Load, TakeSnapshot
 from engine.pool import Stored
@@ -17,57 +20,199 @@ from protos import membership_pb2_grpc as pb_grpc
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.2
+REFUSED_RETRY_S = 5.0
+"""After a router that discovery named has refused this worker, or this worker it."""
+NAME_TAKEN_S = 10.0
+"""How long a worker waits for a predecessor of its name to leave."""
 MAX_BACKLOG = 4096
 """Messages a router may lag behind; then the stream is dropped, and the next one begins with a snapshot."""
 
 
-async def stay_joined(router: str, hello: pb.Hello, engine: EngineClient) -> TandemError:
-    """Join `router` again and again. Returns only when it says that this worker does not fit."""
-    async with channel(router) as link:
-        while True:
-            try:
-                await _join(pb_grpc.MembershipStub(link), hello, engine)
-            except grpc.aio.AioRpcError as error:
-                failure = from_rpc_error(error)
-                if isinstance(failure, Incompatible):
+@dataclass(slots=True)
+class _Router:
+    """One router, by its address."""
+
+    address: str
+    backlog: "asyncio.Queue[CacheChanged | Load]" = field(default_factory=lambda: asyncio.Queue(MAX_BACKLOG))
+    task: "asyncio.Future[TandemError] | None" = None
+    router_id: str = ""
+    """Empty while there is no stream to it."""
+    refusal: str = ""
+    """Why one of us does not want the other, as it was logged."""
+
+
+class Memberships:
+    """All of a worker's streams. Settings name routers that are tried for ever, and that must take this worker;
+    discovery names others, which come and go, and whose refusal harms nobody else."""
+
+    def __init__(
+        self,
+        hello: pb.Hello,
+        engine: EngineClient,
+        pinned: Collection[str],
+        discovery: Discovery,
+        draining: Callable[[], bool],
+        name_taken_s: float = NAME_TAKEN_S,
+    ) -> None:
+        self._hello = hello
+        self._engine = engine
+        self._pinned = frozenset(pinned)
+        self._discovery = discovery
+        self._draining = draining
+        self._name_taken_s = name_taken_s
+        self._roster = Roster(pinned)
+        self._routers: dict[str, _Router] = {}
+        self._last_load: Load | None = None
+        self._failed: asyncio.Future[TandemError]
+        self._listening: asyncio.Task[None]
+
+    def start(self) -> None:
+        self._failed = asyncio.get_running_loop().create_future()
+        self._follow()
+        self._listening = asyncio.ensure_future(self._listen())
+        self._listening.add_done_callback(self._stopped_listening)
+
+    async def failed(self) -> TandemError:
+        """Returns when a router that the settings name says that this worker does not fit."""
+        return await asyncio.shield(self._failed)
+
+    def report_draining(self) -> None:
+        """At once, and not with the next report of the engine."""
+        for router in self._routers.values():
+            if self._last_load is not None and not router.backlog.full():
+                router.backlog.put_nowait(self._last_load)
+
+    async def leave(self) -> None:
+        """End every stream: the routers forget this worker."""
+        self._listening.cancel()
+        tasks = [router.task for router in self._routers.values() if router.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(self._listening, *tasks, return_exceptions=True)
+
+    # ------------------------------------------------------------------ who to be joined to
+
+    async def _listen(self) -> None:
+        async for addresses in self._discovery.listings():
+            self._roster.listed(addresses, self._joined())
+            self._follow()
+
+    def _joined(self) -> list[str]:
+        return [router.address for router in self._routers.values() if router.router_id]
+
+    def _follow(self) -> None:
+        for address in self._roster.wanted.difference(self._routers):
+            router = self._routers[address] = _Router(address)
+            router.task = asyncio.ensure_future(self._stay_joined(router))
+            router.task.add_done_callback(self._ended)
+        for address in set(self._routers).difference(self._roster.wanted):
+            log.warning("router %s is gone: not tried any more", address)
+            task = self._routers.pop(address).task
+            assert task is not None
+            task.cancel()
+
+    def _stopped_listening(self, task: "asyncio.Task[None]") -> None:
+        """A worker that could find no router any more must not go on as if it could."""
+        if not task.cancelled() and (error := task.exception()) is not None and not self._failed.done():
+            self._failed.set_exception(error)
+
+    def _ended(self, task: "asyncio.Future[TandemError]") -> None:
+        if not task.cancelled() and not self._failed.done():
+            if (error := task.exception()) is not None:
+                self._failed.set_exception(error)
+            else:
+                self._failed.set_result(task.result())
+
+    # ------------------------------------------------------------------ one of them
+
+    async def _stay_joined(self, router: _Router) -> TandemError:
+        """Join again and again. Returns only what this worker cannot go on with."""
+        name_taken_at: float | None = None
+        async with channel(router.address) as link:
+            while True:
+                wait_s, failure = RETRY_S, await self._join_once(pb_grpc.MembershipStub(link), router)
+                name_taken_at = (name_taken_at or time.monotonic()) if isinstance(failure, AlreadyThere) else None
+                if name_taken_at is not None and time.monotonic() - name_taken_at > self._name_taken_s:
                     return failure
-                log.info("not joined to %s: %s", router, failure)
-            await asyncio.sleep(RETRY_S)
+                if isinstance(failure, Incompatible):
+                    if router.address in self._pinned:
+                        return failure
+                    wait_s = REFUSED_RETRY_S
+                self._log(router, failure)
+                await asyncio.sleep(wait_s)
 
+    def _log(self, router: _Router, failure: ServiceError) -> None:
+        refusal = str(failure) if isinstance(failure, AlreadyThere | Incompatible) else ""
+        if refusal and refusal != router.refusal:
+            log.error("not joined to %s: %s", router.address, failure)
+        else:
+            log.info("not joined to %s: %s", router.address, failure)
+        router.refusal = refusal
 
-async def _join(stub: pb_grpc.MembershipStub, hello: pb.Hello, engine: EngineClient) -> None:
-    backlog: asyncio.Queue[CacheChanged | Load] = asyncio.Queue(MAX_BACKLOG)
-    overflow = asyncio.Event()
-
-    def watch(message: CacheChanged | Load) -> None:
+    async def _join_once(self, stub: pb_grpc.MembershipStub, router: _Router) -> ServiceError:
+        """Why the stream ended."""
         try:
-            backlog.put_nowait(message)
-        except asyncio.QueueFull:
-            overflow.set()
-
-    async def outgoing() -> AsyncIterator[pb.WorkerMessage]:
-        yield pb.WorkerMessage(hello=hello)
-        engine.send(TakeSnapshot())
-        synchronised = False
-        while not overflow.is_set():
-            message = await backlog.get()
-            if isinstance(message, Load):
-                yield pb.WorkerMessage(load=load_report(message))
-            elif synchronised or message.snapshot:
-                synchronised = True
-                yield pb.WorkerMessage(cache=cache_events(message))
-
-    with engine.watching(watch):
-        call = stub.Join(outgoing())
-        try:
-            async for answer in call:
-                if answer.HasField("resync"):
-                    engine.send(TakeSnapshot())
+            await self._join(stub, router)
+        except grpc.aio.AioRpcError as error:
+            return from_rpc_error(error)
+        except ServiceError as error:
+            return error
         finally:
-            call.cancel()  # when the router ended it, `outgoing` would wait for its next message for good
+            router.router_id = ""
+        return ServiceError("the stream ended")
+
+    async def _join(self, stub: pb_grpc.MembershipStub, router: _Router) -> None:
+        backlog = router.backlog = asyncio.Queue(MAX_BACKLOG)
+        overflow, welcomed = asyncio.Event(), asyncio.Event()
+
+        def watch(message: CacheChanged | Load) -> None:
+            if isinstance(message, Load):
+                self._last_load = message
+            try:
+                backlog.put_nowait(message)
+            except asyncio.QueueFull:
+                overflow.set()
+
+        async def outgoing() -> AsyncIterator[pb.WorkerMessage]:
+            yield pb.WorkerMessage(hello=self._hello)
+            await welcomed.wait()
+            self._engine.send(TakeSnapshot())
+            synchronised = False
+            while not overflow.is_set():
+                message = await backlog.get()
+                if isinstance(message, Load):
+                    yield pb.WorkerMessage(load=load_report(message, self._draining()))
+                elif synchronised or message.snapshot:
+                    synchronised = True
+                    yield pb.WorkerMessage(cache=cache_events(message))
+
+        with self._engine.watching(watch):
+            call = stub.Join(outgoing())
+            try:
+                async for answer in call:
+                    if answer.HasField("welcome"):
+                        self._welcome(router, answer.welcome)
+                        welcomed.set()
+                    elif answer.HasField("resync"):
+                        self._engine.send(TakeSnapshot())
+            finally:
+                call.cancel()  # when the router ended it, `outgoing` would wait for its next message for good
+
+    def _welcome(self, router: _Router, welcome: pb.Welcome) -> None:
+        """Raises Incompatible when another router, or the same one by another address, goes by that id: what each had
+        placed here would be taken for the other's."""
+        for other in self._routers.values():
+            if other is not router and other.router_id == welcome.router_id:
+                raise Incompatible(
+                    f"{other.address} and {router.address} both say that they are router {welcome.router_id!r}; "
+                    "each needs an id of its own, and one address",
+                    "router_id",
+                )
+        router.router_id = welcome.router_id
+        log.info("joined to router %s at %s", welcome.router_id, router.address)
 
 
-def load_report(load: Load) -> pb.LoadReport:
+def load_report(load: Load, draining: bool) -> pb.LoadReport:
     return pb.LoadReport(
         step=load.step,
         running=load.running,
@@ -79,6 +224,7 @@ def load_report(load: Load) -> pb.LoadReport:
         placements_seen=load.placements_seen,
         preempted=load.preempted,
         preemptions=load.preemptions,
+        draining=draining,
     )
 
 

@@ -6,12 +6,13 @@ What the lender says goes to the engine, and the engine's releases go back.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
 import grpc
 
 from cluster.errors import from_rpc_error
-from cluster.rpc import channel
+from cluster.rpc import Channels
 from engine.keys import pack_tokens
 from engine.messages import (
     CloseLoan,
@@ -40,8 +41,14 @@ class LoanStream:
     """
 
     def __init__(
-        self, link: grpc.aio.Channel, want: pb.Want, engine_id: str, engine: EngineClient, silence_s: float
+        self,
+        link: AbstractContextManager[grpc.aio.Channel],
+        want: pb.Want,
+        engine_id: str,
+        engine: EngineClient,
+        silence_s: float,
     ) -> None:
+        """`link` is entered here, and left when the stream has ended."""
         self._engine_id = engine_id
         self._engine = engine
         self._silence_s = silence_s
@@ -49,8 +56,11 @@ class LoanStream:
         self._released: list[pb.LendRequest] = []
         self._news: asyncio.Future[None] | None = None
         """Somebody waits for something to say."""
-        self._call = pb_grpc.LendStub(link).Lend(self._requests(want))
+        with ExitStack() as stack:
+            self._call = pb_grpc.LendStub(stack.enter_context(link)).Lend(self._requests(want))
+            release_link = stack.pop_all().close
         self._task = asyncio.ensure_future(self._run())
+        self._task.add_done_callback(lambda _: release_link())  # also of one that was cancelled before it began
         _running.add(self._task)
         self._task.add_done_callback(_running.discard)
 
@@ -192,11 +202,9 @@ class Lenders:
         self._model_fingerprint = model_fingerprint
         self._block_tokens = block_tokens
         self._silence_s = silence_s
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels = Channels()
 
     def open(self, engine_id: str, holder: pb.Holder, chain: Chain, wanted: OpenLoan) -> LoanStream:
-        if (link := self._channels.get(holder.address)) is None:
-            link = self._channels[holder.address] = channel(holder.address)
         want = pb.Want(
             request_id=chain.request_id,
             lender_incarnation=holder.incarnation,
@@ -210,4 +218,4 @@ class Lenders:
             placement_sequence=chain.placement_sequence,
             source=chain.source if wanted.may_compute else None,
         )
-        return LoanStream(link, want, engine_id, self._engine, self._silence_s)
+        return LoanStream(self._channels.using(holder.address), want, engine_id, self._engine, self._silence_s)

@@ -1,11 +1,17 @@
 """What both roles are made of: an engine process, a gRPC server, and membership in every router's cluster."""
 
 import asyncio
+import logging
 import secrets
+import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from cluster.errors import TandemError
+from cluster.discovery import Discovery
+from cluster.drain import Drain
+from cluster.errors import Draining, TandemError
+from cluster.redis_discovery import open_discovery
 from cluster.rpc import Server
 from engine.messages import Ready
 from engine.model_dir import ModelDir
@@ -14,11 +20,19 @@ from engine.worker.audit_service import AuditService
 from engine.worker.child_engine import ChildEngine
 from engine.worker.config import Role, WorkerConfig
 from engine.worker.engine_client import EngineClient, EngineHost
-from engine.worker.joining import stay_joined
+from engine.worker.joining import NAME_TAKEN_S, Memberships
 from engine.worker.loan_stream import Lenders
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 
+log = logging.getLogger(__name__)
+
+READABLE_S = 10.0
+"""How long a worker that has handed over its streams can be read, at most."""
+RETURN_S = 1.0
+"""Within it a stream that was handed over is placed anew, and its loan has come."""
+END_S = 1.0
+"""For what was told to end."""
 ROLES = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE}
 
 
@@ -35,6 +49,15 @@ class WorkerContext:
     engine: EngineClient
     ready: Ready
     lenders: Lenders
+    requests: Drain
+    """Decode streams under way."""
+    loans: Drain
+    """Loans given."""
+
+    def check_taking(self) -> None:
+        """Raises Draining when nothing new is taken any more."""
+        if self.requests.draining:
+            raise Draining(f"worker {self.worker_id} was told to stop")
 
 
 AddServices = Callable[[Server, WorkerContext], list[str]]
@@ -44,26 +67,85 @@ AddServices = Callable[[Server, WorkerContext], list[str]]
 class Worker:
     """A started worker."""
 
-    def __init__(self, context: WorkerContext, server: Server, address: str) -> None:
+    def __init__(
+        self, context: WorkerContext, server: Server, address: str, discovery: Discovery, leaving: "Leaving"
+    ) -> None:
         self.address = address
         self._context = context
         self._server = server
-        hello = _hello(context, address)
-        self._joins: list[asyncio.Future[TandemError]] = [
-            asyncio.ensure_future(stay_joined(router, hello, context.engine)) for router in context.config.routers
-        ]
+        self._discovery = discovery
+        self._leaving = leaving
+        config = context.config
+        self._memberships = Memberships(
+            _hello(context, address),
+            context.engine,
+            config.routers,
+            discovery,
+            lambda: context.requests.draining,
+            name_taken_s=config.drain_s + NAME_TAKEN_S,
+        )
+        self._memberships.start()
 
     async def failed(self) -> TandemError:
         """The engine died, or a router says that this worker does not belong to it."""
-        causes: list[asyncio.Future[TandemError]] = [self._context.engine.died, *self._joins]
-        done, _ = await asyncio.wait(causes, return_when=asyncio.FIRST_COMPLETED)
+        causes: list[asyncio.Future[TandemError]] = [
+            self._context.engine.died,
+            asyncio.ensure_future(self._memberships.failed()),
+        ]
+        try:
+            done, _ = await asyncio.wait(causes, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            causes[1].cancel()
         return done.pop().result()
 
+    async def told_to_stop(self) -> None:
+        await self._leaving.told.wait()
+
+    async def drain(self) -> None:
+        """Take nothing more; finish what is under way for `drain_s`, hand over the rest, and stay readable until nobody
+        reads, or until the time for that is over too."""
+        requests, loans, drain_s = self._context.requests, self._context.loans, self._context.config.drain_s
+        self._leaving.begin()
+        self._memberships.report_draining()
+        await self._server.announce_stop()
+        give_up_at = time.monotonic() + drain_s
+        finished = await requests.idle(drain_s) and await loans.idle(max(0.0, give_up_at - time.monotonic()))
+        if not finished:
+            log.warning("handing over %d requests; %d loans under way", requests.end_all(), loans.num_calls)
+            await self._stay_readable(min(drain_s, READABLE_S))
+            loans.end_all()
+        await asyncio.gather(requests.idle(END_S), loans.idle(END_S))
+
+    async def _stay_readable(self, limit_s: float) -> None:
+        """Whoever goes on with a stream will want its blocks: wait for such loans to come, and to end."""
+        give_up_at = time.monotonic() + limit_s
+        quiet_at = time.monotonic() + RETURN_S
+        while (now := time.monotonic()) < min(give_up_at, quiet_at):
+            if self._context.loans.num_calls or self._context.requests.num_calls:
+                quiet_at = now + RETURN_S
+            await asyncio.sleep(0.02)
+
     async def stop(self) -> None:
-        for join in self._joins:
-            join.cancel()
+        await self._memberships.leave()
+        await self._discovery.close()
         await self._server.stop(grace_s=0.5)
         await self._context.engine.stop()
+
+
+class Leaving:
+    """That this worker was told to stop, by whom ever."""
+
+    def __init__(self, requests: Drain, loans: Drain) -> None:
+        self._requests = requests
+        self._loans = loans
+        self.told = asyncio.Event()
+
+    def begin(self) -> tuple[int, int]:
+        """From now on nothing new is taken; the requests and loans under way."""
+        self._requests.begin()
+        self._loans.begin()
+        self.told.set()
+        return self._requests.num_calls, self._loans.num_calls
 
 
 async def start_worker(
@@ -75,21 +157,26 @@ async def start_worker(
     """Load the model, serve, join. Raises StartError."""
     model_dir = ModelDir.open(config.model)
     worker_id, incarnation = config.id_for(role), secrets.token_bytes(16)
-    spec = EngineSpec(config, role, agent_name=f"{worker_id}-{incarnation.hex()}")
-    engine = EngineClient(host_engine(spec))
-    ready = await engine.start()
-    lenders = Lenders(engine, ready.model_fingerprint, ready.block_tokens, config.peer_silence_s)
-    context = WorkerContext(config, role, worker_id, incarnation, model_dir, engine, ready, lenders)
-    try:
+    discovery = open_discovery(config.redis_url, config.cluster_name, config.routers)
+    async with AsyncExitStack() as undo:
+        undo.push_async_callback(discovery.close)
+        await discovery.start()  # before the model is loaded for nothing
+        engine = EngineClient(host_engine(EngineSpec(config, role, f"{worker_id}-{incarnation.hex()}")))
+        ready = await engine.start()
+        undo.push_async_callback(engine.stop)
+        lenders = Lenders(engine, ready.model_fingerprint, ready.block_tokens, config.peer_silence_s)
+        requests, loans = Drain(), Drain()
+        context = WorkerContext(
+            config, role, worker_id, incarnation, model_dir, engine, ready, lenders, requests, loans
+        )
+        leaving = Leaving(requests, loans)
         server = Server()
-        pb_grpc.add_WorkerServicer_to_server(AuditService(worker_id, engine), server.grpc)
+        pb_grpc.add_WorkerServicer_to_server(AuditService(worker_id, engine, leaving.begin), server.grpc)
         services = ["tandem.internal.v1.Worker", *add_services(server, context)]
         port = await server.start(config.host, config.port, services)
         await server.mark_serving()
-    except BaseException:
-        await engine.stop()
-        raise
-    return Worker(context, server, f"{config.advertise_host or config.host}:{port}")
+        undo.pop_all()
+    return Worker(context, server, f"{config.advertise_host or config.host}:{port}", discovery, leaving)
 
 
 def _hello(context: WorkerContext, address: str) -> pb.Hello:

@@ -36,6 +36,8 @@ class FleetModel(RuleBasedStateMachine):
         self.sequence: dict[Worker, int] = {}
         """What the worker will send next."""
         self.in_step: dict[Worker, bool] = {}
+        self.draining: set[Worker] = set()
+        """Once and for all."""
         self.under_way: list[Placed] = []
         self.num_placed = 0
 
@@ -77,8 +79,18 @@ class FleetModel(RuleBasedStateMachine):
                 available_blocks=100 - running,
                 num_blocks=100,
                 placements_seen={"router": min(before + seen, self.num_placed)},
+                draining=running == 9,
             ),
         )
+        if running == 9:
+            self.draining.add(worker)
+
+    @precondition(lambda self: self.workers)
+    @rule(data=st.data())
+    def says_that_it_drains(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from(list(self.workers.values())))
+        self.fleet.drains(worker)
+        self.draining.add(worker)
 
     @precondition(lambda self: self.workers)
     @rule(data=st.data(), stored=keys, removed=keys, snapshot=st.booleans(), lost=st.integers(0, 9))
@@ -141,6 +153,7 @@ class FleetModel(RuleBasedStateMachine):
             available_blocks=load.available_blocks - sum(p.demand.num_promised_blocks(reserve) for p in decodes),
             num_blocks=load.num_blocks,
             reserve_output_tokens=reserve,
+            draining=worker in self.draining,
         )
 
     def expected_hits(self, keys: list[bytes]) -> tuple[dict[str, int], dict[str, int]]:
@@ -167,8 +180,9 @@ class FleetModel(RuleBasedStateMachine):
         snapshot = self.fleet.snapshot
         assert self.fleet.views() == self.expected_views()
         assert (snapshot.ids, snapshot.reserves) == (expected.ids, expected.reserves)
-        for name in ("decodes", "compatible", "running", "queued_prefill_tokens", "available_blocks", "num_blocks"):
+        for name in ("decodes", "draining", "compatible", "running", "queued_prefill_tokens", "available_blocks"):
             assert (getattr(snapshot, name) == getattr(expected, name)).all()
+        assert (snapshot.num_blocks == expected.num_blocks).all()
         assert (snapshot.reserve_of == expected.reserve_of).all()
 
     @invariant()

@@ -49,6 +49,7 @@ def cases(draw: st.DrawFn) -> Case:
             available_blocks=draw(st.sampled_from([5, 20, 100])),
             num_blocks=draw(st.sampled_from([8, 100])),
             reserve_output_tokens=draw(st.sampled_from([0, 8])),
+            draining=draw(st.sampled_from([False, False, False, True])),
         )
         for name in names
     ]
@@ -132,7 +133,9 @@ def plain_costs(case: Case) -> Iterator[tuple[float, str, str, bool, str | None]
 
     for decode in case.views:
         promised = demand.num_promised_blocks(decode.reserve_output_tokens)
-        if not decode.decodes or decode.available_blocks < promised or decode.num_blocks < demand.num_total_blocks:
+        if not decode.decodes or decode.draining or decode.available_blocks < promised:
+            continue
+        if decode.num_blocks < demand.num_total_blocks:
             continue
         yield cost_s(decode, 0.0, held(decode)), decode.worker_id, "", False, None
         alike = [view for view in case.views if view is not decode and view.fingerprint == decode.fingerprint]
@@ -140,7 +143,7 @@ def plain_costs(case: Case) -> Iterator[tuple[float, str, str, bool, str | None]
             if held(lender) > held(decode):
                 loan_s = moved_s(held(lender) - held(decode))
                 yield cost_s(decode, loan_s, held(lender)), decode.worker_id, lender.worker_id, False, None
-            if lender.decodes or lender.num_blocks < usable:
+            if lender.decodes or lender.draining or lender.num_blocks < usable:
                 continue
             have, read_s, source = case.due.get(lender.worker_id, 0), 0.0, None
             others = [view for view in alike if view is not lender] + [decode]

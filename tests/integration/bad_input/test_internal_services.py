@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from cluster.errors import (
+    AlreadyThere,
     Incompatible,
     InvalidRequest,
     Overloaded,
@@ -310,6 +311,15 @@ async def test_joining_with_another_models_config(site: Site) -> None:
     error = await join(site, hello(site, config_fingerprint=b"x" * 16))
     assert isinstance(error, Incompatible)
     assert error.field == "model"
+
+
+async def test_joining_by_the_name_of_a_worker_that_is_there(site: Site) -> None:
+    error = await join(site, hello(site, worker_id=site.decode.worker_id, incarnation=b"x" * 16, address="x:1"))
+    assert isinstance(error, AlreadyThere)
+    assert error.field == "worker_id"
+    assert site.decode.address in error.message
+    assert "x:1" in error.message
+    await only_one_decode_worker(site)
 
 
 async def test_cache_events_that_make_no_sense_ask_for_a_snapshot(site: Site) -> None:

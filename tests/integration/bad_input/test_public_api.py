@@ -160,6 +160,7 @@ METHODS = {
     "Lend/Lend of a prefill worker": ("prefill", "/tandem.internal.v1.Lend/Lend"),
     "Lend/Lend of a decode worker": ("decode", "/tandem.internal.v1.Lend/Lend"),
     "Worker/Audit": ("prefill", "/tandem.internal.v1.Worker/Audit"),
+    "Worker/Drain": ("prefill", "/tandem.internal.v1.Worker/Drain"),
 }
 STREAMING = ("Join", "Lend", "Serve")
 

@@ -1,0 +1,141 @@
+"""Discovery through Redis: one sorted set of routers, each with the time at which it expires by the server's clock.
+
+A router says every second that it is there, and is forgotten a few seconds after it last did. So Redis may be killed,
+hang or come back empty at any time: everybody goes on with what is known, and a second later everything is there again.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import random
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import asdict
+
+from cluster.discovery import Discovery, RouterEntry, StaticDiscovery
+from cluster.errors import StartError
+from cluster.redis_link import RedisAway, RedisFailure, RedisLink, RedisRefused
+
+log = logging.getLogger(__name__)
+
+INTERVAL_S = 1.0
+"""Between announcements, and between listings."""
+EXPIRY_S = 5.0
+"""Several announcements may be lost before a router is."""
+LIMIT_S = 1.0
+REFUSED_INTERVAL_S = 5.0
+"""Somebody must mend something first."""
+
+# ARGV: milliseconds until it expires, and the router's entry; '' only asks. Answers with all entries.
+_EXCHANGE = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
+if ARGV[2] ~= '' then
+  redis.call('ZADD', KEYS[1], now + ARGV[1], ARGV[2])
+  redis.call('PEXPIRE', KEYS[1], ARGV[1])
+end
+return redis.call('ZRANGE', KEYS[1], 0, -1)
+"""
+_WITHDRAW = "return redis.call('ZREM', KEYS[1], ARGV[1])"
+
+
+class RedisDiscovery(Discovery):
+    """Under the key CLUSTER_NAME:routers. Used from one event loop; never waited for by a request."""
+
+    def __init__(self, url: str, cluster_name: str, interval_s: float = INTERVAL_S, expiry_s: float = EXPIRY_S) -> None:
+        """Raises StartError for a `redis_url` that is none."""
+        self._link = RedisLink(url, LIMIT_S)
+        self._key = f"{cluster_name}:routers"
+        self._interval_s = interval_s
+        self._expiry_ms = int(expiry_s * 1e3)
+        self._failure = ""
+        """What was logged last; empty while all is well."""
+        self._entry = ""
+        self._announcing: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        try:
+            await self._exchange("")
+        except RedisRefused as error:
+            raise StartError(error.field, error.reason) from None
+        except RedisAway as error:
+            self._failed(error)
+
+    def announce(self, router: RouterEntry) -> None:
+        assert self._announcing is None
+        self._entry = json.dumps(asdict(router), sort_keys=True)
+        self._announcing = asyncio.ensure_future(self._announce())
+
+    async def withdraw(self) -> None:
+        if self._announcing is None:
+            return
+        self._announcing.cancel()
+        await asyncio.gather(self._announcing, return_exceptions=True)
+        self._announcing = None
+        try:
+            await self._link.run(_WITHDRAW, [self._key], [self._entry])
+        except RedisFailure as error:
+            log.info("not withdrawn, and so forgotten a little later: %s", error)
+
+    async def listings(self) -> AsyncIterator[frozenset[str]]:
+        while True:
+            entries = await self._try_exchange("")
+            if entries is not None:
+                yield frozenset(router.address for router in entries)
+            await self._pause()
+
+    async def close(self) -> None:
+        if self._announcing is not None:
+            self._announcing.cancel()
+            await asyncio.gather(self._announcing, return_exceptions=True)
+        with contextlib.suppress(OSError):
+            await self._link.close()
+
+    async def _announce(self) -> None:
+        while True:
+            await self._try_exchange(self._entry)
+            await self._pause()
+
+    async def _pause(self) -> None:
+        """Not all at the same moment: a fleet that lost Redis together would come back together."""
+        mean_s = REFUSED_INTERVAL_S if self._failure.startswith("refused") else self._interval_s
+        await asyncio.sleep(mean_s * random.uniform(0.8, 1.2))
+
+    async def _try_exchange(self, entry: str) -> list[RouterEntry] | None:
+        """None when Redis did not answer, or refused."""
+        try:
+            entries = await self._exchange(entry)
+        except RedisFailure as error:
+            self._failed(error)
+            return None
+        if self._failure:
+            log.warning("discovery is back: Redis at %s answers", self._link.where)
+            self._failure = ""
+        return entries
+
+    async def _exchange(self, entry: str) -> list[RouterEntry]:
+        said: list[str] = await self._link.run(_EXCHANGE, [self._key], [self._expiry_ms, entry])
+        return [router for text in said if (router := _read_entry(text)) is not None]
+
+    def _failed(self, error: RedisFailure) -> None:
+        """Logged once for each kind of failure; what is known meanwhile is kept by whoever knows it."""
+        kind = "refused" if isinstance(error, RedisRefused) else "away"
+        if self._failure != kind:
+            log.warning("no discovery until it is mended, known routers are kept: %s", error)
+            self._failure = kind
+
+
+def _read_entry(text: str) -> RouterEntry | None:
+    """None for what no router of this version wrote."""
+    try:
+        entry = RouterEntry(**json.loads(text))
+    except (TypeError, ValueError):
+        log.info("an entry that is none of a router: %.200s", text)
+        return None
+    return entry if all(isinstance(value, str) and value for value in asdict(entry).values()) else None
+
+
+def open_discovery(redis_url: str, cluster_name: str, addresses: Iterable[str] = ()) -> Discovery:
+    """Without a url, that of the addresses alone. Raises StartError."""
+    return RedisDiscovery(redis_url, cluster_name) if redis_url else StaticDiscovery(addresses)

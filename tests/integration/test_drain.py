@@ -1,0 +1,298 @@
+"""Workers and routers that are told to stop while they serve: nobody's request fails, and no token differs.
+
+As in test_faults.py, a sim engine's tokens are hashes of the KV it read, held against a stream that nothing disturbed.
+"""
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from cluster.errors import Draining, ServiceError
+from cluster.rpc import channel
+from protos import membership_pb2, membership_pb2_grpc
+from support.processes import (
+    LENDER_ALWAYS,
+    Stream,
+    alive,
+    assert_equal_answers,
+    engine_of,
+    finished,
+    lending,
+    named,
+    report_of,
+    running,
+    until,
+    workers_joined,
+)
+from support.redis_server import RedisServer
+from tandem.client import Client
+from tandem.local import RoleProcess
+
+BLOCK = 16
+VOCAB = 600
+SIM: dict[str, Any] = {"engine": "sim", "sim_step_ms": 8.0, "max_prefill_tokens": 32, "kv_memory_mib": 4}
+NO_FAILURE = {"max_attempts": 1}
+"""Of a router. What is handed over counts as no failed attempt, or it would fail here."""
+
+
+@pytest.fixture(scope="module")
+def model(sim_model: Callable[..., Path]) -> Path:
+    return sim_model(VOCAB)
+
+
+def prompt_of(seed: int, num_tokens: int) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB), k=num_tokens)
+
+
+async def status_of(address: str) -> int:
+    async with channel(address) as link:
+        answer = await health_pb2_grpc.HealthStub(link).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        return int(answer.status)
+
+
+async def says_that_it_stops(address: str) -> None:
+    async def not_serving() -> bool:
+        return await status_of(address) == health_pb2.HealthCheckResponse.NOT_SERVING
+
+    await until(not_serving, f"{address} does not serve", 2.0)
+
+
+async def ended(role: RoleProcess, within_s: float) -> None:
+    async with asyncio.timeout(within_s):
+        assert await role.process.wait() == 0
+
+
+async def test_a_decode_worker_hands_over_what_it_cannot_finish(model, cluster_of, audit) -> None:  # type: ignore[no-untyped-def]
+    """Short streams end where they are; long ones go on elsewhere, and read there what they had here."""
+    router = NO_FAILURE | LENDER_ALWAYS
+    async with running(cluster_of(model, decode=2, router=router, **SIM, drain_s=1.5)) as (cluster, client):
+
+        def start(salt: str) -> list[Stream]:
+            return [Stream(client, prompt_of(n, 200), 60 if n < 4 else 500, cache_salt=salt) for n in range(8)]
+
+        undisturbed = await finished(start("undisturbed"))
+        streams = start("disturbed")
+        await asyncio.gather(*(stream.reached(5) for stream in streams))
+        leaving = named(cluster, "decode-0")
+        leaving.process.send_signal(signal.SIGTERM)
+        told_at = time.monotonic()
+        await says_that_it_stops(leaving.address)
+
+        while time.monotonic() - told_at < 1.0:  # it still serves what it has, and gets nothing new
+            (new,) = await finished([Stream(client, prompt_of(100, 40), 3)])
+            assert new.receipt.placement.decode_worker == "decode-1"
+        assert (await report_of(leaving.address)).requests > 0
+
+        assert_equal_answers(await finished(streams), undisturbed)
+        by_attempt = {n: [s for s in streams if s.receipt.placement.attempt == n] for n in (1, 2)}
+        assert {s.receipt.placement.decode_worker for s in by_attempt[2]} == {"decode-1"}
+        assert "decode-0" in {s.receipt.placement.decode_worker for s in by_attempt[1][:4]}
+        assert len(by_attempt[1]) + len(by_attempt[2]) == 8
+        assert all(len(s.token_ids) == 500 for s in by_attempt[2])
+        readers = [s for s in by_attempt[2] if s.receipt.placement.lender == "decode-0"]
+        assert readers, "it stayed readable"
+        for stream in readers:
+            assert stream.receipt.kv.moved_blocks > 200 // BLOCK, "the prompt's blocks and some of the answer's"
+            assert not stream.receipt.kv.loan_failure
+        await ended(leaving, 5)
+        await workers_joined(client, 1, 1)
+        await audit(alive(cluster))
+
+
+async def test_an_idle_worker_and_one_that_finishes_leave_at_once(model, cluster_of) -> None:  # type: ignore[no-untyped-def]
+    """However long they would have; one by SIGTERM, the other by the call."""
+    async with running(cluster_of(model, prefill=1, decode=2, **SIM, drain_s=60)) as (cluster, client):
+        stream = Stream(client, prompt_of(1, 100), 100)
+        await stream.reached(5)
+        idle = named(cluster, "decode-1")
+        async with channel(idle.address) as link:
+            stub = membership_pb2_grpc.WorkerStub(link)
+            reply = await stub.Drain(membership_pb2.DrainRequest(), timeout=5)
+        assert (reply.worker_id, reply.requests, reply.loans) == ("decode-1", 0, 0)
+        await ended(idle, 5)
+        cluster.prefill[0].process.send_signal(signal.SIGTERM)
+        await ended(cluster.prefill[0], 5)
+        busy = named(cluster, "decode-0")
+        busy.process.send_signal(signal.SIGTERM)
+        await finished([stream])
+        assert stream.receipt.placement.attempt == 1
+        await ended(busy, 5)
+
+
+@pytest.mark.parametrize("drain_s", [30.0, 0.2])
+async def test_a_lender_is_drained_under_load(model, cluster_of, audit, drain_s: float) -> None:  # type: ignore[no-untyped-def]
+    """Loans under way end well if there is time, and otherwise cost a recompute; new ones go elsewhere."""
+    async with running(cluster_of(model, prefill=1, decode=1, router=NO_FAILURE | LENDER_ALWAYS, **SIM)) as (
+        cluster,
+        client,
+    ):
+        (config,) = cluster._topology.prefill
+        leaving = await cluster.add_worker(
+            "prefill_worker", config.model_copy(update={"worker_id": "leaving", "drain_s": drain_s})
+        )
+        cluster.engines.append(engine_of(leaving))
+        await workers_joined(client, 2, 1)
+
+        def start(salt: str) -> list[Stream]:
+            return [Stream(client, prompt_of(n, 1200), 10, cache_salt=salt) for n in range(4)]
+
+        undisturbed = await finished(start("undisturbed"))
+        streams = start("disturbed")
+        await lending(leaving, num_loans=2, num_blocks=10)
+        leaving.process.send_signal(signal.SIGTERM)
+        await says_that_it_stops(leaving.address)
+        after = Stream(client, prompt_of(50, 600), 5)
+        assert_equal_answers(await finished(streams), undisturbed)
+        there = [s for s in streams if s.receipt.placement.lender == "leaving"]
+        assert there
+        assert {s.receipt.placement.attempt for s in streams} == {1}
+        failed = [s.receipt.kv.loan_failure for s in there if s.receipt.kv.loan_failure]
+        if drain_s > 1:
+            assert not failed
+        else:
+            assert failed
+            assert all("told to stop" in failure for failure in failed)
+        await finished([after])
+        assert after.receipt.placement.lender == "prefill-0"
+        await ended(leaving, 8)
+        await workers_joined(client, 1, 1)
+        await audit(alive(cluster))
+
+
+async def test_every_worker_is_restarted_in_turn_under_load(model, cluster_of, audit) -> None:  # type: ignore[no-untyped-def]
+    """A rolling update. No request fails, though the router would not try any a second time."""
+    settings = SIM | {"sim_step_ms": 3.0, "drain_s": 0.3}  # the longest streams take a second and more
+    async with running(cluster_of(model, prefill=2, decode=2, router=NO_FAILURE, **settings)) as (cluster, client):
+        configs = {config.worker_id: (module, config) for module, config in cluster._topology.workers()}
+        shapes = [(seed, 40 + 60 * seed, 30 + 200 * (seed % 3)) for seed in range(6)]
+        undisturbed = await finished([Stream(client, prompt_of(s, n), m, cache_salt="first") for s, n, m in shapes])
+        over, attempts = asyncio.Event(), list[int]()
+
+        async def ask(number: int) -> None:
+            while not over.is_set():
+                seed, length, count = shapes[number % 6]
+                stream = Stream(client, prompt_of(seed, length), count, cache_salt=f"{number}")
+                await stream.task
+                assert_equal_answers([stream], [undisturbed[number % 6]])
+                attempts.append(stream.receipt.placement.attempt)
+                number += 8
+
+        asking = [asyncio.ensure_future(ask(number)) for number in range(8)]
+        for name, (module, config) in configs.items():
+            worker = named(cluster, name)
+            worker.process.send_signal(signal.SIGTERM)
+            await ended(worker, 8)
+            (cluster.decode if module == "decode_worker" else cluster.prefill).remove(worker)
+            cluster.engines.append(engine_of(await cluster.add_worker(module, config)))
+            await workers_joined(client, 2, 2)
+            assert not any(task.done() for task in asking)
+        over.set()
+        await asyncio.gather(*asking)
+        assert set(attempts) >= {1, 2}
+        await audit(alive(cluster))
+
+
+async def test_a_second_signal_ends_a_worker_at_once(model, cluster_of) -> None:  # type: ignore[no-untyped-def]
+    async with running(cluster_of(model, decode=2, router={}, **SIM, drain_s=60)) as (cluster, client):
+        streams = [Stream(client, prompt_of(n, 50), 300, cache_salt="disturbed") for n in range(4)]
+        await asyncio.gather(*(stream.reached(5) for stream in streams))
+        leaving = named(cluster, "decode-0")
+        leaving.process.send_signal(signal.SIGTERM)
+        await says_that_it_stops(leaving.address)
+        await asyncio.sleep(0.2)
+        assert leaving.process.returncode is None
+        leaving.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(1):
+            assert await leaving.process.wait() == -signal.SIGTERM
+        await finished(streams)
+        assert {stream.receipt.placement.decode_worker for stream in streams} == {"decode-1"}
+
+
+async def refusal_of(client: Client) -> ServiceError:
+    try:
+        await Stream(client, prompt_of(1, 20), 3).task
+    except ServiceError as error:
+        return error
+    raise AssertionError("it was not refused")
+
+
+async def test_a_router_finishes_its_streams_and_takes_no_more(model, cluster_of, audit, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    async with RedisServer(tmp_path) as redis:
+        settings = {"redis_url": redis.url}
+        cluster = cluster_of(model, router=settings | {"drain_s": 30}, routers=2, **SIM, **settings)
+        async with running(cluster) as (_, client), Client(*cluster.addresses) as of_both:
+            undisturbed = await finished([Stream(client, prompt_of(n, 100), 150, cache_salt="a") for n in range(3)])
+            streams = [Stream(client, prompt_of(n, 100), 150, cache_salt="b") for n in range(3)]
+            await asyncio.gather(*(stream.reached(5) for stream in streams))
+            leaving = cluster.router
+            leaving.process.send_signal(signal.SIGTERM)
+            await says_that_it_stops(leaving.address)
+
+            async def withdrawn() -> bool:
+                return await redis.command("ZCARD", "tandem:routers") == 1
+
+            await until(withdrawn, "it has withdrawn", 1.0)
+            refused = await refusal_of(client)
+            assert isinstance(refused, Draining)
+            assert "router-0" in refused.message
+            (elsewhere,) = await finished([Stream(of_both, prompt_of(9, 20), 3)])
+            assert elsewhere.receipt.stages[0].where == "router-1"
+            assert not any(stream.task.done() for stream in streams)
+            assert_equal_answers(await finished(streams), undisturbed)
+            await ended(leaving, 5)
+            await audit(alive(cluster))
+
+
+async def test_a_router_ends_what_takes_too_long(model, cluster_of, audit) -> None:  # type: ignore[no-untyped-def]
+    """Running and waiting requests alike, with an error that names the router; nothing stays with the workers."""
+    settings = SIM | {"kv_memory_mib": 1, "reserve_output_tokens": 5000}  # one at a time
+    async with running(cluster_of(model, router={"drain_s": 0.5, "router_id": "leaves"}, **settings)) as (
+        cluster,
+        client,
+    ):
+        runs = Stream(client, prompt_of(1, 100), 5000)
+        await runs.reached(5)
+        waits = Stream(client, prompt_of(2, 100), 5000)
+        await runs.reached(20)
+        assert not waits.token_ids
+        os.kill(cluster.router.pid, signal.SIGTERM)
+        told_at = time.monotonic()
+        for stream in (runs, waits):
+            with pytest.raises(Draining, match="leaves"):
+                await stream.task
+        assert 0.4 < time.monotonic() - told_at < 2.5
+        await ended(cluster.router, 5)
+        await audit(alive(cluster))
+
+
+async def test_a_draining_worker_lends_what_it_has_and_computes_for_nobody(model, cluster_of) -> None:  # type: ignore[no-untyped-def]
+    async with running(cluster_of(model, router=LENDER_ALWAYS, **SIM, drain_s=30)) as (cluster, client):
+        long = Stream(client, prompt_of(1, 100), 5000)
+        await long.reached(5)
+        (decode,) = cluster.decode
+        decode.process.send_signal(signal.SIGTERM)
+        await says_that_it_stops(decode.address)
+        late = await cluster.add_worker(
+            "decode_worker", cluster._topology.decode[0].model_copy(update={"worker_id": "late"})
+        )
+        cluster.engines.append(engine_of(late))
+
+        async def joined() -> bool:
+            return (await client.explain(token_ids=prompt_of(9, 50))).num_candidates > 0
+
+        await until(joined, "the late one has joined")
+        (reader,) = await finished([Stream(client, prompt_of(1, 100), 5)])
+        assert reader.receipt.placement.decode_worker == "late"
+        assert reader.receipt.kv.moved_blocks + reader.receipt.kv.computed_blocks == 7
+        explained = await client.explain(token_ids=prompt_of(1, 100))
+        assert {c.decode_worker for c in explained.candidates} == {"late"}
+        await long.cancel()
+        await ended(decode, 5)
