@@ -40,8 +40,9 @@ integration: $(INSTALLED)
 e2e: $(INSTALLED)
 	$(BIN)/pytest tests/e2e
 
-# 20,000 trials in virtual time, and 20 real faults of each kind; `test` runs a slice of both.
+# 20,000 trials in virtual time, 20 real faults of each kind, storms of minutes; `test` runs a slice of all.
 test-faults: $(INSTALLED)
+	TANDEM_CHAOS_STORMS=3 TANDEM_CHAOS_S=120 $(BIN)/pytest -s tests/integration/test_chaos.py
 	TANDEM_TRIALS=20000 $(BIN)/pytest tests/unit/test_core_faults.py
 	TANDEM_REAL_FAULTS=20 $(BIN)/pytest -s tests/integration/test_real_faults.py tests/integration/test_faults.py
 
