@@ -48,6 +48,11 @@ class Connection:
         self._ended = False
         self._waiting: asyncio.Future[None] | None = None
 
+    @property
+    def num_requests(self) -> int:
+        """That are not over."""
+        return len(self._served)
+
     def absorb(self, frame: pb.RouterFrame) -> None:
         """Raises InvalidRequest for what no router says; the connection is of no use afterwards."""
         for placed in frame.placed:

@@ -266,6 +266,7 @@ async def _any_schedule(schedule: list[tuple[str, int, int]], breaks: bool, seed
             assert len(reader.tokens) == wire.attempts[name].said, "all of them"
             assert reader.ended == wire.attempts[name].over
     assert all(wire.attempts[name].closed for name in left & wire.attempts.keys()), "who left is ended there too"
+    assert wire.connection.num_requests == sum(not attempt.closed for attempt in wire.attempts.values())
     if breaks:
         wire.stop()
     else:
