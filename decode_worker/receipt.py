@@ -26,7 +26,7 @@ def build_receipt(
 
 
 def price_of(request: internal_pb.DecodeRequest, num_completion_tokens: int) -> pb.Price:
-    """Of the whole request, however many workers it took: tokens of all its choices, at the prices that came with it."""
+    """Of the whole request, however many workers it took: the tokens of all its choices, at the prices it came with."""
     price = request.price
     return pb.Price(
         input_per_million=price.input_per_million,

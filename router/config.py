@@ -12,8 +12,8 @@ from router.rates import Priors
 
 
 class RouterConfig(ModelsConfig, DiscoverySettings, AdmissionConfig):
-    """The global router; which models it serves is set by the keys of ModelsConfig, what waits, and for how long, by those
-    of AdmissionConfig."""
+    """The global router; which models it serves is set by the keys of ModelsConfig, and what waits, for how long, by
+    those of AdmissionConfig."""
 
     router_id: str = ""
     """Unique among the routers. Default: host and process id."""

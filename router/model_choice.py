@@ -66,8 +66,8 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Nothing can be said before this model has counted the prompt's tokens, and has predicted its first one where there
-    is a limit to that."""
+    """Nothing can be said before this model has counted the prompt's tokens, and predicted its first one where there is
+    a limit to that."""
 
     name: str
 

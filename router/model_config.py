@@ -71,7 +71,7 @@ class ModelsConfig(Config):
     models: tuple[ModelEntry, ...] = ()
     """Each with a name of its own. In order: of two equally cheap ones `auto` takes the first."""
     default_model: str = ""
-    """For requests that name none; `auto` is possible. Default: the only one. With several, such requests are refused."""
+    """For requests that name none; may be `auto`. Default: the only one. With several, such requests are refused."""
     model_rules: tuple[ModelRule, ...] = ()
     """For `auto`."""
     max_counted_models: PositiveInt = 8

@@ -24,8 +24,10 @@ def demand_of(
     block_bytes: int,
     largest_pool: int,
 ) -> Demand:
-    """`to_score`: log probabilities of the prompt are still to come, so all of it is computed. Raises InvalidRequest for
-    what not even the largest pool could hold."""
+    """`to_score`: log probabilities of the prompt are still to come, so all of it is computed.
+
+    Raises InvalidRequest for what not even the largest pool could hold.
+    """
     num_prompt = len(prompt)
     end = num_prompt + sampling.max_tokens
     shared = num_prompt - 1 if len(chains) > 1 else 0

@@ -112,7 +112,7 @@ class PromptEncoder:
         return len(request.token_ids) or max(1, round(num_chars(request) * self._tokens_per_char))
 
     async def encode(self, request: pb.GenerateRequest) -> list[int]:
-        """The prompt's token ids. Raises InvalidRequest unless exactly one kind of prompt was given, which the model can
+        """The prompt's token ids. Raises InvalidRequest unless exactly one kind of prompt was given, and it can be
         read."""
         kind = prompt_kind(request)
         if fault := self.fault(request):

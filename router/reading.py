@@ -1,4 +1,4 @@
-"""A request as one model reads it: its prompt in that model's tokens, its options resolved and in that model's limits."""
+"""A request as one model reads it: the prompt in its tokens, the options resolved and in its limits."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class Reading:
 
 
 async def read(model: ServedModel, request: pb.GenerateRequest, prompt: list[int] | None = None) -> Reading:
-    """`prompt` where its tokens are known already. Raises InvalidRequest naming the field that the model cannot serve."""
+    """`prompt` where its tokens are known already. Raises InvalidRequest naming the field that it cannot serve."""
     if prompt is None:
         prompt = await model.encoder.encode(request)
     check_prompt(prompt, prompt_field(request), model.model_dir)

@@ -88,7 +88,7 @@ async def start_router(config: RouterConfig) -> Router:
         incarnation = secrets.token_bytes(16)
         ledger = await _open_ledger(config, undo)
         gate = TenantGate(config, ledger)
-        models = _serve_models(config, files, gate, incarnation)
+        models = serve_models(config, files, gate, incarnation)
         server, requests = Server(), Drain()
         InferenceService(Serving(config, models, gate), models, config.id(), requests).add_to(server.grpc)
         membership = MembershipService(models, config.id(), incarnation, config.worker_silence_s)
@@ -100,7 +100,7 @@ async def start_router(config: RouterConfig) -> Router:
     return Router(config, server, models, requests, f"{config.host}:{port}", discovery, ledger)
 
 
-def _serve_models(
+def serve_models(
     config: RouterConfig, files: Sequence[ModelFiles], gate: TenantGate, incarnation: bytes
 ) -> ServedModels:
     """Each with a fleet and a line of its own; what tenants may do counts over all of them."""

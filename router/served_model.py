@@ -61,10 +61,8 @@ def read_models(config: ModelsConfig) -> list[ModelFiles]:
             paths = f"{other.entry.path} and {model.entry.path}"
             if other.name == model.name:
                 raise StartError(where, f"{paths} would both be called {model.name!r}")
-            if (
-                other.config_fingerprint == model.config_fingerprint
-                and {other.name, other.model_dir.name} & {model.name, model.model_dir.name}
-            ):  # fmt: skip
+            same_names = {other.name, other.model_dir.name} & {model.name, model.model_dir.name}
+            if other.config_fingerprint == model.config_fingerprint and same_names:
                 raise StartError(where, f"nobody could say which of {paths} a worker has: config and names are equal")
     names = [model.name for model in models]
     if config.default_model not in ("", AUTO, *names):
@@ -177,16 +175,13 @@ class ServedModels:
             equal = [model for model in equal if hello.model in (model.name, model.model_dir.name)]
         if equal:
             return equal[0]
-        whose = f"worker {hello.worker_id} serves {hello.model!r}, whose"
-        if len(self) == 1:
-            raise Incompatible(f"{whose} config or tokenizer differs from this router's {self._names()}", "model")
         alike = [repr(model.name) for model in self if model.config_fingerprint == hello.config_fingerprint]
+        worker = f"worker {hello.worker_id} serves {hello.model!r}"
         if alike:
             said = f"config and tokenizer are those of {' and '.join(alike)}, but its name is neither's"
-            raise Incompatible(f"{whose} {said}", "model")
-        raise Incompatible(
-            f"{whose} config or tokenizer differs from those of all models here: {self._names()}", "model"
-        )
+            raise Incompatible(f"{worker}: {said}", "model")
+        whose = f"this router's {self._names()}" if len(self) == 1 else f"those of all served here: {self._names()}"
+        raise Incompatible(f"{worker}, whose config or tokenizer differs from {whose}", "model")
 
     def _names(self) -> str:
         return ", ".join(map(repr, self._models))
