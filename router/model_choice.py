@@ -178,7 +178,7 @@ def _why(option: Option, chosen: Option | None, late: Sequence[Option], fastest:
 
 
 def _words(rule_name: str, chosen: Option | None, fastest: bool, verdicts: Sequence[Verdict]) -> str:
-    governs = f"by rule {rule_name!r}" if rule_name else "by no rule"
+    governs = f"rule {rule_name!r}:" if rule_name else "no rule holds:"
     others = [verdict for verdict in verdicts if verdict.option is not chosen]
     if chosen is None:
         return f"{governs} no model is fit: {_list(others)}"

@@ -45,18 +45,19 @@ def test_the_words_name_the_rule_and_say_of_each_model_why_it_was_passed_over() 
     broken = replace(LARGE, name="broken", tasks=(), fault="no decode worker")
     choice = chosen([SMALL, LARGE, FAST, broken], min_quality=0.5, max_ttft_s=0.4)
     assert choice.words == (
-        "by rule 'r' the cheapest that is fit at 0.00135; passed over: "
-        "small (it has quality 0.4, below the 0.5 asked); large (first token predicted in 500 ms, the limit is 400 ms); broken (no decode worker)"
+        "rule 'r': the cheapest that is fit at 0.00135; passed over: "
+        "small (it has quality 0.4, below the 0.5 asked); "
+        "large (first token predicted in 500 ms, the limit is 400 ms); broken (no decode worker)"
     )
     late = chosen([SMALL, LARGE], max_ttft_s=0.1)
     assert late.words == (
-        "by rule 'r' all that are fit are predicted to be late, and it is the fastest at 0.0002; passed over: "
+        "rule 'r': all that are fit are predicted to be late, and it is the fastest at 0.0002; passed over: "
         "large (first token predicted in 500 ms, the limit is 100 ms)"
     )
     none = chosen([LARGE, broken], task="poetry")
     assert none.name == ""
     assert none.words == (
-        "by rule 'r' no model is fit: large (it is for code, prose, not for 'poetry'); broken (no decode worker)"
+        "rule 'r': no model is fit: large (it is for code, prose, not for 'poetry'); broken (no decode worker)"
     )
 
 

@@ -1,5 +1,6 @@
 """Several models of one router: which one a request or a worker means, and how `auto` reads a prompt."""
 
+import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,11 +11,15 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from cluster.errors import Incompatible, InvalidRequest, StartError, Unavailable, UnknownModel
+from cluster.errors import Incompatible, InvalidRequest, Overloaded, StartError, Unavailable, UnknownModel
 from protos import inference_pb2 as pb
 from protos import membership_pb2
+from router.admission.request import Claim
 from router.config import RouterConfig
+from router.demand import Demand
 from router.model_chooser import Chosen, ModelChooser
+from router.model_config import ModelEntry
+from router.model_costs import Costs
 from router.runtime import serve_models
 from router.served_model import ServedModel, ServedModels, read_models
 from router.tenant_gate import TenantGate
@@ -163,6 +168,60 @@ def test_a_worker_joins_the_model_whose_config_it_has(byte_model: Path, word_mod
         models.of_worker(hello_of(of_words))
 
 
+# ------------------------------------------------------------------ tenants, over all models
+
+
+def block_demand(num_blocks: int) -> Demand:
+    return Demand(num_tokens=4, num_usable_blocks=0, num_total_blocks=num_blocks, block_tokens=16, block_bytes=1000)
+
+
+async def test_what_a_tenant_may_run_counts_over_all_models(byte_model: Path, word_model: Path) -> None:
+    """And its next one starts in the moment in which it may, whichever model it waits for."""
+    tenants = {"single": {"max_running": 1}}
+    _, models = served([{"path": byte_model}, {"path": word_model}], tenants=tenants)
+    for model in models:
+        join(model)
+    of_bytes, of_words = models
+    placed, _ = await of_bytes.dispatcher.place(Claim("single", 0, 0.0), block_demand(1), [])
+    waits = asyncio.ensure_future(of_words.dispatcher.place(Claim("single", 0, 0.0), block_demand(1), []))
+    other, _ = await of_words.dispatcher.place(Claim("other", 0, 0.0), block_demand(1), [])
+    await asyncio.sleep(0)
+    assert of_words.dispatcher.num_waiting == 1
+    of_bytes.dispatcher.ended(placed)
+    assert of_words.dispatcher.num_waiting == 0
+    for ends in ((await waits)[0], other):
+        of_words.dispatcher.ended(ends)
+
+
+async def test_lines_are_of_one_model_each(byte_model: Path, word_model: Path) -> None:
+    """What waits for one takes no place in the line of the other."""
+    _, models = served([{"path": byte_model}, {"path": word_model}], max_queued=1)
+    for model in models:
+        join(model, num_blocks=10)
+    held = [(await model.dispatcher.place(Claim("", 0, 0.0), block_demand(10), []))[0] for model in models]
+    line = [asyncio.ensure_future(model.dispatcher.place(Claim("", 0, 0.0), block_demand(10), [])) for model in models]
+    await asyncio.sleep(0)
+    assert [model.dispatcher.num_waiting for model in models] == [1, 1]
+    for model, placed in zip(models, held, strict=True):
+        with pytest.raises(Overloaded, match="1 requests wait already"):
+            await model.dispatcher.place(Claim("", 0, 0.0), block_demand(10), [])
+        model.dispatcher.ended(placed)
+    for model, waited in zip(models, line, strict=True):
+        model.dispatcher.ended((await waited)[0])
+
+
+def test_costs_are_counted_by_model() -> None:
+    costs = Costs(ModelEntry(path=Path("m"), input_price=2, output_price=10))
+    costs.used(1000, 100, finished=True, auto=True)
+    costs.used(500, 3, finished=False, auto=False)
+    assert (costs.num_requests, costs.num_unfinished, costs.num_auto) == (2, 1, 1)
+    assert (costs.input_tokens, costs.output_tokens) == (1500, 103)
+    assert costs.price == pytest.approx((1500 * 2 + 103 * 10) / 1e6)
+    free = Costs(ModelEntry(path=Path("m")))
+    free.used(1000, 100, finished=True, auto=False)
+    assert (free.prices, free.price, free.output_tokens) == (None, 0.0, 100)
+
+
 # ------------------------------------------------------------------ auto
 
 
@@ -209,8 +268,8 @@ async def test_a_rule_by_length_counts_with_the_first_model(byte_model: Path, wo
         join(model)
     short, long = await choose(config, models, text="word1"), await choose(config, models, text=TEXT)
     assert (short.model.name, long.model.name) == ("bytes", "words")
-    assert "by rule 'short'" in short.reason
-    assert "by rule '2'" in long.reason
+    assert "rule 'short'" in short.reason
+    assert "rule '2'" in long.reason
     config, models = served(entries[::-1], model_rules=rules)
     for model in models:
         join(model)
@@ -226,7 +285,7 @@ async def test_what_no_model_can_serve_says_of_each_why(byte_model: Path, word_m
     assert caught.value.field == "model"
     assert "bytes (sampling.max_tokens: prompt of 230 tokens + max_tokens of 800 exceed" in caught.value.message
     assert "words (it has quality 0, below the 0.3 asked)" in caught.value.message
-    with pytest.raises(InvalidRequest, match="need 63 KV blocks; the largest pool has 40") as caught:
+    with pytest.raises(InvalidRequest, match="need 60 KV blocks; the largest pool has 40") as caught:
         await choose(config, models, text=TEXT, task="code", sampling=pb.Sampling(max_tokens=720))
     assert caught.value.field == "sampling.max_tokens", "for both, each in its own words"
     with pytest.raises(InvalidRequest) as caught:
