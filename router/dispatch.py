@@ -29,7 +29,7 @@ class Dispatcher:
     ) -> None:
         """`tenants` may be those of other dispatchers too. `clock` is that of the claims. `on_end` is called when a
         request has ended: its tenant may start another one, perhaps elsewhere."""
-        self.admission = Admission(fleet, config, tenants or Tenants(config))
+        self.admission = Admission(fleet, config, Tenants(config) if tenants is None else tenants)
         self._clock = clock
         self._on_end = on_end
         self._futures: dict[Waiting, asyncio.Future[Place]] = {}

@@ -3,7 +3,16 @@
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from cluster.config import Config
 
@@ -66,10 +75,10 @@ class ModelRule(Config):
 class ModelsConfig(Config):
     """Part of the router's."""
 
-    model: Path | None = None
-    """A model directory, where only one model is served; the same as one entry of `models` that has a path only."""
     models: tuple[ModelEntry, ...] = ()
     """Each with a name of its own. In order: of two equally cheap ones `auto` takes the first."""
+    model: Path | None = Field(default=None, validate_default=True)
+    """A model directory, where only one model is served; the same as one entry of `models` that has a path only."""
     default_model: str = ""
     """For requests that name none; may be `auto`. Default: the only one. With several, such requests are refused."""
     model_rules: tuple[ModelRule, ...] = ()
@@ -77,11 +86,13 @@ class ModelsConfig(Config):
     max_counted_models: PositiveInt = 8
     """Tokenizers that may read one request for `auto`, the cheapest models' first."""
 
-    @model_validator(mode="after")
-    def _one_way(self) -> Self:
-        if (self.model is None) == (not self.models):
+    @field_validator("model")
+    @classmethod
+    def _one_way(cls, model: Path | None, info: ValidationInfo) -> Path | None:
+        """Of this field, so that the error names it. Where `models` is wrong itself, that is said."""
+        if "models" in info.data and (model is None) == (not info.data["models"]):
             raise ValueError("set either model, for one, or models, for several")
-        return self
+        return model
 
     @property
     def entries(self) -> tuple[ModelEntry, ...]:

@@ -13,7 +13,6 @@ from cluster.errors import InvalidRequest, ServiceError, StartError, Unavailable
 from engine.worker.config import WorkerConfig
 from protos import inference_pb2 as pb
 from support.processes import (
-    LENDER_ALWAYS,
     Stream,
     alive,
     assert_equal_answers,
@@ -177,7 +176,7 @@ async def test_one_models_workers_die_and_the_other_does_not_notice(
     two = models[:2]
     limits = {"default_tenant": {"max_running": 64}}
     rules = {"model_rules": [], "worker_silence_s": 2.0, "default_model": "auto"}
-    async with cluster_of(two, **LENDER_ALWAYS, **rules, **limits) as cluster, Client(cluster.address) as client:
+    async with cluster_of(two, **rules, **limits) as cluster, Client(cluster.address) as client:
 
         def start(name: str, salt: str) -> list[Stream]:
             prompts = [[number + 1] * (100 + number) for number in range(6)]

@@ -90,8 +90,9 @@ def counted(choice: Chosen) -> list[str]:
 
 def test_one_model_or_several(byte_model: Path) -> None:
     for values in ({}, {"model": byte_model, "models": [{"path": byte_model}]}):
-        with pytest.raises(StartError, match="set either model, for one, or models, for several"):
+        with pytest.raises(StartError, match="set either model, for one, or models, for several") as caught:
             RouterConfig.parse(values)
+        assert caught.value.field == "model"
     (only,) = read_models(RouterConfig(model=byte_model))
     assert only.name == "bytes"
 
