@@ -199,13 +199,14 @@ def chat(
     top_p: TopP = None,
     top_k: TopK = None,
     seed: Seed = None,
+    model: Model = "",
     receipt: ShowReceipt = False,
 ) -> None:
     """Talk with the model; an empty line or Ctrl-D ends it."""
     from tandem.talk import chat_loop, make_sampling
 
     sampling = make_sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-    _run(chat_loop(console, address, system, sampling, receipt))
+    _run(chat_loop(console, address, system, sampling, receipt, model))
 
 
 @app.command()
