@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PROTOC_VENV := .venv-protoc
 VLLM_VENV := .venv-vllm
+ROUTERS_VENV := .venv-routers
 PROTOS := $(wildcard protos/*.proto)
 
 .PHONY: demo test test-faults lint types unit integration e2e gpu bench bench-engine bench-kv bench-router bench-gpu protos check-protos install clean
@@ -40,8 +41,9 @@ integration: $(INSTALLED)
 e2e: $(INSTALLED)
 	$(BIN)/pytest tests/e2e
 
-# 20,000 trials in virtual time, and 20 real faults of each kind; `test` runs a slice of both.
+# 20,000 trials in virtual time, 20 real faults of each kind, storms of minutes; `test` runs a slice of all.
 test-faults: $(INSTALLED)
+	TANDEM_CHAOS_STORMS=3 TANDEM_CHAOS_S=120 $(BIN)/pytest -s tests/integration/test_chaos.py
 	TANDEM_TRIALS=20000 $(BIN)/pytest tests/unit/test_core_faults.py
 	TANDEM_REAL_FAULTS=20 $(BIN)/pytest -s tests/integration/test_real_faults.py tests/integration/test_faults.py
 
@@ -58,7 +60,7 @@ bench-engine: $(INSTALLED) $(VLLM_VENV)/.installed
 bench-kv: $(INSTALLED)
 	@$(BIN)/python -m bench.kv
 
-bench-router: $(INSTALLED)
+bench-router: $(INSTALLED) $(ROUTERS_VENV)/.installed
 	@$(BIN)/python -m bench.router
 
 bench-gpu: $(INSTALLED)
@@ -74,6 +76,13 @@ $(VLLM_VENV)/.installed:
 	  sed -i -e 's/^Name: .*/Name: vllm/' -e 's/^Version: .*/Version: 0.32.0+cpu/' vllm-0.32.0+cpu.dist-info/METADATA
 	@touch $@
 
+# The routers that ours is held against.
+$(ROUTERS_VENV)/.installed:
+	@echo "Setting up $(ROUTERS_VENV) for comparison ..."
+	@$(PYTHON) -m venv $(ROUTERS_VENV)
+	@$(ROUTERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check sglang-router==0.3.2 vllm-router==0.1.14
+	@touch $@
+
 # Generated with an old pinned protoc, so that the code runs with every newer protobuf and grpcio.
 $(PROTOC_VENV)/.installed: $(INSTALLED)
 	@$(BIN)/python -m venv $(PROTOC_VENV)
@@ -87,4 +96,4 @@ check-protos: $(PROTOC_VENV)/.installed
 	@$(PROTOC_VENV)/bin/python protos/generate.py --check .
 
 clean:
-	rm -rf $(VENV) $(PROTOC_VENV) .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(PROTOC_VENV) $(ROUTERS_VENV) .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+import uvloop
+
 from cluster.errors import TandemError
 
 
@@ -38,7 +40,8 @@ def run_role(start: Callable[[], Awaitable[Running]]) -> int:
     last line on standard error is its cause.
     """
     try:
-        return asyncio.run(_run(start))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_run(start))
     except TandemError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2

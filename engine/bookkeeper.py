@@ -73,6 +73,32 @@ class Bookkeeper:
         sequence.num_computed = len(hits) * self.layout.block_tokens
         return True
 
+    def adopt(self, sequence: Sequence) -> int:
+        """Give a sequence that is about to be computed what others have computed of it since it started: in place of
+        blocks it was promised. Returns how many. No step is computing it."""
+        width, first = self.layout.block_tokens, len(sequence.keys)
+        if sequence.num_computed != first * width or len(sequence.blocks) != first:
+            return 0
+        found: list[int] = []
+        keys: list[BlockKey] = []
+        last = self._last_key(sequence)
+        for start in range(first * width, sequence.num_reusable // width * width, width):
+            (last,) = block_keys(last, sequence.token_ids[start : start + width], width)
+            hit = self.pool.match([last])
+            if not hit:
+                break
+            found += hit
+            keys.append(last)
+        if found:
+            self.pool.unreserve(len(found))
+            sequence.num_reserved -= len(found)
+            kept = self.pool.reserve_with(found, 0)
+            assert kept, "what was promised is there"
+            sequence.blocks += found
+            sequence.keys += keys
+            sequence.num_computed += len(found) * width
+        return len(found)
+
     def fork(
         self, parent: Sequence, child: Sequence, num_tokens: int, num_total_blocks: int
     ) -> list[tuple[int, int]] | None:

@@ -50,7 +50,7 @@ class CoreLimits:
     """Output for which a request is promised blocks when it starts, at most; beyond it takes what is available."""
     report_interval_s: float = 0.25
     """Load reports are at most so far apart while the loop turns, and heartbeats with them."""
-    min_report_interval_s: float = 0.05
+    min_report_interval_s: float = 0.02
     """And at least so far apart, however much changes."""
     max_step_s: float = 20.0
     """A step that takes longer counts as hung: the loop, which turns on beside it, stops reporting."""
@@ -260,6 +260,8 @@ class EngineCore:
         """The batch of the next step, with promises for all its blocks; requests are preempted until there are."""
         while True:
             batch = schedule(self._runnable(), self._limits.budget)
+            if self._requests.adopt(batch):
+                continue
             if self._requests.residency.make_room(batch):
                 return batch
 

@@ -289,6 +289,8 @@ class Load:
     """Requests that wait to be computed anew; they count as running too. While there are any, nothing is available."""
     preemptions: int = 0
     """Since the engine started."""
+    decoding: int = 0
+    """Of the running ones: those past their prompt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,6 +97,7 @@ class Reporter:
                 available_blocks=0 if residency.short else self._books.pool.num_available,
                 num_blocks=self._books.pool.num_blocks,
                 placements_seen=dict(self._placements_seen),
+                decoding=sum(s.decoding for s in residency.running),
                 preempted=len(residency.preempted),
                 preemptions=residency.num_preemptions,
             )

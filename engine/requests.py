@@ -27,7 +27,7 @@ from engine.keys import root_key
 from engine.lending.borrowing import BorrowingDesk, Wanted
 from engine.messages import Failed, FromEngine, Generate, KvAccount, PromptScored, Rejected, Token
 from engine.residency import Residency
-from engine.vocabulary import FinishReason, Sampled, Sequence
+from engine.vocabulary import Chunk, FinishReason, Sampled, Sequence
 
 
 @dataclass(slots=True)
@@ -119,6 +119,21 @@ class RequestDesk:
         lender = message.lender_computes if message.borrow else None
         if not self._borrowing.take(Wanted(sequence, keys, lender, account, self)):
             self.loan_over(sequence, lost_blocks=False)
+
+    def adopt(self, batch: list[Chunk]) -> bool:
+        """Those of the batch that are computed for the first time take what is cached by now: siblings that arrived
+        together compute once. True when the batch is no longer what is to be computed."""
+        adopted = 0
+        for sequence in (chunk.sequence for chunk in batch):
+            if sequence.sampling is not None and not sequence.decoding and not sequence.num_preemptions:
+                account = self._requests[sequence.request_id].account
+                if "compute_started" not in account.times:
+                    found = self._books.adopt(sequence)
+                    account.reused_blocks += found
+                    account.computed_blocks -= found
+                    account.computed_tokens -= found * self._books.layout.block_tokens
+                    adopted += found
+        return adopted > 0
 
     def computing(self, sequence: Sequence, now: float) -> None:
         """A step begins to compute some of the request's tokens."""

@@ -318,6 +318,7 @@ class LoadReport(_message.Message):
     PREEMPTED_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    DECODING_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Steps of the engine's loop since its start. A report is sent by that loop, so a hung engine
     stops reporting.
@@ -336,6 +337,8 @@ class LoadReport(_message.Message):
     """Since the engine's start."""
     draining: _builtins.bool
     """It was told to stop: place nothing on it. What it holds can be read until it leaves."""
+    decoding: _builtins.int
+    """Of the running ones: those past their prompt, which wait for every step that computes another's."""
     @_builtins.property
     def placements_seen(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """By router id: the highest placement_sequence this report already counts."""
@@ -354,10 +357,11 @@ class LoadReport(_message.Message):
         preempted: _builtins.int = ...,
         preemptions: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        decoding: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_blocks", b"available_blocks", "draining", b"draining", "loans", b"loans", "num_blocks", b"num_blocks", "placements_seen", b"placements_seen", "preempted", b"preempted", "preemptions", b"preemptions", "queued_loans", b"queued_loans", "queued_prefill_tokens", b"queued_prefill_tokens", "running", b"running", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_blocks", b"available_blocks", "decoding", b"decoding", "draining", b"draining", "loans", b"loans", "num_blocks", b"num_blocks", "placements_seen", b"placements_seen", "preempted", b"preempted", "preemptions", b"preemptions", "queued_loans", b"queued_loans", "queued_prefill_tokens", b"queued_prefill_tokens", "running", b"running", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

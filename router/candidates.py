@@ -121,5 +121,6 @@ def assess(demand: Demand, workers: Workers, hits: Hits, rates: Rates, way: Way)
         transfer_s=moved_s,
         decode_queue_s=int(workers.queued_prefill_tokens[decode]) / tokens_per_s,
         tail_s=float(rates.tail_fixed_s[decode]) + own_s,
-        delay_s=int(workers.running[decode]) * (own_s + float(rates.stream_delay_s[decode])),
+        delay_s=int(workers.decoding[decode]) * own_s
+        + int(workers.running[decode]) * float(rates.stream_delay_s[decode]),
     )

@@ -60,6 +60,8 @@ class Placed:
     decode: Worker
     lender: Worker | None
     lender_tokens: int
+    own_tokens: int
+    """What the decode worker computes of the prompt."""
     lender_computes: bool
     source: Worker | None
     demand: Demand
@@ -165,6 +167,7 @@ class Fleet:
             decode=decode,
             lender=lender,
             lender_tokens=decision.lender_tokens,
+            own_tokens=decision.own_tokens,
             lender_computes=decision.lender_computes,
             source=source,
             demand=demand,
@@ -184,8 +187,12 @@ class Fleet:
 
     def started(self, placed: Placed) -> None:
         """Its first token has come."""
+        if placed.started:
+            return
         placed.started = True
         self._computing.discard(placed)
+        if placed in placed.decode.decodes_unseen:
+            self._refresh(placed.decode)
         if placed.lender is not None and placed in placed.lender.lends_unseen:
             placed.lender.lends_unseen.remove(placed)
             self._refresh(placed.lender)
@@ -265,6 +272,7 @@ class Fleet:
         if row is not None and self._workers.get(worker.worker_id) is worker:
             view = self._view(worker)
             self._snapshot.running[row] = view.running
+            self._snapshot.decoding[row] = view.decoding
             self._snapshot.queued_prefill_tokens[row] = view.queued_prefill_tokens
             self._snapshot.available_blocks[row] = view.available_blocks
             self._snapshot.num_blocks[row] = view.num_blocks
@@ -280,7 +288,10 @@ class Fleet:
             decodes=worker.decodes,
             fingerprint=worker.hello.model_fingerprint,
             running=load.running + sum(p.num_streams for p in decodes),
-            queued_prefill_tokens=load.queued_prefill_tokens + sum(p.lender_tokens for p in lends),
+            decoding=load.decoding,
+            queued_prefill_tokens=load.queued_prefill_tokens
+            + sum(p.lender_tokens for p in lends)
+            + sum(p.own_tokens for p in decodes if not p.started),
             available_blocks=load.available_blocks - sum(p.demand.num_promised_blocks(reserve) for p in decodes),
             num_blocks=load.num_blocks,
             reserve_output_tokens=reserve,

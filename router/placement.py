@@ -6,7 +6,7 @@ all from a prefill worker, which computes what it lacks, and may itself read a p
 
     TTFT     the lender's queue, what it must read and compute, the transfer of what the decode worker lacks, and what
              the decode worker computes itself
-    + delay  what computing on the decode worker costs each of its running streams, and what a further stream costs
+    + delay  what computing on the decode worker costs each of its decoding streams, and what one more stream costs all
 
 and the cheapest wins. `candidates.py` says the same for one candidate; here are matrices of them, in the same order of
 operations, so that both give the same floating point numbers and so the same ties.
@@ -36,6 +36,8 @@ class Decision:
     """From whom the lender reads what it lacks, before it computes the rest."""
     lender_tokens: int
     """What the lender will have to compute."""
+    own_tokens: int
+    """What the decode worker will."""
     predicted_ttft_s: float
     cost_s: float
     num_candidates: int
@@ -72,6 +74,7 @@ def place(demand: Demand, workers: Workers, hits: Hits, rates: Rates, available:
         lender_computes=best.lender_computes,
         source_id=best.source_id,
         lender_tokens=best.lender_tokens,
+        own_tokens=best.own_tokens,
         predicted_ttft_s=best.ttft_s,
         cost_s=best.cost_s,
         num_candidates=num_candidates,
@@ -90,8 +93,8 @@ class _Matrices:
         self._tokens_per_s = rates.decode_prefill_tokens_per_s[rows]
         self._queue_s = workers.queued_prefill_tokens[rows] / self._tokens_per_s
         self._fixed_s = rates.tail_fixed_s[rows]
-        self._running = workers.running[rows]
-        self._stream_delay_s = rates.stream_delay_s[rows]
+        self._decoding = workers.decoding[rows]
+        self._crowding_s = workers.running[rows] * rates.stream_delay_s[rows]
 
     def cheapest(self) -> tuple[Way, int]:
         """It, and of how many."""
@@ -122,7 +125,7 @@ class _Matrices:
 
     def _cost_s(self, loan_s: Floats | float, own_s: Floats, queue_s: Floats) -> Floats:
         """[D]"""
-        cost_s: Floats = loan_s + queue_s + (self._fixed_s + own_s) + self._running * (own_s + self._stream_delay_s)
+        cost_s: Floats = loan_s + queue_s + (self._fixed_s + own_s) + (self._decoding * own_s + self._crowding_s)
         return cost_s
 
     def _reading(self) -> tuple[Floats, Ints, None] | None:
@@ -138,8 +141,8 @@ class _Matrices:
         cost_s += self._queue_s[:, None]
         own_s = (demand.num_tokens - held * demand.block_tokens) / self._tokens_per_s[:, None]
         cost_s += self._fixed_s[:, None] + own_s
-        own_s += self._stream_delay_s[:, None]
-        own_s *= self._running[:, None]
+        own_s *= self._decoding[:, None]
+        own_s += self._crowding_s[:, None]
         cost_s += own_s
         cost_s[(gain <= 0) | ~_pick(self._workers.compatible, self._rows, lenders)] = np.inf
         return cost_s, lenders, None
@@ -164,7 +167,7 @@ class _Matrices:
         own_s = self._own_s(np.full(len(self._rows), float(usable)))
         cost_s += self._queue_s[:, None]
         cost_s += (self._fixed_s + own_s)[:, None]
-        cost_s += (self._running * (own_s + self._stream_delay_s))[:, None]
+        cost_s += (self._decoding * own_s + self._crowding_s)[:, None]
         cost_s[(lacks <= 0)[:, None] | ~_pick(workers.compatible, self._rows, lenders)] = np.inf
         return cost_s, lenders, sources
 

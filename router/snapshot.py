@@ -16,6 +16,8 @@ class WorkerView:
     decodes: bool
     fingerprint: bytes
     running: int
+    decoding: int
+    """Of the running ones: those past their prompt."""
     queued_prefill_tokens: int
     available_blocks: int
     num_blocks: int
@@ -37,6 +39,7 @@ class Workers:
     compatible: Bools
     """[W, W]: two workers of one fingerprint."""
     running: Ints
+    decoding: Ints
     queued_prefill_tokens: Ints
     available_blocks: Ints
     num_blocks: Ints
@@ -64,6 +67,7 @@ class Workers:
             draining=np.array([view.draining for view in views], np.bool_),
             compatible=(model_of[:, None] == model_of[None, :]) & ~np.eye(len(ids), dtype=np.bool_),
             running=_column(view.running for view in views),
+            decoding=_column(view.decoding for view in views),
             queued_prefill_tokens=_column(view.queued_prefill_tokens for view in views),
             available_blocks=_column(view.available_blocks for view in views),
             num_blocks=_column(view.num_blocks for view in views),

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+import uvloop
 
 from cluster.rpc import Server, channel
 
@@ -59,4 +60,4 @@ async def main(role: str, address: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else ""))
+    uvloop.run(main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else ""))

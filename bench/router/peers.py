@@ -15,6 +15,7 @@ from statistics import mean, median
 from typing import Any
 
 import aiohttp
+import uvloop
 from rich.console import Console
 from rich.progress import track
 
@@ -171,7 +172,7 @@ async def compare(console: Console) -> dict[str, Any]:
 
 
 def measure(console: Console) -> tuple[list[Bar], dict[str, Any]]:
-    figures = asyncio.run(compare(console))
+    figures = uvloop.run(compare(console))
     bars = []
     for figure, limit in (("ttft_mean_ms", MAX_MEAN), ("ttft_p99_ms", MAX_P99)):
         better = min(figures[name][figure] for name in SYSTEMS if name != "tandem")

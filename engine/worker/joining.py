@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -24,6 +24,8 @@ REFUSED_RETRY_S = 5.0
 """After a router that discovery named has refused this worker, or this worker it."""
 NAME_TAKEN_S = 10.0
 """How long a worker waits for a predecessor of its name to leave."""
+TOGETHER_S = 0.02
+"""At most so long does a router wait for what happened here; all that happened since it last heard comes at once."""
 MAX_BACKLOG = 4096
 """Messages a router may lag behind; then the stream is dropped, and the next one begins with a snapshot."""
 
@@ -177,14 +179,20 @@ class Memberships:
             yield pb.WorkerMessage(hello=self._hello)
             await welcomed.wait()
             self._engine.send(TakeSnapshot())
-            synchronised = False
+            synchronised, spoke_at = False, 0.0
             while not overflow.is_set():
-                message = await backlog.get()
-                if isinstance(message, Load):
-                    yield pb.WorkerMessage(load=load_report(message, self._draining()))
-                elif synchronised or message.snapshot:
-                    synchronised = True
-                    yield pb.WorkerMessage(cache=cache_events(message))
+                news = [await backlog.get()]
+                if (pause_s := spoke_at + TOGETHER_S - time.monotonic()) > 0:
+                    await asyncio.sleep(pause_s)
+                while not backlog.empty():
+                    news.append(backlog.get_nowait())
+                spoke_at = time.monotonic()
+                for message in summary(news):
+                    if isinstance(message, Load):
+                        yield pb.WorkerMessage(load=load_report(message, self._draining()))
+                    elif synchronised or message.snapshot:
+                        synchronised = True
+                        yield pb.WorkerMessage(cache=cache_events(message))
 
         with self._engine.watching(watch):
             call = stub.Join(outgoing())
@@ -212,6 +220,23 @@ class Memberships:
         log.info("joined to router %s at %s", welcome.router_id, router.address)
 
 
+def summary(news: Sequence[CacheChanged | Load]) -> list[CacheChanged | Load]:
+    """The same in fewer messages: changes of the cache in a row as one, what a snapshot makes void left out; then the
+    last load."""
+    changes: list[CacheChanged] = []
+    load: Load | None = None
+    for message in news:
+        if isinstance(message, Load):
+            load = message
+        elif message.snapshot:
+            changes = [message]
+        elif changes and not changes[-1].snapshot:
+            changes[-1] = CacheChanged(changes[-1].sequence, (*changes[-1].events, *message.events))
+        else:
+            changes.append(message)
+    return [*changes, *([load] if load is not None else [])]
+
+
 def load_report(load: Load, draining: bool) -> pb.LoadReport:
     return pb.LoadReport(
         step=load.step,
@@ -225,6 +250,7 @@ def load_report(load: Load, draining: bool) -> pb.LoadReport:
         preempted=load.preempted,
         preemptions=load.preemptions,
         draining=draining,
+        decoding=load.decoding,
     )
 
 

@@ -13,6 +13,7 @@ from engine.worker.assembly import EngineSpec, open_core, open_sim_runner
 from engine.worker.engine_client import EngineHost, EngineListener
 from kvtransfer.local import LocalNetwork, LocalTransport
 
+LATE_S = 0.02
 IDLE_TURN_S = 0.25
 """The engine turns at least so often: load reports are heartbeats."""
 
@@ -28,6 +29,8 @@ class LocalEngine(EngineHost):
         """The next turn, when one is due before the idle one."""
         self._stepping: asyncio.TimerHandle | None = None
         self._idling: asyncio.TimerHandle | None = None
+        self._step_end = float("-inf")
+        """When the last step ended, if the next one follows it at once."""
         self._hung = False
         self._gone = False
 
@@ -75,7 +78,13 @@ class LocalEngine(EngineHost):
             return
         self._core.handle_posted()
         if self._stepping is None and (batch := self._core.begin_step()):
-            self._stepping = self._loop.call_later(self._runner.timing.seconds(batch), self._end_step, batch)
+            # What lies between two steps in a row is part of the modelled time, unless the loop is badly late.
+            now = self._loop.time()
+            began_at = self._step_end if now - self._step_end < LATE_S else now
+            self._step_end = began_at + self._runner.timing.seconds(batch)
+            self._stepping = self._loop.call_at(self._step_end, self._end_step, batch)
+        elif self._stepping is None:
+            self._step_end = float("-inf")
         self._core.report()
         self._speak()
         if self._idling is not None:

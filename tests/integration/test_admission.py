@@ -8,10 +8,9 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
-from cluster.errors import InvalidRequest, Overloaded
+from cluster.errors import InvalidRequest, Overloaded, to_proto
 from cluster.rpc import Server, channel
 from engine.model_dir import ModelDir
 from protos import decode_pb2, decode_pb2_grpc, membership_pb2, membership_pb2_grpc
@@ -160,13 +159,21 @@ class Refuser(decode_pb2_grpc.DecodeServicer):
         self.asked_at: list[float] = []
         self.attempts: list[int] = []
 
-    async def Generate(self, request: decode_pb2.DecodeRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:  # noqa: N802
-        self.asked_at.append(time.monotonic())
-        self.attempts.append(request.placement.attempt)
-        if len(self.asked_at) <= self.num_refusals:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room")
-        usage = pb.Usage(prompt_tokens=3, completion_tokens=1)
-        yield pb.GenerateResponse(token_ids=[7], finish=pb.Finish(usage=usage))
+    async def Serve(  # noqa: N802
+        self, request_iterator: AsyncIterator[decode_pb2.RouterFrame], context: Any
+    ) -> AsyncIterator[decode_pb2.DecodeFrame]:
+        async for frame in request_iterator:
+            for placed in frame.placed:
+                self.asked_at.append(time.monotonic())
+                self.attempts.append(placed.request.placement.attempt)
+                part = decode_pb2.Part(number=placed.number, ended=True)
+                if len(self.asked_at) <= self.num_refusals:
+                    part.status = to_proto(Overloaded("no room")).SerializeToString()
+                else:
+                    usage = pb.Usage(prompt_tokens=3, completion_tokens=1)
+                    said = pb.GenerateResponse(token_ids=[7], finish=pb.Finish(usage=usage))
+                    part.messages.append(said.SerializeToString())
+                yield decode_pb2.DecodeFrame(parts=[part])
 
 
 async def joined(router: str, address: str, model: ModelDir) -> None:

@@ -238,3 +238,16 @@ def test_an_audit_is_answered() -> None:
     engine.core.handle(Audit(8))
     (audited,) = engine.hear(Audited)
     assert audited.fault == "4 blocks are promised, 3 expected"
+
+
+def test_siblings_that_arrive_together_compute_once() -> None:
+    """The second was admitted before anything was cached; its turn comes when the first has computed."""
+    engine = Engine(num_blocks=16, budget=StepBudget(4, 4))
+    engine.tell(generate("a", TWELVE, 1), generate("b", (*TWELVE, 1), 1))
+    assert engine.held()[1] == 8, "room for both as if nothing were shared"
+    engine.run()
+    heard = engine.hear(Token)
+    assert tokens_of(heard, "b") == undisturbed((*TWELVE, 1), 1)
+    account = account_of([token for token in heard if token.request_id == "b"])
+    assert (account.reused_blocks, account.computed_blocks, account.computed_tokens) == (3, 1, 1)
+    assert engine.held() == NOTHING_LEFT

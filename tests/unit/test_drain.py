@@ -114,7 +114,7 @@ DEMAND = Demand(num_tokens=33, num_usable_blocks=8, num_total_blocks=10, block_t
 def workers_of(**draining: bool) -> Workers:
     return Workers.of(
         [
-            WorkerView(name, name.startswith("d"), b"model", 0, 0, 100, 100, draining=drains)
+            WorkerView(name, name.startswith("d"), b"model", 0, 0, 0, 100, 100, draining=drains)
             for name, drains in draining.items()
         ]
     )

@@ -64,7 +64,7 @@ def test_a_worker_counts_once_it_has_reported() -> None:
 
 def test_a_placement_counts_until_the_report_that_has_seen_it() -> None:
     fleet, decode, prefill = make_fleet()
-    placed = fleet.placed(Decision("d0", "p0", True, None, 16, 0, 0, 1, ""), DEMAND, KEYS)
+    placed = fleet.placed(Decision("d0", "p0", True, None, 16, 0, 0, 0, 1, ""), DEMAND, KEYS)
     decode_view, prefill_view = fleet.views()
     assert (decode_view.running, decode_view.available_blocks) == (1, 44)
     assert prefill_view.queued_prefill_tokens == 16
@@ -81,7 +81,7 @@ def test_a_placement_counts_until_the_report_that_has_seen_it() -> None:
 def test_siblings_of_a_placement_find_its_blocks_at_the_lender_before_any_event() -> None:
     fleet, _, _ = make_fleet()
     assert due(fleet) == {}
-    placed = fleet.placed(Decision("d0", "p0", True, None, 16, 0, 0, 1, ""), DEMAND, KEYS[:3])
+    placed = fleet.placed(Decision("d0", "p0", True, None, 16, 0, 0, 0, 1, ""), DEMAND, KEYS[:3])
     assert due(fleet) == {"p0": 3}, "the decode worker has nothing yet"
     assert held(fleet) == {}, "and nobody can read it yet"
     fleet.started(placed)  # from now on the workers' own events tell
@@ -127,7 +127,7 @@ def test_a_placement_takes_what_its_worker_promises_and_not_all_it_may_need() ->
     fleet.reported(worker, report())
     demand = Demand(20, 4, 30, 4, 100, chain_tokens=(20,), max_chain_tokens=120)
     assert [demand.num_promised_blocks(reserve) for reserve in (0, 1, 8, 1000)] == [30, 6, 7, 30]
-    fleet.placed(Decision("d0", None, False, None, 0, 0, 0, 1, ""), demand, [])
+    fleet.placed(Decision("d0", None, False, None, 0, 0, 0, 0, 1, ""), demand, [])
     assert [view.available_blocks for view in fleet.views()] == [43]
 
 

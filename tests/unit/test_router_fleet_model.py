@@ -149,7 +149,10 @@ class FleetModel(RuleBasedStateMachine):
             decodes=worker.decodes,
             fingerprint=b"model",
             running=load.running + sum(len(p.demand.chain_tokens) for p in decodes),
-            queued_prefill_tokens=load.queued_prefill_tokens + sum(p.lender_tokens for p in lends),
+            decoding=load.decoding,
+            queued_prefill_tokens=load.queued_prefill_tokens
+            + sum(p.lender_tokens for p in lends)
+            + sum(p.own_tokens for p in decodes if not p.started),
             available_blocks=load.available_blocks - sum(p.demand.num_promised_blocks(reserve) for p in decodes),
             num_blocks=load.num_blocks,
             reserve_output_tokens=reserve,

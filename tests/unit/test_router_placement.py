@@ -43,6 +43,7 @@ def worker(name: str, **changes: object) -> WorkerView:
         decodes=name.startswith("d"),
         fingerprint=b"model",
         running=0,
+        decoding=0,
         queued_prefill_tokens=0,
         available_blocks=100,
         num_blocks=100,
@@ -78,7 +79,7 @@ def test_running_streams_pay_for_local_prefill() -> None:
     demand = replace(DEMAND, num_tokens=6, num_usable_blocks=1, num_total_blocks=3)
     lender = worker("p0", queued_prefill_tokens=100)
     alone = place(demand, [worker("d0"), lender], NO_HITS, RATES)
-    busy = place(demand, [worker("d0", running=20), lender], NO_HITS, RATES)
+    busy = place(demand, [worker("d0", running=20, decoding=20), lender], NO_HITS, RATES)
     assert alone is not None
     assert busy is not None
     assert (alone.lender_id, busy.lender_id) == (None, "p0")
@@ -122,6 +123,7 @@ views = st.lists(
         decodes=st.booleans(),
         fingerprint=st.sampled_from([b"a", b"b"]),
         running=st.integers(0, 50),
+        decoding=st.integers(0, 50),
         queued_prefill_tokens=st.integers(0, 5000),
         available_blocks=st.integers(0, 100),
         num_blocks=st.just(100),

@@ -45,6 +45,7 @@ def cases(draw: st.DrawFn) -> Case:
             decodes=draw(st.booleans()),
             fingerprint=draw(st.sampled_from([b"a", b"a", b"a", b"b"])),
             running=draw(st.sampled_from([0, 0, 1, 40])),
+            decoding=draw(st.sampled_from([0, 0, 1, 30])),
             queued_prefill_tokens=draw(st.sampled_from([0, 0, 16, 3000])),
             available_blocks=draw(st.sampled_from([5, 20, 100])),
             num_blocks=draw(st.sampled_from([8, 100])),
@@ -129,7 +130,7 @@ def plain_costs(case: Case) -> Iterator[tuple[float, str, str, bool, str | None]
     def cost_s(decode: WorkerView, loan_s: float, num_blocks: int) -> float:
         own_s = (demand.num_tokens - num_blocks * demand.block_tokens) / PRIORS.decode_prefill_tokens_per_s
         queue_s = PRIORS.step_s + decode.queued_prefill_tokens / PRIORS.decode_prefill_tokens_per_s
-        return loan_s + queue_s + own_s + decode.running * (own_s + PRIORS.stream_delay_s)
+        return loan_s + queue_s + own_s + decode.decoding * own_s + decode.running * PRIORS.stream_delay_s
 
     for decode in case.views:
         promised = demand.num_promised_blocks(decode.reserve_output_tokens)
@@ -173,7 +174,7 @@ def test_with_one_rate_for_all_it_is_the_plain_model(case: Case) -> None:
 
 
 def test_the_faster_link_is_used() -> None:
-    views = [WorkerView(name, name == "d", b"m", 0, 0, 100, 100) for name in ("d", "p0", "p1")]
+    views = [WorkerView(name, name == "d", b"m", 0, 0, 0, 100, 100) for name in ("d", "p0", "p1")]
     workers = Workers.of(views)
     demand = Demand(42, 10, 12, 4, 1000)
     rates = Rates.uniform(3, PRIORS)
@@ -185,7 +186,7 @@ def test_the_faster_link_is_used() -> None:
 
 
 def test_a_stalled_source_is_passed_over_for_one_that_holds_less() -> None:
-    views = [WorkerView(name, name.startswith("d"), b"m", 0, 0, 300, 300) for name in ("d0", "d1", "d2", "p0")]
+    views = [WorkerView(name, name.startswith("d"), b"m", 0, 0, 0, 300, 300) for name in ("d0", "d1", "d2", "p0")]
     workers = Workers.of(views)
     demand = Demand(802, 200, 220, 4, 1000)
     rates = Rates.uniform(4, PRIORS)
