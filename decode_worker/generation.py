@@ -6,7 +6,7 @@ from tokenizers import Tokenizer
 
 from cluster.errors import InvalidRequest, Overloaded, Unavailable
 from decode_worker.placed_request import emitted_of, num_choices
-from decode_worker.receipt import build_receipt
+from decode_worker.receipt import build_receipt, price_of
 from engine.messages import Failed, FromEngine, KvAccount, LendClosed, PromptScored, Rejected, Token
 from engine.text import TextStream
 from engine.vocabulary import FinishReason, TokenLogprobs
@@ -167,6 +167,9 @@ class Generation:
         receipt = build_receipt(
             self._request, account, self._block_tokens, self._received_at, time.monotonic(), self._worker_id
         )
+        if self._request.HasField("price"):
+            num_completion = sum(choice.num_completion for choice in self._choices)
+            receipt.price.CopyFrom(price_of(self._request, num_completion))
         finish.receipt.CopyFrom(receipt)
 
 

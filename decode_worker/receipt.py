@@ -20,6 +20,19 @@ def build_receipt(
         placement=request.placement,
         kv=_kv(account, block_tokens),
         stages=[*request.router_stages, *_stages(request, account, received_at, finished_at, worker_id)],
+        model=request.model,
+        model_reason=request.model_reason,
+    )
+
+
+def price_of(request: internal_pb.DecodeRequest, num_completion_tokens: int) -> pb.Price:
+    """Of the whole request, however many workers it took: the tokens of all its choices, at the prices it came with."""
+    price = request.price
+    return pb.Price(
+        input_per_million=price.input_per_million,
+        output_per_million=price.output_per_million,
+        input=len(request.prompt_token_ids) * price.input_per_million / 1e6,
+        output=num_completion_tokens * price.output_per_million / 1e6,
     )
 
 

@@ -162,6 +162,9 @@ class DecodeRequest(_message.Message):
     EMITTED_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     EMITTED_CHOICES_FIELD_NUMBER: _builtins.int
     FINISHED_CHOICES_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    MODEL_REASON_FIELD_NUMBER: _builtins.int
+    PRICE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     worker_incarnation: _builtins.bytes
     """The worker this was meant for; another one at the same address refuses."""
@@ -175,6 +178,9 @@ class DecodeRequest(_message.Message):
     placement_sequence: _builtins.int
     emitted_prompt_logprobs: _builtins.int
     """How many prompt_logprobs an earlier attempt streamed."""
+    model: _builtins.str
+    """These two go into the receipt as they are."""
+    model_reason: _builtins.str
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -205,6 +211,10 @@ class DecodeRequest(_message.Message):
     def finished_choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Choices whose finish was streamed."""
 
+    @_builtins.property
+    def price(self) -> _inference_pb2.Price:
+        """Absent: no price is set. Without amounts: these are for the receipt to fill in."""
+
     def __init__(
         self,
         *,
@@ -225,10 +235,13 @@ class DecodeRequest(_message.Message):
         emitted_prompt_logprobs: _builtins.int = ...,
         emitted_choices: _abc.Iterable[Global___EmittedChoice] | None = ...,
         finished_choices: _abc.Iterable[_builtins.int] | None = ...,
+        model: _builtins.str = ...,
+        model_reason: _builtins.str = ...,
+        price: _inference_pb2.Price | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["lender", b"lender", "placement", b"placement", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lender", b"lender", "placement", b"placement", "price", b"price", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "elapsed_ms", b"elapsed_ms", "emitted_chars", b"emitted_chars", "emitted_choices", b"emitted_choices", "emitted_prompt_logprobs", b"emitted_prompt_logprobs", "emitted_token_ids", b"emitted_token_ids", "finished_choices", b"finished_choices", "lender", b"lender", "placement", b"placement", "placement_sequence", b"placement_sequence", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "router_id", b"router_id", "router_stages", b"router_stages", "sampling", b"sampling", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "elapsed_ms", b"elapsed_ms", "emitted_chars", b"emitted_chars", "emitted_choices", b"emitted_choices", "emitted_prompt_logprobs", b"emitted_prompt_logprobs", "emitted_token_ids", b"emitted_token_ids", "finished_choices", b"finished_choices", "lender", b"lender", "model", b"model", "model_reason", b"model_reason", "placement", b"placement", "placement_sequence", b"placement_sequence", "price", b"price", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "router_id", b"router_id", "router_stages", b"router_stages", "sampling", b"sampling", "worker_incarnation", b"worker_incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -69,8 +69,12 @@ class GenerateRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     MAX_TTFT_MS_FIELD_NUMBER: _builtins.int
+    TASK_FIELD_NUMBER: _builtins.int
+    MIN_QUALITY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Name of a served model. Empty: the only one served."""
+    """Name of a served model, or "auto": the router's rules choose the cheapest one that is fit. Empty: the only one served,
+    or the router's default.
+    """
     text: _builtins.str
     """The prompt: exactly one of `text`, `messages`, `token_ids`. (Not a oneof: with a oneof the last
     one on the wire would win silently; here giving two is an error.)
@@ -89,6 +93,10 @@ class GenerateRequest(_message.Message):
     """The first token is worthless after so many milliseconds, counted from the request's arrival: a time limit for it,
     beside the call's deadline. Above 0. A request that is predicted to miss it is refused at once.
     """
+    task: _builtins.str
+    """What it is for, such as "code". The model must be said to be good at it, or at anything. Empty: nothing in particular."""
+    min_quality: _builtins.float
+    """The model must be said to have at least this quality, in [0, 1]."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """Rendered with the model's chat template."""
@@ -113,10 +121,12 @@ class GenerateRequest(_message.Message):
         request_id: _builtins.str = ...,
         cache_salt: _builtins.str = ...,
         max_ttft_ms: _builtins.float | None = ...,
+        task: _builtins.str = ...,
+        min_quality: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_ttft_ms", b"_max_ttft_ms", "_text", b"_text", "max_ttft_ms", b"max_ttft_ms", "sampling", b"sampling", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_ttft_ms", b"_max_ttft_ms", "_text", b"_text", "cache_salt", b"cache_salt", "max_ttft_ms", b"max_ttft_ms", "messages", b"messages", "model", b"model", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_ttft_ms", b"_max_ttft_ms", "_text", b"_text", "cache_salt", b"cache_salt", "max_ttft_ms", b"max_ttft_ms", "messages", b"messages", "min_quality", b"min_quality", "model", b"model", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "task", b"task", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_ttft_ms: _TypeAlias = _typing.Literal["max_ttft_ms"]  # noqa: Y015
     _WhichOneofArgType__max_ttft_ms: _TypeAlias = _typing.Literal["_max_ttft_ms", b"_max_ttft_ms"]  # noqa: Y015
@@ -572,14 +582,24 @@ class Receipt(_message.Message):
     PLACEMENT_FIELD_NUMBER: _builtins.int
     KV_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    MODEL_REASON_FIELD_NUMBER: _builtins.int
+    PRICE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     seed: _builtins.int
+    model: _builtins.str
+    """Name of the model that was used, and why it was, in words."""
+    model_reason: _builtins.str
     @_builtins.property
     def placement(self) -> Global___Placement: ...
     @_builtins.property
     def kv(self) -> Global___KvReceipt: ...
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Stage]: ...
+    @_builtins.property
+    def price(self) -> Global___Price:
+        """Where the router has prices."""
+
     def __init__(
         self,
         *,
@@ -588,14 +608,50 @@ class Receipt(_message.Message):
         placement: Global___Placement | None = ...,
         kv: Global___KvReceipt | None = ...,
         stages: _abc.Iterable[Global___Stage] | None = ...,
+        model: _builtins.str = ...,
+        model_reason: _builtins.str = ...,
+        price: Global___Price | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv", "placement", b"placement"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv", "placement", b"placement", "price", b"price"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv", "placement", b"placement", "request_id", b"request_id", "seed", b"seed", "stages", b"stages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv", "model", b"model", "model_reason", b"model_reason", "placement", b"placement", "price", b"price", "request_id", b"request_id", "seed", b"seed", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Receipt: _TypeAlias = Receipt  # noqa: Y015
+
+@_typing.final
+class Price(_message.Message):
+    """What the tokens of one request cost, in the unit of the router's prices."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INPUT_PER_MILLION_FIELD_NUMBER: _builtins.int
+    OUTPUT_PER_MILLION_FIELD_NUMBER: _builtins.int
+    INPUT_FIELD_NUMBER: _builtins.int
+    OUTPUT_FIELD_NUMBER: _builtins.int
+    input_per_million: _builtins.float
+    """For a million tokens."""
+    output_per_million: _builtins.float
+    input: _builtins.float
+    """Of all prompt tokens, cached ones too."""
+    output: _builtins.float
+    """Of the completion tokens of all choices."""
+    def __init__(
+        self,
+        *,
+        input_per_million: _builtins.float = ...,
+        output_per_million: _builtins.float = ...,
+        input: _builtins.float = ...,
+        output: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "input_per_million", b"input_per_million", "output", b"output", "output_per_million", b"output_per_million"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Price: _TypeAlias = Price  # noqa: Y015
 
 @_typing.final
 class Placement(_message.Message):
@@ -766,16 +822,26 @@ class Explanation(_message.Message):
     USABLE_BLOCKS_FIELD_NUMBER: _builtins.int
     CANDIDATES_FIELD_NUMBER: _builtins.int
     NUM_CANDIDATES_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    MODEL_REASON_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     usable_blocks: _builtins.int
     """Full blocks of the prompt that may come from elsewhere."""
     num_candidates: _builtins.int
     """Of which `candidates` are the cheapest."""
+    model: _builtins.str
+    """The model it would go to, of which all of the above is, and why."""
+    model_reason: _builtins.str
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacementCandidate]:
         """All ways to start it now, the one that would be chosen first; no more than the 256 cheapest. Empty: no decode worker
         can start it, and it would wait.
         """
+
+    @_builtins.property
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelCandidate]:
+        """What was compared, when the model was "auto"."""
 
     def __init__(
         self,
@@ -784,14 +850,62 @@ class Explanation(_message.Message):
         usable_blocks: _builtins.int = ...,
         candidates: _abc.Iterable[Global___PlacementCandidate] | None = ...,
         num_candidates: _builtins.int = ...,
+        model: _builtins.str = ...,
+        model_reason: _builtins.str = ...,
+        models: _abc.Iterable[Global___ModelCandidate] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "num_candidates", b"num_candidates", "prompt_tokens", b"prompt_tokens", "usable_blocks", b"usable_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "model", b"model", "model_reason", b"model_reason", "models", b"models", "num_candidates", b"num_candidates", "prompt_tokens", b"prompt_tokens", "usable_blocks", b"usable_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Explanation: _TypeAlias = Explanation  # noqa: Y015
+
+@_typing.final
+class ModelCandidate(_message.Message):
+    """One model that a request for "auto" might go to."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    FIT_FIELD_NUMBER: _builtins.int
+    VERDICT_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    COUNTED_FIELD_NUMBER: _builtins.int
+    PRICE_FIELD_NUMBER: _builtins.int
+    TTFT_MS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    fit: _builtins.bool
+    """It could serve the request, as far as was looked: dearer ones are not when a cheaper one is chosen."""
+    verdict: _builtins.str
+    """Why it was chosen, passed over or not looked at."""
+    prompt_tokens: _builtins.int
+    """By its own tokenizer if `counted`, else estimated. At the price of max_tokens for each choice."""
+    counted: _builtins.bool
+    price: _builtins.float
+    ttft_ms: _builtins.float
+    """Predicted, with the wait in the queue; absent where it was not looked at."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        fit: _builtins.bool = ...,
+        verdict: _builtins.str = ...,
+        prompt_tokens: _builtins.int = ...,
+        counted: _builtins.bool = ...,
+        price: _builtins.float = ...,
+        ttft_ms: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ttft_ms", b"_ttft_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttft_ms", b"_ttft_ms", "counted", b"counted", "fit", b"fit", "model", b"model", "price", b"price", "prompt_tokens", b"prompt_tokens", "ttft_ms", b"ttft_ms", "verdict", b"verdict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__ttft_ms: _TypeAlias = _typing.Literal["ttft_ms"]  # noqa: Y015
+    _WhichOneofArgType__ttft_ms: _TypeAlias = _typing.Literal["_ttft_ms", b"_ttft_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_ms) -> _WhichOneofReturnType__ttft_ms | None: ...
+
+Global___ModelCandidate: _TypeAlias = ModelCandidate  # noqa: Y015
 
 @_typing.final
 class PlacementCandidate(_message.Message):
@@ -912,6 +1026,10 @@ class Model(_message.Message):
     PREFILL_WORKERS_FIELD_NUMBER: _builtins.int
     DECODE_WORKERS_FIELD_NUMBER: _builtins.int
     HAS_TOKENIZER_FIELD_NUMBER: _builtins.int
+    INPUT_PER_MILLION_FIELD_NUMBER: _builtins.int
+    OUTPUT_PER_MILLION_FIELD_NUMBER: _builtins.int
+    QUALITY_FIELD_NUMBER: _builtins.int
+    TASKS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     max_context_tokens: _builtins.int
     vocab_size: _builtins.int
@@ -919,6 +1037,13 @@ class Model(_message.Message):
     decode_workers: _builtins.int
     has_tokenizer: _builtins.bool
     """The workers can render text for this model; without it only token ids go in and out."""
+    input_per_million: _builtins.float
+    """For a million tokens, in the unit of the router's prices; absent where it has none."""
+    output_per_million: _builtins.float
+    quality: _builtins.float
+    """What the router is told of it: its quality, in [0, 1], and what it is good at; no task: anything."""
+    @_builtins.property
+    def tasks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -928,11 +1053,22 @@ class Model(_message.Message):
         prefill_workers: _builtins.int = ...,
         decode_workers: _builtins.int = ...,
         has_tokenizer: _builtins.bool = ...,
+        input_per_million: _builtins.float | None = ...,
+        output_per_million: _builtins.float | None = ...,
+        quality: _builtins.float = ...,
+        tasks: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_input_per_million", b"_input_per_million", "_output_per_million", b"_output_per_million", "input_per_million", b"input_per_million", "output_per_million", b"output_per_million"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_workers", b"decode_workers", "has_tokenizer", b"has_tokenizer", "max_context_tokens", b"max_context_tokens", "name", b"name", "prefill_workers", b"prefill_workers", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_input_per_million", b"_input_per_million", "_output_per_million", b"_output_per_million", "decode_workers", b"decode_workers", "has_tokenizer", b"has_tokenizer", "input_per_million", b"input_per_million", "max_context_tokens", b"max_context_tokens", "name", b"name", "output_per_million", b"output_per_million", "prefill_workers", b"prefill_workers", "quality", b"quality", "tasks", b"tasks", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__input_per_million: _TypeAlias = _typing.Literal["input_per_million"]  # noqa: Y015
+    _WhichOneofArgType__input_per_million: _TypeAlias = _typing.Literal["_input_per_million", b"_input_per_million"]  # noqa: Y015
+    _WhichOneofReturnType__output_per_million: _TypeAlias = _typing.Literal["output_per_million"]  # noqa: Y015
+    _WhichOneofArgType__output_per_million: _TypeAlias = _typing.Literal["_output_per_million", b"_output_per_million"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__input_per_million) -> _WhichOneofReturnType__input_per_million | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__output_per_million) -> _WhichOneofReturnType__output_per_million | None: ...
 
 Global___Model: _TypeAlias = Model  # noqa: Y015

@@ -2,20 +2,19 @@
 
 import os
 import socket
-from pathlib import Path
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from cluster.config import DiscoverySettings
 from router.admission.config import AdmissionConfig
+from router.model_config import ModelsConfig
 from router.rates import Priors
 
 
-class RouterConfig(DiscoverySettings, AdmissionConfig):
-    """The global router; what waits, and for how long, is set by the keys of AdmissionConfig."""
+class RouterConfig(ModelsConfig, DiscoverySettings, AdmissionConfig):
+    """The global router; which models it serves is set by the keys of ModelsConfig, and what waits, for how long, by
+    those of AdmissionConfig."""
 
-    model: Path
-    """The model directory: config and tokenizer; the weights are not read."""
     router_id: str = ""
     """Unique among the routers. Default: host and process id."""
     host: str = "127.0.0.1"

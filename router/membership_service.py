@@ -1,16 +1,16 @@
-"""The Membership service: feeds the fleet from the workers' streams."""
+"""The Membership service: feeds the models' fleets from the workers' streams."""
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
-from cluster.errors import AlreadyThere, Incompatible, InvalidRequest, ServiceError, to_status
-from engine.model_dir import ModelDir
+from cluster.errors import AlreadyThere, InvalidRequest, ServiceError, to_status
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
-from router.fleet import Fleet, Worker
+from router.fleet import Worker
+from router.served_model import ServedModel, ServedModels
 
 log = logging.getLogger(__name__)
 
@@ -19,70 +19,57 @@ ALIVE_S = 1.0
 
 
 class MembershipService(pb_grpc.MembershipServicer):
-    """One stream is one membership. `on_change` is called after everything that may let a request start, and
-    `on_departure` with the address of a worker that left."""
+    """One stream is one membership: of the model whose config and tokenizer the worker has."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        model_dir: ModelDir,
-        silence_s: float,
-        on_change: Callable[[], None],
-        incarnation: bytes,
-        on_departure: Callable[[str], None],
-    ) -> None:
-        self._fleet = fleet
-        self._model = model_dir.name
-        self._config_fingerprint = model_dir.config_fingerprint()
-        self._silence_s = silence_s
-        self._on_change = on_change
+    def __init__(self, models: ServedModels, router_id: str, incarnation: bytes, silence_s: float) -> None:
+        self._models = models
+        self._router_id = router_id
         self._incarnation = incarnation
-        self._on_departure = on_departure
+        self._silence_s = silence_s
         self._heard_at: dict[Worker, float] = {}
         """Seconds of the monotonic clock, by those that are joined."""
 
     async def Join(
         self, request_iterator: AsyncIterator[pb.WorkerMessage], context: Any
     ) -> AsyncIterator[pb.RouterMessage]:
-        worker: Worker | None = None
+        member: tuple[ServedModel, Worker] | None = None
         try:
             first = await anext(request_iterator, None)
-            worker = self._admit(first)
-            yield pb.RouterMessage(welcome=pb.Welcome(router_id=self._fleet.router_id, incarnation=self._incarnation))
+            member = model, worker = self._admit(first)
+            yield pb.RouterMessage(welcome=pb.Welcome(router_id=self._router_id, incarnation=self._incarnation))
             while (message := await self._next(worker, request_iterator)) is not None:
-                if not self._absorb(worker, message):
+                if not self._absorb(model, worker, message):
                     yield pb.RouterMessage(resync=pb.Resync())
         except ServiceError as error:
             await context.abort_with_status(to_status(error))
         finally:
-            if worker is not None:
-                self._left(worker)
+            if member is not None:
+                self._left(*member)
 
-    def _left(self, worker: Worker) -> None:
+    def _left(self, model: ServedModel, worker: Worker) -> None:
         log.info("%s left", worker.worker_id)
         self._heard_at.pop(worker, None)
-        self._fleet.left(worker)
-        if worker.hello.address not in [other.hello.address for other in self._fleet.workers]:
-            self._on_departure(worker.hello.address)
-        self._on_change()
+        model.fleet.left(worker)
+        if worker.hello.address not in [other.hello.address for other in model.fleet.workers]:
+            model.links.departed(worker.hello.address)
+        model.dispatcher.kick()
 
-    def _admit(self, first: pb.WorkerMessage | None) -> Worker:
+    def _admit(self, first: pb.WorkerMessage | None) -> tuple[ServedModel, Worker]:
         if first is None or not first.HasField("hello"):
             raise InvalidRequest("hello", "must be the first message")
         hello = first.hello
         _check(hello)
-        if hello.config_fingerprint != self._config_fingerprint:
-            raise Incompatible(
-                f"worker {hello.worker_id} serves {hello.model!r}, whose config or tokenizer differs from this "
-                f"router's {self._model!r}",
-                "model",
-            )
-        if (old := self._fleet.worker(hello.worker_id)) is not None:
-            self._replace(old, hello)
-        log.info("%s joined from %s", hello.worker_id, hello.address)
-        worker = self._fleet.joined(hello)
+        model = self._models.of_worker(hello)
+        for other in self._models:  # an id means one worker, whatever it serves
+            if (old := other.fleet.worker(hello.worker_id)) is not None:
+                self._replace(old, hello)
+                if other is not model:
+                    other.fleet.left(old)
+                    other.dispatcher.kick()
+        log.info("%s joined from %s for %s", hello.worker_id, hello.address, model.name)
+        worker = model.fleet.joined(hello)
         self._heard_at[worker] = time.monotonic()
-        return worker
+        return model, worker
 
     def _replace(self, old: Worker, hello: pb.Hello) -> None:
         """A worker's stream may break unnoticed, and its successor come before that is seen; but one that speaks is
@@ -109,19 +96,19 @@ class MembershipService(pb_grpc.MembershipServicer):
             _lose(worker)
             return None
 
-    def _absorb(self, worker: Worker, message: pb.WorkerMessage) -> bool:
-        if self._fleet.worker(worker.worker_id) is not worker:
+    def _absorb(self, model: ServedModel, worker: Worker, message: pb.WorkerMessage) -> bool:
+        if model.fleet.worker(worker.worker_id) is not worker:
             raise AlreadyThere(f"another stream of {worker.worker_id!r} has taken the place of this one", "worker_id")
         self._heard_at[worker] = time.monotonic()
         in_step = True
         match message.WhichOneof("message"):
             case "load":
-                self._fleet.reported(worker, message.load)
+                model.fleet.reported(worker, message.load)
             case "cache":
-                in_step = self._fleet.cache_changed(worker, message.cache)
+                in_step = model.fleet.cache_changed(worker, message.cache)
             case _:
                 raise InvalidRequest("hello", "came twice")
-        self._on_change()
+        model.dispatcher.kick()
         return in_step
 
 

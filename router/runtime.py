@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import secrets
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from cluster.discovery import Discovery, RouterEntry
@@ -10,17 +11,16 @@ from cluster.drain import Drain
 from cluster.errors import StartError, TandemError
 from cluster.redis_discovery import open_discovery
 from cluster.rpc import Server
-from engine.model_dir import ModelDir
 from protos import membership_pb2_grpc as pb_grpc
 from router.admission.redis_quota import RedisLedger
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
-from router.grammar_checker import GrammarChecker
 from router.membership_service import MembershipService
-from router.prompts import PromptEncoder
+from router.served_model import ModelFiles, ServedModel, ServedModels, read_models
 from router.service import NAME, InferenceService
 from router.serving import Serving
+from router.tenant_gate import TenantGate
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Router:
         self,
         config: RouterConfig,
         server: Server,
-        grammars: GrammarChecker,
+        models: ServedModels,
         requests: Drain,
         address: str,
         discovery: Discovery,
@@ -46,7 +46,7 @@ class Router:
         self.address = address
         self._config = config
         self._server = server
-        self._grammars = grammars
+        self._models = models
         self._requests = requests
         self._discovery = discovery
         self._ledger = ledger
@@ -75,35 +75,57 @@ class Router:
         if self._ledger is not None:
             await self._ledger.close()
         await self._server.stop(grace_s=0.5)
-        await self._grammars.close()
+        for model in self._models:
+            await model.close()
 
 
 async def start_router(config: RouterConfig) -> Router:
-    """Read the model's config and tokenizer, serve, announce. Raises StartError."""
-    model_dir = ModelDir.open(config.model)
-    # Read here, so that a config that lacks them is refused now and not with the first request.
-    log.info("%s: %d tokens, context %d", model_dir.name, model_dir.vocab_size, model_dir.max_context_tokens)
-    encoder = PromptEncoder(model_dir)
+    """Read the models' configs and tokenizers, serve, announce. Raises StartError."""
+    files = read_models(config)
     async with AsyncExitStack() as undo:
         discovery = await _open_discovery(config)
         undo.push_async_callback(discovery.close)
         incarnation = secrets.token_bytes(16)
-        fleet = Fleet(config.id(), config.priors(), config.learn_rates, incarnation.hex()[:8])
         ledger = await _open_ledger(config, undo)
-        dispatcher = Dispatcher(fleet, config, ledger)
-        grammars = GrammarChecker(model_dir, config.grammar_limit_s)
-        serving = Serving(config, model_dir, encoder, grammars, fleet, dispatcher)
+        gate = TenantGate(config, ledger)
+        models = serve_models(config, files, gate, incarnation)
         server, requests = Server(), Drain()
-        InferenceService(serving, fleet, model_dir, encoder, requests).add_to(server.grpc)
-        membership = MembershipService(
-            fleet, model_dir, config.worker_silence_s, dispatcher.kick, incarnation, serving.links.departed
-        )
+        InferenceService(Serving(config, models, gate), models, config.id(), requests).add_to(server.grpc)
+        membership = MembershipService(models, config.id(), incarnation, config.worker_silence_s)
         pb_grpc.add_MembershipServicer_to_server(membership, server.grpc)
         port = await server.start(config.host, config.port, [NAME, "tandem.internal.v1.Membership"])
         await server.mark_serving()
         undo.pop_all()
     discovery.announce(RouterEntry(config.id(), f"{config.advertise_host or config.host}:{port}", incarnation.hex()))
-    return Router(config, server, grammars, requests, f"{config.host}:{port}", discovery, ledger)
+    return Router(config, server, models, requests, f"{config.host}:{port}", discovery, ledger)
+
+
+def serve_models(
+    config: RouterConfig, files: Sequence[ModelFiles], gate: TenantGate, incarnation: bytes
+) -> ServedModels:
+    """Each with a fleet and a line of its own; what tenants may do counts over all of them."""
+    dispatchers: list[Dispatcher] = []
+
+    def next_of_tenant() -> None:
+        """One that is at its max_running has ended: its next one may wait for another model."""
+        for dispatcher in dispatchers:
+            if dispatcher.num_waiting:
+                dispatcher.kick()
+
+    several_wait = len(files) > 1 and any(
+        policy.max_running is not None for policy in (*config.tenants.values(), config.default_tenant)
+    )
+    models = []
+    for each in files:
+        fleet = Fleet(config.id(), config.priors(), config.learn_rates, incarnation.hex()[:8])
+        on_end = next_of_tenant if several_wait else _nothing
+        dispatchers.append(Dispatcher(fleet, config, gate.tenants, on_end=on_end))
+        models.append(ServedModel(each, fleet, dispatchers[-1], config.grammar_limit_s))
+    return ServedModels(models, config.default_model)
+
+
+def _nothing() -> None:
+    """Who waits for this model is looked at anyway."""
 
 
 async def _open_discovery(config: RouterConfig) -> Discovery:

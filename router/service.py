@@ -9,11 +9,10 @@ import grpc
 
 from cluster.drain import Drain
 from cluster.errors import Draining, ServiceError, to_status
-from engine.model_dir import ModelDir
 from protos import inference_pb2 as pb
 from router.candidates import Candidate
-from router.fleet import Fleet
-from router.prompts import PromptEncoder
+from router.model_choice import Verdict
+from router.served_model import ServedModel, ServedModels
 from router.serving import Serving
 
 NAME = "tandem.v1.Inference"
@@ -24,15 +23,12 @@ MAX_EXPLAINED = 256
 class InferenceService:
     """Registered by hand instead of by its generated base: Generate passes messages through as bytes."""
 
-    def __init__(
-        self, serving: Serving, fleet: Fleet, model_dir: ModelDir, encoder: PromptEncoder, drain: Drain
-    ) -> None:
+    def __init__(self, serving: Serving, models: ServedModels, router_id: str, drain: Drain) -> None:
         """`drain` holds the streams under way."""
         self._serving = serving
+        self._models = models
+        self._router_id = router_id
         self._drain = drain
-        self._fleet = fleet
-        self._model_dir = model_dir
-        self._encoder = encoder
 
     def add_to(self, server: grpc.aio.Server) -> None:
         handlers: dict[str, Any] = {
@@ -53,7 +49,7 @@ class InferenceService:
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(NAME, handlers)])
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[bytes]:
-        stopped = Draining(f"router {self._fleet.router_id} was told to stop")
+        stopped = Draining(f"router {self._router_id} was told to stop")
         task = asyncio.current_task()
         assert task is not None
         try:
@@ -74,29 +70,54 @@ class InferenceService:
 
     async def Explain(self, request: pb.GenerateRequest, context: Any) -> pb.Explanation:
         try:
-            demand, candidates = await self._serving.explain(request, context.time_remaining())
+            explained = await self._serving.explain(request, context.time_remaining())
         except ServiceError as error:
             await context.abort_with_status(to_status(error))
             raise  # the line above did
+        ticket, candidates = explained.ticket, explained.candidates
         return pb.Explanation(
-            prompt_tokens=demand.num_tokens,
-            usable_blocks=demand.num_usable_blocks,
+            prompt_tokens=explained.demand.num_tokens,
+            usable_blocks=explained.demand.num_usable_blocks,
             candidates=[_candidate(candidate) for candidate in candidates[:MAX_EXPLAINED]],
             num_candidates=len(candidates),
+            model=ticket.model.name,
+            model_reason=ticket.model_reason,
+            models=map(_compared, ticket.verdicts),
         )
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
-        workers = [worker for worker in self._fleet.workers if worker.load is not None]
-        num_decode = sum(worker.decodes for worker in workers)
-        model = pb.Model(
-            name=self._model_dir.name,
-            max_context_tokens=self._model_dir.max_context_tokens,
-            vocab_size=self._model_dir.vocab_size,
-            prefill_workers=len(workers) - num_decode,
-            decode_workers=num_decode,
-            has_tokenizer=self._encoder.has_tokenizer,
-        )
-        return pb.ListModelsResponse(models=[model])
+        return pb.ListModelsResponse(models=map(_listed, self._models))
+
+
+def _listed(model: ServedModel) -> pb.Model:
+    workers = [worker for worker in model.fleet.workers if worker.load is not None]
+    num_decode = sum(worker.decodes for worker in workers)
+    prices = model.costs.prices
+    return pb.Model(
+        name=model.name,
+        max_context_tokens=model.model_dir.max_context_tokens,
+        vocab_size=model.model_dir.vocab_size,
+        prefill_workers=len(workers) - num_decode,
+        decode_workers=num_decode,
+        has_tokenizer=model.encoder.has_tokenizer,
+        input_per_million=prices.input_per_million if prices else None,
+        output_per_million=prices.output_per_million if prices else None,
+        quality=model.entry.quality,
+        tasks=model.entry.tasks,
+    )
+
+
+def _compared(verdict: Verdict) -> pb.ModelCandidate:
+    option = verdict.option
+    return pb.ModelCandidate(
+        model=option.name,
+        fit=verdict.fit,
+        verdict=verdict.why,
+        prompt_tokens=option.num_prompt_tokens,
+        counted=option.counted,
+        price=option.price,
+        ttft_ms=None if option.ttft_s is None else option.ttft_s * 1e3,
+    )
 
 
 def _candidate(candidate: Candidate) -> pb.PlacementCandidate:

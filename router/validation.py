@@ -69,7 +69,7 @@ def check_prompt(token_ids: Sequence[int], field: str, model_dir: ModelDir) -> N
 
 def check_names(request: pb.GenerateRequest) -> None:
     """Raises InvalidRequest for a name too long to be one."""
-    for field in ("model", "tenant", "session_id", "request_id", "cache_salt"):
+    for field in ("model", "tenant", "session_id", "request_id", "cache_salt", "task"):
         if len(getattr(request, field)) > MAX_NAME_CHARS:
             raise InvalidRequest(field, f"longer than {MAX_NAME_CHARS} characters")
 
@@ -78,6 +78,12 @@ def check_time_limit(request: pb.GenerateRequest) -> None:
     """Raises InvalidRequest for a limit of the first token's time that is none."""
     if request.HasField("max_ttft_ms") and not 0 < request.max_ttft_ms < math.inf:
         raise InvalidRequest("max_ttft_ms", f"must be above 0 and finite, not {request.max_ttft_ms}")
+
+
+def check_quality(request: pb.GenerateRequest) -> None:
+    """Raises InvalidRequest for a quality that no model can have."""
+    if not 0 <= request.min_quality <= 1:  # NaN is in no range
+        raise InvalidRequest("min_quality", f"must be 0 to 1, not {request.min_quality}")
 
 
 def prompt_field(request: pb.GenerateRequest) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from cluster.config import parse_overrides, read_file
+from cluster.config import parse_overrides
 from cluster.errors import StartError, TandemError
 from tandem.steps import Steps
 
@@ -60,12 +60,17 @@ Grammar = Annotated[
 Choice = Annotated[
     list[str] | None, typer.Option(help="this text, or another given so; repeatable", rich_help_panel=STRUCTURED)
 ]
+OfModel = "Which model"
+Model = Annotated[str, typer.Option(help="a served model, or auto; default: the router's", rich_help_panel=OfModel)]
+Task = Annotated[str, typer.Option(help="what the model must be good at", rich_help_panel=OfModel)]
+MinQuality = Annotated[float, typer.Option(help="what it must have at least, 0 to 1", rich_help_panel=OfModel)]
+MaxTtft = Annotated[float | None, typer.Option(help="milliseconds to the first token", rich_help_panel=OfModel)]
 ShowReceipt = Annotated[bool, typer.Option("--receipt", help="show where the KV came from and where the time went")]
 
 
 @app.command()
 def up(
-    model: Annotated[Path, typer.Option(help="directory of a Hugging Face decoder-only model")],
+    model: Annotated[Path | None, typer.Option(help="directory of a Hugging Face decoder-only model")] = None,
     prefill: Annotated[int, typer.Option(help="prefill workers")] = 1,
     decode: Annotated[int, typer.Option(help="decode workers")] = 1,
     routers: Annotated[int, typer.Option(help="routers; any of them serves any request")] = 1,
@@ -73,23 +78,22 @@ def up(
     port: Annotated[int, typer.Option(help="port of the first router, the others follow; 0 chooses")] = 50051,
     worker: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="setting of every worker")] = None,
     router: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="setting of every router")] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML file with `worker:` and `router:` mappings")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file with `worker:` and `router:` mappings, and a list `models:`")
+    ] = None,
 ) -> None:
     """Start a router and workers as Ray actors, and serve until Ctrl-C.
 
     Uses the Ray cluster it finds, or starts one. `ray job submit --working-dir . -- tandem up ...` is the same.
     """
-    model = model.absolute()
-    console.print(f"tandem: {model.name}, {prefill} prefill + {decode} decode")
-    from engine.model_dir import ModelDir
+    from tandem.cluster_file import read_cluster
 
-    ModelDir.open(model)  # before Ray is started for nothing
-    settings = _settings(config)
-    router_settings = settings["router"] | {"model": model, "host": host, "port": port} | parse_overrides(router or [])
-    worker_settings = settings["worker"] | {"model": model} | parse_overrides(worker or [])
-    from tandem.topology import plan_topology
-
-    topology = plan_topology(prefill, decode, router_settings, worker_settings, _cores(), routers)
+    cluster = read_cluster(config, model, prefill, decode)
+    for each in cluster.models:
+        console.print(f"tandem: {each.known_as}, {each.prefill} prefill + {each.decode} decode")
+    cluster.check()  # before Ray is started for nothing
+    settings = {"host": host, "port": port} | parse_overrides(router or [])
+    topology = cluster.plan(settings, parse_overrides(worker or []), _cores(), routers)
     with Steps(console, "tandem: ") as steps:
         steps("looking for a Ray cluster")
         try:
@@ -127,6 +131,10 @@ def generate(
     regex: Regex = None,
     grammar: Grammar = None,
     choice: Choice = None,
+    model: Model = "",
+    task: Task = "",
+    min_quality: MinQuality = 0.0,
+    max_ttft_ms: MaxTtft = None,
     receipt: ShowReceipt = False,
 ) -> None:
     """Continue a text; tokens appear as they are sampled."""
@@ -158,7 +166,8 @@ def generate(
         length_penalty=length_penalty,
         structured=structured,
     )
-    _run(stream_text(console, address, prompt, sampling, receipt))
+    asked = {"model": model, "task": task, "min_quality": min_quality, "max_ttft_ms": max_ttft_ms}
+    _run(stream_text(console, address, prompt, sampling, receipt, **asked))
 
 
 @app.command()
@@ -167,12 +176,18 @@ def explain(
     address: Address = DEFAULT_ADDRESS,
     max_tokens: MaxTokens = None,
     most: Annotated[int, typer.Option(help="candidates to show, the cheapest first", min=1)] = 10,
+    model: Model = "",
+    task: Task = "",
+    min_quality: MinQuality = 0.0,
+    max_ttft_ms: MaxTtft = None,
 ) -> None:
-    """Show where a request would go now, and what each way to start it is predicted to cost. Nothing is started."""
+    """Show which model and workers a request would go to now, and what each way to start it is predicted to cost.
+    Nothing is started."""
     from tandem.explained import show_explanation
     from tandem.talk import make_sampling
 
-    _run(show_explanation(console, address, prompt, make_sampling(max_tokens=max_tokens), most))
+    asked = {"model": model, "task": task, "min_quality": min_quality, "max_ttft_ms": max_ttft_ms}
+    _run(show_explanation(console, address, prompt, make_sampling(max_tokens=max_tokens), most, **asked))
 
 
 @app.command()
@@ -184,13 +199,14 @@ def chat(
     top_p: TopP = None,
     top_k: TopK = None,
     seed: Seed = None,
+    model: Model = "",
     receipt: ShowReceipt = False,
 ) -> None:
     """Talk with the model; an empty line or Ctrl-D ends it."""
     from tandem.talk import chat_loop, make_sampling
 
     sampling = make_sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-    _run(chat_loop(console, address, system, sampling, receipt))
+    _run(chat_loop(console, address, system, sampling, receipt, model))
 
 
 @app.command()
@@ -218,9 +234,10 @@ def doctor(
 
     Exit code: 0 all right, 1 something is broken, 2 it could not be checked.
     """
+    from tandem.cluster_file import read_settings
     from tandem.doctor.command import run_doctor
 
-    settings = _settings(config)["worker"] | parse_overrides(set_ or [])
+    settings = read_settings(config).worker | parse_overrides(set_ or [])
     raise typer.Exit(run_doctor(console, settings, model, workers, print_json))
 
 
@@ -243,16 +260,6 @@ def _run(work: Coroutine[Any, Any, None]) -> None:
 
 def _cores() -> list[int]:
     return sorted(os.sched_getaffinity(0))
-
-
-def _settings(config: Path | None) -> dict[str, dict[str, Any]]:
-    settings = read_file(config)
-    for key, value in settings.items():
-        if key not in ("router", "worker"):
-            raise StartError(key, "unknown key; known are router, worker")
-        if not isinstance(value, dict):
-            raise StartError(key, "must be a mapping")
-    return {"router": settings.get("router", {}), "worker": settings.get("worker", {})}
 
 
 if __name__ == "__main__":

@@ -65,6 +65,8 @@ class Client:
         priority: int = 0,
         tenant: str = "",
         max_ttft_ms: float | None = None,
+        task: str = "",
+        min_quality: float = 0.0,
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Stream one completion; the last message has `finish`. Leaving the loop early cancels the request.
 
@@ -85,6 +87,8 @@ class Client:
                 priority=priority,
                 tenant=tenant,
                 max_ttft_ms=max_ttft_ms,
+                task=task,
+                min_quality=min_quality,
             )
         except ValueError as error:  # protobuf's own range checks: a negative token id, for one
             raise InvalidRequest("request", str(error)) from None
@@ -114,22 +118,37 @@ class Client:
         *,
         token_ids: Sequence[int] = (),
         sampling: pb.Sampling | None = None,
+        model: str = "",
         cache_salt: str = "",
+        max_ttft_ms: float | None = None,
+        task: str = "",
+        min_quality: float = 0.0,
         timeout_s: float = 30.0,
     ) -> pb.Explanation:
         """Where such a request would go now, and why; nothing is started. Raises ServiceError as `generate`."""
-        request = pb.GenerateRequest(text=text, token_ids=token_ids, sampling=sampling, cache_salt=cache_salt)
+        request = pb.GenerateRequest(
+            model=model,
+            text=text,
+            token_ids=token_ids,
+            sampling=sampling,
+            cache_salt=cache_salt,
+            max_ttft_ms=max_ttft_ms,
+            task=task,
+            min_quality=min_quality,
+        )
         return await self._ask(lambda stub, remaining_s: stub.Explain(request, timeout=remaining_s), timeout_s)
 
     async def wait_for_workers(self, num_prefill: int, num_decode: int, timeout_s: float) -> None:
-        """Return once so many workers have joined the router. Raises Unavailable after `timeout_s`."""
+        """Return once so many workers have joined the router, of all models together. Raises Unavailable after
+        `timeout_s`."""
         give_up_at = time.monotonic() + timeout_s
         while True:
-            (model,) = await self.list_models()
-            if model.prefill_workers >= num_prefill and model.decode_workers >= num_decode:
+            models = await self.list_models()
+            prefill, decode = (sum(getattr(m, f"{role}_workers") for m in models) for role in ("prefill", "decode"))
+            if prefill >= num_prefill and decode >= num_decode:
                 return
             if time.monotonic() > give_up_at:
-                there = f"{model.prefill_workers} prefill and {model.decode_workers} decode workers"
+                there = f"{prefill} prefill and {decode} decode workers"
                 raise Unavailable(f"only {there} joined within {timeout_s:g} s")
             await asyncio.sleep(0.02)
 

@@ -1,6 +1,7 @@
 """`tandem explain`: the router's candidates for a prompt, term by term."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -22,9 +23,15 @@ _TERMS = {
 """Heading, and field of PlacementCandidate."""
 
 
-async def show_explanation(console: Console, address: str, prompt: str, sampling: pb.Sampling, most: int) -> None:
+async def show_explanation(
+    console: Console, address: str, prompt: str, sampling: pb.Sampling, most: int, **asked: Any
+) -> None:
+    """`asked`: of the model, as in Client.explain."""
     async with Client(address) as client:
-        explanation = await client.explain(prompt, sampling=sampling)
+        explanation = await client.explain(prompt, sampling=sampling, **asked)
+    console.print(f"model {explanation.model}: {explanation.model_reason}", markup=False)
+    if explanation.models:
+        console.print(model_table(explanation.models))
     words = (
         f"{explanation.prompt_tokens} prompt tokens, {explanation.usable_blocks} blocks that may come from elsewhere"
     )
@@ -34,6 +41,23 @@ async def show_explanation(console: Console, address: str, prompt: str, sampling
         return
     console.print(candidate_table(explanation.candidates[:most]))
     console.print(f"ms; {explanation.num_candidates} compared, the first would be chosen", style="dim")
+
+
+def model_table(models: Sequence[pb.ModelCandidate]) -> Table:
+    """An estimated number of tokens has a ~."""
+    table = Table("model", "fit", box=None)
+    for heading in ("tokens", "price", "TTFT ms"):
+        table.add_column(heading, justify="right")
+    table.add_column("verdict")
+    for model in models:
+        table.add_row(
+            *(model.model, "yes" if model.fit else "no"),
+            f"{'' if model.counted else '~'}{model.prompt_tokens}",
+            f"{model.price:.6g}",
+            f"{model.ttft_ms:.1f}" if model.HasField("ttft_ms") else "",
+            model.verdict,
+        )
+    return table
 
 
 def candidate_table(candidates: Sequence[pb.PlacementCandidate]) -> Table:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rich.console import Console
 from rich.rule import Rule
@@ -19,14 +20,17 @@ class _Choice:
     finish: pb.Finish | None = None
 
 
-async def stream_text(console: Console, address: str, prompt: str, sampling: pb.Sampling, receipt: bool) -> None:
-    """One completion is printed as it comes. Of several, each as a whole, in their order."""
+async def stream_text(
+    console: Console, address: str, prompt: str, sampling: pb.Sampling, receipt: bool, **asked: Any
+) -> None:
+    """One completion is printed as it comes. Of several, each as a whole, in their order. `asked`: of the model, as in
+    Client.generate."""
     choices = {index: _Choice() for index in range(sampling.n if sampling.HasField("n") else 1)}
     alone = len(choices) == 1
     prompt_logprobs: list[pb.TokenLogprobs] = []
     last: pb.Finish | None = None
     async with Client(address) as client:
-        async for piece in client.generate(prompt, sampling=sampling):
+        async for piece in client.generate(prompt, sampling=sampling, **asked):
             prompt_logprobs += piece.prompt_logprobs
             choice = choices.setdefault(piece.index, _Choice())
             choice.text += piece.text

@@ -36,6 +36,10 @@ def describe(receipt: pb.Receipt, ttft_ms: float | None = None, itl_ms: float | 
     if kv.loan_failure:
         text.append(f"; the loan ended early: {kv.loan_failure}", style="yellow")
     text.append(f"\n  why: {placement.reason}", style="dim")
+    text.append(f"\n  model: {receipt.model}, {receipt.model_reason}", style="dim")
+    if receipt.HasField("price"):
+        price = receipt.price
+        text.append(f"\n  price: {price.input + price.output:.6g} ({price.input:.6g} in, {price.output:.6g} out)")
     return text
 
 

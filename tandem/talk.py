@@ -55,14 +55,16 @@ def _text_of(name: str, value: Any) -> Any:
         raise InvalidRequest(f"{FIELD}.{name}", f"cannot be read: {error}") from None
 
 
-async def chat_loop(console: Console, address: str, system: str, sampling: pb.Sampling, receipt: bool) -> None:
+async def chat_loop(
+    console: Console, address: str, system: str, sampling: pb.Sampling, receipt: bool, model: str
+) -> None:
     messages: list[Message] = [("system", system)] if system else []
     async with Client(address) as client:
         while line := await _ask(console):
             messages.append(("user", line))
             answer = ""
             finish: pb.Finish | None = None
-            async for piece in client.generate(messages=messages, sampling=sampling):
+            async for piece in client.generate(messages=messages, sampling=sampling, model=model):
                 answer += piece.text
                 console.print(piece.text, end="", markup=False, soft_wrap=True)
                 finish = piece.finish if piece.HasField("finish") else finish

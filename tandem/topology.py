@@ -4,9 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import Field, NonNegativeInt
+
 from cluster.errors import StartError
 from engine.worker.config import WorkerConfig
 from router.config import RouterConfig
+from router.model_config import ModelEntry
 
 DECODE_NICENESS = 4
 """Of two engines on one core, the one that decodes gets 30 %. Measured: docs/benchmarks.md."""
@@ -67,6 +70,31 @@ def _lend_cores(prefill: Sequence[tuple[int, ...]], decode: Sequence[tuple[int, 
     return [{"shared_cores": share} for share in shares] + [{"niceness": DECODE_NICENESS} for _ in decode]
 
 
+class ClusterModel(ModelEntry):
+    """One model of a cluster, as in a cluster file: how the router knows it, and its workers."""
+
+    prefill: NonNegativeInt = 1
+    """Prefill workers."""
+    decode: NonNegativeInt = 1
+    """And decode workers; without any it is served once one has joined."""
+    worker: dict[str, Any] = Field(default_factory=dict)
+    """Settings of its workers, beside those of all workers."""
+
+    @property
+    def entry(self) -> ModelEntry:
+        """The router's part."""
+        return ModelEntry(**self.model_dump(include=set(ModelEntry.model_fields), exclude_unset=True))
+
+    @property
+    def known_as(self) -> str:
+        return self.name or self.path.resolve().name
+
+    def workers(self, role: str, several: bool) -> list[str]:
+        """Their ids."""
+        prefix = f"{self.known_as}-" if several else ""
+        return [f"{prefix}{role}-{number}" for number in range(self.prefill if role == "prefill" else self.decode)]
+
+
 def plan_topology(
     num_prefill: int,
     num_decode: int,
@@ -75,25 +103,52 @@ def plan_topology(
     cores: Sequence[int],
     num_routers: int = 1,
 ) -> Topology:
-    """`router` and `worker` are settings as in their configurations; each worker gets its id and its cores, and each of
-    several routers its id and its port: the one given, or the system's choice, and those after it.
+    """Of one model. `router` and `worker` are settings as in their configurations; each worker gets its id and its
+    cores, and each of several routers its id and its port: the one given, or the system's choice, and those after it.
 
     Raises StartError.
     """
-    if num_routers < 1:
-        raise StartError("routers", f"at least one router is needed, not {num_routers}")
     if num_decode < 1:
         raise StartError("decode", f"at least one decode worker is needed, not {num_decode}")
     if num_prefill < 0:
         raise StartError("prefill", f"must not be negative: {num_prefill}")
-    names = [f"prefill-{i}" for i in range(num_prefill)] + [f"decode-{i}" for i in range(num_decode)]
-    shares = share_cores(cores, len(names))
+    model = ClusterModel.parse({"path": worker["model"], "prefill": num_prefill, "decode": num_decode})
+    return _plan([model], router, worker, cores, num_routers)
+
+
+def plan_models(
+    models: Sequence[ClusterModel],
+    router: dict[str, Any],
+    worker: dict[str, Any],
+    cores: Sequence[int],
+    num_routers: int = 1,
+) -> Topology:
+    """Of several models, whose workers are called after them. Else as `plan_topology`."""
+    if "model" in router or "models" in router:
+        raise StartError("router", "its models are those of the cluster: name none in its settings")
+    entries = [model.entry for model in models]
+    return _plan(models, router | {"models": entries}, worker, cores, num_routers)
+
+
+def _plan(
+    models: Sequence[ClusterModel], router: dict[str, Any], worker: dict[str, Any], cores: Sequence[int], routers: int
+) -> Topology:
+    if not any(model.decode for model in models):
+        raise StartError("models", "at least one decode worker is needed")
+    if routers < 1:
+        raise StartError("routers", f"at least one router is needed, not {routers}")
+    several = len(models) > 1
+    named = [
+        [(name, model) for model in models for name in model.workers(role, several)] for role in ("prefill", "decode")
+    ]
+    num_prefill = len(named[0])
+    shares = share_cores(cores, sum(map(len, named)))
     lent = _lend_cores(shares[:num_prefill], shares[num_prefill:])
     workers = [
-        WorkerConfig.parse({"worker_id": name, "cores": share} | extra | worker)
-        for name, share, extra in zip(names, shares, lent, strict=True)
+        WorkerConfig.parse({"worker_id": name, "cores": share} | extra | worker | {"model": model.path} | model.worker)
+        for (name, model), share, extra in zip([*named[0], *named[1]], shares, lent, strict=True)
     ]
-    return Topology(_routers(router, num_routers), tuple(workers[:num_prefill]), tuple(workers[num_prefill:]))
+    return Topology(_routers(router, routers), tuple(workers[:num_prefill]), tuple(workers[num_prefill:]))
 
 
 def _routers(router: dict[str, Any], num_routers: int) -> tuple[RouterConfig, ...]:

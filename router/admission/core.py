@@ -18,7 +18,7 @@ from router.admission.limits import Tenants
 from router.admission.queues import ClassQueue
 from router.admission.rebuffs import Rebuffs
 from router.admission.refusals import Refusal
-from router.admission.request import Claim, Waiting
+from router.admission.request import Claim, Waiting, cost_of
 from router.admission.room import could_hold, largest_pool
 from router.admission.turn import Moment, Parts, Turn
 from router.demand import Demand
@@ -150,6 +150,16 @@ class Admission:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    def expected_wait_s(self, priority: int, demand: Demand, now: float) -> float:
+        """Predicted for a request that came now and stood last of its class; 0 where nothing waits before it, or
+        nothing is known."""
+        self._forecast.advance(now)
+        queues = self._queues
+        own = queues[priority].tokens if priority in queues else 0
+        higher = sum(queue.tokens for other, queue in queues.items() if other > priority)
+        reserve = max(self._fleet.snapshot.reserves, default=0)
+        return self._forecast.wait_behind_s(priority, own, higher, cost_of(demand, reserve))
 
     def waiting_by_class(self) -> dict[int, int]:
         return {priority: self._queues[priority].num_waiting for priority in self._waiting_classes()}

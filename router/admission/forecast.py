@@ -82,12 +82,15 @@ class Forecast:
 
         As if a start of its own size came this moment: a class that saw no start in a short time may see one yet.
         """
-        seen = self._seen.get(own.priority)
-        before = tokens_before(waiting, own)
-        if seen is None or seen.busy_s < MIN_BUSY_S or not (before or higher_tokens):
+        return self.wait_behind_s(own.priority, tokens_before(waiting, own), higher_tokens, waiting.cost)
+
+    def wait_behind_s(self, priority: int, own_tokens: float, higher_tokens: float, cost: int) -> float:
+        """Likewise, behind so many tokens of its class and of those above."""
+        seen = self._seen.get(priority)
+        if seen is None or seen.busy_s < MIN_BUSY_S or not (own_tokens or higher_tokens):
             return 0.0
-        above_s = higher_tokens * seen.busy_s / (seen.above_tokens + waiting.cost)
-        return above_s + before * seen.busy_s / (seen.own_tokens + waiting.cost)
+        above_s = higher_tokens * seen.busy_s / (seen.above_tokens + cost)
+        return above_s + own_tokens * seen.busy_s / (seen.own_tokens + cost)
 
 
 def tokens_before(waiting: Waiting, own: ClassQueue) -> float:

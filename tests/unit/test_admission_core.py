@@ -11,7 +11,7 @@ from protos import membership_pb2 as pb
 from router.admission.config import TenantPolicy
 from router.admission.request import Claim, Waiting
 from router.demand import Demand
-from support.admission_site import BLOCK, Site
+from support.admission_site import BLOCK, Site, demand_of
 
 
 def started(site: Site) -> list[Waiting]:
@@ -344,6 +344,27 @@ def test_a_predicted_miss_is_refused_at_once() -> None:
     assert error.retry_after_s is not None
     assert 0 < error.retry_after_s < 30
     assert refusals[-1].reason == "predicted miss"
+
+
+def test_what_one_that_came_now_would_wait_is_predicted_by_what_waits() -> None:
+    """40 tokens a second were started while others waited: those of its class, and of the classes above."""
+    site = Site([10])
+
+    def wait_s(priority: int) -> float:
+        return site.admission.expected_wait_s(priority, demand_of(10), site.now)
+
+    running = site.ask(10)
+    assert wait_s(0) == 0, "nothing waits"
+    waiting = [site.ask(10) for _ in range(20)]
+    assert wait_s(0) == 0, "nothing is known"
+    for _ in range(10):
+        site.wait(1)
+        site.end(running)
+        (running,) = site.running
+    assert site.admission.num_waiting == len(waiting) - 10
+    assert 8 < wait_s(0) < 12, "ten of 40 tokens each, started at one a second"
+    assert wait_s(-1) == 0, "none of that class ever waited: nothing is known"
+    assert wait_s(1) == 0, "nothing stands before it"
 
 
 def test_who_can_no_longer_make_it_is_refused_then_and_not_at_its_deadline() -> None:

@@ -192,3 +192,34 @@ def test_beams_that_are_found_again_are_sent_from_where_they_were(tokenizer: Tok
     generation.absorb(token("c", choice=1, finish=FinishReason.LENGTH, cumulative_logprob=-3.5))
     (message,) = messages_of(generation)
     assert (message.text, message.finish.cumulative_logprob, message.finish.usage.completion_tokens) == ("b", -2.5, 2)
+
+
+def test_the_price_is_that_of_all_choices_on_whatever_workers(tokenizer: Tokenizer) -> None:
+    """An earlier attempt streamed two tokens of the one choice, and all three of the other."""
+    resumed = request(
+        model="m",
+        model_reason="because",
+        price=pb.Price(input_per_million=10, output_per_million=1000),
+        emitted_token_ids=[1, 2],
+        emitted_choices=[internal_pb.EmittedChoice(index=1, token_ids=[1, 2, 3])],
+        finished_choices=[1],
+    )
+    resumed.sampling.n = 2
+    generation = Generation(resumed, tokenizer, "d0", 4)
+    generation.absorb(token("a", account=ACCOUNT, finish=FinishReason.LENGTH))
+    message = generation.take()
+    assert message is not None
+    receipt = message.finish.receipt
+    assert (receipt.model, receipt.model_reason) == ("m", "because")
+    assert message.finish.usage.completion_tokens == 3
+    assert receipt.price == pb.Price(
+        input_per_million=10, output_per_million=1000, input=20 * 10 / 1e6, output=6 * 1000 / 1e6
+    )
+
+
+def test_without_prices_there_is_no_price(tokenizer: Tokenizer) -> None:
+    generation = Generation(request(), tokenizer, "d0", 4)
+    generation.absorb(token("a", account=ACCOUNT, finish=FinishReason.LENGTH))
+    message = generation.take()
+    assert message is not None
+    assert not message.finish.receipt.HasField("price")

@@ -13,6 +13,7 @@ from router.demand import Demand
 from router.dispatch import Dispatcher
 from router.fleet import Fleet, Worker
 from router.rates import Priors
+from router.tenant_gate import TenantGate
 
 PRIORS = Priors(1000, 100, 1e6, 0.01, 0.001, 0.001)
 
@@ -144,28 +145,27 @@ async def test_the_timer_refuses_what_nobody_could_hold() -> None:
 
 
 async def test_limits_of_a_tenant_and_what_is_given_back() -> None:
-    fleet = Fleet("router", PRIORS)
     clock = Clock()
     policy = TenantPolicy(quota_tokens=100, quota_window_s=60, tokens_per_minute=6000)
     config = AdmissionConfig(tenants={"a": policy})
-    dispatcher = Dispatcher(fleet, config, clock=clock, wall_clock=clock)
+    gate = TenantGate(config, clock=clock, wall_clock=clock)
     clock.now = 90.0
-    charge = await dispatcher.enter("a", 80)
+    charge = await gate.enter("a", 80)
     with pytest.raises(Overloaded, match="'a' is at its quota_tokens of 100 per 60 s") as caught:
-        await dispatcher.enter("a", 21)
+        await gate.enter("a", 21)
     assert caught.value.retry_after_s == 30
-    dispatcher.leave(charge, lambda: 30)
+    gate.leave(charge, lambda: 30)
     await settle()
-    second = await dispatcher.enter("a", 70)
+    second = await gate.enter("a", 70)
     with pytest.raises(Overloaded):
-        await dispatcher.enter("a", 1)
+        await gate.enter("a", 1)
     clock.now = 121.0
-    await dispatcher.enter("a", 100)
-    dispatcher.leave(second, lambda: 0)  # of a window that is over: nothing comes back
+    await gate.enter("a", 100)
+    gate.leave(second, lambda: 0)  # of a window that is over: nothing comes back
     await settle()
     with pytest.raises(Overloaded):
-        await dispatcher.enter("a", 1)
+        await gate.enter("a", 1)
     with pytest.raises(Overloaded, match="never") as caught:
-        await dispatcher.enter("a", 101)
+        await gate.enter("a", 101)
     assert caught.value.permanent
-    assert dispatcher.admission.num_refused == {"quota_tokens": 4}
+    assert gate.num_refused == {"quota_tokens": 4}

@@ -1,0 +1,102 @@
+"""From what a client sent to a checked request: its model, its tokens, its options, its clock."""
+
+import math
+import secrets
+import time
+from dataclasses import dataclass
+
+from cluster.errors import DeadlineExceeded, InvalidRequest
+from engine.structured import read_structured
+from protos import inference_pb2 as pb
+from router.admission.request import Claim
+from router.config import RouterConfig
+from router.model_choice import Verdict, Wish, unfit
+from router.model_chooser import Chosen, ModelChooser
+from router.model_config import AUTO
+from router.needs import num_outputs
+from router.reading import read
+from router.served_model import ServedModel, ServedModels
+from router.validation import check_names, check_quality, check_time_limit
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A checked request and its clock."""
+
+    request: pb.GenerateRequest
+    request_id: str
+    model: ServedModel
+    """Whose workers serve it, whatever happens to them."""
+    model_reason: str
+    verdicts: tuple[Verdict, ...]
+    """Of the models that were compared, where the request left the choice to the router."""
+    prompt: list[int]
+    sampling: pb.Sampling
+    arrived_at: float
+    tokenised_at: float
+    deadline: float
+    """Seconds of the monotonic clock, as are the others."""
+    claim: Claim
+    usage: pb.Usage | None = None
+    """Of its last finish, once it ended well."""
+
+    @property
+    def most_tokens(self) -> int:
+        """Of prompt and output."""
+        return len(self.prompt) + self.sampling.max_tokens * num_outputs(self.sampling)
+
+    def remaining_s(self) -> float:
+        """Raises DeadlineExceeded when nothing remains."""
+        remaining = self.deadline - time.monotonic()
+        if remaining <= 0:
+            raise DeadlineExceeded("the deadline passed before the request was done")
+        return remaining
+
+
+class Intake:
+    """Of one router."""
+
+    def __init__(self, config: RouterConfig, models: ServedModels) -> None:
+        self._config = config
+        self._models = models
+        self._chooser = ModelChooser(config, models)
+
+    async def check(self, request: pb.GenerateRequest, deadline_s: float | None, explain: bool = False) -> Ticket:
+        """`explain`: predict more than the choice of a model needs. Raises ServiceError."""
+        arrived_at = time.monotonic()
+        deadline = arrived_at + (self._config.default_deadline_s if deadline_s is None else deadline_s)
+        model, why = self._models.asked_for(request.model)
+        check_names(request)
+        check_time_limit(request)
+        check_quality(request)
+        if model is None:
+            give_up_at = min(deadline, arrived_at + self._config.no_worker_grace_s)
+            chosen = await self._chooser.choose(request, give_up_at, explain)
+            why = f"{why}: {chosen.reason}" if why == AUTO else f"{why}; {chosen.reason}"
+        else:
+            _check_fit(model, request)
+            chosen = Chosen(model, why, await read(model, request))
+        sampling = chosen.reading.sampling
+        if (structured := read_structured(sampling)) is not None:
+            await chosen.model.grammars.check(structured)
+        first_token_s = request.max_ttft_ms / 1e3 if request.HasField("max_ttft_ms") else math.inf
+        return Ticket(
+            request=request,
+            request_id=request.request_id or secrets.token_hex(8),
+            model=chosen.model,
+            model_reason=why,
+            verdicts=chosen.verdicts,
+            prompt=chosen.reading.prompt,
+            sampling=sampling,
+            arrived_at=arrived_at,
+            tokenised_at=time.monotonic(),
+            deadline=deadline,
+            claim=Claim(request.tenant, request.priority, arrived_at, deadline, arrived_at + first_token_s),
+        )
+
+
+def _check_fit(model: ServedModel, request: pb.GenerateRequest) -> None:
+    """What a request asks of a model holds for one that it names too."""
+    wish = Wish(request.task, request.min_quality)
+    if (lack := unfit(repr(model.name), model.entry.quality, model.entry.tasks, wish)) is not None:
+        raise InvalidRequest(*lack)

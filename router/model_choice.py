@@ -1,0 +1,191 @@
+"""Which model a request that names `auto` goes to: pure functions over a snapshot.
+
+A rule says which models it may go to. Of these the cheapest that is fit wins, by the predicted price of this request. A
+fit one whose first token is predicted to come too late is passed over for the next; where all are late, the fastest
+wins. Where none is fit, it is said of each why not.
+
+Each model has a tokenizer of its own, so a price is known only when it has read the prompt. Until then it is estimated;
+`choose` asks for the one that it would take next, so that only the cheapest are ever read. The one chosen is then
+exactly known, and no dearer than any fit one, exact or estimated.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from router.model_config import ModelRule
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a request asks of whichever model it goes to."""
+
+    task: str = ""
+    min_quality: float = 0.0
+    tenant: str = ""
+    priority: int = 0
+    max_ttft_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A model served, and what is known of the request there."""
+
+    name: str
+    input_price: float
+    """For one token; 0 where none is set."""
+    output_price: float
+    quality: float
+    tasks: tuple[str, ...]
+    """Empty: any."""
+    num_prompt_tokens: int
+    """Estimated until it is `counted`."""
+    num_output_tokens: int
+    """At most, of all choices."""
+    counted: bool = False
+    """Its own tokenizer has read the prompt, and all that can be checked of the request has been."""
+    fault: str = ""
+    """Why it cannot serve the request; empty: as far as known it can."""
+    ttft_s: float | None = None
+    """Predicted, the wait in its queue included; None while nobody asked."""
+
+    @property
+    def price(self) -> float:
+        """Of the request, if all output that it allows is generated."""
+        return self.num_prompt_tokens * self.input_price + self.num_output_tokens * self.output_price
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was found of one option, in words."""
+
+    option: Option
+    fit: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Nothing can be said before this model has counted the prompt's tokens, and predicted its first one where there is
+    a limit to that."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """`name` empty: no model is fit."""
+
+    name: str
+    verdicts: tuple[Verdict, ...]
+    """Of all options, in their order."""
+    words: str
+    """Why this one, or why none."""
+
+
+def needs_count(rules: Sequence[ModelRule], wish: Wish) -> bool:
+    """Whether the number of the prompt's tokens decides which rule governs."""
+    for rule in rules:
+        if _holds(rule, wish):
+            if rule.counts_tokens:
+                return True
+            break
+    return False
+
+
+def governing_rule(rules: Sequence[ModelRule], wish: Wish, num_prompt_tokens: int) -> int | None:
+    """The number, from 0, of the first one that holds. `num_prompt_tokens` only matters where `needs_count`."""
+    for number, rule in enumerate(rules):
+        longest = math.inf if rule.max_prompt_tokens is None else rule.max_prompt_tokens
+        if _holds(rule, wish) and rule.min_prompt_tokens <= num_prompt_tokens <= longest:
+            return number
+    return None
+
+
+def _holds(rule: ModelRule, wish: Wish) -> bool:
+    """But for the number of tokens."""
+    return (
+        (not rule.tasks or wish.task in rule.tasks)
+        and wish.min_quality >= rule.min_quality
+        and (not rule.tenants or wish.tenant in rule.tenants)
+        and (rule.min_priority is None or wish.priority >= rule.min_priority)
+    )
+
+
+def unfit(name: str, quality: float, tasks: Sequence[str], wish: Wish) -> tuple[str, str] | None:
+    """Which field of the request asks for more than the model is said to be, and why; None: neither does."""
+    if quality < wish.min_quality:
+        return "min_quality", f"{name} has quality {quality:g}, below the {wish.min_quality:g} asked"
+    if wish.task and tasks and wish.task not in tasks:
+        return "task", f"{name} is for {', '.join(tasks)}, not for {wish.task!r}"
+    return None
+
+
+def ttft_limit_s(wish: Wish, rule: ModelRule | None) -> float:
+    """Of the request's and the rule's, the less."""
+    if rule is None or rule.max_ttft_ms is None:
+        return wish.max_ttft_s
+    return min(wish.max_ttft_s, rule.max_ttft_ms / 1e3)
+
+
+def allowed(rule: ModelRule | None, name: str) -> bool:
+    return rule is None or not rule.models or name in rule.models
+
+
+def choose(wish: Wish, rule: ModelRule | None, rule_name: str, options: Sequence[Option]) -> Choice | Count:
+    """`options` in the order of the configuration, which settles ties. `rule` None: none holds, all are allowed."""
+    limit_s = ttft_limit_s(wish, rule)
+    faults = {option.name: _fault(option, rule, wish) for option in options}
+    late: list[Option] = []
+    chosen: Option | None = None
+    for option in sorted(options, key=lambda option: option.price):  # stable
+        if faults[option.name]:
+            continue
+        if not option.counted or (option.ttft_s is None and limit_s < math.inf):
+            return Count(option.name)
+        if option.ttft_s is not None and option.ttft_s > limit_s:
+            late.append(option)
+            continue
+        chosen = option
+        break
+    fastest = chosen is None and bool(late)
+    if fastest:
+        chosen = min(late, key=lambda option: (option.ttft_s, option.price))
+    verdicts = tuple(
+        Verdict(option, not faults[option.name], faults[option.name] or _why(option, chosen, late, fastest, limit_s))
+        for option in options
+    )
+    return Choice("" if chosen is None else chosen.name, verdicts, _words(rule_name, chosen, fastest, verdicts))
+
+
+def _fault(option: Option, rule: ModelRule | None, wish: Wish) -> str:
+    if not allowed(rule, option.name):
+        return "not allowed by the rule"
+    if (lack := unfit("it", option.quality, option.tasks, wish)) is not None:
+        return lack[1]
+    return option.fault
+
+
+def _why(option: Option, chosen: Option | None, late: Sequence[Option], fastest: bool, limit_s: float) -> str:
+    assert chosen is not None, "who has no fault is looked at"
+    if option is chosen and not fastest:
+        return "the cheapest that is fit" if option.price else "the first that is fit and costs nothing"
+    if option in late:
+        assert option.ttft_s is not None
+        said = f"first token predicted in {option.ttft_s * 1e3:.4g} ms, the limit is {limit_s * 1e3:.4g} ms"
+        return f"{said}; the fastest that is fit" if option is chosen else said
+    return "no cheaper" if option.counted else "estimated no cheaper"
+
+
+def _words(rule_name: str, chosen: Option | None, fastest: bool, verdicts: Sequence[Verdict]) -> str:
+    governs = f"rule {rule_name!r}:" if rule_name else "no rule holds:"
+    others = [verdict for verdict in verdicts if verdict.option is not chosen]
+    if chosen is None:
+        return f"{governs} no model is fit: {_list(others)}"
+    price = f" at {chosen.price:.6g}" if chosen.price else ""
+    best = "all that are fit are predicted to be late, and it is the fastest" if fastest else "the cheapest that is fit"
+    return f"{governs} {best}{price}" + (f"; passed over: {_list(others)}" if others else "")
+
+
+def _list(verdicts: Sequence[Verdict]) -> str:
+    return "; ".join(f"{verdict.option.name} ({verdict.why})" for verdict in verdicts)

@@ -1,0 +1,49 @@
+"""What a checked request needs of a model's workers. Pure."""
+
+from collections.abc import Sequence
+
+from cluster.errors import InvalidRequest
+from protos import inference_pb2 as pb
+from router.demand import Demand, num_blocks_of
+
+
+def chains_of(prompt: Sequence[int], sampling: pb.Sampling, unfinished: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The tokens of each choice that is not finished, of which `unfinished` has what was emitted; of beam search, which
+    begins anew, those of each beam."""
+    if sampling.HasField("beam_width"):
+        return [list(prompt)] * sampling.beam_width
+    return [[*prompt, *emitted] for emitted in unfinished]
+
+
+def demand_of(
+    prompt: Sequence[int],
+    sampling: pb.Sampling,
+    chains: Sequence[Sequence[int]],
+    to_score: bool,
+    block_tokens: int,
+    block_bytes: int,
+    largest_pool: int,
+) -> Demand:
+    """`to_score`: log probabilities of the prompt are still to come, so all of it is computed.
+
+    Raises InvalidRequest for what not even the largest pool could hold.
+    """
+    num_prompt = len(prompt)
+    end = num_prompt + sampling.max_tokens
+    shared = num_prompt - 1 if len(chains) > 1 else 0
+    total = num_blocks_of([end] * len(chains), shared, block_tokens)
+    if total > largest_pool:
+        times = f" {len(chains)} times" if len(chains) > 1 else ""
+        raise InvalidRequest(
+            "sampling.max_tokens",
+            f"prompt of {num_prompt} tokens + max_tokens of {sampling.max_tokens}{times} need {total} KV blocks; "
+            f"the largest pool has {largest_pool}",
+        )
+    num_usable = 0 if to_score else (len(chains[0]) - 1) // block_tokens
+    lengths = tuple(map(len, chains))
+    return Demand(len(chains[0]), num_usable, total, block_tokens, block_bytes, lengths, end, shared)
+
+
+def num_outputs(sampling: pb.Sampling) -> int:
+    """Choices that are computed: those returned, or the beams."""
+    return sampling.beam_width if sampling.HasField("beam_width") else sampling.n

@@ -1,0 +1,87 @@
+"""The file that `tandem up` reads: settings of all workers and routers, and the models with their workers.
+
+models:
+  - {path: models/small, input_price: 0.1, output_price: 0.3, quality: 0.4}
+  - {path: models/large, input_price: 1.0, output_price: 3.0, quality: 0.9, prefill: 2, worker: {kv_memory_mib: 768}}
+router: {default_model: auto, model_rules: [{max_prompt_tokens: 200, models: [small]}]}
+worker: {kv_memory_mib: 512}
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.config import read_file
+from cluster.errors import StartError
+from router.model_config import ModelsConfig
+from router.served_model import read_models
+from tandem.topology import ClusterModel, Topology, plan_models, plan_topology
+
+KEYS = ("models", "router", "worker")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """As the file has them; whoever uses them checks them."""
+
+    router: dict[str, Any]
+    worker: dict[str, Any]
+    models: list[dict[str, Any]]
+
+
+def read_settings(file: Path | None) -> Settings:
+    """Raises StartError for a key that is none, or of the wrong kind."""
+    values = read_file(file)
+    for key, value in values.items():
+        if key not in KEYS:
+            raise StartError(key, f"unknown key; known are {', '.join(KEYS)}")
+        if key == "models":
+            if not isinstance(value, list) or not value or not all(isinstance(entry, dict) for entry in value):
+                raise StartError(key, "must be a list of mappings, one at least")
+        elif not isinstance(value, dict):
+            raise StartError(key, "must be a mapping")
+    return Settings(values.get("router", {}), values.get("worker", {}), values.get("models", []))
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What is to be started."""
+
+    models: tuple[ClusterModel, ...]
+    settings: Settings
+
+    def plan(self, router: dict[str, Any], worker: dict[str, Any], cores: Sequence[int], num_routers: int) -> Topology:
+        """With settings that go before those of the file. Raises StartError."""
+        if self.settings.models:
+            routers, workers = self.settings.router | router, self.settings.worker | worker
+            return plan_models(self.models, routers, workers, cores, num_routers)
+        (only,) = self.models
+        one = {"model": only.path}
+        routers, workers = self.settings.router | one | router, self.settings.worker | one | worker
+        return plan_topology(only.prefill, only.decode, routers, workers, cores, num_routers)
+
+    def check(self) -> None:
+        """That the models can be read and told apart, as a router would. Raises StartError."""
+        given = self.settings.router
+        choice = {key: value for key, value in given.items() if key in ModelsConfig.model_fields and key != "model"}
+        read_models(ModelsConfig.parse(choice | {"models": [model.entry for model in self.models]}))
+
+
+def read_cluster(file: Path | None, model: Path | None, prefill: int, decode: int) -> Cluster:
+    """Of the models in `file`; or of the one `model`, with so many workers. Raises StartError."""
+    settings = read_settings(file)
+    if (model is None) == (not settings.models):
+        raise StartError("model", "name one directory, or list several as `models:` in the file of --config")
+    if model is not None:
+        one = {"path": model.absolute(), "prefill": prefill, "decode": decode}
+        return Cluster((_parse(0, one),), settings)
+    return Cluster(tuple(_parse(number, entry) for number, entry in enumerate(settings.models)), settings)
+
+
+def _parse(number: int, entry: dict[str, Any]) -> ClusterModel:
+    try:
+        parsed = ClusterModel.parse(entry)
+    except StartError as error:
+        raise StartError(f"models.{number}.{error.field}", error.reason) from None
+    return parsed.model_copy(update={"path": parsed.path.absolute()})

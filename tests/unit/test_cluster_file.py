@@ -1,0 +1,95 @@
+"""What `tandem up` starts: the models of a file, their workers, and what of it is refused before anything starts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cluster.errors import StartError
+from support.sim_directories import write_sim_model
+from tandem.cluster_file import read_cluster, read_settings
+from tandem.topology import Topology
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, vocab_size in (("small", 600), ("large", 900)):
+        write_sim_model(tmp_path / name, vocab_size)
+    return tmp_path
+
+
+def write(folder: Path, **values: Any) -> Path:
+    file = folder / "cluster.yaml"
+    file.write_text(yaml.safe_dump(values))
+    return file
+
+
+def planned(file: Path | None, model: Path | None = None, router: dict[str, Any] | None = None) -> Topology:
+    cluster = read_cluster(file, model, 1, 2)
+    cluster.check()
+    return cluster.plan({"port": 7} | (router or {}), {}, [0, 1, 2], 1)
+
+
+def test_each_model_of_a_file_has_its_workers(folder: Path) -> None:
+    models = [
+        {"path": str(folder / "small"), "input_price": 1, "output_price": 2, "prefill": 0},
+        {"path": str(folder / "large"), "name": "big", "decode": 2, "worker": {"kv_memory_mib": 64}},
+    ]
+    rules = [{"max_prompt_tokens": 9, "models": ["big"]}]
+    file = write(folder, models=models, router={"model_rules": rules}, worker={"engine": "sim", "kv_memory_mib": 8})
+    topology = planned(file)
+    assert [(worker.worker_id, worker.model.name, worker.kv_memory_mib) for _, worker in topology.workers()] == [
+        ("small-decode-0", "small", 8),
+        ("big-decode-0", "large", 64),
+        ("big-decode-1", "large", 64),
+        ("big-prefill-0", "large", 64),
+    ]
+    assert [(entry.path.name, entry.name, entry.input_price) for entry in topology.router.entries] == [
+        ("small", "", 1),
+        ("large", "big", None),
+    ]
+    assert (topology.router.port, topology.router.model_rules[0].models) == (7, ("big",))
+
+
+def test_one_model_is_served_as_ever(folder: Path) -> None:
+    file = write(folder, router={"worker_silence_s": 3}, worker={"engine": "sim"})
+    topology = planned(file, folder / "small")
+    assert [worker.worker_id for _, worker in topology.workers()] == ["decode-0", "decode-1", "prefill-0"]
+    assert (topology.router.model, topology.router.worker_silence_s) == (folder / "small", 3)
+    alone = planned(write(folder, models=[{"path": str(folder / "small"), "quality": 0.5}]))
+    assert [worker.worker_id for _, worker in alone.workers()] == ["decode-0", "prefill-0"]
+    assert alone.router.entries[0].quality == 0.5
+
+
+@pytest.mark.parametrize(
+    ("values", "field", "reason"),
+    [
+        ({"workers": {}}, "workers", "unknown key; known are models, router, worker"),
+        ({"models": {}}, "models", "must be a list of mappings"),
+        ({"models": []}, "models", "must be a list of mappings"),
+        ({"router": []}, "router", "must be a mapping"),
+        ({}, "model", "name one directory, or list several"),
+        ({"models": [{"path": "small", "colour": "red"}]}, "models.0.colour", "unknown key"),
+        ({"models": [{"path": "small"}, {"path": "large", "decode": -1}]}, "models.1.decode", "greater than or equal"),
+        ({"models": [{"path": "small", "decode": 0}]}, "models", "at least one decode worker"),
+        ({"models": [{"path": "small"}], "router": {"models": []}}, "router", "those of the cluster"),
+        ({"models": [{"path": "small"}, {"path": "small"}]}, "models.1.name", "both be called 'small'"),
+        ({"models": [{"path": "small"}], "router": {"default_model": "x"}}, "default_model", "'x' is not among small"),
+    ],
+)
+def test_what_cannot_be_started_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], field: str, reason: str
+) -> None:
+    monkeypatch.chdir(folder)
+    with pytest.raises(StartError) as caught:
+        planned(write(folder, **values))
+    assert caught.value.field == field
+    assert reason in caught.value.reason
+
+
+def test_a_model_is_named_once(folder: Path) -> None:
+    file = write(folder, models=[{"path": str(folder / "large")}])
+    with pytest.raises(StartError, match="name one directory, or list several"):
+        planned(file, folder / "small")
+    assert read_settings(None).models == []

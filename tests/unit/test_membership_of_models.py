@@ -1,0 +1,117 @@
+"""Who joins which model, held against one another: the Membership service without a network."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protos import membership_pb2 as pb
+from router import membership_service
+from router.config import RouterConfig
+from router.membership_service import MembershipService
+from router.runtime import serve_models
+from router.served_model import ServedModel, ServedModels, read_models
+from router.tenant_gate import TenantGate
+from support.sim_directories import write_sim_model
+
+
+class Aborted(Exception):
+    """What a client would see."""
+
+
+class Context:
+    """Of a call: only its end matters here."""
+
+    async def abort_with_status(self, status: Any) -> None:
+        raise Aborted(f"{status.code.name}: {status.details}")
+
+
+class Member:
+    """A worker's stream."""
+
+    def __init__(self, service: MembershipService, of: ServedModel, incarnation: bytes, **hello: Any) -> None:
+        self.says: asyncio.Queue[pb.WorkerMessage] = asyncio.Queue()
+        values: dict[str, Any] = {
+            "worker_id": "w",
+            "address": f"{of.name}:1",
+            "incarnation": incarnation,
+            "role": pb.ROLE_DECODE,
+            "model_fingerprint": b"weights",
+            "config_fingerprint": of.config_fingerprint,
+            "block_tokens": 16,
+            "num_blocks": 10,
+            "block_bytes": 100,
+        }
+        self.says.put_nowait(pb.WorkerMessage(hello=pb.Hello(**(values | hello))))
+        self.stream = service.Join(self._messages(), Context())
+
+    async def _messages(self) -> AsyncIterator[pb.WorkerMessage]:
+        while True:
+            yield await self.says.get()
+
+    async def welcomed(self) -> None:
+        assert (await anext(self.stream)).HasField("welcome")
+
+    async def reports(self) -> "asyncio.Future[Any]":
+        """And goes on listening."""
+        self.says.put_nowait(pb.WorkerMessage(load=pb.LoadReport(available_blocks=10, num_blocks=10)))
+        listens = asyncio.ensure_future(anext(self.stream))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return listens
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> ServedModels:
+    paths = [write_sim_model(tmp_path / name, size) for name, size in (("a", 600), ("b", 700))]
+    config = RouterConfig.parse({"models": [{"path": path} for path in paths]})
+    return serve_models(config, read_models(config), TenantGate(config), b"incarnation")
+
+
+def ids(models: ServedModels) -> list[list[str]]:
+    return [[worker.worker_id for worker in model.decode_workers()] for model in models]
+
+
+async def test_a_worker_is_one_of_its_models_only(models: ServedModels) -> None:
+    service = MembershipService(models, "router", b"incarnation", 10.0)
+    _, of_b = models
+    member = Member(service, of_b, b"1")
+    await member.welcomed()
+    listens = await member.reports()
+    assert ids(models) == [[], ["w"]]
+    listens.cancel()
+    await asyncio.wait([listens])
+    assert ids(models) == [[], []]
+
+
+async def test_an_id_means_one_worker_whatever_it_serves(models: ServedModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = MembershipService(models, "router", b"incarnation", 10.0)
+    of_a, of_b = models
+    first = Member(service, of_a, b"1")
+    await first.welcomed()
+    listens = await first.reports()
+    second = Member(service, of_b, b"2")
+    with pytest.raises(Aborted, match="ALREADY_EXISTS: worker_id: a worker 'w' at a:1 is there"):
+        await second.welcomed()
+    assert ids(models) == [["w"], []]
+
+    monkeypatch.setattr(membership_service, "ALIVE_S", -1.0)  # nobody is taken to have spoken lately
+    successor = Member(service, of_b, b"2")
+    await successor.welcomed()
+    listens_too = await successor.reports()
+    assert ids(models) == [[], ["w"]]
+    first.says.put_nowait(pb.WorkerMessage(load=pb.LoadReport()))
+    with pytest.raises(Aborted, match="another stream of 'w' has taken the place of this one"):
+        await listens
+    assert ids(models) == [[], ["w"]], "the end of the old stream takes nothing from the new one"
+    listens_too.cancel()
+    await asyncio.wait([listens_too])
+
+
+async def test_a_worker_of_a_model_that_is_not_served_is_told_which_are(models: ServedModels) -> None:
+    service = MembershipService(models, "router", b"incarnation", 10.0)
+    stranger = Member(service, next(iter(models)), b"1", config_fingerprint=b"other", model="c")
+    with pytest.raises(Aborted, match=r"FAILED_PRECONDITION.*serves 'c', whose config .*: 'a', 'b'"):
+        await stranger.welcomed()
