@@ -193,7 +193,7 @@ async def sim_cluster(stack: contextlib.AsyncExitStack) -> AsyncIterator[LocalCl
     folder.mkdir()
     config = {"model_type": "llama", "vocab_size": 1000, "max_position_embeddings": 4096}
     (folder / "config.json").write_text(json.dumps(config))
-    router = {"model": folder, "port": 0, "decode_prefill_tokens_per_s": 1.0}  # so that every prompt is lent
+    router = {"model": folder, "port": 0, "decode_prefill_tokens_per_s": 100.0}  # so that every prompt is lent
     cores = sorted(os.sched_getaffinity(0))
     topology = plan_topology(1, 1, router, {"model": folder, "engine": "sim"}, cores)
     paced = tuple(config.model_copy(update={"sim_step_ms": STEP_S * 1e3}) for config in topology.decode)

@@ -56,7 +56,7 @@ async def compare(console: Console) -> dict[str, Any]:
     ours: list[float] = []
     chain: list[float] = []
     seeds = random.Random(1)
-    router = {"decode_prefill_tokens_per_s": 1.0, "learn_rates": False}  # so that every prompt is lent
+    router = {"decode_prefill_tokens_per_s": 100.0, "learn_rates": False}  # so that every prompt is lent
     workers: dict[str, Any] = {
         "worker": {"kv_memory_mib": 64, "sim_reads": "last"},
         "decode_worker": {"sim_step_ms": STEP_S * 1e3},

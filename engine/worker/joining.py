@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import grpc
@@ -39,6 +40,8 @@ class _Router:
     task: "asyncio.Future[TandemError] | None" = None
     router_id: str = ""
     """Empty while there is no stream to it."""
+    urgent: asyncio.Event = field(default_factory=asyncio.Event)
+    """What is in the backlog is not to wait for more."""
     refusal: str = ""
     """Why one of us does not want the other, as it was logged."""
 
@@ -83,6 +86,7 @@ class Memberships:
         for router in self._routers.values():
             if self._last_load is not None and not router.backlog.full():
                 router.backlog.put_nowait(self._last_load)
+                router.urgent.set()
 
     async def leave(self) -> None:
         """End every stream: the routers forget this worker."""
@@ -182,8 +186,10 @@ class Memberships:
             synchronised, spoke_at = False, 0.0
             while not overflow.is_set():
                 news = [await backlog.get()]
-                if (pause_s := spoke_at + TOGETHER_S - time.monotonic()) > 0:
-                    await asyncio.sleep(pause_s)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(spoke_at + TOGETHER_S - time.monotonic()):
+                        await router.urgent.wait()
+                router.urgent.clear()
                 while not backlog.empty():
                     news.append(backlog.get_nowait())
                 spoke_at = time.monotonic()

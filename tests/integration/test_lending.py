@@ -20,7 +20,7 @@ from tandem.local import stop_process
 
 VOCAB = 1000
 BLOCK = 16
-LENDER_ALWAYS = {"decode_prefill_tokens_per_s": 1.0}
+LENDER_ALWAYS = {"decode_prefill_tokens_per_s": 100.0}
 """Computing on a decode worker costs a second a token, so that nobody wants to."""
 SIM: dict[str, Any] = {"engine": "sim", "sim_step_ms": 2.0}
 

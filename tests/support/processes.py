@@ -17,8 +17,9 @@ from tandem.client import Client
 from tandem.local import LocalCluster, RoleProcess
 
 PATIENCE_S = 20.0
-LENDER_ALWAYS = {"decode_prefill_tokens_per_s": 1.0}
-"""Of a router. Computing on a decode worker costs a second a token, so that every loan looks worth it."""
+LENDER_ALWAYS = {"decode_prefill_tokens_per_s": 100.0}
+"""Of a router. Computing on a decode worker looks so slow that every loan is worth it, not so slow that requests are
+refused since they would come too late."""
 
 
 async def until(condition: Callable[[], Awaitable[bool]], what: str, timeout_s: float = PATIENCE_S) -> None:
