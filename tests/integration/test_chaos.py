@@ -137,7 +137,7 @@ async def test_a_storm(sim_model, seed: int) -> None:  # type: ignore[no-untyped
     settings = {"model": model, "router_id": name, "port": 0, "worker_silence_s": SILENCE_S, "no_worker_grace_s": 3.0}
     router = await start_router(RouterConfig.parse(settings))
     storm = Storm(model, router.address, seed)
-    (fleet,) = [each for each in gc.get_objects() if isinstance(each, Fleet) and each.router_id == name]
+    (fleet,) = [each for each in gc.get_objects() if type(each) is Fleet and each.router_id == name]
     try:
         for role in (*["prefill"] * MOST["prefill"], *["decode"] * MOST["decode"]):
             await storm.join(role)  # type: ignore[arg-type]
