@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from support.processes import LENDER_ALWAYS
 from tandem.client import Client
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "mixtral", "qwen3_moe")
@@ -37,7 +38,8 @@ def reference(path: Path) -> list[list[int]]:
 async def test_greedy_output_equals_transformers(make_model, cluster_of, ask, audit, family: str) -> None:  # type: ignore[no-untyped-def]
     path = make_model(family)
     expected = reference(path)
-    async with cluster_of(path, max_prefill_tokens=CHUNK) as cluster, Client(cluster.address) as client:
+    router = LENDER_ALWAYS | {"learn_rates": False}
+    async with cluster_of(path, router=router, max_prefill_tokens=CHUNK) as cluster, Client(cluster.address) as client:
         answers = await asyncio.gather(*(ask(client, prompt, max_tokens=NEW_TOKENS) for prompt in prompts()))
         assert [answer.token_ids for answer in answers] == expected
         for length, answer in zip(LENGTHS, answers, strict=True):
