@@ -67,9 +67,10 @@ class EngineCore:
         emit: Callable[[FromEngine], None],
         wake: Callable[[], None] = lambda: None,
         tiers: Tiers | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`emit` is called from `handle` and `step`, and must not block. `wake` is called by `post`, from whatever
-        thread that runs on: there is something for `handle_posted`."""
+        thread that runs on: there is something for `handle_posted`. `clock`: seconds, as everything here counts them."""
         self._runner = runner
         self._transport = transport
         self._limits = limits
@@ -77,7 +78,7 @@ class EngineCore:
         self._posted: SimpleQueue[ReadLanded] = SimpleQueue()
         self._wake = wake
         self._model_fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
-        self._books = Bookkeeper(runner.pool.num_blocks, runner.layout, runner, tiers)
+        self._books = Bookkeeper(runner.pool.num_blocks, runner.layout, runner, tiers, clock=clock)
         self._borrowing = BorrowingDesk(self._books, transport, emit, self.post)
         self._lending = LendingDesk(
             self._books, self._borrowing, self._model_fingerprint, emit, limits.max_queued_loans, self._next_arrival
@@ -151,7 +152,7 @@ class EngineCore:
         self._requests.part()
         self._start_loans()
         batch = self._batch_with_room()
-        now = time.monotonic()
+        now = self._books.clock()
         self._reports.step_began(now)
         for chunk in batch:
             self._books.grow(chunk.sequence, chunk.start + chunk.count)

@@ -1,6 +1,5 @@
 """What an engine tells the world of itself: changes of its cache, and its load as a sign that its loop turns."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -58,7 +57,7 @@ class Reporter:
     def step_ended(self) -> float:
         """How long it took, in seconds."""
         self._step_count += 1
-        return time.monotonic() - self._step_began_at
+        return self._books.clock() - self._step_began_at
 
     def report(self) -> None:
         """Say what is due. A step that hangs silences it."""
@@ -76,8 +75,8 @@ class Reporter:
             self._cache_sequence += len(events)
 
     def _report_load(self) -> None:
-        since = time.monotonic() - self._reported_at
-        if self._books.in_step and time.monotonic() - self._step_began_at > self._times.max_step_s:
+        since = self._books.clock() - self._reported_at
+        if self._books.in_step and self._books.clock() - self._step_began_at > self._times.max_step_s:
             return
         if since < (self._times.min_interval_s if self.changed else self._times.interval_s):
             return
