@@ -33,6 +33,7 @@ from engine.reports import Reporter, ReportTimes
 from engine.requests import RequestDesk
 from engine.runner import Runner
 from engine.scheduler import StepBudget, schedule
+from engine.steady import SteadySteps
 from engine.tiers.tiers import Tiers
 from engine.vocabulary import Chunk, Sampled, Sequence
 from kvtransfer.transport import Transport
@@ -96,6 +97,9 @@ class EngineCore:
         times = ReportTimes(limits.report_interval_s, limits.min_report_interval_s, limits.max_step_s)
         self._reports = Reporter(self._books, self._requests, self._lending, times, emit)
         self._arrivals = 0
+        self.steady = SteadySteps(
+            self._books, self._requests, self._lending, self._reports, limits.budget, self._take_arrivals
+        )
 
     def start(self) -> Ready:
         """Register the pool; what the front announces to the world."""
@@ -269,5 +273,8 @@ class EngineCore:
 
     def _next_arrival(self) -> int:
         """One count for requests and loans, arrivals and turns: the scheduler orders them together."""
-        self._arrivals += 1
-        return self._arrivals
+        return self._take_arrivals(1)
+
+    def _take_arrivals(self, count: int) -> int:
+        self._arrivals += count
+        return self._arrivals - count + 1

@@ -59,6 +59,15 @@ class Reporter:
         self._step_count += 1
         return self._books.clock() - self._step_began_at
 
+    def count_steps(self, count: int) -> None:
+        """So many were made at once."""
+        self._step_count += count
+
+    def due(self, now: float) -> bool:
+        """Load is to be reported at that time."""
+        interval_s = self._times.min_interval_s if self.changed else self._times.interval_s
+        return now - self._reported_at >= interval_s
+
     def report(self) -> None:
         """Say what is due. A step that hangs silences it."""
         self._report_cache()
@@ -75,12 +84,12 @@ class Reporter:
             self._cache_sequence += len(events)
 
     def _report_load(self) -> None:
-        since = self._books.clock() - self._reported_at
-        if self._books.in_step and self._books.clock() - self._step_began_at > self._times.max_step_s:
+        now = self._books.clock()
+        if self._books.in_step and now - self._step_began_at > self._times.max_step_s:
             return
-        if since < (self._times.min_interval_s if self.changed else self._times.interval_s):
+        if not self.due(now):
             return
-        self._reported_at += since
+        self._reported_at = now
         self.changed = False
         residency = self._requests.residency
         prefilling = [

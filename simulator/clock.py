@@ -21,10 +21,13 @@ class Appointment:
         """It will not happen. Cancelling it again, or when it has happened, does nothing."""
         self._deed = None
 
-    def keep(self) -> None:
+    def keep(self) -> bool:
+        """Let it happen; False when it was cancelled."""
         deed, self._deed = self._deed, None
-        if deed is not None:
-            deed(*self._arguments)
+        if deed is None:
+            return False
+        deed(*self._arguments)
+        return True
 
 
 class VirtualClock:
@@ -34,7 +37,7 @@ class VirtualClock:
         self.now = 0.0
         self.num_events = 0
         """That happened."""
-        self._queue: list[tuple[float, int, Appointment]] = []
+        self._queue: list[tuple[float, int, int, Appointment]] = []
         self._numbers = 0
 
     def time(self) -> float:
@@ -43,21 +46,31 @@ class VirtualClock:
 
     def at(self, when: float, deed: Deed, *arguments: Any) -> Appointment:
         """Do it then, which is not before now."""
-        assert when >= self.now, f"{when} is before {self.now}"
-        appointment = Appointment(when, deed, arguments)
-        self._numbers += 1
-        heapq.heappush(self._queue, (when, self._numbers, appointment))
-        return appointment
+        return self._put(when, 0, Appointment(when, deed, arguments))
 
     def after(self, seconds: float, deed: Deed, *arguments: Any) -> Appointment:
         """Do it so long from now; 0: after what is still to happen in this moment."""
         return self.at(self.now + seconds, deed, *arguments)
 
+    def late(self, when: float, rank: int, deed: Deed, *arguments: Any) -> Appointment:
+        """Do it at the end of that moment, behind everything of a lower rank, which is above 0. So its place does not
+        depend on when it was asked for."""
+        assert rank > 0
+        return self._put(when, rank, Appointment(when, deed, arguments))
+
     def step(self) -> bool:
         """Let the next thing happen; False when nothing is to."""
-        if not self._queue:
-            return False
-        self.now, _, appointment = heapq.heappop(self._queue)
-        self.num_events += 1
-        appointment.keep()
-        return True
+        queue = self._queue
+        while queue:
+            when, _, _, appointment = heapq.heappop(queue)
+            self.now = when
+            if appointment.keep():
+                self.num_events += 1
+                return True
+        return False
+
+    def _put(self, when: float, rank: int, appointment: Appointment) -> Appointment:
+        assert when >= self.now, f"{when} is before {self.now}"
+        self._numbers += 1
+        heapq.heappush(self._queue, (when, rank, self._numbers, appointment))
+        return appointment

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from engine.messages import CacheChanged, Load, Ready
 from engine.worker.joining import cache_events, load_report
@@ -12,6 +13,7 @@ from router.fleet import Fleet
 from router.rates import Priors
 from simulator.clock import VirtualClock
 from simulator.fronts import Fronts
+from simulator.gaps import Gaps
 from simulator.links import Links
 from simulator.request import Fate, Outcome, TraceRequest
 from simulator.router import SimRouter
@@ -54,6 +56,8 @@ class ClusterSpec:
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     make_fleet: FleetMaker = plain_fleet
     failures: tuple[Failure, ...] = ()
+    skip: bool = True
+    """Steps that are all alike happen at once; else each by itself, to the same results."""
     seed: int = 0
     """Of which router a request goes to."""
 
@@ -68,8 +72,12 @@ class SimCluster:
         self.links = Links(self.clock)
         self._on_end = on_end
         self._seeds = random.Random(spec.seed)
-        self.fronts = Fronts(self.clock, spec.message_s, self._report)
-        self.workers = {worker_id: self._worker(worker_id, worker) for worker_id, worker in spec.workers}
+        self.gaps = Gaps()
+        self.fronts = Fronts(self.clock, spec.message_s, self._report, self._count_gaps)
+        self.workers = {
+            worker_id: self._worker(worker_id, number, worker)
+            for number, (worker_id, worker) in enumerate(spec.workers, start=1)
+        }
         self.dead: list[SimWorker] = []
         self.routers = [self._router(number) for number in range(spec.num_routers)]
         self.num_under_way = 0
@@ -122,21 +130,27 @@ class SimCluster:
         self.num_under_way -= 1
         self._on_end(outcome)
 
+    def _count_gaps(self, times: Sequence[float], num_streams: int) -> None:
+        """Of a run, as clients see them. Before the first is a gap for each stream, which its router counts."""
+        to_client_s = 2 * self.spec.message_s
+        for before, after in pairwise(times):
+            self.gaps.add((after + to_client_s) - (before + to_client_s), num_streams)
+
     def _report(self, worker: SimWorker, message: CacheChanged | Load) -> None:
         said: pb.LoadReport | pb.CacheEvents
         said = load_report(message, draining=False) if isinstance(message, Load) else cache_events(message)
         for router in self.routers:
             self.clock.after(self.spec.event_lag_s, router.reported, worker, said)
 
-    def _worker(self, worker_id: str, spec: WorkerSpec) -> SimWorker:
+    def _worker(self, worker_id: str, number: int, spec: WorkerSpec) -> SimWorker:
         self.links.add(worker_id, spec.nic_bytes_per_s)
         transport = VirtualTransport(self.clock, self.links, worker_id, spec.read_latency_s)
-        return SimWorker(worker_id, spec, self.clock, transport, self.fronts.hear)
+        return SimWorker(worker_id, number, spec, self.clock, transport, self.fronts, self.spec.skip)
 
     def _router(self, number: int) -> SimRouter:
         spec = self.spec
         fleet = spec.make_fleet(f"router-{number}", spec.priors, spec.learn_rates)
-        return SimRouter(fleet, spec.admission, self.clock, self.fronts, spec.message_s)
+        return SimRouter(fleet, spec.admission, self.clock, self.fronts, spec.message_s, self.gaps)
 
 
 def hello_of(worker: SimWorker, ready: Ready) -> pb.Hello:

@@ -5,7 +5,7 @@ What a front decides is little, and is here what it is there: whom a loan is ask
 when a worker dies.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.messages import (
@@ -30,9 +30,10 @@ from engine.messages import (
     ReleaseLoan,
     Token,
 )
+from engine.vocabulary import Sequence as Chain
 from simulator.clock import VirtualClock
 from simulator.transport import PREFIX
-from simulator.worker import SimWorker
+from simulator.worker import Listener, SimWorker
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +47,8 @@ class Attempt:
     source: SimWorker | None
     on_token: Callable[["Attempt", Token], object]
     """Called when the engine says it, which is before anybody hears of it."""
+    on_run: Callable[["Attempt", Sequence[float]], object]
+    """Likewise of several, that were said at these times."""
     on_rejected: Callable[["Attempt", Rejected], object]
     on_lost: Callable[["Attempt"], object]
     """Its worker died."""
@@ -70,7 +73,7 @@ class Stream:
     """By the borrower: nothing is forwarded to it any more."""
 
 
-class Fronts:
+class Fronts(Listener):
     """Of all workers."""
 
     def __init__(
@@ -78,8 +81,11 @@ class Fronts:
         clock: VirtualClock,
         message_s: float,
         on_report: Callable[[SimWorker, CacheChanged | Load], object],
+        on_gaps: Callable[[Sequence[float], int], object] = lambda times, num_streams: None,
     ) -> None:
-        """`message_s`: from one process to another. `on_report` hears what a worker says to routers, when it says it."""
+        """`message_s`: from one process to another. `on_report` hears what a worker says to routers, when it says it.
+        `on_gaps` hears of runs: at each of these times so many streams got a token."""
+        self._on_gaps = on_gaps
         self._clock = clock
         self._message_s = message_s
         self._on_report = on_report
@@ -133,6 +139,12 @@ class Fronts:
                 attempt.on_rejected(attempt, message)
             case _:
                 raise AssertionError(f"unexpected {message!r}")
+
+    def hear_run(self, worker: SimWorker, chains: Sequence[Chain], times: Sequence[float]) -> None:
+        self._on_gaps(times, len(chains))
+        for chain in chains:
+            attempt = self._attempts[chain.request_id]
+            attempt.on_run(attempt, times)
 
     def _token(self, token: Token) -> None:
         attempt = self._attempts[token.request_id]

@@ -20,6 +20,7 @@ from router.fleet import Fleet, Placed, Worker
 from router.placement import Decision
 from simulator.clock import Appointment, VirtualClock
 from simulator.fronts import Attempt, Fronts
+from simulator.gaps import Gaps
 from simulator.request import Fate
 from simulator.request import Outcome as Result
 from simulator.runner import output_token
@@ -62,10 +63,12 @@ class SimRouter:
         clock: VirtualClock,
         fronts: Fronts,
         message_s: float,
+        gaps: Gaps,
         max_attempts: int = 4,
         deadline_s: float = 600.0,
     ) -> None:
-        """`message_s`: to a worker, and to a client."""
+        """`message_s`: to a worker, and to a client. `gaps`: where those between tokens are counted."""
+        self._gaps = gaps
         self.fleet = fleet
         self._tenants = Tenants(config)
         self.admission = Admission(fleet, config, self._tenants)
@@ -169,6 +172,7 @@ class SimRouter:
                 lender,
                 source,
                 on_token=lambda attempt, token: self._token(ticket, attempt, token),
+                on_run=lambda _, times: self._run(ticket, times),
                 on_rejected=lambda _, rejected: self._clock.after(self._message_s, self._rejected, ticket, rejected),
                 on_lost=lambda _: self._lost(ticket),
             )
@@ -179,7 +183,9 @@ class SimRouter:
     def _token(self, ticket: Ticket, attempt: Attempt, token: Token) -> None:
         """Its engine says it now; the client has it two messages later. All tokens take the same way."""
         result, at = ticket.result, self._clock.now + 2 * self._message_s
-        if not result.num_emitted:
+        if result.num_emitted:
+            self._gaps.add(at - result.last_token_at)
+        else:
             result.first_token_at = at
         result.num_emitted += 1
         result.last_token_at = at
@@ -187,6 +193,13 @@ class SimRouter:
             self._clock.after(self._message_s, self._started, ticket)
         if token.finish is not None:
             self._clock.after(self._message_s, self._finished, ticket, attempt)
+
+    def _run(self, ticket: Ticket, times: Sequence[float]) -> None:
+        """Tokens of a run, none of them the first or the last. Gaps within the run are counted for all its streams."""
+        result = ticket.result
+        self._gaps.add(times[0] + 2 * self._message_s - result.last_token_at)
+        result.num_emitted += len(times)
+        result.last_token_at = times[-1] + 2 * self._message_s
 
     def _started(self, ticket: Ticket) -> None:
         assert ticket.placed is not None

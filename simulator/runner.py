@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from engine.layout import KvLayout
 from engine.runner import ModelInfo, Runner
 from engine.vocabulary import Chunk, Sampled
+from engine.vocabulary import Sequence as Chain
 from kvtransfer.transport import DevicePool
 
 FIRST_OUTPUT_TOKEN = 1 << 31
@@ -17,6 +18,12 @@ FIRST_OUTPUT_TOKEN = 1 << 31
 def output_token(seed: int) -> int:
     """What a request of this seed samples, always."""
     return FIRST_OUTPUT_TOKEN + seed % FIRST_OUTPUT_TOKEN
+
+
+def token_of(sequence: Chain) -> int:
+    """What a sequence of a request samples, always."""
+    assert sequence.sampling is not None
+    return output_token(sequence.sampling.seed)
 
 
 class BytelessRunner(Runner):

@@ -74,6 +74,11 @@ class LendingDesk:
         """Sequences to compute for loans, now."""
         return [loan.job for loan in self._loans.values() if loan.job is not None and not loan.fetching]
 
+    @property
+    def computes(self) -> bool:
+        """There are `jobs`."""
+        return any(loan.job is not None and not loan.fetching for loan in self._loans.values())
+
     def started_jobs(self) -> list[Sequence]:
         """With those that are fetching."""
         return [loan.job for loan in self._loans.values() if loan.job is not None]
