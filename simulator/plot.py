@@ -26,8 +26,8 @@ def write_plot(path: Path, runs: Sequence[Run], setup: Setup, trace: str) -> Non
     _times(axes[0], runs, lambda results: results.ttft_s, 1.0, setup.slo.ttft_s, "time to first token, s")
     _times(axes[1], runs, lambda results: results.itl_s, 1e3, setup.slo.itl_s * 1e3, "time between tokens, ms")
     _bars(axes[2], runs, lambda results: 100 * results.kept_share, "{:.0f}", "requests within the SLO, %")
-    _bars(axes[3], runs, lambda results: results.goodput_per_gpu, "{:.3g}", "of those, per second and GPU")
-    _bars(axes[4], runs, lambda results: results.usd_per_million_output_tokens, "{:.2f}", "USD per million output tokens")
+    _bars(axes[3], runs, lambda results: results.goodput_per_gpu, "{:.3g}", "goodput: of those, /s/GPU")
+    _bars(axes[4], runs, lambda results: results.usd_per_million_output_tokens, "{:.2f}", "USD per M output tokens")
     axes[0].set_yticks(range(len(runs)), [run.scenario.name for run in runs], fontsize=9.5, color=INK)
     for label, run in zip(axes[0].get_yticklabels(), runs, strict=True):
         label.set_color(COLOURS[run.scenario.mode])
@@ -52,6 +52,8 @@ def _times(
     axes: Any, runs: Sequence[Run], spread_of: Callable[[Results], Spread], unit: float, limit: float, title: str
 ) -> None:
     """Ranges on a scale of ratios: a line from p50 to p99."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     for row, run in enumerate(runs):
         spread, colour = spread_of(run.results), COLOURS[run.scenario.mode]
         values = [unit * value for value in (spread.p50, spread.p95, spread.p99)]
@@ -64,7 +66,9 @@ def _times(
     axes.set_xscale("log")
     low, high = axes.get_xlim()
     axes.set_xlim(low, high * 1.6)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 100 * low else (1.0,)))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     _tidy(axes, title)
 
 

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from simulator.replay import Run, Setup
+from simulator.results import SHARES
 
 MARGIN = 0.03
 """Goodput that differs by less says nothing: the model of times is not that exact."""
@@ -44,31 +46,37 @@ def _goodput(run: Run) -> str:
     return f"{run.results.goodput_per_gpu:.3g} requests/s per GPU within the SLO"
 
 
-def table_of(runs: Sequence[Run], setup: Setup) -> Table:
-    """A row for each run."""
+def tables_of(runs: Sequence[Run], setup: Setup) -> list[Table]:
+    """How long things took, and what they came to: a row for each run."""
     slo = f"TTFT {setup.slo.ttft_s:g} s, ITL {setup.slo.itl_s * 1e3:g} ms"
-    table = Table(title=f"{setup.model.name} on {setup.gpus} x {setup.gpu.name}, SLO {slo}", title_justify="left")
-    table.add_column("cluster")
-    for name in ("TTFT s\np50 p95 p99", "ITL ms\np50 p95 p99", "E2E s\np50 p95 p99"):
-        table.add_column(name, justify="right")
-    for name in ("within\nSLO", "goodput\n/s/GPU", "cache\nhits", "moved", "refused", "USD per M\noutput tokens"):
-        table.add_column(name, justify="right")
+    title = f"{setup.model.name} on {setup.gpus} x {setup.gpu.name}, SLO: {slo}"
+    times = _table(title, [f"{name}\n{share}" for name in ("TTFT s", "ITL ms", "E2E s") for share in SHARES])
+    sums = _table("", ["within\nSLO", "goodput\n/s/GPU", "cache\nhits", "GB\nmoved", "refused\n", "USD per M\nout tokens"])
     best = _best(runs)
     for run in runs:
-        results = run.results
+        results, style = run.results, "bold" if run is best else ""
         spreads = ((results.ttft_s, 1.0), (results.itl_s, 1e3), (results.e2e_s, 1.0))
+        figures = (_figure(value * unit) for each, unit in spreads for value in (each.p50, each.p95, each.p99))
+        times.add_row(run.scenario.name, *figures, style=style)
         lost = str(results.refused) + (f" +{results.failed} failed" if results.failed else "")
-        table.add_row(
+        sums.add_row(
             run.scenario.name,
-            *(" ".join(_figure(value * unit) for value in (s.p50, s.p95, s.p99)) for s, unit in spreads),
             f"{results.kept_share:.1%}",
             f"{results.goodput_per_gpu:.3g}",
             f"{results.hit_rate:.1%}",
-            f"{results.moved_bytes / 1e9:,.0f} GB",
+            f"{results.moved_bytes / 1e9:,.0f}",
             lost,
             f"{results.usd_per_million_output_tokens:.2f}",
-            style="bold" if run is best else "",
+            style=style,
         )
+    return [times, sums]
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("\ncluster", no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 

@@ -12,7 +12,7 @@ from simulator.cluster import Failure, FleetMaker
 from simulator.decision_log import LoggedFleet
 from simulator.errors import BadSetup
 from simulator.replay import MODES, POLICIES, Mode, Policy, Run, Scenario, Setup, replay
-from simulator.report import table_of, verdict, write_json
+from simulator.report import tables_of, verdict, write_json
 from simulator.traces.reading import Trace
 
 
@@ -41,7 +41,8 @@ def compare(
             with _fleet_maker(scenario, log_path) as make_fleet:
                 runs.append(replay(setup, scenario, trace, _advance(progress, task), make_fleet=make_fleet))
             progress.update(task, completed=last_s)
-    console.print(table_of(runs, setup))
+    for table in tables_of(runs, setup):
+        console.print(table)
     if said := verdict(runs):
         console.print(said, style="bold")
     for run in runs:
