@@ -8,7 +8,7 @@ computed. The cost policy has perfect knowledge: it is told at once, counts what
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,7 @@ from router.candidates import Way
 from router.demand import Demand
 from router.fleet import Fleet, Placed, Worker
 from router.placement import Decision
-from router.rates import Ints, Priors
+from router.rates import Ints, Priors, Rates
 from router.snapshot import Hits
 from simulator.clock import VirtualClock
 from simulator.cluster import START_S, ClusterSpec, FleetMaker, SimCluster
@@ -38,15 +38,32 @@ BLOCK_TOKENS, NUM_BLOCKS = 512, 10_000
 TICK_S = 3.0
 UTILISATION = 0.8
 CHUNK = 2048
+SLOW_TOKENS_PER_S = 10.0
 EAGER = AdmissionConfig(max_lender_queue_s=1e9, long_prompt_lender_share=1.0)
 """Everything starts at once."""
 
 
 class Deaf(Fleet):
-    """Hears nothing of what decode workers hold."""
+    """Hears nothing of what decode workers hold, and believes them slow: all prompts are lent."""
+
+    @property
+    def rates(self) -> Rates:
+        rates = super().rates
+        return replace(rates, decode_prefill_tokens_per_s=np.full_like(rates.prefill_tokens_per_s, SLOW_TOKENS_PER_S))
 
     def cache_changed(self, worker: Worker, changed: pb.CacheEvents) -> bool:
         return True if worker.decodes else super().cache_changed(worker, changed)
+
+
+class DeafAlone(Deaf):
+    """And believes that prefill workers cannot read from each other: what one lacks it computes."""
+
+    @property
+    def rates(self) -> Rates:
+        rates = super().rates
+        bytes_per_s = rates.kv_bytes_per_s.copy()
+        bytes_per_s[~self.snapshot.decodes] = 1e-3
+        return replace(rates, kv_bytes_per_s=bytes_per_s)
 
 
 class DeafRoundRobin(Deaf, RoundRobin):

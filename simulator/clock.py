@@ -50,7 +50,7 @@ class VirtualClock:
 
     def after(self, seconds: float, deed: Deed, *arguments: Any) -> Appointment:
         """Do it so long from now; 0: after what is still to happen in this moment."""
-        return self.at(self.now + seconds, deed, *arguments)
+        return self._put(self.now + seconds, 0, Appointment(self.now + seconds, deed, arguments))
 
     def late(self, when: float, rank: int, deed: Deed, *arguments: Any) -> Appointment:
         """Do it at the end of that moment, behind everything of a lower rank, which is above 0. So its place does not

@@ -355,6 +355,8 @@ class Admission:
 
     def _measure_all(self, now: float) -> None:
         """When the workers are others than before: what each request needs of them, and whether any could hold it."""
+        if not self.num_waiting:
+            return
         workers = self._fleet.snapshot
         largest = largest_pool(workers)
         if self._known is not None and self._known[0] is workers and self._known[1] == largest:
