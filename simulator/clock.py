@@ -21,13 +21,15 @@ class Appointment:
         """It will not happen. Cancelling it again, or when it has happened, does nothing."""
         self._deed = None
 
-    def keep(self) -> bool:
-        """Let it happen; False when it was cancelled."""
+    @property
+    def cancelled(self) -> bool:
+        return self._deed is None
+
+    def keep(self) -> None:
+        """Let it happen, once."""
         deed, self._deed = self._deed, None
-        if deed is None:
-            return False
+        assert deed is not None
         deed(*self._arguments)
-        return True
 
 
 class VirtualClock:
@@ -63,9 +65,10 @@ class VirtualClock:
         queue = self._queue
         while queue:
             when, _, _, appointment = heapq.heappop(queue)
-            self.now = when
-            if appointment.keep():
+            if not appointment.cancelled:
+                self.now = when
                 self.num_events += 1
+                appointment.keep()
                 return True
         return False
 

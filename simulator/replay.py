@@ -85,6 +85,12 @@ class Scenario:
         shape = f"{self.decode}" if not self.prefill else f"{self.prefill}P:{self.decode}D"
         return f"{self.mode} {shape}" + ("" if self.policy == "ours" else f" {self.policy}")
 
+    @property
+    def workers(self) -> list[tuple[str, Role]]:
+        """Id and role of each."""
+        counts: tuple[tuple[Role, int], ...] = (("prefill", self.prefill), ("decode", self.decode))
+        return [(f"{role}-{number:04}", role) for role, count in counts for number in range(count)]
+
 
 def scenarios(
     setup: Setup,
@@ -112,6 +118,10 @@ def scenarios(
                 found += [Scenario(mode, prefill, decode, policy) for prefill, decode in wanted]
     if not found:
         raise BadSetup("modes", "nothing is left to compare")
+    names = {name for scenario in found for name, _ in scenario.workers}
+    for failure in setup.failures:
+        if failure.worker_id not in names or not 0 <= failure.at_s < math.inf:
+            raise BadSetup("kill", f"{failure.worker_id!r} at {failure.at_s} s: there are {', '.join(sorted(names))}")
     return found
 
 
@@ -156,6 +166,7 @@ def replay(
 def cluster_spec(setup: Setup, scenario: Scenario, make_fleet: FleetMaker | None = None) -> ClusterSpec:
     """Raises BadSetup for a model that does not fit."""
     roofline = Roofline(setup.model, setup.gpu, setup.tp)
+    names = {name for name, _ in scenario.workers}
     return ClusterSpec(
         workers=tuple(_workers(setup, scenario, roofline)),
         priors=priors_of(setup, roofline),
@@ -164,7 +175,7 @@ def cluster_spec(setup: Setup, scenario: Scenario, make_fleet: FleetMaker | None
         event_lag_s=setup.event_lag_s,
         learn_rates=setup.learn_rates,
         make_fleet=make_fleet or _fleet_of(scenario),
-        failures=setup.failures,
+        failures=tuple(failure for failure in setup.failures if failure.worker_id in names),
         skip=setup.skip,
         seed=setup.seed,
     )
@@ -191,15 +202,10 @@ def _workers(setup: Setup, scenario: Scenario, roofline: Roofline) -> Iterator[t
     # All heads as one: a block has as many bytes, and one fingerprint.
     layout = KvLayout(model.layers, 1, model.kv_heads * model.head_dim, setup.block_tokens, _dtype(model))
     num_blocks = roofline.num_blocks(setup.block_tokens)
-    counts: tuple[tuple[Role, int, int], ...] = (
-        ("prefill", scenario.prefill, setup.prefill_chunk),
-        ("decode", scenario.decode, setup.decode_chunk),
-    )
-    for role, count, chunk in counts:
-        limits = CoreLimits(StepBudget(max(MAX_BATCH_TOKENS, chunk), chunk))
-        spec = WorkerSpec(role, layout, num_blocks, roofline, limits, setup.gpu.nic_bytes_per_s * setup.tp)
-        for number in range(count):
-            yield f"{role}-{number:04}", spec
+    chunks: dict[Role, int] = {"prefill": setup.prefill_chunk, "decode": setup.decode_chunk}
+    for name, role in scenario.workers:
+        limits = CoreLimits(StepBudget(max(MAX_BATCH_TOKENS, chunks[role]), chunks[role]))
+        yield name, WorkerSpec(role, layout, num_blocks, roofline, limits, setup.gpu.nic_bytes_per_s * setup.tp)
 
 
 def _dtype(model: ModelShape) -> str:

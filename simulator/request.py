@@ -24,11 +24,11 @@ class TraceRequest:
 
     def tokens(self) -> list[int]:
         """A prompt of that length, which shares with others what the trace says."""
-        if not self.hash_ids:
-            return [MAX_HASH_ID + self.number % MAX_HASH_ID] * self.input_tokens
-        width = self.hash_tokens
-        tokens = [hash_id for hash_id in self.hash_ids for _ in range(width)]
+        tokens: list[int] = []
+        for hash_id in self.hash_ids:
+            tokens += [hash_id] * self.hash_tokens
         del tokens[self.input_tokens :]
+        tokens += [MAX_HASH_ID + self.number % MAX_HASH_ID] * (self.input_tokens - len(tokens))
         return tokens
 
 
