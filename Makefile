@@ -7,7 +7,7 @@ PROTOC_VENV := .venv-protoc
 VLLM_VENV := .venv-vllm
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test test-faults lint types unit integration e2e gpu bench bench-engine bench-kv bench-router bench-gpu protos check-protos install clean
+.PHONY: demo test test-faults lint types unit integration e2e gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -60,6 +60,9 @@ bench-kv: $(INSTALLED)
 
 bench-router: $(INSTALLED)
 	@$(BIN)/python -m bench.router
+
+bench-simulator: $(INSTALLED)
+	@$(BIN)/python -m bench.simulator
 
 bench-gpu: $(INSTALLED)
 	@$(BIN)/python -m bench.gpu

@@ -1,9 +1,9 @@
 """The prefill side alone, in the setting of the shared traces' README: N prefill workers of 10,000 blocks of 512 tokens,
 sized for 0.8 utilisation without a cache, and the whole conversation trace, its 3 s ticks spread.
 
-The decode side is to add nothing: it computes a prompt's tail as fast as the others, moving KV takes no time to speak
-of, and the router hears nothing of what decode workers hold, so that all that is cached is cached where prompts are
-computed. The cost policy has perfect knowledge: it is told at once, counts what it has placed, and nothing waits for it.
+The decode side is to add nothing: all prompts are lent, a prompt's tail takes a decode worker as long as it would take
+another, moving KV takes no time to speak of, and the router hears nothing of what decode workers hold. The cost policy
+has perfect knowledge: it hears of everything at once, and nothing waits for it.
 """
 
 from collections import OrderedDict
@@ -18,6 +18,7 @@ from engine.keys import BlockKey
 from engine.layout import KvLayout
 from engine.scheduler import StepBudget
 from engine.sim.timing import StepTiming
+from engine.worker.config import Role
 from protos import membership_pb2 as pb
 from router.admission.config import AdmissionConfig
 from router.candidates import Way
@@ -26,8 +27,7 @@ from router.fleet import Fleet, Placed, Worker
 from router.placement import Decision
 from router.rates import Ints, Priors, Rates
 from router.snapshot import Hits
-from simulator.clock import VirtualClock
-from simulator.cluster import START_S, ClusterSpec, FleetMaker, SimCluster
+from simulator.cluster import ClusterSpec, FleetMaker, SimCluster
 from simulator.policies import LeastLoaded, PolicyFleet, RoundRobin
 from simulator.request import Fate, Outcome, TraceRequest
 from simulator.traces.reading import Trace, Window
@@ -116,7 +116,7 @@ class CostPolicy(Deaf, PolicyFleet):
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """What came of one policy."""
+    """TTFT under one policy, and the part of all blocks that nobody computed anew."""
 
     mean_s: float
     p50_s: float
@@ -166,9 +166,10 @@ def workers(num_workers: int, tokens_per_s: float) -> Iterator[tuple[str, Worker
     timing = StepTiming(step_s=1e-4, prompt_token_s=1 / tokens_per_s)
     layout = KvLayout(layers=1, kv_heads=1, head_dim=4, block_tokens=BLOCK_TOKENS, dtype="bfloat16")
     limits = CoreLimits(StepBudget(CHUNK, CHUNK))
-    for role, count in (("prefill", num_workers), ("decode", 2 * num_workers)):
+    counts: tuple[tuple[Role, int], ...] = (("prefill", num_workers), ("decode", 2 * num_workers))
+    for role, count in counts:
         for number in range(count):
-            yield f"{role}-{number}", WorkerSpec(role, layout, NUM_BLOCKS, timing, limits, 1e12)  # type: ignore[arg-type]
+            yield f"{role}-{number}", WorkerSpec(role, layout, NUM_BLOCKS, timing, limits, 1e12)
 
 
 def one_token(trace: Sequence[TraceRequest]) -> Iterator[TraceRequest]:

@@ -71,7 +71,7 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`emit` is called from `handle` and `step`, and must not block. `wake` is called by `post`, from whatever
-        thread that runs on: there is something for `handle_posted`. `clock`: seconds, as everything here counts them."""
+        thread that runs on: there is something for `handle_posted`. `clock` says the time, in seconds."""
         self._runner = runner
         self._transport = transport
         self._limits = limits

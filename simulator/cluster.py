@@ -15,7 +15,7 @@ from simulator.clock import VirtualClock
 from simulator.fronts import Fronts
 from simulator.gaps import Gaps
 from simulator.links import Links
-from simulator.request import Fate, Outcome, TraceRequest
+from simulator.request import Outcome, TraceRequest
 from simulator.router import SimRouter
 from simulator.transport import VirtualTransport
 from simulator.worker import SimWorker, WorkerSpec
@@ -126,7 +126,7 @@ class SimCluster:
         self._arrive(arrivals, on_progress)
 
     def _ended(self, outcome: Outcome) -> None:
-        assert outcome.fate in Fate
+        assert outcome.fate is not None
         self.num_under_way -= 1
         self._on_end(outcome)
 

@@ -184,9 +184,7 @@ class Fronts(Listener):
         wanted = tokens[: message.end_block * worker.spec.layout.block_tokens]
         stream = Stream(worker, message.request_id, lender, self.new_id("loan"), wanted, source)
         self._taken[stream.borrower_id] = self._given[stream.lender_id] = stream
-        lend = Lend(
-            stream.lender_id, wanted, first, "", message.may_compute, priority, mark, borrow=source is not None
-        )
+        lend = Lend(stream.lender_id, wanted, first, "", message.may_compute, priority, mark, borrow=source is not None)
         self._clock.after(self._message_s, self._ask, stream, lend)
 
     def _ask(self, stream: Stream, lend: Lend) -> None:

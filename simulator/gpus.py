@@ -9,8 +9,8 @@
     A10      125                 0.6         24      12.5       NVIDIA A10 datasheet
     L4      121                  0.3         24      12.5       NVIDIA L4 datasheet, without sparsity
 
-NICs are what servers usually give each GPU: 400, 200 and 100 Gbit/s. Prices are round figures of what clouds ask per GPU
-and hour on demand in 2025; they differ by a factor of two between clouds, so bring your own (`--price`).
+NICs are what servers usually give each GPU: 400, 200 and 100 Gbit/s. Prices are round figures of what clouds ask per
+GPU and hour on demand in 2025; they differ by a factor of two between clouds, so bring your own (`--price`).
 
 No GPU reaches its figures: `COMPUTE` of the FLOP/s and `MEMORY` of the bandwidth are what well-tuned engines get of
 them on large prompts and large batches (MFU of 40 to 60 % and 70 to 85 % of the bandwidth are what is published).

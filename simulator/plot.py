@@ -78,7 +78,9 @@ def _bars(axes: Any, runs: Sequence[Run], value_of: Callable[[Results], float], 
     colours = [COLOURS[run.scenario.mode] for run in runs]
     axes.barh(range(len(runs)), finite, height=0.55, color=colours, alpha=0.85)
     for row, value in enumerate(finite):
-        axes.annotate(form.format(values[row]), (value, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+        axes.annotate(
+            form.format(values[row]), (value, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8
+        )
     axes.set_xlim(0, max([*finite, 1e-9]) * 1.22)
     _tidy(axes, title)
 

@@ -25,6 +25,7 @@ Policy = Literal["ours", "round-robin", "least-loaded", "prefix-hash"]
 MODES: tuple[Mode, ...] = ("aggregated", "disaggregated", "conditional")
 POLICIES: tuple[Policy, ...] = ("ours", "round-robin", "least-loaded", "prefix-hash")
 MAX_BATCH_TOKENS = 8192
+DEFAULT_SLO = Slo(1.0, 0.05)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Setup:
     gpus: int
     tp: int = 1
     """GPUs of one worker."""
-    slo: Slo = Slo(1.0, 0.05)
+    slo: Slo = DEFAULT_SLO
     usd_per_gpu_hour: float | None = None
     """Default: the table's."""
     block_tokens: int = 64
@@ -104,7 +105,8 @@ def scenarios(
     for prefill, decode in wanted:
         if prefill < 1 or decode < 1 or prefill + decode != setup.workers:
             raise BadSetup(
-                "splits", f"{prefill}:{decode} are not {setup.workers} workers, the number of those not split, at least 1 each"
+                "splits",
+                f"{prefill}:{decode} are not {setup.workers} workers, the number of those not split, at least 1 each",
             )
     if not wanted:
         quarters = (max(1, min(setup.workers - 1, round(setup.workers * part / 4))) for part in (1, 2, 3))

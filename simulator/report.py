@@ -51,7 +51,9 @@ def tables_of(runs: Sequence[Run], setup: Setup) -> list[Table]:
     slo = f"TTFT {setup.slo.ttft_s:g} s, ITL {setup.slo.itl_s * 1e3:g} ms"
     title = f"{setup.model.name} on {setup.gpus} x {setup.gpu.name}, SLO: {slo}"
     times = _table(title, [f"{name}\n{share}" for name in ("TTFT s", "ITL ms", "E2E s") for share in SHARES])
-    sums = _table("", ["within\nSLO", "goodput\n/s/GPU", "cache\nhits", "GB\nmoved", "refused\n", "USD per M\nout tokens"])
+    sums = _table(
+        "", ["within\nSLO", "goodput\n/s/GPU", "cache\nhits", "GB\nmoved", "refused\n", "USD per M\nout tokens"]
+    )
     best = _best(runs)
     for run in runs:
         results, style = run.results, "bold" if run is best else ""

@@ -9,7 +9,7 @@ sees is the same to the bit as with every step by itself (`skip=False`; `tests/u
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.core import CoreLimits, EngineCore, Input

@@ -15,7 +15,6 @@ from simulator.replay import MODES, POLICIES, Mode, Policy, Run, Scenario, Setup
 from simulator.report import tables_of, verdict, write_json
 from simulator.traces.reading import Trace
 
-
 _Word = TypeVar("_Word", bound=str)
 
 
@@ -122,4 +121,4 @@ def _fleet_maker(scenario: Scenario, log_path: Path | None) -> Iterator[FleetMak
         yield None
         return
     with log_path.open("a") as log:
-        yield lambda *settings: LoggedFleet(*settings, log)
+        yield lambda router_id, priors, learn_rates: LoggedFleet(router_id, priors, learn_rates, log)

@@ -1,7 +1,7 @@
 """Azure's CSV: `TIMESTAMP,ContextTokens,GeneratedTokens`, times as `2023-11-16 18:15:46.6805900`."""
 
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 from simulator.traces.row import BadRow, Row, tokens_of
 
@@ -27,7 +27,7 @@ def _whole(name: str, cell: str) -> int:
 def _seconds(cell: str) -> float:
     head, _, fraction = cell.strip().partition(".")
     try:
-        seconds = datetime.fromisoformat(head).replace(tzinfo=timezone.utc).timestamp()
+        seconds = datetime.fromisoformat(head).replace(tzinfo=UTC).timestamp()
         return seconds + (int(fraction[:9]) / 10 ** len(fraction[:9]) if fraction else 0.0)
     except (ValueError, OverflowError):
         raise BadRow(f"TIMESTAMP is {cell!r}, not a time such as 2023-11-16 18:15:46.6805900") from None

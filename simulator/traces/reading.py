@@ -97,7 +97,9 @@ class Trace:
             count += 1
             yield since_s - window.start_s, row
         if not count:
-            raise BadTrace(self.path, 0, "has no request in the window asked for" if first_s is not None else "is empty")
+            raise BadTrace(
+                self.path, 0, "has no request in the window asked for" if first_s is not None else "is empty"
+            )
 
     def rows(self) -> Iterator[Row]:
         """All of them, in order. Raises BadTrace."""
@@ -144,7 +146,9 @@ class Trace:
                 raise BadTrace(self.path, number, str(error)) from None
             if missing := [name for name in azure.COLUMNS if name not in header]:
                 columns = ", ".join(missing)
-                raise BadTrace(self.path, number, f"is neither JSON nor a CSV header: the columns {columns} are missing")
+                raise BadTrace(
+                    self.path, number, f"is neither JSON nor a CSV header: the columns {columns} are missing"
+                )
             return lambda text: azure.read_row(header, _cells(text))
         try:
             first = parse_object(line)

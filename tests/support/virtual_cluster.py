@@ -1,5 +1,6 @@
 """Small clusters in virtual time, and requests for them."""
 
+import dataclasses
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -33,7 +34,9 @@ def cluster_spec(num_prefill: int, num_decode: int, num_blocks: int = 400, reser
     return ClusterSpec((*prefill, *decode), PRIORS)
 
 
-def random_requests(seed: int, count: int, rate: float, most_input: int = 2000, most_output: int = 60) -> list[TraceRequest]:
+def random_requests(
+    seed: int, count: int, rate: float, most_input: int = 2000, most_output: int = 60
+) -> list[TraceRequest]:
     """Of a few conversations, so that prefixes are shared."""
     rng, at_s = random.Random(seed), 0.0
     conversations = [[rng.randrange(1 << 20) for _ in range(most_input // 64 + 1)] for _ in range(4)]
@@ -81,11 +84,7 @@ class Observed:
     def summary(self) -> list[tuple[object, ...]]:
         """Of each request, all there is; to the bit."""
         ordered = sorted(self.outcomes, key=lambda outcome: outcome.request.number)
-        return [
-            (o.request.number, o.fate, o.reason, o.first_token_at, o.last_token_at, o.num_emitted, o.num_attempts)
-            + (o.reused_tokens, o.moved_bytes, o.predicted_ttft_s)
-            for o in ordered
-        ]
+        return [dataclasses.astuple(outcome) for outcome in ordered]
 
 
 def kills(names: Sequence[tuple[float, str]]) -> tuple[Failure, ...]:

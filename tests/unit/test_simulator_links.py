@@ -65,7 +65,9 @@ def test_what_is_cut_ends_at_once_and_others_have_its_share() -> None:
 
 @given(
     transfers=st.lists(
-        st.tuples(st.floats(0, 5), st.integers(0, 3), st.integers(0, 3), st.integers(1, 10_000)), min_size=1, max_size=25
+        st.tuples(st.floats(0, 5), st.integers(0, 3), st.integers(0, 3), st.integers(1, 10_000)),
+        min_size=1,
+        max_size=25,
     ),
     speeds=st.lists(st.floats(10, 1000), min_size=4, max_size=4),
     cut=st.none() | st.tuples(st.floats(0, 10), st.integers(0, 3)),

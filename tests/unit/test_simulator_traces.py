@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from protos import inference_pb2 as pb
 from simulator.errors import BadSetup, BadTrace
 from simulator.request import TraceRequest
-from simulator.traces.receipts import Numbering, Served, write_served
 from simulator.traces.reading import Trace, Window
+from simulator.traces.receipts import Numbering, Served, write_served
 
 GOOD = {"timestamp": 1000, "input_length": 1000, "output_length": 5, "hash_ids": [0, 1]}
 
