@@ -1,5 +1,5 @@
-"""The prefill side alone, in the setting of the shared traces' README: N prefill workers of 10,000 blocks of 512 tokens,
-sized for 0.8 utilisation without a cache, and the whole conversation trace, its 3 s ticks spread.
+"""The prefill side alone, in the setting of the shared traces' README: N prefill workers of 10,000 blocks of 512 tokens
+each, sized for 0.8 utilisation without a cache, and the whole conversation trace, its 3 s ticks spread.
 
 The decode side is to add nothing: all prompts are lent, a prompt's tail takes a decode worker as long as it would take
 another, moving KV takes no time to speak of, and the router hears nothing of what decode workers hold. The cost policy

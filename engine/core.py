@@ -5,6 +5,8 @@ called from others. Between the halves the runner computes on a thread of its ow
 handshake does not wait for steps.
 """
 
+import itertools
+import operator
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -152,6 +154,8 @@ class EngineCore:
     def begin_step(self) -> list[Chunk]:
         """What to compute next. Until `end_step`, messages may be handled while the runner executes it: whatever they
         end, nobody else gets a block that the batch writes into."""
+        if not self._requests.num_requests and not self._lending.num_loans:
+            return []
         self._requests.residency.begin_step()
         self._requests.part()
         self._start_loans()
@@ -167,16 +171,19 @@ class EngineCore:
 
     def end_step(self, batch: list[Chunk], sampled: list[Sampled]) -> None:
         """The runner's answer to `begin_step`."""
-        prompt_tokens = sum(chunk.count for chunk in batch if not chunk.sequence.decoding)
+        prompts = [not chunk.sequence.decoding for chunk in batch]
+        prompt_tokens = sum(chunk.count for chunk, is_prompt in zip(batch, prompts, strict=True) if is_prompt)
         self._books.rates.computed(prompt_tokens, self._reports.step_ended())
         over = set(self._books.lingering)
         self._books.end_step()
         tokens = iter(sampled)
         num_requests = self._requests.num_requests
         results = [(chunk, next(tokens) if chunk.answers else None) for chunk in batch]
-        # First tokens leave first: they are waited for, while those of running streams come anyway.
-        for chunk, token in sorted(results, key=lambda result: result[0].sequence.decoding):
-            self._reports.changed |= not chunk.sequence.decoding
+        if any(prompts):
+            self._reports.changed = True
+            # First tokens leave first: they are waited for, while those of running streams come anyway.
+            results = [*itertools.compress(results, prompts), *itertools.compress(results, map(operator.not_, prompts))]
+        for chunk, token in results:
             sequence = chunk.sequence
             if sequence in over or (sequence.sampling is not None and not self._requests.has(sequence)):
                 continue  # cancelled meanwhile, or another choice of the request failed just now

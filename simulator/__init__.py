@@ -9,7 +9,7 @@
 | what | is | where |
 | --- | --- | --- |
 | placement, admission, the prefix index, learning from receipts | real | `router`, called by `router.py` |
-| scheduling, block pools, prefix caches, lending and borrowing, preemption, load reports | real | `engine`, by `worker.py` |
+| scheduling, block pools, prefix caches, loans, preemption, load reports | real | `engine`, called by `worker.py` |
 | receipts | real | `decode_worker.receipt` |
 | what fronts, streams and futures do between those | a stand-in that decides nothing | `fronts.py`, `router.py` |
 | how long a step takes | modelled: a roofline of a named GPU, or a line | `gpus.py`, `engine/sim/timing.py` |

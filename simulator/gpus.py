@@ -16,7 +16,7 @@ No GPU reaches its figures: `COMPUTE` of the FLOP/s and `MEMORY` of the bandwidt
 them on large prompts and large batches (MFU of 40 to 60 % and 70 to 85 % of the bandwidth are what is published).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.sim.timing import StepWork
 from simulator.errors import BadSetup
@@ -82,21 +82,26 @@ class Roofline:
     compute: float = COMPUTE
     memory: float = MEMORY
     step_s: float = STEP_S
+    _token_s: float = field(init=False, repr=False)
+    _pair_s: float = field(init=False, repr=False)
+    _byte_s: float = field(init=False, repr=False)
+    _context_s: float = field(init=False, repr=False)
 
-    @property
-    def _gpus(self) -> float:
-        """That it is worth."""
-        return self.tp * TP_EFFICIENCY ** (self.tp.bit_length() - 1)
+    def __post_init__(self) -> None:
+        """Seconds for each token, pair, byte of weights and token of context: asked for at every step."""
+        gpus = self.tp * TP_EFFICIENCY ** (self.tp.bit_length() - 1)
+        flop_s = 1 / (self.gpu.flops * self.compute * gpus)
+        byte_s = 1 / (self.gpu.bytes_per_s * self.memory * gpus)
+        object.__setattr__(self, "_token_s", 2 * self.model.active_params * flop_s)
+        object.__setattr__(self, "_pair_s", self.model.attention_flops_per_pair * flop_s)
+        object.__setattr__(self, "_byte_s", byte_s)
+        object.__setattr__(self, "_context_s", self.model.kv_bytes_per_token * byte_s)
 
     def seconds_of(self, work: StepWork) -> float:
-        model = self.model
-        tokens = work.prompt_tokens + work.streams
-        pairs = work.prompt_pairs + work.context_tokens
-        flops = 2 * model.active_params * tokens + model.attention_flops_per_pair * pairs
-        num_bytes = model.weight_bytes_read(tokens) + model.kv_bytes_per_token * work.context_tokens
-        compute_s = flops / (self.gpu.flops * self.compute * self._gpus)
-        memory_s = num_bytes / (self.gpu.bytes_per_s * self.memory * self._gpus)
-        return self.step_s + max(compute_s, memory_s)
+        tokens, context = work.prompt_tokens + work.streams, work.context_tokens
+        compute_s = self._token_s * tokens + self._pair_s * (work.prompt_pairs + context)
+        memory_s = self._byte_s * self.model.weight_bytes_read(tokens) + self._context_s * context
+        return self.step_s + (compute_s if compute_s > memory_s else memory_s)
 
     def num_blocks(self, block_tokens: int) -> int:
         """Of KV, in what the weights leave. Raises BadSetup."""
