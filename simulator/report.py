@@ -50,7 +50,8 @@ def tables_of(runs: Sequence[Run], setup: Setup) -> list[Table]:
     """How long things took, and what they came to: a row for each run."""
     slo = f"TTFT {setup.slo.ttft_s:g} s, ITL {setup.slo.itl_s * 1e3:g} ms"
     title = f"{setup.model.name} on {setup.gpus} x {setup.gpu.name}, SLO: {slo}"
-    times = _table(title, [f"{name}\n{share}" for name in ("TTFT s", "ITL ms", "E2E s") for share in SHARES])
+    names = [f"{name}\n{share}" for name in ("TTFT s", "ITL ms", "E2E s") for share in SHARES]
+    times = _table(title, [name if name.endswith("p50") else "\n" + name[-3:] for name in names])
     sums = _table(
         "", ["within\nSLO", "goodput\n/s/GPU", "cache\nhits", "GB\nmoved", "refused\n", "USD per M\nout tokens"]
     )
@@ -76,9 +77,9 @@ def tables_of(runs: Sequence[Run], setup: Setup) -> list[Table]:
 
 def _table(title: str, columns: Sequence[str]) -> Table:
     table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("\ncluster", no_wrap=True)
+    table.add_column("\ncluster")
     for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=True, min_width=max(map(len, [*name.split("\n"), "00.00"])))
     return table
 
 
@@ -108,4 +109,8 @@ def _finite(value: Any) -> Any:
 
 
 def _figure(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.3g}"
+    """In five places at most."""
+    if math.isnan(value):
+        return "-"
+    digits = 3 if value < 0.1 else 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:.{digits}f}"
