@@ -22,7 +22,10 @@ def write_plot(path: Path, runs: Sequence[Run], setup: Setup, trace: str) -> Non
     height = 1.9 + 0.42 * len(runs)
     figure = Figure(figsize=(14, height), dpi=150, facecolor="white")
     axes = figure.subplots(1, 5, sharey=True, width_ratios=(3, 3, 2, 2, 2))
-    figure.subplots_adjust(left=0.155, right=0.985, top=1 - 1.15 / height, bottom=0.62 / height, wspace=0.1)
+    longest = max(len(run.scenario.name) for run in runs)
+    figure.subplots_adjust(
+        left=max(0.1, 0.012 + 0.0063 * longest), right=0.985, top=1 - 1.15 / height, bottom=0.62 / height, wspace=0.1
+    )
     _times(axes[0], runs, lambda results: results.ttft_s, 1.0, setup.slo.ttft_s, "time to first token, s")
     _times(axes[1], runs, lambda results: results.itl_s, 1e3, setup.slo.itl_s * 1e3, "time between tokens, ms")
     _bars(axes[2], runs, lambda results: 100 * results.kept_share, "{:.0f}", "requests within the SLO, %")

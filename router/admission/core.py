@@ -106,6 +106,9 @@ class Admission:
 
     def changed(self, now: float) -> list[Outcome]:
         """Workers, their reports, or the time."""
+        due = bool(self._times) and self._times[0][0] <= now
+        if not (due or self.num_waiting or self._forecast.anybody_waits):
+            return []  # most reports
         self._forecast.advance(now)
         outcomes = self._settle(now)
         self._forecast.waiting(self._waiting_classes())
