@@ -8,7 +8,7 @@ VLLM_VENV := .venv-vllm
 ROUTERS_VENV := .venv-routers
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test test-faults lint types unit integration e2e gpu bench bench-engine bench-kv bench-router bench-gpu protos check-protos install clean
+.PHONY: demo test test-faults lint types unit integration e2e gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -62,6 +62,9 @@ bench-kv: $(INSTALLED)
 
 bench-router: $(INSTALLED) $(ROUTERS_VENV)/.installed
 	@$(BIN)/python -m bench.router
+
+bench-simulator: $(INSTALLED)
+	@$(BIN)/python -m bench.simulator
 
 bench-gpu: $(INSTALLED)
 	@$(BIN)/python -m bench.gpu

@@ -1,6 +1,7 @@
 """The blocks of sequences: reserving, naming as they fill, releasing. Owns the pool and the fingerprints."""
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
@@ -38,8 +39,11 @@ class Bookkeeper:
         memory: BlockMemory,
         tiers: Tiers | None = None,
         rates: WorkRates | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """What the pool evicts goes to `tiers`, and comes back where `rates` say that it is worth it."""
+        """What the pool evicts goes to `tiers`, and comes back where `rates` say that it is worth it. `clock` says the
+        time for everybody who keeps these books, in seconds."""
+        self.clock = clock
         self.pool = BlockPool(num_blocks, self._demote)
         self.layout = layout
         self.tiers = tiers

@@ -5,6 +5,8 @@ called from others. Between the halves the runner computes on a thread of its ow
 handshake does not wait for steps.
 """
 
+import itertools
+import operator
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +35,7 @@ from engine.reports import Reporter, ReportTimes
 from engine.requests import RequestDesk
 from engine.runner import Runner
 from engine.scheduler import StepBudget, schedule
+from engine.steady import SteadySteps
 from engine.tiers.tiers import Tiers
 from engine.vocabulary import Chunk, Sampled, Sequence
 from kvtransfer.transport import Transport
@@ -67,9 +70,10 @@ class EngineCore:
         emit: Callable[[FromEngine], None],
         wake: Callable[[], None] = lambda: None,
         tiers: Tiers | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`emit` is called from `handle` and `step`, and must not block. `wake` is called by `post`, from whatever
-        thread that runs on: there is something for `handle_posted`."""
+        thread that runs on: there is something for `handle_posted`. `clock` says the time, in seconds."""
         self._runner = runner
         self._transport = transport
         self._limits = limits
@@ -77,7 +81,7 @@ class EngineCore:
         self._posted: SimpleQueue[ReadLanded] = SimpleQueue()
         self._wake = wake
         self._model_fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
-        self._books = Bookkeeper(runner.pool.num_blocks, runner.layout, runner, tiers)
+        self._books = Bookkeeper(runner.pool.num_blocks, runner.layout, runner, tiers, clock=clock)
         self._borrowing = BorrowingDesk(self._books, transport, emit, self.post)
         self._lending = LendingDesk(
             self._books, self._borrowing, self._model_fingerprint, emit, limits.max_queued_loans, self._next_arrival
@@ -95,6 +99,9 @@ class EngineCore:
         times = ReportTimes(limits.report_interval_s, limits.min_report_interval_s, limits.max_step_s)
         self._reports = Reporter(self._books, self._requests, self._lending, times, emit)
         self._arrivals = 0
+        self.steady = SteadySteps(
+            self._books, self._requests, self._lending, self._reports, limits.budget, self._take_arrivals
+        )
 
     def start(self) -> Ready:
         """Register the pool; what the front announces to the world."""
@@ -147,11 +154,13 @@ class EngineCore:
     def begin_step(self) -> list[Chunk]:
         """What to compute next. Until `end_step`, messages may be handled while the runner executes it: whatever they
         end, nobody else gets a block that the batch writes into."""
+        if not self._requests.num_requests and not self._lending.num_loans:
+            return []
         self._requests.residency.begin_step()
         self._requests.part()
         self._start_loans()
         batch = self._batch_with_room()
-        now = time.monotonic()
+        now = self._books.clock()
         self._reports.step_began(now)
         for chunk in batch:
             self._books.grow(chunk.sequence, chunk.start + chunk.count)
@@ -162,16 +171,19 @@ class EngineCore:
 
     def end_step(self, batch: list[Chunk], sampled: list[Sampled]) -> None:
         """The runner's answer to `begin_step`."""
-        prompt_tokens = sum(chunk.count for chunk in batch if not chunk.sequence.decoding)
+        prompts = [not chunk.sequence.decoding for chunk in batch]
+        prompt_tokens = sum(chunk.count for chunk, is_prompt in zip(batch, prompts, strict=True) if is_prompt)
         self._books.rates.computed(prompt_tokens, self._reports.step_ended())
         over = set(self._books.lingering)
         self._books.end_step()
         tokens = iter(sampled)
         num_requests = self._requests.num_requests
         results = [(chunk, next(tokens) if chunk.answers else None) for chunk in batch]
-        # First tokens leave first: they are waited for, while those of running streams come anyway.
-        for chunk, token in sorted(results, key=lambda result: result[0].sequence.decoding):
-            self._reports.changed |= not chunk.sequence.decoding
+        if any(prompts):
+            self._reports.changed = True
+            # First tokens leave first: they are waited for, while those of running streams come anyway.
+            results = [*itertools.compress(results, prompts), *itertools.compress(results, map(operator.not_, prompts))]
+        for chunk, token in results:
             sequence = chunk.sequence
             if sequence in over or (sequence.sampling is not None and not self._requests.has(sequence)):
                 continue  # cancelled meanwhile, or another choice of the request failed just now
@@ -270,5 +282,8 @@ class EngineCore:
 
     def _next_arrival(self) -> int:
         """One count for requests and loans, arrivals and turns: the scheduler orders them together."""
-        self._arrivals += 1
-        return self._arrivals
+        return self._take_arrivals(1)
+
+    def _take_arrivals(self, count: int) -> int:
+        self._arrivals += count
+        return self._arrivals - count + 1

@@ -1,6 +1,5 @@
 """What an engine tells the world of itself: changes of its cache, and its load as a sign that its loop turns."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -58,7 +57,16 @@ class Reporter:
     def step_ended(self) -> float:
         """How long it took, in seconds."""
         self._step_count += 1
-        return time.monotonic() - self._step_began_at
+        return self._books.clock() - self._step_began_at
+
+    def count_steps(self, count: int) -> None:
+        """So many were made at once."""
+        self._step_count += count
+
+    def due(self, now: float) -> bool:
+        """Load is to be reported at that time."""
+        interval_s = self._times.min_interval_s if self.changed else self._times.interval_s
+        return now - self._reported_at >= interval_s
 
     def report(self) -> None:
         """Say what is due. A step that hangs silences it."""
@@ -76,12 +84,12 @@ class Reporter:
             self._cache_sequence += len(events)
 
     def _report_load(self) -> None:
-        since = time.monotonic() - self._reported_at
-        if self._books.in_step and time.monotonic() - self._step_began_at > self._times.max_step_s:
+        now = self._books.clock()
+        if self._books.in_step and now - self._step_began_at > self._times.max_step_s:
             return
-        if since < (self._times.min_interval_s if self.changed else self._times.interval_s):
+        if not self.due(now):
             return
-        self._reported_at += since
+        self._reported_at = now
         self.changed = False
         residency = self._requests.residency
         prefilling = [

@@ -16,7 +16,6 @@ All of this is of one sequence. A request of several choices is admitted and bor
 runs and finishes by itself (`engine/choices.py`), and the request is over with the last one.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -112,7 +111,7 @@ class RequestDesk:
                 reason += f", {waiting} preempted requests wait for some"
             self._reject(message.request_id, reason, permanent=False)
             return
-        account = KvAccount(reused_blocks=len(sequence.blocks), times={"admitted": time.monotonic()})
+        account = KvAccount(reused_blocks=len(sequence.blocks), times={"admitted": self._books.clock()})
         by_choice = {chain.choice: chain for chain in chains}
         request = _Request(by_choice, account, True, message.sampling.n, search)
         self._requests[message.request_id] = request
@@ -163,7 +162,7 @@ class RequestDesk:
         first = sequence.num_tokens == sequence.num_prompt
         sequence.turn = self._next_arrival()
         if first:
-            account.times.setdefault("first_token", time.monotonic())
+            account.times.setdefault("first_token", self._books.clock())
         news = (sequence.num_preemptions > 0 and request.count_preemptions()) or first
         if request.search is not None:
             assert sampled.logprobs is not None

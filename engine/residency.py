@@ -109,6 +109,8 @@ class Residency:
 
     def restart(self) -> None:
         """Restart preempted sequences that fit."""
+        if not self._preempted:
+            return
         for sequence in restart_order(self._preempted, self._oldest()):
             if not self._try_restart(sequence, self.num_promised_blocks(sequence)):
                 return
@@ -116,6 +118,8 @@ class Residency:
     def begin_step(self) -> None:
         """Restart preempted sequences that fit, and the oldest at the cost of others. No step may be running."""
         self._stalled = None
+        if not self._preempted:
+            return
         self.restart()
         oldest = self._oldest()
         if oldest in self._preempted:
@@ -126,7 +130,8 @@ class Residency:
         lacking = [self._books.num_lacking(chunk.sequence, chunk.start + chunk.count) for chunk in batch]
         if sum(lacking) <= self._books.pool.num_available:
             for chunk, count in zip(batch, lacking, strict=True):
-                self._books.extend(chunk.sequence, count)
+                if count:
+                    self._books.extend(chunk.sequence, count)
             return True
         oldest = self._oldest()
         victim = next_victim(self._running, oldest)

@@ -45,22 +45,28 @@ def schedule(runnable: Iterable[Sequence], budget: StepBudget) -> list[Chunk]:
 
     What does not fit the budget waits a step. The blocks of what is computed are the caller's affair.
     """
-    ordered = sorted(runnable, key=lambda sequence: (not sequence.decoding, -sequence.priority, sequence.arrival))
+    ordered = sorted(
+        (not s.decoding, -s.priority, s.arrival, place, s.num_remaining, s) for place, s in enumerate(runnable)
+    )
     if not ordered:
         return []
-    longest = min(ordered, key=lambda sequence: (sequence.turn, sequence.arrival))
-    counts = dict.fromkeys(ordered, 0)
-    counts[longest] = min(longest.num_remaining, budget.guaranteed_tokens)
-    left = budget.max_tokens - counts[longest]
-    prefill_left = budget.max_prefill_tokens - (0 if longest.decoding else counts[longest])
-    for sequence in ordered:
-        count = min(sequence.num_remaining - counts[sequence], left)
-        if not sequence.decoding:
+    if not ordered[-1][0] and len(ordered) <= budget.max_tokens:  # all decode, a token each: most steps
+        return [Chunk(sequence, sequence.num_computed, 1) for *_, sequence in ordered]
+    *_, longest = min(ordered, key=lambda entry: (entry[-1].turn, entry[-1].arrival))
+    share = min(longest.num_remaining, budget.guaranteed_tokens)
+    left = budget.max_tokens - share
+    prefill_left = budget.max_prefill_tokens - (0 if longest.decoding else share)
+    chunks: list[Chunk] = []
+    for is_prompt, _, _, _, remaining, sequence in ordered:
+        own_share = share if sequence is longest else 0
+        count = min(remaining - own_share, left)
+        if is_prompt:
             count = min(count, prefill_left)
             prefill_left -= count
-        counts[sequence] += count
         left -= count
-    return [Chunk(sequence, sequence.num_computed, counts[sequence]) for sequence in ordered if counts[sequence]]
+        if count + own_share:
+            chunks.append(Chunk(sequence, sequence.num_computed, count + own_share))
+    return chunks
 
 
 def max_wait_steps(budget: StepBudget, num_blocks: int, block_tokens: int) -> int:

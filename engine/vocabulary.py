@@ -167,7 +167,8 @@ class Sequence:
         """Only the token sampled last is left to compute: each step computes one and samples the next."""
         if self.sampling is None or self.siblings:
             return False
-        return self.num_remaining == 1 and self.num_tokens > self.num_prompt
+        num_tokens = len(self.token_ids)
+        return num_tokens > self.num_prompt and num_tokens - self.num_computed == 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,10 @@ class Transport(ABC):
 
     name: str
 
+    def blocks_per_read(self, block_bytes: int) -> int:
+        """How many blocks a read is best of. Raises ValueError for blocks that no read can carry."""
+        return max(1, min(READ_BYTES // block_bytes, max_blocks_per_read(block_bytes)))
+
     @abstractmethod
     def register(self, pool: AnyPool) -> bytes:
         """Make the pool readable by others and writable by own reads. Returns the endpoint: opaque bytes that a

@@ -1,6 +1,7 @@
 """The `tandem` command."""
 
 import asyncio
+import math
 import os
 import sys
 from collections.abc import Coroutine
@@ -239,6 +240,64 @@ def doctor(
 
     settings = read_settings(config).worker | parse_overrides(set_ or [])
     raise typer.Exit(run_doctor(console, settings, model, workers, print_json))
+
+
+@app.command(name="replay")
+def replay_trace(
+    trace: Annotated[Path, typer.Argument(help="Mooncake's JSON lines, Azure's CSV, or a log of receipts")],
+    gpus: Annotated[int, typer.Option(help="of every cluster that is compared")] = 8,
+    gpu: Annotated[str, typer.Option(help="B200, H200, H100, A100, L40S, A10 or L4")] = "H100",
+    tp: Annotated[int, typer.Option(help="GPUs of one worker")] = 1,
+    model: Annotated[Path | None, typer.Option(help="directory with a config.json; default: Llama 3.1 8B")] = None,
+    modes: Annotated[str, typer.Option(help="who computes prompts")] = "aggregated,disaggregated,conditional",
+    split: Annotated[list[str] | None, typer.Option(metavar="P:D", help="workers of each role; repeatable")] = None,
+    policies: Annotated[
+        str, typer.Option(help="who chooses workers: ours,round-robin,least-loaded,prefix-hash")
+    ] = "ours",
+    ttft: Annotated[float, typer.Option(help="SLO: seconds to the first token")] = 1.0,
+    itl: Annotated[float, typer.Option(help="SLO: milliseconds between tokens, the mean of a request")] = 50.0,
+    rate: Annotated[float, typer.Option(help="requests come so many times as fast")] = 1.0,
+    start: Annotated[float, typer.Option(help="leave out what comes before, in seconds of the trace")] = 0.0,
+    duration: Annotated[float | None, typer.Option(help="and what comes so much later than that")] = None,
+    requests: Annotated[int | None, typer.Option(help="at most so many")] = None,
+    spread: Annotated[float, typer.Option(help="seconds: each request comes up to so much later, by chance")] = 0.0,
+    price: Annotated[float | None, typer.Option(help="USD per GPU and hour; default: a table's")] = None,
+    routers: Annotated[int, typer.Option(help="each with a view of its own")] = 1,
+    lag: Annotated[float, typer.Option(help="milliseconds until a router hears of a cache or a load")] = 10.0,
+    block_tokens: Annotated[int, typer.Option(help="tokens of a KV block")] = 64,
+    kill: Annotated[list[str] | None, typer.Option(metavar="WORKER@S", help="it dies then; repeatable")] = None,
+    seed: Annotated[int, typer.Option(help="the same seed gives the same figures")] = 0,
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="write all figures")] = None,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="draw the comparison; needs matplotlib")] = None,
+    log_decisions: Annotated[Path | None, typer.Option(metavar="FILE", help="append placement's decisions")] = None,
+) -> None:
+    """Should I disaggregate? Replay a trace through clusters that do not exist, with the router and the engine that do.
+
+    In virtual time: computing and links are modelled, everything that decides is real.
+    """
+    from simulator.gpus import gpu_named
+    from simulator.model_shape import open_shape
+    from simulator.replay import Setup, scenarios
+    from simulator.results import Slo
+    from simulator.traces.reading import Trace, Window
+    from tandem.replay import compare, parse_failures, parse_modes, parse_policies, parse_splits
+
+    setup = Setup(
+        model=open_shape(model),
+        gpu=gpu_named(gpu),
+        gpus=gpus,
+        tp=tp,
+        slo=Slo(ttft, itl / 1e3),
+        usd_per_gpu_hour=price,
+        block_tokens=block_tokens,
+        num_routers=routers,
+        event_lag_s=lag / 1e3,
+        failures=parse_failures(kill or []),
+        seed=seed,
+    )
+    window = Window(rate, start, math.inf if duration is None else duration, requests, spread, seed)
+    found = scenarios(setup, parse_modes(modes), parse_policies(policies), parse_splits(split or []))
+    compare(console, setup, found, Trace(trace, window), json_path, png, log_decisions)
 
 
 def main() -> None:

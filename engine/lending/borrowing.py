@@ -7,7 +7,6 @@ own; the sequence may be computed when the last is over, however much they broug
 
 import functools
 import threading
-import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import CancelledError, Future
@@ -35,7 +34,7 @@ from engine.lending.sources import Lender, LowerTiers, Source
 from engine.messages import FromEngine, KvAccount, LoanBlocks, LoanFailed, LoanStarted
 from engine.vocabulary import Sequence
 from kvtransfer.errors import PeerGone, TransferError
-from kvtransfer.transport import READ_BYTES, Transport, max_blocks_per_read
+from kvtransfer.transport import Transport
 
 LANDING_BYTES = 32 << 20
 """So much of an announcement is one landing at most. The loop is woken once for it, and when the lender goes in its
@@ -152,7 +151,7 @@ class BorrowingDesk:
         self._loans: dict[str, Loan] = {}
         block_bytes = books.layout.block_bytes
         self._landing_blocks = max(1, LANDING_BYTES // block_bytes)
-        self._read_blocks = max(1, min(READ_BYTES // block_bytes, max_blocks_per_read(block_bytes)))
+        self._read_blocks = transport.blocks_per_read(block_bytes)
 
     @property
     def num_loans(self) -> int:
@@ -177,7 +176,7 @@ class BorrowingDesk:
             return
         loan, lender = found
         times = loan.wanted.account.times
-        times["loan_started"] = time.monotonic()
+        times["loan_started"] = self._books.clock()
         times["lender_queued_s"] = message.queued_ms / 1e3
         lender.cached_end = lender.fetched_end = message.cached_end_block
         try:
@@ -192,8 +191,8 @@ class BorrowingDesk:
             return
         loan, lender = found
         times = loan.wanted.account.times
-        times.setdefault("first_blocks_ready", time.monotonic())
-        times["last_blocks_ready"] = time.monotonic()
+        times.setdefault("first_blocks_ready", self._books.clock())
+        times["last_blocks_ready"] = self._books.clock()
         if message.fetched:
             lender.fetched_end = message.first + len(message.block_ids)
         self._handle(loan, Announced(message.first, message.block_ids, self._split(message.fingerprints)))
@@ -226,7 +225,7 @@ class BorrowingDesk:
             return False
         source = LowerTiers(tiers, wanted.keys[first : first + count], self._books.write_block)
         loan = self._open(wanted, source, first, first + count)
-        wanted.account.times["restore_started"] = time.monotonic()
+        wanted.account.times["restore_started"] = self._books.clock()
         self._handle(loan, Started(loan.machine.end))
         self._handle(loan, Announced(first, tuple(range(count)), source.fingerprints()))
         return True
@@ -245,7 +244,7 @@ class BorrowingDesk:
             self._emit,
         )
         loan = self._open(wanted, lender, first, len(wanted.keys), may_be_part=not wanted.lender_computes)
-        wanted.account.times["loan_opened"] = time.monotonic()
+        wanted.account.times["loan_opened"] = self._books.clock()
         lender.open(first, loan.machine.end)
         return True
 
@@ -316,11 +315,11 @@ class BorrowingDesk:
             account.loan_failure = failure
             loan.source.spoiled(wanted.keys[loan.machine.bound_end])
         if isinstance(loan.source, Lender):
-            account.times["loan_closed"] = time.monotonic()
+            account.times["loan_closed"] = self._books.clock()
             if account.moved_blocks:
                 account.lanes = loan.source.lanes
         else:
-            account.times["restored"] = time.monotonic()
+            account.times["restored"] = self._books.clock()
             seconds = account.times["restored"] - account.times["restore_started"]
             self._books.rates.restored(account.restored_blocks * self._books.layout.block_bytes, seconds)
         loan.source.close()
@@ -340,7 +339,7 @@ class BorrowingDesk:
         account.lender_fetched_blocks += fetched
         account.lender_computed_blocks += count - cached - fetched
         account.transport = self._transport.name
-        account.times["last_bound"] = time.monotonic()
+        account.times["last_bound"] = self._books.clock()
 
     def _split(self, fingerprints: bytes) -> tuple[bytes, ...]:
         """One entry per block."""

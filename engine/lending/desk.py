@@ -1,8 +1,7 @@
 """Performs what the lender machines say: the loans this engine gives."""
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from engine.bookkeeper import Bookkeeper
 from engine.keys import BlockKey, block_keys, root_key
@@ -30,12 +29,12 @@ class _Loan:
     request: Lend
     machine: LenderLoan
     arrival: int
+    asked_at: float
     keys: list[BlockKey]
     """Of every full block of the request's tokens; taken once, since a waiting loan is tried at every step."""
     job: Sequence | None = None
     fetching: bool = False
     """The job borrows, or restores from a tier, and is not computed meanwhile."""
-    asked_at: float = field(default_factory=time.monotonic)
 
 
 class LendingDesk:
@@ -75,6 +74,11 @@ class LendingDesk:
         """Sequences to compute for loans, now."""
         return [loan.job for loan in self._loans.values() if loan.job is not None and not loan.fetching]
 
+    @property
+    def computes(self) -> bool:
+        """There are `jobs`."""
+        return any(loan.job is not None and not loan.fetching for loan in self._loans.values())
+
     def started_jobs(self) -> list[Sequence]:
         """With those that are fetching."""
         return [loan.job for loan in self._loans.values() if loan.job is not None]
@@ -106,7 +110,7 @@ class LendingDesk:
             self._refuse(request.loan_id, f"{len(self._waiting)} loans wait already", bad=False)
         else:
             machine = LenderLoan(request.first_block)
-            loan = _Loan(request, machine, self._next_arrival(), self._keys(request))
+            loan = _Loan(request, machine, self._next_arrival(), self._books.clock(), self._keys(request))
             self._loans[request.loan_id] = loan
             if not request.may_compute:
                 if not self._try_start(loan):
@@ -222,7 +226,7 @@ class LendingDesk:
         for action in handle(loan.machine):
             match action:
                 case SendStarting(end, cached_end):
-                    queued_ms = (time.monotonic() - loan.asked_at) * 1e3
+                    queued_ms = (self._books.clock() - loan.asked_at) * 1e3
                     self._emit(LendStarting(loan_id, end, cached_end, queued_ms))
                 case Announce(first, block_ids, fetched):
                     self._books.pool.acquire(block_ids)

@@ -106,6 +106,9 @@ class Admission:
 
     def changed(self, now: float) -> list[Outcome]:
         """Workers, their reports, or the time."""
+        due = bool(self._times) and self._times[0][0] <= now
+        if not (due or self.num_waiting or self._forecast.anybody_waits):
+            return []  # most reports
         self._forecast.advance(now)
         outcomes = self._settle(now)
         self._forecast.waiting(self._waiting_classes())
@@ -369,6 +372,8 @@ class Admission:
 
     def _measure_all(self, now: float) -> None:
         """When the workers are others than before: what each request needs of them, and whether any could hold it."""
+        if not self.num_waiting:
+            return
         workers = self._fleet.snapshot
         largest = largest_pool(workers)
         if self._known is not None and self._known[0] is workers and self._known[1] == largest:

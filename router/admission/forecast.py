@@ -39,6 +39,11 @@ class Forecast:
     _stream_s: float | None = None
     """Of a started request, for each token of output that it was promised blocks for."""
 
+    @property
+    def anybody_waits(self) -> bool:
+        """After the event before."""
+        return bool(self._waiting)
+
     def ended(self, waiting: Waiting, seconds: float) -> None:
         """It ran for so long, well or not."""
         if waiting.num_output_tokens:

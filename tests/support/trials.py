@@ -25,7 +25,7 @@ def run_trial(seed: int) -> Cluster:
     with (
         patch("kvtransfer.transport.MAX_POSTED_BYTES", window),
         patch("engine.lending.sources.RELEASE_BYTES", release),
-        patch("engine.lending.borrowing.READ_BYTES", read),
+        patch("kvtransfer.transport.READ_BYTES", read),
         patch("engine.lending.borrowing.LANDING_BYTES", landing),
     ):
         cluster = Cluster(seed, num_nodes=2 + seed % 2, reserve=(256, 1, 4, 1)[seed % 4])

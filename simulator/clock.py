@@ -1,0 +1,79 @@
+"""Virtual time: a queue of things to happen, each at its moment, those of one moment in the order they were asked."""
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+Deed = Callable[..., object]
+
+
+class Appointment:
+    """Something that will happen, unless it is cancelled."""
+
+    __slots__ = ("_arguments", "_deed", "at")
+
+    def __init__(self, at: float, deed: Deed, arguments: tuple[Any, ...]) -> None:
+        self.at = at
+        self._deed: Deed | None = deed
+        self._arguments = arguments
+
+    def cancel(self) -> None:
+        """It will not happen. Cancelling it again, or when it has happened, does nothing."""
+        self._deed = None
+
+    @property
+    def cancelled(self) -> bool:
+        return self._deed is None
+
+    def keep(self) -> None:
+        """Let it happen, once."""
+        deed, self._deed = self._deed, None
+        assert deed is not None
+        deed(*self._arguments)
+
+
+class VirtualClock:
+    """Seconds since the start. Time stands still while something happens."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.num_events = 0
+        """That happened."""
+        self._queue: list[tuple[float, int, int, Appointment]] = []
+        self._numbers = 0
+
+    def time(self) -> float:
+        """As `time.monotonic`."""
+        return self.now
+
+    def at(self, when: float, deed: Deed, *arguments: Any) -> Appointment:
+        """Do it then, which is not before now."""
+        return self._put(when, 0, Appointment(when, deed, arguments))
+
+    def after(self, seconds: float, deed: Deed, *arguments: Any) -> Appointment:
+        """Do it so long from now; 0: after what is still to happen in this moment."""
+        return self._put(self.now + seconds, 0, Appointment(self.now + seconds, deed, arguments))
+
+    def late(self, when: float, rank: int, deed: Deed, *arguments: Any) -> Appointment:
+        """Do it at the end of that moment, behind everything of a lower rank, which is above 0. So its place does not
+        depend on when it was asked for."""
+        assert rank > 0
+        return self._put(when, rank, Appointment(when, deed, arguments))
+
+    def step(self) -> bool:
+        """Let the next thing happen; False when nothing is to."""
+        queue = self._queue
+        while queue:
+            when, _, _, appointment = heapq.heappop(queue)
+            if not appointment.cancelled:
+                self.now = when
+                self.num_events += 1
+                appointment.keep()
+                return True
+        return False
+
+    def _put(self, when: float, rank: int, appointment: Appointment) -> Appointment:
+        assert when >= self.now, f"{when} is before {self.now}"
+        self._numbers += 1
+        heapq.heappush(self._queue, (when, rank, self._numbers, appointment))
+        return appointment

@@ -1,0 +1,117 @@
+"""Links: what bytes take between workers, each of which has one NIC, full duplex, that its transfers share.
+
+A transfer goes at the lesser of two equal shares: of what its sender can send, by the transfers that leave there, and
+of what its receiver can receive, by those that arrive. So no NIC ever carries more than it can. What a transfer cannot
+use of its share, being slower at its other end, the others do not get: full max-min fairness would be a little faster
+where both ends are crowded, and to compute it takes all transfers into account whenever one begins or ends.
+"""
+
+from collections.abc import Callable, Hashable
+
+from simulator.clock import Appointment, VirtualClock
+
+
+class Flow:
+    """One transfer under way."""
+
+    __slots__ = ("appointment", "on_over", "rate", "receiver", "remaining", "sender", "since")
+
+    def __init__(self, sender: "Nic", receiver: "Nic", num_bytes: float, on_over: Callable[[bool], object]) -> None:
+        self.sender = sender
+        self.receiver = receiver
+        self.remaining = num_bytes
+        self.on_over = on_over
+        self.rate = 0.0
+        """Bytes per second since `since`, when `remaining` were left."""
+        self.since = 0.0
+        self.appointment: Appointment | None = None
+
+
+class Nic:
+    """One worker's end of everything."""
+
+    __slots__ = ("bytes_per_s", "incoming", "outgoing", "received_bytes", "sent_bytes")
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        """Each way."""
+        self.outgoing: dict[Flow, None] = {}
+        self.incoming: dict[Flow, None] = {}
+        self.sent_bytes = 0.0
+        self.received_bytes = 0.0
+
+
+class Links:
+    """All NICs, by the name of their worker."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self._clock = clock
+        self._nics: dict[Hashable, Nic] = {}
+
+    def add(self, name: Hashable, bytes_per_s: float) -> None:
+        assert name not in self._nics
+        assert bytes_per_s > 0
+        self._nics[name] = Nic(bytes_per_s)
+
+    def nic(self, name: Hashable) -> Nic:
+        return self._nics[name]
+
+    def transfer(self, sender: Hashable, receiver: Hashable, num_bytes: int, on_over: Callable[[bool], object]) -> None:
+        """`on_over(True)` when all bytes are there, `on_over(False)` when one of the two was cut off before."""
+        source, target = self._nics.get(sender), self._nics.get(receiver)
+        if source is None or target is None:
+            self._clock.after(0.0, on_over, False)
+            return
+        flow = Flow(source, target, num_bytes, on_over)
+        flow.since = self._clock.now
+        source.outgoing[flow] = target.incoming[flow] = None
+        self._share_anew(source, target)
+
+    def cut(self, name: Hashable) -> None:
+        """Its worker is gone: its transfers end now."""
+        nic = self._nics.pop(name)
+        for flow in [*nic.outgoing, *nic.incoming]:
+            self._settle(flow)
+            self._remove(flow)
+            flow.on_over(False)
+
+    def check(self) -> None:
+        """Raises AssertionError when a NIC carries more than it can."""
+        for nic in self._nics.values():
+            for flows in (nic.outgoing, nic.incoming):
+                assert sum(flow.rate for flow in flows) <= nic.bytes_per_s * (1 + 1e-9)
+
+    def _finish(self, flow: Flow) -> None:
+        flow.appointment = None
+        flow.sender.sent_bytes += flow.remaining
+        flow.receiver.received_bytes += flow.remaining
+        flow.remaining = 0.0
+        self._remove(flow)
+        flow.on_over(True)
+
+    def _remove(self, flow: Flow) -> None:
+        if flow.appointment is not None:
+            flow.appointment.cancel()
+        del flow.sender.outgoing[flow]
+        del flow.receiver.incoming[flow]
+        self._share_anew(flow.sender, flow.receiver)
+
+    def _share_anew(self, sender: Nic, receiver: Nic) -> None:
+        for flow in dict.fromkeys([*sender.outgoing, *receiver.incoming]):
+            out_share = flow.sender.bytes_per_s / len(flow.sender.outgoing)
+            in_share = flow.receiver.bytes_per_s / len(flow.receiver.incoming)
+            rate = min(out_share, in_share)
+            if rate != flow.rate:
+                self._settle(flow)
+                flow.rate = rate
+                if flow.appointment is not None:
+                    flow.appointment.cancel()
+                flow.appointment = self._clock.after(flow.remaining / rate, self._finish, flow)
+
+    def _settle(self, flow: Flow) -> None:
+        """Count what has gone since its rate last changed."""
+        gone = min(flow.remaining, flow.rate * (self._clock.now - flow.since))
+        flow.since = self._clock.now
+        flow.remaining -= gone
+        flow.sender.sent_bytes += gone
+        flow.receiver.received_bytes += gone

@@ -1,0 +1,98 @@
+"""A comparison as a picture: one row a cluster, one column a question. Needs matplotlib (the extra `plot`)."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from simulator.errors import BadSetup
+from simulator.replay import MODES, Run, Setup
+from simulator.report import verdict
+from simulator.results import Results, Spread
+
+COLOURS = dict(zip(MODES, ("#5b6b7b", "#d08a2c", "#1f77b4"), strict=True))
+INK, FAINT = "#22282e", "#d7dde2"
+
+
+def write_plot(path: Path, runs: Sequence[Run], setup: Setup, trace: str) -> None:
+    """Raises BadSetup without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise BadSetup("png", f"{error}; install tandem-serving[plot]") from None
+    height = 1.9 + 0.42 * len(runs)
+    figure = Figure(figsize=(14, height), dpi=150, facecolor="white")
+    axes = figure.subplots(1, 5, sharey=True, width_ratios=(3, 3, 2, 2, 2))
+    longest = max(len(run.scenario.name) for run in runs)
+    figure.subplots_adjust(
+        left=max(0.1, 0.012 + 0.0063 * longest), right=0.985, top=1 - 1.15 / height, bottom=0.62 / height, wspace=0.1
+    )
+    _times(axes[0], runs, lambda results: results.ttft_s, 1.0, setup.slo.ttft_s, "time to first token, s")
+    _times(axes[1], runs, lambda results: results.itl_s, 1e3, setup.slo.itl_s * 1e3, "time between tokens, ms")
+    _bars(axes[2], runs, lambda results: 100 * results.kept_share, "{:.0f}", "requests within the SLO, %")
+    _bars(axes[3], runs, lambda results: results.goodput_per_gpu, "{:.3g}", "goodput: of those, /s/GPU")
+    _bars(axes[4], runs, lambda results: results.usd_per_million_output_tokens, "{:.2f}", "USD per M output tokens")
+    axes[0].set_yticks(range(len(runs)), [run.scenario.name for run in runs], fontsize=9.5, color=INK)
+    for label, run in zip(axes[0].get_yticklabels(), runs, strict=True):
+        label.set_color(COLOURS[run.scenario.mode])
+        label.set_fontweight("bold" if run.scenario.policy == "ours" else "normal")
+    axes[0].set_ylim(len(runs) - 0.4, -0.6)
+    left = 0.012
+    figure.text(left, 1 - 0.36 / height, verdict(runs), fontsize=14, fontweight="bold", color=INK, va="center")
+    figure.text(left, 1 - 0.68 / height, _subtitle(runs, setup, trace), fontsize=9.5, color="#5d6770", va="center")
+    figure.savefig(path, format="png")
+
+
+def _subtitle(runs: Sequence[Run], setup: Setup, trace: str) -> str:
+    requests = max(run.results.requests for run in runs)
+    return (
+        f"{trace}: {requests:,} requests, {setup.model.name} on {setup.gpus} x {setup.gpu.name}"
+        f" (TP {setup.tp}, {setup.price:g} USD/h each).  SLO: first token within {setup.slo.ttft_s:g} s,"
+        f" {setup.slo.itl_s * 1e3:g} ms between tokens.  Simulated; dots: p50, p95, p99; dashed: the SLO"
+    )
+
+
+def _times(
+    axes: Any, runs: Sequence[Run], spread_of: Callable[[Results], Spread], unit: float, limit: float, title: str
+) -> None:
+    """Ranges on a scale of ratios: a line from p50 to p99."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    for row, run in enumerate(runs):
+        spread, colour = spread_of(run.results), COLOURS[run.scenario.mode]
+        values = [unit * value for value in (spread.p50, spread.p95, spread.p99)]
+        axes.plot((values[0], values[2]), (row, row), color=colour, linewidth=3, alpha=0.35, solid_capstyle="round")
+        axes.scatter(values, [row] * 3, s=(48, 26, 26), color=colour, zorder=3)
+        axes.annotate(
+            f"{values[2]:.3g}", (values[2], row), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8
+        )
+    axes.axvline(limit, color="#c0392b", linewidth=1, linestyle=(0, (4, 3)))
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    axes.set_xlim(low, high * 1.6)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 100 * low else (1.0,)))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    _tidy(axes, title)
+
+
+def _bars(axes: Any, runs: Sequence[Run], value_of: Callable[[Results], float], form: str, title: str) -> None:
+    values = [value_of(run.results) for run in runs]
+    finite = [value if value < float("inf") else 0.0 for value in values]
+    colours = [COLOURS[run.scenario.mode] for run in runs]
+    axes.barh(range(len(runs)), finite, height=0.55, color=colours, alpha=0.85)
+    for row, value in enumerate(finite):
+        axes.annotate(
+            form.format(values[row]), (value, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8
+        )
+    axes.set_xlim(0, max([*finite, 1e-9]) * 1.22)
+    _tidy(axes, title)
+
+
+def _tidy(axes: Any, title: str) -> None:
+    axes.set_title(title, fontsize=9.5, loc="left", color=INK, pad=8)
+    axes.grid(axis="x", color=FAINT, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0, labelsize=8, colors=INK)
+    axes.tick_params(axis="x", which="minor", bottom=False)
+    for side in ("top", "right", "left", "bottom"):
+        axes.spines[side].set_visible(False)

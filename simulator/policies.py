@@ -1,0 +1,117 @@
+"""Other ways to choose workers than `router/placement.py`, to hold it against. No part of Tandem routes by them.
+
+Each is asked where and when ours would be: by the real admission, of the real fleet's snapshot.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
+
+from engine.keys import BlockKey
+from router.candidates import Way, assess
+from router.demand import Demand
+from router.fleet import Fleet, Placed
+from router.placement import Decision, startable
+from router.rates import Ints
+from router.snapshot import Hits
+
+PREFIX_TOKENS = 1024
+"""By so many leading tokens the prefix hash chooses."""
+
+
+class PolicyFleet(Fleet):
+    """Prompts are computed by prefill workers wherever there are any; else where they are decoded."""
+
+    def decide(self, demand: Demand, keys: Sequence[BlockKey], available: Ints | None = None) -> Decision | None:
+        workers = self.snapshot
+        decoders = np.flatnonzero(startable(demand, workers, available))
+        if not len(decoders):
+            return None
+        large = workers.num_blocks >= demand.num_usable_blocks
+        lenders = np.flatnonzero(~workers.decodes & ~workers.draining & large)
+        hits = self.hits(keys)
+        way = self._choose(demand, keys, hits, decoders, lenders if demand.num_usable_blocks else lenders[:0])
+        if way.lender is not None and min(int(hits.held[way.decode]), demand.num_usable_blocks) == len(keys):
+            way = Way(way.decode)  # it has everything
+        best = assess(demand, workers, hits, self.rates, way)
+        return Decision(
+            decode_id=best.decode_id,
+            lender_id=best.lender_id,
+            lender_computes=best.lender_computes,
+            source_id=best.source_id,
+            lender_tokens=best.lender_tokens,
+            own_tokens=best.own_tokens,
+            predicted_ttft_s=best.ttft_s,
+            cost_s=best.cost_s,
+            num_candidates=1,
+            reason=type(self).__name__,
+        )
+
+    @abstractmethod
+    def _choose(self, demand: Demand, keys: Sequence[BlockKey], hits: Hits, decoders: Ints, lenders: Ints) -> Way:
+        """Of rows: there is a decoder at least, and no lender where nothing is to be lent."""
+
+
+class RoundRobin(PolicyFleet):
+    """One after the other."""
+
+    _next = 0
+
+    def placed(self, decision: Decision, demand: Demand, keys: Sequence[BlockKey]) -> Placed:
+        self._next += 1
+        return super().placed(decision, demand, keys)
+
+    def _choose(self, demand: Demand, keys: Sequence[BlockKey], hits: Hits, decoders: Ints, lenders: Ints) -> Way:
+        decode = int(decoders[self._next % len(decoders)])
+        return _lend(decode, int(lenders[self._next % len(lenders)]) if len(lenders) else None)
+
+
+class LeastLoaded(PolicyFleet):
+    """The fewest prompt tokens queued; then the fewest streams, then the most blocks."""
+
+    def _choose(self, demand: Demand, keys: Sequence[BlockKey], hits: Hits, decoders: Ints, lenders: Ints) -> Way:
+        return _lend(self._least(decoders), self._least(lenders) if len(lenders) else None)
+
+    def _least(self, rows: Ints) -> int:
+        workers = self.snapshot
+        order = (-workers.available_blocks[rows], workers.running[rows], workers.queued_prefill_tokens[rows])
+        return int(rows[np.lexsort(order)[0]])
+
+
+class PrefixHash(PolicyFleet):
+    """By the hash of the prompt's first blocks: of all workers, whether they have room now or not, so that those who
+    share a prefix meet; where that one has no room, the next that has."""
+
+    def _choose(self, demand: Demand, keys: Sequence[BlockKey], hits: Hits, decoders: Ints, lenders: Ints) -> Way:
+        leading = keys[max(0, min(len(keys), PREFIX_TOKENS // demand.block_tokens) - 1)] if keys else b""
+        decode = self._ranked(leading, np.flatnonzero(self.snapshot.decodes), decoders)
+        return _lend(decode, self._ranked(leading, np.flatnonzero(~self.snapshot.decodes), lenders))
+
+    def _ranked(self, key: bytes, rows: Ints, able: Ints) -> int | None:
+        able_rows = set(able.tolist())
+        start = int.from_bytes(blake2b(key, digest_size=8).digest(), "big") % max(1, len(rows))
+        return next((row for row in np.roll(rows, -start).tolist() if row in able_rows), None)
+
+
+class AlwaysLend(PolicyFleet):
+    """Ours by its costs, but that a prefill worker computes every prompt: `disaggregated`."""
+
+    def _choose(self, demand: Demand, keys: Sequence[BlockKey], hits: Hits, decoders: Ints, lenders: Ints) -> Way:
+        ways = [Way(int(decode)) for decode in decoders]
+        if len(lenders):
+            running = self.snapshot.running[decoders]
+            first = int(decoders[running.argmin()])
+            by_lender = [Way(first, int(lender), computes=True) for lender in lenders]
+            lender = min(by_lender, key=lambda way: self._cost_s(demand, hits, way)).lender
+            ways = [Way(int(decode), lender, computes=True) for decode in decoders]
+        return min(ways, key=lambda way: self._cost_s(demand, hits, way))
+
+    def _cost_s(self, demand: Demand, hits: Hits, way: Way) -> float:
+        return assess(demand, self.snapshot, hits, self.rates, way).cost_s
+
+
+def _lend(decode: int | None, lender: int | None) -> Way:
+    assert decode is not None
+    return Way(decode) if lender is None else Way(decode, lender, computes=True)

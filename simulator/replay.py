@@ -1,0 +1,226 @@
+"""A trace through several clusters of the same GPUs: who computes prompts, how many do, and who chooses."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from engine.core import CoreLimits
+from engine.layout import KvLayout
+from engine.scheduler import StepBudget
+from engine.sim.timing import StepWork
+from engine.worker.config import Role
+from router.rates import Priors
+from simulator.cluster import START_S, ClusterSpec, Failure, FleetMaker, SimCluster, plain_fleet
+from simulator.errors import BadSetup
+from simulator.gpus import Gpu, Roofline
+from simulator.model_shape import ModelShape
+from simulator.policies import AlwaysLend, LeastLoaded, PrefixHash, RoundRobin
+from simulator.request import Outcome, TraceRequest
+from simulator.results import Results, Slo, Tally
+from simulator.worker import WorkerSpec
+
+Mode = Literal["aggregated", "disaggregated", "conditional"]
+Policy = Literal["ours", "round-robin", "least-loaded", "prefix-hash"]
+MODES: tuple[Mode, ...] = ("aggregated", "disaggregated", "conditional")
+POLICIES: tuple[Policy, ...] = ("ours", "round-robin", "least-loaded", "prefix-hash")
+MAX_BATCH_TOKENS = 8192
+DEFAULT_SLO = Slo(1.0, 0.05)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What all runs of a comparison have in common."""
+
+    model: ModelShape
+    gpu: Gpu
+    gpus: int
+    tp: int = 1
+    """GPUs of one worker."""
+    slo: Slo = DEFAULT_SLO
+    usd_per_gpu_hour: float | None = None
+    """Default: the table's."""
+    block_tokens: int = 64
+    prefill_chunk: int = 4096
+    """Prompt tokens of a prefill worker's step."""
+    decode_chunk: int = 512
+    """Of a decode worker's: its running streams wait for it."""
+    num_routers: int = 1
+    message_s: float = 0.0005
+    event_lag_s: float = 0.01
+    learn_rates: bool = True
+    failures: tuple[Failure, ...] = ()
+    skip: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "tp", "block_tokens", "prefill_chunk", "decode_chunk", "num_routers"):
+            if getattr(self, name) < 1:
+                raise BadSetup(name, f"{getattr(self, name)} is not at least 1")
+        for name in ("message_s", "event_lag_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise BadSetup(name, f"{getattr(self, name)} is not a time")
+        if self.gpus % self.tp:
+            raise BadSetup("tp", f"{self.gpus} GPUs are no whole number of workers of {self.tp}")
+
+    @property
+    def workers(self) -> int:
+        return self.gpus // self.tp
+
+    @property
+    def price(self) -> float:
+        return self.gpu.usd_per_hour if self.usd_per_gpu_hour is None else self.usd_per_gpu_hour
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One run."""
+
+    mode: Mode
+    prefill: int
+    decode: int
+    policy: Policy = "ours"
+
+    @property
+    def name(self) -> str:
+        shape = f"{self.decode}" if not self.prefill else f"{self.prefill}P:{self.decode}D"
+        return f"{self.mode} {shape}" + ("" if self.policy == "ours" else f" {self.policy}")
+
+    @property
+    def workers(self) -> list[tuple[str, Role]]:
+        """Id and role of each."""
+        counts: tuple[tuple[Role, int], ...] = (("prefill", self.prefill), ("decode", self.decode))
+        return [(f"{role}-{number:04}", role) for role, count in counts for number in range(count)]
+
+
+def scenarios(
+    setup: Setup,
+    modes: Iterable[Mode] = MODES,
+    policies: Iterable[Policy] = ("ours",),
+    splits: Iterable[tuple[int, int]] = (),
+) -> list[Scenario]:
+    """All there are to compare; default splits: a quarter, half and three quarters of the workers prefill. Raises
+    BadSetup."""
+    wanted = list(splits)
+    for prefill, decode in wanted:
+        if prefill < 1 or decode < 1 or prefill + decode != setup.workers:
+            raise BadSetup(
+                "splits",
+                f"{prefill}:{decode} are not {setup.workers} workers, the number of those not split, at least 1 each",
+            )
+    if not wanted:
+        quarters = (max(1, min(setup.workers - 1, round(setup.workers * part / 4))) for part in (1, 2, 3))
+        wanted = [(prefill, setup.workers - prefill) for prefill in dict.fromkeys(quarters) if setup.workers > 1]
+    found: list[Scenario] = []
+    for mode in modes:
+        for policy in policies:
+            if mode == "aggregated":
+                found.append(Scenario(mode, 0, setup.workers, policy))
+            elif mode == "disaggregated" or policy == "ours":  # only ours decides for each request
+                found += [Scenario(mode, prefill, decode, policy) for prefill, decode in wanted]
+    if not found:
+        raise BadSetup("modes", "nothing is left to compare")
+    names = {name for scenario in found for name, _ in scenario.workers}
+    for failure in setup.failures:
+        if failure.worker_id not in names or not 0 <= failure.at_s < math.inf:
+            raise BadSetup("kill", f"{failure.worker_id!r} at {failure.at_s} s: there are {', '.join(sorted(names))}")
+    return found
+
+
+@dataclass(slots=True)
+class Run:
+    """A scenario and what it came to."""
+
+    scenario: Scenario
+    results: Results
+    reasons: dict[str, int] = field(default_factory=dict)
+    """Of refusals and failures, by how many."""
+    busy: dict[str, float] = field(default_factory=dict)
+    """By role: mean part of the time that workers were in steps."""
+
+
+def replay(
+    setup: Setup,
+    scenario: Scenario,
+    trace: Iterable[TraceRequest],
+    on_progress: Callable[[float], object] = lambda _: None,
+    on_end: Callable[[Outcome], object] = lambda _: None,
+    make_fleet: FleetMaker | None = None,
+) -> Run:
+    """One run. `on_progress` hears the trace's time as it goes on, `on_end` of each request's end."""
+    tally = Tally(setup.slo, START_S)
+
+    def ended(outcome: Outcome) -> None:
+        tally.add(outcome)
+        on_end(outcome)
+
+    cluster = SimCluster(cluster_spec(setup, scenario, make_fleet), ended)
+    cluster.run(trace, on_progress)
+    results = tally.results(cluster.gaps, setup.gpus, setup.price)
+    busy: dict[str, float] = {}
+    for role in ("prefill", "decode"):
+        workers = [worker for worker in cluster.workers.values() if worker.spec.role == role]
+        if workers and results.duration_s:
+            busy[role] = sum(worker.busy_s for worker in workers) / len(workers) / results.duration_s
+    return Run(scenario, results, tally.reasons, busy)
+
+
+def cluster_spec(setup: Setup, scenario: Scenario, make_fleet: FleetMaker | None = None) -> ClusterSpec:
+    """Raises BadSetup for a model that does not fit."""
+    roofline = Roofline(setup.model, setup.gpu, setup.tp)
+    names = {name for name, _ in scenario.workers}
+    return ClusterSpec(
+        workers=tuple(_workers(setup, scenario, roofline)),
+        priors=priors_of(setup, roofline),
+        num_routers=setup.num_routers,
+        message_s=setup.message_s,
+        event_lag_s=setup.event_lag_s,
+        learn_rates=setup.learn_rates,
+        make_fleet=make_fleet or _fleet_of(scenario),
+        failures=tuple(failure for failure in setup.failures if failure.worker_id in names),
+        skip=setup.skip,
+        seed=setup.seed,
+    )
+
+
+def priors_of(setup: Setup, roofline: Roofline) -> Priors:
+    """What an operator who knows his GPUs would write into the router's settings."""
+
+    def tokens_per_s(chunk: int) -> float:
+        return chunk / (roofline.seconds_of(StepWork(chunk, chunk * (chunk + 1) // 2)) - roofline.step_s)
+
+    return Priors(
+        prefill_tokens_per_s=tokens_per_s(setup.prefill_chunk),
+        decode_prefill_tokens_per_s=tokens_per_s(setup.decode_chunk),
+        kv_bytes_per_s=setup.gpu.nic_bytes_per_s * setup.tp,
+        loan_overhead_s=0.003,
+        step_s=roofline.seconds_of(StepWork(streams=1, context_tokens=1)),
+        stream_delay_s=max(1e-6, roofline.seconds_of(StepWork(streams=64, context_tokens=64 * 2048)) / 64 * 0.1),
+    )
+
+
+def _workers(setup: Setup, scenario: Scenario, roofline: Roofline) -> Iterator[tuple[str, WorkerSpec]]:
+    model = setup.model
+    # All heads as one: a block has as many bytes, and one fingerprint.
+    layout = KvLayout(model.layers, 1, model.kv_heads * model.head_dim, setup.block_tokens, _dtype(model))
+    num_blocks = roofline.num_blocks(setup.block_tokens)
+    chunks: dict[Role, int] = {"prefill": setup.prefill_chunk, "decode": setup.decode_chunk}
+    for name, role in scenario.workers:
+        limits = CoreLimits(StepBudget(max(MAX_BATCH_TOKENS, chunks[role]), chunks[role]))
+        yield name, WorkerSpec(role, layout, num_blocks, roofline, limits, setup.gpu.nic_bytes_per_s * setup.tp)
+
+
+def _dtype(model: ModelShape) -> str:
+    return {2: "bfloat16", 4: "float32"}[max(2, model.dtype_bytes)]
+
+
+def _fleet_of(scenario: Scenario) -> FleetMaker:
+    match scenario.policy:
+        case "round-robin":
+            return RoundRobin
+        case "least-loaded":
+            return LeastLoaded
+        case "prefix-hash":
+            return PrefixHash
+        case "ours":
+            return AlwaysLend if scenario.mode == "disaggregated" else plain_fleet

@@ -1,0 +1,116 @@
+"""A comparison as a table, as JSON, and in a sentence."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from simulator.replay import Run, Setup
+from simulator.results import SHARES
+
+MARGIN = 0.03
+"""Goodput that differs by less says nothing: the model of times is not that exact."""
+
+
+def verdict(runs: Sequence[Run]) -> str:
+    """Whether to disaggregate, by goodput under the SLO for each GPU, our own routing on both sides."""
+    ours = [run for run in runs if run.scenario.policy == "ours"]
+    together = _best([run for run in ours if run.scenario.mode == "aggregated"])
+    apart = _best([run for run in ours if run.scenario.mode != "aggregated"])
+    if together is None or apart is None:
+        best = _best(runs)
+        return "" if best is None else f"Best: {best.scenario.name}, {_goodput(best)}"
+    base, other = together.results.goodput_per_gpu, apart.results.goodput_per_gpu
+    if base <= 0 and other <= 0:
+        return "Nothing keeps the SLO: more GPUs, or a looser SLO"
+    name, change = apart.scenario.name, other / base - 1 if base > 0 else math.inf
+    if change > MARGIN:
+        more = "where aggregated keeps nothing" if change == math.inf else f"{change:+.0%} over aggregated"
+        return f"Disaggregate: {name} gives {_goodput(apart)}, {more}"
+    if change < -MARGIN:
+        return f"Do not disaggregate: aggregated gives {_goodput(together)}; the best split, {name}, {change:+.0%}"
+    return f"Disaggregation changes little: {name} gives {_goodput(apart)}, {change:+.1%} beside aggregated"
+
+
+def _best(runs: Sequence[Run]) -> Run | None:
+    """By goodput; of equal ones the one that answers sooner."""
+    return max(runs, key=lambda run: (run.results.goodput_per_gpu, -run.results.ttft_s.mean), default=None)
+
+
+def _goodput(run: Run) -> str:
+    return f"{run.results.goodput_per_gpu:.3g} requests/s per GPU within the SLO"
+
+
+def tables_of(runs: Sequence[Run], setup: Setup) -> list[Table]:
+    """How long things took, and what they came to: a row for each run."""
+    slo = f"TTFT {setup.slo.ttft_s:g} s, ITL {setup.slo.itl_s * 1e3:g} ms"
+    title = f"{setup.model.name} on {setup.gpus} x {setup.gpu.name}, SLO: {slo}"
+    names = [f"{name}\n{share}" for name in ("TTFT s", "ITL ms", "E2E s") for share in SHARES]
+    times = _table(title, [name if name.endswith("p50") else "\n" + name[-3:] for name in names])
+    sums = _table(
+        "", ["within\nSLO", "goodput\n/s/GPU", "cache\nhits", "GB\nmoved", "refused\n", "USD per M\nout tokens"]
+    )
+    best = _best(runs)
+    for run in runs:
+        results, style = run.results, "bold" if run is best else ""
+        spreads = ((results.ttft_s, 1.0), (results.itl_s, 1e3), (results.e2e_s, 1.0))
+        figures = (_figure(value * unit) for each, unit in spreads for value in (each.p50, each.p95, each.p99))
+        times.add_row(run.scenario.name, *figures, style=style)
+        lost = str(results.refused) + (f" +{results.failed} failed" if results.failed else "")
+        sums.add_row(
+            run.scenario.name,
+            f"{results.kept_share:.1%}",
+            f"{results.goodput_per_gpu:.3g}",
+            f"{results.hit_rate:.1%}",
+            f"{results.moved_bytes / 1e9:,.0f}",
+            lost,
+            f"{results.usd_per_million_output_tokens:.2f}",
+            style=style,
+        )
+    return [times, sums]
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("\ncluster")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True, min_width=max(map(len, [*name.split("\n"), "00.00"])))
+    return table
+
+
+def as_json(runs: Sequence[Run], setup: Setup, trace: str) -> dict[str, Any]:
+    """All of it; what is not a number is null. The same run gives the same."""
+    return {
+        "trace": trace,
+        "verdict": verdict(runs),
+        "setup": _finite(dataclasses.asdict(setup)),
+        "runs": [
+            {"name": run.scenario.name, **_finite(dataclasses.asdict(run)), "within_slo": run.results.kept_share}
+            for run in runs
+        ],
+    }
+
+
+def write_json(path: Path, runs: Sequence[Run], setup: Setup, trace: str) -> None:
+    path.write_text(json.dumps(as_json(runs, setup, trace), indent=1) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _figure(value: float) -> str:
+    """In five places at most."""
+    if math.isnan(value):
+        return "-"
+    digits = 3 if value < 0.1 else 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:.{digits}f}"

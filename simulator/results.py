@@ -1,0 +1,135 @@
+"""What a run came to: the figures that a person, a plot or a plan wants of it."""
+
+import math
+from array import array
+from dataclasses import dataclass
+
+import numpy as np
+
+from simulator.gaps import Gaps
+from simulator.request import Fate, Outcome
+
+SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What a request must keep to be worth something."""
+
+    ttft_s: float
+    itl_s: float
+    """Mean between its tokens."""
+
+    def kept(self, outcome: Outcome) -> bool:
+        return outcome.ttft_s <= self.ttft_s and outcome.itl_s <= self.itl_s
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Seconds; nan where there is nothing."""
+
+    mean: float
+    p50: float
+    p95: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: "array[float]") -> "Spread":
+        if not values:
+            return cls(*(4 * [math.nan]))
+        column = np.frombuffer(values)
+        quantiles = np.quantile(column, list(SHARES.values()))
+        return cls(float(column.mean()), *(float(quantile) for quantile in quantiles))
+
+    @classmethod
+    def of_gaps(cls, gaps: Gaps) -> "Spread":
+        return cls(gaps.mean_s, *(gaps.quantile_s(share) for share in SHARES.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """Of one run. Figures of time are of requests that finished."""
+
+    requests: int
+    finished: int
+    refused: int
+    failed: int
+    duration_s: float
+    """From the trace's beginning to the last token."""
+    input_tokens: int
+    """Of finished requests, as are the others."""
+    output_tokens: int
+    reused_tokens: int
+    """Of prompts: computed by nobody for this request."""
+    moved_bytes: int
+    placed_again: int
+    """Attempts after the first."""
+    ttft_s: Spread
+    itl_s: Spread
+    """Between any two tokens of one stream."""
+    e2e_s: Spread
+    kept: int
+    """Requests that kept the SLO."""
+    goodput_per_gpu: float
+    """Of those, per second and GPU."""
+    usd_per_million_output_tokens: float
+    hit_rate: float
+    """Reused tokens of prompts' tokens."""
+
+    @property
+    def kept_share(self) -> float:
+        """Of all requests, refused ones included."""
+        return self.kept / self.requests if self.requests else math.nan
+
+
+class Tally:
+    """Counts outcomes as they come: a few numbers each."""
+
+    def __init__(self, slo: Slo, began_at: float) -> None:
+        self._slo = slo
+        self._began_at = began_at
+        self._ttft_s, self._e2e_s = array("d"), array("d")
+        self._fates = dict.fromkeys(Fate, 0)
+        self._kept = self._input = self._output = self._reused = self._moved = self._again = 0
+        self._last_at = began_at
+        self.reasons: dict[str, int] = {}
+        """Of refusals and failures."""
+
+    def add(self, outcome: Outcome) -> None:
+        assert outcome.fate is not None
+        self._fates[outcome.fate] += 1
+        self._again += max(0, outcome.num_attempts - 1)
+        if outcome.fate is not Fate.FINISHED:
+            self.reasons[outcome.reason] = self.reasons.get(outcome.reason, 0) + 1
+            return
+        self._ttft_s.append(outcome.ttft_s)
+        self._e2e_s.append(outcome.e2e_s)
+        self._kept += self._slo.kept(outcome)
+        self._input += outcome.request.input_tokens
+        self._output += outcome.num_emitted
+        self._reused += outcome.reused_tokens
+        self._moved += outcome.moved_bytes
+        self._last_at = max(self._last_at, outcome.last_token_at)
+
+    def results(self, gaps: Gaps, num_gpus: int, usd_per_gpu_hour: float) -> Results:
+        duration_s = self._last_at - self._began_at
+        usd = num_gpus * usd_per_gpu_hour * duration_s / 3600
+        return Results(
+            requests=sum(self._fates.values()),
+            finished=self._fates[Fate.FINISHED],
+            refused=self._fates[Fate.REFUSED],
+            failed=self._fates[Fate.FAILED],
+            duration_s=duration_s,
+            input_tokens=self._input,
+            output_tokens=self._output,
+            reused_tokens=self._reused,
+            moved_bytes=self._moved,
+            placed_again=self._again,
+            ttft_s=Spread.of(self._ttft_s),
+            itl_s=Spread.of_gaps(gaps),
+            e2e_s=Spread.of(self._e2e_s),
+            kept=self._kept,
+            goodput_per_gpu=self._kept / duration_s / num_gpus if duration_s else 0.0,
+            usd_per_million_output_tokens=usd / self._output * 1e6 if self._output else math.inf,
+            hit_rate=self._reused / self._input if self._input else 0.0,
+        )

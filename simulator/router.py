@@ -1,0 +1,330 @@
+"""A router in virtual time: the real fleet, admission and placement, and what `router/serving.py`,
+`router/dispatch.py` and `router/membership_service.py` do around them, without sockets and futures."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cluster.errors import Overloaded
+from decode_worker.receipt import build_receipt
+from engine.keys import BlockKey, block_keys, root_key
+from engine.messages import Generate, PlacementMark, Rejected, Token
+from engine.vocabulary import SamplingParams
+from protos import decode_pb2, inference_pb2
+from protos import membership_pb2 as pb
+from router.admission.config import AdmissionConfig
+from router.admission.core import Admission, Outcome, Started
+from router.admission.limits import Tenants
+from router.admission.request import Claim, Waiting
+from router.demand import Demand
+from router.fleet import Fleet, Placed, Worker
+from router.placement import Decision
+from simulator.clock import Appointment, VirtualClock
+from simulator.fronts import Attempt, Fronts
+from simulator.gaps import Gaps
+from simulator.request import Fate
+from simulator.request import Outcome as Result
+from simulator.runner import output_token
+from simulator.worker import SimWorker
+
+SETTLE_S = 0.2
+"""As `Serving._settle`: after a worker died, until it is no longer known."""
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One request at its router."""
+
+    result: Result
+    prompt: tuple[int, ...]
+    claim: Claim
+    demand: Demand
+    keys: Sequence[BlockKey]
+    on_end: Callable[[Result], object]
+    attempts: int = 1
+    failures: int = 0
+    placed: Placed | None = None
+    decision: Decision | None = None
+    placed_at: float = 0.0
+    started_at: float = 0.0
+
+    @property
+    def emitted(self) -> tuple[int, ...]:
+        """By all attempts so far."""
+        return (output_token(self.result.request.number),) * self.result.num_emitted
+
+
+class SimRouter:
+    """One of a cluster's."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        config: AdmissionConfig,
+        clock: VirtualClock,
+        fronts: Fronts,
+        message_s: float,
+        gaps: Gaps,
+        max_attempts: int = 4,
+        deadline_s: float = 600.0,
+    ) -> None:
+        """`message_s`: to a worker, and to a client. `gaps`: where those between tokens are counted."""
+        self._gaps = gaps
+        self.fleet = fleet
+        self._tenants = Tenants(config)
+        self.admission = Admission(fleet, config, self._tenants)
+        self._clock = clock
+        self._fronts = fronts
+        self._message_s = message_s
+        self._max_attempts = max_attempts
+        self._deadline_s = deadline_s
+        self._members: dict[SimWorker, Worker] = {}
+        self._workers: dict[str, SimWorker] = {}
+        self._decoders: dict[SimWorker, pb.Hello] = {}
+        self._waiting: dict[Waiting, Ticket] = {}
+        self._timer: Appointment | None = None
+
+    # ------------------------------------------------------------------ membership
+
+    def joined(self, worker: SimWorker, hello: pb.Hello) -> None:
+        self._workers[worker.worker_id] = worker
+        self._members[worker] = self.fleet.joined(hello)
+        if worker.spec.role == "decode":
+            self._decoders[worker] = hello
+
+    def reported(self, worker: SimWorker, message: pb.LoadReport | pb.CacheEvents) -> None:
+        """From one that may have left meanwhile."""
+        if (member := self._members.get(worker)) is None:
+            return
+        if isinstance(message, pb.LoadReport):
+            self.fleet.reported(member, message)
+        else:
+            in_step = self.fleet.cache_changed(member, message)
+            assert in_step, "nothing is lost between a simulated worker and its router"
+        self._kick()
+
+    def left(self, worker: SimWorker) -> None:
+        self.fleet.left(self._members.pop(worker))
+        self._decoders.pop(worker, None)
+        self._kick()
+
+    # ------------------------------------------------------------------ requests
+
+    def submit(self, result: Result, on_end: Callable[[Result], object]) -> None:
+        """A request has arrived. `on_end` is called once, when its client has the last of it."""
+        request, now = result.request, self._clock.now
+        if not self._decoders:
+            result.reason = "no decode worker is there"
+            self._finish(result, Fate.FAILED, on_end)
+            return
+        hello = next(iter(self._decoders.values()))
+        prompt = tuple(request.tokens())
+        demand = demand_of(len(prompt), request.output_tokens, 0, hello)
+        if demand.num_total_blocks > max(other.num_blocks for other in self._decoders.values()):
+            result.reason = "larger than every pool"
+            self._finish(result, Fate.REFUSED, on_end)
+            return
+        usable = prompt[: demand.num_usable_blocks * demand.block_tokens]
+        keys = block_keys(root_key(hello.model_fingerprint, ""), usable, demand.block_tokens)
+        claim = Claim(request.tenant, request.priority, now, now + self._deadline_s)
+        self._tenants.enter(request.tenant, 0, now)
+        self._queue(Ticket(result, prompt, claim, demand, keys, on_end))
+
+    def _queue(self, ticket: Ticket) -> None:
+        waiting, outcomes = self.admission.arrived(ticket.claim, ticket.demand, ticket.keys, self._clock.now)
+        self._waiting[waiting] = ticket
+        self._perform(outcomes)
+
+    def _perform(self, outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            ticket = self._waiting.pop(outcome.waiting)
+            if isinstance(outcome, Started):
+                self._start(ticket, outcome.placed, outcome.decision)
+            else:
+                ticket.result.reason = str(outcome.refusal.reason)
+                self._end(ticket, Fate.REFUSED)
+        self._arm()
+
+    def _start(self, ticket: Ticket, placed: Placed, decision: Decision) -> None:
+        ticket.placed, ticket.decision, ticket.placed_at = placed, decision, self._clock.now
+        ticket.result.num_attempts += 1
+        ticket.result.predicted_ttft_s = decision.predicted_ttft_s
+        request = ticket.result.request
+        engine_id = self._fronts.new_id("request")
+        generate = Generate(
+            request_id=engine_id,
+            prompt=ticket.prompt,
+            emitted=ticket.emitted,
+            sampling=SamplingParams(max_tokens=request.output_tokens, seed=request.number, ignore_eos=True),
+            cache_salt="",
+            priority=request.priority,
+            borrow=decision.lender_id is not None,
+            mark=PlacementMark(self.fleet.mark, placed.sequence),
+            lender_computes=decision.lender_computes,
+        )
+        lender = self._workers[decision.lender_id] if decision.lender_id else None
+        source = self._workers[decision.source_id] if decision.source_id else None
+        worker = self._workers[decision.decode_id]
+        self._fronts.generate(
+            Attempt(
+                worker,
+                engine_id,
+                generate,
+                lender,
+                source,
+                on_token=lambda attempt, token: self._token(ticket, attempt, token),
+                on_run=lambda _, times: self._run(ticket, times),
+                on_rejected=lambda _, rejected: self._clock.after(self._message_s, self._rejected, ticket, rejected),
+                on_lost=lambda _: self._lost(ticket),
+            )
+        )
+
+    # ------------------------------------------------------------------ what comes of an attempt
+
+    def _token(self, ticket: Ticket, attempt: Attempt, token: Token) -> None:
+        """Its engine says it now; the client has it two messages later. All tokens take the same way."""
+        result, at = ticket.result, self._clock.now + 2 * self._message_s
+        if result.num_emitted:
+            self._gaps.add(at - result.last_token_at)
+        else:
+            result.first_token_at = at
+        result.num_emitted += 1
+        result.last_token_at = at
+        if token.account is not None and token.finish is None:
+            self._clock.after(self._message_s, self._started, ticket)
+        if token.finish is not None:
+            self._clock.after(self._message_s, self._finished, ticket, attempt)
+
+    def _run(self, ticket: Ticket, times: Sequence[float]) -> None:
+        """Tokens of a run, none of them the first or the last. Gaps within the run are counted for all its streams."""
+        result = ticket.result
+        self._gaps.add(times[0] + 2 * self._message_s - result.last_token_at)
+        result.num_emitted += len(times)
+        result.last_token_at = times[-1] + 2 * self._message_s
+
+    def _started(self, ticket: Ticket) -> None:
+        assert ticket.placed is not None
+        if not ticket.placed.started:
+            self.fleet.started(ticket.placed)
+            ticket.started_at = self._clock.now
+
+    def _finished(self, ticket: Ticket, attempt: Attempt) -> None:
+        placed, result = ticket.placed, ticket.result
+        assert placed is not None
+        self._started(ticket)
+        finish = self._receipt(ticket, attempt)
+        self.fleet.finished(placed, finish, ticket.started_at - ticket.placed_at)
+        kv = finish.receipt.kv
+        result.moved_bytes += kv.moved_bytes
+        from_cache = kv.reused_blocks + kv.lender_cached_blocks + kv.lender_fetched_blocks
+        result.reused_tokens = from_cache * kv.block_tokens
+        self._over(ticket)
+        self._end(ticket, Fate.FINISHED)
+
+    def _rejected(self, ticket: Ticket, rejected: Rejected) -> None:
+        assert ticket.placed is not None
+        if rejected.permanent:
+            self._over(ticket)
+            ticket.result.reason = rejected.reason
+            self._end(ticket, Fate.FAILED)
+            return
+        try:
+            self.admission.refused_by_worker(ticket.placed, self._clock.now)
+        except Overloaded as error:
+            self._over(ticket)
+            ticket.result.reason = str(error)
+            self._end(ticket, Fate.REFUSED)
+            return
+        self._over(ticket)
+        self._queue(ticket)
+
+    def _lost(self, ticket: Ticket) -> None:
+        """Its worker is gone: place it anew, with what was emitted."""
+        ticket.failures += 1
+        self._over(ticket)
+        if ticket.failures == self._max_attempts:
+            ticket.result.reason = f"{ticket.failures} workers died"
+            self._end(ticket, Fate.FAILED)
+            return
+        ticket.attempts += 1
+        self._clock.after(SETTLE_S / 10, self._again, ticket)
+
+    def _again(self, ticket: Ticket) -> None:
+        if not self._decoders:
+            ticket.result.reason = "no decode worker is left"
+            self._end(ticket, Fate.FAILED)
+            return
+        hello, request = next(iter(self._decoders.values())), ticket.result.request
+        chain = [*ticket.prompt, *ticket.emitted]
+        ticket.claim.streaming = bool(ticket.emitted)
+        ticket.demand = demand_of(len(ticket.prompt), request.output_tokens, len(ticket.emitted), hello)
+        usable = chain[: ticket.demand.num_usable_blocks * ticket.demand.block_tokens]
+        ticket.keys = block_keys(root_key(hello.model_fingerprint, ""), usable, ticket.demand.block_tokens)
+        self._queue(ticket)
+
+    def _over(self, ticket: Ticket) -> None:
+        """The attempt; the fleet and admission count it no more."""
+        placed, ticket.placed = ticket.placed, None
+        assert placed is not None
+        self._perform(self.admission.ended(placed, self._clock.now))
+
+    def _end(self, ticket: Ticket, fate: Fate) -> None:
+        self._tenants.leave(ticket.claim.tenant, 0, self._clock.now)
+        self._finish(ticket.result, fate, ticket.on_end)
+
+    def _finish(self, result: Result, fate: Fate, on_end: Callable[[Result], object]) -> None:
+        result.fate = fate
+        on_end(result)
+
+    def _receipt(self, ticket: Ticket, attempt: Attempt) -> inference_pb2.Finish:
+        decision = ticket.decision
+        assert decision is not None
+        placement = inference_pb2.Placement(
+            decode_worker=decision.decode_id, lender=decision.lender_id or "", attempt=ticket.attempts
+        )
+        request = decode_pb2.DecodeRequest(placement=placement)
+        layout = attempt.worker.spec.layout
+        receipt = build_receipt(
+            request,
+            attempt.account,
+            layout.block_tokens,
+            attempt.received_at,
+            self._clock.now - self._message_s,
+            attempt.worker.worker_id,
+        )
+        usage = inference_pb2.Usage(completion_tokens=ticket.result.num_emitted)
+        return inference_pb2.Finish(receipt=receipt, usage=usage)
+
+    # ------------------------------------------------------------------ time
+
+    def _kick(self) -> None:
+        self._perform(self.admission.changed(self._clock.now))
+
+    def _arm(self) -> None:
+        """Have admission looked at when it said."""
+        at = self.admission.next_time()
+        if self._timer is not None:
+            if self._timer.at == at:
+                return
+            self._timer.cancel()
+            self._timer = None
+        if at is not None:
+            self._timer = self._clock.at(max(at, self._clock.now), self._ring)
+
+    def _ring(self) -> None:
+        self._timer = None
+        self._kick()
+
+
+def demand_of(num_prompt: int, max_tokens: int, num_emitted: int, hello: pb.Hello) -> Demand:
+    """As `Serving` counts it, of a request of one choice."""
+    num_tokens, end = num_prompt + num_emitted, num_prompt + max_tokens
+    total = -(-end // hello.block_tokens)
+    return Demand(
+        num_tokens=num_tokens,
+        num_usable_blocks=(num_tokens - 1) // hello.block_tokens,
+        num_total_blocks=total,
+        block_tokens=hello.block_tokens,
+        block_bytes=hello.block_bytes,
+        chain_tokens=(num_tokens,),
+        max_chain_tokens=end,
+    )

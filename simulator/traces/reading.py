@@ -1,0 +1,182 @@
+"""Opens a trace and gives its requests, scaled and spread as asked."""
+
+import csv
+import json
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from simulator.errors import BadSetup, BadTrace
+from simulator.request import TraceRequest
+from simulator.traces import azure, mooncake, receipts
+from simulator.traces.row import MAX_LINE_BYTES, BadRow, Row
+
+_JSON_FORMATS: dict[str, tuple[str, Callable[[dict[str, Any]], Row]]] = {
+    "mooncake": ("input_length", mooncake.read_row),
+    "receipts": ("prompt_tokens", receipts.read_row),
+}
+"""By name: a field that no other format has, and the reader of a line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What of a trace is replayed, and how."""
+
+    rate: float = 1.0
+    """Requests come so many times as fast."""
+    start_s: float = 0.0
+    """Of the trace's own time, from its first line: what comes before is left out."""
+    duration_s: float = math.inf
+    """Likewise: what comes later is."""
+    most: int | None = None
+    """Requests, the first ones."""
+    spread_s: float = 0.0
+    """Times of the trace are exact to so much: each request comes up to so much later, by chance."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("rate", 1e-6), ("duration_s", 1e-9), ("start_s", 0.0), ("spread_s", 0.0)):
+            value = getattr(self, name)
+            if not (value >= least) or (value == math.inf and name != "duration_s"):
+                raise BadSetup(name, f"{value} is not at least {least:g}")
+        if self.most is not None and self.most < 1:
+            raise BadSetup("requests", f"{self.most} is not at least 1")
+
+
+class Trace:
+    """A file of any size. Iterating reads it anew."""
+
+    def __init__(self, path: Path, window: Window) -> None:
+        """Raises BadTrace when there is no such file."""
+        if not path.is_file():
+            raise BadTrace(path, 0, "is no file")
+        self.path = path
+        self.window = window
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        """In order of time, the first of them at 0 or, spread, soon after. Raises BadTrace."""
+        window, seeds = self.window, random.Random(self.window.seed)
+        later: list[tuple[float, int, Row]] = []
+        number = 0
+        for place, (at_s, row) in enumerate(self._windowed()):
+            while later and later[0][0] <= at_s:  # nothing that is still to be read comes before it
+                yield self._request(number, *heappop(later))
+                number += 1
+            heappush(later, (at_s + seeds.random() * window.spread_s, place, row))
+        while later:
+            yield self._request(number, *heappop(later))
+            number += 1
+
+    def _request(self, number: int, at_s: float, place: int, row: Row) -> TraceRequest:
+        return TraceRequest(
+            number=number,
+            arrival_s=at_s / self.window.rate,
+            input_tokens=row.input_tokens,
+            output_tokens=row.output_tokens,
+            hash_ids=row.hash_ids,
+            hash_tokens=row.hash_tokens,
+            tenant=row.tenant,
+            priority=row.priority,
+        )
+
+    def _windowed(self) -> Iterator[tuple[float, Row]]:
+        """Seconds since the window's start, and the row."""
+        window, first_s, count = self.window, None, 0
+        end_s = window.start_s + window.duration_s
+        for row in self.rows():
+            first_s = row.at_s if first_s is None else first_s
+            since_s = row.at_s - first_s
+            if since_s < window.start_s:
+                continue
+            if since_s >= end_s or (window.most is not None and count == window.most):
+                break
+            count += 1
+            yield since_s - window.start_s, row
+        if not count:
+            raise BadTrace(
+                self.path, 0, "has no request in the window asked for" if first_s is not None else "is empty"
+            )
+
+    def rows(self) -> Iterator[Row]:
+        """All of them, in order. Raises BadTrace."""
+        last_s = -math.inf
+        with self.path.open("rb") as file:
+            for number, row in self._numbered(file):
+                if row.at_s < last_s:
+                    raise BadTrace(self.path, number, f"comes {last_s - row.at_s:g} s before the line above it")
+                last_s = row.at_s
+                yield row
+
+    def _numbered(self, file: BinaryIO) -> Iterator[tuple[int, Row]]:
+        read: Callable[[str], Row] | None = None
+        for number, line in self._lines(file):
+            if read is None:
+                read = self._reader(number, line)
+                if not line.lstrip().startswith("{"):
+                    continue  # the header of a CSV
+            try:
+                yield number, read(line)
+            except BadRow as error:
+                raise BadTrace(self.path, number, str(error)) from None
+
+    def _lines(self, file: BinaryIO) -> Iterator[tuple[int, str]]:
+        """With their numbers; blank ones are passed over."""
+        number = 0
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if len(line) > MAX_LINE_BYTES:
+                raise BadTrace(self.path, number, f"is longer than {MAX_LINE_BYTES} bytes")
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+            except UnicodeDecodeError:
+                raise BadTrace(self.path, number, "is not UTF-8 text") from None
+            if text:
+                yield number, text
+
+    def _reader(self, number: int, line: str) -> Callable[[str], Row]:
+        """By the first line."""
+        if not line.startswith("{"):
+            try:
+                header = [name.strip() for name in _cells(line)]
+            except BadRow as error:
+                raise BadTrace(self.path, number, str(error)) from None
+            if missing := [name for name in azure.COLUMNS if name not in header]:
+                columns = ", ".join(missing)
+                raise BadTrace(
+                    self.path, number, f"is neither JSON nor a CSV header: the columns {columns} are missing"
+                )
+            return lambda text: azure.read_row(header, _cells(text))
+        try:
+            first = parse_object(line)
+        except BadRow as error:
+            raise BadTrace(self.path, number, str(error)) from None
+        for field, read in _JSON_FORMATS.values():
+            if field in first:
+                return lambda text: read(parse_object(text))
+        known = " or ".join(f"{field} ({name})" for name, (field, _) in _JSON_FORMATS.items())
+        raise BadTrace(self.path, number, f"is of no known format: it has no {known}")
+
+
+def _cells(line: str) -> list[str]:
+    """Raises BadRow."""
+    try:
+        return next(csv.reader([line]))
+    except csv.Error as error:
+        raise BadRow(f"is not CSV: {error}") from None
+
+
+def parse_object(line: str) -> dict[str, Any]:
+    """Raises BadRow."""
+    try:
+        values = json.loads(line)
+    except ValueError as error:
+        raise BadRow(f"is not JSON: {error}") from None
+    except RecursionError:
+        raise BadRow("is not JSON of this format: it is nested too deeply") from None
+    if not isinstance(values, dict):
+        raise BadRow("is not a JSON object")
+    return values

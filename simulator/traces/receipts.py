@@ -1,0 +1,84 @@
+"""Our own log of what was served, a JSON object a line, written by whoever has receipts:
+
+    arrived_s      when the request came, in seconds of any clock; never less than in the line before
+    prompt_tokens, completion_tokens
+    block_tokens   of `blocks`, and
+    blocks         one number for each full block of the prompt, and one for the rest: equal ones, equal prompts so far
+    tenant, priority
+    ttft_s, itl_s  as the client saw them: for `tandem calibrate`; a replay does not look at them
+    receipt        the receipt as protobuf's JSON has it: likewise
+
+The numbers are made by `Numbering` from prompt tokens, so that a log holds no text and no tokens.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from google.protobuf.json_format import MessageToDict
+
+from engine.keys import BlockKey, block_keys
+from protos import inference_pb2 as pb
+from simulator.request import MAX_HASH_ID
+from simulator.traces.row import Row, hash_ids_of, seconds_of, tokens_of, whole_of
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One request that was served."""
+
+    arrived_s: float
+    prompt_token_ids: Sequence[int]
+    completion_tokens: int
+    ttft_s: float
+    itl_s: float
+    receipt: pb.Receipt
+    tenant: str = ""
+    priority: int = 0
+
+
+class Numbering:
+    """Numbers of blocks: that of a key is the same for as long as this lives."""
+
+    def __init__(self, block_tokens: int = 64) -> None:
+        self.block_tokens = block_tokens
+        self._numbers: dict[BlockKey, int] = {}
+
+    def of(self, token_ids: Sequence[int]) -> list[int]:
+        keys = block_keys(b"", token_ids, self.block_tokens)
+        if rest := token_ids[len(keys) * self.block_tokens :]:
+            keys += block_keys(keys[-1] if keys else b"", rest, len(rest))
+        return [self._numbers.setdefault(key, len(self._numbers) % MAX_HASH_ID) for key in keys]
+
+
+def write_served(file: TextIO, numbering: Numbering, served: Served) -> None:
+    """One line. Call it in the order in which the requests came."""
+    line = {
+        "arrived_s": served.arrived_s,
+        "prompt_tokens": len(served.prompt_token_ids),
+        "completion_tokens": served.completion_tokens,
+        "block_tokens": numbering.block_tokens,
+        "blocks": numbering.of(served.prompt_token_ids),
+        "tenant": served.tenant,
+        "priority": served.priority,
+        "ttft_s": served.ttft_s,
+        "itl_s": served.itl_s,
+        "receipt": MessageToDict(served.receipt, preserving_proto_field_name=True),
+    }
+    file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+
+def read_row(values: dict[str, Any]) -> Row:
+    """Raises BadRow."""
+    prompt_tokens = tokens_of(values, "prompt_tokens")
+    block_tokens = whole_of(values, "block_tokens", 1, 1 << 16, 64)
+    return Row(
+        at_s=seconds_of(values, "arrived_s", 1.0),
+        input_tokens=prompt_tokens,
+        output_tokens=tokens_of(values, "completion_tokens"),
+        hash_ids=hash_ids_of(values, "blocks", prompt_tokens, block_tokens),
+        hash_tokens=block_tokens,
+        tenant=str(values.get("tenant", "")),
+        priority=whole_of(values, "priority", -(1 << 31), (1 << 31) - 1, 0),
+    )

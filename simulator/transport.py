@@ -1,0 +1,105 @@
+"""A transport that moves no bytes and takes the time that a link would take for them."""
+
+from collections.abc import Hashable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from engine.lending.borrowing import LANDING_BYTES
+from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError
+from kvtransfer.fair_queue import FairQueue
+from kvtransfer.transport import AnyPool, Peer, Span, Transport
+from simulator.clock import VirtualClock
+from simulator.links import Links
+
+PREFIX = b"tandem-virtual:"
+
+
+@dataclass(slots=True)
+class _Read:
+    num_bytes: int
+    future: "Future[None]"
+
+
+class VirtualPeer(Peer):
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.reads: FairQueue[_Read] = FairQueue()
+        self.reading: _Read | None = None
+        """One is posted at a time: what the windows of the real transports come to."""
+        self.dropped = False
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        return ("virtual",)
+
+
+class VirtualTransport(Transport):
+    """Of one worker. Reads of one peer follow each other; peers share the NICs (`links.py`)."""
+
+    name = "virtual"
+
+    def __init__(self, clock: VirtualClock, links: Links, worker_id: str, latency_s: float) -> None:
+        self._clock = clock
+        self._links = links
+        self._worker_id = worker_id
+        self._latency_s = latency_s
+        self._peers: dict[str, VirtualPeer] = {}
+        self._closed = False
+        self.num_bytes_read = 0
+
+    def blocks_per_read(self, block_bytes: int) -> int:
+        """Nothing is copied, so that the reads of a landing are one."""
+        return max(1, LANDING_BYTES // block_bytes)
+
+    def register(self, pool: AnyPool) -> bytes:
+        return PREFIX + self._worker_id.encode()
+
+    def connect(self, endpoint: bytes) -> VirtualPeer:
+        if not endpoint.startswith(PREFIX):
+            raise EndpointMismatch("not an endpoint of the virtual transport")
+        if self._closed:
+            raise TransferError("the transport was closed")
+        name = endpoint.removeprefix(PREFIX).decode()
+        return self._peers.setdefault(name, VirtualPeer(name))
+
+    def read(self, peer: Peer, spans: Sequence[Span], flow: Hashable = None) -> "Future[None]":
+        assert isinstance(peer, VirtualPeer)
+        future: Future[None] = Future()
+        if self._closed or peer.dropped:
+            future.set_exception(PeerGone(f"{peer.name} was dropped"))
+            return future
+        peer.reads.put((peer.name, flow), _Read(sum(span.length for span in spans), future))
+        self._post(peer)
+        return future
+
+    def drop(self, peer: Peer) -> None:
+        assert isinstance(peer, VirtualPeer)
+        peer.dropped = True
+        self._peers.pop(peer.name, None)
+        for read in peer.reads.remove(lambda _: True):
+            read.future.cancel()
+
+    def close(self) -> None:
+        self._closed = True
+        for peer in list(self._peers.values()):
+            self.drop(peer)
+
+    def _post(self, peer: VirtualPeer) -> None:
+        while peer.reading is None and peer.reads:
+            read = peer.reads.pop()
+            if read.future.set_running_or_notify_cancel():
+                peer.reading = read
+                self._clock.after(self._latency_s, self._start, peer, read)
+
+    def _start(self, peer: VirtualPeer, read: _Read) -> None:
+        self._links.transfer(peer.name, self._worker_id, read.num_bytes, lambda whole: self._over(peer, read, whole))
+
+    def _over(self, peer: VirtualPeer, read: _Read, whole: bool) -> None:
+        peer.reading = None
+        if whole:
+            self.num_bytes_read += read.num_bytes
+            read.future.set_result(None)
+        else:
+            read.future.set_exception(PeerGone(f"{peer.name} is gone"))
+        if not self._closed:
+            self._post(peer)

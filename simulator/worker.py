@@ -1,0 +1,202 @@
+"""A worker in virtual time: a real engine, whose steps take as long as `timing` says and compute nothing.
+
+It turns as the engine process does (`engine/worker/engine_process.py`): what has arrived is handled at once, also while
+a step runs; a step begins as soon as there is something to compute; load is reported four times a second at least.
+
+**Runs.** Where steps are all alike (`engine/steady.py`), many happen at once: the run is put off until its last step
+ends, a report is due or a message comes, whatever is first, and only what has ended by then is done. What the world
+sees is the same to the bit as with every step by itself (`skip=False`; `tests/unit/test_simulator_runs.py`).
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.core import CoreLimits, EngineCore, Input
+from engine.layout import KvLayout
+from engine.messages import FromEngine, Ready
+from engine.sim.timing import StepWork, Timing
+from engine.vocabulary import Chunk
+from engine.vocabulary import Sequence as Chain
+from engine.worker.config import Role
+from simulator.clock import Appointment, VirtualClock
+from simulator.runner import BytelessRunner, token_of
+from simulator.transport import VirtualTransport
+
+IDLE_TURN_S = 0.251
+"""A real loop is a little late too: its report is due by then."""
+MAX_RUN = 1024
+"""Steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What a worker is."""
+
+    role: Role
+    layout: KvLayout
+    num_blocks: int
+    timing: Timing
+    limits: CoreLimits
+    nic_bytes_per_s: float
+    read_latency_s: float = 20e-6
+    """From the post of a read to its first byte."""
+
+
+class Listener:
+    """Who hears of a worker."""
+
+    def hear(self, worker: "SimWorker", message: FromEngine) -> None:
+        """Its engine says it now."""
+        raise NotImplementedError
+
+    def hear_run(self, worker: "SimWorker", chains: Sequence[Chain], times: Sequence[float]) -> None:
+        """At each of these times, the last of which may be before now, it said a token of each of these."""
+        raise NotImplementedError
+
+
+class SimWorker:
+    """One engine."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        number: int,
+        spec: WorkerSpec,
+        clock: VirtualClock,
+        transport: VirtualTransport,
+        listener: Listener,
+        skip: bool = True,
+    ) -> None:
+        """`number`: no other worker's, above 0; of those whose steps end in one moment the lowest is first."""
+        self.worker_id = worker_id
+        self.spec = spec
+        self.transport = transport
+        self.alive = True
+        self.busy_s = 0.0
+        """Spent in steps, of those that have begun and were not skipped or are over."""
+        self.num_steps = 0
+        self._number = number
+        self._clock = clock
+        self._listener = listener
+        self._skip = skip
+        self._runner = BytelessRunner(spec.layout, spec.num_blocks)
+        self._said: list[FromEngine] = []
+        self.core = EngineCore(self._runner, transport, spec.limits, self._said.append, self._wake, clock=clock.time)
+        self._turning: Appointment | None = None
+        self._stepping: Appointment | None = None
+        self._idling: Appointment | None = None
+        self._run: list[float] = []
+        """When each step of the run under way ends."""
+
+    def start(self) -> Ready:
+        """Turn from now on."""
+        ready = self.core.start()
+        self._wake()
+        return ready
+
+    def tell(self, *messages: Input) -> None:
+        """They have arrived together. Said to one that is gone, they are lost."""
+        if self.alive:
+            self._interrupt()
+            for message in messages:
+                self.core.handle(message)
+            self._wake()
+
+    def kill(self) -> None:
+        """As if its machine had lost power, now."""
+        self._interrupt()
+        self.alive = False
+        for appointment in (self._turning, self._stepping, self._idling):
+            if appointment is not None:
+                appointment.cancel()
+        self.core.close()
+
+    def _wake(self) -> None:
+        if self._turning is None and self.alive:
+            self._turning = self._clock.after(0.0, self._turn)
+
+    def _turn(self) -> None:
+        if self._turning is not None:
+            self._turning.cancel()
+            self._turning = None
+        self._interrupt()
+        self.core.handle_posted()
+        if self._stepping is None and not (self._skip and self._begin_run()):
+            self._begin_step()
+        self.core.report()
+        self._speak()
+        if self._idling is not None:
+            self._idling.cancel()
+        self._idling = None if self._run else self._clock.after(IDLE_TURN_S, self._wake)
+
+    def _speak(self) -> None:
+        said, self._said[:] = self._said[:], []
+        for message in said:
+            self._listener.hear(self, message)
+
+    # ------------------------------------------------------------------ one step
+
+    def _begin_step(self) -> None:
+        if batch := self.core.begin_step():
+            seconds = self.spec.timing.seconds_of(StepWork.of(batch))
+            self._end_at(self._clock.now + seconds, seconds, batch)
+
+    def _end_at(self, when: float, seconds: float, batch: list[Chunk]) -> None:
+        self.busy_s += seconds
+        self._stepping = self._clock.late(when, self._number, self._end_step, batch)
+
+    def _end_step(self, batch: list[Chunk]) -> None:
+        self._stepping = None
+        self.num_steps += 1
+        self.core.end_step(batch, self._runner.execute(batch))
+        self._turn()
+
+    # ------------------------------------------------------------------ runs
+
+    def _begin_run(self) -> bool:
+        """False when the next step is to be made by itself."""
+        steady, timing = self.core.steady, self.spec.timing
+        if not (steps := steady.begin()):
+            return False
+        chains = steady.sequences
+        work = StepWork(streams=len(chains), context_tokens=sum(chain.num_computed + 1 for chain in chains))
+        seconds, now = timing.seconds_of(work), self._clock.now
+        times = self._run
+        while seconds < IDLE_TURN_S:  # else it turns in the middle of the step
+            now += seconds
+            times.append(now)
+            if len(times) == min(steps, MAX_RUN) or not steady.quiet_until(now):
+                break
+            work.context_tokens += len(chains)
+            seconds = timing.seconds_of(work)
+        if not times:
+            return False
+        self._stepping = self._clock.late(now, self._number, self._end_run)
+        return True
+
+    def _end_run(self) -> None:
+        self._stepping = None
+        self._advance(len(self._run))
+        self._turn()
+
+    def _interrupt(self) -> None:
+        """Do what of the run has ended before now, and begin the step that is under way."""
+        if not self._run:
+            return
+        assert self._stepping is not None
+        self._stepping.cancel()
+        done = bisect_left(self._run, self._clock.now)
+        ends_at = self._run[done]
+        self._advance(done)
+        batch = self.core.begin_step()
+        assert batch
+        self._end_at(ends_at, self.spec.timing.seconds_of(StepWork.of(batch)), batch)
+
+    def _advance(self, steps: int) -> None:
+        times, self._run = self._run[:steps], []
+        if steps:
+            chains = self.core.steady.sequences
+            self.core.steady.advance(steps, token_of)
+            self.num_steps += steps
+            self._listener.hear_run(self, chains, times)

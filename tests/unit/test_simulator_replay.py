@@ -1,0 +1,233 @@
+"""GPUs, models, comparisons, and what a person sees of them."""
+
+import io
+import json
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from engine.sim.timing import StepWork
+from simulator.cluster import SimCluster
+from simulator.decision_log import LoggedFleet, decide_again
+from simulator.errors import BadSetup
+from simulator.gpus import GPUS, Roofline, gpu_named
+from simulator.model_shape import DEFAULT_CONFIG, open_shape, shape_of
+from simulator.replay import Scenario, Setup, replay, scenarios
+from simulator.report import as_json, tables_of, verdict
+from simulator.request import TraceRequest
+from simulator.results import Slo
+from support.virtual_cluster import cluster_spec, random_requests
+from tandem.cli import app
+
+LLAMA = open_shape(None)
+SETUP = Setup(LLAMA, gpu_named("h100"), gpus=4)
+
+
+def test_the_shape_of_a_dense_model() -> None:
+    assert LLAMA.params == pytest.approx(8.03e9, rel=0.001)
+    assert LLAMA.kv_bytes_per_token == 128 << 10
+    assert LLAMA.weight_bytes_read(1) == LLAMA.weight_bytes
+
+
+def test_the_shape_of_a_mixture_of_experts() -> None:
+    mixtral = DEFAULT_CONFIG | {"num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32000}
+    shape = shape_of("mixtral", mixtral)
+    assert shape.params == pytest.approx(46.7e9, rel=0.01)
+    assert shape.active_params == pytest.approx(12.6e9, rel=0.02)
+    one, many = shape.weight_bytes_read(1), shape.weight_bytes_read(1000)
+    assert one == pytest.approx(shape.weight_bytes - 0.75 * 2 * shape.expert_params)
+    assert many == pytest.approx(shape.weight_bytes)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hidden_size": None}, "does not say hidden_size"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
+        ({"vocab_size": "many"}, "vocab_size is 'many'"),
+        ({"torch_dtype": "int3"}, "'int3'"),
+        ({"num_experts": 4}, "4 experts"),
+    ],
+)
+def test_a_config_that_says_too_little(change: dict[str, object], said: str) -> None:
+    with pytest.raises(BadSetup, match=said):
+        shape_of("x", DEFAULT_CONFIG | change)
+
+
+def test_rooflines_are_bound_by_what_binds_them() -> None:
+    roofline = Roofline(LLAMA, gpu_named("H100"))
+    decode = roofline.seconds_of(StepWork(streams=1, context_tokens=1)) - roofline.step_s
+    assert decode == pytest.approx(LLAMA.weight_bytes / (3.35e12 * 0.75), rel=0.01)
+    prompt = roofline.seconds_of(StepWork(8192, 0)) - roofline.step_s
+    assert prompt == pytest.approx(2 * LLAMA.active_params * 8192 / (989e12 * 0.5))
+    two = replace(roofline, tp=2)
+    assert two.seconds_of(StepWork(8192, 0)) - two.step_s == pytest.approx(prompt / 1.8)
+    assert two.num_blocks(64) > 2 * roofline.num_blocks(64)  # the weights are there once
+    for gpu in GPUS.values():
+        assert Roofline(LLAMA, gpu).num_blocks(64) > 0 or gpu.memory_bytes < 24e9
+
+
+def test_a_model_that_does_not_fit() -> None:
+    large = shape_of("large", DEFAULT_CONFIG | {"num_hidden_layers": 320})
+    with pytest.raises(BadSetup, match="weights"):
+        replay(replace(SETUP, model=large), Scenario("aggregated", 0, 4), [])
+
+
+def test_scenarios() -> None:
+    names = [scenario.name for scenario in scenarios(SETUP, policies=("ours", "round-robin"))]
+    assert names == [
+        *("aggregated 4", "aggregated 4 round-robin"),
+        *("disaggregated 1P:3D", "disaggregated 2P:2D", "disaggregated 3P:1D"),
+        *("disaggregated 1P:3D round-robin", "disaggregated 2P:2D round-robin", "disaggregated 3P:1D round-robin"),
+        *("conditional 1P:3D", "conditional 2P:2D", "conditional 3P:1D"),
+    ]
+    with pytest.raises(BadSetup, match="2:3 are not 4 workers"):
+        scenarios(SETUP, splits=[(2, 3)])
+    with pytest.raises(BadSetup, match="tp"):
+        Setup(LLAMA, gpu_named("H100"), gpus=4, tp=3)
+    with pytest.raises(BadSetup, match="known are"):
+        gpu_named("H1000")
+
+
+def test_a_comparison_as_a_person_sees_it() -> None:
+    trace = random_requests(5, 30, rate=20.0)
+    runs = [replay(SETUP, scenario, trace) for scenario in scenarios(SETUP, splits=[(1, 3)])]
+    assert [run.results.finished for run in runs] == [30, 30, 30]
+    disaggregated = runs[1].results
+    assert disaggregated.moved_bytes > 0
+    assert runs[0].busy.keys() == {"decode"}
+    console = Console(file=io.StringIO(), width=120)
+    for table in tables_of(runs, SETUP):
+        console.print(table)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert all(run.scenario.name in text for run in runs)
+    again = as_json([replay(SETUP, run.scenario, trace) for run in runs], SETUP, "t")
+    assert json.dumps(again) == json.dumps(as_json(runs, SETUP, "t"))
+    cost = runs[0].results.usd_per_million_output_tokens
+    assert cost == pytest.approx(4 * 3.0 * runs[0].results.duration_s / 3600 / runs[0].results.output_tokens * 1e6)
+
+
+def test_verdicts() -> None:
+    trace = random_requests(5, 10, rate=20.0)
+    aggregated = replay(SETUP, Scenario("aggregated", 0, 4), trace)
+    split = replace(aggregated, scenario=Scenario("conditional", 1, 3))
+
+    def said(base: float, other: float) -> str:
+        runs = [
+            replace(run, results=replace(run.results, goodput_per_gpu=value))
+            for run, value in ((aggregated, base), (split, other))
+        ]
+        return verdict(runs)
+
+    assert said(1.0, 1.5).startswith("Disaggregate: conditional 1P:3D gives 1.5")
+    assert "+50%" in said(1.0, 1.5)
+    assert said(1.0, 0.5).startswith("Do not disaggregate: aggregated gives 1")
+    assert "-50%" in said(1.0, 0.5)
+    assert said(1.0, 1.01).startswith("Disaggregation changes little")
+    assert said(0.0, 0.0).startswith("Nothing keeps the SLO")
+    assert "keeps nothing" in said(0.0, 1.0)
+    assert verdict([split]).startswith("Best: conditional")
+
+
+def test_every_logged_decision_is_made_again() -> None:
+    log, seeds = io.StringIO(), random.Random(0)
+    for shape in ((0, 3), (2, 3)):
+        spec = replace(
+            cluster_spec(*shape),
+            make_fleet=lambda name, priors, learn: LoggedFleet(name, priors, learn, log),
+            num_routers=2,
+            seed=seeds.randrange(100),
+        )
+        SimCluster(spec, lambda _: None).run(random_requests(shape[0], 40, rate=15.0))
+    lines = log.getvalue().splitlines()
+    assert len(lines) >= 80
+    for line in lines:
+        said, again = decide_again(line)
+        assert said == again
+    lenders = [decide_again(line)[0].lender_id for line in lines]
+    assert any(lenders)
+    assert not all(lenders)
+
+
+def write_trace(path: Path, count: int = 20) -> Path:
+    rows = [
+        {"timestamp": 100 * n, "input_length": 600 + 50 * (n % 5), "output_length": 40, "hash_ids": [n % 3, 100 + n]}
+        for n in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_the_command(tmp_path: Path) -> None:
+    trace, figures, log = write_trace(tmp_path / "t.jsonl"), tmp_path / "out.json", tmp_path / "log"
+    options = ["--gpus", "2", "--split", "1:1", "--rate", "2", "--spread", "0.1", "--policies", "ours,least-loaded"]
+    written = ["--json", str(figures), "--log-decisions", str(log)]
+    done = CliRunner().invoke(app, ["replay", str(trace), *options, *written])
+    assert done.exit_code == 0, done.output
+    assert "conditional 1P:1D" in done.output
+    said = json.loads(figures.read_text())
+    assert [run["name"] for run in said["runs"]] == [
+        *("aggregated 2", "aggregated 2 least-loaded", "disaggregated 1P:1D", "disaggregated 1P:1D least-loaded"),
+        "conditional 1P:1D",
+    ]
+    assert all(run["results"]["finished"] == 20 for run in said["runs"])
+    assert said["verdict"]
+    assert all(said == again for said, again in map(decide_again, log.read_text().splitlines()))
+    again = CliRunner().invoke(app, ["replay", str(trace), *options, "--json", str(tmp_path / "again.json")])
+    assert again.exit_code == 0
+    assert (tmp_path / "again.json").read_text() == figures.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--gpu", "TPU"], "gpu: 'TPU' is not known"),
+        (["--split", "1-1"], "is not PREFILL:DECODE"),
+        (["--modes", "both"], "modes: 'both' is not known"),
+        (["--policies", "best"], "policies: 'best' is not known"),
+        (["--kill", "decode-0000"], "is not WORKER@SECONDS"),
+        (["--kill", "nobody@1"], "nobody"),
+        (["--gpus", "0"], "gpus: 0 is not at least 1"),
+        (["--rate", "0"], "rate: 0.0 is not"),
+        (["--lag", "-1"], "event_lag_s"),
+    ],
+)
+def test_the_command_with_a_bad_option(tmp_path: Path, options: list[str], said: str) -> None:
+    trace = write_trace(tmp_path / "t.jsonl", 2)
+    done = CliRunner().invoke(app, ["replay", str(trace), "--gpus", "2", *options])
+    assert done.exit_code != 0
+    assert isinstance(done.exception, BadSetup)
+    assert said in str(done.exception)
+
+
+def test_a_death_on_demand(tmp_path: Path) -> None:
+    trace, figures = write_trace(tmp_path / "t.jsonl"), tmp_path / "out.json"
+    options = ["--gpus", "2", "--modes", "aggregated", "--kill", "decode-0000@0.9", "--json", str(figures)]
+    done = CliRunner().invoke(app, ["replay", str(trace), *options])
+    assert done.exit_code == 0, done.output
+    (run,) = json.loads(figures.read_text())["runs"]
+    assert run["results"]["finished"] == 20
+    assert run["results"]["placed_again"] > 0
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from simulator.plot import write_plot
+
+    trace = random_requests(5, 10, rate=20.0)
+    setup = replace(SETUP, slo=Slo(0.05, 0.01))
+    runs = [replay(setup, scenario, trace) for scenario in scenarios(setup, splits=[(1, 3)])]
+    write_plot(tmp_path / "p.png", runs, setup, "made up")
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_finished_is_no_number() -> None:
+    refused = replay(SETUP, Scenario("aggregated", 0, 4), [TraceRequest(0, 0.0, 1 << 23, 1)])
+    assert refused.results.refused == 1
+    assert math.isnan(refused.results.ttft_s.mean)
+    assert as_json([refused], SETUP, "t")["runs"][0]["results"]["ttft_s"]["mean"] is None

@@ -1,0 +1,191 @@
+"""Traces: three formats, what is wrong with them, and how much of one is in memory."""
+
+import io
+import json
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protos import inference_pb2 as pb
+from simulator.errors import BadSetup, BadTrace
+from simulator.request import TraceRequest
+from simulator.traces.reading import Trace, Window
+from simulator.traces.receipts import Numbering, Served, write_served
+
+GOOD = {"timestamp": 1000, "input_length": 1000, "output_length": 5, "hash_ids": [0, 1]}
+
+
+def mooncake(path: Path, *lines: object) -> Path:
+    text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    path.write_text(text + "\n")
+    return path
+
+
+def read(path: Path, **window: object) -> list[TraceRequest]:
+    return list(Trace(path, Window(**window)))  # type: ignore[arg-type]
+
+
+def test_mooncake(tmp_path: Path) -> None:
+    later = GOOD | {"timestamp": 4000, "input_length": 1024, "hash_ids": [0, 7]}
+    first, second = read(mooncake(tmp_path / "t", GOOD, "", later))
+    assert (first.arrival_s, first.input_tokens, first.output_tokens) == (0.0, 1000, 5)
+    assert second.arrival_s == 3.0
+    assert first.tokens() == 512 * [0] + 488 * [1]
+    assert second.tokens() == 512 * [0] + 512 * [7]
+
+
+def test_azure(tmp_path: Path) -> None:
+    path = mooncake(
+        tmp_path / "t.csv",
+        "\ufeffTIMESTAMP,ContextTokens,GeneratedTokens\r",
+        "2023-11-16 18:15:46.6805900,374,44\r",
+        "2023-11-16 18:15:50.9951690,396,109\r",
+    )
+    first, second = read(path)
+    assert (first.input_tokens, first.output_tokens, first.hash_ids) == (374, 44, ())
+    assert second.arrival_s == pytest.approx(4.314579, abs=1e-6)
+    assert not set(first.tokens()) & set(second.tokens())
+
+
+def test_receipts_are_read_as_they_were_written(tmp_path: Path) -> None:
+    numbering, file = Numbering(block_tokens=4), io.StringIO()
+    prompts = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7, 8, 9], [9, 9]]
+    for number, prompt in enumerate(prompts):
+        receipt = pb.Receipt(request_id=f"r{number}")
+        write_served(file, numbering, Served(10.0 + number, prompt, 3, 0.5, 0.01, receipt, "tenant", 2))
+    path = tmp_path / "log"
+    path.write_text(file.getvalue())
+    assert json.loads(file.getvalue().splitlines()[0])["receipt"] == {"request_id": "r0"}
+    requests = read(path)
+    assert [request.arrival_s for request in requests] == [0.0, 1.0, 2.0]
+    assert [(request.tenant, request.priority, request.output_tokens) for request in requests] == 3 * [("tenant", 2, 3)]
+    tokens = [request.tokens() for request in requests]
+    assert [len(each) for each in tokens] == [6, 9, 2]
+    assert tokens[0][:4] == tokens[1][:4]
+    assert tokens[0][4] != tokens[1][4]  # [5, 6] is another end than [5, 6, 7, 8]
+    assert tokens[2][0] not in tokens[0] + tokens[1]
+
+
+@pytest.mark.parametrize(
+    ("second", "reason"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "is not a JSON object"),
+        ("[" * 100_000, "not JSON"),
+        (GOOD | {"input_length": -3}, "input_length is -3"),
+        (GOOD | {"input_length": 0, "hash_ids": []}, "input_length is 0"),
+        (GOOD | {"output_length": 1.5}, "output_length is 1.5"),
+        (GOOD | {"output_length": True}, "output_length is True"),
+        ({"timestamp": 5000, "input_length": 3}, "output_length is missing"),
+        (GOOD | {"timestamp": "now"}, "timestamp is 'now'"),
+        (GOOD | {"timestamp": float("nan")}, "timestamp is nan"),
+        (GOOD | {"timestamp": 999}, "before the line above"),
+        (GOOD | {"hash_ids": [0], "input_length": 1024}, "a prompt of 1024 tokens 2 of 512"),
+        (GOOD | {"hash_ids": [0, 1, 2]}, "hash_ids has 3"),
+        (GOOD | {"hash_ids": [0, "x"]}, "not a list of whole numbers"),
+        (GOOD | {"hash_ids": [0, 1 << 40]}, "outside"),
+        (GOOD | {"input_length": 1 << 60}, "input_length is"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, second: object, reason: str) -> None:
+    path = mooncake(tmp_path / "t", GOOD, second)
+    with pytest.raises(BadTrace) as caught:
+        read(path)
+    assert caught.value.line == 2
+    assert reason in str(caught.value)
+    assert str(caught.value).startswith(f"{path}, line 2: ")
+
+
+@pytest.mark.parametrize(
+    ("content", "line", "reason"),
+    [
+        (b"", 0, "is empty"),
+        (b"\n \n", 0, "is empty"),
+        (b"\xff\xfe\x00", 1, "not UTF-8"),
+        (b"hello\n", 1, "neither JSON nor a CSV header"),
+        (b"TIMESTAMP,ContextTokens\n", 1, "GeneratedTokens"),
+        (b"TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,1\n", 2, "not a time"),
+        (b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1\n", 2, "has 2 columns"),
+        (b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,-1,2\n", 2, "ContextTokens is -1"),
+        (b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,many,2\n", 2, "ContextTokens is 'many'"),
+        (b'{"a": 1}\n', 1, "no known format"),
+        (b"{" + 17 * (1 << 20) * b" ", 1, "is longer than"),
+    ],
+)
+def test_a_file_that_is_no_trace(tmp_path: Path, content: bytes, line: int, reason: str) -> None:
+    path = tmp_path / "t"
+    path.write_bytes(content)
+    with pytest.raises(BadTrace, match=reason) as caught:
+        read(path)
+    assert caught.value.line == line
+
+
+def test_no_file(tmp_path: Path) -> None:
+    with pytest.raises(BadTrace, match="is no file"):
+        Trace(tmp_path, Window())
+
+
+@pytest.mark.parametrize("field", ["rate", "duration_s", "most", "start_s", "spread_s"])
+def test_a_window_that_makes_no_sense(field: str) -> None:
+    with pytest.raises(BadSetup):
+        Window(**{field: -1})
+    with pytest.raises(BadSetup):
+        Window(**{field: 0.0} if field in ("rate", "duration_s") else {"most": 0})
+
+
+def test_windows(tmp_path: Path) -> None:
+    path = mooncake(tmp_path / "t", *(GOOD | {"timestamp": 1000 * second} for second in range(10, 20)))
+    assert [r.arrival_s for r in read(path, start_s=2.0, duration_s=3.0)] == [0.0, 1.0, 2.0]
+    assert [r.arrival_s for r in read(path, rate=4.0, most=3)] == [0.0, 0.25, 0.5]
+    with pytest.raises(BadTrace, match="window"):
+        read(path, start_s=100.0)
+
+
+@settings(max_examples=50)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 5000), st.integers(1, 500)), min_size=1, max_size=60),
+    spread_s=st.floats(0, 10),
+    seed=st.integers(0, 1000),
+)
+def test_spread_keeps_order_of_time_and_every_request(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[int, int, int]], spread_s: float, seed: int
+) -> None:
+    rows.sort(key=lambda row: row[0])
+    path = tmp_path_factory.mktemp("trace") / "t"
+    mooncake(path, *({"timestamp": 1e3 * at, "input_length": i, "output_length": o} for at, i, o in rows))
+    trace = Trace(path, Window(spread_s=spread_s, seed=seed))
+    requests = list(trace)
+    assert requests == list(trace)
+    assert [request.number for request in requests] == list(range(len(rows)))
+    arrivals = [request.arrival_s for request in requests]
+    assert arrivals == sorted(arrivals)
+    assert sorted((r.input_tokens, r.output_tokens) for r in requests) == sorted((i, o) for _, i, o in rows)
+    assert arrivals[-1] <= rows[-1][0] - rows[0][0] + spread_s
+
+
+@settings(max_examples=100)
+@given(content=st.binary(max_size=300) | st.text(max_size=300).map(str.encode))
+def test_whatever_it_is_it_is_read_or_named(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    path = tmp_path_factory.mktemp("trace") / "t"
+    path.write_bytes(content)
+    with pytest.raises(BadTrace):
+        read(path)
+
+
+def test_a_large_trace_is_a_stream(tmp_path: Path) -> None:
+    """So is one of a gigabyte: what is in memory does not grow with it."""
+    path = tmp_path / "t"
+    line = json.dumps({"timestamp": 1, "input_length": 500 * 512, "output_length": 1, "hash_ids": list(range(500))})
+    with path.open("w") as file:
+        for number in range(5000):
+            file.write(line.replace('"timestamp": 1,', f'"timestamp": {number},') + "\n")
+    assert path.stat().st_size > 12_000_000
+    tracemalloc.start()
+    count = sum(1 for _ in Trace(path, Window(spread_s=0.01)))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert count == 5000
+    assert peak < 4 << 20
