@@ -125,7 +125,7 @@ async def test_a_first_token_that_would_come_too_late(model, cluster_of, audit) 
         line = [Stream(client, prompt_of(n, LONG), 100, tenant="line") for n in range(2, 8)]
         await line[2].reached(1)
 
-        error = await refused(Stream(client, prompt_of(10, LONG), 100, tenant="hasty", max_ttft_ms=100))
+        error = await refused(Stream(client, prompt_of(10, LONG), 100, tenant="hasty", max_ttft_ms=5))
         assert "predicted to wait" in error.message, "said on arrival"
 
         # First in line of its class, it may wait, and is told as soon as it is in vain.

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
+from support.processes import until
 from tandem.client import Client
 from tandem.explained import candidate_table
 
@@ -32,8 +33,15 @@ async def test_the_first_candidate_is_where_the_request_goes(
         await client.wait_for_workers(1, 2, 30)
         prompt = random.Random(1).choices(range(1000), k=20 * BLOCK)
         for _ in range(2):  # cold, and with caches
-            explanation = await client.explain(token_ids=prompt)
             await audit([worker.address for worker in cluster.workers], settle_s=0)
+
+            async def quiet() -> bool:
+                """The router has heard that nothing runs."""
+                candidates = (await client.explain(token_ids=prompt)).candidates
+                return all(candidate.delay_ms == candidate.decode_queue_ms == 0 for candidate in candidates)
+
+            await until(quiet, "the router has heard that nothing runs")
+            explanation = await client.explain(token_ids=prompt)
             answer = await ask(client, prompt)
             first, placement = explanation.candidates[0], answer.placement
             assert (first.decode_worker, first.lender, first.source) == (
