@@ -17,8 +17,6 @@ from rich.progress import Progress, TimeElapsedColumn
 from bench.report import Bar, conclude
 from bench.simulator_prefill import (
     EAGER,
-    TICK_S,
-    TRACE,
     CostPolicy,
     Deaf,
     DeafAlone,
@@ -28,6 +26,7 @@ from bench.simulator_prefill import (
     requests,
     run,
 )
+from bench.traces import CONVERSATION, TICK_S
 from simulator.decision_log import LoggedFleet, decide_again
 from simulator.gpus import gpu_named
 from simulator.model_shape import open_shape
@@ -56,7 +55,7 @@ def measure_speed(progress: Progress) -> tuple[list[Bar], dict[str, Any]]:
     cases = [(1.0, False), (1.0, True), (4.0, False), (4.0, True)]
     task = progress.add_task("speed, 100 workers", total=len(cases))
     for rate, skip in cases:
-        trace = list(Trace(TRACE, Window(rate=rate, spread_s=TICK_S, most=int(SPEED_REQUESTS * rate))))
+        trace = list(Trace(CONVERSATION, Window(rate=rate, spread_s=TICK_S, most=int(SPEED_REQUESTS * rate))))
         began_s = time.process_time()
         done = replay(dataclasses.replace(setup, skip=skip), scenario, trace).results
         speed = done.duration_s / (time.process_time() - began_s)
@@ -105,7 +104,7 @@ def measure_prefill(progress: Progress, trace: Sequence[TraceRequest]) -> tuple[
 def measure_decisions(progress: Progress, limit: int) -> tuple[list[Bar], dict[str, Any]]:
     """Of a cluster that lends or does not, as placement likes: all made again."""
     setup = Setup(open_shape(None), gpu_named("H100"), gpus=12, num_routers=2, event_lag_s=0.05)
-    trace = list(Trace(TRACE, Window(spread_s=TICK_S, most=limit, rate=2.0)))
+    trace = list(Trace(CONVERSATION, Window(spread_s=TICK_S, most=limit, rate=2.0)))
     same = count = 0
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "decisions"

@@ -9,10 +9,10 @@ has perfect knowledge: it hears of everything at once, and nothing waits for it.
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
+from bench.traces import CONVERSATION, TICK_S
 from engine.core import CoreLimits
 from engine.keys import BlockKey
 from engine.layout import KvLayout
@@ -33,9 +33,7 @@ from simulator.request import Fate, Outcome, TraceRequest
 from simulator.traces.reading import Trace, Window
 from simulator.worker import WorkerSpec
 
-TRACE = Path("/work/shared/traces/conversation_trace.jsonl")
 BLOCK_TOKENS, NUM_BLOCKS = 512, 10_000
-TICK_S = 3.0
 UTILISATION = 0.8
 CHUNK = 2048
 SLOW_TOKENS_PER_S = 10.0
@@ -125,7 +123,7 @@ class Side:
 
 
 def requests(limit: int | None = None) -> list[TraceRequest]:
-    return list(Trace(TRACE, Window(spread_s=TICK_S, most=limit)))
+    return list(Trace(CONVERSATION, Window(spread_s=TICK_S, most=limit)))
 
 
 def run(

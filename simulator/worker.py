@@ -8,6 +8,7 @@ ends, a report is due or a message comes, whatever is first, and only what has e
 sees is the same to the bit as with every step by itself (`skip=False`; `tests/unit/test_simulator_runs.py`).
 """
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,16 +44,16 @@ class WorkerSpec:
     """From the post of a read to its first byte."""
 
 
-class Listener:
+class Listener(ABC):
     """Who hears of a worker."""
 
+    @abstractmethod
     def hear(self, worker: "SimWorker", message: FromEngine) -> None:
         """Its engine says it now."""
-        raise NotImplementedError
 
+    @abstractmethod
     def hear_run(self, worker: "SimWorker", chains: Sequence[Chain], times: Sequence[float]) -> None:
         """At each of these times, the last of which may be before now, it said a token of each of these."""
-        raise NotImplementedError
 
 
 class SimWorker:

@@ -1,17 +1,11 @@
 """The first requests of the conversation trace, faster and smaller: the same arrivals and prefixes for every system."""
 
-import json
-import os
 import random
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
-TRACES = Path(os.environ.get("TANDEM_TRACES", "../shared/traces"))
-"""Mooncake's `conversation_trace.jsonl` is expected there; no copy of it is kept here."""
-TICK_S = 3.0
-"""The trace's times are multiples of about this; within it arrivals are spread at random."""
-TRACE_BLOCK_TOKENS = 512
+from bench.traces import CONVERSATION, TICK_S
+from simulator.traces.reading import Trace, Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +17,12 @@ class Arrival:
 
 
 def read_arrivals(count: int, speed: float, block_tokens: int) -> list[Arrival]:
-    """Raises FileNotFoundError. Lengths are scaled so that a block of the trace has `block_tokens`."""
-    seeds, arrivals = random.Random(1), []
-    with (TRACES / "conversation_trace.jsonl").open() as file:
-        for line, _ in zip(file, range(count), strict=False):
-            row = json.loads(line)
-            at_s = (row["timestamp"] / 1e3 + seeds.uniform(0, TICK_S)) / speed
-            num_tokens = max(1, row["input_length"] * block_tokens // TRACE_BLOCK_TOKENS)
-            blocks = tuple(row["hash_ids"][: -(-num_tokens // block_tokens)])
-            arrivals.append(Arrival(at_s, num_tokens, blocks))
-    return sorted(arrivals, key=lambda arrival: arrival.at_s)
+    """Raises BadTrace. Lengths are scaled so that a block of the trace has `block_tokens`."""
+    arrivals = []
+    for request in Trace(CONVERSATION, Window(rate=speed, most=count, spread_s=TICK_S, seed=1)):
+        num_tokens = max(1, request.input_tokens * block_tokens // request.hash_tokens)
+        arrivals.append(Arrival(request.arrival_s, num_tokens, request.hash_ids[: -(-num_tokens // block_tokens)]))
+    return arrivals
 
 
 @cache
