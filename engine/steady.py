@@ -6,8 +6,8 @@ sequence and changes nothing else, until one of them fills a block, samples its 
     begin(...)  takes the blocks that its first step writes into, as `EngineCore.begin_step` does
     advance(k)  is k steps, the last of which may fill blocks; none ends a sequence
 
-leaves an engine as k of its own steps do (`tests/unit/test_simulator_runs.py`), if the tokens that are sampled are known before
-and end nothing. Real engines cannot know that: only the simulator runs this way.
+leaves an engine as k of its own steps do (`tests/unit/test_simulator_runs.py`), if the tokens sampled are known
+before and end nothing. Real engines cannot know that: only the simulator runs this way.
 """
 
 from collections.abc import Callable
