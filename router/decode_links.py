@@ -26,7 +26,9 @@ class DecodeLinks:
             to_worker = held.enter_context(self._channels.using(worker.hello.address))
             link = self._links[worker] = DecodeLink(to_worker, worker.worker_id, held.close)
             silent = Unavailable(f"decode worker {worker.worker_id} fell silent")
-            worker.on_lost.add(functools.partial(link.break_off, silent))
+            fell_silent = functools.partial(link.break_off, silent)
+            worker.on_lost.add(fell_silent)
+            held.callback(worker.on_lost.discard, fell_silent)
         return link
 
     def departed(self, address: str) -> None:

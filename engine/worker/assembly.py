@@ -13,6 +13,9 @@ from engine.tiers.tiers import TierConfig, Tiers
 from engine.worker.config import Role, WorkerConfig
 from kvtransfer.transport import Transport
 
+IDLE_TURN_S = 0.25
+"""An engine's loop turns at least so often, which is what makes its load reports heartbeats."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:

@@ -23,7 +23,7 @@ from engine.errors import EngineStartError
 from engine.messages import FromEngine, StartFailed, ToEngine
 from engine.runner import Runner
 from engine.vocabulary import Chunk, Sampled
-from engine.worker.assembly import EngineSpec, open_core, open_sim_runner
+from engine.worker.assembly import IDLE_TURN_S, EngineSpec, open_core, open_sim_runner
 from engine.worker.config import WorkerConfig
 from engine.worker.cores import stay_on, step_back
 from engine.worker.link import LinkWaiter, MessageLink
@@ -36,8 +36,6 @@ log = logging.getLogger(__name__)
 PR_SET_PDEATHSIG = 1
 SWITCH_S = 0.0005
 """How long the runner's Python may hold the interpreter while a message waits."""
-IDLE_TURN_S = 0.25
-"""The loop turns at least so often, which is what makes its load reports heartbeats."""
 
 
 class _Front:

@@ -13,7 +13,7 @@ from cluster.discovery import Discovery, Roster
 from cluster.errors import AlreadyThere, Incompatible, ServiceError, TandemError, from_rpc_error
 from cluster.rpc import channel
 from engine.messages import CacheChanged, Load, TakeSnapshot
-from engine.pool import Stored
+from engine.pool import CacheEvent, Stored
 from engine.worker.engine_client import EngineClient
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
@@ -229,18 +229,19 @@ class Memberships:
 def summary(news: Sequence[CacheChanged | Load]) -> list[CacheChanged | Load]:
     """The same in fewer messages: changes of the cache in a row as one, what a snapshot makes void left out; then the
     last load."""
-    changes: list[CacheChanged] = []
-    load: Load | None = None
+    snapshot: list[CacheChanged] = []
+    sequence, events = 0, list[CacheEvent]()
+    load: list[Load] = []
     for message in news:
         if isinstance(message, Load):
-            load = message
+            load = [message]
         elif message.snapshot:
-            changes = [message]
-        elif changes and not changes[-1].snapshot:
-            changes[-1] = CacheChanged(changes[-1].sequence, (*changes[-1].events, *message.events))
+            snapshot, events = [message], []
         else:
-            changes.append(message)
-    return [*changes, *([load] if load is not None else [])]
+            sequence = sequence if events else message.sequence
+            events += message.events
+    changed = [CacheChanged(sequence, tuple(events))] if events else []
+    return [*snapshot, *changed, *load]
 
 
 def load_report(load: Load, draining: bool) -> pb.LoadReport:

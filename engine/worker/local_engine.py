@@ -9,13 +9,12 @@ from collections.abc import Sequence
 
 from engine.messages import FromEngine, ToEngine
 from engine.vocabulary import Chunk
-from engine.worker.assembly import EngineSpec, open_core, open_sim_runner
+from engine.worker.assembly import IDLE_TURN_S, EngineSpec, open_core, open_sim_runner
 from engine.worker.engine_client import EngineHost, EngineListener
 from kvtransfer.local import LocalNetwork, LocalTransport
 
 LATE_S = 0.02
-IDLE_TURN_S = 0.25
-"""The engine turns at least so often: load reports are heartbeats."""
+"""A loop that is later than this is not what the model of a step's time is about."""
 
 
 class LocalEngine(EngineHost):

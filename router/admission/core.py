@@ -192,10 +192,6 @@ class Admission:
     def _settle(self, now: float) -> list[Outcome]:
         """Start whoever can start, refuse whoever can no longer."""
         outcomes: list[Outcome] = []
-        if not self.num_waiting:
-            while self._times and self._times[0][0] <= now:
-                heapq.heappop(self._times)
-            return outcomes
         self._measure_all(now)
         self._expire(now, outcomes)
         while self.num_waiting and self._start_one(now, outcomes):
