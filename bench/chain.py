@@ -60,15 +60,16 @@ async def decode(address: str, request: bytes) -> AsyncIterator[bytes]:
 
 
 class Ticks:
-    """Steps of a batching engine: what is ready leaves all at once, every STEP_S."""
+    """Steps of a batching engine: what is ready leaves all at once, every `step_s`."""
 
-    def __init__(self) -> None:
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
         self._tick: asyncio.Future[None] | None = None
 
     async def next(self) -> None:
         if self._tick is None:
             self._tick = asyncio.get_running_loop().create_future()
-            asyncio.get_running_loop().call_later(STEP_S, self._over)
+            asyncio.get_running_loop().call_later(self._step_s, self._over)
         await asyncio.shield(self._tick)
 
     def _over(self) -> None:
@@ -77,7 +78,7 @@ class Ticks:
         tick.set_result(None)
 
 
-ticks = Ticks()
+ticks = Ticks(STEP_S)
 
 
 async def lend(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 
 from bench.kv_bare import HOP
-from bench.models import qwen2_half_b
+from bench.models import qwen2_half_b, sim_model
 from bench.report import OUT, Bar, conclude
 from bench.workers import Workers
 from cluster.rpc import channel
@@ -323,12 +323,6 @@ def bars_of(figures: dict[str, Any]) -> list[Bar]:
     ]
 
 
-def write_model(path: Path) -> Path:
-    config = {"model_type": "llama", "vocab_size": 1000, "max_position_embeddings": 1 << 20}
-    (path / "config.json").write_text(json.dumps(config))
-    return path
-
-
 async def main() -> None:
     console = Console()
     cores = sorted(os.sched_getaffinity(0))
@@ -339,7 +333,7 @@ async def main() -> None:
         tempfile.TemporaryDirectory(prefix="tandem-bench-") as scratch,
         Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress,
     ):
-        model = write_model(Path(scratch))
+        model = sim_model(Path(scratch))
         figures["bandwidth"] = await measure_bandwidth(model, cores, progress)
         figures["transports"] = await measure_transports(cores, progress)
         figures["overlap"] = await measure_overlap(model, cores, progress)

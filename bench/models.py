@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from engine.torch.runner import BuiltModel
 
+SIM_VOCAB = 1000
 QWEN2_HALF_B = {
     "vocab_size": 151_936,
     "hidden_size": 896,
@@ -71,6 +72,14 @@ def qwen2_half_b(path: Path) -> Path:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w151643").save_pretrained(path)
+    return path
+
+
+def sim_model(path: Path, context: int = 1 << 20) -> Path:
+    """A directory with what sim workers and a router read of a model; no weights, no tokenizer."""
+    path.mkdir(exist_ok=True)
+    config = {"model_type": "llama", "vocab_size": SIM_VOCAB, "max_position_embeddings": context}
+    (path / "config.json").write_text(json.dumps(config))
     return path
 
 

@@ -8,7 +8,6 @@ the same pace and, as those of a batch do, all at once; in turns, in one run.
 
 import asyncio
 import contextlib
-import json
 import os
 import random
 import sys
@@ -25,6 +24,7 @@ from rich.progress import Progress, TimeElapsedColumn, track
 from rich.table import Table
 
 from bench.chain import NUM_TOKENS, REQUEST_BYTES, STEP_S, WAITED
+from bench.models import sim_model
 from bench.report import Bar, conclude, percentile
 from cluster.rpc import channel
 from protos import inference_pb2 as pb
@@ -189,10 +189,7 @@ async def chain_added(call: Any) -> float:
 
 @contextlib.asynccontextmanager
 async def sim_cluster(stack: contextlib.AsyncExitStack) -> AsyncIterator[LocalCluster]:
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "sim"
-    folder.mkdir()
-    config = {"model_type": "llama", "vocab_size": 1000, "max_position_embeddings": 4096}
-    (folder / "config.json").write_text(json.dumps(config))
+    folder = sim_model(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "sim", context=4096)
     router = {"model": folder, "port": 0, "decode_prefill_tokens_per_s": 100.0}  # so that every prompt is lent
     cores = sorted(os.sched_getaffinity(0))
     topology = plan_topology(1, 1, router, {"model": folder, "engine": "sim"}, cores)

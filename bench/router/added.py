@@ -17,8 +17,9 @@ from rich.console import Console
 from rich.progress import track
 
 from bench.chain import NUM_TOKENS, STEP_S
+from bench.models import SIM_VOCAB
 from bench.report import Bar, percentile
-from bench.router.site import VOCAB, bare, sim_site
+from bench.router.site import bare, sim_site
 from bench.serving import PROMPT_TOKENS, chain_added
 from cluster.rpc import channel
 from protos import inference_pb2 as pb
@@ -42,7 +43,7 @@ async def one_round(request: Callable[[], Awaitable[float]], seeds: random.Rando
 
 async def tandem_added(call: Any) -> float:
     """As `bench/serving.py` has it; but for its last message nothing is parsed, as nothing of the chain's is."""
-    prompt = [random.randrange(VOCAB) for _ in range(PROMPT_TOKENS)]
+    prompt = [random.randrange(SIM_VOCAB) for _ in range(PROMPT_TOKENS)]
     request = pb.GenerateRequest(token_ids=prompt, sampling=pb.Sampling(max_tokens=NUM_TOKENS))
     started_at, ttft_s, message = time.monotonic(), 0.0, b""
     async for message in call(request):  # noqa: B007

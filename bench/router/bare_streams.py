@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import uvloop
 
+from bench.chain import Ticks
 from cluster.rpc import Server, channel
 
 METHOD = "/bare/Generate"
@@ -20,27 +21,8 @@ STEP_S = 1.0
 NUM_TOKENS = 45
 
 
-class _Steps:
-    """All streams get their tokens at once, as those of a batch do."""
-
-    def __init__(self) -> None:
-        self._next: asyncio.Future[None] | None = None
-
-    async def next(self) -> None:
-        loop = asyncio.get_running_loop()
-        if self._next is None:
-            self._next = loop.create_future()
-            loop.call_later(STEP_S, self._over)
-        await asyncio.shield(self._next)
-
-    def _over(self) -> None:
-        assert self._next is not None
-        over, self._next = self._next, None
-        over.set_result(None)
-
-
 async def main(role: str, address: str) -> None:
-    steps, server = _Steps(), Server()
+    steps, server = Ticks(STEP_S), Server()
     upstream: grpc.aio.Channel | None = channel(address) if role == "proxy" else None
 
     async def source(request: bytes, context: Any) -> AsyncIterator[bytes]:

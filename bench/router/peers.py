@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
@@ -19,9 +20,10 @@ import uvloop
 from rich.console import Console
 from rich.progress import track
 
+from bench.models import SIM_VOCAB
 from bench.report import Bar, percentile
 from bench.router.peer_workers import BLOCK_TOKENS, MODEL, NUM_BLOCKS, PREFILL_TOKENS_PER_S
-from bench.router.site import VOCAB, sim_site
+from bench.router.site import first_line, process, sim_site
 from bench.router.trace import Arrival, read_arrivals, text, token_ids
 from protos import inference_pb2 as pb
 from tandem.client import Client
@@ -77,7 +79,7 @@ async def tandem() -> AsyncIterator[Ask]:
         async def ask(arrival: Arrival) -> int:
             cached = 0
             async for message in client.generate(
-                token_ids=token_ids(arrival, BLOCK_TOKENS, VOCAB), sampling=sampling, timeout_s=120
+                token_ids=token_ids(arrival, BLOCK_TOKENS, SIM_VOCAB), sampling=sampling, timeout_s=120
             ):
                 cached = message.finish.usage.cached_tokens
             return cached
@@ -86,33 +88,15 @@ async def tandem() -> AsyncIterator[Ask]:
 
 
 @contextlib.asynccontextmanager
-async def process(*command: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    started = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        yield started
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            started.kill()
-        await started.wait()
-
-
-@contextlib.asynccontextmanager
 async def peer(*router: str) -> AsyncIterator[Ask]:
     """A router that speaks HTTP, over workers that do."""
     async with contextlib.AsyncExitStack() as stack:
-        workers = await stack.enter_async_context(process(str(Path(".venv/bin/python")), "-m", PEERS, str(WORKERS)))
-        assert workers.stdout is not None
-        urls = [f"http://127.0.0.1:{port}" for port in (await workers.stdout.readline()).decode().split()]
+        workers = await stack.enter_async_context(process(sys.executable, "-m", PEERS, str(WORKERS)))
+        urls = [f"http://127.0.0.1:{port}" for port in (await first_line(workers)).split()]
         port, metrics = _free_port(), _free_port()
         options = ["--host", "127.0.0.1", "--port", str(port), "--policy", "cache_aware", "--log-level", "error"]
         options += ["--prometheus-port", str(metrics), "--worker-urls", *urls]
-        await stack.enter_async_context(process(*router, *options))
+        await stack.enter_async_context(process(*router, *options, stderr=asyncio.subprocess.DEVNULL))
         session = await stack.enter_async_context(
             aiohttp.ClientSession(f"http://127.0.0.1:{port}", connector=aiohttp.TCPConnector(limit=0))
         )

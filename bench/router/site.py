@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import sys
 import tempfile
@@ -11,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.models import sim_model
 from router.config import RouterConfig
 from tandem.client import Client
 from tandem.local import RoleProcess, start_role, stop_process
 from tandem.sim_pool import SimPoolConfig
-
-VOCAB = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +27,7 @@ class Site:
 async def sim_site(router: dict[str, Any], **pool: Any) -> AsyncIterator[Site]:
     """Settings of the router, and of SimPoolConfig; entered when all workers have joined."""
     with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder) / "sim"
-        model.mkdir()
-        config = {"model_type": "llama", "vocab_size": VOCAB, "max_position_embeddings": 1 << 20}
-        (model / "config.json").write_text(json.dumps(config))
+        model = sim_model(Path(folder) / "sim")
         started: list[RoleProcess] = []
         try:
             started.append(
@@ -58,21 +53,28 @@ class Bare:
 
 @contextlib.asynccontextmanager
 async def bare(role: str, *arguments: str, module: str = "bench.chain") -> AsyncIterator[Bare]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        module,
-        role,
-        *arguments,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
+    async with process(sys.executable, "-m", module, role, *arguments) as started:
+        yield Bare(await first_line(started), started.pid)
+
+
+@contextlib.asynccontextmanager
+async def process(*command: str, stderr: int | None = None) -> AsyncIterator[asyncio.subprocess.Process]:
+    """It does not outlive the block. `stderr`: as subprocess has it."""
+    started = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=stderr
     )
-    assert process.stdout is not None
     try:
-        yield Bare((await process.stdout.readline()).decode().strip(), process.pid)
+        yield started
     finally:
-        process.kill()
-        await process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            started.kill()
+        await started.wait()
+
+
+async def first_line(started: asyncio.subprocess.Process) -> str:
+    """What it says when it serves."""
+    assert started.stdout is not None
+    return (await started.stdout.readline()).decode().strip()
 
 
 def cpu_seconds(pid: int) -> float:

@@ -17,9 +17,10 @@ import uvloop
 from rich.console import Console
 from rich.progress import Progress, TaskID, TimeElapsedColumn
 
+from bench.models import SIM_VOCAB
 from bench.report import Bar
 from bench.router.bare_streams import METHOD, NUM_TOKENS, REQUEST, STEP_S
-from bench.router.site import VOCAB, Site, bare, cpu_seconds, sim_site
+from bench.router.site import Site, bare, cpu_seconds, sim_site
 from bench.serving import peak_memory_mib
 from cluster.rpc import channel
 from protos import inference_pb2 as pb
@@ -92,7 +93,7 @@ def tandem_stream(link: Any, max_tokens: int = NUM_TOKENS) -> OpenStream:
     sampling = pb.Sampling(max_tokens=max_tokens, temperature=0)
 
     async def open_stream() -> AsyncIterator[int]:
-        prompt = [random.randrange(VOCAB) for _ in range(PROMPT_TOKENS)]
+        prompt = [random.randrange(SIM_VOCAB) for _ in range(PROMPT_TOKENS)]
         async for message in call(pb.GenerateRequest(token_ids=prompt, sampling=sampling), timeout=300):
             yield len(pb.GenerateResponse.FromString(message).token_ids)
 
