@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 
 from cluster.errors import DeadlineExceeded, InvalidRequest, ServiceError, to_proto
+from cluster.waker import Waker
 from decode_worker.attempt import Attempt
 from protos import decode_pb2 as pb
 
@@ -46,7 +47,7 @@ class Connection:
         """Those that have something to say and may, in the order in which it came up."""
         self._highest = -1
         self._ended = False
-        self._waiting: asyncio.Future[None] | None = None
+        self._waker = Waker()
 
     @property
     def num_requests(self) -> int:
@@ -74,8 +75,7 @@ class Connection:
         """Until `end`."""
         while True:
             while not self._news and not self._ended:
-                self._waiting = asyncio.get_running_loop().create_future()
-                await self._waiting
+                await self._waker.sleep()
             if self._ended:
                 return
             yield self._frame()
@@ -83,7 +83,7 @@ class Connection:
     def end(self) -> None:
         """The router will say nothing more, and so is nothing said to it."""
         self._ended = True
-        self._wake()
+        self._waker.wake()
 
     def close(self) -> None:
         """Ends all requests."""
@@ -115,11 +115,7 @@ class Connection:
         if served.paused or served.number not in self._served:
             return
         self._news[served.number] = served
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
+        self._waker.wake()
 
     def _frame(self) -> pb.DecodeFrame:
         parts: list[pb.Part] = []

@@ -1,9 +1,9 @@
 """What the engine and a borrower have said of one loan, and its service has not read yet."""
 
-import asyncio
 from collections import deque
 from typing import TypeVar
 
+from cluster.waker import Waker
 from engine.messages import LendClosed
 from engine.worker.engine_client import Letter
 
@@ -15,20 +15,15 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._letters: deque[Letter | LendClosed] = deque()
-        self._arrival: asyncio.Future[None] | None = None
-        """The reader waits for it."""
+        self._waker = Waker()
 
     def put(self, letter: Letter | LendClosed) -> None:
         self._letters.append(letter)
-        if self._arrival is not None:
-            if not self._arrival.done():
-                self._arrival.set_result(None)
-            self._arrival = None
+        self._waker.wake()
 
     async def get(self) -> Letter | LendClosed:
         while not self._letters:
-            self._arrival = asyncio.get_running_loop().create_future()
-            await self._arrival
+            await self._waker.sleep()
         return self._letters.popleft()
 
     def take_if(self, kind: type[_L]) -> _L | None:

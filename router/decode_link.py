@@ -15,6 +15,7 @@ from google.rpc import status_pb2
 
 from cluster.errors import DeadlineExceeded, InvalidRequest, ServiceError, Unavailable, from_proto, from_rpc_error
 from cluster.rpc import MAX_MESSAGE_BYTES
+from cluster.waker import Waker
 from protos import decode_pb2 as pb
 from protos import decode_pb2_grpc as pb_grpc
 
@@ -38,7 +39,7 @@ class DecodeLink:
         self._leaving = pb.RouterFrame()
         self._placed: dict[int, pb.PlacedRequest] = {}
         """Not sent yet."""
-        self._waiting: asyncio.Future[None] | None = None
+        self._waker = Waker()
         self._failure: ServiceError | None = None
         self._call = pb_grpc.DecodeStub(channel).Serve(self._outgoing())
         self._reading = asyncio.ensure_future(self._read())
@@ -64,7 +65,7 @@ class DecodeLink:
         waits = self._requests[number] = _Request()
         timer = asyncio.get_running_loop().call_later(timeout_s, waits.end, DeadlineExceeded(_TOO_LATE))
         self._placed[number] = pb.PlacedRequest(number=number, request=request, timeout_ms=timeout_s * 1e3)
-        self._wake()
+        self._waker.wake()
         try:
             while True:
                 while waits.messages:
@@ -72,18 +73,18 @@ class DecodeLink:
                 if waits.paused:
                     waits.paused = False
                     self._leaving.resumed.append(number)
-                    self._wake()
+                    self._waker.wake()
                 if waits.ended:
                     if waits.failure is not None:
                         raise waits.failure
                     return
-                await waits.news()
+                await waits.waker.sleep()
         finally:
             timer.cancel()
             del self._requests[number]
             if self._placed.pop(number, None) is None and not waits.ended_by_worker:
                 self._leaving.cancelled.append(number)
-                self._wake()
+                self._waker.wake()
 
     def break_off(self, failure: ServiceError) -> None:
         """All its requests fail with this."""
@@ -93,7 +94,7 @@ class DecodeLink:
                 waits.end(failure)
             self._call.cancel()
             self._reading.cancel()
-            self._wake()
+            self._waker.wake()
             self._on_broken()
 
     async def _read(self) -> None:
@@ -118,19 +119,14 @@ class DecodeLink:
         elif len(waits.messages) >= PAUSE_AT and not waits.paused:
             waits.paused = True
             self._leaving.paused.append(part.number)
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
+            self._waker.wake()
 
     async def _outgoing(self) -> AsyncIterator[pb.RouterFrame]:
         while self._failure is None:
             if self._placed or self._leaving.ByteSize():
                 yield self._frame()
             else:
-                self._waiting = asyncio.get_running_loop().create_future()
-                await self._waiting
+                await self._waker.sleep()
 
     def _frame(self) -> pb.RouterFrame:
         frame, self._leaving = self._leaving, pb.RouterFrame()
@@ -155,21 +151,13 @@ class _Request:
         self.ended = False
         self.ended_by_worker = False
         self.failure: ServiceError | None = None
-        self._waiting: asyncio.Future[None] | None = None
+        self.waker = Waker()
 
     def put(self, messages: Any) -> None:
         self.messages.extend(messages)
-        self._wake()
+        self.waker.wake()
 
     def end(self, failure: ServiceError | None, by_worker: bool = False) -> None:
         if not self.ended:
             self.ended, self.ended_by_worker, self.failure = True, by_worker, failure
-            self._wake()
-
-    async def news(self) -> None:
-        self._waiting = asyncio.get_running_loop().create_future()
-        await self._waiting
-
-    def _wake(self) -> None:
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
+            self.waker.wake()

@@ -13,6 +13,7 @@ import grpc
 
 from cluster.errors import from_rpc_error
 from cluster.rpc import Channels
+from cluster.waker import Waker
 from engine.keys import pack_tokens
 from engine.messages import (
     CloseLoan,
@@ -54,8 +55,7 @@ class LoanStream:
         self._silence_s = silence_s
         self._closed = False
         self._released: list[pb.LendRequest] = []
-        self._news: asyncio.Future[None] | None = None
-        """Somebody waits for something to say."""
+        self._waker = Waker()
         with ExitStack() as stack:
             self._call = pb_grpc.LendStub(stack.enter_context(link)).Lend(self._requests(want))
             release_link = stack.pop_all().close
@@ -66,23 +66,19 @@ class LoanStream:
 
     def release(self, first: int, count: int) -> None:
         self._released.append(pb.LendRequest(release=pb.Release(first=first, count=count)))
-        self._wake()
+        self._waker.wake()
 
     def close(self) -> None:
         """Half-close: the lender lets go of everything. Nothing more is forwarded to the engine."""
         self._closed = True
-        self._wake()
+        self._waker.wake()
 
     def cancel(self) -> None:
         """The request is over: end the stream now."""
         self._closed = True
         self._task.cancel()
         self._call.cancel()  # the task may not have begun
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
+        self._waker.wake()
 
     async def _requests(self, want: pb.Want) -> AsyncIterator[pb.LendRequest]:
         """What this side says, until it closes: with that, what was not released yet is."""
@@ -95,9 +91,8 @@ class LoanStream:
                 if self._released:
                     yield self._released.pop(0)
                     continue
-                self._news = loop.create_future()
-                timer = loop.call_at(next_beat, self._wake)
-                await self._news
+                timer = loop.call_at(next_beat, self._waker.wake)
+                await self._waker.sleep()
                 timer.cancel()
                 if loop.time() >= next_beat:
                     next_beat = loop.time() + self._silence_s / BEATS_PER_SILENCE
@@ -120,7 +115,7 @@ class LoanStream:
                 self._closed = True
                 log.info("loan of %s failed: %s", self._engine_id, failure)
                 self._engine.send(LoanFailed(self._engine_id, failure))
-            self._wake()
+            self._waker.wake()
 
     async def _follow(self) -> None:
         loop = asyncio.get_running_loop()
