@@ -9,8 +9,10 @@ from engine.core import CoreLimits
 from engine.layout import KvLayout
 from engine.scheduler import StepBudget
 from engine.sim.timing import StepWork
-from engine.worker.config import Role
+from engine.worker.config import Role, WorkerConfig
+from router.config import RouterConfig
 from router.rates import Priors
+from simulator.calibration import Calibration
 from simulator.cluster import START_S, ClusterSpec, Failure, FleetMaker, SimCluster, plain_fleet
 from simulator.errors import BadSetup
 from simulator.gpus import Gpu, Roofline
@@ -45,6 +47,9 @@ class Setup:
     """Prompt tokens of a prefill worker's step."""
     decode_chunk: int = 512
     """Of a decode worker's: its running streams wait for it."""
+    calibration: Calibration | None = None
+    """A live cluster's: its workers stand for `gpus`, its figures for what `gpu` and `model` would be taken to do, for
+    its own blocks, chunks, messages and lag, and for what an operator would know: routers begin with their defaults."""
     num_routers: int = 1
     message_s: float = 0.0005
     event_lag_s: float = 0.01
@@ -167,14 +172,21 @@ def replay(
 
 def cluster_spec(setup: Setup, scenario: Scenario, make_fleet: FleetMaker | None = None) -> ClusterSpec:
     """Raises BadSetup for a model that does not fit."""
-    roofline = Roofline(setup.model, setup.gpu, setup.tp)
+    measured = setup.calibration
     names = {name for name, _ in scenario.workers}
+    if measured is None:
+        roofline = Roofline(setup.model, setup.gpu, setup.tp)
+        workers, priors = tuple(_workers(setup, scenario, roofline)), priors_of(setup, roofline)
+        message_s, event_lag_s = setup.message_s, setup.event_lag_s
+    else:
+        workers, priors = tuple(_measured_workers(measured, scenario)), RouterConfig.model_construct().priors()
+        message_s, event_lag_s = measured.message_s, measured.event_lag_s
     return ClusterSpec(
-        workers=tuple(_workers(setup, scenario, roofline)),
-        priors=priors_of(setup, roofline),
+        workers=workers,
+        priors=priors,
         num_routers=setup.num_routers,
-        message_s=setup.message_s,
-        event_lag_s=setup.event_lag_s,
+        message_s=message_s,
+        event_lag_s=event_lag_s,
         learn_rates=setup.learn_rates,
         make_fleet=make_fleet or _fleet_of(scenario),
         failures=tuple(failure for failure in setup.failures if failure.worker_id in names),
@@ -208,6 +220,20 @@ def _workers(setup: Setup, scenario: Scenario, roofline: Roofline) -> Iterator[t
     for name, role in scenario.workers:
         limits = CoreLimits(StepBudget(max(MAX_BATCH_TOKENS, chunks[role]), chunks[role]))
         yield name, WorkerSpec(role, layout, num_blocks, roofline, limits, setup.gpu.nic_bytes_per_s * setup.tp)
+
+
+def _measured_workers(measured: Calibration, scenario: Scenario) -> Iterator[tuple[str, WorkerSpec]]:
+    layout = measured.layout()
+    for name, role in scenario.workers:
+        chunk = measured.chunk(role)
+        limits = CoreLimits(StepBudget(max(WorkerConfig.model_fields["max_batch_tokens"].default, chunk), chunk))
+        timing = measured.timing(role)
+        yield (
+            name,
+            WorkerSpec(
+                role, layout, measured.num_blocks, timing, limits, measured.nic_bytes_per_s, measured.read_latency_s
+            ),
+        )
 
 
 def _dtype(model: ModelShape) -> str:

@@ -11,8 +11,8 @@ from rich import box
 from rich.table import Table
 
 from simulator.replay import Run, Setup
-from simulator.results import SHARES
 
+SHOWN = ("p50", "p95", "p99")
 MARGIN = 0.03
 """Goodput that differs by less says nothing: the model of times is not that exact."""
 
@@ -50,7 +50,7 @@ def tables_of(runs: Sequence[Run], setup: Setup) -> list[Table]:
     """How long things took, and what they came to: a row for each run."""
     slo = f"TTFT {setup.slo.ttft_s:g} s, ITL {setup.slo.itl_s * 1e3:g} ms"
     title = f"{setup.model.name} on {setup.gpus} x {setup.gpu.name}, SLO: {slo}"
-    names = [f"{name}\n{share}" for name in ("TTFT s", "ITL ms", "E2E s") for share in SHARES]
+    names = [f"{name}\n{share}" for name in ("TTFT s", "ITL ms", "E2E s") for share in SHOWN]
     times = _table(title, [name if name.endswith("p50") else "\n" + name[-3:] for name in names])
     sums = _table(
         "", ["within\nSLO", "goodput\n/s/GPU", "cache\nhits", "GB\nmoved", "refused\n", "USD per M\nout tokens"]
@@ -59,7 +59,9 @@ def tables_of(runs: Sequence[Run], setup: Setup) -> list[Table]:
     for run in runs:
         results, style = run.results, "bold" if run is best else ""
         spreads = ((results.ttft_s, 1.0), (results.itl_s, 1e3), (results.e2e_s, 1.0))
-        figures = (_figure(value * unit) for each, unit in spreads for value in (each.p50, each.p95, each.p99))
+        figures = (
+            _figure(value * unit) for each, unit in spreads for value in (getattr(each, share) for share in SHOWN)
+        )
         times.add_row(run.scenario.name, *figures, style=style)
         lost = str(results.refused) + (f" +{results.failed} failed" if results.failed else "")
         sums.add_row(

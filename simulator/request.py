@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from protos import inference_pb2 as pb
+
 MAX_HASH_ID = 1 << 30
 """Hash ids of traces are below: above are the tokens of prompts that share nothing, and of outputs."""
 
@@ -60,6 +62,8 @@ class Outcome:
     """Of the prompt: not computed anywhere for this request, but held by its decode worker, or by who lent."""
     moved_bytes: int = 0
     predicted_ttft_s: float = 0.0
+    receipt: pb.Receipt | None = None
+    """Of a request that finished."""
 
     @property
     def ttft_s(self) -> float:

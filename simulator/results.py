@@ -9,7 +9,7 @@ import numpy as np
 from simulator.gaps import Gaps
 from simulator.request import Fate, Outcome
 
-SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
+SHARES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,14 @@ class Spread:
 
     mean: float
     p50: float
+    p90: float
     p95: float
     p99: float
 
     @classmethod
     def of(cls, values: "array[float]") -> "Spread":
         if not values:
-            return cls(*(4 * [math.nan]))
+            return cls(*((1 + len(SHARES)) * [math.nan]))
         column = np.frombuffer(values)
         quantiles = np.quantile(column, list(SHARES.values()))
         return cls(float(column.mean()), *(float(quantile) for quantile in quantiles))

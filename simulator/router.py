@@ -213,6 +213,7 @@ class SimRouter:
         self._started(ticket)
         finish = self._receipt(ticket, attempt)
         self.fleet.finished(placed, finish, ticket.started_at - ticket.placed_at)
+        result.receipt = finish.receipt
         kv = finish.receipt.kv
         result.moved_bytes += kv.moved_bytes
         from_cache = kv.reused_blocks + kv.lender_cached_blocks + kv.lender_fetched_blocks
@@ -281,7 +282,8 @@ class SimRouter:
         placement = inference_pb2.Placement(
             decode_worker=decision.decode_id, lender=decision.lender_id or "", attempt=ticket.attempts
         )
-        request = decode_pb2.DecodeRequest(placement=placement)
+        elapsed_ms = (ticket.placed_at - ticket.claim.arrived_at) * 1e3
+        request = decode_pb2.DecodeRequest(placement=placement, elapsed_ms=elapsed_ms)
         layout = attempt.worker.spec.layout
         receipt = build_receipt(
             request,

@@ -4,11 +4,12 @@ import asyncio
 import math
 import os
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import uvloop
 from rich.console import Console
 
 from cluster.config import parse_overrides
@@ -265,6 +266,9 @@ def replay_trace(
     routers: Annotated[int, typer.Option(help="each with a view of its own")] = 1,
     lag: Annotated[float, typer.Option(help="milliseconds until a router hears of a cache or a load")] = 10.0,
     block_tokens: Annotated[int, typer.Option(help="tokens of a KV block")] = 64,
+    calibration: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="workers as `tandem calibrate` found them, instead of a GPU's")
+    ] = None,
     kill: Annotated[list[str] | None, typer.Option(metavar="WORKER@S", help="it dies then; repeatable")] = None,
     seed: Annotated[int, typer.Option(help="the same seed gives the same figures")] = 0,
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="write all figures")] = None,
@@ -275,6 +279,7 @@ def replay_trace(
 
     In virtual time: computing and links are modelled, everything that decides is real.
     """
+    from simulator.calibration import Calibration
     from simulator.gpus import gpu_named
     from simulator.model_shape import open_shape
     from simulator.replay import Setup, scenarios
@@ -290,6 +295,7 @@ def replay_trace(
         slo=Slo(ttft, itl / 1e3),
         usd_per_gpu_hour=price,
         block_tokens=block_tokens,
+        calibration=Calibration.read(calibration) if calibration else None,
         num_routers=routers,
         event_lag_s=lag / 1e3,
         failures=parse_failures(kill or []),
@@ -298,6 +304,96 @@ def replay_trace(
     window = Window(rate, start, math.inf if duration is None else duration, requests, spread, seed)
     found = scenarios(setup, parse_modes(modes), parse_policies(policies), parse_splits(split or []))
     compare(console, setup, found, Trace(trace, window), json_path, png, log_decisions)
+
+
+@app.command()
+def bench(
+    trace: Annotated[
+        Path | None, typer.Argument(help="Mooncake's JSON lines, Azure's CSV, or a log of receipts; else a profile")
+    ] = None,
+    address: Address = DEFAULT_ADDRESS,
+    http: Annotated[str, typer.Option(metavar="URL", help="a server of OpenAI's API, instead of gRPC")] = "",
+    api_key: Annotated[str, typer.Option(envvar="TANDEM_API_KEY", help="where the cluster asks for one")] = "",
+    model: Model = "",
+    profile: Annotated[
+        str, typer.Option(help="short-chat, long-context-qa, tool-calling or offline-batch")
+    ] = "short-chat",
+    scale: Annotated[float, typer.Option(help="multiplies the profile's lengths")] = 1.0,
+    rate: Annotated[float, typer.Option(help="requests a second; of a trace: so many times as fast")] = 1.0,
+    even: Annotated[bool, typer.Option("--even", help="equal gaps between requests, instead of Poisson")] = False,
+    concurrency: Annotated[int | None, typer.Option(help="so many at a time, instead of a rate")] = None,
+    start: Annotated[float, typer.Option(help="of a trace: leave out what comes before, in seconds")] = 0.0,
+    duration: Annotated[float | None, typer.Option(help="seconds of requests")] = None,
+    requests: Annotated[int | None, typer.Option(help="at most so many")] = None,
+    warmup: Annotated[float, typer.Option(help="seconds at the beginning that are not counted")] = 0.0,
+    as_text: Annotated[bool | None, typer.Option("--text/--tokens", help="prompts as text or as token ids")] = None,
+    vocab_size: Annotated[int, typer.Option(help="of the model, for token ids by HTTP")] = 0,
+    context: Annotated[int, typer.Option(help="of the model, where an HTTP server does not say it")] = 0,
+    receipts: Annotated[bool, typer.Option("--receipts", help="ask for them by HTTP too (Tandem only)")] = False,
+    timeout: Annotated[float, typer.Option(help="seconds, of a request")] = 600.0,
+    tenant: Annotated[str, typer.Option(help="who asks")] = "",
+    ttft: Annotated[float, typer.Option(help="SLO: seconds to the first token")] = 1.0,
+    itl: Annotated[float, typer.Option(help="SLO: milliseconds between tokens, the mean of a request")] = 50.0,
+    gpus: Annotated[int | None, typer.Option(help="of the cluster; default: as many as workers")] = None,
+    price: Annotated[float | None, typer.Option(help="USD per GPU and hour")] = None,
+    seed: Annotated[int, typer.Option(help="the same seed offers the same")] = 0,
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="write all figures")] = None,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="draw them; needs matplotlib")] = None,
+    log: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write requests and receipts, for replay and calibrate")
+    ] = None,
+) -> None:
+    """Load a live cluster, and see what its clients see.
+
+    In an open loop, times count from when a request was due, whenever it was sent. Everything is greedy and as long as
+    the profile or the trace says (`ignore_eos`).
+    """
+    from simulator.results import Slo
+    from simulator.traces.reading import Trace, Window
+    from simulator.workloads import profile_named
+    from tandem.loadgen.command import Load, Wanted, run_bench
+    from tandem.loadgen.doors import Door, GrpcDoor, HttpDoor
+
+    load = Load(
+        profile=None if trace else profile_named(profile),
+        trace=Trace(trace, Window(rate=rate, start_s=start, seed=seed)) if trace else None,
+        rate=rate,
+        even=even,
+        concurrency=concurrency,
+        duration_s=duration,
+        most=requests,
+        warmup_s=warmup,
+        scale=scale,
+        seed=seed,
+    )
+    door: Door
+    if http:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        if tenant:
+            headers["x-tenant"] = tenant
+        door = HttpDoor(http, model, timeout, headers, as_text is not False, receipts, vocab_size, context)
+    else:
+        door = GrpcDoor(address.split(","), model, timeout, tenant, as_text is True)
+    wanted = Wanted(Slo(ttft, itl / 1e3), gpus, price, json_path, png, log)
+    _run(run_bench(console, door, load, wanted), uvloop.new_event_loop)
+
+
+@app.command()
+def calibrate(
+    log: Annotated[Path, typer.Argument(help="of `tandem bench --log`")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="for `tandem replay --calibration`")],
+    blocks: Annotated[int | None, typer.Option(help="of a worker's pool; default: 256 MiB of them", min=1)] = None,
+    prefill_chunk: Annotated[int, typer.Option(help="max_prefill_tokens of the prefill workers", min=1)] = 512,
+    decode_chunk: Annotated[int, typer.Option(help="and of the decode workers", min=1)] = 128,
+) -> None:
+    """Learn from the receipts of a live cluster how long its steps, its transfers and its messages take."""
+    from simulator.fitting import calibrate as fit
+    from simulator.traces.reading import served_of
+    from tandem.calibrated import show_calibration
+
+    found = fit(served_of(log), blocks, prefill_chunk, decode_chunk)
+    found.write(out)
+    show_calibration(console, found, out)
 
 
 def main() -> None:
@@ -310,9 +406,13 @@ def main() -> None:
         sys.exit(2)
 
 
-def _run(work: Coroutine[Any, Any, None]) -> None:
+LoopFactory = Callable[[], asyncio.AbstractEventLoop]
+
+
+def _run(work: Coroutine[Any, Any, object], loop: LoopFactory | None = None) -> None:
     try:
-        asyncio.run(work)
+        with asyncio.Runner(loop_factory=loop) as runner:
+            runner.run(work)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 from simulator.errors import BadSetup, BadTrace
 from simulator.request import TraceRequest
 from simulator.traces import azure, mooncake, receipts
+from simulator.traces.receipts import Served
 from simulator.traces.row import MAX_LINE_BYTES, BadRow, Row
 
 _JSON_FORMATS: dict[str, tuple[str, Callable[[dict[str, Any]], Row]]] = {
@@ -45,6 +46,17 @@ class Window:
                 raise BadSetup(name, f"{value} is not at least {least:g}")
         if self.most is not None and self.most < 1:
             raise BadSetup("requests", f"{self.most} is not at least 1")
+
+
+def served_of(path: Path) -> Iterator[Served]:
+    """All of a log of receipts, receipts included. Raises BadTrace."""
+    trace = Trace(path, Window())
+    with path.open("rb") as file:
+        for number, line in trace.lines(file):
+            try:
+                yield receipts.read_served(parse_object(line))
+            except BadRow as error:
+                raise BadTrace(path, number, str(error)) from None
 
 
 class Trace:
@@ -113,7 +125,7 @@ class Trace:
 
     def _numbered(self, file: BinaryIO) -> Iterator[tuple[int, Row]]:
         read: Callable[[str], Row] | None = None
-        for number, line in self._lines(file):
+        for number, line in self.lines(file):
             if read is None:
                 read = self._reader(number, line)
                 if not line.lstrip().startswith("{"):
@@ -123,7 +135,7 @@ class Trace:
             except BadRow as error:
                 raise BadTrace(self.path, number, str(error)) from None
 
-    def _lines(self, file: BinaryIO) -> Iterator[tuple[int, str]]:
+    def lines(self, file: BinaryIO) -> Iterator[tuple[int, str]]:
         """With their numbers; blank ones are passed over."""
         number = 0
         while line := file.readline(MAX_LINE_BYTES + 1):

@@ -13,15 +13,15 @@ The numbers are made by `Numbering` from prompt tokens, so that a log holds no t
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-from google.protobuf.json_format import MessageToDict
+from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 
 from engine.keys import BlockKey, block_keys
 from protos import inference_pb2 as pb
 from simulator.request import MAX_HASH_ID
-from simulator.traces.row import Row, hash_ids_of, seconds_of, tokens_of, whole_of
+from simulator.traces.row import BadRow, Row, hash_ids_of, seconds_of, tokens_of, whole_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,14 @@ class Served:
     """One request that was served."""
 
     arrived_s: float
-    prompt_token_ids: Sequence[int]
+    prompt_tokens: int
     completion_tokens: int
+    block_tokens: int
+    blocks: Sequence[int]
     ttft_s: float
     itl_s: float
-    receipt: pb.Receipt
+    """Mean of its gaps; 0 of a single token."""
+    receipt: pb.Receipt = field(default_factory=pb.Receipt)
     tenant: str = ""
     priority: int = 0
 
@@ -52,14 +55,14 @@ class Numbering:
         return [self._numbers.setdefault(key, len(self._numbers) % MAX_HASH_ID) for key in keys]
 
 
-def write_served(file: TextIO, numbering: Numbering, served: Served) -> None:
+def write_served(file: TextIO, served: Served) -> None:
     """One line. Call it in the order in which the requests came."""
     line = {
         "arrived_s": served.arrived_s,
-        "prompt_tokens": len(served.prompt_token_ids),
+        "prompt_tokens": served.prompt_tokens,
         "completion_tokens": served.completion_tokens,
-        "block_tokens": numbering.block_tokens,
-        "blocks": numbering.of(served.prompt_token_ids),
+        "block_tokens": served.block_tokens,
+        "blocks": [*served.blocks],
         "tenant": served.tenant,
         "priority": served.priority,
         "ttft_s": served.ttft_s,
@@ -67,6 +70,27 @@ def write_served(file: TextIO, numbering: Numbering, served: Served) -> None:
         "receipt": MessageToDict(served.receipt, preserving_proto_field_name=True),
     }
     file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+
+def read_served(values: dict[str, Any]) -> Served:
+    """All of a line. Raises BadRow."""
+    row = read_row(values)
+    try:
+        receipt = ParseDict(values.get("receipt") or {}, pb.Receipt(), ignore_unknown_fields=True)
+    except ParseError as error:
+        raise BadRow(f"receipt: {error}") from None
+    return Served(
+        arrived_s=row.at_s,
+        prompt_tokens=row.input_tokens,
+        completion_tokens=row.output_tokens,
+        block_tokens=row.hash_tokens,
+        blocks=row.hash_ids,
+        ttft_s=seconds_of(values, "ttft_s", 1.0),
+        itl_s=seconds_of(values, "itl_s", 1.0),
+        receipt=receipt,
+        tenant=row.tenant,
+        priority=row.priority,
+    )
 
 
 def read_row(values: dict[str, Any]) -> Row:

@@ -55,7 +55,8 @@ def test_receipts_are_read_as_they_were_written(tmp_path: Path) -> None:
     prompts = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7, 8, 9], [9, 9]]
     for number, prompt in enumerate(prompts):
         receipt = pb.Receipt(request_id=f"r{number}")
-        write_served(file, numbering, Served(10.0 + number, prompt, 3, 0.5, 0.01, receipt, "tenant", 2))
+        blocks = numbering.of(prompt)
+        write_served(file, Served(10.0 + number, len(prompt), 3, 4, blocks, 0.5, 0.01, receipt, "tenant", 2))
     path = tmp_path / "log"
     path.write_text(file.getvalue())
     assert json.loads(file.getvalue().splitlines()[0])["receipt"] == {"request_id": "r0"}

@@ -1,0 +1,317 @@
+"""From a log of receipts to a `Calibration`: least squares over how long stages took.
+
+A step takes `StepTiming`'s sum of terms. A receipt tells how long several steps together took, and what they computed
+follows from the log: from the streams that ran beside it on its worker, and from the prompts that were computed there.
+
+    the lender's     from when it was asked for something to compute until it had nothing more: what it says when it
+                     starts may come late, where its cores are busy
+    prompt tail      the prompt's rest in the running batch
+    decode           as many steps as tokens but one; beside them the mean of the streams over that time
+
+Weak where stages of a log hardly differ (lengths that are all alike tell no fixed cost from a cost per token), where
+several of its requests were preempted, and where workers slow each other down in a way that no term here stands for:
+engines on the same cores, for one. `Fit.error` says how well the times follow.
+"""
+
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.sim.timing import StepTiming
+from simulator.calibration import Calibration, Fit
+from simulator.errors import BadSetup
+from simulator.traces.receipts import Served
+
+LEAST_ROWS = 8
+TERMS = ("step_s", "prompt_token_s", "prompt_pair_s", "stream_s", "kv_token_s")
+MESSAGES = 4
+"""To the router, to the worker, and back, on the way of a first token."""
+SAME_STEP_S = 0.0015
+SHORT = 0.25
+"""Of the median: what took less counts as if it had taken this long, or its last microsecond would decide."""
+FASTEST_BYTES_PER_S = 1e12
+"""Where transfers take no time that depends on their size."""
+POOL_BYTES = 256 << 20
+"""A worker's default."""
+
+
+@dataclass(slots=True)
+class _Timed:
+    """One request on the cluster's own time line, seconds."""
+
+    served: Served
+    stages: dict[str, tuple[float, float]]
+    """Begin and end."""
+
+    @property
+    def worker(self) -> str:
+        return self.served.receipt.placement.decode_worker
+
+    @property
+    def tail_tokens(self) -> int:
+        return self.served.receipt.kv.computed_tokens
+
+
+@dataclass(slots=True)
+class _Row:
+    """A measurement: `work` has an amount for each of TERMS."""
+
+    seconds: float
+    work: tuple[float, float, float, float, float]
+
+
+def calibrate(
+    log: Iterable[Served], num_blocks: int | None = None, prefill_chunk: int = 512, decode_chunk: int = 128
+) -> Calibration:
+    """`num_blocks`: of a worker's pool; default: 256 MiB of blocks. Raises BadSetup where the log says too little."""
+    timed = [each for served in log if (each := _timed(served)) is not None]
+    if len(timed) < LEAST_ROWS:
+        raise BadSetup("log", f"{len(timed)} undisturbed requests with receipts are less than {LEAST_ROWS}")
+    fits: dict[str, Fit] = {}
+    decode, fits["decode"] = _fit([*_decode_rows(timed), *_tail_rows(timed, decode_chunk)])
+    message_s = _message_s(timed)
+    prefill_rows = list(_prefill_rows(timed, prefill_chunk, message_s))
+    prefill = None
+    if len(prefill_rows) >= LEAST_ROWS:
+        prefill, fits["prefill"] = _fit(prefill_rows)
+    kv = [each.served.receipt.kv for each in timed]
+    block_tokens = max(each.block_tokens for each in kv)
+    moved = [each for each in kv if each.moved_blocks]
+    block_bytes = moved[0].moved_bytes // moved[0].moved_blocks if moved else block_tokens
+    latency_s, bytes_per_s = _link(timed, prefill_chunk, block_bytes)
+    return Calibration(
+        decode=decode,
+        prefill=prefill,
+        nic_bytes_per_s=bytes_per_s,
+        read_latency_s=latency_s,
+        message_s=message_s,
+        block_tokens=block_tokens,
+        block_bytes=block_bytes,
+        num_blocks=num_blocks or max(1, POOL_BYTES // block_bytes),
+        prefill_chunk=prefill_chunk,
+        decode_chunk=decode_chunk,
+        fits=fits,
+    )
+
+
+def _timed(served: Served) -> _Timed | None:
+    """None of what was disturbed, or has no stages. The client's first token ties both clocks together."""
+    receipt = served.receipt
+    kv = receipt.kv
+    if receipt.placement.attempt != 1 or kv.loan_failure or kv.preemptions or kv.mismatched_blocks:
+        return None
+    spans = {stage.name: (stage.start_ms / 1e3, (stage.start_ms + stage.duration_ms) / 1e3) for stage in receipt.stages}
+    if "prompt tail" not in spans or "decode" not in spans:
+        return None
+    arrived_s = served.arrived_s + served.ttft_s - spans["prompt tail"][1]
+    return _Timed(served, {name: (arrived_s + begin, arrived_s + end) for name, (begin, end) in spans.items()})
+
+
+def _decode_rows(timed: Sequence[_Timed]) -> Iterable[_Row]:
+    """Of each stream, with what ran beside it."""
+    for others in _by_worker(timed):
+        streams = _Streams(others)
+        tails = _Sums([(each.stages["prompt tail"], each.tail_tokens, _tail_pairs(each)) for each in others])
+        for each in others:
+            begin, end = each.stages["decode"]
+            steps = each.served.completion_tokens - 1
+            if steps >= 1 and end > begin:
+                beside, context = streams.between(begin, end)
+                yield _Row(end - begin, (steps, *tails.between(begin, end), steps * beside, steps * context))
+
+
+def _tail_rows(timed: Sequence[_Timed], chunk: int) -> Iterable[_Row]:
+    for others in _by_worker(timed):
+        streams = _Streams(others)
+        for each in others:
+            begin, end = each.stages["prompt tail"]
+            if each.tail_tokens and end > begin:
+                steps = math.ceil(each.tail_tokens / chunk)
+                beside, context = streams.between(begin, end)
+                yield _Row(end - begin, (steps, each.tail_tokens, _tail_pairs(each), steps * beside, steps * context))
+
+
+def _prefill_rows(timed: Sequence[_Timed], chunk: int, message_s: float) -> Iterable[_Row]:
+    """Of each time in which a lender always had something to compute."""
+    by_lender: dict[str, list[_Timed]] = defaultdict(list)
+    for each in timed:
+        if each.served.receipt.kv.lender_computed_blocks and "lender prefill" in each.stages:
+            by_lender[each.served.receipt.placement.lender].append(each)
+    for lent in by_lender.values():
+        for period in _overlapping(lent):
+            if not any(each.served.receipt.kv.lender_fetched_blocks for each in period):
+                row = _prefill_row(period, chunk)
+                row.seconds = max(1e-6, row.seconds - 2 * message_s)  # the asking, and the answer
+                yield row
+
+
+def _overlapping(lent: Sequence[_Timed]) -> Iterable[list[_Timed]]:
+    """Groups of those that follow each other without a break."""
+    period: list[_Timed] = []
+    until = -math.inf
+    for each in sorted(lent, key=lambda each: each.stages["lender queue"]):
+        begin, end = each.stages["lender queue"][0], each.stages["lender prefill"][1]
+        if begin >= until and period:
+            yield period
+            period = []
+        period.append(each)
+        until = max(until, end)
+    if period:
+        yield period
+
+
+def _prefill_row(period: Sequence[_Timed], chunk: int) -> _Row:
+    """Prompts that were done together were in one step."""
+    begin = min(each.stages["lender queue"][0] for each in period)
+    ordered = sorted(period, key=lambda each: each.stages["lender prefill"][1])
+    tokens_of_steps: list[int] = []
+    pairs, done_at = 0.0, -math.inf
+    for each in ordered:
+        kv, end = each.served.receipt.kv, each.stages["lender prefill"][1]
+        tokens = kv.lender_computed_blocks * kv.block_tokens
+        pairs += _pairs((kv.reused_blocks + kv.moved_blocks - kv.lender_computed_blocks) * kv.block_tokens, tokens)
+        if end - done_at < SAME_STEP_S:
+            tokens_of_steps[-1] += tokens
+        else:
+            tokens_of_steps.append(tokens)
+        done_at = end
+    steps = sum(math.ceil(tokens / chunk) for tokens in tokens_of_steps)
+    return _Row(done_at - begin, (steps, sum(tokens_of_steps), pairs, 0, 0))
+
+
+def _link(timed: Sequence[_Timed], chunk: int, block_bytes: int) -> tuple[float, float]:
+    """Seconds until the first byte, and bytes a second: of what was read last."""
+    rows = []
+    for each in timed:
+        kv = each.served.receipt.kv
+        if not kv.moved_blocks or "transfer of the last blocks" not in each.stages:
+            continue
+        begin, end = each.stages["transfer of the last blocks"]
+        computed = kv.lender_computed_blocks * kv.block_tokens
+        last = kv.moved_bytes if not computed else ((computed - 1) % chunk + 1) // kv.block_tokens * block_bytes
+        if end > begin:
+            rows.append(_Row(end - begin, (1, last, 0, 0, 0)))
+    if len(rows) < LEAST_ROWS:
+        return 0.0, FASTEST_BYTES_PER_S
+    line, _ = _fit(rows)
+    return line.step_s, 1 / max(line.prompt_token_s, 1 / FASTEST_BYTES_PER_S)
+
+
+def _message_s(timed: Sequence[_Timed]) -> float:
+    """By how much the client's time to the first token exceeds all stages, for each hop."""
+    beyond = [each.served.ttft_s - _until_first_token_s(each) for each in timed]
+    return max(0.0, float(np.median(beyond))) / MESSAGES
+
+
+def _until_first_token_s(each: _Timed) -> float:
+    """Since the router got it."""
+    return next(
+        (stage.start_ms + stage.duration_ms) / 1e3
+        for stage in each.served.receipt.stages
+        if stage.name == "prompt tail"
+    )
+
+
+# ---------------------------------------------------------------------------- what ran beside what
+
+
+def _by_worker(timed: Sequence[_Timed]) -> list[list[_Timed]]:
+    found: dict[str, list[_Timed]] = defaultdict(list)
+    for each in timed:
+        found[each.worker].append(each)
+    return list(found.values())
+
+
+class _Streams:
+    """Those of one worker that decode."""
+
+    def __init__(self, timed: Sequence[_Timed]) -> None:
+        self._begins, self._ends = np.array([each.stages["decode"] for each in timed]).T
+        self._prompts = np.array([each.served.prompt_tokens for each in timed], float)
+        spans = np.maximum(self._ends - self._begins, 1e-9)
+        self._per_s = np.array([each.served.completion_tokens for each in timed]) / spans
+
+    def between(self, begin: float, end: float) -> tuple[float, float]:
+        """How many, and their tokens of context: the mean from `begin` to `end`."""
+        first, last = np.maximum(self._begins, begin), np.minimum(self._ends, end)
+        shares = np.maximum(last - first, 0.0) / (end - begin)
+        contexts = self._prompts + ((first + last) / 2 - self._begins) * self._per_s
+        return float(shares.sum()), float(shares @ contexts)
+
+
+class _Sums:
+    """Amounts of work, each over a span of time, and how much of them falls between two times."""
+
+    def __init__(self, spans: Sequence[tuple[tuple[float, float], float, float]]) -> None:
+        self._spans = sorted(spans)
+        self._begins = [span[0][0] for span in self._spans]
+        self._longest = max((end - begin for (begin, end), _, _ in spans), default=0.0)
+
+    def between(self, begin: float, end: float) -> tuple[float, float]:
+        first = bisect_left(self._begins, begin - self._longest)
+        totals = [0.0, 0.0]
+        for (start, stop), *amounts in self._spans[first : bisect_left(self._begins, end)]:
+            inside = min(stop, end) - max(start, begin)
+            if inside > 0:
+                share = inside / (stop - start)
+                totals = [total + share * amount for total, amount in zip(totals, amounts, strict=True)]
+        return totals[0], totals[1]
+
+
+def _tail_pairs(each: _Timed) -> float:
+    kv = each.served.receipt.kv
+    return _pairs(max(0, each.served.prompt_tokens - kv.computed_tokens), kv.computed_tokens)
+
+
+def _pairs(before: int, tokens: int) -> float:
+    """Of each of `tokens` with itself and all before it."""
+    return tokens * (2 * before + tokens + 1) / 2
+
+
+# ---------------------------------------------------------------------------- least squares
+
+
+def _fit(rows: Sequence[_Row]) -> tuple[StepTiming, Fit]:
+    """Relative errors count, of short ones less, and no term is below 0."""
+    amounts = np.array([row.work for row in rows], float)
+    seconds = np.array([row.seconds for row in rows])
+    scales = np.maximum(seconds, SHORT * float(np.median(seconds)))
+    found = _nonnegative(amounts / scales[:, None], seconds / scales)
+    error = float(np.median(np.abs(amounts @ found - seconds) / scales))
+    return StepTiming(**dict(zip(TERMS, map(float, found), strict=True))), Fit(rows=len(rows), error=error)
+
+
+def _nonnegative(rows: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
+    """x >= 0 that minimises |rows @ x - wanted|, robust to a few rows that were disturbed (Huber's weights).
+
+    Of five columns: all sets of columns that may be above 0 are tried.
+    """
+    weights = np.ones(len(rows))
+    found = np.zeros(rows.shape[1])
+    for _ in range(20):
+        found = _best_subset(rows * weights[:, None], wanted * weights)
+        off = np.abs(rows @ found - wanted)
+        typical = max(1e-9, 2 * float(np.median(off)))
+        weights = np.sqrt(np.minimum(1.0, typical / np.maximum(off, 1e-12)))
+    return found
+
+
+def _best_subset(rows: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
+    columns = [column for column in range(rows.shape[1]) if rows[:, column].any()]
+    scales = np.maximum(np.abs(rows).max(axis=0), 1e-300)
+    best, least = np.zeros(rows.shape[1]), math.inf
+    for chosen in range(1, 1 << len(columns)):
+        subset = [column for place, column in enumerate(columns) if chosen >> place & 1]
+        solved, *_ = np.linalg.lstsq(rows[:, subset] / scales[subset], wanted, rcond=None)
+        if (solved < 0).any():
+            continue
+        off = float(np.square(rows[:, subset] / scales[subset] @ solved - wanted).sum())
+        if off < least * (1 - 1e-9):
+            best = np.zeros(rows.shape[1])
+            best[subset], least = solved / scales[subset], off
+    return best

@@ -1,0 +1,202 @@
+"""Requests made up: what people do with language models, as lengths and as what prompts share with each other."""
+
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from simulator.errors import BadSetup
+from simulator.request import MAX_HASH_ID, TraceRequest
+
+HASH_TOKENS = 16
+LONGEST = 8.0
+"""No length is more than so many times its median: the tail of a lognormal is cut there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Of tokens, lognormal."""
+
+    median: float
+    sigma: float = 0.6
+
+    def draw(self, seeds: random.Random, scale: float) -> int:
+        drawn = self.median * min(LONGEST, math.exp(seeds.gauss(0.0, self.sigma)))
+        return max(1, round(drawn * scale))
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A kind of work: conversations, whose turns come in random order.
+
+    The prompt of turn k: a system prompt that several conversations share, a document of this conversation alone, k - 1
+    times a question and its answer, and a question.
+    """
+
+    name: str
+    about: str
+    question: Lengths
+    answer: Lengths
+    system_prompts: int = 1
+    """Different ones."""
+    system_tokens: int = 0
+    document: Lengths | None = None
+    turns: float = 1.0
+    """Of a conversation, on average; each may be the last one."""
+    conversations: int = 32
+    """Under way at a time."""
+    priority: int = 0
+
+
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        Profile("short-chat", "short questions, few turns", Lengths(60), Lengths(150), 4, 300, turns=3.0),
+        Profile(
+            "long-context-qa",
+            "a few questions on each long document",
+            Lengths(40),
+            Lengths(120),
+            1,
+            96,
+            Lengths(8000),
+            turns=2.5,
+            conversations=16,
+        ),
+        Profile(
+            "tool-calling",
+            "an agent: many tools described, many turns, little said",
+            Lengths(250, 0.9),
+            Lengths(40),
+            3,
+            2496,
+            turns=8.0,
+        ),
+        Profile(
+            "offline-batch",
+            "one instruction, many texts, nobody waits",
+            Lengths(20, 0.1),
+            Lengths(300),
+            1,
+            400,
+            Lengths(1200),
+            priority=-1,
+        ),
+    )
+}
+
+
+def profile_named(name: str) -> Profile:
+    """Raises BadSetup."""
+    try:
+        return PROFILES[name]
+    except KeyError:
+        raise BadSetup("profile", f"{name!r} is not known; known are {', '.join(PROFILES)}") from None
+
+
+def poisson(rate: float, seed: int = 0) -> Iterator[float]:
+    """Seconds of arrivals without end, `rate` a second, each independent of all others."""
+    _check_rate(rate)
+    seeds, at_s = random.Random(seed), 0.0
+    while True:
+        at_s += seeds.expovariate(rate)
+        yield at_s
+
+
+def evenly(rate: float) -> Iterator[float]:
+    """Likewise, with equal gaps."""
+    _check_rate(rate)
+    return (number / rate for number in itertools.count())
+
+
+def requests_of(
+    profile: Profile, arrivals: Iterator[float], seed: int = 0, scale: float = 1.0, context: int = 1 << 20
+) -> Iterator[TraceRequest]:
+    """One for each arrival. All lengths are multiplied by `scale`; prompt and answer together have at most `context`
+    tokens: where a conversation would have more, it ends, and a document is cut. The same seed gives the same."""
+    if not 0 < scale < math.inf:
+        raise BadSetup("scale", f"{scale} is not above 0")
+    if context < 4 * HASH_TOKENS:
+        raise BadSetup("context", f"{context} tokens are less than {4 * HASH_TOKENS}")
+    return _requests(profile, arrivals, seed, scale, context)
+
+
+def _check_rate(rate: float) -> None:
+    if not 0 < rate < math.inf:
+        raise BadSetup("rate", f"{rate} is not above 0")
+
+
+def _requests(
+    profile: Profile, arrivals: Iterator[float], seed: int, scale: float, context: int
+) -> Iterator[TraceRequest]:
+    seeds, talks = random.Random(seed), _Talks(profile, scale, context)
+    for number, at_s in enumerate(arrivals):
+        talk = talks.one(seeds)
+        question, answer = profile.question.draw(seeds, scale), profile.answer.draw(seeds, scale)
+        if talk.tokens + question + answer > context and talk.turn:
+            talk = talks.anew(talk, seeds)
+        answer = min(answer, context // 2 - 1)
+        question = min(question, max(1, context - answer - talk.tokens))
+        talk.grow(question, talks)
+        yield TraceRequest(
+            number=number,
+            arrival_s=at_s,
+            input_tokens=talk.tokens,
+            output_tokens=answer,
+            hash_ids=tuple(talk.hash_ids),
+            hash_tokens=HASH_TOKENS,
+            priority=profile.priority,
+        )
+        talk.grow(answer, talks)
+        talk.turn += 1
+        if seeds.random() < 1 / profile.turns:
+            talks.anew(talk, seeds)
+
+
+@dataclass(slots=True, eq=False)
+class _Talk:
+    """One conversation, as the prompt of its next turn begins."""
+
+    place: int
+    hash_ids: list[int]
+    tokens: int
+    turn: int = 0
+
+    def grow(self, tokens: int, talks: "_Talks") -> None:
+        self.tokens += tokens
+        while len(self.hash_ids) * HASH_TOKENS < self.tokens:
+            self.hash_ids.append(talks.new_id())
+
+
+class _Talks:
+    """Those under way."""
+
+    def __init__(self, profile: Profile, scale: float, context: int) -> None:
+        self._profile, self._scale, self._context = profile, scale, context
+        self._ids = itertools.count()
+        system_blocks = round(profile.system_tokens * scale / HASH_TOKENS)
+        system_blocks = min(system_blocks, context // 4 // HASH_TOKENS)
+        self._systems = [[self.new_id() for _ in range(system_blocks)] for _ in range(profile.system_prompts)]
+        self._under_way: list[_Talk | None] = [None] * profile.conversations
+
+    def new_id(self) -> int:
+        return next(self._ids) % MAX_HASH_ID
+
+    def one(self, seeds: random.Random) -> _Talk:
+        """Whose turn it is."""
+        place = seeds.randrange(len(self._under_way))
+        return self._under_way[place] or self._begin(place, seeds)
+
+    def anew(self, talk: _Talk, seeds: random.Random) -> _Talk:
+        """Another one in its place."""
+        return self._begin(talk.place, seeds)
+
+    def _begin(self, place: int, seeds: random.Random) -> _Talk:
+        system = seeds.choice(self._systems)
+        talk = _Talk(place, [*system], len(system) * HASH_TOKENS)
+        if self._profile.document is not None:
+            document = self._profile.document.draw(seeds, self._scale)
+            talk.grow(min(document, self._context // 2 - talk.tokens), self)
+        self._under_way[place] = talk
+        return talk

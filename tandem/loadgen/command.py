@@ -1,0 +1,231 @@
+"""`tandem bench`."""
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from simulator.errors import BadSetup
+from simulator.request import Fate, TraceRequest
+from simulator.results import Slo, Spread, Tally
+from simulator.traces.reading import Trace
+from simulator.traces.receipts import Served, write_served
+from simulator.workloads import Profile, evenly, poisson, requests_of
+from tandem.loadgen.doors import Door
+from tandem.loadgen.drive import Asked, Drive
+from tandem.loadgen.report import Receipts, Report, open_figures, tables_of, write_json, write_plot
+
+BEGIN_S = 0.2
+"""Until the first request may be due, so that it is not sent late."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is offered: a profile at a rate, or as many at a time; or a trace at its own times."""
+
+    profile: Profile | None = None
+    trace: Trace | None = None
+    rate: float = 1.0
+    """Requests a second, of a profile. (A trace's is part of its window.)"""
+    even: bool = False
+    """Equal gaps; else Poisson."""
+    concurrency: int | None = None
+    """So many at a time, whatever their times: a closed loop."""
+    duration_s: float | None = None
+    most: int | None = None
+    warmup_s: float = 0.0
+    """What is due before is sent, and not counted."""
+    scale: float = 1.0
+    """Of a profile's lengths."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.concurrency is not None and self.concurrency < 1:
+            raise BadSetup("concurrency", f"{self.concurrency} is not at least 1")
+        for name in ("duration_s", "most"):
+            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
+                raise BadSetup({"most": "requests"}.get(name, name), f"{value} is not above 0")
+        if not 0 <= self.warmup_s < (self.duration_s or math.inf):
+            raise BadSetup("warmup", f"{self.warmup_s} s of {self.duration_s} s")
+        if self.trace is None and self.duration_s is None and self.most is None:
+            raise BadSetup("duration", "how long? Say it, or a number of requests")
+
+    @property
+    def name(self) -> str:
+        what = self.profile.name if self.profile else self.trace.path.name if self.trace else ""
+        if self.concurrency is not None:
+            return f"{what}, {self.concurrency} at a time"
+        return f"{what}, {self.rate:g}/s {'evenly' if self.even else 'Poisson'}" if self.profile else what
+
+    def requests(self, context: int) -> Iterator[TraceRequest]:
+        """Those of a trace that are longer than `context` are left out. Raises BadTrace and BadSetup."""
+        found: Iterable[TraceRequest]
+        if self.profile is not None:
+            arrivals = evenly(self.rate) if self.even else poisson(self.rate, self.seed)
+            found = requests_of(self.profile, arrivals, self.seed, self.scale, context)
+        else:
+            assert self.trace is not None
+            found = (each for each in self.trace if each.input_tokens + each.output_tokens <= context)
+        if self.duration_s is not None and self.concurrency is None:
+            last_s = self.duration_s
+            found = takewhile(lambda each: each.arrival_s < last_s, found)
+        for number, request in enumerate(found):
+            if number == self.most:
+                break
+            yield request
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is to become of the figures."""
+
+    slo: Slo
+    gpus: int | None = None
+    """That the cluster has; default: as many as workers."""
+    usd_per_gpu_hour: float | None = None
+    json_path: Path | None = None
+    png_path: Path | None = None
+    log_path: Path | None = None
+    """For requests with their receipts: `tandem replay` and `tandem calibrate` read it."""
+
+
+async def run_bench(console: Console, door: Door, load: Load, wanted: Wanted) -> Report:
+    """Offer the load, and tell what came of it. Raises ServiceError, StartError, BadSetup and BadTrace.
+
+    Cancelled, it reports what is over by then."""
+    if wanted.png_path is not None:
+        open_figures()
+    async with door, contextlib.AsyncExitStack() as stack:
+        log = stack.enter_context(wanted.log_path.open("w")) if wanted.log_path else None
+        count = _Count(load, wanted, log)
+        progress = stack.enter_context(_progress(console))
+        drive = Drive(door, count.ended, load.warmup_s)
+        await _offer(load, door, drive, count, progress)
+        report = count.report(drive, f"{load.name} at {door.model}", door.num_workers)
+    for table in tables_of(report):
+        console.print(table)
+    if wanted.json_path is not None:
+        write_json(wanted.json_path, report)
+        console.print(f"figures: {wanted.json_path}")
+    if wanted.png_path is not None:
+        write_plot(wanted.png_path, report)
+        console.print(f"picture: {wanted.png_path}")
+    if wanted.log_path is not None:
+        console.print(f"requests and receipts: {wanted.log_path}")
+    return report
+
+
+async def _offer(load: Load, door: Door, drive: Drive, count: "_Count", progress: Progress) -> None:
+    loop = asyncio.get_running_loop()
+    total = load.most if load.most is not None else load.duration_s
+    task = progress.add_task(load.name, total=total, said="")
+    begins_at = count.begins_at = loop.time() + BEGIN_S
+
+    def advance() -> None:
+        done = count.num_over if load.most is not None else min(loop.time() - begins_at, total or math.inf)
+        said = f"{drive.num_under_way} under way, {count.num_over} over"
+        progress.update(task, completed=max(0.0, done), said=said)
+
+    shows = asyncio.ensure_future(_every(0.2, advance))
+    try:
+        requests = load.requests(door.max_context_tokens)
+        if load.concurrency is None:
+            await drive.open_loop(requests, begins_at)
+        else:
+            until = math.inf if load.duration_s is None else begins_at + load.duration_s
+            await drive.closed_loop(requests, load.concurrency, until)
+    except asyncio.CancelledError:
+        current = asyncio.current_task()
+        assert current is not None
+        current.uncancel()
+        count.reasons["(interrupted: those under way are not counted)"] = 1
+    finally:
+        shows.cancel()
+        advance()
+
+
+async def _every(seconds: float, act: Callable[[], None]) -> None:
+    while True:
+        await asyncio.sleep(seconds)
+        act()
+
+
+class _Count:
+    """What has ended."""
+
+    def __init__(self, load: Load, wanted: Wanted, log: TextIO | None) -> None:
+        self._load, self._wanted, self._log = load, wanted, log
+        self.begins_at = 0.0
+        self.num_over = 0
+        self.reasons: dict[str, int] = {}
+        self._tally: Tally | None = None
+        self._receipts = Receipts()
+        self._first_tokens: list[tuple[float, float]] = []
+        self._held: dict[int, Served | None] = {}
+        self._written = 0
+
+    def ended(self, asked: Asked) -> None:
+        self.num_over += 1
+        outcome = asked.outcome
+        finished = outcome.fate is Fate.FINISHED
+        if self._log is not None:
+            self._held[asked.number] = _served(asked, self.begins_at) if finished else None
+            while self._written in self._held:  # in the order in which they came
+                if (served := self._held.pop(self._written)) is not None:
+                    write_served(self._log, served)
+                self._written += 1
+        counts_from = self.begins_at + self._load.warmup_s
+        if self._tally is None:
+            self._tally = Tally(self._wanted.slo, counts_from)
+        if outcome.sent_at >= counts_from:
+            self._tally.add(outcome)
+            if finished:
+                self._receipts.add(asked.finish.receipt, outcome.ttft_s)
+                self._first_tokens.append((outcome.sent_at - self.begins_at, outcome.ttft_s))
+
+    def report(self, drive: Drive, title: str, num_workers: int) -> Report:
+        tally = self._tally or Tally(self._wanted.slo, self.begins_at)
+        gpus, price = self._wanted.gpus or num_workers or 1, self._wanted.usd_per_gpu_hour
+        results = tally.results(drive.sent.gaps, gpus, price or 0.0)
+        due_s = max(drive.sent.last_due_at - self.begins_at - self._load.warmup_s, 1e-9)
+        return Report(
+            title=title,
+            slo=self._wanted.slo,
+            num_gpus=gpus,
+            results=results,
+            offered_per_s=drive.sent.count / due_s,
+            most_under_way=drive.sent.most_under_way,
+            late=Spread.of(drive.sent.late_s),
+            receipts=self._receipts,
+            reasons=tally.reasons | self.reasons,
+            first_tokens=self._first_tokens,
+            priced=price is not None,
+        )
+
+
+def _served(asked: Asked, begins_at: float) -> Served:
+    """Prompts that were sent as text may have come to a few tokens more or less: the log has what was meant."""
+    outcome, request = asked.outcome, asked.outcome.request
+    return Served(
+        arrived_s=max(0.0, outcome.sent_at - begins_at),
+        prompt_tokens=request.input_tokens,
+        completion_tokens=outcome.num_emitted,
+        block_tokens=request.hash_tokens,
+        blocks=request.hash_ids,
+        ttft_s=outcome.ttft_s,
+        itl_s=outcome.itl_s,
+        receipt=asked.finish.receipt,
+        priority=request.priority,
+    )
+
+
+def _progress(console: Console) -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("{task.fields[said]}")
+    return Progress(*columns, console=console, transient=True)

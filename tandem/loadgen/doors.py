@@ -1,0 +1,257 @@
+"""Ways into a cluster: what is asked, and when tokens came back."""
+
+import asyncio
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from google.protobuf.json_format import ParseDict, ParseError
+
+from cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded, ServiceError, StartError, Unavailable
+from protos import inference_pb2 as pb
+from simulator.request import TraceRequest
+from tandem.client import Client
+from tandem.loadgen.prompts import Words, sample, token_ids
+
+MAX_LINE = 1 << 20
+"""Bytes of an event from an HTTP server."""
+PROBE_WORDS = 200
+USAGE = {"include_usage": True, "continuous_usage_stats": True}
+"""How many tokens an event has is known only where the server counts them in each, as vLLM and Tandem do."""
+OnTokens = Callable[[int], object]
+"""Hears how many tokens have just come."""
+
+
+class Door(ABC):
+    """Opened as a context. `ask` may be called many times at once."""
+
+    max_context_tokens: int
+    """Of the model; more cannot be asked."""
+    num_workers: int
+    """Of the model; 0 where it is not known."""
+    model: str
+
+    async def __aenter__(self) -> Self:
+        """Raises ServiceError and StartError."""
+        return self
+
+    @abstractmethod
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    @abstractmethod
+    async def ask(self, request: TraceRequest, on_tokens: OnTokens) -> pb.Finish:
+        """One request to its end; usage and receipt as far as the server gives them. Raises ServiceError."""
+
+
+class GrpcDoor(Door):
+    """Tandem's own API, by token ids, or by text where `as_text`."""
+
+    def __init__(self, addresses: Sequence[str], model: str, timeout_s: float, tenant: str = "", as_text: bool = False):
+        """One address or more, each a router: requests take turns."""
+        self._addresses = addresses
+        self.model = model
+        self._timeout_s = timeout_s
+        self._tenant = tenant
+        self._as_text = as_text
+        self._words = Words(1.0)
+        self._number = 0
+
+    async def __aenter__(self) -> Self:
+        self._clients = [Client(address) for address in self._addresses]
+        served = await self._clients[0].list_models()
+        found = [model for model in served if not self.model or model.name == self.model]
+        if len(found) != 1:
+            names = ", ".join(model.name for model in served)
+            raise StartError("model", f"name the one to be tried: {names} are served at {self._addresses[0]}")
+        self.model, self._vocab_size = found[0].name, found[0].vocab_size
+        self.max_context_tokens = found[0].max_context_tokens
+        self.num_workers = found[0].prefill_workers + found[0].decode_workers
+        if self._as_text:
+            finish = await self._stream({"text": sample(PROBE_WORDS)}, pb.Sampling(max_tokens=1), 0, lambda _: None)
+            self._words = Words(finish.usage.prompt_tokens / PROBE_WORDS)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.gather(*(client.close() for client in self._clients))
+
+    async def ask(self, request: TraceRequest, on_tokens: OnTokens) -> pb.Finish:
+        prompt: dict[str, Any]
+        if self._as_text:
+            prompt = {"text": self._words.text(request)}
+        else:
+            prompt = {"token_ids": token_ids(request, self._vocab_size)}
+        sampling = pb.Sampling(max_tokens=request.output_tokens, temperature=0.0, ignore_eos=True)
+        return await self._stream(prompt, sampling, request.priority, on_tokens)
+
+    async def _stream(
+        self, prompt: dict[str, Any], sampling: pb.Sampling, priority: int, on_tokens: OnTokens
+    ) -> pb.Finish:
+        self._number += 1
+        client = self._clients[self._number % len(self._clients)]
+        finish = pb.Finish()
+        responses = client.generate(
+            **prompt,
+            sampling=sampling,
+            model=self.model,
+            timeout_s=self._timeout_s,
+            priority=priority,
+            tenant=self._tenant,
+        )
+        async for response in responses:
+            if response.token_ids:
+                on_tokens(len(response.token_ids))
+            if response.HasField("finish"):
+                finish = response.finish
+        return finish
+
+
+class HttpDoor(Door):
+    """Any server of OpenAI's API: /v1/completions, streamed. vLLM's `ignore_eos` is sent along."""
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        timeout_s: float,
+        headers: dict[str, str] | None = None,
+        as_text: bool = True,
+        receipts: bool = False,
+        vocab_size: int = 0,
+        max_context_tokens: int = 0,
+    ) -> None:
+        """`receipts`: ask Tandem for them. `vocab_size` is needed where prompts go as token ids. Where the server does
+        not say how long the model's context is, `max_context_tokens` must."""
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self.model = model
+        self._timeout_s = timeout_s
+        self._headers = headers or {}
+        self._as_text = as_text
+        self._receipts = receipts
+        self._vocab_size = vocab_size
+        self.max_context_tokens = max_context_tokens
+        self.num_workers = 0
+        self._words = Words(1.0)
+
+    async def __aenter__(self) -> Self:
+        try:
+            import aiohttp
+        except ModuleNotFoundError as error:
+            raise StartError("http", f"{error}; install tandem-serving[bench]") from None
+        self._http = aiohttp
+        self._session = aiohttp.ClientSession(
+            self._url,
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(self._timeout_s),
+            headers=self._headers,
+            read_bufsize=MAX_LINE,
+        )
+        try:
+            await self._look()
+        except BaseException:
+            await self._session.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._session.close()
+
+    async def _look(self) -> None:
+        """Which model, how long its context, how long its tokens. Raises StartError and ServiceError."""
+        try:
+            async with self._session.get("/v1/models") as answer:
+                if answer.status != 200:
+                    raise _error(answer.status, await answer.read(), answer.headers)
+                served = (await answer.json())["data"]
+        except (self._http.ClientError, ValueError, KeyError) as error:
+            raise Unavailable(f"{self._url}/v1/models: {error!r}") from None
+        found = [model for model in served if not self.model or model["id"] == self.model]
+        if len(found) != 1:
+            raise StartError("model", f"name the one to be tried: {', '.join(model['id'] for model in served)}")
+        self.model = found[0]["id"]
+        self.max_context_tokens = self.max_context_tokens or int(found[0].get("max_model_len") or 0)
+        if not self.max_context_tokens:
+            raise StartError("context", f"{self._url} does not say how long {self.model}'s context is: say it")
+        if self._as_text:
+            finish = await self._stream({"prompt": sample(PROBE_WORDS), "max_tokens": 1}, lambda _: None)
+            if not finish.usage.prompt_tokens:
+                raise StartError("http", f"{self._url} does not say how many tokens a prompt has")
+            self._words = Words(finish.usage.prompt_tokens / PROBE_WORDS)
+        elif not self._vocab_size:
+            raise StartError("vocab_size", "is needed where prompts go as token ids")
+
+    async def ask(self, request: TraceRequest, on_tokens: OnTokens) -> pb.Finish:
+        prompt = self._words.text(request) if self._as_text else token_ids(request, self._vocab_size)
+        body = {"prompt": prompt, "max_tokens": request.output_tokens, "ignore_eos": True}
+        if request.priority:
+            body["priority"] = request.priority
+        return await self._stream(body, on_tokens)
+
+    async def _stream(self, body: dict[str, Any], on_tokens: OnTokens) -> pb.Finish:
+        body |= {"model": self.model, "temperature": 0.0, "stream": True, "stream_options": USAGE}
+        if self._receipts:
+            body["receipt"] = True
+        finish = pb.Finish()
+        try:
+            async with self._session.post("/v1/completions", json=body) as answer:
+                if answer.status != 200:
+                    raise _error(answer.status, await answer.read(), answer.headers)
+                seen = 0
+                async for line in answer.content:
+                    if line.startswith(b"data: {"):
+                        seen = _read_event(json.loads(line[6:]), finish, seen, on_tokens)
+        except self._http.ClientError as error:
+            raise Unavailable(f"{self._url}: {error!r}") from None
+        except TimeoutError:
+            raise DeadlineExceeded(f"not done within {self._timeout_s:g} s") from None
+        if finish.usage.completion_tokens > seen:
+            on_tokens(finish.usage.completion_tokens - seen)
+        return finish
+
+
+def _read_event(event: dict[str, Any], finish: pb.Finish, seen: int, on_tokens: OnTokens) -> int:
+    """`seen`: tokens so far; returns how many there are now. A server that counts them in every event is believed; else
+    an event with text is one token."""
+    if (error := event.get("error")) is not None:
+        status = error.get("code")
+        raise _error(status if isinstance(status, int) else 500, json.dumps(event).encode(), {})
+    usage = event.get("usage")
+    if usage:
+        details = usage.get("prompt_tokens_details") or {}
+        finish.usage.prompt_tokens = usage.get("prompt_tokens", 0)
+        finish.usage.completion_tokens = usage.get("completion_tokens", 0)
+        finish.usage.cached_tokens = details.get("cached_tokens") or 0
+    if (receipt := event.get("tandem")) is not None:
+        try:
+            ParseDict(receipt, finish.receipt, ignore_unknown_fields=True)
+        except ParseError as error:
+            raise Unavailable(f"a receipt that cannot be read: {error}") from None
+    if event.get("choices"):
+        now = max(seen + bool(event["choices"][0].get("text")), finish.usage.completion_tokens)
+        if now > seen:
+            on_tokens(now - seen)
+        return now
+    return seen
+
+
+def _error(status: int, body: bytes, headers: Mapping[str, str]) -> ServiceError:
+    """What a server's answer means."""
+    message, field = body[:500].decode(errors="replace"), ""
+    try:
+        said = json.loads(body)["error"]
+        message, field = str(said["message"]), str(said.get("param") or "")
+    except (ValueError, KeyError, TypeError):
+        pass  # a proxy's page, or another server's form: what was read of it is the message
+    if status == 429:
+        retry_after = headers.get("Retry-After", "")
+        return Overloaded(message, field, retry_after_s=float(retry_after) if retry_after.isdecimal() else None)
+    if 400 <= status < 500:
+        return InvalidRequest(field or "request", f"{status}: {message}")
+    return DeadlineExceeded(message) if status == 504 else Unavailable(f"{status}: {message}")

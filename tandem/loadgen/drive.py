@@ -1,0 +1,137 @@
+"""Sends requests when they are due, and keeps the times at which their tokens came."""
+
+import asyncio
+import math
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from cluster.errors import Overloaded, ServiceError
+from protos import inference_pb2 as pb
+from simulator.gaps import Gaps
+from simulator.request import Fate, Outcome, TraceRequest
+from tandem.loadgen.doors import Door
+
+SLEEP_AT_LEAST_S = 0.001
+"""What is due within it is sent now: sleeping for less costs more than it gains."""
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """One request; times are seconds of the event loop's clock."""
+
+    number: int
+    """Among all that were sent, from 0."""
+    outcome: Outcome
+    finish: pb.Finish = field(default_factory=pb.Finish)
+
+
+@dataclass(slots=True)
+class Sent:
+    """Of a whole run."""
+
+    gaps: Gaps = field(default_factory=Gaps)
+    """Between tokens. Of tokens that came together each has its share of the time since those before."""
+    count: int = 0
+    """Requests."""
+    last_due_at: float = 0.0
+    late_s: "array[float]" = field(default_factory=lambda: array("d"))
+    """Of each request in an open loop: how long after it was due it was sent."""
+    most_under_way: int = 0
+
+
+class Drive:
+    """One run against one door."""
+
+    def __init__(self, door: Door, on_end: Callable[[Asked], object], warmup_s: float = 0.0) -> None:
+        """`on_end` is called once for each request that was sent, when it is over. What is due before `warmup_s` is in
+        none of the figures here."""
+        self._door = door
+        self._on_end = on_end
+        self._warmup_s = warmup_s
+        self._counts_from = 0.0
+        self._ignored = Gaps()
+        self._num_sent = 0
+        self.num_under_way = 0
+        self.sent = Sent()
+
+    async def open_loop(self, requests: Iterable[TraceRequest], begins_at: float) -> None:
+        """Each at its time after `begins_at`, of the event loop's clock; returns when all are over. Cancelled, it
+        cancels those under way, which are then no part of the result."""
+        loop = asyncio.get_running_loop()
+        self._counts_from = begins_at + self._warmup_s
+        async with asyncio.TaskGroup() as group:
+            for request in requests:
+                due_at = begins_at + request.arrival_s
+                ahead_s = due_at - loop.time()
+                await asyncio.sleep(ahead_s if ahead_s > SLEEP_AT_LEAST_S else 0)  # one that is behind lets answers in
+                if due_at >= self._counts_from:
+                    self.sent.late_s.append(max(0.0, loop.time() - due_at))
+                self._start(group, request, due_at)
+
+    async def closed_loop(self, requests: Iterable[TraceRequest], concurrency: int, until: float = math.inf) -> None:
+        """`concurrency` at a time, none after `until`; their own times are not looked at."""
+        loop, room = asyncio.get_running_loop(), asyncio.Semaphore(concurrency)
+        self._counts_from = loop.time() + self._warmup_s
+        async with asyncio.TaskGroup() as group:
+            for request in requests:
+                await room.acquire()
+                if loop.time() >= until:
+                    break
+                self._start(group, request, loop.time()).add_done_callback(lambda _: room.release())
+
+    def _start(self, group: asyncio.TaskGroup, request: TraceRequest, sent_at: float) -> "asyncio.Task[None]":
+        self.num_under_way += 1
+        sent, counted = self.sent, sent_at >= self._counts_from
+        sent.most_under_way = max(sent.most_under_way, self.num_under_way)
+        if counted:
+            sent.count += 1
+            sent.last_due_at = sent_at
+        asked = Asked(self._num_sent, Outcome(request, sent_at, num_attempts=1))
+        self._num_sent += 1
+        return group.create_task(self._ask(asked, sent.gaps if counted else self._ignored))
+
+    async def _ask(self, asked: Asked, gaps: Gaps) -> None:
+        outcome, time = asked.outcome, asyncio.get_running_loop().time
+
+        def on_tokens(count: int) -> None:
+            now = time()
+            if outcome.num_emitted:
+                gaps.add((now - outcome.last_token_at) / count, count)
+            else:
+                outcome.first_token_at = now
+                if count > 1:
+                    gaps.add(0.0, count - 1)
+            outcome.num_emitted += count
+            outcome.last_token_at = now
+
+        try:
+            asked.finish = await self._door.ask(outcome.request, on_tokens)
+        except Overloaded as error:
+            outcome.fate, outcome.reason = Fate.REFUSED, _short(error)
+        except ServiceError as error:
+            outcome.fate, outcome.reason = Fate.FAILED, _short(error)
+        else:
+            _read(outcome, asked.finish)
+        finally:
+            self.num_under_way -= 1
+        self._on_end(asked)
+
+
+def _read(outcome: Outcome, finish: pb.Finish) -> None:
+    """What the server says of it."""
+    if not outcome.num_emitted:
+        outcome.fate, outcome.reason = Fate.FAILED, "a stream without a token"
+        return
+    outcome.fate = Fate.FINISHED
+    outcome.reused_tokens = finish.usage.cached_tokens
+    outcome.moved_bytes = finish.receipt.kv.moved_bytes
+    placement = finish.receipt.placement
+    outcome.num_attempts = max(1, placement.attempt)
+    outcome.predicted_ttft_s = placement.predicted_ttft_ms / 1e3
+
+
+def _short(error: ServiceError) -> str:
+    """To be counted by: numbers in a message would make each one different."""
+    words = " ".join("N" if any(letter.isdigit() for letter in word) else word for word in str(error).split())
+    return f"{type(error).__name__}: {words}"[:120]

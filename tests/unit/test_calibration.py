@@ -1,0 +1,119 @@
+"""What is fitted to receipts is what made them: of clusters in virtual time, whose machines are known."""
+
+import json
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from engine.sim.timing import StepTiming
+from simulator.calibration import Calibration
+from simulator.cluster import SimCluster
+from simulator.errors import BadSetup
+from simulator.fitting import calibrate
+from simulator.request import Outcome, TraceRequest
+from simulator.traces.reading import served_of
+from simulator.traces.receipts import Served, write_served
+from simulator.workloads import poisson, profile_named, requests_of
+from support.virtual_cluster import TIMING, cluster_spec
+
+REQUESTS = 250
+
+
+def logged(outcome: Outcome) -> Served:
+    assert outcome.receipt is not None
+    outcome.receipt.request_id = "r"
+    request = outcome.request
+    return Served(
+        request.arrival_s,
+        request.input_tokens,
+        outcome.num_emitted,
+        request.hash_tokens,
+        request.hash_ids,
+        outcome.ttft_s,
+        outcome.itl_s,
+        outcome.receipt,
+    )
+
+
+def served(num_prefill: int, num_decode: int, seed: int = 0) -> list[Served]:
+    requests: list[TraceRequest] = list(
+        islice(requests_of(profile_named("short-chat"), poisson(8, seed), seed, context=2000), REQUESTS)
+    )
+    outcomes: list[Outcome] = []
+    SimCluster(cluster_spec(num_prefill, num_decode, num_blocks=2000), outcomes.append).run(requests)
+    return [logged(outcome) for outcome in sorted(outcomes, key=lambda outcome: outcome.request.number)]
+
+
+def test_the_timing_of_both_roles_is_found_again() -> None:
+    found = calibrate(served(2, 2), num_blocks=2000, prefill_chunk=256, decode_chunk=64)
+    assert found.prefill is not None
+    for fitted in (found.prefill, found.decode):
+        assert fitted.step_s == pytest.approx(TIMING.step_s, rel=0.15)
+        # A prompt's tokens and its pairs go together, so that one may be taken for the other: their sum is what counts.
+        for tokens in (64, 400):
+            pairs = tokens * (tokens + 1) / 2
+            known = TIMING.prompt_token_s * tokens + TIMING.prompt_pair_s * pairs
+            assert fitted.prompt_token_s * tokens + fitted.prompt_pair_s * pairs == pytest.approx(known, rel=0.2)
+    assert found.decode.stream_s * 5 + found.decode.kv_token_s * 3000 == pytest.approx(
+        TIMING.stream_s * 5 + TIMING.kv_token_s * 3000, rel=0.2
+    )
+    assert found.message_s == pytest.approx(0.0005, rel=0.05)
+    assert (found.block_tokens, found.block_bytes) == (16, 2 * 1024 * 2 * 2 * 16)
+    assert all(fit.error < 0.1 for fit in found.fits.values())
+
+
+def test_without_lenders_there_is_nothing_to_say_of_them() -> None:
+    found = calibrate(served(0, 2), decode_chunk=64)
+    assert found.prefill is None
+    assert found.timing("prefill") == found.decode
+
+
+def test_disturbed_requests_are_not_learnt_from() -> None:
+    log = served(2, 2)
+    clean = calibrate(log, prefill_chunk=256, decode_chunk=64)
+    slow = []
+    for each in log[:60]:
+        receipt = type(each.receipt)()
+        receipt.CopyFrom(each.receipt)
+        receipt.kv.loan_failure = "the lender died"
+        for stage in receipt.stages:
+            stage.duration_ms *= 50
+        slow.append(replace(each, receipt=receipt))
+    assert calibrate([*log, *slow], prefill_chunk=256, decode_chunk=64) == clean
+
+
+def test_a_log_that_says_too_little() -> None:
+    with pytest.raises(BadSetup, match="log: 2 undisturbed requests"):
+        calibrate(served(2, 2)[:2])
+
+
+def test_it_survives_its_file_and_so_does_the_log(tmp_path: Path) -> None:
+    log = served(2, 2)
+    with (tmp_path / "log").open("w") as file:
+        for each in log:
+            write_served(file, each)
+    found = calibrate(served_of(tmp_path / "log"), 2000, 256, 64)
+    assert found == calibrate(log, 2000, 256, 64)
+    found.write(tmp_path / "found")
+    assert Calibration.read(tmp_path / "found") == found
+    assert isinstance(found.decode, StepTiming)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_blocks": 0}, "num_blocks"),
+        ({"blocks": 3}, "blocks"),
+        ({"decode": {"step_s": "x"}}, "decode.step_s"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_field(tmp_path: Path, change: dict[str, object], said: str) -> None:
+    calibrate(served(2, 2)).write(tmp_path / "file")
+    content = json.loads((tmp_path / "file").read_text())
+    (tmp_path / "file").write_text(json.dumps(content | change))
+    with pytest.raises(BadSetup, match=said):
+        Calibration.read(tmp_path / "file")
+    with pytest.raises(BadSetup, match="No such file"):
+        Calibration.read(tmp_path / "none")

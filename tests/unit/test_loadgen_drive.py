@@ -1,0 +1,137 @@
+"""When requests are sent, and from when their times count."""
+
+import asyncio
+from types import TracebackType
+
+import pytest
+
+from cluster.errors import InvalidRequest, Overloaded, Unavailable
+from protos import inference_pb2 as pb
+from simulator.request import Fate, TraceRequest
+from tandem.loadgen.doors import Door, OnTokens, _error, _read_event
+from tandem.loadgen.drive import Asked, Drive
+
+
+class Behind(Door):
+    """Answers when it is told to."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.open = asyncio.Event()
+        self.asked: asyncio.Queue[TraceRequest] = asyncio.Queue()
+        self._error = error
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return
+
+    async def ask(self, request: TraceRequest, on_tokens: OnTokens) -> pb.Finish:
+        self.asked.put_nowait(request)
+        await self.open.wait()
+        if self._error is not None:
+            raise self._error
+        for count in (1, 1, 3):
+            on_tokens(count)
+        return pb.Finish(usage=pb.Usage(prompt_tokens=4, completion_tokens=5, cached_tokens=2))
+
+
+def requests(count: int, gap_s: float = 0.0) -> list[TraceRequest]:
+    return [TraceRequest(number, number * gap_s, 4, 5) for number in range(count)]
+
+
+async def test_an_open_loop_waits_for_nobody_and_times_count_from_when_each_was_due() -> None:
+    door, over = Behind(), list[Asked]()
+    drive = Drive(door, over.append)
+    began_at = asyncio.get_running_loop().time() - 100.0  # so that all are due, and were for long
+    running = asyncio.ensure_future(drive.open_loop(requests(50, gap_s=1.0), began_at))
+    for _ in range(50):
+        await door.asked.get()
+    assert not over
+    assert drive.num_under_way == drive.sent.most_under_way == 50
+    door.open.set()
+    await running
+    assert [asked.outcome.fate for asked in over] == 50 * [Fate.FINISHED]
+    assert drive.num_under_way == 0
+    by_number = sorted(over, key=lambda asked: asked.number)
+    for number, asked in enumerate(by_number):
+        assert asked.outcome.sent_at == began_at + number
+        assert asked.outcome.ttft_s >= 100.0 - number  # sent late is answered late
+    assert min(drive.sent.late_s) >= 50.0
+    assert by_number[0].outcome.num_emitted == 5
+    assert by_number[0].outcome.reused_tokens == 2
+    assert drive.sent.gaps.count == 50 * 4
+
+
+async def test_what_is_due_in_the_warmup_is_in_no_figure() -> None:
+    door, over = Behind(), list[Asked]()
+    door.open.set()
+    drive = Drive(door, over.append, warmup_s=3.0)
+    await drive.open_loop(requests(5, gap_s=1.0), asyncio.get_running_loop().time() - 10)
+    assert len(over) == 5
+    assert (drive.sent.count, len(drive.sent.late_s), drive.sent.gaps.count) == (2, 2, 2 * 4)
+
+
+async def test_a_closed_loop_has_so_many_at_a_time() -> None:
+    door, over = Behind(), list[Asked]()
+    drive = Drive(door, over.append)
+    running = asyncio.ensure_future(drive.closed_loop(requests(20), 3))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert door.asked.qsize() == 3
+    door.open.set()
+    await running
+    assert len(over) == 20
+    assert drive.sent.most_under_way == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "fate", "reason"),
+    [
+        (Overloaded("full, 17 before you"), Fate.REFUSED, "Overloaded: full, N before you"),
+        (Unavailable("no worker"), Fate.FAILED, "Unavailable: no worker"),
+    ],
+)
+async def test_errors_end_a_request_and_not_the_run(error: Exception, fate: Fate, reason: str) -> None:
+    door, over = Behind(error), list[Asked]()
+    door.open.set()
+    await Drive(door, over.append).open_loop(requests(3), asyncio.get_running_loop().time())
+    assert [(asked.outcome.fate, asked.outcome.reason) for asked in over] == 3 * [(fate, reason)]
+
+
+async def test_a_mistake_of_ours_ends_the_run() -> None:
+    door = Behind(ZeroDivisionError())
+    door.open.set()
+    with pytest.raises(ExceptionGroup):
+        await Drive(door, lambda _: None).open_loop(requests(3), asyncio.get_running_loop().time())
+
+
+async def test_cancelled_it_leaves_nothing_under_way() -> None:
+    door, over = Behind(), list[Asked]()
+    drive = Drive(door, over.append)
+    running = asyncio.ensure_future(drive.open_loop(requests(3), asyncio.get_running_loop().time()))
+    for _ in range(3):
+        await door.asked.get()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert not over
+    assert drive.num_under_way == 0
+
+
+def test_events_of_a_server_that_counts_and_of_one_that_does_not() -> None:
+    came: list[int] = []
+    finish = pb.Finish()
+    seen = _read_event({"choices": [{"text": "ab"}], "usage": {"completion_tokens": 3}}, finish, 0, came.append)
+    seen = _read_event({"choices": [{"text": "c"}]}, finish, seen, came.append)
+    seen = _read_event({"choices": [{"text": ""}]}, finish, seen, came.append)
+    assert (came, seen) == ([3, 1], 4)
+    with pytest.raises(Unavailable):
+        _read_event({"error": {"message": "gone", "code": 503}}, finish, seen, came.append)
+
+
+def test_what_an_http_status_means() -> None:
+    overloaded = _error(429, b'{"error": {"message": "full", "param": "tenant"}}', {"Retry-After": "3"})
+    assert isinstance(overloaded, Overloaded)
+    assert (overloaded.retry_after_s, overloaded.field) == (3.0, "tenant")
+    assert isinstance(_error(400, b"<html>", {}), InvalidRequest)
+    assert isinstance(_error(502, b"", {}), Unavailable)
