@@ -1,8 +1,8 @@
 """Is the simulator honest? The same requests through a live cluster and through virtual time.
 
 A live cluster is loaded once, and `tandem calibrate` learns from its receipts. Then it is loaded again, with other
-requests at another rate, and what its clients saw is held against what `tandem replay` says of them: with sim workers in
-real time, and with the torch engine and the demo model.
+requests at another rate, and what its clients saw is held against what `tandem replay` says of them: with sim workers
+in real time, and with the torch engine and the demo model.
 """
 
 import contextlib
@@ -65,8 +65,8 @@ SITES = {
     "sim workers": (sim_cluster, 0.5, (10.0, 12.0), 0.10),
     "torch, demo model": (demo_cluster, 1.0, (5.0, 6.0), 0.25),
 }
-"""The cluster; what the profile's lengths are multiplied by; rates of what is learnt from and of what is foretold; how far
-that may be off."""
+"""The cluster; what the profile's lengths are multiplied by; rates of what is learnt from and of what is foretold; how
+far that may be off."""
 
 
 async def load(console: Console, name: str, folder: Path) -> tuple[Calibration, Results, int, int]:

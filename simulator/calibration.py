@@ -1,12 +1,15 @@
 """What a live cluster's own receipts say of it: a file that stands for its machines when a trace is replayed."""
 
+import math
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
 from engine.layout import KvLayout
-from engine.sim.timing import StepTiming
+from engine.sim.timing import StepTiming, StepWork, Timing
 from engine.worker.config import Role
 from simulator.errors import BadSetup
 
@@ -19,7 +22,30 @@ class Fit(BaseModel):
     rows: int
     """Measurements."""
     error: float
-    """Median of |fitted / measured - 1|."""
+    """Median of |measured / fitted - 1|."""
+    jitter: NonNegativeFloat = 0.0
+    """Standard deviation of the logarithm of one step's time: what else there is on its machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Jittered:
+    """Steps take what `timing` says, times a factor that is 1 on average. It follows from what the step computes, so
+    that a run is the same whenever it is run, and in whatever order its steps are asked for."""
+
+    timing: StepTiming
+    jitter: float
+
+    def seconds_of(self, work: StepWork) -> float:
+        seconds = self.timing.seconds_of(work)
+        if not self.jitter:
+            return seconds
+        mixed = hash((work.prompt_tokens, work.prompt_pairs, work.streams, work.context_tokens)) * _ODD & _MASK
+        share = ((mixed ^ (mixed >> 31)) & 0xFFFFFFFF) + 0.5
+        return seconds * math.exp(self.jitter * _NORMAL.inv_cdf(share / (1 << 32)) - self.jitter**2 / 2)
+
+
+_NORMAL = NormalDist()
+_ODD, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
 class Calibration(BaseModel):
@@ -60,8 +86,14 @@ class Calibration(BaseModel):
     def write(self, path: Path) -> None:
         path.write_text(self.model_dump_json(indent=1) + "\n")
 
-    def timing(self, role: Role) -> StepTiming:
-        return self.prefill if role == "prefill" and self.prefill is not None else self.decode
+    def timing(self, role: Role) -> Timing:
+        if role == "prefill" and self.prefill is not None:
+            return self._jittered(self.prefill, "prefill")
+        return self._jittered(self.decode, "decode")
+
+    def _jittered(self, timing: StepTiming, fitted: str) -> Timing:
+        fit = self.fits.get(fitted)
+        return Jittered(timing, fit.jitter if fit else 0.0)
 
     def chunk(self, role: Role) -> int:
         return self.prefill_chunk if role == "prefill" else self.decode_chunk

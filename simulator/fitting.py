@@ -34,6 +34,10 @@ MESSAGES = 4
 SAME_STEP_S = 0.0015
 SHORT = 0.25
 """Of the median: what took less counts as if it had taken this long, or its last microsecond would decide."""
+ROUNDS = 20
+"""Of weighing anew."""
+DISTURBED = 5.0
+"""Times the median error: what is off by more counts as if it were off by this much (Huber's weights)."""
 FASTEST_BYTES_PER_S = 1e12
 """Where transfers take no time that depends on their size."""
 POOL_BYTES = 256 << 20
@@ -277,31 +281,34 @@ def _pairs(before: int, tokens: int) -> float:
 
 
 def _fit(rows: Sequence[_Row]) -> tuple[StepTiming, Fit]:
-    """Relative errors count, of short ones less, and no term is below 0."""
+    """No term is below 0. Errors count relative to what was fitted, of short times less: the fit then has the mean of
+    what was measured, where errors relative to the measurement would favour what happened to be quick."""
     amounts = np.array([row.work for row in rows], float)
     seconds = np.array([row.seconds for row in rows])
-    scales = np.maximum(seconds, SHORT * float(np.median(seconds)))
-    found = _nonnegative(amounts / scales[:, None], seconds / scales)
-    error = float(np.median(np.abs(amounts @ found - seconds) / scales))
-    return StepTiming(**dict(zip(TERMS, map(float, found), strict=True))), Fit(rows=len(rows), error=error)
+    least = SHORT * float(np.median(seconds))
+    weights, expected = np.ones(len(rows)), np.maximum(seconds, least)
+    found = np.zeros(len(TERMS))
+    for _ in range(ROUNDS):
+        by = weights / expected
+        found = _best_subset(amounts * by[:, None], seconds * by)
+        expected = np.maximum(amounts @ found, least)
+        off = np.abs(seconds / expected - amounts @ found / expected)
+        weights = np.sqrt(np.minimum(1.0, DISTURBED * max(1e-9, float(np.median(off))) / np.maximum(off, 1e-12)))
+    timing = StepTiming(**dict(zip(TERMS, map(float, found), strict=True)))
+    return timing, Fit(rows=len(rows), error=float(np.median(off)), jitter=_jitter(amounts[:, 0], seconds, expected))
 
 
-def _nonnegative(rows: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
-    """x >= 0 that minimises |rows @ x - wanted|, robust to a few rows that were disturbed (Huber's weights).
-
-    Of five columns: all sets of columns that may be above 0 are tried.
-    """
-    weights = np.ones(len(rows))
-    found = np.zeros(rows.shape[1])
-    for _ in range(20):
-        found = _best_subset(rows * weights[:, None], wanted * weights)
-        off = np.abs(rows @ found - wanted)
-        typical = max(1e-9, 2 * float(np.median(off)))
-        weights = np.sqrt(np.minimum(1.0, typical / np.maximum(off, 1e-12)))
-    return found
+def _jitter(steps: NDArray[np.float64], seconds: NDArray[np.float64], expected: NDArray[np.float64]) -> float:
+    """Standard deviation of the logarithm of one step's time, from rows of one step or two. By the median: robust."""
+    few = steps <= 2
+    if few.sum() < LEAST_ROWS:
+        return 0.0
+    off = np.log(np.maximum(seconds, 1e-9) / expected)[few] * np.sqrt(np.maximum(steps[few], 1))
+    return float(1.48 * np.median(np.abs(off - np.median(off))))
 
 
 def _best_subset(rows: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
+    """x >= 0 that minimises |rows @ x - wanted|. Of five columns: all sets of them that may be above 0 are tried."""
     columns = [column for column in range(rows.shape[1]) if rows[:, column].any()]
     scales = np.maximum(np.abs(rows).max(axis=0), 1e-300)
     best, least = np.zeros(rows.shape[1]), math.inf

@@ -1,14 +1,15 @@
 """What is fitted to receipts is what made them: of clusters in virtual time, whose machines are known."""
 
 import json
+import math
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
-from engine.sim.timing import StepTiming
-from simulator.calibration import Calibration
+from engine.sim.timing import StepTiming, StepWork
+from simulator.calibration import Calibration, Jittered
 from simulator.cluster import SimCluster
 from simulator.errors import BadSetup
 from simulator.fitting import calibrate
@@ -67,7 +68,18 @@ def test_the_timing_of_both_roles_is_found_again() -> None:
 def test_without_lenders_there_is_nothing_to_say_of_them() -> None:
     found = calibrate(served(0, 2), decode_chunk=64)
     assert found.prefill is None
-    assert found.timing("prefill") == found.decode
+    assert found.timing("prefill") == found.timing("decode")
+
+
+def test_jitter_is_one_on_average_and_the_same_again() -> None:
+    steady, jittered = StepTiming(0.01, stream_s=0.001), Jittered(StepTiming(0.01, stream_s=0.001), 0.3)
+    works = [StepWork(streams=streams, context_tokens=tokens) for streams in range(1, 9) for tokens in range(1000)]
+    ratios = sorted(jittered.seconds_of(work) / steady.seconds_of(work) for work in works)
+    assert sum(ratios) / len(ratios) == pytest.approx(1.0, rel=0.02)
+    assert ratios[len(ratios) // 10] == pytest.approx(math.exp(-0.3 * 1.2816 - 0.045), rel=0.05)
+    assert ratios[-len(ratios) // 10] == pytest.approx(math.exp(0.3 * 1.2816 - 0.045), rel=0.05)
+    assert [jittered.seconds_of(work) for work in works[:9]] == [jittered.seconds_of(work) for work in works[:9]]
+    assert Jittered(steady, 0.0).seconds_of(works[5]) == steady.seconds_of(works[5])
 
 
 def test_disturbed_requests_are_not_learnt_from() -> None:
