@@ -8,7 +8,7 @@ VLLM_VENV := .venv-vllm
 ROUTERS_VENV := .venv-routers
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test test-faults lint types unit integration e2e gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator bench-agreement protos check-protos install clean
+.PHONY: demo test test-faults lint types unit integration e2e gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator bench-agreement bench-load protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -68,6 +68,9 @@ bench-simulator: $(INSTALLED)
 
 bench-agreement: $(INSTALLED)
 	@$(BIN)/python -m bench.agreement
+
+bench-load: $(INSTALLED)
+	@$(BIN)/python -m bench.load
 
 bench-gpu: $(INSTALLED)
 	@$(BIN)/python -m bench.gpu

@@ -126,7 +126,7 @@ async def _offer(load: Load, door: Door, drive: Drive, count: "_Count", progress
     loop = asyncio.get_running_loop()
     total = load.most if load.most is not None else load.duration_s
     task = progress.add_task(load.name, total=total, said="")
-    begins_at = count.begins_at = loop.time() + BEGIN_S
+    begins_at = count.begins_at = loop.time() + (BEGIN_S if load.concurrency is None else 0.0)
 
     def advance() -> None:
         done = count.num_over if load.most is not None else min(loop.time() - begins_at, total or math.inf)
@@ -181,10 +181,9 @@ class _Count:
                 if (served := self._held.pop(self._written)) is not None:
                     write_served(self._log, served)
                 self._written += 1
-        counts_from = self.begins_at + self._load.warmup_s
         if self._tally is None:
-            self._tally = Tally(self._wanted.slo, counts_from)
-        if outcome.sent_at >= counts_from:
+            self._tally = Tally(self._wanted.slo, self.begins_at + self._load.warmup_s)
+        if asked.counted:
             self._tally.add(outcome)
             if finished:
                 self._receipts.add(asked.finish.receipt, outcome.ttft_s)

@@ -22,6 +22,8 @@ class Asked:
 
     number: int
     """Among all that were sent, from 0."""
+    counted: bool
+    """False of the warm-up."""
     outcome: Outcome
     finish: pb.Finish = field(default_factory=pb.Finish)
 
@@ -87,7 +89,7 @@ class Drive:
         if counted:
             sent.count += 1
             sent.last_due_at = sent_at
-        asked = Asked(self._num_sent, Outcome(request, sent_at, num_attempts=1))
+        asked = Asked(self._num_sent, counted, Outcome(request, sent_at, num_attempts=1))
         self._num_sent += 1
         return group.create_task(self._ask(asked, sent.gaps if counted else self._ignored))
 

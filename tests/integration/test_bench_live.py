@@ -1,0 +1,109 @@
+"""`tandem bench` and `tandem calibrate` against real clusters."""
+
+import asyncio
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from cluster.errors import StartError
+from simulator.calibration import Calibration
+from simulator.results import Slo
+from simulator.traces.reading import Trace, Window
+from simulator.workloads import profile_named
+from tandem.cli import app
+from tandem.demo import STORYTELLER
+from tandem.loadgen.command import Load, Wanted, run_bench
+from tandem.loadgen.doors import GrpcDoor
+
+TIMING = {"engine": "sim", "sim_step_ms": 2.0, "sim_prompt_token_us": 20.0, "sim_reads": "last"}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = {"model_type": "llama", "vocab_size": 1000, "max_position_embeddings": 4096}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=120)
+
+
+async def test_what_is_offered_is_what_is_served_and_what_is_logged(
+    model: Path, cluster_of: Any, tmp_path: Path
+) -> None:
+    files = {name: tmp_path / name for name in ("figures.json", "picture.png", "log")}
+    async with cluster_of(model, prefill=1, decode=1, **TIMING) as cluster:
+        load = Load(profile_named("short-chat"), rate=40.0, most=60, scale=0.2, seed=3)
+        wanted = Wanted(Slo(5.0, 1.0), 2, 3.0, *files.values())
+        console = quiet()
+        report = await run_bench(console, GrpcDoor([cluster.address], "", 60), load, wanted)
+    offered = list(load.requests(4096))
+    results = report.results
+    assert (results.requests, results.finished, results.refused, results.failed) == (60, 60, 0, 0)
+    assert results.input_tokens == sum(request.input_tokens for request in offered)
+    assert results.output_tokens == sum(request.output_tokens for request in offered)
+    assert results.hit_rate > 0.2  # of a few system prompts, and of turns
+    assert report.receipts.count == 60
+    assert report.receipts.blocks["mismatched"] == 0
+    assert report.receipts.blocks["moved"] == report.receipts.blocks["verified"]
+    said = json.loads(files["figures.json"].read_text())
+    assert said["results"]["finished"] == 60
+    assert said["results"]["within_slo"] == 1.0
+    assert files["picture.png"].read_bytes().startswith(b"\x89PNG")
+    again = list(Trace(files["log"], Window()))
+    assert [(each.input_tokens, each.output_tokens, each.hash_ids) for each in again] == [
+        (each.input_tokens, each.output_tokens, each.hash_ids) for each in offered
+    ]
+    assert "60 finished" in console.file.getvalue()  # type: ignore[attr-defined]
+
+    runner = CliRunner()
+    found = tmp_path / "calibration.json"
+    assert runner.invoke(app, ["calibrate", str(files["log"]), "-o", str(found)]).exit_code == 0
+    assert Calibration.read(found).decode.step_s > 0.001
+    arguments = ["replay", str(files["log"]), "--gpus", "2", "--calibration", str(found), "--modes", "conditional"]
+    replayed = runner.invoke(app, arguments)
+    assert replayed.exit_code == 0, replayed.output
+    assert "conditional 1P:1D" in replayed.output
+
+
+async def test_text_has_about_as_many_tokens_as_it_should(cluster_of: Any) -> None:
+    async with cluster_of(STORYTELLER, prefill=0, decode=1) as cluster:
+        load = Load(profile_named("short-chat"), concurrency=4, most=12, scale=0.3)
+        report = await run_bench(
+            quiet(), GrpcDoor([cluster.address], "", 60, as_text=True), load, Wanted(Slo(60.0, 60.0))
+        )
+    assert report.results.finished == 12
+    assert report.most_under_way == 4
+
+
+async def test_interrupted_it_reports_what_is_over(model: Path, cluster_of: Any) -> None:
+    async with cluster_of(model, prefill=0, decode=1, **TIMING) as cluster:
+        load = Load(profile_named("short-chat"), rate=20.0, duration_s=600.0, scale=0.1)
+        console = quiet()
+        running = asyncio.ensure_future(
+            run_bench(console, GrpcDoor([cluster.address], "", 60), load, Wanted(Slo(1.0, 1.0)))
+        )
+        await asyncio.sleep(2)
+        running.cancel()
+        report = await running
+    assert 0 < report.results.finished < 100
+    assert "interrupted" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+async def test_a_model_that_is_not_served_is_named(model: Path, cluster_of: Any) -> None:
+    async with cluster_of(model, prefill=0, decode=1, **TIMING) as cluster:
+        with pytest.raises(StartError, match="model: name the one"):
+            await run_bench(
+                quiet(),
+                GrpcDoor([cluster.address], "other", 60),
+                Load(profile_named("short-chat"), most=1),
+                Wanted(Slo(1.0, 1.0)),
+            )
