@@ -6,12 +6,13 @@ import socket
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from cluster.config import DiscoverySettings
+from cluster.metrics import MetricsSettings
 from router.admission.config import AdmissionConfig
 from router.model_config import ModelsConfig
 from router.rates import Priors
 
 
-class RouterConfig(ModelsConfig, DiscoverySettings, AdmissionConfig):
+class RouterConfig(ModelsConfig, MetricsSettings, DiscoverySettings, AdmissionConfig):
     """The global router; which models it serves is set by the keys of ModelsConfig, and what waits, for how long, by
     those of AdmissionConfig."""
 

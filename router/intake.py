@@ -37,8 +37,8 @@ class Ticket:
     deadline: float
     """Seconds of the monotonic clock, as are the others."""
     claim: Claim
-    usage: pb.Usage | None = None
-    """Of its last finish, once it ended well."""
+    finish: pb.Finish | None = None
+    """The last one, once it ended well."""
 
     @property
     def most_tokens(self) -> int:

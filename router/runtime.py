@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 from cluster.discovery import Discovery, RouterEntry
 from cluster.drain import Drain
 from cluster.errors import StartError, TandemError
+from cluster.metrics import MetricsServer, new_registry
 from cluster.redis_discovery import open_discovery
 from cluster.rpc import Server
 from protos import membership_pb2_grpc as pb_grpc
@@ -17,6 +18,7 @@ from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
 from router.membership_service import MembershipService
+from router.metrics import ClusterCollector, RouterMetrics
 from router.served_model import ModelFiles, ServedModel, ServedModels, read_models
 from router.service import NAME, InferenceService
 from router.serving import Serving
@@ -42,8 +44,11 @@ class Router:
         address: str,
         discovery: Discovery,
         ledger: RedisLedger | None,
+        metrics: MetricsServer,
     ) -> None:
         self.address = address
+        self.metrics_address = metrics.address
+        self._metrics = metrics
         self._config = config
         self._server = server
         self._models = models
@@ -75,6 +80,7 @@ class Router:
         if self._ledger is not None:
             await self._ledger.close()
         await self._server.stop(grace_s=0.5)
+        await self._metrics.close()
         for model in self._models:
             await model.close()
 
@@ -83,6 +89,8 @@ async def start_router(config: RouterConfig) -> Router:
     """Read the models' configs and tokenizers, serve, announce. Raises StartError."""
     files = read_models(config)
     async with AsyncExitStack() as undo:
+        metrics, registry = MetricsServer(config.host, config), new_registry()
+        undo.push_async_callback(metrics.close)
         discovery = await _open_discovery(config)
         undo.push_async_callback(discovery.close)
         incarnation = secrets.token_bytes(16)
@@ -90,14 +98,17 @@ async def start_router(config: RouterConfig) -> Router:
         gate = TenantGate(config, ledger)
         models = serve_models(config, files, gate, incarnation)
         server, requests = Server(), Drain()
-        InferenceService(Serving(config, models, gate), models, config.id(), requests).add_to(server.grpc)
+        registry.register(ClusterCollector(models, gate))
+        serving = Serving(config, models, gate, RouterMetrics(registry))
+        InferenceService(serving, models, config.id(), requests).add_to(server.grpc)
         membership = MembershipService(models, config.id(), incarnation, config.worker_silence_s)
         pb_grpc.add_MembershipServicer_to_server(membership, server.grpc)
         port = await server.start(config.host, config.port, [NAME, "tandem.internal.v1.Membership"])
+        await metrics.start(registry)
         await server.mark_serving()
         undo.pop_all()
     discovery.announce(RouterEntry(config.id(), f"{config.advertise_host or config.host}:{port}", incarnation.hex()))
-    return Router(config, server, models, requests, f"{config.host}:{port}", discovery, ledger)
+    return Router(config, server, models, requests, f"{config.host}:{port}", discovery, ledger, metrics)
 
 
 def serve_models(

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
-from cluster.errors import Draining, Overloaded
+from cluster.errors import Draining, Overloaded, ServiceError
 from engine.keys import BlockKey
 from protos import inference_pb2 as pb
 from router.attempt import Emitted, Retriable, run_attempt
@@ -19,6 +19,7 @@ from router.demand import Demand
 from router.explain import explain
 from router.fleet import Placed, Worker
 from router.intake import Intake, Ticket
+from router.metrics import RouterMetrics, Watched
 from router.needs import chains_of
 from router.placement import Decision
 from router.served_model import ServedModel, ServedModels
@@ -40,23 +41,36 @@ class Explained:
 class Serving:
     """All requests of one router."""
 
-    def __init__(self, config: RouterConfig, models: ServedModels, gate: TenantGate) -> None:
+    def __init__(self, config: RouterConfig, models: ServedModels, gate: TenantGate, metrics: RouterMetrics) -> None:
         self._config = config
+        self._metrics = metrics
         self._gate = gate
         self._intake = Intake(config, models)
 
     async def generate(self, request: pb.GenerateRequest, deadline_s: float | None) -> AsyncGenerator[bytes]:
         """Serialised GenerateResponses: one unbroken stream over however many attempts. Raises ServiceError."""
-        ticket = await self._intake.check(request, deadline_s)
-        charge = await self._gate.enter(request.tenant, ticket.most_tokens)
-        emitted = Emitted(ticket.sampling.n)
+        watched = self._metrics.watch()
         try:
-            async with contextlib.aclosing(self._attempts(ticket, emitted)) as messages:
-                async for message in messages:
-                    yield message
-        finally:
-            self._gate.leave(charge, lambda: len(ticket.prompt) + emitted.num_tokens)
-            _count(ticket, emitted)
+            ticket = await self._intake.check(request, deadline_s)
+            watched.checked(ticket)
+            charge = await self._gate.enter(request.tenant, ticket.most_tokens)
+            emitted = Emitted(ticket.sampling.n)
+            try:
+                async with contextlib.aclosing(self._attempts(ticket, emitted)) as messages:
+                    async for message in messages:
+                        watched.message()
+                        yield message
+            finally:
+                self._gate.leave(charge, lambda: len(ticket.prompt) + emitted.num_tokens)
+                _count(ticket, emitted, watched)
+        except ServiceError as error:
+            watched.failed(error)
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            watched.left()
+            raise
+        if ticket.finish is not None:
+            watched.finished(ticket.finish)
 
     async def _attempts(self, ticket: Ticket, emitted: Emitted) -> AsyncGenerator[bytes]:
         model = ticket.model
@@ -121,20 +135,21 @@ class Serving:
         return ticket.model.needs(prompt, sampling, ticket.request.cache_salt, chains, to_score)
 
 
-def _count(ticket: Ticket, emitted: Emitted) -> None:
+def _count(ticket: Ticket, emitted: Emitted, watched: Watched) -> None:
     """What it used, once it is over. Reading all that was emitted again is for what ended early, or is of several
     choices."""
     if emitted.empty:
         return
-    usage = ticket.usage
+    usage = ticket.finish.usage if ticket.finish is not None else None
     known = usage is not None and ticket.sampling.n == 1
     num_output = usage.completion_tokens if usage is not None and known else emitted.num_tokens
+    watched.over(len(ticket.prompt), num_output)
     ticket.model.costs.used(len(ticket.prompt), num_output, usage is not None, auto=bool(ticket.verdicts))
 
 
 def _learn(ticket: Ticket, placed: Placed, last_message: bytes, first_message_s: float) -> None:
     finish = pb.GenerateResponse.FromString(last_message).finish
-    ticket.usage = finish.usage
+    ticket.finish = finish
     if finish.HasField("receipt"):
         # The first message of these is not the first token.
         other = ticket.sampling.HasField("prompt_logprobs") or ticket.sampling.HasField("beam_width")

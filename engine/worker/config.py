@@ -8,12 +8,13 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from cluster.config import Config, DiscoverySettings
+from cluster.metrics import MetricsSettings
 from engine.sim.timing import StepTiming
 
 Role = Literal["prefill", "decode"]
 
 
-class WorkerConfig(DiscoverySettings, Config):
+class WorkerConfig(MetricsSettings, DiscoverySettings, Config):
     """A prefill or decode worker."""
 
     model: Path

@@ -61,6 +61,8 @@ class EngineClient(EngineListener):
         self._audits: dict[int, asyncio.Future[Audited]] = {}
         self._audit_count = 0
         self._dead = False
+        self.last_load: Load | None = None
+        """What it reported last."""
         self._ready: asyncio.Future[Ready]
         self.died: asyncio.Future[TandemError]
 
@@ -124,6 +126,8 @@ class EngineClient(EngineListener):
                 case Token(request_id):  # first, since most are
                     self._deliver(request_id, message)
                 case Load() | CacheChanged():
+                    if isinstance(message, Load):
+                        self.last_load = message
                     for watcher in tuple(self._watchers):
                         watcher(message)
                 case Ready():

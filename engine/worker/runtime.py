@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from cluster.discovery import Discovery
 from cluster.drain import Drain
 from cluster.errors import Draining, TandemError
+from cluster.metrics import MetricsServer, new_registry
 from cluster.redis_discovery import open_discovery
 from cluster.rpc import Server
 from engine.messages import Ready
@@ -22,6 +23,7 @@ from engine.worker.config import Role, WorkerConfig
 from engine.worker.engine_client import EngineClient, EngineHost
 from engine.worker.joining import NAME_TAKEN_S, Memberships
 from engine.worker.loan_stream import Lenders
+from engine.worker.metrics import register
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 
@@ -68,9 +70,17 @@ class Worker:
     """A started worker."""
 
     def __init__(
-        self, context: WorkerContext, server: Server, address: str, discovery: Discovery, leaving: "Leaving"
+        self,
+        context: WorkerContext,
+        server: Server,
+        address: str,
+        discovery: Discovery,
+        leaving: "Leaving",
+        metrics: MetricsServer,
     ) -> None:
         self.address = address
+        self.metrics_address = metrics.address
+        self._metrics = metrics
         self._context = context
         self._server = server
         self._discovery = discovery
@@ -129,6 +139,7 @@ class Worker:
         await self._memberships.leave()
         await self._discovery.close()
         await self._server.stop(grace_s=0.5)
+        await self._metrics.close()
         await self._context.engine.stop()
 
 
@@ -160,6 +171,8 @@ async def start_worker(
     discovery = open_discovery(config.redis_url, config.cluster_name, config.routers)
     async with AsyncExitStack() as undo:
         undo.push_async_callback(discovery.close)
+        metrics, registry = MetricsServer(config.host, config), new_registry()
+        undo.push_async_callback(metrics.close)
         await discovery.start()  # before the model is loaded for nothing
         engine = EngineClient(host_engine(EngineSpec(config, role, f"{worker_id}-{incarnation.hex()}")))
         ready = await engine.start()
@@ -174,9 +187,11 @@ async def start_worker(
         pb_grpc.add_WorkerServicer_to_server(AuditService(worker_id, engine, leaving.begin), server.grpc)
         services = ["tandem.internal.v1.Worker", *add_services(server, context)]
         port = await server.start(config.host, config.port, services)
+        register(registry, worker_id, role, model_dir.name, ready, lambda: engine.last_load)
+        await metrics.start(registry)
         await server.mark_serving()
         undo.pop_all()
-    return Worker(context, server, f"{config.advertise_host or config.host}:{port}", discovery, leaving)
+    return Worker(context, server, f"{config.advertise_host or config.host}:{port}", discovery, leaving, metrics)
 
 
 def _hello(context: WorkerContext, address: str) -> pb.Hello:

@@ -1,0 +1,66 @@
+"""uvicorn within a process of the cluster, on its own event loop and with its signals left alone."""
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from cluster.errors import StartError
+
+BACKLOG = 2048
+STOP_S = 1
+"""For what is left when a process stops."""
+
+
+class HttpServer:
+    """Listens from when it is made: a port that is taken is found before anything else is started."""
+
+    def __init__(self, host: str, port: int, setting: str, **options: Any) -> None:
+        """`port` 0 lets the system choose. `setting` is what errors name. `options` are uvicorn's, beside what all
+        servers here have. Raises StartError."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._socket = socket.create_server((host.strip("[]"), port), family=family, backlog=BACKLOG)
+        except OSError as error:
+            reason = f"cannot listen on {host}:{port}: {os.strerror(error.errno) if error.errno else error}"
+            raise StartError(setting, reason) from None
+        self.address = f"{host}:{self._socket.getsockname()[1]}"
+        self._options = options
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self, app: Any) -> None:
+        """Serve this ASGI application; until then connections wait."""
+        config = uvicorn.Config(
+            app,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=STOP_S,
+            **self._options,
+        )
+        self._server = _Server(config)
+        self._serving = asyncio.ensure_future(self._server.serve([self._socket]))
+
+    async def close(self) -> None:
+        """What is under way should be over."""
+        if self._server is None or self._serving is None:
+            self._socket.close()
+            return
+        self._server.should_exit = True
+        await self._serving
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the process's own matter."""
+        yield

@@ -1,0 +1,75 @@
+"""Prometheus metrics of a process: what all of them have, and where they are scraped.
+
+Names end in their units, as Prometheus wants them; where vLLM has a metric of the same meaning, ours has its name with
+`tandem_` for `vllm:`. docs/metrics.md lists all of them.
+"""
+
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, make_asgi_app
+from pydantic import BaseModel, Field
+
+from cluster.http_server import HttpServer
+
+LATENCY_S = (
+    *(
+        0.001,
+        0.002,
+        0.003,
+        0.005,
+        0.0075,
+        0.01,
+        0.015,
+        0.02,
+        0.03,
+        0.04,
+        0.06,
+        0.08,
+        0.1,
+        0.15,
+        0.2,
+        0.3,
+        0.4,
+        0.6,
+        0.8,
+    ),
+    *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0),
+)
+"""Bounds of histograms of seconds, from a step to a long request."""
+TOKENS = tuple(float(1 << power) for power in range(21))
+"""Likewise of tokens."""
+
+
+class MetricsSettings(BaseModel):
+    """Of every process that has metrics."""
+
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """Prometheus scrapes http://host:metrics_port/metrics; 0 lets the system choose. Without: there is none."""
+
+
+def new_registry() -> CollectorRegistry:
+    """With what every process has: CPU, memory, files, garbage collections, Python's version."""
+    registry = CollectorRegistry()
+    for collector in (ProcessCollector, PlatformCollector, GCCollector):
+        collector(registry=registry)
+    return registry
+
+
+class MetricsServer:
+    """Where a registry is scraped. Values are collected on the event loop, between everything else."""
+
+    def __init__(self, host: str, settings: MetricsSettings) -> None:
+        """Listens, where it is to. Raises StartError."""
+        port = settings.metrics_port
+        self._http = None if port is None else HttpServer(host, port, "metrics_port")
+
+    @property
+    def address(self) -> str:
+        """host:port, empty where there is none."""
+        return self._http.address if self._http else ""
+
+    async def start(self, registry: CollectorRegistry) -> None:
+        if self._http is not None:
+            await self._http.start(make_asgi_app(registry))
+
+    async def close(self) -> None:
+        if self._http is not None:
+            await self._http.close()

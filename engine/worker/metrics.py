@@ -1,0 +1,125 @@
+"""What a worker tells Prometheus: its engine's last report, and its GPUs. What became of requests, the router tells
+(`router/metrics.py`): it has every receipt."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Info
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from engine.messages import Load, Ready
+
+log = logging.getLogger(__name__)
+
+
+class EngineCollector(Collector):
+    """By the report that the engine sends a few times a second."""
+
+    def __init__(self, last_load: Callable[[], Load | None]) -> None:
+        self._last_load = last_load
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing until it is asked."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        if (load := self._last_load()) is None:
+            return
+        gauges = {
+            "num_requests_running": ("Requests that it has.", load.running),
+            "num_requests_decoding": ("Of these, such as are past their prompt: the batch of a step.", load.decoding),
+            "num_requests_preempted": ("Of these, such as wait to be computed anew.", load.preempted),
+            "loans": ("Given, and under way.", load.loans),
+            "loans_queued": ("That wait to start.", load.queued_loans),
+            "queued_prefill_tokens": ("Admitted, and not computed yet.", load.queued_prefill_tokens),
+            "kv_cache_usage_ratio": (
+                "Of the pool: what new requests could not reserve.",
+                1 - load.available_blocks / max(1, load.num_blocks),
+            ),
+            "kv_blocks": ("Of the pool.", load.num_blocks),
+        }
+        for name, (about, value) in gauges.items():
+            yield GaugeMetricFamily(f"tandem_engine_{name}", about, value=float(value))
+        yield CounterMetricFamily("tandem_engine_steps", "Of its loop.", value=float(load.step))
+        yield CounterMetricFamily("tandem_engine_preemptions", "Of requests.", value=float(load.preemptions))
+
+
+class GpuCollector(Collector):
+    """NVIDIA GPUs, through NVML. Energy over tokens is energy per token; docs/metrics.md has the query."""
+
+    def __init__(self, nvml: Any) -> None:
+        """`nvml`: the module pynvml, initialised."""
+        self._nvml = nvml
+        self._gauges: dict[str, tuple[str, Callable[[Any], float]]] = {
+            "utilization_ratio": ("Time in kernels.", lambda gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100),
+            "memory_used_bytes": ("By anybody.", lambda gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used),
+            "memory_bytes": ("There is.", lambda gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).total),
+            "power_watts": ("Drawn now.", lambda gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3),
+        }
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing until it is asked."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        nvml, labels = self._nvml, ("gpu", "uuid")
+        gauges = {
+            name: GaugeMetricFamily(f"tandem_gpu_{name}", about, labels=labels)
+            for name, (about, _) in self._gauges.items()
+        }
+        energy = CounterMetricFamily("tandem_gpu_energy_joules", "Since the driver started.", labels=labels)
+        for index in range(nvml.nvmlDeviceGetCount()):
+            gpu = nvml.nvmlDeviceGetHandleByIndex(index)
+            name = (str(index), _text(nvml.nvmlDeviceGetUUID(gpu)))
+            for each, (_, read) in self._gauges.items():
+                if (value := self._read(read, gpu)) is not None:
+                    gauges[each].add_metric(name, value)
+            if (value := self._read(nvml.nvmlDeviceGetTotalEnergyConsumption, gpu)) is not None:
+                energy.add_metric(name, value / 1e3)
+        yield from gauges.values()
+        yield energy
+
+    def _read(self, read: Callable[[Any], float], gpu: Any) -> float | None:
+        """Not every GPU has everything: a slice by MIG has no power."""
+        try:
+            return float(read(gpu))
+        except self._nvml.NVMLError as error:
+            log.debug("a figure that this GPU does not have: %s", error)
+            return None
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def open_nvml() -> Any | None:
+    """pynvml, where it is installed and there is a GPU; else None."""
+    try:
+        import pynvml
+    except ModuleNotFoundError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        log.info("no GPU metrics: %s", error)
+        return None
+    return pynvml
+
+
+def register(
+    registry: CollectorRegistry,
+    worker_id: str,
+    role: str,
+    model: str,
+    ready: Ready,
+    last_load: Callable[[], Load | None],
+) -> None:
+    """Everything of one worker."""
+    info = Info("tandem_worker", "Who this is.", registry=registry)
+    block = {"block_tokens": str(ready.block_tokens), "block_bytes": str(ready.block_bytes)}
+    info.info({"worker": worker_id, "role": role, "model_name": model, "transport": ready.transport} | block)
+    registry.register(EngineCollector(last_load))
+    if (nvml := open_nvml()) is not None:
+        registry.register(GpuCollector(nvml))
