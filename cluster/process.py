@@ -17,6 +17,8 @@ class Running(Protocol):
     """A started role."""
 
     address: str
+    http_address: str | None
+    """Where it serves HTTP, if it does."""
 
     async def told_to_stop(self) -> None:
         """Returns when somebody asked for it by other means than a signal."""
@@ -36,8 +38,8 @@ def run_role(start: Callable[[], Awaitable[Running]]) -> int:
 
     The first SIGINT or SIGTERM lets it drain and stop; a second one ends it at once.
 
-    Standard output gets one line of JSON when the role serves: {"event": "ready", "address": ...}. A failure's
-    last line on standard error is its cause.
+    Standard output gets one line of JSON when the role serves: {"event": "ready", "address": ...}, with "http" where it
+    serves that too. A failure's last line on standard error is its cause.
     """
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -68,7 +70,10 @@ async def _run(start: Callable[[], Awaitable[Running]]) -> int:
             await starting
         return 0
     role = starting.result()
-    print(json.dumps({"event": "ready", "address": role.address}), flush=True)
+    ready = {"event": "ready", "address": role.address}
+    if role.http_address is not None:
+        ready["http"] = role.http_address
+    print(json.dumps(ready), flush=True)
     failing = asyncio.ensure_future(role.failed())
     asked = asyncio.ensure_future(role.told_to_stop())
     await asyncio.wait([failing, stopping, asked], return_when=asyncio.FIRST_COMPLETED)

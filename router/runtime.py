@@ -17,6 +17,8 @@ from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
 from router.membership_service import MembershipService
+from router.openai.app import make_app
+from router.openai.server import HttpServer
 from router.served_model import ModelFiles, ServedModel, ServedModels, read_models
 from router.service import NAME, InferenceService
 from router.serving import Serving
@@ -42,14 +44,17 @@ class Router:
         address: str,
         discovery: Discovery,
         ledger: RedisLedger | None,
+        http: HttpServer | None,
     ) -> None:
         self.address = address
+        self.http_address = http.address if http is not None else None
         self._config = config
         self._server = server
         self._models = models
         self._requests = requests
         self._discovery = discovery
         self._ledger = ledger
+        self._http = http
 
     async def failed(self) -> TandemError:
         """A router has nothing that could fail by itself."""
@@ -74,6 +79,8 @@ class Router:
         await self._discovery.close()
         if self._ledger is not None:
             await self._ledger.close()
+        if self._http is not None:
+            await self._http.close()
         await self._server.stop(grace_s=0.5)
         for model in self._models:
             await model.close()
@@ -83,6 +90,7 @@ async def start_router(config: RouterConfig) -> Router:
     """Read the models' configs and tokenizers, serve, announce. Raises StartError."""
     files = read_models(config)
     async with AsyncExitStack() as undo:
+        http = _open_http(config, undo)
         discovery = await _open_discovery(config)
         undo.push_async_callback(discovery.close)
         incarnation = secrets.token_bytes(16)
@@ -90,14 +98,17 @@ async def start_router(config: RouterConfig) -> Router:
         gate = TenantGate(config, ledger)
         models = serve_models(config, files, gate, incarnation)
         server, requests = Server(), Drain()
-        InferenceService(Serving(config, models, gate), models, config.id(), requests).add_to(server.grpc)
+        serving = Serving(config, models, gate)
+        InferenceService(serving, models, config.id(), requests).add_to(server.grpc)
         membership = MembershipService(models, config.id(), incarnation, config.worker_silence_s)
         pb_grpc.add_MembershipServicer_to_server(membership, server.grpc)
         port = await server.start(config.host, config.port, [NAME, "tandem.internal.v1.Membership"])
+        if http is not None:
+            await http.start(make_app(serving, models, requests, config.default_deadline_s))
         await server.mark_serving()
         undo.pop_all()
     discovery.announce(RouterEntry(config.id(), f"{config.advertise_host or config.host}:{port}", incarnation.hex()))
-    return Router(config, server, models, requests, f"{config.host}:{port}", discovery, ledger)
+    return Router(config, server, models, requests, f"{config.host}:{port}", discovery, ledger, http)
 
 
 def serve_models(
@@ -126,6 +137,14 @@ def serve_models(
 
 def _nothing() -> None:
     """Who waits for this model is looked at anyway."""
+
+
+def _open_http(config: RouterConfig, undo: AsyncExitStack) -> HttpServer | None:
+    if config.http_port is None:
+        return None
+    http = HttpServer(config.host, config.http_port)
+    undo.push_async_callback(http.close)
+    return http
 
 
 async def _open_discovery(config: RouterConfig) -> Discovery:

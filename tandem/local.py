@@ -30,6 +30,8 @@ class RoleProcess:
     name: str
     process: asyncio.subprocess.Process
     address: str
+    http_address: str = ""
+    """Of a router that serves HTTP."""
 
     @property
     def pid(self) -> int:
@@ -67,7 +69,8 @@ async def start_role(module: str, name: str, config: Config) -> RoleProcess:
         cause = last_lines[-1] if last_lines else f"ended with code {process.returncode}"
         field, _, reason = cause.removeprefix("error: ").partition(": ")
         raise StartError(f"{name}: {field}", reason)
-    return RoleProcess(name, process, json.loads(line)["address"])
+    ready = json.loads(line)
+    return RoleProcess(name, process, ready["address"], ready.get("http", ""))
 
 
 async def _relay(process: asyncio.subprocess.Process, name: str, last_lines: deque[str]) -> None:

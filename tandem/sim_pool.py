@@ -119,6 +119,7 @@ class _Process:
     def __init__(self, pool: SimPool) -> None:
         self._pool = pool
         self.address = next(iter(pool.workers.values())).worker.address
+        self.http_address: str | None = None
 
     async def told_to_stop(self) -> None:
         """Its workers can be, each by itself."""

@@ -71,6 +71,7 @@ class Worker:
         self, context: WorkerContext, server: Server, address: str, discovery: Discovery, leaving: "Leaving"
     ) -> None:
         self.address = address
+        self.http_address: str | None = None
         self._context = context
         self._server = server
         self._discovery = discovery
