@@ -77,9 +77,7 @@ def up(
     routers: Annotated[int, typer.Option(help="routers; any of them serves any request")] = 1,
     host: Annotated[str, typer.Option(help="address the routers listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port of the first router, the others follow; 0 chooses")] = 50051,
-    http_port: Annotated[
-        int | None, typer.Option(help=f"of the OpenAI-compatible API, likewise; default: {HTTP_PORT}")
-    ] = None,
+    http_port: Annotated[int | None, typer.Option(help="of the OpenAI-compatible API, likewise; default: 8000")] = None,
     no_http: Annotated[bool, typer.Option("--no-http", help="serve gRPC only")] = False,
     worker: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="setting of every worker")] = None,
     router: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="setting of every router")] = None,
@@ -97,7 +95,7 @@ def up(
     for each in cluster.models:
         console.print(f"tandem: {each.known_as}, {each.prefill} prefill + {each.decode} decode")
     cluster.check()  # before Ray is started for nothing
-    settings = {"host": host, "port": port} | _http_settings(cluster.settings, http_port, no_http)
+    settings = {"host": host, "port": port} | cluster.http_settings(http_port, no_http)
     settings |= parse_overrides(router or [])
     topology = cluster.plan(settings, parse_overrides(worker or []), _cores(), routers)
     with Steps(console, "tandem: ") as steps:
@@ -107,15 +105,6 @@ def up(
         except ModuleNotFoundError as error:
             raise StartError("ray", f"{error}; install tandem-serving[ray]") from None
         _run(serve(topology, steps))
-
-
-def _http_settings(settings: "Settings", http_port: int | None, no_http: bool) -> dict[str, int | None]:
-    """Of every router. What the command line says goes before the file of --config, and that before the default."""
-    if no_http:
-        return {"http_port": None}
-    if http_port is None:
-        return {} if "http_port" in settings.router else {"http_port": HTTP_PORT}
-    return {"http_port": http_port}
 
 
 @app.command()

@@ -105,7 +105,7 @@ def ray_head() -> Iterator[str]:
 
 def test_ray_job_submit(tiny_model: Path, ray_head: str) -> None:
     port = free_port()
-    tandem = f"{BIN / 'tandem'} up --model {tiny_model} --port {port} --worker dtype=float32 --worker kv_memory_mib=16"
+    tandem = f"{BIN / 'tandem'} up --model {tiny_model} --port {port} --http-port 0 --worker dtype=float32 --worker kv_memory_mib=16"
     submitted = run(
         BIN / "ray", "job", "submit", "--address", ray_head, "--working-dir", ".", "--no-wait",
         "--submission-id", "tandem-test", "--", *tandem.split(),
@@ -125,7 +125,18 @@ def test_ctrl_c_leaves_nothing_behind(tiny_model: Path) -> None:
     port = free_port()
     shared_memory = set(os.listdir("/dev/shm"))
     up = subprocess.Popen(
-        [BIN / "tandem", "up", "--model", tiny_model, "--port", str(port), "--worker", "kv_memory_mib=16"],
+        [
+            BIN / "tandem",
+            "up",
+            "--model",
+            tiny_model,
+            "--port",
+            str(port),
+            "--http-port",
+            "0",
+            "--worker",
+            "kv_memory_mib=16",
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -151,7 +162,7 @@ def test_ctrl_c_leaves_nothing_behind(tiny_model: Path) -> None:
 
 @pytest.mark.parametrize("what", ["no such directory", "unsupported architecture", "port in use", "unknown key"])
 def test_a_failed_start_names_its_cause_in_the_last_line(tiny_model: Path, tmp_path: Path, what: str) -> None:
-    arguments, cause = ["--model", tiny_model, "--port", str(free_port())], ""
+    arguments, cause = ["--model", tiny_model, "--http-port", "0", "--port", str(free_port())], ""
     with socket.socket() as taken:
         match what:
             case "no such directory":
@@ -159,12 +170,12 @@ def test_a_failed_start_names_its_cause_in_the_last_line(tiny_model: Path, tmp_p
             case "unsupported architecture":
                 config = {"model_type": "t5", "vocab_size": 9, "n_positions": 64, "is_encoder_decoder": True}
                 (tmp_path / "config.json").write_text(json.dumps(config))
-                arguments, cause = ["--model", tmp_path, "--port", "0"], "error: "
+                arguments, cause = ["--model", tmp_path, "--port", "0", "--http-port", "0"], "error: "
             case "port in use":
                 taken.bind(("127.0.0.1", 0))
                 taken.listen()
                 port = taken.getsockname()[1]
-                arguments, cause = ["--model", tiny_model, "--port", str(port)], "error: router: port: cannot listen on"
+                arguments, cause = [*arguments[:-1], str(port)], "error: router: port: cannot listen on"
             case "unknown key":
                 arguments, cause = [*arguments, "--worker", "colour=blue"], "error: colour: unknown key; known are"
         failed = run(BIN / "tandem", "up", *arguments)
