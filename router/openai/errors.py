@@ -48,6 +48,7 @@ _KINDS = {
     grpc.StatusCode.FAILED_PRECONDITION: _Kind(503, "server_error", "unavailable"),
     grpc.StatusCode.DEADLINE_EXCEEDED: _Kind(504, "server_error", "deadline_exceeded"),
 }
+_WEB_CODES = {404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 431: "headers_too_large"}
 _INTERNAL = _Kind(500, "server_error", "internal_error")
 _NEVER_FITS = _Kind(400, "invalid_request_error", "request_too_large")
 
@@ -72,7 +73,7 @@ def client_field(field: str, names: Mapping[str, str]) -> str:
 
 def error_of(status: int, message: str) -> ErrorAnswer:
     """Of what a web server itself has to say: no such path, no such method."""
-    code = {404: "not_found", 405: "method_not_allowed"}.get(status)
+    code = _WEB_CODES.get(status, "bad_request")
     kind = "server_error" if status >= 500 else "invalid_request_error"
     said: dict[str, Any] = {"message": message, "type": kind, "param": None, "code": code}
     return ErrorAnswer(status, {}, json.dumps({"error": said}).encode())

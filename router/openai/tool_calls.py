@@ -100,7 +100,9 @@ class ToolCallParser:
         except _CutOff:
             self._seen = end
             return True
-        if call is None:
+        if call is None:  # the tag was only spoken of, and the end may be that of another one
+            again = self._held.find(OPEN, 0, at)
+            end = end if again < 0 else again
             found.append(opening + self._held[:end])
         else:
             found.append(call)

@@ -66,12 +66,21 @@ class RawConnection:
         """So many at most; empty at the end."""
         return self._socket.recv(num_bytes)
 
-    def read_all(self) -> bytes:
-        """Until the server closes."""
-        parts = []
-        while part := self._socket.recv(1 << 16):
-            parts.append(part)
-        return b"".join(parts)
+    def answer(self) -> tuple[int, bytes]:
+        """(status, body), read to its end."""
+        with http.client.HTTPResponse(self._socket) as response:
+            response.begin()
+            return response.status, response.read()
+
+    def end_sending(self) -> None:
+        self._socket.shutdown(socket.SHUT_WR)
+
+    def peek(self) -> bool:
+        """Wait for an answer; False where there is none, but an end."""
+        try:
+            return bool(self._socket.recv(1, socket.MSG_PEEK))
+        except ConnectionResetError:
+            return False
 
     def close(self) -> None:
         self._socket.close()
