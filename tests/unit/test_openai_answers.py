@@ -87,7 +87,7 @@ def test_the_events_of_a_chat_to_the_byte() -> None:
 
 def test_a_stream_ends_with_usage_and_receipt() -> None:
     answer = answer_of(CompletionAnswer, asked_for(stream=True, include_usage=True, receipt=True))
-    *events, usage, done = events_of(answer, said("a", 1, 2), end(stop="x" * 0))
+    *events, usage, done = events_of(answer, said("a", 1, 2), end())
     assert done == "data: [DONE]"
     assert [event["usage"] for event in events] == [None, None]
     assert usage["choices"] == []
