@@ -57,7 +57,9 @@ class Router:
         self._http = http
 
     async def failed(self) -> TandemError:
-        """A router has nothing that could fail by itself."""
+        """Its HTTP server can; else a router has nothing that could fail by itself."""
+        if self._http is not None:
+            return await self._http.failed()
         never: asyncio.Future[TandemError] = asyncio.get_running_loop().create_future()
         return await never
 

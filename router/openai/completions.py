@@ -5,7 +5,7 @@ from typing import Any
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from router.openai.caller import Caller
-from router.openai.fields import Fields, is_token_id
+from router.openai.fields import Fields, are_token_ids
 from router.openai.request import Asked, check_choices, common
 from router.openai.sampling import INT32, read_sampling
 
@@ -47,12 +47,12 @@ def _prompts(given: Any) -> list[str | list[int]]:
         return [given]
     if not isinstance(given, list) or not given:
         raise InvalidRequest("prompt", "must be a text, a list of token ids, or a list of either, and not empty")
-    if all(map(is_token_id, given)):
+    if are_token_ids(given):
         return [given]
     if len(given) > MAX_PROMPTS:
         raise InvalidRequest("prompt", f"at most {MAX_PROMPTS} prompts, not {len(given)}")
     if all(isinstance(prompt, str) for prompt in given):
         return given
-    if all(isinstance(prompt, list) and prompt and all(map(is_token_id, prompt)) for prompt in given):
+    if all(prompt and are_token_ids(prompt) for prompt in given):
         return given
     raise InvalidRequest("prompt", "must be a text, a list of token ids, or a list of either, and not empty")

@@ -23,6 +23,8 @@ from router.openai.request import Asked
 from router.serving import Serving
 
 log = logging.getLogger(__name__)
+INLINE_BYTES = 64 << 10
+"""Larger bodies are read on a thread, so that other streams wait less for them."""
 GRACE_S = 1.0
 """After the deadline, for whoever enforces it to say so; then a client that does not read is given up."""
 
@@ -50,7 +52,11 @@ class Endpoint:
         try:
             caller = caller_of(exchange.headers)
             exchange.request_id = caller.request_id
-            asked = self._asked(await exchange.body(), caller)
+            body = await exchange.body()
+            if len(body) <= INLINE_BYTES:
+                asked = self._asked(body, caller)
+            else:
+                asked = await asyncio.to_thread(self._asked, body, caller)
             names = asked.names
             exchange.request_id = asked.request_id
             async with exchange.lasting(self._drain):

@@ -210,6 +210,15 @@ async def test_a_forced_call_and_its_answer(site: Site) -> None:
     assert after.usage is not None
     assert made.usage is not None
     assert after.usage.prompt_tokens > made.usage.prompt_tokens + 10
+    # And so they do by gRPC.
+    call_made = pb.ToolCall(id=forced.id, name=forced.function.name, arguments=forced.function.arguments)
+    messages: list[Any] = [("system", CHAT[0]["content"]), ("user", CHAT[1]["content"])]
+    messages += [pb.ChatMessage(role="assistant", tool_calls=[call_made])]
+    messages += [pb.ChatMessage(role="tool", tool_call_id=forced.id, content="three foxes")]
+    sampling = pb.Sampling(max_tokens=5, seed=4)
+    tools = [json.dumps(tool) for tool in (FIND, SAY)]
+    text, _, finish = await by_grpc(site, messages=messages, tools=tools, sampling=sampling)
+    assert (text, finish.usage.prompt_tokens) == (after.choices[0].message.content, after.usage.prompt_tokens)
 
 
 @pytest.mark.parametrize(
