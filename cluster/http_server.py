@@ -9,7 +9,7 @@ from typing import Any
 
 import uvicorn
 
-from cluster.errors import StartError
+from cluster.errors import StartError, TandemError
 
 BACKLOG = 2048
 STOP_S = 1
@@ -49,6 +49,14 @@ class HttpServer:
         )
         self._server = _Server(config)
         self._serving = asyncio.ensure_future(self._server.serve([self._socket]))
+
+    async def failed(self) -> TandemError:
+        """Returns when it ended by itself."""
+        assert self._serving is not None, "it was started"
+        await asyncio.wait([self._serving])
+        if self._serving.cancelled() or (error := self._serving.exception()) is None:
+            await asyncio.get_running_loop().create_future()  # it was closed
+        return TandemError(f"the HTTP server ended: {error!r}")
 
     async def close(self) -> None:
         """What is under way should be over."""

@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import uvloop
@@ -13,10 +14,19 @@ import uvloop
 from cluster.errors import TandemError
 
 
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where a role serves: host:port of each, empty where it does not."""
+
+    grpc: str
+    http: str = ""
+    metrics: str = ""
+
+
 class Running(Protocol):
     """A started role."""
 
-    address: str
+    addresses: Addresses
 
     async def told_to_stop(self) -> None:
         """Returns when somebody asked for it by other means than a signal."""
@@ -36,8 +46,8 @@ def run_role(start: Callable[[], Awaitable[Running]]) -> int:
 
     The first SIGINT or SIGTERM lets it drain and stop; a second one ends it at once.
 
-    Standard output gets one line of JSON when the role serves: {"event": "ready", "address": ...}. A failure's
-    last line on standard error is its cause.
+    Standard output gets one line of JSON when the role serves: {"event": "ready", "address": ...}, with "http" and
+    "metrics" where it serves those too. A failure's last line on standard error is its cause.
     """
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -68,7 +78,9 @@ async def _run(start: Callable[[], Awaitable[Running]]) -> int:
             await starting
         return 0
     role = starting.result()
-    print(json.dumps({"event": "ready", "address": role.address}), flush=True)
+    where = role.addresses
+    ready = {"event": "ready", "address": where.grpc, "http": where.http, "metrics": where.metrics}
+    print(json.dumps(ready), flush=True)
     failing = asyncio.ensure_future(role.failed())
     asked = asyncio.ensure_future(role.told_to_stop())
     await asyncio.wait([failing, stopping, asked], return_when=asyncio.FIRST_COMPLETED)

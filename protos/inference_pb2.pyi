@@ -71,6 +71,8 @@ class GenerateRequest(_message.Message):
     MAX_TTFT_MS_FIELD_NUMBER: _builtins.int
     TASK_FIELD_NUMBER: _builtins.int
     MIN_QUALITY_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    CHAT_TEMPLATE_KWARGS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Name of a served model, or "auto": the router's rules choose the cheapest one that is fit. Empty: the only one served,
     or the router's default.
@@ -97,6 +99,10 @@ class GenerateRequest(_message.Message):
     """What it is for, such as "code". The model must be said to be good at it, or at anything. Empty: nothing in particular."""
     min_quality: _builtins.float
     """The model must be said to have at least this quality, in [0, 1]."""
+    chat_template_kwargs: _builtins.str
+    """With `messages` only. A JSON object of further variables of the chat template, such as {"enable_thinking": false}, of
+    at most 16,384 characters. One that the template does not use changes nothing.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """Rendered with the model's chat template."""
@@ -107,6 +113,13 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """With `messages` only. Functions that the model may call: each a JSON object as the chat template expects it, which is
+        OpenAI's {"type": "function", "function": {"name", "description", "parameters"}}. At most 128, of at most 262,144
+        characters together. Refused where the template has no place for them. A call comes as text, in the model's own form.
+        """
+
     def __init__(
         self,
         *,
@@ -123,10 +136,12 @@ class GenerateRequest(_message.Message):
         max_ttft_ms: _builtins.float | None = ...,
         task: _builtins.str = ...,
         min_quality: _builtins.float = ...,
+        tools: _abc.Iterable[_builtins.str] | None = ...,
+        chat_template_kwargs: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_ttft_ms", b"_max_ttft_ms", "_text", b"_text", "max_ttft_ms", b"max_ttft_ms", "sampling", b"sampling", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_ttft_ms", b"_max_ttft_ms", "_text", b"_text", "cache_salt", b"cache_salt", "max_ttft_ms", b"max_ttft_ms", "messages", b"messages", "min_quality", b"min_quality", "model", b"model", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "task", b"task", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_ttft_ms", b"_max_ttft_ms", "_text", b"_text", "cache_salt", b"cache_salt", "chat_template_kwargs", b"chat_template_kwargs", "max_ttft_ms", b"max_ttft_ms", "messages", b"messages", "min_quality", b"min_quality", "model", b"model", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "task", b"task", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_ttft_ms: _TypeAlias = _typing.Literal["max_ttft_ms"]  # noqa: Y015
     _WhichOneofArgType__max_ttft_ms: _TypeAlias = _typing.Literal["_max_ttft_ms", b"_max_ttft_ms"]  # noqa: Y015
@@ -145,22 +160,65 @@ class ChatMessage(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """"system", "user", "assistant", or what else the model's chat template knows."""
+    """"system", "user", "assistant", "tool", or what else the model's chat template knows. "developer" is "system" to a
+    template that does not know it.
+    """
     content: _builtins.str
+    name: _builtins.str
+    """Of who speaks, or of the tool whose answer this is. Templates may use it."""
+    tool_call_id: _builtins.str
+    """Of an answer of a tool: the `id` of the call that it answers."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """Of an assistant's message: the calls it made."""
+
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
+        name: _builtins.str = ...,
+        tool_call_id: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
+
+@_typing.final
+class ToolCall(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    name: _builtins.str
+    """Of the function."""
+    arguments: _builtins.str
+    """A JSON object. Templates see the object, not its text."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):

@@ -21,6 +21,8 @@ class RouterConfig(ModelsConfig, MetricsSettings, DiscoverySettings, AdmissionCo
     host: str = "127.0.0.1"
     port: int = Field(default=50051, ge=0, le=65535)
     """0 lets the system choose."""
+    http_port: int | None = Field(default=None, ge=0, le=65535)
+    """Of the OpenAI-compatible HTTP API, on `host` too; 0 lets the system choose. Without: there is none."""
     advertise_host: str = ""
     """Host that workers reach this router by when they find it in Redis, when it is not `host`."""
     drain_s: NonNegativeFloat = 30.0

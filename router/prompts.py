@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -11,6 +10,7 @@ from cluster.errors import InvalidRequest
 from engine.model_dir import ModelDir
 from engine.text import load_tokenizer
 from protos import inference_pb2 as pb
+from router.chat_template import ChatTemplate, chars_of, check_chat_fields
 
 INLINE_CHARS = 4096
 """Longer texts are tokenised on a thread, so that other streams do not wait for them."""
@@ -19,51 +19,6 @@ TOKENS_PER_CHAR = 0.25
 """Estimated of a tokenizer that has read nothing yet."""
 PROMPTS_SEEN = 20
 """Of which the mean is taken: the last ones count most."""
-
-
-class ChatTemplate:
-    """A model's own program that turns messages into text."""
-
-    def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
-        # Rendering is transformers' own; importing no more of it than this keeps torch out of the router.
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        self._render = render_jinja_template
-        self._source = source
-        self._special_tokens = special_tokens
-
-    @classmethod
-    def of(cls, model_dir: ModelDir) -> "ChatTemplate | None":
-        """From chat_template.jinja or tokenizer_config.json; None when the model has none."""
-        config = model_dir.read_json("tokenizer_config.json")
-        source = config.get("chat_template")
-        if (file := model_dir.path / "chat_template.jinja").exists():
-            source = file.read_text()
-        if isinstance(source, list):  # several by name
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
-        return cls(source, _special_tokens(config)) if source else None
-
-    def render(self, messages: Sequence[pb.ChatMessage]) -> str:
-        """Ends where the assistant's answer begins. Raises InvalidRequest when the template refuses."""
-        chat = [{"role": message.role, "content": message.content} for message in messages]
-        try:
-            rendered, _ = self._render(
-                conversations=[chat],
-                chat_template=self._source,
-                add_generation_prompt=True,
-                **self._special_tokens,
-            )
-        except Exception as error:  # a template is a program and raises what it likes
-            raise InvalidRequest("messages", f"the model's chat template refuses them: {error}") from error
-        text: str = rendered[0]
-        return text
-
-
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """bos_token and the like, which templates may name; given as strings or as objects with a `content`."""
-    tokens = {name: value for name, value in config.items() if name.endswith("_token")}
-    texts = {name: value["content"] if isinstance(value, dict) else value for name, value in tokens.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def prompt_kind(request: pb.GenerateRequest) -> str:
@@ -94,10 +49,27 @@ class PromptEncoder:
         self.reading = self.vocabulary + _digest(model_dir, ("tokenizer_config.json", "chat_template.jinja"))
         """Equal where the same prompt gives the same token ids."""
         self._tokens_per_char = TOKENS_PER_CHAR
+        self._token_texts: dict[int, str] = {}
 
     @property
     def has_tokenizer(self) -> bool:
         return self._tokenizer is not None
+
+    def token_text(self, token_id: int) -> str:
+        """What one token says by itself: special tokens too, and the replacement character for a part of one. Empty
+        without a tokenizer."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self.decode([token_id])
+            self._token_texts[token_id] = text
+        return text
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Their text, special tokens too; empty without a tokenizer."""
+        if self._tokenizer is None:
+            return ""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text
 
     def fault(self, request: pb.GenerateRequest) -> str:
         """Why no such prompt can be read; empty where it can."""
@@ -115,13 +87,14 @@ class PromptEncoder:
         """The prompt's token ids. Raises InvalidRequest unless exactly one kind of prompt was given, and it can be
         read."""
         kind = prompt_kind(request)
+        check_chat_fields(request)
         if fault := self.fault(request):
             raise InvalidRequest(kind, fault)
         if kind == "token_ids":
             return list(request.token_ids)
         if kind == "messages":
             assert self._template is not None, "it would be at fault"
-            prompt = await self._tokenise(self._template.render(request.messages), special_tokens=False)
+            prompt = await self._tokenise(self._template.render(request), special_tokens=False)
         else:
             prompt = await self._tokenise(request.text, special_tokens=True)
         if chars := num_chars(request):
@@ -140,8 +113,8 @@ class PromptEncoder:
 
 
 def num_chars(request: pb.GenerateRequest) -> int:
-    """Of a prompt that is text or messages."""
-    return len(request.text) + sum(len(message.content) for message in request.messages)
+    """Of a prompt that is text, or messages with tools."""
+    return len(request.text) + chars_of(request)
 
 
 def _digest(model_dir: ModelDir, names: Sequence[str]) -> bytes:

@@ -10,6 +10,7 @@ from cluster.discovery import Discovery, RouterEntry
 from cluster.drain import Drain
 from cluster.errors import StartError, TandemError
 from cluster.metrics import MetricsServer, new_registry
+from cluster.process import Addresses
 from cluster.redis_discovery import open_discovery
 from cluster.rpc import Server
 from protos import membership_pb2_grpc as pb_grpc
@@ -19,6 +20,8 @@ from router.dispatch import Dispatcher
 from router.fleet import Fleet
 from router.membership_service import MembershipService
 from router.metrics import ClusterCollector, RouterMetrics
+from router.openai.app import make_app
+from router.openai.server import OpenAiServer
 from router.served_model import ModelFiles, ServedModel, ServedModels, read_models
 from router.service import NAME, InferenceService
 from router.serving import Serving
@@ -45,9 +48,10 @@ class Router:
         discovery: Discovery,
         ledger: RedisLedger | None,
         metrics: MetricsServer,
+        http: OpenAiServer | None,
     ) -> None:
         self.address = address
-        self.metrics_address = metrics.address
+        self.addresses = Addresses(address, http.address if http else "", metrics.address)
         self._metrics = metrics
         self._config = config
         self._server = server
@@ -55,9 +59,12 @@ class Router:
         self._requests = requests
         self._discovery = discovery
         self._ledger = ledger
+        self._http = http
 
     async def failed(self) -> TandemError:
-        """A router has nothing that could fail by itself."""
+        """Its HTTP server can; else a router has nothing that could fail by itself."""
+        if self._http is not None:
+            return await self._http.failed()
         never: asyncio.Future[TandemError] = asyncio.get_running_loop().create_future()
         return await never
 
@@ -79,6 +86,8 @@ class Router:
         await self._discovery.close()
         if self._ledger is not None:
             await self._ledger.close()
+        if self._http is not None:
+            await self._http.close()
         await self._server.stop(grace_s=0.5)
         await self._metrics.close()
         for model in self._models:
@@ -91,6 +100,7 @@ async def start_router(config: RouterConfig) -> Router:
     async with AsyncExitStack() as undo:
         metrics, registry = MetricsServer(config.host, config), new_registry()
         undo.push_async_callback(metrics.close)
+        http = _open_http(config, undo)
         discovery = await _open_discovery(config)
         undo.push_async_callback(discovery.close)
         incarnation = secrets.token_bytes(16)
@@ -104,11 +114,13 @@ async def start_router(config: RouterConfig) -> Router:
         membership = MembershipService(models, config.id(), incarnation, config.worker_silence_s)
         pb_grpc.add_MembershipServicer_to_server(membership, server.grpc)
         port = await server.start(config.host, config.port, [NAME, "tandem.internal.v1.Membership"])
+        if http is not None:
+            await http.start(make_app(serving, models, requests, config.default_deadline_s))
         await metrics.start(registry)
         await server.mark_serving()
         undo.pop_all()
     discovery.announce(RouterEntry(config.id(), f"{config.advertise_host or config.host}:{port}", incarnation.hex()))
-    return Router(config, server, models, requests, f"{config.host}:{port}", discovery, ledger, metrics)
+    return Router(config, server, models, requests, f"{config.host}:{port}", discovery, ledger, metrics, http)
 
 
 def serve_models(
@@ -137,6 +149,14 @@ def serve_models(
 
 def _nothing() -> None:
     """Who waits for this model is looked at anyway."""
+
+
+def _open_http(config: RouterConfig, undo: AsyncExitStack) -> OpenAiServer | None:
+    if config.http_port is None:
+        return None
+    http = OpenAiServer(config.host, config.http_port)
+    undo.push_async_callback(http.close)
+    return http
 
 
 async def _open_discovery(config: RouterConfig) -> Discovery:

@@ -5,7 +5,7 @@ import contextlib
 import copy
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
 from cluster.errors import Draining, Overloaded, ServiceError
@@ -28,6 +28,10 @@ from router.tenant_gate import TenantGate
 log = logging.getLogger(__name__)
 
 
+def _ignore(ticket: Ticket) -> None:
+    """Most callers need to know nothing of it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Explained:
     """Of a request that was not started."""
@@ -47,12 +51,16 @@ class Serving:
         self._gate = gate
         self._intake = Intake(config, models)
 
-    async def generate(self, request: pb.GenerateRequest, deadline_s: float | None) -> AsyncGenerator[bytes]:
-        """Serialised GenerateResponses: one unbroken stream over however many attempts. Raises ServiceError."""
+    async def generate(
+        self, request: pb.GenerateRequest, deadline_s: float | None, on_checked: Callable[[Ticket], object] = _ignore
+    ) -> AsyncGenerator[bytes]:
+        """Serialised GenerateResponses: one unbroken stream over however many attempts. `on_checked` is called once,
+        before the first of them. Raises ServiceError."""
         watched = self._metrics.watch()
         try:
             ticket = await self._intake.check(request, deadline_s)
             watched.checked(ticket)
+            on_checked(ticket)
             charge = await self._gate.enter(request.tenant, ticket.most_tokens)
             emitted = Emitted(ticket.sampling.n)
             try:

@@ -78,6 +78,8 @@ def up(
     routers: Annotated[int, typer.Option(help="routers; any of them serves any request")] = 1,
     host: Annotated[str, typer.Option(help="address the routers listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port of the first router, the others follow; 0 chooses")] = 50051,
+    http_port: Annotated[int | None, typer.Option(help="of the OpenAI-compatible API, likewise; default: 8000")] = None,
+    no_http: Annotated[bool, typer.Option("--no-http", help="serve gRPC only")] = False,
     worker: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="setting of every worker")] = None,
     router: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="setting of every router")] = None,
     config: Annotated[
@@ -94,7 +96,8 @@ def up(
     for each in cluster.models:
         console.print(f"tandem: {each.known_as}, {each.prefill} prefill + {each.decode} decode")
     cluster.check()  # before Ray is started for nothing
-    settings = {"host": host, "port": port} | parse_overrides(router or [])
+    settings = {"host": host, "port": port} | cluster.http_settings(http_port, no_http)
+    settings |= parse_overrides(router or [])
     topology = cluster.plan(settings, parse_overrides(worker or []), _cores(), routers)
     with Steps(console, "tandem: ") as steps:
         steps("looking for a Ray cluster")

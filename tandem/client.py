@@ -55,7 +55,7 @@ class Client:
         self,
         text: str | None = None,
         *,
-        messages: Sequence[Message] = (),
+        messages: Sequence[Message | pb.ChatMessage] = (),
         token_ids: Sequence[int] = (),
         sampling: pb.Sampling | None = None,
         model: str = "",
@@ -67,8 +67,12 @@ class Client:
         max_ttft_ms: float | None = None,
         task: str = "",
         min_quality: float = 0.0,
+        tools: Sequence[str] = (),
+        chat_template_kwargs: str = "",
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Stream one completion; the last message has `finish`. Leaving the loop early cancels the request.
+
+        `tools` and `chat_template_kwargs` are JSON, as in protos/inference.proto.
 
         With `sampling.n` above 1 each message is of the choice `index`, and each choice ends with a `finish`.
 
@@ -79,7 +83,9 @@ class Client:
             request = pb.GenerateRequest(
                 model=model,
                 text=text,
-                messages=[pb.ChatMessage(role=role, content=content) for role, content in messages],
+                messages=map(_chat_message, messages),
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
                 token_ids=token_ids,
                 sampling=sampling,
                 request_id=request_id,
@@ -178,6 +184,10 @@ class Client:
                 self._current = number
                 return answer
         raise AssertionError("the last router either answers or fails")
+
+
+def _chat_message(message: Message | pb.ChatMessage) -> pb.ChatMessage:
+    return message if isinstance(message, pb.ChatMessage) else pb.ChatMessage(role=message[0], content=message[1])
 
 
 def _remaining_s(give_up_at: float | None) -> float | None:

@@ -19,6 +19,8 @@ from router.served_model import read_models
 from tandem.topology import ClusterModel, Topology, plan_models, plan_topology
 
 KEYS = ("models", "router", "worker")
+HTTP_PORT = 8000
+"""Of the first router, where nothing else is said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,14 @@ class Cluster:
         one = {"model": only.path}
         routers, workers = self.settings.router | one | router, self.settings.worker | one | worker
         return plan_topology(only.prefill, only.decode, routers, workers, cores, num_routers)
+
+    def http_settings(self, port: int | None, off: bool) -> dict[str, Any]:
+        """Of every router: what the command line says goes before the file, and that before the default."""
+        if off:
+            return {"http_port": None}
+        if port is None and "http_port" in self.settings.router:
+            return {}
+        return {"http_port": HTTP_PORT if port is None else port}
 
     def check(self) -> None:
         """That the models can be read and told apart, as a router would. Raises StartError."""

@@ -30,6 +30,9 @@ class RoleProcess:
     name: str
     process: asyncio.subprocess.Process
     address: str
+    http_address: str = ""
+    """Of a router that serves HTTP."""
+    metrics_address: str = ""
 
     @property
     def pid(self) -> int:
@@ -67,7 +70,8 @@ async def start_role(module: str, name: str, config: Config) -> RoleProcess:
         cause = last_lines[-1] if last_lines else f"ended with code {process.returncode}"
         field, _, reason = cause.removeprefix("error: ").partition(": ")
         raise StartError(f"{name}: {field}", reason)
-    return RoleProcess(name, process, json.loads(line)["address"])
+    ready = json.loads(line)
+    return RoleProcess(name, process, ready["address"], ready["http"], ready["metrics"])
 
 
 async def _relay(process: asyncio.subprocess.Process, name: str, last_lines: deque[str]) -> None:

@@ -20,6 +20,7 @@ import ray.exceptions
 
 from cluster.config import Config
 from cluster.errors import StartError, TandemError
+from cluster.process import Addresses
 from tandem.client import Client
 from tandem.steps import Steps
 from tandem.topology import Topology
@@ -36,14 +37,14 @@ class RoleActor:
     def __init__(self) -> None:
         self._role: Any = None
 
-    async def start(self, module: str, config: Config) -> str:
-        """The role's address. A failure travels to the driver as its text."""
+    async def start(self, module: str, config: Config) -> Addresses:
+        """Where it serves. A failure travels to the driver as its text."""
         from cluster.logs import set_up
 
         set_up(module)
         self._role = await _start_role(module, config)
-        address: str = self._role.address
-        return address
+        where: Addresses = self._role.addresses
+        return where
 
     async def ended(self) -> str:
         """The cause when the role cannot go on; empty once it was told to stop by a call, and has left."""
@@ -113,7 +114,8 @@ async def serve(topology: Topology, say: Steps) -> None:
 async def _serve(topology: Topology, say: Steps, actors: list[_Actor]) -> None:
     """Returns when every role was told to stop by itself; raises when one fails."""
     say("starting the router")
-    addresses = [await _start(actors, config.router_id or "router", "router", config) for config in topology.routers]
+    started = [await _start(actors, config.router_id or "router", "router", config) for config in topology.routers]
+    addresses = [where.grpc for where in started]
     say(f"loading the model into {topology.num_workers} workers")
     await asyncio.gather(
         *(
@@ -125,6 +127,10 @@ async def _serve(topology: Topology, say: Steps, actors: list[_Actor]) -> None:
         async with Client(address) as client:
             await client.wait_for_workers(len(topology.prefill), len(topology.decode), JOIN_TIMEOUT_S)
     say(f"serving at {', '.join(addresses)}; Ctrl-C stops")
+    if http := [f"http://{where.http}/v1" for where in started if where.http]:
+        say(f"OpenAI-compatible API at {', '.join(http)}")
+    if metrics := [f"http://{where.metrics}/metrics" for where in started if where.metrics]:
+        say(f"metrics at {', '.join(metrics)}")
     say(f"try: tandem generate --address {','.join(addresses)} 'Once upon a time'")
     say.done()
     endings = {asyncio.ensure_future(_ending(actor)) for actor in actors}
@@ -134,19 +140,19 @@ async def _serve(topology: Topology, say: Steps, actors: list[_Actor]) -> None:
             raise failure
 
 
-async def _start(actors: list[_Actor], name: str, module: str, config: Config) -> str:
-    """Placement is Ray's; cores are pinned by the role itself, so actors ask Ray for none."""
+async def _start(actors: list[_Actor], name: str, module: str, config: Config) -> Addresses:
+    """Where it serves. Placement is Ray's; cores are pinned by the role itself, so actors ask Ray for none."""
     actor = _Actor(name, ray.remote(RoleActor).options(num_cpus=0, max_concurrency=8).remote())
     actors.append(actor)
     try:
-        address: str = await actor.handle.start.remote(module, config)
+        addresses: Addresses = await actor.handle.start.remote(module, config)
     except ray.exceptions.RayTaskError as error:
         cause = error.cause
         field, reason = (cause.field, cause.reason) if isinstance(cause, StartError) else ("start", str(cause))
         raise StartError(f"{name}: {field}", reason) from None
     except ray.exceptions.RayActorError as error:
         raise StartError(name, f"its actor died: {error}") from None
-    return address
+    return addresses
 
 
 async def _ending(actor: _Actor) -> TandemError | None:

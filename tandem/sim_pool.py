@@ -114,11 +114,9 @@ class SimPoolConfig(Config):
 class _Process:
     """For `run_role`."""
 
-    address: str
-
     def __init__(self, pool: SimPool) -> None:
         self._pool = pool
-        self.address = next(iter(pool.workers.values())).worker.address
+        self.addresses = next(iter(pool.workers.values())).worker.addresses
 
     async def told_to_stop(self) -> None:
         """Its workers can be, each by itself."""

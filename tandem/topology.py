@@ -104,7 +104,7 @@ def plan_topology(
     num_routers: int = 1,
 ) -> Topology:
     """Of one model. `router` and `worker` are settings as in their configurations; each worker gets its id and its
-    cores, and each of several routers its id and its port: the one given, or the system's choice, and those after it.
+    cores, and each of several routers its id and its ports: those given, or the system's choice, and those after them.
 
     Raises StartError.
     """
@@ -157,6 +157,10 @@ def _routers(router: dict[str, Any], num_routers: int) -> tuple[RouterConfig, ..
         return (first,)
     name = first.router_id or "router"
     return tuple(
-        RouterConfig.parse(router | {"router_id": f"{name}-{number}", "port": first.port + number if first.port else 0})
+        RouterConfig.parse(
+            router
+            | {"router_id": f"{name}-{number}", "port": first.port + number if first.port else 0}
+            | {"http_port": first.http_port + number if first.http_port else first.http_port}
+        )
         for number in range(num_routers)
     )

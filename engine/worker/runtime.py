@@ -12,6 +12,7 @@ from cluster.discovery import Discovery
 from cluster.drain import Drain
 from cluster.errors import Draining, TandemError
 from cluster.metrics import MetricsServer, new_registry
+from cluster.process import Addresses
 from cluster.redis_discovery import open_discovery
 from cluster.rpc import Server
 from engine.messages import Ready
@@ -79,7 +80,7 @@ class Worker:
         metrics: MetricsServer,
     ) -> None:
         self.address = address
-        self.metrics_address = metrics.address
+        self.addresses = Addresses(address, metrics=metrics.address)
         self._metrics = metrics
         self._context = context
         self._server = server

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -105,7 +106,8 @@ def ray_head() -> Iterator[str]:
 
 def test_ray_job_submit(tiny_model: Path, ray_head: str) -> None:
     port = free_port()
-    tandem = f"{BIN / 'tandem'} up --model {tiny_model} --port {port} --worker dtype=float32 --worker kv_memory_mib=16"
+    settings = "--no-http --worker dtype=float32 --worker kv_memory_mib=16"
+    tandem = f"{BIN / 'tandem'} up --model {tiny_model} --port {port} {settings}"
     submitted = run(
         BIN / "ray", "job", "submit", "--address", ray_head, "--working-dir", ".", "--no-wait",
         "--submission-id", "tandem-test", "--", *tandem.split(),
@@ -122,10 +124,13 @@ def test_ray_job_submit(tiny_model: Path, ray_head: str) -> None:
 
 
 def test_ctrl_c_leaves_nothing_behind(tiny_model: Path) -> None:
-    port = free_port()
+    port, http_port = free_port(), free_port()
     shared_memory = set(os.listdir("/dev/shm"))
     up = subprocess.Popen(
-        [BIN / "tandem", "up", "--model", tiny_model, "--port", str(port), "--worker", "kv_memory_mib=16"],
+        [
+            *(BIN / "tandem", "up", "--model", tiny_model, "--worker", "kv_memory_mib=16"),
+            *("--port", str(port), "--http-port", str(http_port)),
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -137,6 +142,8 @@ def test_ctrl_c_leaves_nothing_behind(tiny_model: Path) -> None:
     try:
         assert up.stdout.readline().startswith("tandem: tiny-llama"), "says what it does before anything slow"
         asyncio.run(tokens_from(f"127.0.0.1:{port}"))
+        with urllib.request.urlopen(f"http://127.0.0.1:{http_port}/ready", timeout=10) as answer:
+            assert json.load(answer)["status"] == "ready"
         os.killpg(up.pid, signal.SIGINT)  # as a terminal does: the whole group
         output = up.communicate(timeout=60)[0]
     finally:
@@ -144,6 +151,7 @@ def test_ctrl_c_leaves_nothing_behind(tiny_model: Path) -> None:
             os.killpg(up.pid, signal.SIGKILL)
     assert up.returncode == 0, output
     assert output.splitlines()[-1] == "tandem: stopped"
+    assert f"OpenAI-compatible API at http://127.0.0.1:{http_port}/v1" in output
     wait_until_gone(tiny_model)
     assert set(os.listdir("/dev/shm")) == shared_memory
     assert not [line for line in run("ps", "-eo", "args").stdout.splitlines() if "raylet" in line]
@@ -151,7 +159,7 @@ def test_ctrl_c_leaves_nothing_behind(tiny_model: Path) -> None:
 
 @pytest.mark.parametrize("what", ["no such directory", "unsupported architecture", "port in use", "unknown key"])
 def test_a_failed_start_names_its_cause_in_the_last_line(tiny_model: Path, tmp_path: Path, what: str) -> None:
-    arguments, cause = ["--model", tiny_model, "--port", str(free_port())], ""
+    arguments, cause = ["--model", tiny_model, "--http-port", "0", "--port", str(free_port())], ""
     with socket.socket() as taken:
         match what:
             case "no such directory":
@@ -159,12 +167,12 @@ def test_a_failed_start_names_its_cause_in_the_last_line(tiny_model: Path, tmp_p
             case "unsupported architecture":
                 config = {"model_type": "t5", "vocab_size": 9, "n_positions": 64, "is_encoder_decoder": True}
                 (tmp_path / "config.json").write_text(json.dumps(config))
-                arguments, cause = ["--model", tmp_path, "--port", "0"], "error: "
+                arguments, cause = ["--model", tmp_path, "--port", "0", "--http-port", "0"], "error: "
             case "port in use":
                 taken.bind(("127.0.0.1", 0))
                 taken.listen()
                 port = taken.getsockname()[1]
-                arguments, cause = ["--model", tiny_model, "--port", str(port)], "error: router: port: cannot listen on"
+                arguments, cause = [*arguments[:-1], str(port)], "error: router: port: cannot listen on"
             case "unknown key":
                 arguments, cause = [*arguments, "--worker", "colour=blue"], "error: colour: unknown key; known are"
         failed = run(BIN / "tandem", "up", *arguments)

@@ -93,3 +93,15 @@ def test_a_model_is_named_once(folder: Path) -> None:
     with pytest.raises(StartError, match="name one directory, or list several"):
         planned(file, folder / "small")
     assert read_settings(None).models == []
+
+
+def test_where_http_is_served(folder: Path) -> None:
+    """The command line goes before the file, and the file before the default."""
+    model = folder / "small"
+    said = read_cluster(write(folder, router={"http_port": 9000}), model, 1, 1)
+    silent = read_cluster(None, model, 1, 1)
+    assert silent.http_settings(None, off=False) == {"http_port": 8000}
+    assert silent.http_settings(0, off=False) == {"http_port": 0}
+    assert said.http_settings(None, off=False) == {}
+    assert said.http_settings(8001, off=False) == {"http_port": 8001}
+    assert said.http_settings(None, off=True) == {"http_port": None}

@@ -1,0 +1,154 @@
+"""Chat templates: what becomes of messages, tools and the template's own variables. And their limits."""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from cluster.errors import InvalidRequest
+from engine.model_dir import ModelDir
+from protos import inference_pb2 as pb
+
+MAX_TOOLS = 128
+MAX_TOOLS_CHARS = 262_144
+MAX_VARIABLES_CHARS = 16_384
+WITH_TOOLS = "tool_use"
+"""Of several templates of a model, the one for requests with tools."""
+_NAMES_TOOLS = re.compile(r"\btools\b")
+
+
+class ChatTemplate:
+    """A model's own program that turns messages into text."""
+
+    def __init__(self, source: str, special_tokens: dict[str, str], source_with_tools: str | None = None) -> None:
+        """`source_with_tools` where a model has another one for requests with tools."""
+        # Rendering is transformers' own; importing no more of it than this keeps torch out of the router.
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        self._render = render_jinja_template
+        self._source = source
+        self._source_with_tools = source_with_tools or source
+        self._special_tokens = special_tokens
+        self._takes_tools = _NAMES_TOOLS.search(self._source_with_tools) is not None
+
+    @classmethod
+    def of(cls, model_dir: ModelDir) -> "ChatTemplate | None":
+        """From chat_template.jinja or tokenizer_config.json; None when the model has none."""
+        config = model_dir.read_json("tokenizer_config.json")
+        source, with_tools = config.get("chat_template"), None
+        if (file := model_dir.path / "chat_template.jinja").exists():
+            source = file.read_text()
+        if isinstance(source, list):  # several by name
+            named = {entry["name"]: entry["template"] for entry in source}
+            source, with_tools = named.get("default"), named.get(WITH_TOOLS)
+        return cls(source, _special_tokens(config), with_tools) if source else None
+
+    def render(self, request: pb.GenerateRequest) -> str:
+        """Of a request with messages. Ends where the assistant's answer begins. Raises InvalidRequest for tools and
+        variables that are none, and when the template refuses."""
+        tools = _read_tools(request.tools)
+        if tools and not self._takes_tools:
+            raise InvalidRequest("tools", "the model's chat template has no place for them")
+        source = self._source_with_tools if tools else self._source
+        variables = self._read_variables(request.chat_template_kwargs)
+        chat = [_message(message, number, source) for number, message in enumerate(request.messages)]
+        try:
+            rendered, _ = self._render(
+                conversations=[chat],
+                tools=tools or None,
+                chat_template=source,
+                add_generation_prompt=True,
+                **self._special_tokens,
+                **variables,
+            )
+        except Exception as error:  # a template is a program and raises what it likes
+            raise InvalidRequest("messages", f"the model's chat template refuses them: {error}") from error
+        text: str = rendered[0]
+        return text
+
+    def _read_variables(self, text: str) -> dict[str, Any]:
+        if not text:
+            return {}
+        field = "chat_template_kwargs"
+        if len(text) > MAX_VARIABLES_CHARS:
+            raise InvalidRequest(field, f"at most {MAX_VARIABLES_CHARS} characters, not {len(text)}")
+        variables = _object(text, field)
+        for name in variables:
+            if name in _OURS or name in self._special_tokens:
+                raise InvalidRequest(field, f"{name!r} is not the request's to set")
+        return variables
+
+
+_OURS = frozenset(
+    (
+        "messages",
+        "conversations",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "return_assistant_tokens_mask",
+    )
+)
+"""Variables that mean something to whoever renders."""
+
+
+def check_chat_fields(request: pb.GenerateRequest) -> None:
+    """Raises InvalidRequest for what means something to a chat template only, where the prompt is no chat."""
+    if request.messages:
+        return
+    for field in ("tools", "chat_template_kwargs"):
+        if getattr(request, field):
+            raise InvalidRequest(field, "means nothing without messages")
+
+
+def chars_of(request: pb.GenerateRequest) -> int:
+    """About what a template makes of the request's messages and tools."""
+    calls = sum(len(call.name) + len(call.arguments) for message in request.messages for call in message.tool_calls)
+    return calls + sum(len(message.content) for message in request.messages) + sum(map(len, request.tools))
+
+
+def _read_tools(texts: Sequence[str]) -> list[dict[str, Any]]:
+    if len(texts) > MAX_TOOLS:
+        raise InvalidRequest("tools", f"at most {MAX_TOOLS}, not {len(texts)}")
+    if (chars := sum(map(len, texts))) > MAX_TOOLS_CHARS:
+        raise InvalidRequest("tools", f"at most {MAX_TOOLS_CHARS} characters together, not {chars}")
+    return [_object(text, f"tools[{number}]") for number, text in enumerate(texts)]
+
+
+def _message(message: pb.ChatMessage, number: int, source: str) -> dict[str, Any]:
+    """As templates expect it: what was not said is not there, since they ask whether it is."""
+    role = "system" if message.role == "developer" and "developer" not in source else message.role
+    seen: dict[str, Any] = {"role": role, "content": message.content}
+    if message.name:
+        seen["name"] = message.name
+    if message.tool_call_id:
+        seen["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        where = f"messages[{number}].tool_calls"
+        seen["tool_calls"] = [_tool_call(call, f"{where}[{place}]") for place, call in enumerate(message.tool_calls)]
+    return seen
+
+
+def _tool_call(call: pb.ToolCall, where: str) -> dict[str, Any]:
+    arguments = _object(call.arguments, f"{where}.arguments") if call.arguments else {}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _object(text: str, field: str) -> dict[str, Any]:
+    """The JSON object in `text`. Raises InvalidRequest."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(field, f"must be a JSON object: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest(field, "must be a JSON object")
+    return value
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """bos_token and the like, which templates may name; given as strings or as objects with a `content`."""
+    tokens = {name: value for name, value in config.items() if name.endswith("_token")}
+    texts = {name: value["content"] if isinstance(value, dict) else value for name, value in tokens.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}

@@ -1,0 +1,79 @@
+"""The HTTP application: its paths, and what a web server itself has to say in OpenAI's form."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from cluster.drain import Drain
+from cluster.errors import UnknownModel
+from router.openai.answers import ChatAnswer, CompletionAnswer
+from router.openai.chat import read_chat
+from router.openai.completions import read_completion
+from router.openai.endpoint import Endpoint
+from router.openai.errors import ErrorAnswer, error_answer, error_of
+from router.served_model import ServedModel, ServedModels
+from router.serving import Serving
+
+
+def make_app(serving: Serving, models: ServedModels, drain: Drain, default_deadline_s: float) -> FastAPI:
+    """`drain` holds the requests under way, those by gRPC too."""
+    # Its own pages would say nothing: bodies are read in `fields.py`, whose errors are OpenAI's.
+    app = FastAPI(openapi_url=None)
+    started_at = int(time.time())
+    completions = Endpoint(serving, drain, read_completion, CompletionAnswer, default_deadline_s)
+    chats = Endpoint(serving, drain, read_chat, ChatAnswer, default_deadline_s)
+    app.router.add_route("/v1/completions", completions, methods=["POST"])  # type: ignore[arg-type]  # they are ASGI
+    app.router.add_route("/v1/chat/completions", chats, methods=["POST"])  # type: ignore[arg-type]
+
+    async def list_models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [_model(model, started_at) for model in models]})
+
+    async def one_model(request: Request) -> Response:
+        name = request.path_params["name"]
+        for model in models:
+            if model.name == name:
+                return JSONResponse(_model(model, started_at))
+        return _response(error_answer(UnknownModel(f"{name!r} is not served here", "model"), {}))
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "alive"})
+
+    async def ready(request: Request) -> Response:
+        workers = {model.name: len(model.decode_workers()) for model in models}
+        is_ready = not drain.draining and any(workers.values())
+        status = "ready" if is_ready else "draining" if drain.draining else "no decode worker"
+        return JSONResponse({"status": status, "decode_workers": workers}, 200 if is_ready else 503)
+
+    for path, answer in (
+        ("/v1/models", list_models),
+        ("/v1/models/{name:path}", one_model),
+        ("/health", health),
+        ("/ready", ready),
+    ):
+        app.router.add_route(path, answer, methods=["GET"])
+    app.add_exception_handler(HTTPException, _http_error)
+    return app
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), "it is registered for these"
+    what = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    return _response(error_of(error.status_code, what), error.headers)
+
+
+def _response(answer: ErrorAnswer, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(answer.body, answer.status, {**answer.headers, **(headers or {})}, "application/json")
+
+
+def _model(model: ServedModel, started_at: int) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": started_at,
+        "owned_by": "tandem",
+        "max_model_len": model.model_dir.max_context_tokens,
+    }

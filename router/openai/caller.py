@@ -1,0 +1,32 @@
+"""Who asks: what a request's headers say of it."""
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cluster.errors import InvalidRequest
+from router.validation import MAX_NAME_CHARS
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Of one request."""
+
+    tenant: str
+    """Whose fair share, limits and quota it counts against; empty: nobody's in particular."""
+    request_id: str
+    """Drawn where the client gave none."""
+
+
+def caller_of(headers: Mapping[str, str]) -> Caller:
+    """Raises InvalidRequest for a header that is no name."""
+    return Caller(_name(headers, "x-tenant"), _name(headers, "x-request-id") or secrets.token_hex(16))
+
+
+def _name(headers: Mapping[str, str], header: str) -> str:
+    value = headers.get(header, "")
+    if not (value.isascii() and value.isprintable()):
+        raise InvalidRequest(header, "must be printable ASCII")
+    if len(value) > MAX_NAME_CHARS:
+        raise InvalidRequest(header, f"longer than {MAX_NAME_CHARS} characters")
+    return value

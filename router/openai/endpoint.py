@@ -1,0 +1,114 @@
+"""One endpoint that generates: from the body of an exchange to its answer."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from cluster.drain import Drain
+from cluster.errors import DeadlineExceeded, InvalidRequest, ServiceError
+from protos import inference_pb2 as pb
+from router.intake import Ticket
+from router.openai.answers import Answer
+from router.openai.caller import Caller, caller_of
+from router.openai.choice import Served
+from router.openai.errors import error_answer
+from router.openai.exchange import ClientGone, Exchange
+from router.openai.fields import parse_object
+from router.openai.merging import merged
+from router.openai.request import Asked
+from router.serving import Serving
+
+log = logging.getLogger(__name__)
+INLINE_BYTES = 64 << 10
+"""Larger bodies are read on a thread, so that other streams wait less for them."""
+GRACE_S = 1.0
+"""After the deadline, for whoever enforces it to say so; then a client that does not read is given up."""
+
+
+class Endpoint:
+    """An ASGI application of one path."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        drain: Drain,
+        read: Callable[[dict[str, Any], Caller], Asked],
+        answer: Callable[[Asked, str], Answer],
+        default_deadline_s: float,
+    ) -> None:
+        self._serving = serving
+        self._drain = drain
+        self._read = read
+        self._answer = answer
+        self._default_deadline_s = default_deadline_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        names: Mapping[str, str] = {}
+        try:
+            caller = caller_of(exchange.headers)
+            exchange.request_id = caller.request_id
+            body = await exchange.body()
+            if len(body) <= INLINE_BYTES:
+                asked = self._asked(body, caller)
+            else:
+                asked = await asyncio.to_thread(self._asked, body, caller)
+            names = asked.names
+            exchange.request_id = asked.request_id
+            async with exchange.lasting(self._drain):
+                await self._serve_in_time(exchange, asked)
+        except ClientGone:
+            return
+        except ServiceError as error:
+            await exchange.fail(error_answer(error, names))
+        except Exception:  # a mistake in here ends this request, in the form its client knows
+            log.exception("request %s failed", exchange.request_id)
+            await exchange.fail(error_answer(ServiceError("the router failed; its log says why"), names))
+
+    def _asked(self, body: bytes, caller: Caller) -> Asked:
+        try:
+            return self._read(parse_object(body), caller)
+        except RecursionError:
+            raise InvalidRequest("", "the body is nested too deeply") from None
+
+    async def _serve_in_time(self, exchange: Exchange, asked: Asked) -> None:
+        """Who generates keeps to the deadline by itself. This is for a client that does not take what it is sent."""
+        deadline_s = self._default_deadline_s if asked.deadline_s is None else asked.deadline_s
+        try:
+            async with asyncio.timeout(deadline_s + GRACE_S):
+                await self._serve(exchange, asked)
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline passed before the client took the answer") from None
+
+    async def _serve(self, exchange: Exchange, asked: Asked) -> None:
+        answer = self._answer(asked, asked.request_id)
+        streams = [
+            self._serving.generate(request, asked.deadline_s, _beginner(answer, number, asked.echo))
+            for number, request in enumerate(asked.requests)
+        ]
+        async with aclosing(merged(streams)) as messages:
+            async for number, raw in messages:
+                message = pb.GenerateResponse.FromString(raw)
+                if not asked.stream:
+                    answer.absorb(number, message)
+                elif events := answer.chunk(number, message):
+                    await exchange.send_events(events)
+        if asked.stream:
+            await exchange.end_events()
+        else:
+            await exchange.send_json(answer.whole())
+
+
+def _beginner(answer: Answer, number: int, echo: bool) -> Callable[[Ticket], None]:
+    def begin(ticket: Ticket) -> None:
+        encoder = ticket.model.encoder
+        said = ""
+        if echo:
+            said = ticket.request.text if ticket.request.HasField("text") else encoder.decode(ticket.prompt)
+        answer.begin(number, Served(ticket.model.name, ticket.prompt, said, encoder.token_text))
+
+    return begin

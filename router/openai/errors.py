@@ -1,0 +1,98 @@
+"""Errors as OpenAI's clients know them: status, headers, and {"error": {"message", "type", "param", "code"}}. Pure."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from cluster.errors import InvalidRequest, Overloaded, ServiceError, Unavailable
+
+RETRY_AFTER_S = 1.0
+"""Where nothing better is known."""
+
+
+class HttpRefusal(InvalidRequest):
+    """A request that HTTP has a word of its own for."""
+
+    def __init__(self, status: int, code: str, message: str, field: str = "") -> None:
+        super().__init__(field, message)
+        self.status = status
+        self.http_code = code
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorAnswer:
+    """What a client is told."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    """JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    status: int
+    kind: str
+    code: str | None
+
+
+_KINDS = {
+    grpc.StatusCode.INVALID_ARGUMENT: _Kind(400, "invalid_request_error", "invalid_value"),
+    grpc.StatusCode.NOT_FOUND: _Kind(404, "invalid_request_error", "model_not_found"),
+    grpc.StatusCode.RESOURCE_EXHAUSTED: _Kind(429, "rate_limit_error", "rate_limit_exceeded"),
+    grpc.StatusCode.UNAVAILABLE: _Kind(503, "server_error", "unavailable"),
+    grpc.StatusCode.FAILED_PRECONDITION: _Kind(503, "server_error", "unavailable"),
+    grpc.StatusCode.DEADLINE_EXCEEDED: _Kind(504, "server_error", "deadline_exceeded"),
+}
+_WEB_CODES = {404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 431: "headers_too_large"}
+_INTERNAL = _Kind(500, "server_error", "internal_error")
+_NEVER_FITS = _Kind(400, "invalid_request_error", "request_too_large")
+
+
+def error_answer(error: ServiceError, names: Mapping[str, str]) -> ErrorAnswer:
+    """`names` are those of fields that the client calls otherwise: ours, and its."""
+    kind = _kind(error)
+    param = client_field(error.field, names) or None
+    message = f"{param}: {error.message}" if param else error.message
+    said = {"message": message, "type": kind.kind, "param": param, "code": kind.code}
+    return ErrorAnswer(kind.status, _headers(error, kind), json.dumps({"error": said}).encode())
+
+
+def client_field(field: str, names: Mapping[str, str]) -> str:
+    """What the client calls a field of ours."""
+    field = field.removeprefix("sampling.")
+    first, _, rest = field.partition(".")
+    if first == "structured" and first in names:
+        return names[first]
+    return names.get(first, first) + (f".{rest}" if rest else "")
+
+
+def error_of(status: int, message: str) -> ErrorAnswer:
+    """Of what a web server itself has to say: no such path, no such method."""
+    code = _WEB_CODES.get(status, "bad_request")
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    said: dict[str, Any] = {"message": message, "type": kind, "param": None, "code": code}
+    return ErrorAnswer(status, {}, json.dumps({"error": said}).encode())
+
+
+def _kind(error: ServiceError) -> _Kind:
+    if isinstance(error, HttpRefusal):
+        return _Kind(error.status, "invalid_request_error", error.http_code)
+    if isinstance(error, Overloaded) and error.permanent:
+        return _NEVER_FITS
+    return _KINDS.get(error.code, _INTERNAL)
+
+
+def _headers(error: ServiceError, kind: _Kind) -> Mapping[str, str]:
+    if isinstance(error, HttpRefusal):
+        return {"connection": "close"}  # what else it sends is not read
+    if kind is _NEVER_FITS or not isinstance(error, Overloaded | Unavailable):
+        return {}
+    wait_s = error.retry_after_s if isinstance(error, Overloaded) else None
+    if wait_s is None or not math.isfinite(wait_s):
+        wait_s = RETRY_AFTER_S
+    return {"retry-after": str(max(1, math.ceil(wait_s))), "retry-after-ms": str(max(1, math.ceil(wait_s * 1e3)))}

@@ -1,0 +1,214 @@
+"""A JSON body, read field by field: every mistake is an InvalidRequest that names the field, and nothing is ignored
+unless it is known to be harmless."""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from cluster.errors import InvalidRequest
+
+HARMLESS = frozenset(
+    (
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+    )
+)
+"""What OpenAI's clients send, and what changes no answer here."""
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (True,),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1, 1.0),
+    "modalities": (["text"],),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+}
+"""Fields that are not supported, with values that ask for nothing else than what is done anyway."""
+INT64 = 1 << 63
+MAX_SHOWN_CHARS = 80
+
+_ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_T = TypeVar("_T")
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Raises InvalidRequest for what is no JSON object, or holds text that is none."""
+    try:
+        values = json.loads(body, parse_constant=_no_number)
+        if _ESCAPED_SURROGATE.search(body):
+            json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest("", "the body holds half of a surrogate pair, which is no character") from None
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest("", f"the body is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise InvalidRequest("", "the body must be a JSON object")
+    return values
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
+class Fields:
+    """The fields of one object, each taken once. A null is as good as no field."""
+
+    def __init__(self, values: Any, where: str = "") -> None:
+        """`where` is the path of the object, empty at the top. Raises InvalidRequest unless `values` is an object."""
+        if not isinstance(values, dict):
+            raise InvalidRequest(where, f"must be an object, not {shown(values)}")
+        self._values = {name: value for name, value in values.items() if value is not None}
+        self._where = where
+
+    def path(self, name: str) -> str:
+        return f"{self._where}.{name}" if self._where else name
+
+    def given(self, name: str) -> bool:
+        """And not taken yet."""
+        return name in self._values
+
+    def take(self, name: str) -> Any:
+        """None where it is not there."""
+        return self._values.pop(name, None)
+
+    def refuse(self, name: str, message: str) -> InvalidRequest:
+        return InvalidRequest(self.path(name), message)
+
+    def rest(self) -> str:
+        """All that is left, taken together, as JSON."""
+        rest, self._values = self._values, {}
+        return json.dumps(rest, ensure_ascii=False)
+
+    def text(self, name: str, required: bool = False) -> str:
+        """Empty where it is not there."""
+        return self._typed(name, str, "a string", required) or ""
+
+    def boolean(self, name: str) -> bool:
+        """False where it is not there."""
+        return self._typed(name, bool, "true or false", False) or False
+
+    def objects(self, name: str) -> list[Any]:
+        """A list of whatever; empty where it is not there."""
+        return self._typed(name, list, "a list", False) or []
+
+    def nested(self, name: str) -> "Fields | None":
+        """An object within this one."""
+        values = self.take(name)
+        return None if values is None else Fields(values, self.path(name))
+
+    def integer(self, name: str, low: int = -INT64, high: int = INT64 - 1) -> int | None:
+        """Within [low, high]."""
+        value = self.take(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.refuse(name, f"must be an integer, not {shown(value)}")
+        if not low <= value <= high:
+            raise self.refuse(name, f"must be {low} to {high}, not {shown(value)}")
+        return value
+
+    def number(self, name: str) -> float | None:
+        value = self.take(name)
+        return None if value is None else self._number(name, value)
+
+    def strings(self, name: str) -> list[str]:
+        """A list of strings, or one; empty where there is none."""
+        value = self.take(name)
+        if isinstance(value, str):
+            return [value]
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            raise self.refuse(name, "must be a string or a list of strings")
+        return value
+
+    def token_ids(self, name: str) -> list[int]:
+        """A list of uint32; empty where there is none."""
+        value = self.take(name)
+        if value is None:
+            return []
+        if not are_token_ids(value):
+            raise self.refuse(name, "must be a list of token ids, integers from 0")
+        token_ids: list[int] = value
+        return token_ids
+
+    def biases(self, name: str) -> dict[int, float]:
+        """From token ids to numbers, the ids as JSON has them: strings."""
+        biases = self.take(name)
+        if biases is None:
+            return {}
+        if not isinstance(biases, dict):
+            raise self.refuse(name, f"must be an object from token ids to numbers, not {shown(biases)}")
+        for token_id in biases:
+            if not (token_id.isascii() and token_id.isdigit() and len(token_id) <= 10 and int(token_id) < 1 << 32):
+                raise self.refuse(name, f"{shown(token_id)} is no token id")
+        return {int(token_id): self._number(name, bias) for token_id, bias in biases.items()}
+
+    def finish(self) -> None:
+        """Raises InvalidRequest for a field that is left, and asks for something."""
+        for name, value in self._values.items():
+            if name in HARMLESS and not self._where:
+                continue
+            if any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL.get(name, ())):
+                continue
+            raise self.refuse(name, "is not supported")
+
+    def _number(self, name: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.refuse(name, f"must be a number, not {shown(value)}")
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            raise self.refuse(name, "is too large")
+        return number
+
+    def _typed(self, name: str, kind: type[_T], called: str, required: bool) -> _T | None:
+        value = self.take(name)
+        if value is None and not required:
+            return None
+        if not isinstance(value, kind):
+            raise self.refuse(name, f"must be {called}, not {shown(value)}")
+        return value
+
+
+def are_token_ids(value: Any) -> bool:
+    """A list of uint32. Quick, for there may be a million."""
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:  # a bool is of another type
+        return False
+    return not value or (min(value) >= 0 and max(value) < 1 << 32)
+
+
+def shown(value: Any) -> str:
+    """For a message, and no longer than one may be."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]} ..."
+
+
+def one_of(fields: Fields, name: str, known: Sequence[str]) -> str | None:
+    """A string that is one of these; None where it is not there."""
+    if not fields.given(name):
+        return None
+    value = fields.text(name)
+    if value not in known:
+        raise fields.refuse(name, f"must be one of {', '.join(known)}, not {shown(value)}")
+    return value

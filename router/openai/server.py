@@ -1,0 +1,88 @@
+"""The HTTP server of the public API: limits on what a client may send before it is heard."""
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from cluster.http_server import HttpServer
+from router.openai.errors import error_of
+
+MAX_HEAD_BYTES = 64 << 10
+"""Of a request before its body: the path and all headers."""
+HEAD_S = 30.0
+"""For all of that to come."""
+KEEP_ALIVE_S = 75
+"""Of a connection without a request."""
+
+
+class OpenAiServer(HttpServer):
+    """Of the public API."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """`port` 0 lets the system choose. Raises StartError."""
+        super().__init__(host, port, "http_port", http=_Protocol, timeout_keep_alive=KEEP_ALIVE_S)
+
+
+class _Protocol(HttpToolsProtocol):
+    """With limits on the head of a request, and their answers in OpenAI's form."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._in_head = True
+        self._head_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._refusal: tuple[int, str] | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._time_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refusal is not None:
+            return  # it was told so, and is being closed
+        if self._in_head:
+            if self._head_timer is None:
+                self._time_head()
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
+            self._refuse(431, f"path and headers may have {MAX_HEAD_BYTES} bytes at most")
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._stop_timer()
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
+            self._refusal = 431, f"path and headers may have {MAX_HEAD_BYTES} bytes at most"
+            raise ValueError(self._refusal)  # uvicorn makes a refusal of it
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_head, self._head_bytes = True, 0
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(*(self._refusal or (400, msg)))
+
+    def _refuse(self, status: int, message: str) -> None:
+        self._refusal = status, message
+        self._stop_timer()
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+            self.transport.close()  # in the middle of another answer: nothing can be said
+            return
+        body = error_of(status, message).body
+        head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        self.transport.write(STATUS_LINE[status] + head.encode() + body)
+        self.transport.close()
+
+    def _time_head(self) -> None:
+        self._head_timer = self.loop.call_later(HEAD_S, self._refuse, 408, f"no request came within {HEAD_S:g} s")
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None

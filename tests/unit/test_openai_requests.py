@@ -1,0 +1,258 @@
+"""From OpenAI's bodies to ours: each field, each refusal."""
+
+import json
+from typing import Any
+
+import pytest
+
+from cluster.errors import InvalidRequest
+from protos import inference_pb2 as pb
+from router.openai.caller import Caller, caller_of
+from router.openai.chat import read_chat
+from router.openai.completions import read_completion
+from router.openai.fields import HARMLESS, NEUTRAL, Fields, parse_object
+from router.openai.request import Asked
+
+CALLER = Caller("somebody", "r-1")
+USER: Any = {"role": "user", "content": "hello"}
+TOOL: Any = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+
+UNNAMEABLE: Any = {"type": "function", "function": {"name": "a b"}}
+
+
+def completion(**body: Any) -> Asked:
+    return read_completion({"model": "m", "prompt": "hello"} | body, CALLER)
+
+
+def chat(**body: Any) -> Asked:
+    return read_chat({"model": "m", "messages": [USER]} | body, CALLER)
+
+
+def sampling_of(asked: Asked) -> pb.Sampling:
+    (request,) = asked.requests
+    return request.sampling
+
+
+def test_a_completion_with_everything() -> None:
+    asked = completion(
+        max_tokens=5, temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, seed=-1, n=2, stop="end", stop_token_ids=[7],
+        logit_bias={"3": -100}, presence_penalty=1, frequency_penalty=-1, repetition_penalty=1.1, min_tokens=2,
+        ignore_eos=True, logprobs=4, prompt_logprobs=1, priority=3, cache_salt="s", session_id="t", max_ttft_ms=9,
+        timeout_ms=1500, receipt=True, return_token_ids=True, echo=False, user="u", metadata={"a": "b"},
+    )  # fmt: skip
+    (request,) = asked.requests
+    expected = pb.Sampling(
+        max_tokens=5, temperature=0.5, top_p=0.9, top_k=0, min_p=0.1, seed=2**64 - 1, n=2, stop=["end"],
+        stop_token_ids=[7], logit_bias={3: -100.0}, presence_penalty=1, frequency_penalty=-1, repetition_penalty=1.1,
+        min_tokens=2, ignore_eos=True, logprobs=4, prompt_logprobs=1,
+    )  # fmt: skip
+    assert request == pb.GenerateRequest(
+        model="m", text="hello", sampling=expected, priority=-3, tenant="somebody", session_id="t", request_id="r-1",
+        cache_salt="s", max_ttft_ms=9.0,
+    )  # fmt: skip
+    assert (asked.deadline_s, asked.receipt, asked.token_ids, asked.choices_per_prompt) == (1.5, True, True, 2)
+
+
+def test_defaults_are_those_of_openai() -> None:
+    assert sampling_of(completion()) == pb.Sampling(max_tokens=16)
+    assert sampling_of(chat()) == pb.Sampling(), "the router's own"
+    assert sampling_of(completion(temperature=None, n=None, stop=None)) == pb.Sampling(max_tokens=16)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+    ],
+)
+def test_prompts_in_their_four_forms(prompt: Any, expected: list[Any]) -> None:
+    asked = completion(prompt=prompt)
+    assert [list(one.token_ids) or one.text for one in asked.requests] == expected
+    suffixes = [""] if len(expected) == 1 else ["-0", "-1"]
+    assert [one.request_id for one in asked.requests] == [f"r-1{suffix}" for suffix in suffixes]
+
+
+def test_a_chat_with_tools_and_their_answers() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]},
+        USER | {"name": "ann"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": []},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+    ]
+    asked = chat(messages=messages, tools=[TOOL], tool_choice="auto", chat_template_kwargs={"enable_thinking": False})
+    (request,) = asked.requests
+    assert list(request.messages) == [
+        pb.ChatMessage(role="developer", content="be brief"),
+        pb.ChatMessage(role="user", content="hello", name="ann"),
+        pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(id="c1", name="f", arguments='{"a": 1}')]),
+        pb.ChatMessage(role="tool", tool_call_id="c1", content="2"),
+    ]
+    assert [json.loads(tool) for tool in request.tools] == [TOOL]
+    assert json.loads(request.chat_template_kwargs) == {"enable_thinking": False}
+    assert asked.tools
+
+
+def test_what_tool_choice_does() -> None:
+    assert not chat(tools=[TOOL], tool_choice="none").tools
+    assert list(sampling_of(chat(tools=[TOOL], parallel_tool_calls=False)).stop) == ["</tool_call>"]
+    required = sampling_of(chat(tools=[TOOL, TOOL], tool_choice="required")).structured.grammar
+    assert required.startswith('start: call ("\\n" call)*\ncall: call_0 | call_1\n')
+    named = chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "f"}})
+    assert sampling_of(named).structured.grammar.startswith("start: call\n")
+    assert named.names["structured"] == "tools"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, pb.StructuredOutput(json_object=True)),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "null"}}}},
+            pb.StructuredOutput(json_schema='{"type": "null"}'),
+        ),
+        ({"structured_outputs": {"json": "{}"}}, pb.StructuredOutput(json_schema="{}")),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, pb.StructuredOutput(choice=["a", "b"])),
+        ({"guided_regex": "a+"}, pb.StructuredOutput(regex="a+")),
+        ({"guided_grammar": "start: x"}, pb.StructuredOutput(grammar="start: x")),
+        ({"guided_json": {"type": "null"}}, pb.StructuredOutput(json_schema='{"type": "null"}')),
+    ],
+)
+def test_forms_of_the_output(given: dict[str, Any], expected: pb.StructuredOutput | None) -> None:
+    sampling = sampling_of(chat(**given))
+    assert (sampling.structured if sampling.HasField("structured") else None) == expected
+
+
+BAD_CHATS: list[tuple[str, dict[str, Any]]] = [
+    ("messages", {"messages": []}),
+    ("messages[0]", {"messages": ["hello"]}),
+    ("messages[0].role", {"messages": [{"content": "x"}]}),
+    ("messages[0].role", {"messages": [{"role": "critic", "content": "x"}]}),
+    ("messages[0].content", {"messages": [{"role": "user"}]}),
+    ("messages[0].content[1].type", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {}]}]}),
+    ("messages[0].tool_call_id", {"messages": [{"role": "tool", "content": "x"}]}),
+    ("messages[0].tool_calls[0].function", {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}),
+    ("messages[0].audio", {"messages": [{"role": "assistant", "content": "x", "audio": {"id": "1"}}]}),
+    ("messages[0].mood", {"messages": [USER | {"mood": "good"}]}),
+    ("tools[0].type", {"tools": [{}]}),
+    ("tools[0].function.name", {"tools": [{"type": "function", "function": {}}]}),
+    ("tools[0].function.parameters", {"tools": [{"type": "function", "function": {"name": "f", "parameters": "x"}}]}),
+    (
+        "tools[0].function.name",
+        {"tools": [{"type": "function", "function": {"name": "a b"}}], "tool_choice": "required"},
+    ),
+    ("tool_choice", {"tool_choice": "required"}),
+    ("tool_choice", {"tools": [TOOL], "tool_choice": "often"}),
+    ("tool_choice", {"tools": [TOOL], "tool_choice": "required", "guided_regex": "a"}),
+    (
+        "tool_choice.function.name",
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+    ),
+    ("top_logprobs", {"top_logprobs": 2}),
+    ("logprobs", {"logprobs": 2}),
+    ("max_completion_tokens", {"max_tokens": 1, "max_completion_tokens": 2}),
+    ("reasoning_effort", {"reasoning_effort": "high"}),
+    ("functions", {"functions": [{"name": "f"}]}),
+    ("modalities", {"modalities": ["text", "audio"]}),
+    ("response_format.type", {"response_format": {"type": "yaml"}}),
+    ("response_format.json_schema", {"response_format": {"type": "json_schema"}}),
+    ("response_format.json_schema.schema", {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}),
+    ("structured_outputs", {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}),
+    ("structured_outputs.whitespace_pattern", {"structured_outputs": {"regex": "a", "whitespace_pattern": "b"}}),
+]
+
+
+@pytest.mark.parametrize(("field", "change"), BAD_CHATS)
+def test_a_bad_chat_names_its_field(field: str, change: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        chat(**change)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", "5"),
+        ("max_tokens", True),
+        ("max_tokens", 2**31),
+        ("temperature", "hot"),
+        ("temperature", 10**400),
+        ("seed", 2**63),
+        ("stop", [1]),
+        ("stop_token_ids", [-1]),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"١": 1}),
+        ("logit_bias", {"1": "x"}),
+        ("logprobs", True),
+        ("stream", 1),
+        ("prompt", None),
+        ("prompt", ["a", 1]),
+        ("prompt", [[1], []]),
+        ("prompt", ["a"] * 257),
+        ("n", 2000),
+        ("priority", -(2**31)),
+        ("timeout_ms", 0),
+        ("stream_options", {"include_usage": True}),
+        ("best_of", 2),
+        ("suffix", "x"),
+        ("echo", "x"),
+        ("user_name", "x"),
+    ],
+)
+def test_a_bad_completion_names_its_field(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        completion(**{field: value})
+    assert caught.value.field == field
+
+
+def test_what_asks_for_nothing_is_accepted() -> None:
+    for name in HARMLESS:
+        completion(**{name: "whatever"})
+    for name, values in NEUTRAL.items():
+        for value in values:
+            completion(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"1",
+        b'{"a": NaN}',
+        b'{"a": "\\ud800"}',
+        b'{"\\uDfff": 1}',
+        b"\xff",
+        b"[" * 100_000,
+        b"9" * 5000,
+    ],
+)
+def test_a_body_that_is_no_object(body: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        parse_object(body)
+
+
+def test_pairs_of_surrogates_are_characters() -> None:
+    assert parse_object(b'{"a": "\\ud83d\\ude00"}') == {"a": "\U0001f600"}
+
+
+def test_who_asks() -> None:
+    assert caller_of({"x-tenant": "t", "x-request-id": "r"}) == Caller("t", "r")
+    assert caller_of({}).request_id != caller_of({}).request_id
+    for header, value in (("x-tenant", "x" * 257), ("x-request-id", "a\tb"), ("x-request-id", "é")):
+        with pytest.raises(InvalidRequest) as caught:
+            caller_of({header: value})
+        assert caught.value.field == header
+
+
+def test_a_field_is_taken_once() -> None:
+    fields = Fields({"a": 1, "b": None}, "where")
+    assert fields.integer("a") == 1
+    assert not fields.given("a")
+    assert not fields.given("b")
+    fields.finish()
