@@ -70,7 +70,7 @@ class Links:
     def cut(self, name: Hashable) -> None:
         """Its worker is gone: its transfers end now."""
         nic = self._nics.pop(name)
-        for flow in [*nic.outgoing, *nic.incoming]:
+        for flow in dict.fromkeys([*nic.outgoing, *nic.incoming]):  # one to itself is in both
             self._settle(flow)
             self._remove(flow)
             flow.on_over(False)
