@@ -80,10 +80,10 @@ async def test_prometheus_scrapes_routers_and_workers(model: Path, cluster_of: A
             await finished([Stream(client, list(range(start, start + 200)), 5) for start in (0, 300, 600)])
 
             async def counted() -> bool:
-                return await scraped.value('tandem_request_success_total{finished_reason="length"}') == 3
+                done = await scraped.value('tandem_request_success_total{finished_reason="length"}')
+                return done == 3 and await scraped.value("sum(up)") == 3
 
-            await until(counted, "three requests are counted")
-            assert await scraped.value("sum(up)") == 3
+            await until(counted, "all are scraped, and three requests are counted")
             assert await scraped.value("tandem_prompt_tokens_total") == 600
             assert await scraped.value("tandem_generation_tokens_total") == 15
             moved = await scraped.value('tandem_kv_blocks_total{origin="moved"}')
