@@ -10,6 +10,7 @@ TandemError
     │   └── Draining      this process was told to stop: another one can serve it
     ├── AlreadyThere      ALREADY_EXISTS: somebody else goes by that name
     ├── Incompatible      FAILED_PRECONDITION: two processes do not fit together
+    ├── NotSetUp          UNIMPLEMENTED: a setting, which the message names, is not set
     └── DeadlineExceeded  DEADLINE_EXCEEDED
 """
 
@@ -100,6 +101,12 @@ class Incompatible(ServiceError):
     code = grpc.StatusCode.FAILED_PRECONDITION
 
 
+class NotSetUp(ServiceError):
+    """This router has no such thing: a setting, which the message names, is not set."""
+
+    code = grpc.StatusCode.UNIMPLEMENTED
+
+
 class DeadlineExceeded(ServiceError):
     """The call's deadline passed."""
 
@@ -107,7 +114,7 @@ class DeadlineExceeded(ServiceError):
 
 
 _KINDS: dict[grpc.StatusCode, type[ServiceError]] = {
-    kind.code: kind for kind in (UnknownModel, Unavailable, AlreadyThere, Incompatible, DeadlineExceeded)
+    kind.code: kind for kind in (UnknownModel, Unavailable, AlreadyThere, Incompatible, NotSetUp, DeadlineExceeded)
 }
 PERMANENT = "PERMANENT"
 DRAINING = "DRAINING"

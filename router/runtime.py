@@ -22,6 +22,7 @@ from router.membership_service import MembershipService
 from router.metrics import ClusterCollector, RouterMetrics
 from router.openai.app import make_app
 from router.openai.server import OpenAiServer
+from router.samples import Samples
 from router.served_model import ModelFiles, ServedModel, ServedModels, read_models
 from router.service import NAME, InferenceService
 from router.serving import Serving
@@ -49,10 +50,12 @@ class Router:
         ledger: RedisLedger | None,
         metrics: MetricsServer,
         http: OpenAiServer | None,
+        samples: Samples,
     ) -> None:
         self.address = address
         self.addresses = Addresses(address, http.address if http else "", metrics.address)
         self._metrics = metrics
+        self._samples = samples
         self._config = config
         self._server = server
         self._models = models
@@ -90,6 +93,7 @@ class Router:
             await self._http.close()
         await self._server.stop(grace_s=0.5)
         await self._metrics.close()
+        await self._samples.close()
         for model in self._models:
             await model.close()
 
@@ -109,8 +113,10 @@ async def start_router(config: RouterConfig) -> Router:
         models = serve_models(config, files, gate, incarnation)
         server, requests = Server(), Drain()
         registry.register(ClusterCollector(models, gate))
-        serving = Serving(config, models, gate, RouterMetrics(registry))
-        InferenceService(serving, models, config.id(), requests).add_to(server.grpc)
+        samples = Samples(config)
+        undo.push_async_callback(samples.close)
+        serving = Serving(config, models, gate, RouterMetrics(registry), samples)
+        InferenceService(serving, models, config.id(), requests, samples).add_to(server.grpc)
         membership = MembershipService(models, config.id(), incarnation, config.worker_silence_s)
         pb_grpc.add_MembershipServicer_to_server(membership, server.grpc)
         port = await server.start(config.host, config.port, [NAME, "tandem.internal.v1.Membership"])
@@ -120,7 +126,7 @@ async def start_router(config: RouterConfig) -> Router:
         await server.mark_serving()
         undo.pop_all()
     discovery.announce(RouterEntry(config.id(), f"{config.advertise_host or config.host}:{port}", incarnation.hex()))
-    return Router(config, server, models, requests, f"{config.host}:{port}", discovery, ledger, metrics, http)
+    return Router(config, server, models, requests, f"{config.host}:{port}", discovery, ledger, metrics, http, samples)
 
 
 def serve_models(

@@ -2,20 +2,25 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from typing import Any
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
 
 import grpc
 
 from cluster.drain import Drain
 from cluster.errors import Draining, ServiceError, to_status
 from protos import inference_pb2 as pb
+from router.batch import generate_batch
 from router.candidates import Candidate
 from router.model_choice import Verdict
+from router.samples import Samples
 from router.served_model import ServedModel, ServedModels
 from router.serving import Serving
+from router.status import cluster_status
 
 NAME = "tandem.v1.Inference"
+_Answer = TypeVar("_Answer")
 MAX_EXPLAINED = 256
 """Candidates of an answer, the cheapest ones: a fleet of hundreds has tens of thousands."""
 
@@ -23,8 +28,10 @@ MAX_EXPLAINED = 256
 class InferenceService:
     """Registered by hand instead of by its generated base: Generate passes messages through as bytes."""
 
-    def __init__(self, serving: Serving, models: ServedModels, router_id: str, drain: Drain) -> None:
+    def __init__(self, serving: Serving, models: ServedModels, router_id: str, drain: Drain, samples: Samples) -> None:
         """`drain` holds the streams under way."""
+        self._samples = samples
+        self._started_at = time.monotonic()
         self._serving = serving
         self._models = models
         self._router_id = router_id
@@ -35,27 +42,45 @@ class InferenceService:
             "Generate": grpc.unary_stream_rpc_method_handler(
                 self.Generate, request_deserializer=pb.GenerateRequest.FromString
             ),
-            "Explain": grpc.unary_unary_rpc_method_handler(
-                self.Explain,
-                request_deserializer=pb.GenerateRequest.FromString,
-                response_serializer=pb.Explanation.SerializeToString,
-            ),
-            "ListModels": grpc.unary_unary_rpc_method_handler(
-                self.ListModels,
-                request_deserializer=pb.ListModelsRequest.FromString,
-                response_serializer=pb.ListModelsResponse.SerializeToString,
+            "GenerateBatch": grpc.unary_stream_rpc_method_handler(
+                self.GenerateBatch,
+                request_deserializer=pb.GenerateBatchRequest.FromString,
+                response_serializer=pb.BatchResult.SerializeToString,
             ),
         }
+        unary: dict[str, tuple[Callable[[Any, Any], Awaitable[Any]], type[Any]]] = {
+            "Explain": (self.Explain, pb.GenerateRequest),
+            "Tokenize": (self.Tokenize, pb.TokenizeRequest),
+            "ListModels": (self.ListModels, pb.ListModelsRequest),
+            "ClusterStatus": (self.ClusterStatus, pb.ClusterStatusRequest),
+            "Feedback": (self.Feedback, pb.FeedbackRequest),
+        }
+        for name, (method, request) in unary.items():
+            handlers[name] = grpc.unary_unary_rpc_method_handler(
+                _typed(method),
+                request_deserializer=request.FromString,
+                response_serializer=lambda response: response.SerializeToString(),
+            )
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(NAME, handlers)])
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[bytes]:
+        responses = self._serving.generate(request, context.time_remaining())
+        async for response in self._streamed(responses, context):
+            yield response
+
+    async def GenerateBatch(self, request: pb.GenerateBatchRequest, context: Any) -> AsyncIterator[pb.BatchResult]:
+        results = generate_batch(request, lambda one: self._serving.generate(one, context.time_remaining()))
+        async for result in self._streamed(results, context):
+            yield result
+
+    async def _streamed(self, responses: AsyncGenerator[_Answer], context: Any) -> AsyncIterator[_Answer]:
+        """With errors as statuses, and an end to it when the router was told to stop."""
         stopped = Draining(f"router {self._router_id} was told to stop")
         task = asyncio.current_task()
         assert task is not None
         try:
             if self._drain.draining:
                 raise stopped
-            responses = self._serving.generate(request, context.time_remaining())
             with self._drain.holding(task.cancel):
                 async with contextlib.aclosing(responses):
                     async for response in responses:
@@ -69,11 +94,7 @@ class InferenceService:
             await context.abort_with_status(to_status(stopped))
 
     async def Explain(self, request: pb.GenerateRequest, context: Any) -> pb.Explanation:
-        try:
-            explained = await self._serving.explain(request, context.time_remaining())
-        except ServiceError as error:
-            await context.abort_with_status(to_status(error))
-            raise  # the line above did
+        explained = await self._serving.explain(request, context.time_remaining())
         ticket, candidates = explained.ticket, explained.candidates
         return pb.Explanation(
             prompt_tokens=explained.demand.num_tokens,
@@ -85,8 +106,30 @@ class InferenceService:
             models=map(_compared, ticket.verdicts),
         )
 
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        return await self._serving.tokenize(request)
+
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
         return pb.ListModelsResponse(models=map(_listed, self._models))
+
+    async def ClusterStatus(self, request: pb.ClusterStatusRequest, context: Any) -> pb.ClusterStatusResponse:
+        return cluster_status(self._router_id, self._drain.draining, self._models, self._started_at)
+
+    async def Feedback(self, request: pb.FeedbackRequest, context: Any) -> pb.FeedbackResponse:
+        self._samples.feedback(request)
+        return pb.FeedbackResponse()
+
+
+def _typed(method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+    """With errors as statuses."""
+
+    async def call(request: Any, context: Any) -> Any:
+        try:
+            return await method(request, context)
+        except ServiceError as error:
+            await context.abort_with_status(to_status(error))
+
+    return call
 
 
 def _listed(model: ServedModel) -> pb.Model:

@@ -215,6 +215,49 @@ def chat(
 
 
 @app.command()
+def status(address: Address = DEFAULT_ADDRESS) -> None:
+    """Show the workers, the line and the links as a router sees them now."""
+    from tandem.status import show_status
+
+    _run(show_status(console, address))
+
+
+@app.command()
+def top(
+    address: Address = DEFAULT_ADDRESS,
+    interval: Annotated[float, typer.Option(help="seconds between two looks", min=0.1)] = 1.0,
+) -> None:
+    """Watch the cluster; Ctrl-C ends it."""
+    from tandem.status import follow
+
+    _run(follow(console, address, interval))
+
+
+@app.command()
+def batch(
+    source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="a GenerateRequest as JSON on each line")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="OUT.jsonl", help="answers, in the order they come")],
+    address: Address = DEFAULT_ADDRESS,
+    concurrency: Annotated[int, typer.Option(help="requests at a time", min=1)] = 32,
+    timeout: Annotated[float, typer.Option(help="seconds, of a request")] = 600.0,
+    priority: Annotated[int, typer.Option(help="of lines that say none; below 0 leaves room for others")] = -1,
+    receipts: Annotated[bool, typer.Option("--receipts", help="write them too")] = False,
+) -> None:
+    """Work through a file of prompts. Interrupted, or where some failed: run it again, and it does the rest.
+
+    Exit code: 1 where some failed.
+    """
+    from tandem.offline import run_batch
+
+    async def work() -> None:
+        outcome = await run_batch(console, address, source, out, concurrency, timeout, priority, receipts)
+        if outcome.failed:
+            raise typer.Exit(1)
+
+    _run(work())
+
+
+@app.command()
 def demo(
     requests: Annotated[int, typer.Option(help="concurrent requests", min=8)] = 8,
     model: Annotated[Path | None, typer.Option(help="another model directory; default: the storyteller")] = None,
