@@ -123,7 +123,7 @@ async def start_router(config: RouterConfig) -> Router:
         if http is not None:
             await http.start(make_app(serving, models, requests, config.default_deadline_s))
         await metrics.start(registry)
-        await server.mark_serving()
+        await server.mark_serving(lambda: any(model.decode_workers() for model in models))
         undo.pop_all()
     discovery.announce(RouterEntry(config.id(), f"{config.advertise_host or config.host}:{port}", incarnation.hex()))
     return Router(config, server, models, requests, f"{config.host}:{port}", discovery, ledger, metrics, http, samples)
