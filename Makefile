@@ -9,7 +9,7 @@ ROUTERS_VENV := .venv-routers
 HELM := .helm/helm
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test test-faults lint types unit integration helm e2e gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator bench-agreement bench-load protos check-protos install clean
+.PHONY: demo test test-faults lint types unit integration helm e2e gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator bench-agreement bench-load bench-api protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -78,6 +78,9 @@ bench-agreement: $(INSTALLED)
 
 bench-load: $(INSTALLED)
 	@$(BIN)/python -m bench.load
+
+bench-api: $(INSTALLED)
+	@$(BIN)/python -m bench.api
 
 bench-gpu: $(INSTALLED)
 	@$(BIN)/python -m bench.gpu
