@@ -32,6 +32,7 @@ TOKENS_PER_S = 3000.0
 """Of all streams together, whatever their number: so many more streams are so much slower."""
 WINDOW_S = 10.0
 PROMPT_TOKENS = 16
+WARM_ROUNDS, WARM_STREAMS = 3, 32
 SATURATING = 96
 SATURATION_TOKENS = 4
 SATURATION_S = 6.0
@@ -79,7 +80,7 @@ async def sides(step_s: float, num_tokens: int) -> AsyncIterator[Sides]:
         yield Sides(
             {
                 "gRPC": tandem_grpc(to_router, num_tokens),
-                "gRPC, bare": grpc_bare(bare_grpc),
+                "gRPC, bare": grpc_bare(to_proxy),
                 "HTTP": tandem_http(session, f"http://{site.router.http_address}", num_tokens),
                 "HTTP, bare": http_bare(session, f"http://{bare_http}"),
             }
@@ -169,6 +170,12 @@ async def hold(ask: Ask, streams: int, lifetime_s: float) -> list[float]:
     return added
 
 
+async def warm_up(ask: Ask) -> None:
+    """Connections are opened, and what is learnt of workers is learnt."""
+    for _ in range(WARM_ROUNDS):
+        await asyncio.gather(*(ask() for _ in range(WARM_STREAMS)))
+
+
 async def saturate(ask: Ask) -> float:
     """Requests a second."""
     loop, done = asyncio.get_running_loop(), 0
@@ -192,7 +199,7 @@ async def measure(progress: Progress, levels: tuple[int, ...]) -> dict[str, Any]
         step_s = streams / TOKENS_PER_S
         async with sides(step_s, TOKENS) as found:
             for name, ask in found.asks.items():
-                await asyncio.gather(*(ask() for _ in range(4)))  # warm up
+                await warm_up(ask)
                 added = await hold(ask, streams, TOKENS * step_s)
                 figures.setdefault(f"{streams} streams", {})[name] = {
                     "p50_ms": 1e3 * percentile(added, 0.5),

@@ -1,11 +1,13 @@
 """What `bench.api` holds the front doors against: a source of streams, and a proxy that passes their bytes on, by gRPC
 or by HTTP, with no logic in either.
 
-`python -m bench.bare_api ROLE STEP_S NUM_TOKENS [SOURCE]`, of grpc-source, grpc-proxy, http-source and http-proxy, prints
-its address. Messages are as long as Tandem's are. The first of a stream says how long its request waited for a step.
+`python -m bench.bare_api ROLE STEP_S NUM_TOKENS [SOURCE]` prints its address; roles are grpc-source, grpc-proxy,
+http-source and http-proxy. Messages are as long as Tandem's are. The first of a stream says how long its request waited
+for a step.
 """
 
 import asyncio
+import socket
 import struct
 import sys
 import time
@@ -91,11 +93,10 @@ async def serve_http(source: Source | None, upstream: str) -> str:
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     options: dict[str, Any] = {"log_config": None, "log_level": "error", "access_log": False, "lifespan": "off"}
-    server = uvicorn.Server(uvicorn.Config(app, port=0, backlog=8192, ws="none", **options))
-    servers.append(asyncio.ensure_future(server.serve()))
-    while not server.started:
-        await asyncio.sleep(0.01)
-    return f"127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    listening = socket.create_server(("127.0.0.1", 0), backlog=8192)
+    server = uvicorn.Server(uvicorn.Config(app, ws="none", **options))
+    servers.append(asyncio.ensure_future(server.serve([listening])))
+    return f"127.0.0.1:{listening.getsockname()[1]}"
 
 
 async def main(role: str, step_s: float, num_tokens: int, upstream: str) -> None:
