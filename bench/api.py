@@ -70,9 +70,8 @@ async def sides(step_s: float, num_tokens: int) -> AsyncIterator[Sides]:
             sim_site({"http_port": 0}, prefill=0, decode=2, decode_worker={"sim_step_ms": step_s * 1e3} | many)
         )
         to_router = await stack.enter_async_context(channel(site.router.address))
-        bare_grpc = await stack.enter_async_context(
-            channel(await stack.enter_async_context(bare("grpc", step_s, num_tokens)))
-        )
+        proxy = await stack.enter_async_context(bare("grpc", step_s, num_tokens))
+        to_proxy = await stack.enter_async_context(channel(proxy))
         bare_http = await stack.enter_async_context(bare("http", step_s, num_tokens))
         session = await stack.enter_async_context(
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(600))

@@ -16,6 +16,7 @@ from cluster.rpc import Server
 from protos import membership_pb2_grpc as pb_grpc
 from router.admission.redis_quota import RedisLedger
 from router.config import RouterConfig
+from router.console.routes import add_console
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
 from router.membership_service import MembershipService
@@ -116,12 +117,15 @@ async def start_router(config: RouterConfig) -> Router:
         samples = Samples(config)
         undo.push_async_callback(samples.close)
         serving = Serving(config, models, gate, RouterMetrics(registry), samples)
-        InferenceService(serving, models, config.id(), requests, samples).add_to(server.grpc)
+        inference = InferenceService(serving, models, config.id(), requests, samples)
+        inference.add_to(server.grpc)
         membership = MembershipService(models, config.id(), incarnation, config.worker_silence_s)
         pb_grpc.add_MembershipServicer_to_server(membership, server.grpc)
         port = await server.start(config.host, config.port, [NAME, "tandem.internal.v1.Membership"])
         if http is not None:
-            await http.start(make_app(serving, models, requests, config.default_deadline_s))
+            app = make_app(serving, models, requests, config.default_deadline_s)
+            add_console(app, inference.status, serving.recent)
+            await http.start(app)
         await metrics.start(registry)
         await server.mark_serving(lambda: any(model.decode_workers() for model in models))
         undo.pop_all()

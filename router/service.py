@@ -113,6 +113,10 @@ class InferenceService:
         return pb.ListModelsResponse(models=map(_listed, self._models))
 
     async def ClusterStatus(self, request: pb.ClusterStatusRequest, context: Any) -> pb.ClusterStatusResponse:
+        return self.status()
+
+    def status(self) -> pb.ClusterStatusResponse:
+        """Of the cluster, as this router sees it now."""
         return cluster_status(self._router_id, self._drain.draining, self._models, self._started_at)
 
     async def Feedback(self, request: pb.FeedbackRequest, context: Any) -> pb.FeedbackResponse:

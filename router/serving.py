@@ -14,6 +14,7 @@ from protos import inference_pb2 as pb
 from router.attempt import Emitted, Retriable, run_attempt
 from router.candidates import Candidate
 from router.config import RouterConfig
+from router.console.recent import Recent
 from router.decode_request import decode_request
 from router.demand import Demand
 from router.explain import explain
@@ -59,6 +60,8 @@ class Serving:
         self._models = models
         self._metrics = metrics
         self._samples = samples
+        self.recent = Recent()
+        """What ended last."""
         self._gate = gate
         self._intake = Intake(config, models)
 
@@ -94,6 +97,7 @@ class Serving:
             raise
         if ticket.finish is not None:
             watched.finished(ticket.finish)
+            self.recent.add(time.time(), ticket.finish, watched.ttft_s, time.monotonic() - ticket.arrived_at)
             if sampled:
                 self._samples.served(ticket, kept)
 
