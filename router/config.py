@@ -62,6 +62,11 @@ class RouterConfig(ModelsConfig, MetricsSettings, DiscoverySettings, AdmissionCo
     sample_texts: bool = False
     """With the prompt and the output; else with their lengths only."""
 
+    otlp_endpoint: str = ""
+    """Where traces go, by OpenTelemetry's protocol over gRPC: http://collector:4317. Without: there are none."""
+    trace_share: float = Field(default=1.0, gt=0, le=1)
+    """Of the requests."""
+
     def priors(self) -> Priors:
         return Priors(
             prefill_tokens_per_s=self.prefill_tokens_per_s,

@@ -28,6 +28,7 @@ from router.served_model import ModelFiles, ServedModel, ServedModels, read_mode
 from router.service import NAME, InferenceService
 from router.serving import Serving
 from router.tenant_gate import TenantGate
+from router.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -52,11 +53,13 @@ class Router:
         metrics: MetricsServer,
         http: OpenAiServer | None,
         samples: Samples,
+        tracing: Tracing,
     ) -> None:
         self.address = address
         self.addresses = Addresses(address, http.address if http else "", metrics.address)
         self._metrics = metrics
         self._samples = samples
+        self._tracing = tracing
         self._config = config
         self._server = server
         self._models = models
@@ -95,6 +98,7 @@ class Router:
         await self._server.stop(grace_s=0.5)
         await self._metrics.close()
         await self._samples.close()
+        await self._tracing.close()
         for model in self._models:
             await model.close()
 
@@ -116,7 +120,9 @@ async def start_router(config: RouterConfig) -> Router:
         registry.register(ClusterCollector(models, gate))
         samples = Samples(config)
         undo.push_async_callback(samples.close)
-        serving = Serving(config, models, gate, RouterMetrics(registry), samples)
+        tracing = Tracing(config)
+        undo.push_async_callback(tracing.close)
+        serving = Serving(config, models, gate, RouterMetrics(registry), samples, tracing)
         inference = InferenceService(serving, models, config.id(), requests, samples)
         inference.add_to(server.grpc)
         membership = MembershipService(models, config.id(), incarnation, config.worker_silence_s)
@@ -130,7 +136,9 @@ async def start_router(config: RouterConfig) -> Router:
         await server.mark_serving(lambda: any(model.decode_workers() for model in models))
         undo.pop_all()
     discovery.announce(RouterEntry(config.id(), f"{config.advertise_host or config.host}:{port}", incarnation.hex()))
-    return Router(config, server, models, requests, f"{config.host}:{port}", discovery, ledger, metrics, http, samples)
+    return Router(
+        config, server, models, requests, f"{config.host}:{port}", discovery, ledger, metrics, http, samples, tracing
+    )
 
 
 def serve_models(

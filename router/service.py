@@ -10,6 +10,7 @@ import grpc
 
 from cluster.drain import Drain
 from cluster.errors import Draining, ServiceError, to_status
+from cluster.trace_context import from_metadata, traceparent
 from protos import inference_pb2 as pb
 from router.batch import generate_batch
 from router.candidates import Candidate
@@ -64,11 +65,13 @@ class InferenceService:
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(NAME, handlers)])
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[bytes]:
+        traceparent.set(from_metadata(context.invocation_metadata()))
         responses = self._serving.generate(request, context.time_remaining())
         async for response in self._streamed(responses, context):
             yield response
 
     async def GenerateBatch(self, request: pb.GenerateBatchRequest, context: Any) -> AsyncIterator[pb.BatchResult]:
+        traceparent.set(from_metadata(context.invocation_metadata()))
         results = generate_batch(request, lambda one: self._serving.generate(one, context.time_remaining()))
         async for result in self._streamed(results, context):
             yield result

@@ -27,6 +27,7 @@ from router.placement import Decision
 from router.samples import Samples
 from router.served_model import ServedModel, ServedModels
 from router.tenant_gate import TenantGate
+from router.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +56,10 @@ class Serving:
         gate: TenantGate,
         metrics: RouterMetrics,
         samples: Samples,
+        tracing: Tracing,
     ) -> None:
         self._config = config
+        self._tracing = tracing
         self._models = models
         self._metrics = metrics
         self._samples = samples
@@ -72,6 +75,7 @@ class Serving:
         before the first of them. Raises ServiceError."""
         watched = self._metrics.watch()
         sampled = self._samples.wanted()
+        ticket, arrived_at = None, time.monotonic()
         kept: list[bytes] = []
         try:
             ticket = await self._intake.check(request, deadline_s)
@@ -91,6 +95,7 @@ class Serving:
                 _count(ticket, emitted, watched)
         except ServiceError as error:
             watched.failed(error)
+            self._tracing.failed(ticket, arrived_at, error)
             raise
         except (asyncio.CancelledError, GeneratorExit):
             watched.left()
@@ -98,6 +103,7 @@ class Serving:
         if ticket.finish is not None:
             watched.finished(ticket.finish)
             self.recent.add(time.time(), ticket.finish, watched.ttft_s, time.monotonic() - ticket.arrived_at)
+            self._tracing.finished(ticket, watched.ttft_s)
             if sampled:
                 self._samples.served(ticket, kept)
 
