@@ -103,9 +103,48 @@ def up(
         steps("looking for a Ray cluster")
         try:
             from tandem.ray_cluster import serve  # importing Ray takes a second: say something first
+            from tandem.ray_settings import RaySettings
         except ModuleNotFoundError as error:
             raise StartError("ray", f"{error}; install tandem-serving[ray]") from None
-        _run(serve(topology, steps))
+        _run(serve(topology, steps, RaySettings.parse(cluster.settings.ray)))
+
+
+CLUSTER_NAME = "tandem"
+Name = Annotated[str, typer.Option("--name", help="the cluster's `cluster_name`")]
+
+
+@app.command()
+def scale(
+    counts: Annotated[list[str], typer.Argument(metavar="ROLE=N", help="prefill=3, decode=5, or both")],
+    model: Annotated[str, typer.Option(help="whose workers, where there are several models")] = "",
+    name: Name = CLUSTER_NAME,
+) -> None:
+    """Change the number of workers of a cluster that `tandem up` runs on this Ray cluster; no stream is lost."""
+    from tandem.ray_control import order
+
+    wanted: dict[str, int] = {}
+    for text in counts:
+        role, _, count = text.partition("=")
+        if not count.isdecimal():
+            raise StartError("scale", f"{text!r} is not ROLE=N, such as decode=5")
+        wanted[role] = int(count)
+    order(name, "scale", wanted, model)
+
+
+@app.command()
+def restart(name: Name = CLUSTER_NAME) -> None:
+    """Restart the workers of a cluster on this Ray cluster, one after the other; no stream is lost."""
+    from tandem.ray_control import order
+
+    order(name, "restart", {})
+
+
+@app.command()
+def down(name: Name = CLUSTER_NAME) -> None:
+    """End a cluster that `tandem up` runs on this Ray cluster."""
+    from tandem.ray_control import order
+
+    order(name, "down", {})
 
 
 @app.command()
