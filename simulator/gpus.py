@@ -2,12 +2,16 @@
 
     name   bf16 TFLOP/s, dense   HBM TB/s   HBM GB   NIC GB/s   source of the first three
     B200   2250                  8.0        180      50         NVIDIA DGX B200 datasheet, 1/8 of it
-    H200    989                  4.8        141      50         NVIDIA H200 datasheet (SXM), without sparsity
-    H100    989                  3.35        80      50         NVIDIA H100 datasheet (SXM), without sparsity
+    H200    989                  4.8        141      50         nvidia.com/en-us/data-center/h200 (SXM)
+    H100    989                  3.35        80      50         nvidia.com/en-us/data-center/h100 (SXM)
     A100    312                  2.039       80      25         NVIDIA A100 datasheet (SXM, 80 GB)
-    L40S    362                  0.864       48      12.5       NVIDIA L40S datasheet, without sparsity
-    A10      125                 0.6         24      12.5       NVIDIA A10 datasheet
-    L4      121                  0.3         24      12.5       NVIDIA L4 datasheet, without sparsity
+    L40S    362                  0.864       48      12.5       nvidia.com/en-us/data-center/l40s
+    A10     125                  0.6         24      12.5       NVIDIA A10 datasheet
+    L4      121                  0.3         24      12.5       nvidia.com/en-us/data-center/l4
+
+Where NVIDIA states a figure with sparsity (H100 and H200 1979, L4 242), this is half of it. All of them were compared
+with what others copied from those pages (stas00/ml-engineering, the accelerator tables; MLPerf's system descriptions;
+product pages of vendors). B200 has 192 GB of which servers offer 180.
 
 NICs are what servers usually give each GPU: 400, 200 and 100 Gbit/s. Prices are round figures of what clouds ask per
 GPU and hour on demand in 2025; they differ by a factor of two between clouds, so bring your own (`--price`).

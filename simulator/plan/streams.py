@@ -1,0 +1,63 @@
+"""How many streams a worker carries, and how many there are at a time."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from engine.sim.timing import StepWork
+from simulator.gpus import Roofline
+from simulator.plan.load import NORMAL, Load
+
+HALVINGS = 50
+MAX_BATCH = 1 << 16
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Of one worker that decodes."""
+
+    roofline: Roofline
+    load: Load
+    block_tokens: int
+
+    def step_s(self, batch: float) -> float:
+        """Of so many streams and nothing else."""
+        low = math.floor(batch)
+        at_low, at_high = self._whole_s(low), self._whole_s(low + 1)
+        return at_low + (batch - low) * (at_high - at_low)
+
+    @cached_property
+    def pool_tokens(self) -> int:
+        """Its KV pool holds. Raises BadSetup."""
+        return self.roofline.num_blocks(self.block_tokens) * self.block_tokens
+
+    @cached_property
+    def fit(self) -> float:
+        """Sequences in it. Raises BadSetup."""
+        return self.pool_tokens / (self.load.context + self.block_tokens / 2)  # half of the last block is empty
+
+    def largest(self, itl_s: float) -> float:
+        """Streams whose step takes no longer; 0: a single one does."""
+        return 0.0 if self.step_s(1) > itl_s else crossing(lambda batch: self.step_s(batch) - itl_s, 1.0, MAX_BATCH)
+
+    def _whole_s(self, batch: int) -> float:
+        return self.roofline.seconds_of(StepWork(streams=batch, context_tokens=round(batch * self.load.context)))
+
+
+def crossing(rising: Callable[[float], float], low: float, high: float) -> float:
+    """Where a function that rises goes through 0; `high` where it stays below."""
+    if rising(high) <= 0:
+        return high
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if rising(middle) > 0 else (middle, high)
+    return low
+
+
+def share_within(limit: float, mean: float) -> float:
+    """Of requests that find so many others, Poisson by `mean`, that with them there are no more than `limit`. By the
+    normal distribution."""
+    if mean <= 0:
+        return 1.0 if limit >= 1 else 0.0
+    return NORMAL.cdf((limit - 0.5 - mean) / math.sqrt(mean)) if limit >= 1 else 0.0
