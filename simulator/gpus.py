@@ -93,13 +93,18 @@ class Roofline:
 
     def __post_init__(self) -> None:
         """Seconds for each token, pair, byte of weights and token of context: asked for at every step."""
-        gpus = self.tp * TP_EFFICIENCY ** (self.tp.bit_length() - 1)
+        gpus = self.effective_gpus
         flop_s = 1 / (self.gpu.flops * self.compute * gpus)
         byte_s = 1 / (self.gpu.bytes_per_s * self.memory * gpus)
         object.__setattr__(self, "_token_s", 2 * self.model.active_params * flop_s)
         object.__setattr__(self, "_pair_s", self.model.attention_flops_per_pair * flop_s)
         object.__setattr__(self, "_byte_s", byte_s)
         object.__setattr__(self, "_context_s", self.model.kv_bytes_per_token * byte_s)
+
+    @property
+    def effective_gpus(self) -> float:
+        """What `tp` of them come to."""
+        return self.tp * TP_EFFICIENCY ** (self.tp.bit_length() - 1)
 
     def seconds_of(self, work: StepWork) -> float:
         tokens, context = work.prompt_tokens + work.streams, work.context_tokens

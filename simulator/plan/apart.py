@@ -9,7 +9,8 @@ from simulator.plan.streams import Streams, crossing, share_within
 from simulator.replay import Setup, nic_bytes_per_s, roofline_of
 
 NUM_MESSAGES = 6
-"""Before a client has its first token: to the router, to the decode worker, to the lender and back, two to the client."""
+"""Before a client has its first token: to the router, to the decode worker, to the lender and back, two to
+the client."""
 TAIL_STEPS = 1.5
 """A prompt's tail waits for half a step in the mean, and is computed in the next."""
 
@@ -61,7 +62,7 @@ class DecodePool:
         return self.load.rate * (ttft_s + self.load.gaps * self.itl_s)
 
     def kept_memory(self, ttft_s: float) -> float:
-        return share_within(self.workers * self.streams.fit, self.held(ttft_s))
+        return self.streams.kept_memory(self.workers, self.held(ttft_s))
 
 
 @dataclass(frozen=True)

@@ -76,9 +76,7 @@ def line_of(steps: PromptSteps, prompts: Lengths, rate: float, workers: int) -> 
     square = sum(seconds**2 for seconds, _ in services) / len(services)
     num_steps = sum(count for _, count in services) / len(services)
     variation2 = max(0.0, square / mean_s**2 - 1)
-    return PromptLine(
-        steps, packing, mean_s, num_steps, variation2, waiting(rate, workers, mean_s, variation2)
-    )
+    return PromptLine(steps, packing, mean_s, num_steps, variation2, waiting(rate, workers, mean_s, variation2))
 
 
 def _between(alone: tuple[float, float], packed: tuple[float, float], packing: float) -> tuple[float, float]:

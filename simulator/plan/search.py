@@ -174,11 +174,12 @@ def _why(endless: Apart | Together, tp: str, streams: Streams) -> str:
         case "ttft":
             prompt = load.prompts.quantile(GOAL)
             alone_s = endless.unqueued_s(prompt)
-            return f"ttft: a prompt of {prompt:,.0f} tokens (p90) alone takes {alone_s:.3g} s, not {slo.ttft_s:g} ({tp})"
+            return (
+                f"ttft: a prompt of {prompt:,.0f} tokens (p90) alone takes {alone_s:.3g} s, not {slo.ttft_s:g} ({tp})"
+            )
         case "itl":
             alone_ms, limit_ms = 1e3 * streams.step_s(1), 1e3 * slo.itl_s
             return f"itl: a step of a single stream takes {alone_ms:.3g} ms, not {limit_ms:g} ({tp})"
         case _:
-            return (
-                f"memory: a stream has {load.context:,.0f} tokens in the mean, a worker's pool {streams.pool_tokens:,} ({tp})"
-            )
+            tokens = f"{load.context:,.0f} tokens in the mean"
+            return f"memory: a stream has {tokens}, a worker's pool room for {streams.pool_tokens:,} ({tp})"

@@ -11,6 +11,7 @@ from simulator.plan.load import NORMAL, Load
 
 HALVINGS = 50
 MAX_BATCH = 1 << 16
+EXACT_MEAN = 50
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,14 @@ class Streams:
 
     @cached_property
     def fit(self) -> float:
-        """Sequences in it. Raises BadSetup."""
+        """Sequences in it, the mean. Raises BadSetup."""
         return self.pool_tokens / (self.load.context + self.block_tokens / 2)  # half of the last block is empty
+
+    def kept_memory(self, workers: int, held: float) -> float:
+        """Of requests: who finds room at once where so many hold some, on all workers together. A sequence is whole on
+        one worker; one that no worker could hold finds none."""
+        fitting = self.load.prompts.mean_of(lambda prompt: float(prompt + self.load.output <= self.pool_tokens))
+        return fitting * share_within(workers * math.floor(self.fit), held)
 
     def largest(self, itl_s: float) -> float:
         """Streams whose step takes no longer; 0: a single one does."""
@@ -55,9 +62,19 @@ def crossing(rising: Callable[[float], float], low: float, high: float) -> float
     return low
 
 
+def poisson_share(most: float, mean: float) -> float:
+    """P(N <= most) for N that is Poisson: to the digit for small means, else by the normal distribution."""
+    if most < 0:
+        return 0.0
+    if mean > EXACT_MEAN:
+        return NORMAL.cdf((math.floor(most) + 0.5 - mean) / math.sqrt(mean))
+    term = total = math.exp(-mean)
+    for count in range(1, min(math.floor(most), 4 * EXACT_MEAN) + 1):
+        term *= mean / count
+        total += term
+    return min(1.0, total)
+
+
 def share_within(limit: float, mean: float) -> float:
-    """Of requests that find so many others, Poisson by `mean`, that with them there are no more than `limit`. By the
-    normal distribution."""
-    if mean <= 0:
-        return 1.0 if limit >= 1 else 0.0
-    return NORMAL.cdf((limit - 0.5 - mean) / math.sqrt(mean)) if limit >= 1 else 0.0
+    """Of requests that find so many others, Poisson by `mean`, that with them there are no more than `limit`."""
+    return poisson_share(limit - 1, mean)

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from simulator.plan.load import NORMAL, Load
 from simulator.plan.prompts import PromptLine, PromptSteps, line_of
-from simulator.plan.streams import Streams, crossing, share_within
+from simulator.plan.streams import Streams, crossing, poisson_share
 from simulator.plan.waiting import Waiting, waiting
 from simulator.replay import Setup, roofline_of
 
@@ -16,6 +16,8 @@ FEW_STREAMS = 6.0
 """Placement weighs a prompt's wait against the streams that it holds up. With few streams it goes by the lines, so that
 they are as one; the more there are, the more it goes by streams, and with many a wait is halfway between that of one
 line for all workers and that of a line for each. Fitted to simulated clusters, with streams from 0.6 to 104."""
+SPREAD = tuple(NORMAL.inv_cdf(share) for share in (0.1, 0.3, 0.5, 0.7, 0.9))
+"""Of batches around their mean, in standard deviations: each as likely as the others."""
 
 
 @dataclass(frozen=True)
@@ -103,18 +105,28 @@ class Together:
         """Each output meets another number of prompts, Poisson by its length, and batches vary."""
         if self.load.gaps == 0:
             return 1.0
-        if self.overloaded:
+        if self.overloaded or not self.streams.largest(self.setup.slo.itl_s):
             return 0.0
-        limit_s, rate = self.setup.slo.itl_s, self.load.rate / self.workers
-        varied = self.batch + math.sqrt(self.batch / self.workers)
-        from_batches = (self.itl_at(varied) - self.itl_s) ** 2
-        from_prompts = rate * self.itl_s * self.load.prompts.mean_of(lambda prompt: self.delay_s(prompt) ** 2)
+        return self.load.outputs.mean_of(lambda output: sum(self._kept_itl(output, z) for z in SPREAD) / len(SPREAD))
 
-        def kept(output: float) -> float:
-            deviation = math.sqrt(from_batches + from_prompts / max(1.0, output - 1))
-            return NORMAL.cdf((limit_s - self.itl_s) / deviation) if deviation else float(self.itl_s <= limit_s)
+    def _kept_itl(self, output: float, deviations: float) -> float:
+        """Of outputs of that length, where the batch is so many standard deviations larger than in the mean.
 
-        return self.load.outputs.mean_of(kept)
+        For prompts that hold them up for unequal times stand equal ones, so many as have the same mean and variance."""
+        gaps = max(1.0, output - 1)
+        batch = self.batch + deviations * math.sqrt(self.batch / self.workers)
+        room_s = (self.setup.slo.itl_s - self.streams.step_s(max(1.0, batch))) * gaps
+        delay_s, square = self._delays
+        if not delay_s:
+            return float(room_s >= 0)
+        met = self.load.rate / self.workers * gaps * self.itl_s
+        return poisson_share(room_s * delay_s / square, met * delay_s**2 / square)
+
+    @cached_property
+    def _delays(self) -> tuple[float, float]:
+        """By one prompt: the mean, and the mean of squares."""
+        delays = [self.delay_s(prompt) for prompt in self.load.prompts.quantiles]
+        return sum(delays) / len(delays), sum(delay**2 for delay in delays) / len(delays)
 
     def unqueued_s(self, prompt: float) -> float:
         """Of a prompt's first token, without the wait for other prompts; it waits for the step that runs."""
@@ -138,7 +150,7 @@ class Together:
     @cached_property
     def parts(self) -> dict[str, float]:
         """Of the requests that keep each."""
-        memory = share_within(self.workers * self.streams.fit, self.held) if self.kept_ttft else 0.0
+        memory = self.streams.kept_memory(self.workers, self.held) if self.kept_ttft else 0.0
         return {"ttft": self.kept_ttft, "itl": self.kept_itl, "memory": memory}
 
     @property
