@@ -124,8 +124,9 @@ class Apart:
 
     def unqueued_s(self, prompt: float) -> float:
         """Of a prompt's first token, without the wait for a prefill worker."""
-        setup = self.prefill.setup
-        compute_s, _ = self.prefill.line.steps.alone(prompt)
+        setup, line = self.prefill.setup, self.prefill.line
+        rest_of_step_s = line.busy * (line.fixed_s + line.others_s) / 2
+        compute_s = rest_of_step_s + line.steps.alone(prompt)[0] + line.others_s
         transfer_s = self.prefill.exposed_s(prompt, self.link_utilisation)
         return NUM_MESSAGES * setup.message_s + compute_s + transfer_s + TAIL_STEPS * self.decode.itl_s
 

@@ -111,7 +111,7 @@ def _together(together: Together) -> Iterator[Line]:
     how = f"{part:.2f} of the way from that of one line for all to that of one for each, {each_ms:.3g} ms"
     yield Line("wait, mean of all", how, 1e3 * together.wait_s, "ms")
     alone_s = together.streams.step_s(max(1.0, together.batch))
-    rate, busy = load.rate / together.workers, together.prompt_share
+    rate, busy = load.rate / together.workers, line.busy
     how = (
         f"1 / ({rate:.3g}/s x {line.num_steps:.3g} steps with prompts + (1 - {busy:.3f}) / {1e3 * alone_s:.3g} ms,"
         f" a step of {together.batch:.1f} streams)"
@@ -136,16 +136,20 @@ def _prompts(line: PromptLine, load: Load, chunk: int) -> Iterator[Line]:
         f" x {1e3 * roofline.step_s:g} ms, or longer where memory binds{beside}"
     )
     yield Line("a prompt alone", how, 1e3 * alone_s, "ms")
-    how = f"{line.packing:.0%} of the way to steps full of prompts, {1e3 * steps.packed(load.prompt)[0]:.3g} ms each"
-    yield Line("of a worker's time, mean", how, 1e3 * line.service_s, "ms")
+    yield Line(
+        "its part of full steps, mean", f"steps of {chunk} tokens, many prompts in each", 1e3 * line.packed_s, "ms"
+    )
+    rate = line.waiting.utilisation / line.packed_s
+    how = f"at least 1, or {rate:.3g}/s come x {1e3 * line.fixed_s:.3g} ms beyond that / (1 - u)"
+    yield Line("prompts that share a step", how, line.together, "")
 
 
 def _wait(line: PromptLine, load: Load, workers: int) -> Iterator[Line]:
     wait = line.waiting
-    how = f"{load.rate:g}/s x {1e3 * line.service_s:.3g} ms / {workers}"
-    yield Line("prompts keep a worker busy (u)", how, 100 * wait.utilisation, "%")
+    how = f"{load.rate:g}/s x {1e3 * line.packed_s:.3g} ms / {workers}"
+    yield Line("utilisation by prompts (u)", how, 100 * wait.utilisation, "%")
     yield Line("prompts that wait", f"M/G/{workers}: u^(√(2 x {workers + 1}) - 1)", 100 * wait.share, "%")
-    how = f"{1e3 * line.service_s:.3g} ms x (1 + {line.variation2:.2f}) / 2 / ({workers} x (1 - u))"
+    how = f"{1e3 * line.packed_s:.3g} ms x (1 + {line.variation2:.2f}) / 2 / ({workers} x (1 - u))"
     yield Line("for, in the mean", how, 1e3 * wait.mean_s, "ms")
 
 

@@ -49,36 +49,63 @@ class PromptSteps:
 
 @dataclass(frozen=True, slots=True)
 class PromptLine:
-    """Prompts in line for `workers`."""
+    """Prompts in line for `workers`. What a prompt takes is its part of full steps, and what its steps would take if it
+    had them for itself beyond that, which those that share them pay once: reading the weights, launching a step."""
 
     steps: PromptSteps
-    packing: float
-    """From 0, each prompt has steps of its own, to 1, all share full ones."""
+    packed_s: float
+    """The part of full steps, the mean."""
+    fixed_s: float
+    """What is beyond, the mean."""
+    together: float
+    """Prompts that share a step: those that come while one runs, at least one."""
     service_s: float
+    """A worker's time for each, the mean."""
     num_steps: float
-    """For one prompt, the mean."""
+    """Steps for each, the mean."""
     variation2: float
-    """Of service times: their variance over the square of the mean."""
+    """Of full steps' parts: their variance over the square of the mean."""
+    busy: float
+    """Of a worker's time."""
     waiting: Waiting
-    """Were one line for all workers."""
+    """Were one line for all workers: for who is before one, at the pace of full steps."""
 
     def service(self, prompt: float) -> tuple[float, float]:
         """Seconds and steps that a prompt takes of a worker."""
-        return _between(self.steps.alone(prompt), self.steps.packed(prompt), self.packing)
+        return _shared(self.steps, prompt, self.together)
+
+    @property
+    def others_s(self) -> float:
+        """What a prompt's own steps take for others that share them."""
+        return (self.together - 1) * self.packed_s
 
 
 def line_of(steps: PromptSteps, prompts: Lengths, rate: float, workers: int) -> PromptLine:
-    """The busier a worker is, the more prompts share a step: between a prompt alone and packed ones by how busy packed
-    ones would keep it."""
-    packing = min(1.0, rate / workers * prompts.mean_of(lambda prompt: steps.packed(prompt)[0]))
-    services = [_between(steps.alone(prompt), steps.packed(prompt), packing) for prompt in prompts.quantiles]
-    mean_s = sum(seconds for seconds, _ in services) / len(services)
-    square = sum(seconds**2 for seconds, _ in services) / len(services)
-    num_steps = sum(count for _, count in services) / len(services)
-    variation2 = max(0.0, square / mean_s**2 - 1)
-    return PromptLine(steps, packing, mean_s, num_steps, variation2, waiting(rate, workers, mean_s, variation2))
+    """While a step runs the next ones come, and share the step after it: as many as come within a step that is as long
+    as so many make it."""
+    packed = [steps.packed(prompt)[0] for prompt in prompts.quantiles]
+    packed_s = sum(packed) / len(packed)
+    fixed_s = max(0.0, prompts.mean_of(lambda prompt: steps.alone(prompt)[0]) - packed_s)
+    utilisation = rate * packed_s / workers
+    most = max(1.0, steps.chunk / steps.computed(prompts.mean))
+    together = most if utilisation >= 1 else min(most, max(1.0, rate / workers * fixed_s / (1 - utilisation)))
+    services = [_shared(steps, prompt, together) for prompt in prompts.quantiles]
+    service_s = sum(seconds for seconds, _ in services) / len(services)
+    variation2 = sum(seconds**2 for seconds in packed) / len(packed) / packed_s**2 - 1
+    return PromptLine(
+        steps=steps,
+        packed_s=packed_s,
+        fixed_s=fixed_s,
+        together=together,
+        service_s=service_s,
+        num_steps=sum(count for _, count in services) / len(services),
+        variation2=max(0.0, variation2),
+        busy=min(1.0, rate * service_s / workers),
+        waiting=waiting(rate, workers, packed_s, max(0.0, variation2)),
+    )
 
 
-def _between(alone: tuple[float, float], packed: tuple[float, float], packing: float) -> tuple[float, float]:
-    seconds, count = (one + (other - one) * packing for one, other in zip(alone, packed, strict=True))
-    return seconds, count
+def _shared(steps: PromptSteps, prompt: float, together: float) -> tuple[float, float]:
+    """Seconds and steps of one of so many prompts that share theirs."""
+    (alone_s, alone), (packed_s, packed) = steps.alone(prompt), steps.packed(prompt)
+    return packed_s + max(0.0, alone_s - packed_s) / together, packed + (alone - packed) / together

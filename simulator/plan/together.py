@@ -42,9 +42,8 @@ class Together:
     def itl_at(self, batch: float) -> float:
         """Steps with prompts take longer, and there are so many of them; in the rest of each second are the others."""
         line, rate = self.line_at(batch), self.load.rate / self.workers
-        busy = min(1.0, rate * line.service_s)
-        with_prompts = busy / line.service_s * line.num_steps
-        return 1 / (with_prompts + (1 - busy) / self.streams.step_s(max(1.0, batch)))
+        with_prompts = min(rate, line.busy / line.service_s) * line.num_steps
+        return 1 / (with_prompts + (1 - line.busy) / self.streams.step_s(max(1.0, batch)))
 
     @cached_property
     def batch(self) -> float:
@@ -68,7 +67,7 @@ class Together:
     @cached_property
     def own_line(self) -> Waiting:
         """Were a line for each worker, and requests dealt out by chance."""
-        return waiting(self.load.rate / self.workers, 1, self.line.service_s, self.line.variation2)
+        return waiting(self.load.rate / self.workers, 1, self.line.packed_s, self.line.variation2)
 
     @property
     def apart_share(self) -> float:
@@ -85,11 +84,6 @@ class Together:
         """The mean."""
         one, each = self.line.waiting.mean_of_all_s, self.own_line.mean_of_all_s
         return one + (each - one) * self.apart_share if math.isfinite(one) else math.inf
-
-    @cached_property
-    def prompt_share(self) -> float:
-        """Of a worker's time: in steps that have prompts."""
-        return min(1.0, self.line.waiting.utilisation)
 
     @cached_property
     def itl_s(self) -> float:
@@ -130,7 +124,9 @@ class Together:
 
     def unqueued_s(self, prompt: float) -> float:
         """Of a prompt's first token, without the wait for other prompts; it waits for the step that runs."""
-        return NUM_MESSAGES * self.setup.message_s + self.itl_s / 2 + self.line.steps.alone(prompt)[0]
+        line = self.line
+        rest_of_step_s = (self.itl_s + line.busy * line.others_s) / 2
+        return NUM_MESSAGES * self.setup.message_s + rest_of_step_s + line.steps.alone(prompt)[0] + line.others_s
 
     @cached_property
     def kept_ttft(self) -> float:

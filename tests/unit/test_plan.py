@@ -97,9 +97,13 @@ def test_short_prompts_share_steps_when_many_are_in_line() -> None:
     """On an L4 a prompt of 100 tokens takes as long as the weights take to be read: 40 of them hardly longer."""
     steps = PromptSteps(roofline_of(setup_of("L4", 1, 0.05), "prefill", apart=True), 4096, 0.0)
     prompts = Lengths(100, 0.0)
-    few, many = (line_of(steps, prompts, rate, 1).service_s for rate in (0.1, 30.0))
-    assert few == pytest.approx(steps.alone(100)[0], rel=0.01)
-    assert many < few / 1.7
+    few, many = (line_of(steps, prompts, rate, 1) for rate in (0.1, 30.0))
+    assert few.service_s == pytest.approx(steps.alone(100)[0], rel=0.01)
+    assert few.together == 1
+    assert many.service_s < few.service_s / 2
+    assert many.busy == pytest.approx(1.0)
+    assert many.together == pytest.approx(30 * (many.fixed_s + many.together * many.packed_s))  # who comes in a step
+    assert not many.waiting.full
 
 
 def test_crossings() -> None:
