@@ -8,7 +8,7 @@ VLLM_VENV := .venv-vllm
 ROUTERS_VENV := .venv-routers
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test test-faults lint types unit integration e2e gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator protos check-protos install clean
+.PHONY: demo test test-faults lint types unit integration e2e gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator bench-known protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -65,6 +65,9 @@ bench-router: $(INSTALLED) $(ROUTERS_VENV)/.installed
 
 bench-simulator: $(INSTALLED)
 	@$(BIN)/python -m bench.simulator
+
+bench-known: $(INSTALLED)
+	@$(BIN)/python -m bench.known_results
 
 bench-gpu: $(INSTALLED)
 	@$(BIN)/python -m bench.gpu

@@ -55,14 +55,15 @@ class DecodePool:
             return 1.0
         if self.overloaded:
             return 0.0
-        return share_within(self.workers * self.largest_batch, self.workers * self.batch)
+        limit, mean = self.workers * self.largest_batch, self.workers * self.batch
+        return share_within(limit, mean, self.streams.swing(self.batch))
 
     def held(self, ttft_s: float) -> float:
         """Sequences with blocks in all pools: from the moment they are placed."""
         return self.load.rate * (ttft_s + self.load.gaps * self.itl_s)
 
     def kept_memory(self, ttft_s: float) -> float:
-        return self.streams.kept_memory(self.workers, self.held(ttft_s))
+        return self.streams.kept_memory(self.workers, self.held(ttft_s), self.batch)
 
 
 @dataclass(frozen=True)

@@ -177,13 +177,16 @@ def _batch(streams: Streams, batch: float, workers: int, itl_s: float, load: Loa
         f" + {1e3 * roofline.step_s:g} ms, or arithmetic where it takes longer"
     )
     yield Line("a step of so many", how, 1e3 * streams.step_s(max(1.0, batch)), "ms")
+    how = f"√({batch:.1f} / {workers} x (1 + variation² of KV) / (1 - B T´(B) / T(B)))"
+    swing = streams.swing(batch)
+    yield Line("batches vary by, standard deviation", how, math.sqrt(batch * swing / workers), "")
 
 
 def _kept(parts: dict[str, float], kept: float, setup: Setup, held: float, fit: int) -> Iterator[Line]:
     slo = setup.slo
     yield Line("keep the TTFT", f"P(wait <= {slo.ttft_s:g} s - the rest), mean over prompts", 100 * parts["ttft"], "%")
     yield Line("keep the ITL", f"P(mean of a request <= {1e3 * slo.itl_s:g} ms)", 100 * parts["itl"], "%")
-    how = f"P(Poisson, mean {held:.1f} by Little, within the {fit} that fit)"
+    how = f"P({held:.1f} in the mean, by Little, and as they vary, within the {fit} that fit)"
     yield Line("find room at once", how, 100 * parts["memory"], "%")
     yield Line("keep the SLO", "all three", 100 * kept, "%")
 

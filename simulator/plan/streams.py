@@ -12,6 +12,7 @@ from simulator.plan.load import NORMAL, Load
 HALVINGS = 50
 MAX_BATCH = 1 << 16
 EXACT_MEAN = 50
+MAX_GROWTH = 0.9
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,23 @@ class Streams:
         """Sequences in it, the mean. Raises BadSetup."""
         return self.pool_tokens / (self.load.context + self.block_tokens / 2)  # half of the last block is empty
 
-    def kept_memory(self, workers: int, held: float) -> float:
+    def swing(self, batch: float) -> float:
+        """Variance of the KV that streams have, in units of what so many equal streams would have by chance, whose
+        variance is their number.
+
+        Streams are not equal: that multiplies it by 1 + their variation squared. And where a larger batch makes steps
+        longer, streams stay longer, which makes it larger still: of a crowd that n leave at the rate n / T(n), the
+        variance is the mean over 1 - n T'(n) / T(n)."""
+        unequal = 1 + (self.load.variation * self.load.prompt / self.load.context) ** 2
+        whole = max(1.0, batch)
+        growth = whole * (self.step_s(whole + 1) - self.step_s(whole)) / self.step_s(whole)
+        return unequal / (1 - min(growth, MAX_GROWTH))
+
+    def kept_memory(self, workers: int, held: float, batch: float) -> float:
         """Of requests: who finds room at once where so many hold some, on all workers together. A sequence is whole on
         one worker; one that no worker could hold finds none."""
         fitting = self.load.prompts.mean_of(lambda prompt: float(prompt + self.load.output <= self.pool_tokens))
-        return fitting * share_within(workers * math.floor(self.fit), held)
+        return fitting * share_within(workers * math.floor(self.fit), held, self.swing(batch))
 
     def largest(self, itl_s: float) -> float:
         """Streams whose step takes no longer; 0: a single one does."""
@@ -75,6 +88,7 @@ def poisson_share(most: float, mean: float) -> float:
     return min(1.0, total)
 
 
-def share_within(limit: float, mean: float) -> float:
-    """Of requests that find so many others, Poisson by `mean`, that with them there are no more than `limit`."""
-    return poisson_share(limit - 1, mean)
+def share_within(limit: float, mean: float, swing: float = 1.0) -> float:
+    """Of requests that find so many others, by `mean`, that with them there are no more than `limit`. The variance is
+    `swing` times that of Poisson's distribution: as of fewer, larger ones."""
+    return poisson_share((limit - 1) / swing, mean / swing)

@@ -108,7 +108,7 @@ class Together:
 
         For prompts that hold them up for unequal times stand equal ones, so many as have the same mean and variance."""
         gaps = max(1.0, output - 1)
-        batch = self.batch + deviations * math.sqrt(self.batch / self.workers)
+        batch = self.batch + deviations * math.sqrt(self.batch * self.streams.swing(self.batch) / self.workers)
         room_s = (self.setup.slo.itl_s - self.streams.step_s(max(1.0, batch))) * gaps
         delay_s, square = self._delays
         if not delay_s:
@@ -146,7 +146,7 @@ class Together:
     @cached_property
     def parts(self) -> dict[str, float]:
         """Of the requests that keep each."""
-        memory = self.streams.kept_memory(self.workers, self.held) if self.kept_ttft else 0.0
+        memory = self.streams.kept_memory(self.workers, self.held, self.batch) if self.kept_ttft else 0.0
         return {"ttft": self.kept_ttft, "itl": self.kept_itl, "memory": memory}
 
     @property

@@ -236,23 +236,24 @@ def test_the_links_can_be_what_is_short() -> None:
 # ------------------------------------------------------------------ the simulator has the last word
 
 TRIED = {
-    "short chat, A10": ("A10", 0.5, 0.08, Load(40, 250, 150), 900),
-    "long context, H100": ("H100", 3.0, 0.04, Load(4, 12_000, 100), 400),
-    "decode-heavy, L4": ("L4", 1.0, 0.1, Load(30, 60, 200), 1100),
-    "prefill-heavy, H100": ("H100", 1.0, 0.05, Load(30, 4000, 20), 600),
+    "short chat, A10": ("A10", 0.5, 0.08, Load(40, 250, 150), 900, 400),
+    "long context, H100": ("H100", 3.0, 0.04, Load(4, 12_000, 100), 350, 150),
+    "decode-heavy, A100": ("A100", 0.5, 0.03, Load(60, 200, 200), 900, 900),
+    "prefill-heavy, H100": ("H100", 1.0, 0.05, Load(30, 4000, 20), 600, 300),
 }
+"""GPU, SLO, load; requests through the planned cluster, and through half of it."""
 
 
 @pytest.mark.parametrize("name", TRIED)
 @pytest.mark.parametrize("kind", ["together", "apart"])
 def test_a_simulated_cluster_of_the_planned_size_keeps_the_slo_and_half_of_it_does_not(name: str, kind: str) -> None:
-    gpu, ttft_s, itl_s, load, count = TRIED[name]
+    gpu, ttft_s, itl_s, load, count, count_of_half = TRIED[name]
     option = getattr(plan(setup_of(gpu, ttft_s, itl_s), load), kind)
     assert check(option, count).results.kept_share >= GOAL
     scenario = option.scenario
     half = replace(scenario, prefill=scenario.prefill // 2 or scenario.prefill, decode=scenario.decode // 2 or 1)
     assert bill(option.setup, half)[0] <= 0.6 * option.gpus
-    assert check(replace(option, scenario=half), count).results.kept_share < GOAL
+    assert check(replace(option, scenario=half), count_of_half).results.kept_share < GOAL
 
 
 def test_requests_are_as_the_plan_assumes_them() -> None:
