@@ -9,7 +9,7 @@ ROUTERS_VENV := .venv-routers
 HELM := .helm/helm
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test test-faults lint types unit integration helm e2e gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator bench-agreement bench-load bench-api protos check-protos install clean
+.PHONY: demo test test-faults lint types unit integration helm e2e gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator bench-known bench-agreement bench-load bench-api protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -72,6 +72,9 @@ bench-router: $(INSTALLED) $(ROUTERS_VENV)/.installed
 
 bench-simulator: $(INSTALLED)
 	@$(BIN)/python -m bench.simulator
+
+bench-known: $(INSTALLED)
+	@$(BIN)/python -m bench.known_results
 
 bench-agreement: $(INSTALLED)
 	@$(BIN)/python -m bench.agreement

@@ -2,12 +2,16 @@
 
     name   bf16 TFLOP/s, dense   HBM TB/s   HBM GB   NIC GB/s   source of the first three
     B200   2250                  8.0        180      50         NVIDIA DGX B200 datasheet, 1/8 of it
-    H200    989                  4.8        141      50         NVIDIA H200 datasheet (SXM), without sparsity
-    H100    989                  3.35        80      50         NVIDIA H100 datasheet (SXM), without sparsity
+    H200    989                  4.8        141      50         nvidia.com/en-us/data-center/h200 (SXM)
+    H100    989                  3.35        80      50         nvidia.com/en-us/data-center/h100 (SXM)
     A100    312                  2.039       80      25         NVIDIA A100 datasheet (SXM, 80 GB)
-    L40S    362                  0.864       48      12.5       NVIDIA L40S datasheet, without sparsity
-    A10      125                 0.6         24      12.5       NVIDIA A10 datasheet
-    L4      121                  0.3         24      12.5       NVIDIA L4 datasheet, without sparsity
+    L40S    362                  0.864       48      12.5       nvidia.com/en-us/data-center/l40s
+    A10     125                  0.6         24      12.5       NVIDIA A10 datasheet
+    L4      121                  0.3         24      12.5       nvidia.com/en-us/data-center/l4
+
+Where NVIDIA states a figure with sparsity (H100 and H200 1979, L4 242), this is half of it. All of them were compared
+with what others copied from those pages (stas00/ml-engineering, the accelerator tables; MLPerf's system descriptions;
+product pages of vendors). B200 has 192 GB of which servers offer 180.
 
 NICs are what servers usually give each GPU: 400, 200 and 100 Gbit/s. Prices are round figures of what clouds ask per
 GPU and hour on demand in 2025; they differ by a factor of two between clouds, so bring your own (`--price`).
@@ -89,13 +93,18 @@ class Roofline:
 
     def __post_init__(self) -> None:
         """Seconds for each token, pair, byte of weights and token of context: asked for at every step."""
-        gpus = self.tp * TP_EFFICIENCY ** (self.tp.bit_length() - 1)
+        gpus = self.effective_gpus
         flop_s = 1 / (self.gpu.flops * self.compute * gpus)
         byte_s = 1 / (self.gpu.bytes_per_s * self.memory * gpus)
         object.__setattr__(self, "_token_s", 2 * self.model.active_params * flop_s)
         object.__setattr__(self, "_pair_s", self.model.attention_flops_per_pair * flop_s)
         object.__setattr__(self, "_byte_s", byte_s)
         object.__setattr__(self, "_context_s", self.model.kv_bytes_per_token * byte_s)
+
+    @property
+    def effective_gpus(self) -> float:
+        """What `tp` of them come to."""
+        return self.tp * TP_EFFICIENCY ** (self.tp.bit_length() - 1)
 
     def seconds_of(self, work: StepWork) -> float:
         tokens, context = work.prompt_tokens + work.streams, work.context_tokens

@@ -39,6 +39,10 @@ class Setup:
     gpus: int
     tp: int = 1
     """GPUs of one worker."""
+    decode_gpu: Gpu | None = None
+    """Of decode workers that have prefill workers beside them; default: as the others."""
+    decode_tp: int | None = None
+    """Likewise."""
     slo: Slo = DEFAULT_SLO
     usd_per_gpu_hour: float | None = None
     """Default: the table's."""
@@ -65,6 +69,8 @@ class Setup:
         for name in ("message_s", "event_lag_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise BadSetup(name, f"{getattr(self, name)} is not a time")
+        if self.decode_tp is not None and self.decode_tp < 1:
+            raise BadSetup("decode_tp", f"{self.decode_tp} is not at least 1")
         if self.gpus % self.tp:
             raise BadSetup("tp", f"{self.gpus} GPUs are no whole number of workers of {self.tp}")
 
@@ -74,7 +80,17 @@ class Setup:
 
     @property
     def price(self) -> float:
-        return self.gpu.usd_per_hour if self.usd_per_gpu_hour is None else self.usd_per_gpu_hour
+        return self.price_of(self.gpu)
+
+    def hardware(self, role: Role, apart: bool) -> tuple[Gpu, int]:
+        """What a worker of that role is made of, its GPUs and how many; `apart`: there are prefill workers."""
+        if role == "prefill" or not apart:
+            return self.gpu, self.tp
+        return self.decode_gpu or self.gpu, self.decode_tp or self.tp
+
+    def price_of(self, gpu: Gpu) -> float:
+        """USD per hour."""
+        return gpu.usd_per_hour if self.usd_per_gpu_hour is None else self.usd_per_gpu_hour
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +106,11 @@ class Scenario:
     def name(self) -> str:
         shape = f"{self.decode}" if not self.prefill else f"{self.prefill}P:{self.decode}D"
         return f"{self.mode} {shape}" + ("" if self.policy == "ours" else f" {self.policy}")
+
+    @property
+    def apart(self) -> bool:
+        """There are prefill workers."""
+        return self.prefill > 0
 
     @property
     def workers(self) -> list[tuple[str, Role]]:
@@ -161,7 +182,8 @@ def replay(
 
     cluster = SimCluster(cluster_spec(setup, scenario, make_fleet), ended)
     cluster.run(trace, on_progress)
-    results = tally.results(cluster.gaps, setup.gpus, setup.price)
+    gpus, usd_per_hour = bill(setup, scenario)
+    results = tally.results(cluster.gaps, gpus, usd_per_hour / gpus)
     busy: dict[str, float] = {}
     for role in ("prefill", "decode"):
         workers = [worker for worker in cluster.workers.values() if worker.spec.role == role]
@@ -170,13 +192,22 @@ def replay(
     return Run(scenario, results, tally.reasons, busy)
 
 
+def bill(setup: Setup, scenario: Scenario) -> tuple[int, float]:
+    """GPUs of the whole cluster, and USD per hour for them."""
+    gpus, usd_per_hour = 0, 0.0
+    for _, role in scenario.workers:
+        gpu, count = setup.hardware(role, scenario.apart)
+        gpus += count
+        usd_per_hour += count * setup.price_of(gpu)
+    return gpus, usd_per_hour
+
+
 def cluster_spec(setup: Setup, scenario: Scenario, make_fleet: FleetMaker | None = None) -> ClusterSpec:
     """Raises BadSetup for a model that does not fit."""
     measured = setup.calibration
     names = {name for name, _ in scenario.workers}
     if measured is None:
-        roofline = Roofline(setup.model, setup.gpu, setup.tp)
-        workers, priors = tuple(_workers(setup, scenario, roofline)), priors_of(setup, roofline)
+        workers, priors = tuple(_workers(setup, scenario)), priors_of(setup, scenario.apart)
         message_s, event_lag_s = setup.message_s, setup.event_lag_s
     else:
         workers, priors = tuple(_measured_workers(measured, scenario)), RouterConfig.model_construct().priors()
@@ -195,31 +226,44 @@ def cluster_spec(setup: Setup, scenario: Scenario, make_fleet: FleetMaker | None
     )
 
 
-def priors_of(setup: Setup, roofline: Roofline) -> Priors:
-    """What an operator who knows his GPUs would write into the router's settings."""
+def roofline_of(setup: Setup, role: Role, apart: bool) -> Roofline:
+    """Of a worker; `apart`: there are prefill workers."""
+    gpu, tp = setup.hardware(role, apart)
+    return Roofline(setup.model, gpu, tp)
 
-    def tokens_per_s(chunk: int) -> float:
+
+def priors_of(setup: Setup, apart: bool) -> Priors:
+    """What an operator who knows his GPUs would write into the router's settings."""
+    prefill, decode = (roofline_of(setup, role, apart) for role in ("prefill", "decode"))
+
+    def tokens_per_s(roofline: Roofline, chunk: int) -> float:
         return chunk / (roofline.seconds_of(StepWork(chunk, chunk * (chunk + 1) // 2)) - roofline.step_s)
 
     return Priors(
-        prefill_tokens_per_s=tokens_per_s(setup.prefill_chunk),
-        decode_prefill_tokens_per_s=tokens_per_s(setup.decode_chunk),
-        kv_bytes_per_s=setup.gpu.nic_bytes_per_s * setup.tp,
+        prefill_tokens_per_s=tokens_per_s(prefill, setup.prefill_chunk),
+        decode_prefill_tokens_per_s=tokens_per_s(decode, setup.decode_chunk),
+        kv_bytes_per_s=min(nic_bytes_per_s(prefill), nic_bytes_per_s(decode)),
         loan_overhead_s=0.003,
-        step_s=roofline.seconds_of(StepWork(streams=1, context_tokens=1)),
-        stream_delay_s=max(1e-6, roofline.seconds_of(StepWork(streams=64, context_tokens=64 * 2048)) / 64 * 0.1),
+        step_s=decode.seconds_of(StepWork(streams=1, context_tokens=1)),
+        stream_delay_s=max(1e-6, decode.seconds_of(StepWork(streams=64, context_tokens=64 * 2048)) / 64 * 0.1),
     )
 
 
-def _workers(setup: Setup, scenario: Scenario, roofline: Roofline) -> Iterator[tuple[str, WorkerSpec]]:
+def nic_bytes_per_s(roofline: Roofline) -> float:
+    """Of a worker: each of its GPUs has a NIC."""
+    return roofline.gpu.nic_bytes_per_s * roofline.tp
+
+
+def _workers(setup: Setup, scenario: Scenario) -> Iterator[tuple[str, WorkerSpec]]:
     model = setup.model
     # All heads as one: a block has as many bytes, and one fingerprint.
     layout = KvLayout(model.layers, 1, model.kv_heads * model.head_dim, setup.block_tokens, _dtype(model))
-    num_blocks = roofline.num_blocks(setup.block_tokens)
     chunks: dict[Role, int] = {"prefill": setup.prefill_chunk, "decode": setup.decode_chunk}
     for name, role in scenario.workers:
+        roofline = roofline_of(setup, role, scenario.apart)
         limits = CoreLimits(StepBudget(max(MAX_BATCH_TOKENS, chunks[role]), chunks[role]))
-        yield name, WorkerSpec(role, layout, num_blocks, roofline, limits, setup.gpu.nic_bytes_per_s * setup.tp)
+        num_blocks = roofline.num_blocks(setup.block_tokens)
+        yield name, WorkerSpec(role, layout, num_blocks, roofline, limits, nic_bytes_per_s(roofline))
 
 
 def _measured_workers(measured: Calibration, scenario: Scenario) -> Iterator[tuple[str, WorkerSpec]]:

@@ -4,7 +4,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cluster.errors import Overloaded
+from cluster.errors import InvalidRequest, Overloaded
 from decode_worker.receipt import build_receipt
 from engine.keys import BlockKey, block_keys, root_key
 from engine.messages import Generate, PlacementMark, Rejected, Token
@@ -17,6 +17,7 @@ from router.admission.limits import Tenants
 from router.admission.request import Claim, Waiting
 from router.demand import Demand
 from router.fleet import Fleet, Placed, Worker
+from router.needs import demand_of
 from router.placement import Decision
 from simulator.clock import Appointment, VirtualClock
 from simulator.fronts import Attempt, Fronts
@@ -116,15 +117,13 @@ class SimRouter:
             result.reason = "no decode worker is there"
             self._finish(result, Fate.FAILED, on_end)
             return
-        hello = next(iter(self._decoders.values()))
         prompt = tuple(request.tokens())
-        demand = demand_of(len(prompt), request.output_tokens, 0, hello)
-        if demand.num_total_blocks > max(other.num_blocks for other in self._decoders.values()):
+        try:
+            demand, keys = self._needs(prompt, prompt, request.output_tokens)
+        except InvalidRequest:
             result.reason = "larger than every pool"
             self._finish(result, Fate.REFUSED, on_end)
             return
-        usable = prompt[: demand.num_usable_blocks * demand.block_tokens]
-        keys = block_keys(root_key(hello.model_fingerprint, ""), usable, demand.block_tokens)
         claim = Claim(request.tenant, request.priority, now, now + self._deadline_s)
         self._tenants.enter(request.tenant, 0, now)
         self._queue(Ticket(result, prompt, claim, demand, keys, on_end))
@@ -254,13 +253,24 @@ class SimRouter:
             ticket.result.reason = "no decode worker is left"
             self._end(ticket, Fate.FAILED)
             return
-        hello, request = next(iter(self._decoders.values())), ticket.result.request
         chain = [*ticket.prompt, *ticket.emitted]
         ticket.claim.streaming = bool(ticket.emitted)
-        ticket.demand = demand_of(len(ticket.prompt), request.output_tokens, len(ticket.emitted), hello)
-        usable = chain[: ticket.demand.num_usable_blocks * ticket.demand.block_tokens]
-        ticket.keys = block_keys(root_key(hello.model_fingerprint, ""), usable, ticket.demand.block_tokens)
+        try:
+            ticket.demand, ticket.keys = self._needs(ticket.prompt, chain, ticket.result.request.output_tokens)
+        except InvalidRequest:
+            ticket.result.reason = "larger than every pool that is left"
+            self._end(ticket, Fate.FAILED)
+            return
         self._queue(ticket)
+
+    def _needs(self, prompt: Sequence[int], chain: Sequence[int], max_tokens: int) -> tuple[Demand, list[BlockKey]]:
+        """As `ServedModel.needs`, of a request of one choice. Raises InvalidRequest for what no pool could hold."""
+        hello = next(iter(self._decoders.values()))
+        largest = max(other.num_blocks for other in self._decoders.values())
+        sampling = inference_pb2.Sampling(max_tokens=max_tokens)
+        demand = demand_of(prompt, sampling, [chain], False, hello.block_tokens, hello.block_bytes, largest)
+        usable = chain[: demand.num_usable_blocks * demand.block_tokens]
+        return demand, block_keys(root_key(hello.model_fingerprint, ""), usable, demand.block_tokens)
 
     def _over(self, ticket: Ticket) -> None:
         """The attempt; the fleet and admission count it no more."""
@@ -315,18 +325,3 @@ class SimRouter:
     def _ring(self) -> None:
         self._timer = None
         self._kick()
-
-
-def demand_of(num_prompt: int, max_tokens: int, num_emitted: int, hello: pb.Hello) -> Demand:
-    """As `Serving` counts it, of a request of one choice."""
-    num_tokens, end = num_prompt + num_emitted, num_prompt + max_tokens
-    total = -(-end // hello.block_tokens)
-    return Demand(
-        num_tokens=num_tokens,
-        num_usable_blocks=(num_tokens - 1) // hello.block_tokens,
-        num_total_blocks=total,
-        block_tokens=hello.block_tokens,
-        block_bytes=hello.block_bytes,
-        chain_tokens=(num_tokens,),
-        max_chain_tokens=end,
-    )

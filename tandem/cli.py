@@ -481,6 +481,47 @@ def calibrate(
     show_calibration(console, found, out)
 
 
+@app.command(name="plan")
+def plan_cluster(
+    rate: Annotated[float, typer.Option(help="requests per second, coming by chance (Poisson)")],
+    prompt: Annotated[float, typer.Option(help="tokens of a prompt, the mean")],
+    output: Annotated[float, typer.Option(help="tokens of an output, the mean")],
+    hit_rate: Annotated[float, typer.Option(help="of a prompt's tokens: those that are cached, 0 to 1")] = 0.0,
+    variation: Annotated[float, typer.Option(help="of both lengths: standard deviation over mean; 0: all equal")] = 0.5,
+    gpu: Annotated[str, typer.Option(help="B200, H200, H100, A100, L40S, A10 or L4")] = "H100",
+    decode_gpu: Annotated[str | None, typer.Option(help="of decode workers, where they have others")] = None,
+    model: Annotated[Path | None, typer.Option(help="directory with a config.json; default: Llama 3.1 8B")] = None,
+    ttft: Annotated[float, typer.Option(help="SLO: seconds to the first token")] = 1.0,
+    itl: Annotated[float, typer.Option(help="SLO: milliseconds between tokens, the mean of a request")] = 50.0,
+    price: Annotated[float | None, typer.Option(help="USD per GPU and hour, any; default: a table's")] = None,
+    block_tokens: Annotated[int, typer.Option(help="tokens of a KV block")] = 64,
+    simulate: Annotated[int, typer.Option(help="try the plan with so many requests in virtual time")] = 0,
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="write all figures")] = None,
+) -> None:
+    """How many GPUs, and should I disaggregate? The smallest cluster of each kind that keeps the SLO for nine of ten
+    requests, with the arithmetic.
+
+    A matter of formulas: what a trace of yours does in such a cluster, `tandem replay` says.
+    """
+    from simulator.gpus import gpu_named
+    from simulator.model_shape import open_shape
+    from simulator.plan.load import Load
+    from simulator.replay import Setup
+    from simulator.results import Slo
+    from tandem.plan import make_plan
+
+    setup = Setup(
+        model=open_shape(model),
+        gpu=gpu_named(gpu),
+        gpus=1,
+        decode_gpu=None if decode_gpu is None else gpu_named(decode_gpu),
+        slo=Slo(ttft, itl / 1e3),
+        usd_per_gpu_hour=price,
+        block_tokens=block_tokens,
+    )
+    make_plan(console, setup, Load(rate, prompt, output, hit_rate, variation), simulate, json_path)
+
+
 def main() -> None:
     """Entry point: a Tandem error is one line, the cause; everything else is a bug and keeps its traceback."""
     try:

@@ -1,0 +1,158 @@
+"""Prefill workers and decode workers: which part of the requests keeps the SLO."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from simulator.plan.load import Load
+from simulator.plan.prompts import PromptLine, PromptSteps, line_of
+from simulator.plan.streams import Streams, crossing, share_within
+from simulator.replay import Setup, nic_bytes_per_s, roofline_of
+
+NUM_MESSAGES = 6
+"""Before a client has its first token: to the router, to the decode worker, to the lender and back, two to
+the client."""
+TAIL_STEPS = 1.5
+"""A prompt's tail waits for half a step in the mean, and is computed in the next."""
+
+
+@dataclass(frozen=True)
+class DecodePool:
+    """Workers that decode, beside others that prefill."""
+
+    setup: Setup
+    load: Load
+    workers: int
+
+    @cached_property
+    def streams(self) -> Streams:
+        return Streams(roofline_of(self.setup, "decode", apart=True), self.load, self.setup.block_tokens)
+
+    @cached_property
+    def largest_batch(self) -> float:
+        """Within the ITL, memory aside."""
+        return self.streams.largest(self.setup.slo.itl_s)
+
+    @cached_property
+    def batch(self) -> float:
+        """Streams of a worker, the mean: as many as come while one lasts (Little), at the step that so many take."""
+        tokens_per_s = self.load.rate * self.load.gaps / self.workers
+        limit = max(1.0, self.largest_batch)
+        return crossing(lambda batch: batch - tokens_per_s * self.streams.step_s(batch), 0.0, limit)
+
+    @cached_property
+    def overloaded(self) -> bool:
+        """Even the largest batch within the ITL makes fewer tokens than are wanted."""
+        limit = max(1.0, self.largest_batch)
+        return self.load.rate * self.load.gaps / self.workers * self.streams.step_s(limit) >= limit
+
+    @cached_property
+    def itl_s(self) -> float:
+        return self.streams.step_s(max(1.0, self.batch))
+
+    @cached_property
+    def kept_itl(self) -> float:
+        if self.load.gaps == 0:
+            return 1.0
+        if self.overloaded:
+            return 0.0
+        limit, mean = self.workers * self.largest_batch, self.workers * self.batch
+        return share_within(limit, mean, self.streams.swing(self.batch))
+
+    def held(self, ttft_s: float) -> float:
+        """Sequences with blocks in all pools: from the moment they are placed."""
+        return self.load.rate * (ttft_s + self.load.gaps * self.itl_s)
+
+    def kept_memory(self, ttft_s: float) -> float:
+        return self.streams.kept_memory(self.workers, self.held(ttft_s), self.batch)
+
+
+@dataclass(frozen=True)
+class PrefillPool:
+    """Workers that prefill for others."""
+
+    setup: Setup
+    load: Load
+    workers: int
+
+    @cached_property
+    def line(self) -> PromptLine:
+        roofline = roofline_of(self.setup, "prefill", apart=True)
+        steps = PromptSteps(roofline, self.setup.prefill_chunk, self.load.hit_rate)
+        return line_of(steps, self.load.prompts, self.load.rate, self.workers)
+
+    def link_utilisation(self, receivers: int) -> float:
+        """Of the NICs of prefill workers or of those of so many decode workers, whichever are busier."""
+        moved = self.load.rate * self.load.prompt * self.setup.model.kv_bytes_per_token
+        ends = ((self.workers, "prefill"), (receivers, "decode"))
+        rooflines = ((count, roofline_of(self.setup, role, apart=True)) for count, role in ends)  # type: ignore[arg-type]
+        return max(moved / (count * nic_bytes_per_s(roofline)) for count, roofline in rooflines)
+
+    @cached_property
+    def bytes_per_s(self) -> float:
+        """From one worker to another when nothing else moves."""
+        sender, receiver = (roofline_of(self.setup, role, apart=True) for role in ("prefill", "decode"))
+        return min(nic_bytes_per_s(sender), nic_bytes_per_s(receiver))
+
+    def exposed_s(self, prompt: float, utilisation: float) -> float:
+        """What of the transfer of a prompt's KV comes after its last step: that of the last chunk, or what the link is
+        behind by then. Links are shared fairly, so that at half their capacity a transfer takes twice as long."""
+        byte_s = self.setup.model.kv_bytes_per_token / self.bytes_per_s / (1 - utilisation)
+        steps = self.line.steps
+        last = min(steps.computed(prompt), self.setup.prefill_chunk)
+        seconds, count = steps.alone(prompt)
+        before_s = seconds * (count - 1) / count
+        return max(last * byte_s, prompt * byte_s - before_s)
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Both pools."""
+
+    prefill: PrefillPool
+    decode: DecodePool
+
+    @property
+    def setup(self) -> Setup:
+        return self.prefill.setup
+
+    @property
+    def load(self) -> Load:
+        return self.prefill.load
+
+    @cached_property
+    def link_utilisation(self) -> float:
+        return self.prefill.link_utilisation(self.decode.workers)
+
+    def unqueued_s(self, prompt: float) -> float:
+        """Of a prompt's first token, without the wait for a prefill worker."""
+        setup, line = self.prefill.setup, self.prefill.line
+        rest_of_step_s = line.busy * (line.fixed_s + line.others_s) / 2
+        compute_s = rest_of_step_s + line.steps.alone(prompt)[0] + line.others_s
+        transfer_s = self.prefill.exposed_s(prompt, self.link_utilisation)
+        return NUM_MESSAGES * setup.message_s + compute_s + transfer_s + TAIL_STEPS * self.decode.itl_s
+
+    @cached_property
+    def kept_ttft(self) -> float:
+        if self.link_utilisation >= 1:
+            return 0.0
+        wait, limit_s = self.prefill.line.waiting, self.prefill.setup.slo.ttft_s
+        return self.prefill.load.prompts.mean_of(
+            lambda prompt: 1 - wait.share_over(limit_s - self.unqueued_s(prompt)),
+        )
+
+    @cached_property
+    def ttft_s(self) -> float:
+        """The mean."""
+        if self.link_utilisation >= 1:
+            return float("inf")
+        return self.prefill.line.waiting.mean_of_all_s + self.prefill.load.prompts.mean_of(self.unqueued_s)
+
+    @cached_property
+    def parts(self) -> dict[str, float]:
+        """Of the requests that keep each."""
+        memory = self.decode.kept_memory(self.ttft_s) if self.kept_ttft else 0.0
+        return {"ttft": self.kept_ttft, "itl": self.decode.kept_itl, "memory": memory}
+
+    @property
+    def kept(self) -> float:
+        return self.kept_ttft * self.parts["itl"] * self.parts["memory"]

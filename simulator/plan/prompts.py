@@ -1,0 +1,111 @@
+"""How long prompts take a worker, by the roofline; alone, or packed with others into full steps."""
+
+from dataclasses import dataclass
+
+from engine.sim.timing import StepWork
+from simulator.gpus import Roofline
+from simulator.plan.load import Lengths
+from simulator.plan.waiting import Waiting, waiting
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSteps:
+    """Of a worker that computes at most `chunk` prompt tokens a step, beside `streams` that decode."""
+
+    roofline: Roofline
+    chunk: int
+    hit_rate: float
+    streams: float = 0.0
+    context_tokens: float = 0.0
+    """Of all streams together."""
+
+    def step_s(self, tokens: float, pairs: float) -> float:
+        work = StepWork(round(tokens), round(pairs), round(self.streams), round(self.context_tokens))
+        return self.roofline.seconds_of(work)
+
+    def computed(self, prompt: float) -> float:
+        """Tokens that are not cached: the last one at least."""
+        return max(1.0, prompt * (1 - self.hit_rate))
+
+    def pairs(self, prompt: float) -> float:
+        """Of computed tokens and those before them."""
+        computed = self.computed(prompt)
+        return computed * (prompt - computed) + computed * (computed + 1) / 2
+
+    def alone(self, prompt: float) -> tuple[float, float]:
+        """Seconds and steps when nobody else computes: steps of `chunk`, and one of the rest. Full ones count as their
+        mean, which is exact unless attention, growing, changes what binds them."""
+        computed, all_pairs = self.computed(prompt), self.pairs(prompt)
+        full, rest = divmod(computed, self.chunk)
+        rest_pairs = rest * (prompt - rest) + rest * (rest + 1) / 2
+        seconds = full * self.step_s(self.chunk, (all_pairs - rest_pairs) / full) if full else 0.0
+        return (seconds + self.step_s(rest, rest_pairs), full + 1) if rest else (seconds, full)
+
+    def packed(self, prompt: float) -> tuple[float, float]:
+        """Seconds and steps, this prompt's part of full ones, when many are in line."""
+        steps = self.computed(prompt) / self.chunk
+        return steps * self.step_s(self.chunk, self.pairs(prompt) / steps), steps
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLine:
+    """Prompts in line for `workers`. What a prompt takes is its part of full steps, and what its steps would take if it
+    had them for itself beyond that, which those that share them pay once: reading the weights, launching a step."""
+
+    steps: PromptSteps
+    packed_s: float
+    """The part of full steps, the mean."""
+    fixed_s: float
+    """What is beyond, the mean."""
+    together: float
+    """Prompts that share a step: those that come while one runs, at least one."""
+    service_s: float
+    """A worker's time for each, the mean."""
+    num_steps: float
+    """Steps for each, the mean."""
+    variation2: float
+    """Of full steps' parts: their variance over the square of the mean."""
+    busy: float
+    """Of a worker's time."""
+    waiting: Waiting
+    """Were one line for all workers: for who is before one, at the pace of full steps."""
+
+    def service(self, prompt: float) -> tuple[float, float]:
+        """Seconds and steps that a prompt takes of a worker."""
+        return _shared(self.steps, prompt, self.together)
+
+    @property
+    def others_s(self) -> float:
+        """What a prompt's own steps take for others that share them."""
+        return (self.together - 1) * self.packed_s
+
+
+def line_of(steps: PromptSteps, prompts: Lengths, rate: float, workers: int) -> PromptLine:
+    """While a step runs the next ones come, and share the step after it: as many as come within a step that is as long
+    as so many make it."""
+    packed = [steps.packed(prompt)[0] for prompt in prompts.quantiles]
+    packed_s = sum(packed) / len(packed)
+    fixed_s = max(0.0, prompts.mean_of(lambda prompt: steps.alone(prompt)[0]) - packed_s)
+    utilisation = rate * packed_s / workers
+    most = max(1.0, steps.chunk / steps.computed(prompts.mean))
+    together = most if utilisation >= 1 else min(most, max(1.0, rate / workers * fixed_s / (1 - utilisation)))
+    services = [_shared(steps, prompt, together) for prompt in prompts.quantiles]
+    service_s = sum(seconds for seconds, _ in services) / len(services)
+    variation2 = sum(seconds**2 for seconds in packed) / len(packed) / packed_s**2 - 1
+    return PromptLine(
+        steps=steps,
+        packed_s=packed_s,
+        fixed_s=fixed_s,
+        together=together,
+        service_s=service_s,
+        num_steps=sum(count for _, count in services) / len(services),
+        variation2=max(0.0, variation2),
+        busy=min(1.0, rate * service_s / workers),
+        waiting=waiting(rate, workers, packed_s, max(0.0, variation2)),
+    )
+
+
+def _shared(steps: PromptSteps, prompt: float, together: float) -> tuple[float, float]:
+    """Seconds and steps of one of so many prompts that share theirs."""
+    (alone_s, alone), (packed_s, packed) = steps.alone(prompt), steps.packed(prompt)
+    return packed_s + max(0.0, alone_s - packed_s) / together, packed + (alone - packed) / together
