@@ -52,6 +52,7 @@ $(HELM): helm/get_helm.py $(INSTALLED)
 test-faults: $(INSTALLED)
 	TANDEM_CHAOS_STORMS=3 TANDEM_CHAOS_S=120 $(BIN)/pytest -s tests/integration/test_chaos.py
 	TANDEM_TRIALS=20000 $(BIN)/pytest tests/unit/test_core_faults.py
+	TANDEM_PLANS=all $(BIN)/pytest tests/unit/test_plan.py
 	TANDEM_REAL_FAULTS=20 $(BIN)/pytest -s tests/integration/test_real_faults.py tests/integration/test_faults.py
 
 # Skipped without a GPU, so no part of `test`. On a machine with one: $(BIN)/python -m pip install -e '.[cuda]' first.

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -242,10 +243,11 @@ TRIED = {
     "prefill-heavy, H100": ("H100", 1.0, 0.05, Load(30, 4000, 20), 600, 300),
 }
 """GPU, SLO, load; requests through the planned cluster, and through half of it."""
+ALL = [(name, kind) for name in TRIED for kind in ("together", "apart")]
+QUICK = [("short chat, A10", "together"), ("prefill-heavy, H100", "apart")]
 
 
-@pytest.mark.parametrize("name", TRIED)
-@pytest.mark.parametrize("kind", ["together", "apart"])
+@pytest.mark.parametrize(("name", "kind"), ALL if os.environ.get("TANDEM_PLANS") == "all" else QUICK)
 def test_a_simulated_cluster_of_the_planned_size_keeps_the_slo_and_half_of_it_does_not(name: str, kind: str) -> None:
     gpu, ttft_s, itl_s, load, count, count_of_half = TRIED[name]
     option = getattr(plan(setup_of(gpu, ttft_s, itl_s), load), kind)
