@@ -10,6 +10,7 @@ import grpc
 from cluster.drain import Drain
 from cluster.errors import Draining, ServiceError, to_status
 from protos import inference_pb2 as pb
+from router.api_keys import ApiKeys, Principal
 from router.candidates import Candidate
 from router.model_choice import Verdict
 from router.served_model import ServedModel, ServedModels
@@ -23,10 +24,11 @@ MAX_EXPLAINED = 256
 class InferenceService:
     """Registered by hand instead of by its generated base: Generate passes messages through as bytes."""
 
-    def __init__(self, serving: Serving, models: ServedModels, router_id: str, drain: Drain) -> None:
+    def __init__(self, serving: Serving, models: ServedModels, keys: ApiKeys, router_id: str, drain: Drain) -> None:
         """`drain` holds the streams under way."""
         self._serving = serving
         self._models = models
+        self._keys = keys
         self._router_id = router_id
         self._drain = drain
 
@@ -55,7 +57,7 @@ class InferenceService:
         try:
             if self._drain.draining:
                 raise stopped
-            responses = self._serving.generate(request, context.time_remaining())
+            responses = self._serving.generate(request, context.time_remaining(), self._principal(context))
             with self._drain.holding(task.cancel):
                 async with contextlib.aclosing(responses):
                     async for response in responses:
@@ -70,7 +72,7 @@ class InferenceService:
 
     async def Explain(self, request: pb.GenerateRequest, context: Any) -> pb.Explanation:
         try:
-            explained = await self._serving.explain(request, context.time_remaining())
+            explained = await self._serving.explain(request, context.time_remaining(), self._principal(context))
         except ServiceError as error:
             await context.abort_with_status(to_status(error))
             raise  # the line above did
@@ -86,7 +88,17 @@ class InferenceService:
         )
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
-        return pb.ListModelsResponse(models=map(_listed, self._models))
+        try:
+            principal = self._principal(context)
+        except ServiceError as error:
+            await context.abort_with_status(to_status(error))
+            raise  # the line above did
+        return pb.ListModelsResponse(models=map(_listed, self._models.only(principal.models)))
+
+    def _principal(self, context: Any) -> Principal:
+        """Raises Unauthenticated."""
+        given = [value for name, value in context.invocation_metadata() or () if name == "authorization"]
+        return self._keys.principal(str(given[0]) if given else None)
 
 
 def _listed(model: ServedModel) -> pb.Model:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from cluster.errors import Draining, Overloaded, ServiceError
 from engine.keys import BlockKey
 from protos import inference_pb2 as pb
+from router.api_keys import Principal
 from router.attempt import Emitted, Retriable, run_attempt
 from router.candidates import Candidate
 from router.config import RouterConfig
@@ -52,13 +53,17 @@ class Serving:
         self._intake = Intake(config, models)
 
     async def generate(
-        self, request: pb.GenerateRequest, deadline_s: float | None, on_checked: Callable[[Ticket], object] = _ignore
+        self,
+        request: pb.GenerateRequest,
+        deadline_s: float | None,
+        principal: Principal,
+        on_checked: Callable[[Ticket], object] = _ignore,
     ) -> AsyncGenerator[bytes]:
         """Serialised GenerateResponses: one unbroken stream over however many attempts. `on_checked` is called once,
         before the first of them. Raises ServiceError."""
         watched = self._metrics.watch()
         try:
-            ticket = await self._intake.check(request, deadline_s)
+            ticket = await self._intake.check(request, deadline_s, principal)
             watched.checked(ticket)
             on_checked(ticket)
             charge = await self._gate.enter(request.tenant, ticket.most_tokens)
@@ -116,9 +121,9 @@ class Serving:
                 model.dispatcher.ended(placed)
             await _settle(model, placed.decode)
 
-    async def explain(self, request: pb.GenerateRequest, deadline_s: float | None) -> Explained:
+    async def explain(self, request: pb.GenerateRequest, deadline_s: float | None, principal: Principal) -> Explained:
         """What a request needs, and all ways to start it now. Raises ServiceError."""
-        ticket = await self._intake.check(request, deadline_s, explain=True)
+        ticket = await self._intake.check(request, deadline_s, principal, explain=True)
         demand, keys = await self._needs(ticket, Emitted(ticket.sampling.n))
         fleet = ticket.model.fleet
         # A large fleet's candidates take tenths of a second: not on the loop, and of a snapshot that stays as it is.
@@ -140,7 +145,7 @@ class Serving:
         unfinished = [choice.token_ids for choice in emitted.choices if not choice.finished]
         to_score = sampling.HasField("prompt_logprobs") and emitted.num_prompt_logprobs < len(prompt) - 1
         chains = chains_of(prompt, sampling, unfinished)
-        return ticket.model.needs(prompt, sampling, ticket.request.cache_salt, chains, to_score)
+        return ticket.model.needs(prompt, sampling, ticket.cache_salt, chains, to_score)
 
 
 def _count(ticket: Ticket, emitted: Emitted, watched: Watched) -> None:

@@ -8,6 +8,7 @@ async with Client("127.0.0.1:50051") as client:
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -15,6 +16,7 @@ import grpc
 
 from cluster.errors import InvalidRequest, Unavailable, from_rpc_error
 from cluster.rpc import channel
+from cluster.tls import Visitor
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
 
@@ -31,13 +33,15 @@ class Client:
     said anything else, the next one is asked, each once.
     """
 
-    def __init__(self, *addresses: str) -> None:
-        """host:port of one router or more; those of one string may be parted by commas."""
+    def __init__(self, *addresses: str, api_key: str = "", tls: Visitor | None = None) -> None:
+        """host:port of one router or more; those of one string may be parted by commas. `tls`: they speak TLS. Raises
+        StartError for a file of it that cannot be read."""
         self._addresses = [part.strip() for address in addresses for part in address.split(",")]
         if not all(self._addresses) or not self._addresses:
             raise InvalidRequest("address", "host:port of a router is missing")
-        self._channels = [channel(address) for address in self._addresses]
+        self._channels = [channel(address, tls) for address in self._addresses]
         self._stubs = [pb_grpc.InferenceStub(link) for link in self._channels]
+        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._current = 0
 
     async def __aenter__(self) -> Self:
@@ -101,7 +105,7 @@ class Client:
         give_up_at = None if timeout_s is None else time.monotonic() + timeout_s
         *others, last = self._order()
         for number in (*others, last):
-            call = self._stubs[number].Generate(request, timeout=_remaining_s(give_up_at))
+            call = self._stubs[number].Generate(request, timeout=_remaining_s(give_up_at), metadata=self._metadata)
             begun = False
             try:
                 async for response in call:
@@ -142,7 +146,9 @@ class Client:
             task=task,
             min_quality=min_quality,
         )
-        return await self._ask(lambda stub, remaining_s: stub.Explain(request, timeout=remaining_s), timeout_s)
+        return await self._ask(
+            lambda stub, remaining_s: stub.Explain(request, timeout=remaining_s, metadata=self._metadata), timeout_s
+        )
 
     async def wait_for_workers(self, num_prefill: int, num_decode: int, timeout_s: float) -> None:
         """Return once so many workers have joined the router, of all models together. Raises Unavailable after
@@ -161,7 +167,9 @@ class Client:
     async def list_models(self, timeout_s: float = 10.0) -> list[pb.Model]:
         """The models served now."""
         request = pb.ListModelsRequest()
-        answer = await self._ask(lambda stub, remaining_s: stub.ListModels(request, timeout=remaining_s), timeout_s)
+        answer = await self._ask(
+            lambda stub, remaining_s: stub.ListModels(request, timeout=remaining_s, metadata=self._metadata), timeout_s
+        )
         return list(answer.models)
 
     def _order(self) -> list[int]:
@@ -184,6 +192,19 @@ class Client:
                 self._current = number
                 return answer
         raise AssertionError("the last router either answers or fails")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a command needs to make clients."""
+
+    address: str
+    """host:port, or several parted by commas."""
+    api_key: str = field(default="", repr=False)
+    tls: Visitor | None = None
+
+    def client(self) -> Client:
+        return Client(self.address, api_key=self.api_key, tls=self.tls)
 
 
 def _chat_message(message: Message | pb.ChatMessage) -> pb.ChatMessage:

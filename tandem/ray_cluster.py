@@ -21,7 +21,8 @@ import ray.exceptions
 from cluster.config import Config
 from cluster.errors import StartError, TandemError
 from cluster.process import Addresses
-from tandem.client import Client
+from cluster.tls import member_of
+from tandem.members import await_members
 from tandem.steps import Steps
 from tandem.topology import Topology
 
@@ -116,20 +117,24 @@ async def _serve(topology: Topology, say: Steps, actors: list[_Actor]) -> None:
     say("starting the router")
     started = [await _start(actors, config.router_id or "router", "router", config) for config in topology.routers]
     addresses = [where.grpc for where in started]
+    joined_at = tuple(where.internal or where.grpc for where in started)
     say(f"loading the model into {topology.num_workers} workers")
     await asyncio.gather(
         *(
-            _start(actors, config.worker_id, module, config.model_copy(update={"routers": tuple(addresses)}))
+            _start(actors, config.worker_id, module, config.model_copy(update={"routers": joined_at}))
             for module, config in topology.workers()
         )
     )
-    for address in addresses:
-        async with Client(address) as client:
-            await client.wait_for_workers(len(topology.prefill), len(topology.decode), JOIN_TIMEOUT_S)
+    for address, config in zip(joined_at, topology.routers, strict=True):
+        await await_members(address, member_of(config), len(topology.prefill), len(topology.decode), JOIN_TIMEOUT_S)
     say(f"serving at {', '.join(addresses)}; Ctrl-C stops")
-    if http := [f"http://{where.http}/v1" for where in started if where.http]:
+    config = topology.router
+    scheme = "https" if config.tls_cert or config.tls_public_cert else "http"
+    if http := [f"{scheme}://{where.http}/v1" for where in started if where.http]:
         say(f"OpenAI-compatible API at {', '.join(http)}")
-    if metrics := [f"http://{where.metrics}/metrics" for where in started if where.metrics]:
+    if metrics := [
+        f"{'https' if config.tls_cert else 'http'}://{where.metrics}/metrics" for where in started if where.metrics
+    ]:
         say(f"metrics at {', '.join(metrics)}")
     say(f"try: tandem generate --address {','.join(addresses)} 'Once upon a time'")
     say.done()

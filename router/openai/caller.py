@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cluster.errors import InvalidRequest
+from router.api_keys import ANYBODY, ApiKeys, Principal
 from router.validation import MAX_NAME_CHARS
 
 
@@ -16,11 +17,14 @@ class Caller:
     """Whose fair share, limits and quota it counts against; empty: nobody's in particular."""
     request_id: str
     """Drawn where the client gave none."""
+    principal: Principal = ANYBODY
 
 
-def caller_of(headers: Mapping[str, str]) -> Caller:
-    """Raises InvalidRequest for a header that is no name."""
-    return Caller(_name(headers, "x-tenant"), _name(headers, "x-request-id") or secrets.token_hex(16))
+def caller_of(headers: Mapping[str, str], keys: ApiKeys) -> Caller:
+    """Raises InvalidRequest for a header that is no name, Unauthenticated, and Forbidden for another's tenant."""
+    principal = keys.principal(headers.get("authorization"))
+    tenant = principal.tenant_for(_name(headers, "x-tenant"))
+    return Caller(tenant, _name(headers, "x-request-id") or secrets.token_hex(16), principal)
 
 
 def _name(headers: Mapping[str, str], header: str) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from cluster.http_server import HttpServer
+from cluster.tls import Credentials
 from router.openai.errors import error_of
 
 MAX_HEAD_BYTES = 64 << 10
@@ -19,9 +20,9 @@ KEEP_ALIVE_S = 75
 class OpenAiServer(HttpServer):
     """Of the public API."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, credentials: Credentials | None = None) -> None:
         """`port` 0 lets the system choose. Raises StartError."""
-        super().__init__(host, port, "http_port", http=_Protocol, timeout_keep_alive=KEEP_ALIVE_S)
+        super().__init__(host, port, "http_port", credentials, http=_Protocol, timeout_keep_alive=KEEP_ALIVE_S)
 
 
 class _Protocol(HttpToolsProtocol):

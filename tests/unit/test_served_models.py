@@ -78,7 +78,7 @@ def join(model: ServedModel, num_blocks: int = 100, queued_tokens: int = 0) -> N
 
 
 async def choose(config: RouterConfig, models: ServedModels, **request: Any) -> Chosen:
-    return await ModelChooser(config, models).choose(pb.GenerateRequest(**request), time.monotonic())
+    return await ModelChooser(config, models).choose(pb.GenerateRequest(**request), "", time.monotonic())
 
 
 def counted(choice: Chosen) -> list[str]:
