@@ -86,17 +86,18 @@ def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def to_overrides(config: Config) -> list[str]:
-    """The command-line arguments that make `from_command_line` give `config` again, with `secrets_of` it as standard
-    input: any user of the machine can read a command line."""
-    arguments = ["--config", "-"]
+    """The command-line arguments that make `from_command_line` give `config` again; where it has secrets, with
+    `secrets_of` it as standard input: any user of the machine can read a command line."""
+    arguments = ["--config", "-"] if secrets_of(config) else []
     for key, value in config.model_dump(mode="json", exclude_unset=True, exclude=_secret(config)).items():
         arguments += ["--set", f"{key}={json.dumps(value)}"]
     return arguments
 
 
 def secrets_of(config: Config) -> str:
-    """YAML of what `config` never shows."""
-    return json.dumps(config.model_dump(mode="json", exclude_unset=True, include=_secret(config)))
+    """YAML of what `config` never shows; empty where nothing of that is set."""
+    secrets = config.model_dump(mode="json", exclude_unset=True, include=_secret(config))
+    return json.dumps(secrets) if secrets else ""
 
 
 def _secret(config: Config) -> set[str]:
