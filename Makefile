@@ -8,7 +8,7 @@ VLLM_VENV := .venv-vllm
 ROUTERS_VENV := .venv-routers
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test test-faults lint types unit integration e2e gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator bench-agreement bench-load protos check-protos install clean
+.PHONY: demo test test-faults fuzz lint types unit integration e2e gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator bench-agreement bench-load protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -46,6 +46,10 @@ test-faults: $(INSTALLED)
 	TANDEM_CHAOS_STORMS=3 TANDEM_CHAOS_S=120 $(BIN)/pytest -s tests/integration/test_chaos.py
 	TANDEM_TRIALS=20000 $(BIN)/pytest tests/unit/test_core_faults.py
 	TANDEM_REAL_FAULTS=20 $(BIN)/pytest -s tests/integration/test_real_faults.py tests/integration/test_faults.py
+
+# 100,000 malformed inputs at every door, some minutes; `test` sends 1,500.
+fuzz: $(INSTALLED)
+	TANDEM_FUZZ=100000 $(BIN)/pytest -s tests/integration/bad_input/test_fuzz.py
 
 # Skipped without a GPU, so no part of `test`. On a machine with one: $(BIN)/python -m pip install -e '.[cuda]' first.
 gpu: $(INSTALLED)

@@ -3,12 +3,13 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from cluster.drain import Drain
-from cluster.errors import Draining, ServiceError, to_status
+from cluster.errors import Draining, InvalidRequest, ServiceError, to_status
 from protos import inference_pb2 as pb
 from router.api_keys import ApiKeys, Principal
 from router.candidates import Candidate
@@ -16,13 +17,15 @@ from router.model_choice import Verdict
 from router.served_model import ServedModel, ServedModels
 from router.serving import Serving
 
+Parsed = TypeVar("Parsed", pb.GenerateRequest, pb.ListModelsRequest)
 NAME = "tandem.v1.Inference"
 MAX_EXPLAINED = 256
 """Candidates of an answer, the cheapest ones: a fleet of hundreds has tens of thousands."""
 
 
 class InferenceService:
-    """Registered by hand instead of by its generated base: Generate passes messages through as bytes."""
+    """Registered by hand instead of by its generated base: Generate passes messages through as bytes, and bytes that
+    are no message get an answer as any other wrong request, where gRPC's own would be UNKNOWN."""
 
     def __init__(self, serving: Serving, models: ServedModels, keys: ApiKeys, router_id: str, drain: Drain) -> None:
         """`drain` holds the streams under way."""
@@ -34,30 +37,27 @@ class InferenceService:
 
     def add_to(self, server: grpc.aio.Server) -> None:
         handlers: dict[str, Any] = {
-            "Generate": grpc.unary_stream_rpc_method_handler(
-                self.Generate, request_deserializer=pb.GenerateRequest.FromString
-            ),
+            "Generate": grpc.unary_stream_rpc_method_handler(self.Generate),
             "Explain": grpc.unary_unary_rpc_method_handler(
                 self.Explain,
-                request_deserializer=pb.GenerateRequest.FromString,
                 response_serializer=pb.Explanation.SerializeToString,
             ),
             "ListModels": grpc.unary_unary_rpc_method_handler(
                 self.ListModels,
-                request_deserializer=pb.ListModelsRequest.FromString,
                 response_serializer=pb.ListModelsResponse.SerializeToString,
             ),
         }
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(NAME, handlers)])
 
-    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[bytes]:
+    async def Generate(self, raw: bytes, context: Any) -> AsyncIterator[bytes]:
         stopped = Draining(f"router {self._router_id} was told to stop")
         task = asyncio.current_task()
         assert task is not None
         try:
             if self._drain.draining:
                 raise stopped
-            responses = self._serving.generate(request, context.time_remaining(), self._principal(context))
+            principal = self._principal(context)
+            responses = self._serving.generate(_parsed(pb.GenerateRequest, raw), context.time_remaining(), principal)
             with self._drain.holding(task.cancel):
                 async with contextlib.aclosing(responses):
                     async for response in responses:
@@ -70,9 +70,12 @@ class InferenceService:
             task.uncancel()  # by us, and not because its client went
             await context.abort_with_status(to_status(stopped))
 
-    async def Explain(self, request: pb.GenerateRequest, context: Any) -> pb.Explanation:
+    async def Explain(self, raw: bytes, context: Any) -> pb.Explanation:
         try:
-            explained = await self._serving.explain(request, context.time_remaining(), self._principal(context))
+            principal = self._principal(context)
+            explained = await self._serving.explain(
+                _parsed(pb.GenerateRequest, raw), context.time_remaining(), principal
+            )
         except ServiceError as error:
             await context.abort_with_status(to_status(error))
             raise  # the line above did
@@ -87,9 +90,10 @@ class InferenceService:
             models=map(_compared, ticket.verdicts),
         )
 
-    async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
+    async def ListModels(self, raw: bytes, context: Any) -> pb.ListModelsResponse:
         try:
             principal = self._principal(context)
+            _parsed(pb.ListModelsRequest, raw)
         except ServiceError as error:
             await context.abort_with_status(to_status(error))
             raise  # the line above did
@@ -99,6 +103,14 @@ class InferenceService:
         """Raises Unauthenticated."""
         given = [value for name, value in context.invocation_metadata() or () if name == "authorization"]
         return self._keys.principal(str(given[0]) if given else None)
+
+
+def _parsed(kind: type[Parsed], raw: bytes) -> Parsed:
+    """Raises InvalidRequest."""
+    try:
+        return kind.FromString(raw)
+    except DecodeError as error:
+        raise InvalidRequest("request", f"is no {kind.DESCRIPTOR.name}: {error}") from None
 
 
 def _listed(model: ServedModel) -> pb.Model:

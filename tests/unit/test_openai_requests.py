@@ -257,3 +257,11 @@ def test_a_field_is_taken_once() -> None:
     assert not fields.given("a")
     assert not fields.given("b")
     fields.finish()
+
+
+@pytest.mark.parametrize("name", ["a\r\nset-cookie: b", "é", "\x00", "x" * 257, "😀"])
+def test_a_request_id_that_is_no_header_is_refused(name: str) -> None:
+    """It comes back as one: a line's end in it would begin another."""
+    with pytest.raises(InvalidRequest) as refused:
+        read_completion({"prompt": "a", "request_id": name}, CALLER)
+    assert refused.value.field == "request_id"
