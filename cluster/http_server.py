@@ -13,6 +13,8 @@ from cluster.errors import StartError, TandemError
 from cluster.tls import Credentials
 
 BACKLOG = 2048
+SEND_BUFFER = 256 << 10
+"""Of each connection, in bytes: what a client that does not read costs the kernel, which else takes megabytes."""
 STOP_S = 1
 """For what is left when a process stops."""
 
@@ -31,6 +33,7 @@ class HttpServer:
         except OSError as error:
             reason = f"cannot listen on {host}:{port}: {os.strerror(error.errno) if error.errno else error}"
             raise StartError(setting, reason) from None
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         self.address = f"{host}:{self._socket.getsockname()[1]}"
         self._credentials = credentials
         self._options = options

@@ -17,14 +17,14 @@ from tandem.client import Client
 from tandem.local import LocalCluster
 
 VOCAB = 600
-NUM_SILENT = 32
-MAX_TOKENS = 2_000
-WORD = "x" * 1000
+NUM_SILENT = 8
+MAX_TOKENS = 1_500
+WORD = "x" * 8000
 """What tokens of the vocabulary end in, but for the 256 that are bytes."""
 ANSWER_BYTES = MAX_TOKENS * len(WORD) // 4
 """At least."""
-MAX_GROWTH = 12 << 20
-"""Of the router. All the answers together are more."""
+MAX_GROWTH = 20 << 20
+"""Of the router: as much of each answer as waits on its way. All the answers together are 50 MB."""
 PATIENCE_S = 3.0
 """For an answer of a few tokens that takes a hundredth of that."""
 
