@@ -148,9 +148,12 @@ async def _outcome(call: Any, cut: bool, method: str, chance: Random) -> str:
             if await call.read() is grpc.aio.EOF:
                 break
     except asyncio.CancelledError:
-        if not cut:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
             raise
-        return "CANCELLED"
+        # Cut by us; or by the client library, where the server ended a stream that was being written to.
+        assert cut or method not in PUBLIC, method
+        return "CANCELLED" if cut else "ended meanwhile"
     except grpc.aio.AioRpcError:
         code, details = await call.code(), await call.details() or ""
         if details == OWN_WORDS and method not in PUBLIC:
