@@ -43,11 +43,13 @@ _SIZES: list[tuple[str, int]] = [
 class Server:
     """One grpc.aio server with health and reflection. Not serving until `mark_serving`."""
 
-    def __init__(self, credentials: Credentials | None = None) -> None:
+    def __init__(
+        self, credentials: Credentials | None = None, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
+    ) -> None:
         """With `credentials` it speaks TLS, and to nobody in the clear."""
         # Without so_reuseport=0 a second process would silently share a port in use.
         options = [*_KEEPALIVE, *_ALLOW_PINGS, *_SIZES, ("grpc.so_reuseport", 0)]
-        self.grpc = grpc.aio.server(options=options)
+        self.grpc = grpc.aio.server(options=options, interceptors=interceptors)
         self._credentials = credentials
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)

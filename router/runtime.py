@@ -20,6 +20,7 @@ from router.api_keys import ApiKeys
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
+from router.guard import KeyInterceptor, guarded
 from router.membership_service import MembershipService
 from router.metrics import ClusterCollector, RouterMetrics
 from router.openai.app import make_app
@@ -113,7 +114,7 @@ async def start_router(config: RouterConfig) -> Router:
         ledger = await _open_ledger(config, undo)
         gate = TenantGate(config, ledger)
         models = serve_models(config, files, gate, incarnation, member)
-        server, requests = Server(public), Drain()
+        server, requests = Server(public, [KeyInterceptor(keys)] if keys.required else []), Drain()
         registry.register(ClusterCollector(models, gate))
         serving = Serving(config, models, gate, RouterMetrics(registry))
         InferenceService(serving, models, keys, config.id(), requests).add_to(server.grpc)
@@ -128,7 +129,7 @@ async def start_router(config: RouterConfig) -> Router:
             internal_port = await internal.start(config.host, config.internal_port, [MEMBERSHIP], "internal_port")
             undo.push_async_callback(internal.stop, 0)
         if http is not None:
-            await http.start(make_app(serving, models, requests, keys, config.default_deadline_s))
+            await http.start(guarded(make_app(serving, models, requests, keys, config.default_deadline_s), keys))
         await metrics.start(registry)
         for each in servers:
             await each.mark_serving()

@@ -13,6 +13,7 @@ from cluster.errors import Draining, InvalidRequest, ServiceError, to_status
 from protos import inference_pb2 as pb
 from router.api_keys import ApiKeys, Principal
 from router.candidates import Candidate
+from router.guard import bearer_of
 from router.model_choice import Verdict
 from router.served_model import ServedModel, ServedModels
 from router.serving import Serving
@@ -101,8 +102,7 @@ class InferenceService:
 
     def _principal(self, context: Any) -> Principal:
         """Raises Unauthenticated."""
-        given = [value for name, value in context.invocation_metadata() or () if name == "authorization"]
-        return self._keys.principal(str(given[0]) if given else None)
+        return self._keys.principal(bearer_of(context.invocation_metadata()))
 
 
 def _parsed(kind: type[Parsed], raw: bytes) -> Parsed:

@@ -198,7 +198,8 @@ async def test_members_are_answered_by_the_same_calls(site: Site) -> None:
 async def test_no_internal_service_is_on_the_public_port(site: Site) -> None:
     async with channel(site.cluster.address, site.visitor) as link:
         stub = membership_pb2_grpc.MembershipStub(link)
-        error = await refusal(stub.Members(membership_pb2.MembersRequest(), timeout=5))
+        key = (("authorization", "Bearer tk-alice"),)
+        error = await refusal(stub.Members(membership_pb2.MembersRequest(), timeout=5, metadata=key))
         assert error.code is grpc.StatusCode.UNIMPLEMENTED
 
 
@@ -238,7 +239,13 @@ async def test_no_key_no_service(site: Site) -> None:
             status, said = await asyncio.to_thread(site.https, address, site.visitor, path, body, **headers)
             assert status == 401, path
             assert json.loads(said)["error"]["code"] == "invalid_api_key"
+    for path in ("/metrics", "/docs", "/no/such/path"):
+        assert (await asyncio.to_thread(site.https, address, site.visitor, path))[0] == 401, "closed unless opened"
     assert (await asyncio.to_thread(site.https, address, site.visitor, "/health"))[0] == 200
+    async with channel(site.cluster.address, site.visitor) as link:
+        for method in ("/tandem.v1.Inference/NoSuchMethod", "/tandem.internal.v1.Membership/Members"):
+            assert isinstance(await refusal(link.unary_unary(method)(b"", timeout=5)), Unauthenticated)
+        await link.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=5)
 
 
 async def test_a_key_of_one_tenant_cannot_be_anothers(site: Site) -> None:
