@@ -6,9 +6,10 @@ INSTALLED := $(VENV)/.installed
 PROTOC_VENV := .venv-protoc
 VLLM_VENV := .venv-vllm
 ROUTERS_VENV := .venv-routers
+HELM := .helm/helm
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test test-faults fuzz lint types unit integration e2e gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator bench-agreement bench-load protos check-protos install clean
+.PHONY: demo test test-faults fuzz lint types unit integration helm e2e gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator bench-agreement bench-load bench-api protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -22,7 +23,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	@$(BIN)/tandem demo
 
-test: lint types check-protos unit integration e2e
+test: lint types check-protos unit integration helm e2e
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -40,6 +41,12 @@ integration: $(INSTALLED)
 
 e2e: $(INSTALLED)
 	$(BIN)/pytest tests/e2e
+
+helm: $(INSTALLED) $(HELM)
+	$(BIN)/pytest tests/helm
+
+$(HELM): helm/get_helm.py $(INSTALLED)
+	@$(BIN)/python helm/get_helm.py $(@D)
 
 # 20,000 trials in virtual time, 20 real faults of each kind, storms of minutes; `test` runs a slice of all.
 test-faults: $(INSTALLED)
@@ -76,6 +83,9 @@ bench-agreement: $(INSTALLED)
 bench-load: $(INSTALLED)
 	@$(BIN)/python -m bench.load
 
+bench-api: $(INSTALLED)
+	@$(BIN)/python -m bench.api
+
 bench-gpu: $(INSTALLED)
 	@$(BIN)/python -m bench.gpu
 
@@ -109,4 +119,4 @@ check-protos: $(PROTOC_VENV)/.installed
 	@$(PROTOC_VENV)/bin/python protos/generate.py --check .
 
 clean:
-	rm -rf $(VENV) $(PROTOC_VENV) $(ROUTERS_VENV) .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(dir $(HELM)) $(VENV) $(PROTOC_VENV) $(ROUTERS_VENV) .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -12,6 +12,7 @@ TandemError
     ├── Unauthenticated   UNAUTHENTICATED: nobody knows who asks
     ├── Forbidden         PERMISSION_DENIED: who asks may not
     ├── Incompatible      FAILED_PRECONDITION: two processes do not fit together
+    ├── NotSetUp          UNIMPLEMENTED: a setting, which the message names, is not set
     └── DeadlineExceeded  DEADLINE_EXCEEDED
 """
 
@@ -114,6 +115,12 @@ class Incompatible(ServiceError):
     code = grpc.StatusCode.FAILED_PRECONDITION
 
 
+class NotSetUp(ServiceError):
+    """This router has no such thing: a setting, which the message names, is not set."""
+
+    code = grpc.StatusCode.UNIMPLEMENTED
+
+
 class DeadlineExceeded(ServiceError):
     """The call's deadline passed."""
 
@@ -129,6 +136,7 @@ _KINDS: dict[grpc.StatusCode, type[ServiceError]] = {
         Unauthenticated,
         Forbidden,
         Incompatible,
+        NotSetUp,
         DeadlineExceeded,
     )
 }

@@ -24,6 +24,11 @@ class Addresses:
     internal: str = ""
     """Of a router: where workers join it, when that is not `grpc`."""
 
+    @property
+    def joined_at(self) -> str:
+        """Of a router: by workers."""
+        return self.internal or self.grpc
+
 
 class Running(Protocol):
     """A started role."""

@@ -40,6 +40,12 @@ _SIZES: list[tuple[str, int]] = [
 ]
 
 
+LIVENESS, READINESS = "liveness", "readiness"
+"""Names that health knows besides those of services, for supervisors. Alive is a process whose loop turns, also while
+it drains. Ready is one that new work would be done by: it has started, was not told to stop, and is not cut off."""
+READY_EVERY_S = 0.25
+
+
 class Server:
     """One grpc.aio server with health and reflection. Not serving until `mark_serving`."""
 
@@ -54,6 +60,8 @@ class Server:
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         self._services: list[str] = []
+        self._stopping = False
+        self._watching: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int, services: Sequence[str], setting: str = "port") -> int:
         """Listen; returns the port, chosen by the system when `port` is 0. Raises StartError, which names `setting`."""
@@ -61,6 +69,7 @@ class Server:
         names = [*services, health.SERVICE_NAME, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self.grpc)
         await self._set(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._health.set(READINESS, health_pb2.HealthCheckResponse.NOT_SERVING)
         try:
             if self._credentials is None:
                 bound = self.grpc.add_insecure_port(f"{host}:{port}")
@@ -68,19 +77,35 @@ class Server:
                 bound = self.grpc.add_secure_port(f"{host}:{port}", self._credentials.for_grpc())
         except RuntimeError as error:
             raise StartError(setting, f"cannot listen on {host}:{port}: {_bind_reason(host, port)}") from error
+        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await self.grpc.start()
         return bound
 
-    async def mark_serving(self) -> None:
+    async def mark_serving(self, ready: Callable[[], bool]) -> None:
+        """`ready` is asked every now and then: whether new work would be done here."""
         await self._set(health_pb2.HealthCheckResponse.SERVING)
+        self._watching = asyncio.ensure_future(self._watch(ready))
 
     async def announce_stop(self) -> None:
-        """NOT_SERVING from now on, whatever is said later; calls go on as before."""
-        await self._health.enter_graceful_shutdown()
+        """Alive, and nothing else, from now on; calls go on as before."""
+        self._stopping = True
+        await self._set(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._health.set(READINESS, health_pb2.HealthCheckResponse.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
         await self._health.enter_graceful_shutdown()
         await self.grpc.stop(grace_s)
+
+    async def _watch(self, ready: Callable[[], bool]) -> None:
+        said: bool | None = None
+        while not self._stopping:
+            if (now := ready()) != said:
+                status = health_pb2.HealthCheckResponse
+                await self._health.set(READINESS, status.SERVING if now else status.NOT_SERVING)
+                said = now
+            await asyncio.sleep(READY_EVERY_S)
 
     async def _set(self, status: "health_pb2.HealthCheckResponse.ServingStatus") -> None:
         for service in self._services:

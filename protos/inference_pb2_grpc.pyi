@@ -17,6 +17,7 @@ Errors are ordinary gRPC statuses with `google.rpc.Status` details in the traile
   PERMISSION_DENIED   the model, or the tenant, is not that of the key
   UNAVAILABLE         no worker could serve it now; safe to retry
   DEADLINE_EXCEEDED   the call's deadline passed
+  UNIMPLEMENTED       this router is not set up for it
 """
 
 from collections import abc as _abc
@@ -34,8 +35,16 @@ class InferenceStub:
     """Generates a completion, or several of one prompt, and streams them."""
     Explain: _aio.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.Explanation]
     """Where the request would go now and what else was compared, predicted term by term. Nothing is started."""
+    GenerateBatch: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateBatchRequest, _inference_pb2.BatchResult]
+    """Many prompts in one call; each result comes, whole, when it is finished. What goes wrong with one is its own matter."""
+    Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
+    """A prompt as the model reads it: its tokens, after the chat template where there are messages."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """The models this router can serve now."""
+    ClusterStatus: _aio.UnaryUnaryMultiCallable[_inference_pb2.ClusterStatusRequest, _inference_pb2.ClusterStatusResponse]
+    """What this router knows of its workers, its lines and the links between workers, as it stands now."""
+    Feedback: _aio.UnaryUnaryMultiCallable[_inference_pb2.FeedbackRequest, _inference_pb2.FeedbackResponse]
+    """What somebody thinks of an answer. Kept with the router's samples; UNIMPLEMENTED where it keeps none."""
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -55,11 +64,43 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         """Where the request would go now and what else was compared, predicted term by term. Nothing is started."""
 
     @_abc_1.abstractmethod
+    def GenerateBatch(
+        self,
+        request: _inference_pb2.GenerateBatchRequest,
+        context: _aio.ServicerContext[_inference_pb2.GenerateBatchRequest, _abc.AsyncIterator[_inference_pb2.BatchResult]],
+    ) -> _abc.AsyncIterator[_inference_pb2.BatchResult]:
+        """Many prompts in one call; each result comes, whole, when it is finished. What goes wrong with one is its own matter."""
+
+    @_abc_1.abstractmethod
+    def Tokenize(
+        self,
+        request: _inference_pb2.TokenizeRequest,
+        context: _aio.ServicerContext[_inference_pb2.TokenizeRequest, _abc.Awaitable[_inference_pb2.TokenizeResponse]],
+    ) -> _abc.Awaitable[_inference_pb2.TokenizeResponse]:
+        """A prompt as the model reads it: its tokens, after the chat template where there are messages."""
+
+    @_abc_1.abstractmethod
     def ListModels(
         self,
         request: _inference_pb2.ListModelsRequest,
         context: _aio.ServicerContext[_inference_pb2.ListModelsRequest, _abc.Awaitable[_inference_pb2.ListModelsResponse]],
     ) -> _abc.Awaitable[_inference_pb2.ListModelsResponse]:
         """The models this router can serve now."""
+
+    @_abc_1.abstractmethod
+    def ClusterStatus(
+        self,
+        request: _inference_pb2.ClusterStatusRequest,
+        context: _aio.ServicerContext[_inference_pb2.ClusterStatusRequest, _abc.Awaitable[_inference_pb2.ClusterStatusResponse]],
+    ) -> _abc.Awaitable[_inference_pb2.ClusterStatusResponse]:
+        """What this router knows of its workers, its lines and the links between workers, as it stands now."""
+
+    @_abc_1.abstractmethod
+    def Feedback(
+        self,
+        request: _inference_pb2.FeedbackRequest,
+        context: _aio.ServicerContext[_inference_pb2.FeedbackRequest, _abc.Awaitable[_inference_pb2.FeedbackResponse]],
+    ) -> _abc.Awaitable[_inference_pb2.FeedbackResponse]:
+        """What somebody thinks of an answer. Kept with the router's samples; UNIMPLEMENTED where it keeps none."""
 
 def add_InferenceServicer_to_server(servicer: InferenceServicer, server: _aio.Server) -> None: ...

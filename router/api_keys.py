@@ -38,6 +38,13 @@ class Principal:
     """None: whoever the request says."""
     models: frozenset[str] | None = None
     """None: all."""
+    operator: bool = False
+    """It may see what is everybody's."""
+
+    def check_operator(self) -> None:
+        """Raises Forbidden."""
+        if not self.operator:
+            raise Forbidden("this key is not an operator's")
 
     def tenant_for(self, asked: str) -> str:
         """Of a request that says so. Raises Forbidden where it is somebody else's."""
@@ -48,7 +55,7 @@ class Principal:
         return self.tenant
 
 
-ANYBODY = Principal()
+ANYBODY = Principal(operator=True)
 """Where there are no keys."""
 
 
@@ -90,7 +97,7 @@ class ApiKeys:
             raise Unauthenticated("is no key that is known here", "authorization")
         if found.expires is not None and found.expires.timestamp() <= self._wall_clock():
             raise Unauthenticated(f"the key {found.name!r} expired at {found.expires.isoformat()}", "authorization")
-        return Principal(found.name, found.tenant, frozenset(found.models) if found.models else None)
+        return Principal(found.name, found.tenant, frozenset(found.models) if found.models else None, found.operator)
 
     def _look(self) -> None:
         now = self._clock()
@@ -151,9 +158,13 @@ def hash_of(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-def entry_for(key: str, name: str, tenant: str, models: Sequence[str], days: float | None) -> str:
+def entry_for(
+    key: str, name: str, tenant: str, models: Sequence[str], days: float | None, operator: bool = False
+) -> str:
     """Of a keys file: YAML. Raises StartError for a name that is none."""
     entry: dict[str, object] = {"name": name, "sha256": hash_of(key), "tenant": tenant}
+    if operator:
+        entry["operator"] = True
     if models:
         entry["models"] = list(models)
     if days is not None:

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from pathlib import Path
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -53,6 +54,19 @@ class RouterConfig(SecuritySettings, ModelsConfig, MetricsSettings, DiscoverySet
     """What computing a prompt costs on either kind of worker, however short it is."""
     stream_delay_s: PositiveFloat = 0.001
     """What one more running stream on a decode worker costs the others."""
+
+    samples_file: Path | None = None
+    """Requests are appended there with their receipts, a share of them, and all feedback. To rotate it, move it away:
+    it is opened anew for each line."""
+    sample_share: float = Field(default=1.0, gt=0, le=1)
+    """Of the requests that end well."""
+    sample_texts: bool = False
+    """With the prompt and the output; else with their lengths only."""
+
+    otlp_endpoint: str = ""
+    """Where traces go, by OpenTelemetry's protocol over gRPC: http://collector:4317. Without: there are none."""
+    trace_share: float = Field(default=1.0, gt=0, le=1)
+    """Of the requests."""
 
     def priors(self) -> Priors:
         return Priors(

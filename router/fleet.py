@@ -40,6 +40,8 @@ class Worker:
     """Placements on it that no report of its has seen."""
     lends_unseen: "set[Placed]" = field(default_factory=set)
     """Likewise as a lender, until their first token."""
+    num_cached: int = 0
+    """Blocks that it said it holds."""
     draining: bool = False
     """It was told to stop: it takes nothing more, and can be read. For good."""
 
@@ -146,14 +148,17 @@ class Fleet:
         if changed.snapshot:
             self._index.drop_worker(worker.worker_id)
             worker.next_cache_sequence = changed.sequence
+            worker.num_cached = 0
         elif worker.next_cache_sequence != changed.sequence:
             worker.next_cache_sequence = None
             return False
         else:
             worker.next_cache_sequence += len(changed.events)
         for event in changed.events:
-            self._index.add(worker.worker_id, split_keys(event.stored))
-            self._index.discard(worker.worker_id, split_keys(event.removed))
+            stored, removed = split_keys(event.stored), split_keys(event.removed)
+            self._index.add(worker.worker_id, stored)
+            self._index.discard(worker.worker_id, removed)
+            worker.num_cached += len(stored) - len(removed)
         return True
 
     def placed(self, decision: Decision, demand: Demand, keys: Sequence[BlockKey]) -> Placed:

@@ -13,7 +13,8 @@ from router.api_keys import ApiKeys
 from router.openai.errors import error_answer
 
 OPEN_SERVICES = ("/grpc.health.v1.", "/grpc.reflection.v1alpha.")
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/console"})
+"""The console's page says nothing by itself."""
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):

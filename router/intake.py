@@ -71,7 +71,7 @@ class Intake:
         arrived_at = time.monotonic()
         deadline = arrived_at + (self._config.default_deadline_s if deadline_s is None else deadline_s)
         models = self._models.only(principal.models)
-        model, why = _asked_for(models, request.model, principal)
+        model, why = asked_for(self._models, request.model, principal)
         check_names(request)
         request.tenant = principal.tenant_for(request.tenant)
         cache_salt = isolated(request) if self._config.isolate_tenants else request.cache_salt
@@ -109,12 +109,15 @@ def isolated(request: pb.GenerateRequest) -> str:
     return f"{len(request.tenant)} {request.tenant} {request.cache_salt}"
 
 
-def _asked_for(models: ServedModels, name: str, principal: Principal) -> tuple[ServedModel | None, str]:
-    """Raises Forbidden for a model that is not this key's, whether there is one of that name or not: else a key could
-    find out what others are served."""
+def asked_for(models: ServedModels, name: str, principal: Principal) -> tuple[ServedModel | None, str]:
+    """The model that a name means to this principal, None for AUTO; and why.
+
+    Raises Forbidden for a model that is not this key's, whether there is one of that name or not: else a key could find
+    out what others are served.
+    """
     if principal.models is not None and name not in ("", AUTO, *principal.models):
         raise Forbidden(f"this key may not use {name!r}", "model")
-    return models.asked_for(name)
+    return models.only(principal.models).asked_for(name)
 
 
 def _check_fit(model: ServedModel, request: pb.GenerateRequest) -> None:

@@ -87,6 +87,8 @@ class Watched:
         self._metrics = metrics
         self._arrived_at = time.monotonic()
         self._last_at = 0.0
+        self.ttft_s = 0.0
+        """Until the first message; 0 before it."""
         self._model: _OfModel | None = None
         self._name = ""
 
@@ -102,7 +104,8 @@ class Watched:
         if self._last_at:
             self._model.itl.observe(now - self._last_at)
         else:
-            self._model.ttft.observe(now - self._arrived_at)
+            self.ttft_s = now - self._arrived_at
+            self._model.ttft.observe(self.ttft_s)
         self._last_at = now
 
     def failed(self, error: ServiceError) -> None:

@@ -18,6 +18,7 @@ from protos import membership_pb2_grpc as pb_grpc
 from router.admission.redis_quota import RedisLedger
 from router.api_keys import ApiKeys
 from router.config import RouterConfig
+from router.console.routes import add_console
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
 from router.guard import KeyInterceptor, guarded
@@ -25,10 +26,12 @@ from router.membership_service import MembershipService
 from router.metrics import ClusterCollector, RouterMetrics
 from router.openai.app import make_app
 from router.openai.server import OpenAiServer
+from router.samples import Samples
 from router.served_model import ModelFiles, ServedModel, ServedModels, read_models
 from router.service import NAME, InferenceService
 from router.serving import Serving
 from router.tenant_gate import TenantGate
+from router.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -53,10 +56,14 @@ class Router:
         ledger: RedisLedger | None,
         metrics: MetricsServer,
         http: OpenAiServer | None,
+        samples: Samples,
+        tracing: Tracing,
     ) -> None:
         self.address = addresses.grpc
         self.addresses = addresses
         self._metrics = metrics
+        self._samples = samples
+        self._tracing = tracing
         self._config = config
         self._servers = servers
         self._models = models
@@ -95,6 +102,8 @@ class Router:
             await self._http.close()
         await asyncio.gather(*(server.stop(grace_s=0.5) for server in self._servers))
         await self._metrics.close()
+        await self._samples.close()
+        await self._tracing.close()
         for model in self._models:
             await model.close()
 
@@ -116,8 +125,13 @@ async def start_router(config: RouterConfig) -> Router:
         models = serve_models(config, files, gate, incarnation, member)
         server, requests = Server(public, [KeyInterceptor(keys)] if keys.required else []), Drain()
         registry.register(ClusterCollector(models, gate))
-        serving = Serving(config, models, gate, RouterMetrics(registry))
-        InferenceService(serving, models, keys, config.id(), requests).add_to(server.grpc)
+        samples = Samples(config)
+        undo.push_async_callback(samples.close)
+        tracing = Tracing(config)
+        undo.push_async_callback(tracing.close)
+        serving = Serving(config, models, gate, RouterMetrics(registry), samples, tracing)
+        inference = InferenceService(serving, models, keys, config.id(), requests, samples)
+        inference.add_to(server.grpc)
         membership = MembershipService(models, config.id(), incarnation, config.worker_silence_s)
         internal = server if config.internal_port is None else Server(member.credentials if member else None)
         pb_grpc.add_MembershipServicer_to_server(membership, internal.grpc)
@@ -129,10 +143,12 @@ async def start_router(config: RouterConfig) -> Router:
             internal_port = await internal.start(config.host, config.internal_port, [MEMBERSHIP], "internal_port")
             undo.push_async_callback(internal.stop, 0)
         if http is not None:
-            await http.start(guarded(make_app(serving, models, requests, keys, config.default_deadline_s), keys))
+            app = make_app(serving, models, requests, keys, config.default_deadline_s)
+            add_console(app, keys, inference.status, serving.recent)
+            await http.start(guarded(app, keys))
         await metrics.start(registry)
         for each in servers:
-            await each.mark_serving()
+            await each.mark_serving(lambda: any(model.decode_workers() for model in models))
         undo.pop_all()
     joined_at = f"{config.advertise_host or config.host}:{internal_port}"
     discovery.announce(RouterEntry(config.id(), joined_at, incarnation.hex()))
@@ -142,7 +158,7 @@ async def start_router(config: RouterConfig) -> Router:
         metrics.address,
         "" if internal is server else f"{config.host}:{internal_port}",
     )
-    return Router(config, servers, models, requests, addresses, discovery, ledger, metrics, http)
+    return Router(config, servers, models, requests, addresses, discovery, ledger, metrics, http, samples, tracing)
 
 
 def serve_models(

@@ -21,6 +21,8 @@ class ApiKey(Config):
     """Whose limits, quota and fair share its requests count against, whatever they say."""
     models: tuple[str, ...] = ()
     """That it may use, and see. Empty: all."""
+    operator: bool = False
+    """It may see the whole cluster: ClusterStatus, and the console, which shows requests of all tenants."""
     expires: AwareDatetime | None = None
     """From then on it is refused."""
 

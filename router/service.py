@@ -2,24 +2,30 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from cluster.drain import Drain
 from cluster.errors import Draining, InvalidRequest, ServiceError, to_status
+from cluster.trace_context import from_metadata, traceparent
 from protos import inference_pb2 as pb
 from router.api_keys import ApiKeys, Principal
+from router.batch import generate_batch
 from router.candidates import Candidate
 from router.guard import bearer_of
 from router.model_choice import Verdict
+from router.samples import Samples
 from router.served_model import ServedModel, ServedModels
 from router.serving import Serving
+from router.status import cluster_status
 
-Parsed = TypeVar("Parsed", pb.GenerateRequest, pb.ListModelsRequest)
+Parsed = TypeVar("Parsed", bound=Message)
 NAME = "tandem.v1.Inference"
+_Answer = TypeVar("_Answer")
 MAX_EXPLAINED = 256
 """Candidates of an answer, the cheapest ones: a fleet of hundreds has tens of thousands."""
 
@@ -28,8 +34,18 @@ class InferenceService:
     """Registered by hand instead of by its generated base: Generate passes messages through as bytes, and bytes that
     are no message get an answer as any other wrong request, where gRPC's own would be UNKNOWN."""
 
-    def __init__(self, serving: Serving, models: ServedModels, keys: ApiKeys, router_id: str, drain: Drain) -> None:
+    def __init__(
+        self,
+        serving: Serving,
+        models: ServedModels,
+        keys: ApiKeys,
+        router_id: str,
+        drain: Drain,
+        samples: Samples,
+    ) -> None:
         """`drain` holds the streams under way."""
+        self._samples = samples
+        self._started_at = time.monotonic()
         self._serving = serving
         self._models = models
         self._keys = keys
@@ -39,26 +55,60 @@ class InferenceService:
     def add_to(self, server: grpc.aio.Server) -> None:
         handlers: dict[str, Any] = {
             "Generate": grpc.unary_stream_rpc_method_handler(self.Generate),
-            "Explain": grpc.unary_unary_rpc_method_handler(
-                self.Explain,
-                response_serializer=pb.Explanation.SerializeToString,
-            ),
-            "ListModels": grpc.unary_unary_rpc_method_handler(
-                self.ListModels,
-                response_serializer=pb.ListModelsResponse.SerializeToString,
+            "GenerateBatch": grpc.unary_stream_rpc_method_handler(
+                self.GenerateBatch,
+                response_serializer=pb.BatchResult.SerializeToString,
             ),
         }
+        unary: dict[str, tuple[Callable[[Any, Any], Awaitable[Any]], type[Any]]] = {
+            "Explain": (self.Explain, pb.GenerateRequest),
+            "Tokenize": (self.Tokenize, pb.TokenizeRequest),
+            "ListModels": (self.ListModels, pb.ListModelsRequest),
+            "ClusterStatus": (self.ClusterStatus, pb.ClusterStatusRequest),
+            "Feedback": (self.Feedback, pb.FeedbackRequest),
+        }
+        for name, (method, request) in unary.items():
+            handlers[name] = grpc.unary_unary_rpc_method_handler(
+                _typed(method, request),
+                response_serializer=lambda response: response.SerializeToString(),
+            )
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(NAME, handlers)])
 
     async def Generate(self, raw: bytes, context: Any) -> AsyncIterator[bytes]:
+        traceparent.set(from_metadata(context.invocation_metadata()))
+
+        async def responses() -> AsyncGenerator[bytes]:
+            request, principal = _parsed(pb.GenerateRequest, raw), self._principal(context)
+            async with contextlib.aclosing(
+                self._serving.generate(request, context.time_remaining(), principal)
+            ) as messages:
+                async for message in messages:
+                    yield message
+
+        async for response in self._streamed(responses(), context):
+            yield response
+
+    async def GenerateBatch(self, raw: bytes, context: Any) -> AsyncIterator[pb.BatchResult]:
+        traceparent.set(from_metadata(context.invocation_metadata()))
+
+        async def results() -> AsyncGenerator[pb.BatchResult]:
+            request, principal = _parsed(pb.GenerateBatchRequest, raw), self._principal(context)
+            each = generate_batch(request, lambda one: self._serving.generate(one, context.time_remaining(), principal))
+            async with contextlib.aclosing(each) as made:
+                async for result in made:
+                    yield result
+
+        async for result in self._streamed(results(), context):
+            yield result
+
+    async def _streamed(self, responses: AsyncGenerator[_Answer], context: Any) -> AsyncIterator[_Answer]:
+        """With errors as statuses, and an end to it when the router was told to stop."""
         stopped = Draining(f"router {self._router_id} was told to stop")
         task = asyncio.current_task()
         assert task is not None
         try:
             if self._drain.draining:
                 raise stopped
-            principal = self._principal(context)
-            responses = self._serving.generate(_parsed(pb.GenerateRequest, raw), context.time_remaining(), principal)
             with self._drain.holding(task.cancel):
                 async with contextlib.aclosing(responses):
                     async for response in responses:
@@ -71,15 +121,8 @@ class InferenceService:
             task.uncancel()  # by us, and not because its client went
             await context.abort_with_status(to_status(stopped))
 
-    async def Explain(self, raw: bytes, context: Any) -> pb.Explanation:
-        try:
-            principal = self._principal(context)
-            explained = await self._serving.explain(
-                _parsed(pb.GenerateRequest, raw), context.time_remaining(), principal
-            )
-        except ServiceError as error:
-            await context.abort_with_status(to_status(error))
-            raise  # the line above did
+    async def Explain(self, request: pb.GenerateRequest, context: Any) -> pb.Explanation:
+        explained = await self._serving.explain(request, context.time_remaining(), self._principal(context))
         ticket, candidates = explained.ticket, explained.candidates
         return pb.Explanation(
             prompt_tokens=explained.demand.num_tokens,
@@ -91,18 +134,39 @@ class InferenceService:
             models=map(_compared, ticket.verdicts),
         )
 
-    async def ListModels(self, raw: bytes, context: Any) -> pb.ListModelsResponse:
-        try:
-            principal = self._principal(context)
-            _parsed(pb.ListModelsRequest, raw)
-        except ServiceError as error:
-            await context.abort_with_status(to_status(error))
-            raise  # the line above did
-        return pb.ListModelsResponse(models=map(_listed, self._models.only(principal.models)))
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        return await self._serving.tokenize(request, self._principal(context))
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
+        return pb.ListModelsResponse(models=map(_listed, self._models.only(self._principal(context).models)))
 
     def _principal(self, context: Any) -> Principal:
         """Raises Unauthenticated."""
         return self._keys.principal(bearer_of(context.invocation_metadata()))
+
+    async def ClusterStatus(self, request: pb.ClusterStatusRequest, context: Any) -> pb.ClusterStatusResponse:
+        self._principal(context).check_operator()
+        return self.status()
+
+    def status(self) -> pb.ClusterStatusResponse:
+        """Of the cluster, as this router sees it now."""
+        return cluster_status(self._router_id, self._drain.draining, self._models, self._started_at)
+
+    async def Feedback(self, request: pb.FeedbackRequest, context: Any) -> pb.FeedbackResponse:
+        self._samples.feedback(request)
+        return pb.FeedbackResponse()
+
+
+def _typed(method: Callable[[Any, Any], Awaitable[Any]], kind: type[Any]) -> Callable[[bytes, Any], Awaitable[Any]]:
+    """With errors as statuses."""
+
+    async def call(raw: bytes, context: Any) -> Any:
+        try:
+            return await method(_parsed(kind, raw), context)
+        except ServiceError as error:
+            await context.abort_with_status(to_status(error))
+
+    return call
 
 
 def _parsed(kind: type[Parsed], raw: bytes) -> Parsed:

@@ -8,23 +8,27 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
-from cluster.errors import Draining, Overloaded, ServiceError
+from cluster.errors import Draining, InvalidRequest, Overloaded, ServiceError
 from engine.keys import BlockKey
 from protos import inference_pb2 as pb
 from router.api_keys import Principal
 from router.attempt import Emitted, Retriable, run_attempt
 from router.candidates import Candidate
 from router.config import RouterConfig
+from router.console.recent import Recent
 from router.decode_request import decode_request
 from router.demand import Demand
 from router.explain import explain
 from router.fleet import Placed, Worker
-from router.intake import Intake, Ticket
+from router.intake import Intake, Ticket, asked_for
 from router.metrics import RouterMetrics, Watched
+from router.model_config import AUTO
 from router.needs import chains_of
 from router.placement import Decision
+from router.samples import Samples
 from router.served_model import ServedModel, ServedModels
 from router.tenant_gate import TenantGate
+from router.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +50,22 @@ class Explained:
 class Serving:
     """All requests of one router."""
 
-    def __init__(self, config: RouterConfig, models: ServedModels, gate: TenantGate, metrics: RouterMetrics) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        models: ServedModels,
+        gate: TenantGate,
+        metrics: RouterMetrics,
+        samples: Samples,
+        tracing: Tracing,
+    ) -> None:
         self._config = config
+        self._tracing = tracing
+        self._models = models
         self._metrics = metrics
+        self._samples = samples
+        self.recent = Recent()
+        """What ended last."""
         self._gate = gate
         self._intake = Intake(config, models)
 
@@ -62,6 +79,9 @@ class Serving:
         """Serialised GenerateResponses: one unbroken stream over however many attempts. `on_checked` is called once,
         before the first of them. Raises ServiceError."""
         watched = self._metrics.watch()
+        sampled = self._samples.wanted()
+        ticket, arrived_at = None, time.monotonic()
+        kept: list[bytes] = []
         try:
             ticket = await self._intake.check(request, deadline_s, principal)
             watched.checked(ticket)
@@ -72,18 +92,43 @@ class Serving:
                 async with contextlib.aclosing(self._attempts(ticket, emitted)) as messages:
                     async for message in messages:
                         watched.message()
+                        if sampled and self._samples.keeps_texts:
+                            kept.append(message)
                         yield message
             finally:
                 self._gate.leave(charge, lambda: len(ticket.prompt) + emitted.num_tokens)
                 _count(ticket, emitted, watched)
         except ServiceError as error:
             watched.failed(error)
+            self._tracing.failed(ticket, arrived_at, error)
             raise
         except (asyncio.CancelledError, GeneratorExit):
             watched.left()
             raise
         if ticket.finish is not None:
             watched.finished(ticket.finish)
+            self.recent.add(time.time(), ticket.finish, watched.ttft_s, time.monotonic() - ticket.arrived_at)
+            self._tracing.finished(ticket, watched.ttft_s)
+            if sampled:
+                self._samples.served(ticket, kept)
+
+    async def tokenize(self, request: pb.TokenizeRequest, principal: Principal) -> pb.TokenizeResponse:
+        """A prompt as its model reads it. Raises ServiceError."""
+        if request.model == AUTO:
+            raise InvalidRequest("model", f"{AUTO!r} is decided for a request that is generated: name one")
+        model, _ = asked_for(self._models, request.model, principal)
+        if model is None:
+            raise InvalidRequest("model", "is empty, and the default is decided for each request: name one")
+        prompt = pb.GenerateRequest(
+            text=request.text if request.HasField("text") else None,
+            messages=request.messages,
+            tools=request.tools,
+            chat_template_kwargs=request.chat_template_kwargs,
+        )
+        token_ids = await model.encoder.encode(prompt)
+        return pb.TokenizeResponse(
+            model=model.name, token_ids=token_ids, max_context_tokens=model.model_dir.max_context_tokens
+        )
 
     async def _attempts(self, ticket: Ticket, emitted: Emitted) -> AsyncGenerator[bytes]:
         model = ticket.model

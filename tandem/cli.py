@@ -128,9 +128,48 @@ def up(
         steps("looking for a Ray cluster")
         try:
             from tandem.ray_cluster import serve  # importing Ray takes a second: say something first
+            from tandem.ray_settings import RaySettings
         except ModuleNotFoundError as error:
             raise StartError("ray", f"{error}; install tandem-serving[ray]") from None
-        _run(serve(topology, steps))
+        _run(serve(topology, steps, RaySettings.parse(cluster.settings.ray)))
+
+
+CLUSTER_NAME = "tandem"
+Name = Annotated[str, typer.Option("--name", help="the cluster's `cluster_name`")]
+
+
+@app.command()
+def scale(
+    counts: Annotated[list[str], typer.Argument(metavar="ROLE=N", help="prefill=3, decode=5, or both")],
+    model: Annotated[str, typer.Option(help="whose workers, where there are several models")] = "",
+    name: Name = CLUSTER_NAME,
+) -> None:
+    """Change the number of workers of a cluster that `tandem up` runs on this Ray cluster; no stream is lost."""
+    from tandem.ray_control import order
+
+    wanted: dict[str, int] = {}
+    for text in counts:
+        role, _, count = text.partition("=")
+        if not count.isdecimal():
+            raise StartError("scale", f"{text!r} is not ROLE=N, such as decode=5")
+        wanted[role] = int(count)
+    order(name, "scale", wanted, model)
+
+
+@app.command()
+def restart(name: Name = CLUSTER_NAME) -> None:
+    """Restart the workers of a cluster on this Ray cluster, one after the other; no stream is lost."""
+    from tandem.ray_control import order
+
+    order(name, "restart", {})
+
+
+@app.command()
+def down(name: Name = CLUSTER_NAME) -> None:
+    """End a cluster that `tandem up` runs on this Ray cluster."""
+    from tandem.ray_control import order
+
+    order(name, "down", {})
 
 
 @app.command()
@@ -258,6 +297,71 @@ def chat(
     sampling = make_sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     target = Target(address, api_key, _visitor(tls, tls_ca, tls_cert, tls_key))
     _run(chat_loop(console, target, system, sampling, receipt, model))
+
+
+@app.command()
+def status(
+    address: Address = DEFAULT_ADDRESS,
+    api_key: ApiKey = "",
+    tls: Tls = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Show the workers, the line and the links as a router sees them now."""
+    from tandem.client import Target
+    from tandem.status import show_status
+
+    _run(show_status(console, Target(address, api_key, _visitor(tls, tls_ca, tls_cert, tls_key))))
+
+
+@app.command()
+def top(
+    address: Address = DEFAULT_ADDRESS,
+    interval: Annotated[float, typer.Option(help="seconds between two looks", min=0.1)] = 1.0,
+    api_key: ApiKey = "",
+    tls: Tls = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Watch the cluster; Ctrl-C ends it."""
+    from tandem.client import Target
+    from tandem.status import follow
+
+    _run(follow(console, Target(address, api_key, _visitor(tls, tls_ca, tls_cert, tls_key)), interval))
+
+
+@app.command()
+def batch(
+    source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="a GenerateRequest as JSON on each line")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="OUT.jsonl", help="answers, in the order they come")],
+    address: Address = DEFAULT_ADDRESS,
+    concurrency: Annotated[int, typer.Option(help="requests at a time", min=1)] = 32,
+    timeout: Annotated[float, typer.Option(help="seconds, of a request")] = 600.0,
+    priority: Annotated[int, typer.Option(help="of lines that say none; below 0 leaves room for others")] = -1,
+    receipts: Annotated[bool, typer.Option("--receipts", help="write them too")] = False,
+    api_key: ApiKey = "",
+    tls: Tls = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Work through a file of prompts. Interrupted, or where some failed: run it again, and it does the rest.
+
+    Exit code: 1 where some failed.
+    """
+    from tandem.client import Target
+    from tandem.offline import run_batch
+
+    target = Target(address, api_key, _visitor(tls, tls_ca, tls_cert, tls_key))
+
+    async def work() -> None:
+        outcome = await run_batch(console, target, source, out, concurrency, timeout, priority, receipts)
+        if outcome.failed:
+            raise typer.Exit(1)
+
+    _run(work())
 
 
 @app.command()
@@ -441,6 +545,7 @@ def new(
     name: Annotated[str, typer.Option(help="by which logs call it")],
     tenant: Annotated[str, typer.Option(help="whose limits and quota its requests count against")] = "",
     model: Annotated[list[str] | None, typer.Option(help="that it may use; repeatable; default: all")] = None,
+    operator: Annotated[bool, typer.Option("--operator", help="it may see the whole cluster: status, console")] = False,
     days: Annotated[float | None, typer.Option(help="until it expires; default: never", min=0)] = None,
 ) -> None:
     """Make a key, and the entry for `api_keys_file` by which routers know it. The key is shown this once."""
@@ -449,7 +554,7 @@ def new(
     key = new_key()
     console.print(f"# the key, for whoever is to use it; it is kept nowhere\n{key}", soft_wrap=True, markup=False)
     console.print("# the entry, for api_keys_file", markup=False)
-    console.print(entry_for(key, name, tenant, model or [], days), end="", soft_wrap=True, markup=False)
+    console.print(entry_for(key, name, tenant, model or [], days, operator), end="", soft_wrap=True, markup=False)
 
 
 @app.command()

@@ -6,15 +6,17 @@ async with Client("127.0.0.1:50051") as client:
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import grpc
+from google.rpc import status_pb2
 
-from cluster.errors import InvalidRequest, Unavailable, from_rpc_error
+from cluster.errors import InvalidRequest, ServiceError, Unavailable, from_proto, from_rpc_error
 from cluster.rpc import channel
 from cluster.tls import Visitor
 from protos import inference_pb2 as pb
@@ -102,6 +104,12 @@ class Client:
             )
         except ValueError as error:  # protobuf's own range checks: a negative token id, for one
             raise InvalidRequest("request", str(error)) from None
+        async with contextlib.aclosing(self.send(request, timeout_s)) as responses:
+            async for response in responses:
+                yield response
+
+    async def send(self, request: pb.GenerateRequest, timeout_s: float | None) -> AsyncGenerator[pb.GenerateResponse]:
+        """As `generate`, of a request that is one already."""
         give_up_at = None if timeout_s is None else time.monotonic() + timeout_s
         *others, last = self._order()
         for number in (*others, last):
@@ -146,9 +154,60 @@ class Client:
             task=task,
             min_quality=min_quality,
         )
+        return await self._ask(lambda stub, how: stub.Explain(request, **how), timeout_s)
+
+    async def generate_batch(
+        self, requests: Sequence[pb.GenerateRequest], max_concurrent: int = 0, timeout_s: float | None = None
+    ) -> AsyncIterator[pb.BatchResult]:
+        """Results as they are finished; `error_of` says what went wrong with one. 0: the router's default of how many
+        are under way at a time. Of one router: where it goes, so does the rest. Raises ServiceError for the whole."""
+        request = pb.GenerateBatchRequest(requests=requests, max_concurrent=max_concurrent)
+        call = self._stubs[self._current].GenerateBatch(
+            request, timeout=timeout_s, metadata=self._metadata
+        )  # results would come twice elsewhere
+        try:
+            async for result in call:
+                yield result
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+        finally:
+            call.cancel()
+
+    async def tokenize(
+        self,
+        text: str | None = None,
+        *,
+        messages: Sequence[Message | pb.ChatMessage] = (),
+        model: str = "",
+        timeout_s: float = 30.0,
+    ) -> list[int]:
+        """Token ids of a prompt, as the model reads it. Raises ServiceError."""
+        request = pb.TokenizeRequest(model=model, text=text, messages=map(_chat_message, messages))
+        answer = await self._ask(lambda stub, how: stub.Tokenize(request, **how), timeout_s)
+        return list(answer.token_ids)
+
+    async def cluster_status(self, timeout_s: float = 10.0) -> pb.ClusterStatusResponse:
+        """As one router sees it. Raises ServiceError."""
+        request = pb.ClusterStatusRequest()
         return await self._ask(
-            lambda stub, remaining_s: stub.Explain(request, timeout=remaining_s, metadata=self._metadata), timeout_s
+            lambda stub, how: stub.ClusterStatus(request, **how),
+            timeout_s,
         )
+
+    async def feedback(
+        self,
+        request_id: str,
+        rating: float | None = None,
+        corrected_text: str = "",
+        comment: str = "",
+        timeout_s: float = 10.0,
+    ) -> None:
+        """Tell the router what an answer was worth: `rating` in [-1, 1]. Raises ServiceError, NotSetUp where it keeps
+        no samples."""
+        request = pb.FeedbackRequest(
+            request_id=request_id, rating=rating, corrected_text=corrected_text, comment=comment
+        )
+        await self._ask(lambda stub, how: stub.Feedback(request, **how), timeout_s)
 
     async def wait_for_workers(self, num_prefill: int, num_decode: int, timeout_s: float) -> None:
         """Return once so many workers have joined the router, of all models together. Raises Unavailable after
@@ -167,9 +226,7 @@ class Client:
     async def list_models(self, timeout_s: float = 10.0) -> list[pb.Model]:
         """The models served now."""
         request = pb.ListModelsRequest()
-        answer = await self._ask(
-            lambda stub, remaining_s: stub.ListModels(request, timeout=remaining_s, metadata=self._metadata), timeout_s
-        )
+        answer = await self._ask(lambda stub, how: stub.ListModels(request, **how), timeout_s)
         return list(answer.models)
 
     def _order(self) -> list[int]:
@@ -177,13 +234,14 @@ class Client:
         return [(self._current + step) % len(self._stubs) for step in range(len(self._stubs))]
 
     async def _ask(
-        self, call: "Callable[[pb_grpc.InferenceStub, float | None], Awaitable[Answer]]", timeout_s: float
+        self, call: "Callable[[pb_grpc.InferenceStub, dict[str, Any]], Awaitable[Answer]]", timeout_s: float
     ) -> Answer:
         give_up_at = time.monotonic() + timeout_s
         *others, last = self._order()
         for number in (*others, last):
             try:
-                answer = await call(self._stubs[number], _remaining_s(give_up_at))
+                how = {"timeout": _remaining_s(give_up_at), "metadata": self._metadata}
+                answer = await call(self._stubs[number], how)
             except grpc.aio.AioRpcError as error:
                 failure = from_rpc_error(error)
                 if not isinstance(failure, Unavailable) or number == last:
@@ -209,6 +267,11 @@ class Target:
 
 def _chat_message(message: Message | pb.ChatMessage) -> pb.ChatMessage:
     return message if isinstance(message, pb.ChatMessage) else pb.ChatMessage(role=message[0], content=message[1])
+
+
+def error_of(result: pb.BatchResult) -> ServiceError | None:
+    """Why this one failed; None of one that did not."""
+    return from_proto(status_pb2.Status.FromString(result.status)) if result.status else None
 
 
 def _remaining_s(give_up_at: float | None) -> float | None:

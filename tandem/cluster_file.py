@@ -5,10 +5,11 @@ models:
   - {path: models/large, input_price: 1.0, output_price: 3.0, quality: 0.9, prefill: 2, worker: {kv_memory_mib: 768}}
 router: {default_model: auto, model_rules: [{max_prompt_tokens: 200, models: [small]}]}
 worker: {kv_memory_mib: 512}
+ray: {strategy: SPREAD, decode: {num_gpus: 1}}
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from router.model_config import ModelsConfig
 from router.served_model import read_models
 from tandem.topology import ClusterModel, Topology, plan_models, plan_topology
 
-KEYS = ("models", "router", "worker")
+KEYS = ("models", "router", "worker", "ray")
 HTTP_PORT = 8000
 """Of the first router, where nothing else is said."""
 
@@ -30,6 +31,7 @@ class Settings:
     router: dict[str, Any]
     worker: dict[str, Any]
     models: list[dict[str, Any]]
+    ray: dict[str, Any] = field(default_factory=dict)
 
 
 def read_settings(file: Path | None) -> Settings:
@@ -43,7 +45,7 @@ def read_settings(file: Path | None) -> Settings:
                 raise StartError(key, "must be a list of mappings, one at least")
         elif not isinstance(value, dict):
             raise StartError(key, "must be a mapping")
-    return Settings(values.get("router", {}), values.get("worker", {}), values.get("models", []))
+    return Settings(values.get("router", {}), values.get("worker", {}), values.get("models", []), values.get("ray", {}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """The roles as Ray actors: `tandem up`, and the same submitted as a Ray job.
 
-Ray places the actors; this driver waits for any of them to fail. Stopping goes from the roles to Ray: each role
-closes its server and its engine process, then its actor goes, then a Ray cluster that was started here.
+Ray places the actors; this driver keeps them running (`ray_supervisor.py`) and takes orders (`ray_control.py`).
+Stopping goes from the roles to Ray: each role closes its server and its engine process, then its actor goes, then a Ray
+cluster that was started here.
 """
 
 import asyncio
@@ -9,7 +10,6 @@ import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Any
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -18,87 +18,31 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 import ray
 import ray.exceptions
 
-from cluster.config import Config
-from cluster.errors import StartError, TandemError
-from cluster.process import Addresses
 from cluster.tls import member_of
 from tandem.members import await_members
+from tandem.ray_control import NAMESPACE, ControlActor, Order, name_of
+from tandem.ray_settings import RaySettings
+from tandem.ray_supervisor import Supervisor, drivers_node
 from tandem.steps import Steps
 from tandem.topology import Topology
 
-STOP_TIMEOUT_S = 10.0
 JOIN_TIMEOUT_S = 60.0
 OBJECT_STORE_BYTES = 100 << 20
 """Tandem keeps nothing in Ray's object store; this is near its least size."""
 
 
-class RoleActor:
-    """Runs one role inside an actor's process. Made remote by `serve`."""
-
-    def __init__(self) -> None:
-        self._role: Any = None
-
-    async def start(self, module: str, config: Config) -> Addresses:
-        """Where it serves. A failure travels to the driver as its text."""
-        from cluster.logs import set_up
-
-        set_up(module)
-        self._role = await _start_role(module, config)
-        where: Addresses = self._role.addresses
-        return where
-
-    async def ended(self) -> str:
-        """The cause when the role cannot go on; empty once it was told to stop by a call, and has left."""
-        failing, told = asyncio.ensure_future(self._role.failed()), asyncio.ensure_future(self._role.told_to_stop())
-        await asyncio.wait([failing, told], return_when=asyncio.FIRST_COMPLETED)
-        if failing.done():
-            told.cancel()
-            return str(failing.result())
-        failing.cancel()
-        await self._role.drain()
-        await self.stop()
-        return ""
-
-    async def stop(self) -> None:
-        role, self._role = self._role, None
-        if role is not None:
-            await role.stop()
-
-
-async def _start_role(module: str, config: Any) -> Any:
-    if module == "router":
-        from router.runtime import start_router
-
-        return await start_router(config)
-    from engine.worker.runtime import start_worker
-
-    if module == "prefill_worker":
-        from prefill_worker.service import add_lend_service
-
-        return await start_worker(config, "prefill", add_lend_service)
-    from decode_worker.__main__ import add_services
-
-    return await start_worker(config, "decode", add_services)
-
-
-@dataclass(slots=True)
-class _Actor:
-    name: str
-    handle: Any
-
-
-async def serve(topology: Topology, say: Steps) -> None:
-    """Start everything, say where it serves, and return after SIGINT or SIGTERM. Raises TandemError with the cause
-    of whatever failed."""
+async def serve(topology: Topology, say: Steps, settings: RaySettings | None = None) -> None:
+    """Start everything, say where it serves, and return after SIGINT, SIGTERM or `tandem down`. Raises TandemError with
+    the cause of whatever fails to start."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     async with _ray(say):
         # Ray installs handlers of its own when it starts; these must come after.
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, stop.set)
-        actors: list[_Actor] = []
+        supervisor = Supervisor(topology, settings or RaySettings(), say)
         stopping = asyncio.ensure_future(stop.wait())
-        serving = asyncio.ensure_future(_serve(topology, say, actors))
+        serving = asyncio.ensure_future(_serve(supervisor, topology, say, stop))
         try:
             await asyncio.wait([stopping, serving], return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
@@ -108,25 +52,20 @@ async def serve(topology: Topology, say: Steps) -> None:
             for task in (stopping, serving):
                 task.cancel()
             await asyncio.gather(stopping, serving, return_exceptions=True)
-            await asyncio.gather(*(_stop(actor) for actor in actors))
+            await supervisor.stop()
     say("stopped")
 
 
-async def _serve(topology: Topology, say: Steps, actors: list[_Actor]) -> None:
-    """Returns when every role was told to stop by itself; raises when one fails."""
+async def _serve(supervisor: Supervisor, topology: Topology, say: Steps, stop: asyncio.Event) -> None:
+    """Returns when every role was told to stop by itself."""
     say("starting the router")
-    started = [await _start(actors, config.router_id or "router", "router", config) for config in topology.routers]
+    started = await supervisor.start_routers()
     addresses = [where.grpc for where in started]
-    joined_at = tuple(where.internal or where.grpc for where in started)
     say(f"loading the model into {topology.num_workers} workers")
-    await asyncio.gather(
-        *(
-            _start(actors, config.worker_id, module, config.model_copy(update={"routers": joined_at}))
-            for module, config in topology.workers()
-        )
-    )
-    for address, config in zip(joined_at, topology.routers, strict=True):
-        await await_members(address, member_of(config), len(topology.prefill), len(topology.decode), JOIN_TIMEOUT_S)
+    await supervisor.start_workers()
+    for where, config in zip(started, topology.routers, strict=True):
+        workers = len(topology.prefill), len(topology.decode)
+        await await_members(where.joined_at, member_of(config), *workers, JOIN_TIMEOUT_S)
     say(f"serving at {', '.join(addresses)}; Ctrl-C stops")
     config = topology.router
     scheme = "https" if config.tls_cert or config.tls_public_cert else "http"
@@ -138,48 +77,41 @@ async def _serve(topology: Topology, say: Steps, actors: list[_Actor]) -> None:
         say(f"metrics at {', '.join(metrics)}")
     say(f"try: tandem generate --address {','.join(addresses)} 'Once upon a time'")
     say.done()
-    endings = {asyncio.ensure_future(_ending(actor)) for actor in actors}
-    while endings:
-        done, endings = await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
-        for failure in filter(None, [ending.result() for ending in done]):
-            raise failure
-
-
-async def _start(actors: list[_Actor], name: str, module: str, config: Config) -> Addresses:
-    """Where it serves. Placement is Ray's; cores are pinned by the role itself, so actors ask Ray for none."""
-    actor = _Actor(name, ray.remote(RoleActor).options(num_cpus=0, max_concurrency=8).remote())
-    actors.append(actor)
+    obeying = asyncio.ensure_future(_obey(supervisor, topology.router.cluster_name, say, stop))
     try:
-        addresses: Addresses = await actor.handle.start.remote(module, config)
-    except ray.exceptions.RayTaskError as error:
-        cause = error.cause
-        field, reason = (cause.field, cause.reason) if isinstance(cause, StartError) else ("start", str(cause))
-        raise StartError(f"{name}: {field}", reason) from None
-    except ray.exceptions.RayActorError as error:
-        raise StartError(name, f"its actor died: {error}") from None
-    return addresses
+        await supervisor.keep()
+    finally:
+        obeying.cancel()
+        await asyncio.gather(obeying, return_exceptions=True)
 
 
-async def _ending(actor: _Actor) -> TandemError | None:
-    """None of one that was told to stop and did."""
+async def _obey(supervisor: Supervisor, cluster_name: str, say: Steps, stop: asyncio.Event) -> None:
+    """Orders of `tandem scale`, `restart` and `down`, one at a time."""
     try:
-        cause: str = await actor.handle.ended.remote()
-    except ray.exceptions.RayError as error:
-        cause = f"its actor died: {str(error).splitlines()[0]}"
-    return TandemError(f"{actor.name}: {cause}") if cause else None
-
-
-async def _stop(actor: _Actor) -> None:
-    with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
-        async with asyncio.timeout(STOP_TIMEOUT_S):
-            await actor.handle.stop.remote()
-    ray.kill(actor.handle)
+        named = {"name": name_of(cluster_name), "namespace": NAMESPACE, "scheduling_strategy": drivers_node()}
+        control: Any = ray.remote(ControlActor).options(num_cpus=0, max_concurrency=64, **named).remote()
+        await control.__ray_ready__.remote()
+    except ValueError:
+        say(f"another cluster is called {cluster_name!r}: tandem scale and down do not reach this one (cluster_name)")
+        return
+    while True:
+        order: Order = await control.next.remote()
+        said = ""
+        if order.what == "down":
+            await control.answer.remote(order.number, "")
+            stop.set()
+            return
+        try:
+            await supervisor.perform(order)
+        except Exception as error:  # whoever gave the order hears of it, and the cluster goes on
+            said = str(error)
+        await control.answer.remote(order.number, said)
 
 
 @contextlib.asynccontextmanager
 async def _ray(say: Steps) -> AsyncIterator[None]:
     """Join the running Ray cluster, or start one for as long as this lasts."""
-    quiet = {"log_to_driver": True, "logging_level": "error", "configure_logging": True}
+    quiet = {"log_to_driver": True, "logging_level": "error", "configure_logging": True, "namespace": NAMESPACE}
     try:
         ray.init(address="auto", **quiet)
         say("joined the Ray cluster that was running")

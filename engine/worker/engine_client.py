@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
@@ -63,6 +65,7 @@ class EngineClient(EngineListener):
         self._dead = False
         self.last_load: Load | None = None
         """What it reported last."""
+        self._heard_at = -math.inf
         self._ready: asyncio.Future[Ready]
         self.died: asyncio.Future[TandemError]
 
@@ -76,6 +79,11 @@ class EngineClient(EngineListener):
         except asyncio.CancelledError:
             await self.stop()
             raise
+
+    @property
+    def silent_s(self) -> float:
+        """Since its last report; infinite before the first."""
+        return time.monotonic() - self._heard_at
 
     def send(self, *messages: ToEngine) -> None:
         """To the engine; silently nowhere when it is gone, which every mailbox learns by itself."""
@@ -127,7 +135,7 @@ class EngineClient(EngineListener):
                     self._deliver(request_id, message)
                 case Load() | CacheChanged():
                     if isinstance(message, Load):
-                        self.last_load = message
+                        self.last_load, self._heard_at = message, time.monotonic()
                     for watcher in tuple(self._watchers):
                         watcher(message)
                 case Ready():

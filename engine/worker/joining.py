@@ -84,6 +84,11 @@ class Memberships:
         """Returns when a router that the settings name says that this worker does not fit."""
         return await asyncio.shield(self._failed)
 
+    @property
+    def num_joined(self) -> int:
+        """Routers to which there is a stream."""
+        return len(self._joined())
+
     def report_draining(self) -> None:
         """At once, and not with the next report of the engine."""
         for router in self._routers.values():

@@ -37,6 +37,8 @@ RETURN_S = 1.0
 """Within it a stream that was handed over is placed anew, and its loan has come."""
 END_S = 1.0
 """For what was told to end."""
+SILENT_S = 5.0
+"""An engine that has not reported for so long hangs, or nearly: it reports a few times a second."""
 ROLES = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE}
 
 
@@ -99,6 +101,10 @@ class Worker:
             trust=member,
         )
         self._memberships.start()
+
+    def ready(self) -> bool:
+        """A router may send something: one has been joined, and the engine's loop turns."""
+        return self._memberships.num_joined > 0 and self._context.engine.silent_s < SILENT_S
 
     async def failed(self) -> TandemError:
         """The engine died, or a router says that this worker does not belong to it."""
@@ -194,10 +200,11 @@ async def start_worker(
         port = await server.start(config.host, config.port, services)
         register(registry, worker_id, role, model_dir.name, ready, lambda: engine.last_load)
         await metrics.start(registry)
-        await server.mark_serving()
         undo.pop_all()
     address = f"{config.advertise_host or config.host}:{port}"
-    return Worker(context, server, address, discovery, leaving, metrics, member)
+    worker = Worker(context, server, address, discovery, leaving, metrics, member)
+    await server.mark_serving(worker.ready)
+    return worker
 
 
 def _hello(context: WorkerContext, address: str) -> pb.Hello:

@@ -93,7 +93,8 @@ class Answer(ABC):
         return events
 
     def _news(self, choice: Choice, message: pb.GenerateResponse) -> bytes:
-        detailed = message.logprobs or self._asked.token_ids
+        choice.num_tokens += len(message.token_ids)
+        detailed = message.logprobs or self._asked.token_ids or self._asked.continuous_usage
         after = self._detailed(choice, message) if detailed else self._plain
         if choice.parser is None:
             return choice.head + self.before + quoted(message.text) + after
@@ -119,7 +120,19 @@ class Answer(ABC):
         logprobs = self.message_logprobs(choice, message) if message.logprobs else None
         token_ids = f',"token_ids":{compact(list(message.token_ids))}' if self._asked.token_ids else ""
         said = f',"logprobs":{compact(logprobs)},"finish_reason":null{token_ids}}}]'
-        return self.after + said.encode() + self._end
+        return self.after + said.encode() + self._so_far(choice)
+
+    def _so_far(self, choice: Choice) -> bytes:
+        """What an event ends with: what was used by then, where each is to say so."""
+        if not self._asked.continuous_usage:
+            return self._end
+        num_prompt, num_tokens = len(choice.served.prompt), choice.num_tokens
+        usage = {
+            "prompt_tokens": num_prompt,
+            "total_tokens": num_prompt + num_tokens,
+            "completion_tokens": num_tokens,
+        }
+        return f',"usage":{compact(usage)}}}\n\n'.encode()
 
     def _last(self, choice: Choice) -> bytes:
         """The event with the finish of a choice; and what comes after the last one."""

@@ -34,6 +34,7 @@ class Choice:
     """Where calls of tools are looked for."""
     offsets: CompletionLogprobs
     begun: bool = False
+    num_tokens: int = 0
     reason: str | None = None
     stop_reason: str | int | None = None
     text: list[str] = field(default_factory=list)

@@ -10,6 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.drain import Drain
 from cluster.errors import DeadlineExceeded, InvalidRequest, ServiceError
+from cluster.trace_context import from_headers, traceparent
 from protos import inference_pb2 as pb
 from router.api_keys import ApiKeys
 from router.intake import Ticket
@@ -53,6 +54,7 @@ class Endpoint:
         exchange = Exchange(scope, receive, send)
         names: Mapping[str, str] = {}
         try:
+            traceparent.set(from_headers(exchange.headers))
             caller = caller_of(exchange.headers, self._keys)
             exchange.request_id = caller.request_id
             body = await exchange.body()

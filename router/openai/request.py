@@ -26,6 +26,8 @@ class Asked:
     """Fields that the client calls otherwise: ours, and its."""
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
+    """In every event, and not only at the end."""
     receipt: bool = False
     token_ids: bool = False
     """The answer has those of prompt and output too."""
@@ -103,7 +105,6 @@ def _read_stream_options(fields: Fields, asked: Asked) -> None:
     if not asked.stream:
         raise fields.refuse("stream_options", "means nothing without stream")
     asked.include_usage = options.boolean("include_usage")
+    asked.continuous_usage = options.boolean("continuous_usage_stats")
     options.boolean("include_obfuscation")  # padding against listeners, which changes no answer
-    if options.boolean("continuous_usage_stats"):
-        raise options.refuse("continuous_usage_stats", "is not supported")
     options.finish()

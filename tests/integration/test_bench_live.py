@@ -18,7 +18,7 @@ from simulator.workloads import profile_named
 from tandem.cli import app
 from tandem.demo import STORYTELLER
 from tandem.loadgen.command import Load, Wanted, run_bench
-from tandem.loadgen.doors import GrpcDoor
+from tandem.loadgen.doors import GrpcDoor, HttpDoor
 
 TIMING = {"engine": "sim", "sim_step_ms": 2.0, "sim_prompt_token_us": 20.0, "sim_reads": "last"}
 
@@ -107,3 +107,18 @@ async def test_a_model_that_is_not_served_is_named(model: Path, cluster_of: Any)
                 Load(profile_named("short-chat"), most=1),
                 Wanted(Slo(1.0, 1.0)),
             )
+
+
+async def test_by_http_it_sees_the_same(cluster_of: Any) -> None:
+    async with cluster_of(STORYTELLER, prefill=0, decode=1, router={"http_port": 0}) as cluster:
+        load = Load(profile_named("short-chat"), concurrency=4, most=8, scale=0.3)
+        door = HttpDoor(f"http://{cluster.router.http_address}", "", 60, receipts=True)
+        report = await run_bench(quiet(), door, load, Wanted(Slo(60.0, 60.0)))
+        wrong = HttpDoor(f"http://{cluster.router.http_address}/v1", "other", 60)
+        with pytest.raises(StartError, match="model: name the one"):
+            await run_bench(quiet(), wrong, load, Wanted(Slo(1.0, 1.0)))
+    offered = list(load.requests(2048))
+    assert report.results.finished == 8
+    assert report.results.output_tokens == sum(request.output_tokens for request in offered)
+    assert report.results.input_tokens == sum(request.input_tokens for request in offered)
+    assert report.receipts.count == 8

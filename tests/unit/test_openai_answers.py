@@ -102,6 +102,15 @@ def test_a_stream_ends_with_usage_and_receipt() -> None:
     ]
 
 
+def test_usage_in_every_event() -> None:
+    asked = asked_for(stream=True, include_usage=True, continuous_usage=True)
+    *events, last, _ = events_of(answer_of(CompletionAnswer, asked), said("a", 1, 2), said("b", 3), end())
+    so_far = [event["usage"] and event["usage"]["completion_tokens"] for event in events]
+    assert so_far == [2, 3, None]
+    assert events[0]["usage"] == {"prompt_tokens": 2, "total_tokens": 4, "completion_tokens": 2}
+    assert last["usage"]["completion_tokens"] == 3
+
+
 @pytest.mark.parametrize(("match", "reason"), [("end", "end"), ("17", 17), ("", None)])
 def test_what_stopped_it(match: str, reason: Any) -> None:
     asked = asked_for(sampling={"stop": ["end"], "stop_token_ids": [17]})

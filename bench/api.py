@@ -1,0 +1,246 @@
+"""The front doors, gRPC and HTTP, over the same sim workers, beside bare proxies of the same hops and sizes.
+
+Added latency of a first token with 100, 1,000 and 3,000 streams under way, all sides at the same rates of requests and
+tokens, in turns; and requests a second at saturation. `python -m bench.api [--quick]`: fewer streams, to try it out.
+"""
+
+import asyncio
+import contextlib
+import json
+import random
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import uvloop
+from rich.console import Console
+from rich.progress import Progress, TimeElapsedColumn
+
+from bench.bare_api import METHOD, WAITED
+from bench.models import SIM_VOCAB
+from bench.report import Bar, conclude, percentile
+from bench.router.site import first_line, process, sim_site
+from cluster.rpc import channel
+from protos import inference_pb2 as pb
+
+LEVELS = (100, 1000, 3000)
+TOKENS = 30
+TOKENS_PER_S = 3000.0
+"""Of all streams together, whatever their number: so many more streams are so much slower."""
+WINDOW_S = 10.0
+PROMPT_TOKENS = 16
+WARM_ROUNDS, WARM_STREAMS = 3, 32
+SATURATING = 96
+SATURATION_TOKENS = 4
+SATURATION_S = 6.0
+ROUNDS = 2
+LEAST = 0.5
+
+Ask = Callable[[], Awaitable[float]]
+"""A request from its beginning to its end: what was added to its first token, in seconds."""
+
+
+@dataclass(slots=True)
+class Sides:
+    """By name."""
+
+    asks: dict[str, Ask]
+
+
+@contextlib.asynccontextmanager
+async def bare(transport: str, step_s: float, num_tokens: int) -> AsyncIterator[str]:
+    """The address of a proxy, with its source behind it."""
+    module = (sys.executable, "-m", "bench.bare_api")
+    async with contextlib.AsyncExitStack() as stack:
+        arguments = (str(step_s), str(num_tokens))
+        source = await stack.enter_async_context(process(*module, f"{transport}-source", *arguments))
+        address = await first_line(source)
+        proxy = await stack.enter_async_context(process(*module, f"{transport}-proxy", *arguments, address))
+        yield await first_line(proxy)
+
+
+@contextlib.asynccontextmanager
+async def sides(step_s: float, num_tokens: int) -> AsyncIterator[Sides]:
+    many = {"max_batch_tokens": 16384, "max_prefill_tokens": 16384, "kv_memory_mib": 512, "sim_reads": "last"}
+    async with contextlib.AsyncExitStack() as stack:
+        site = await stack.enter_async_context(
+            sim_site({"http_port": 0}, prefill=0, decode=2, decode_worker={"sim_step_ms": step_s * 1e3} | many)
+        )
+        to_router = await stack.enter_async_context(channel(site.router.address))
+        proxy = await stack.enter_async_context(bare("grpc", step_s, num_tokens))
+        to_proxy = await stack.enter_async_context(channel(proxy))
+        bare_http = await stack.enter_async_context(bare("http", step_s, num_tokens))
+        session = await stack.enter_async_context(
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(600))
+        )
+        yield Sides(
+            {
+                "gRPC": tandem_grpc(to_router, num_tokens),
+                "gRPC, bare": grpc_bare(to_proxy),
+                "HTTP": tandem_http(session, f"http://{site.router.http_address}", num_tokens),
+                "HTTP, bare": http_bare(session, f"http://{bare_http}"),
+            }
+        )
+
+
+def computed_s(receipt: pb.Receipt) -> float:
+    """The wait for the running step, and the request's own first one."""
+    return sum(stage.duration_ms for stage in receipt.stages if stage.name in ("decode queue", "prompt tail")) / 1e3
+
+
+def prompt() -> list[int]:
+    return [random.randrange(SIM_VOCAB) for _ in range(PROMPT_TOKENS)]
+
+
+def tandem_grpc(link: Any, num_tokens: int) -> Ask:
+    call = link.unary_stream("/tandem.v1.Inference/Generate", request_serializer=pb.GenerateRequest.SerializeToString)
+    sampling = pb.Sampling(max_tokens=num_tokens, temperature=0)
+
+    async def ask() -> float:
+        began_at, first_s, last = time.monotonic(), 0.0, b""
+        async for message in call(pb.GenerateRequest(token_ids=prompt(), sampling=sampling), timeout=600):
+            first_s = first_s or time.monotonic() - began_at
+            last = message
+        return first_s - computed_s(pb.GenerateResponse.FromString(last).finish.receipt)
+
+    return ask
+
+
+def grpc_bare(link: Any) -> Ask:
+    call = link.unary_stream(METHOD)
+
+    async def ask() -> float:
+        began_at, added = time.monotonic(), 0.0
+        async for message in call(b"q" * 80, timeout=600):
+            if not added:
+                added = time.monotonic() - began_at - WAITED.unpack_from(message)[0]
+        return added
+
+    return ask
+
+
+def tandem_http(session: aiohttp.ClientSession, url: str, num_tokens: int) -> Ask:
+    body: dict[str, Any] = {"model": "sim", "max_tokens": num_tokens, "temperature": 0, "stream": True, "receipt": True}
+
+    async def ask() -> float:
+        began_at, first_s, receipt = time.monotonic(), 0.0, pb.Receipt()
+        async with session.post(f"{url}/v1/completions", json=body | {"prompt": prompt()}) as answer:
+            assert answer.status == 200, await answer.text()
+            async for line in answer.content:
+                first_s = first_s or time.monotonic() - began_at
+                if b'"tandem":' in line:
+                    for stage in json.loads(line[6:])["tandem"]["stages"]:
+                        receipt.stages.add(name=stage["name"], duration_ms=stage["duration_ms"])
+        return first_s - computed_s(receipt)
+
+    return ask
+
+
+def http_bare(session: aiohttp.ClientSession, url: str) -> Ask:
+    async def ask() -> float:
+        began_at, added = time.monotonic(), 0.0
+        async with session.post(f"{url}/", json={"prompt": prompt()}) as answer:
+            async for line in answer.content:
+                if not added:
+                    added = time.monotonic() - began_at - float(line[2:])
+        return added
+
+    return ask
+
+
+async def hold(ask: Ask, streams: int, lifetime_s: float) -> list[float]:
+    """Added latencies of what begins within the window, with so many streams under way all the time. They begin spread
+    over a lifetime."""
+    loop, added = asyncio.get_running_loop(), list[float]()
+    began_at = loop.time()
+    counts_from, ends_at = began_at + lifetime_s, began_at + lifetime_s + WINDOW_S
+
+    async def one(number: int) -> None:
+        await asyncio.sleep(lifetime_s * number / streams)
+        while (now := loop.time()) < ends_at:
+            took = await ask()
+            if now >= counts_from:
+                added.append(took)
+
+    await asyncio.gather(*(one(number) for number in range(streams)))
+    return added
+
+
+async def warm_up(ask: Ask) -> None:
+    """Connections are opened, and what is learnt of workers is learnt."""
+    for _ in range(WARM_ROUNDS):
+        await asyncio.gather(*(ask() for _ in range(WARM_STREAMS)))
+
+
+async def saturate(ask: Ask) -> float:
+    """Requests a second."""
+    loop, done = asyncio.get_running_loop(), 0
+    ends_at = loop.time() + SATURATION_S
+
+    async def one() -> None:
+        nonlocal done
+        while loop.time() < ends_at:
+            await ask()
+            done += 1
+
+    began_at = loop.time()
+    await asyncio.gather(*(one() for _ in range(SATURATING)))
+    return done / (loop.time() - began_at)
+
+
+async def measure(progress: Progress, levels: tuple[int, ...]) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    task = progress.add_task("front doors", total=4 * (len(levels) + ROUNDS))
+    for streams in levels:
+        step_s = streams / TOKENS_PER_S
+        async with sides(step_s, TOKENS) as found:
+            for name, ask in found.asks.items():
+                await warm_up(ask)
+                added = await hold(ask, streams, TOKENS * step_s)
+                figures.setdefault(f"{streams} streams", {})[name] = {
+                    "p50_ms": 1e3 * percentile(added, 0.5),
+                    "p99_ms": 1e3 * percentile(added, 0.99),
+                    "requests": len(added),
+                }
+                progress.advance(task)
+    async with sides(0.0, SATURATION_TOKENS) as found:
+        rates: dict[str, list[float]] = {name: [] for name in found.asks}
+        for _ in range(ROUNDS):
+            for name, ask in found.asks.items():
+                rates[name].append(await saturate(ask))
+                progress.advance(task)
+    figures["requests/s at saturation"] = {name: max(values) for name, values in rates.items()}
+    return figures
+
+
+def main() -> None:
+    console, quick = Console(), "--quick" in sys.argv
+    levels = LEVELS[:1] if quick else LEVELS
+    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
+        figures = uvloop.run(measure(progress, levels))
+    console.print_json(data=figures)
+    bars = []
+    for door in ("gRPC", "HTTP"):
+        for streams in levels:
+            held = figures[f"{streams} streams"]
+            for share in ("p50_ms", "p99_ms"):
+                ratio = held[f"{door}, bare"][share] / held[door][share]
+                bars.append(
+                    Bar(
+                        f"{door}, {streams} streams, {share[:3]}: the bare proxy's added latency / ours",
+                        ratio,
+                        LEAST,
+                        True,
+                    )
+                )
+        rates = figures["requests/s at saturation"]
+        ratio = rates[door] / rates[f"{door}, bare"]
+        bars.append(Bar(f"{door}: requests/s at saturation / the bare proxy's", ratio, LEAST, True))
+    conclude("api", bars, figures, console)
+
+
+if __name__ == "__main__":
+    main()

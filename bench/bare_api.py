@@ -1,0 +1,112 @@
+"""What `bench.api` holds the front doors against: a source of streams, and a proxy that passes their bytes on, by gRPC
+or by HTTP, with no logic in either.
+
+`python -m bench.bare_api ROLE STEP_S NUM_TOKENS [SOURCE]` prints its address; roles are grpc-source, grpc-proxy,
+http-source and http-proxy. Messages are as long as Tandem's are. The first of a stream says how long its request waited
+for a step.
+"""
+
+import asyncio
+import socket
+import struct
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import grpc
+import uvicorn
+import uvloop
+
+from bench.chain import Ticks
+from cluster.rpc import Server, channel
+
+METHOD = "/bare/Generate"
+WAITED = struct.Struct("<d")
+TOKEN, LAST = b"t" * 12, b"l" * 600
+EVENT = b'data: {"id":"cmpl-0123456789abcdef","object":"text_completion","created":1790000000,"model":"sim","choices":'
+EVENT += b'[{"index":0,"text":"","logprobs":null,"finish_reason":null}]}\n\n'
+HEAD = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+
+
+class Source:
+    """Tokens, all streams' at once every `step_s`; without a step as fast as they are taken."""
+
+    def __init__(self, step_s: float, num_tokens: int) -> None:
+        self._ticks = Ticks(step_s)
+        self._step_s = step_s
+        self._num_tokens = num_tokens
+
+    async def waits(self) -> AsyncIterator[float]:
+        """Of each token: how long it waited."""
+        for _ in range(self._num_tokens):
+            began_at = time.monotonic()
+            if self._step_s:
+                await self._ticks.next()
+            yield time.monotonic() - began_at
+
+
+async def serve_grpc(source: Source | None, upstream: str) -> str:
+    link = channel(upstream) if upstream else None
+
+    async def generate(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        if source is not None:
+            first = True
+            async for waited in source.waits():
+                yield WAITED.pack(waited) + TOKEN[WAITED.size :] if first else TOKEN
+                first = False
+            yield LAST
+        else:
+            assert link is not None
+            async for message in link.unary_stream(METHOD)(request):
+                yield message
+
+    handler = grpc.unary_stream_rpc_method_handler(generate)
+    server = Server()
+    servers.append(server)
+    server.grpc.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("bare", {"Generate": handler})])
+    return f"127.0.0.1:{await server.start('127.0.0.1', 0, ['bare'])}"
+
+
+servers: list[Any] = []
+"""Kept, or they would end."""
+
+
+async def serve_http(source: Source | None, upstream: str) -> str:
+    session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(600))
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        await send({"type": "http.response.start", "status": 200, "headers": HEAD})
+        if source is not None:
+            first = True
+            async for waited in source.waits():
+                event = b": %.6f\n" % waited + EVENT if first else EVENT
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+                first = False
+        else:
+            async with session.post(f"http://{upstream}/", data=b"r") as answer:
+                async for part in answer.content.iter_any():
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+    options: dict[str, Any] = {"log_config": None, "log_level": "error", "access_log": False, "lifespan": "off"}
+    listening = socket.create_server(("127.0.0.1", 0), backlog=8192)
+    server = uvicorn.Server(uvicorn.Config(app, ws="none", **options))
+    servers.append(asyncio.ensure_future(server.serve([listening])))
+    return f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+async def main(role: str, step_s: float, num_tokens: int, upstream: str) -> None:
+    transport, _, part = role.partition("-")
+    source = Source(step_s, num_tokens) if part == "source" else None
+    serve = serve_grpc if transport == "grpc" else serve_http
+    print(await serve(source, upstream), flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)  # until the benchmark closes it
+
+
+if __name__ == "__main__":
+    role, step, tokens, *rest = sys.argv[1:]
+    uvloop.run(main(role, float(step), int(tokens), rest[0] if rest else ""))

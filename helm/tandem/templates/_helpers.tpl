@@ -1,0 +1,150 @@
+{{- define "tandem.name" -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- /* A model's name where Kubernetes allows no dots. */ -}}
+{{- define "tandem.slug" -}}
+{{- .name | replace "." "-" -}}
+{{- end -}}
+
+{{- define "tandem.cluster" -}}
+{{- .Values.clusterName | default .Release.Name -}}
+{{- end -}}
+
+{{- define "tandem.labels" -}}
+app.kubernetes.io/name: tandem
+app.kubernetes.io/instance: '{{ .Release.Name }}'
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
+tandem/cluster: {{ include "tandem.cluster" . | quote }}
+{{- end -}}
+
+{{- define "tandem.selector" -}}
+app.kubernetes.io/name: tandem
+app.kubernetes.io/instance: '{{ .Release.Name }}'
+{{- end -}}
+
+{{- define "tandem.image" -}}
+{{- $tag := .root.Values.image.tag | default .root.Chart.AppVersion -}}
+{{- if eq $tag "latest" }}{{ fail "image.tag: \"latest\" is no version" }}{{ end -}}
+{{- .root.Values.image.registry }}{{ .name }}:{{ .tag | default $tag -}}
+{{- end -}}
+
+{{- define "tandem.redisUrl" -}}
+{{- if and .Values.redis.enabled .Values.redis.url }}{{ fail "redis: either enabled or url" }}{{ end -}}
+{{- if .Values.redis.enabled -}}
+redis://{{ include "tandem.name" . }}-redis:6379/0
+{{- else -}}
+{{ .Values.redis.url }}
+{{- end -}}
+{{- end -}}
+
+{{- /* Stable names of the routers' pods: workers join each of them. */ -}}
+{{- define "tandem.routers" -}}
+{{- $name := include "tandem.name" . -}}
+{{- $port := int .Values.router.grpcPort -}}
+{{- $routers := list -}}
+{{- range $number := until (int .Values.router.replicas) -}}
+{{- $routers = append $routers (printf "%s-router-%d.%s-routers:%d" $name $number $name $port) -}}
+{{- end -}}
+{{- $routers | toJson -}}
+{{- end -}}
+
+{{- define "tandem.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end -}}
+
+{{- define "tandem.redisPassword" -}}
+{{- with .Values.redis.passwordSecret }}
+- name: TANDEM_REDIS_PASSWORD
+  valueFrom: {secretKeyRef: {name: '{{ . }}', key: password}}
+{{- end }}
+{{- end -}}
+
+{{- define "tandem.podEnv" -}}
+- name: POD_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+- name: HOME
+  value: /tmp
+{{- end -}}
+
+{{- /* Alive: the loop turns. Started: it serves. Ready: new work would be done here; not while draining or cut off. */ -}}
+{{- define "tandem.probes" -}}
+startupProbe:
+  grpc: {port: {{ .port }}}
+  periodSeconds: 2
+  failureThreshold: {{ div .startupSeconds 2 }}
+readinessProbe:
+  grpc: {port: {{ .port }}, service: readiness}
+  periodSeconds: 2
+  timeoutSeconds: 2
+  failureThreshold: 2
+livenessProbe:
+  grpc: {port: {{ .port }}, service: liveness}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 6
+{{- end -}}
+
+{{- /* Where a model's files are: a volume and its mount, or an image that has them. */ -}}
+{{- define "tandem.modelPath" -}}
+/models/{{ .name }}
+{{- end -}}
+
+{{- define "tandem.modelVolume" -}}
+{{- $model := .model -}}
+{{- $source := $model.source -}}
+{{- if ne (len $source) 1 }}{{ fail (printf "models: %s: source must be exactly one of pvc, hostPath, image, download, configMap" $model.name) }}{{ end -}}
+- name: 'model-{{ include "tandem.slug" $model }}'
+{{- if hasKey $source "pvc" }}
+  persistentVolumeClaim: {claimName: '{{ $source.pvc.claimName }}', readOnly: true}
+{{- else if hasKey $source "hostPath" }}
+  hostPath: {path: '{{ $source.hostPath.path }}', type: Directory}
+{{- else if hasKey $source "image" }}
+  image: {reference: {{ $source.image.reference | quote }}, pullPolicy: IfNotPresent}
+{{- else if hasKey $source "download" }}
+  emptyDir: {sizeLimit: {{ $source.download.size | quote }}}
+{{- else }}
+  configMap: {name: '{{ .name }}-model-{{ include "tandem.slug" $model }}'}
+{{- end }}
+{{- end -}}
+
+{{- define "tandem.modelMount" -}}
+{{- $source := .source -}}
+- name: 'model-{{ include "tandem.slug" . }}'
+  mountPath: '{{ include "tandem.modelPath" . }}'
+  readOnly: true
+  {{- $sub := "" }}
+  {{- if hasKey $source "pvc" }}{{ $sub = $source.pvc.path }}{{ end }}
+  {{- with $sub }}
+  subPath: '{{ . }}'
+  {{- end }}
+{{- end -}}
+
+{{- define "tandem.modelDownload" -}}
+{{- $source := .model.source -}}
+{{- if hasKey $source "download" }}
+- name: 'download-{{ include "tandem.slug" .model }}'
+  image: {{ $source.download.image | quote }}
+  command: {{ toJson $source.download.command }}
+  env:
+    - name: MODEL_DIR
+      value: {{ include "tandem.modelPath" .model }}
+    {{- with $source.download.secret }}
+  envFrom: [{secretRef: {name: '{{ . }}'}}]
+    {{- end }}
+  securityContext: {{- include "tandem.containerSecurity" . | nindent 4 }}
+  resources:
+    requests: {cpu: 500m, memory: 512Mi}
+    limits: {cpu: "2", memory: 2Gi}
+  volumeMounts:
+    - {name: 'model-{{ include "tandem.slug" .model }}', mountPath: {{ include "tandem.modelPath" .model }}}
+    - {name: tmp, mountPath: /tmp}
+{{- end }}
+{{- end -}}

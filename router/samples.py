@@ -1,0 +1,117 @@
+"""Samples of real traffic for evaluations: some requests with their receipts, and what people said of answers.
+
+Off unless `samples_file` is set. A line of JSON each: `{"request": ...}` with the receipt, and `{"feedback": ...}`;
+both have the request's id. Texts are kept only where `sample_texts` says so: else there are their lengths.
+"""
+
+import asyncio
+import json
+import logging
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+
+from cluster.errors import InvalidRequest, NotSetUp, StartError
+from protos import inference_pb2 as pb
+from router.config import RouterConfig
+from router.intake import Ticket
+
+log = logging.getLogger(__name__)
+
+MAX_TEXT_CHARS = 65_536
+"""Of a comment, and of a corrected text."""
+MAX_UNWRITTEN = 1000
+"""Lines; what comes while so many wait is dropped, and counted."""
+
+
+class Samples:
+    """Of one router. Written on a thread, one line at a time."""
+
+    def __init__(self, settings: RouterConfig, seed: int | None = None) -> None:
+        """Raises StartError where the file cannot be written."""
+        self._settings = settings
+        self._chance = random.Random(seed)
+        self._thread = ThreadPoolExecutor(1, "samples")
+        self._lock = threading.Lock()
+        self._unwritten = 0
+        self.num_dropped = 0
+        if settings.samples_file is not None:
+            try:
+                settings.samples_file.open("a").close()
+            except OSError as error:
+                raise StartError("samples_file", f"cannot write {settings.samples_file}: {error.strerror}") from None
+
+    def wanted(self) -> bool:
+        """Whether this request, which has just come, is one of them."""
+        settings = self._settings
+        return settings.samples_file is not None and self._chance.random() < settings.sample_share
+
+    def served(self, ticket: Ticket, messages: list[bytes]) -> None:
+        """It ended well; `messages` are what its client got."""
+        request, finish = ticket.request, ticket.finish
+        assert finish is not None
+        line: dict[str, Any] = {
+            "request_id": ticket.request_id,
+            "at": time.time(),
+            "model": ticket.model.name,
+            "tenant": request.tenant,
+            "session_id": request.session_id,
+            "prompt_tokens": len(ticket.prompt),
+            "completion_tokens": finish.usage.completion_tokens,
+            "receipt": MessageToDict(finish.receipt, preserving_proto_field_name=True),
+        }
+        if self._settings.sample_texts:
+            responses = [pb.GenerateResponse.FromString(message) for message in messages]
+            line["prompt"] = MessageToDict(
+                pb.GenerateRequest(text=request.text, messages=request.messages, token_ids=request.token_ids),
+                preserving_proto_field_name=True,
+            )
+            line["output"] = ["".join(r.text for r in responses if r.index == i) for i in range(ticket.sampling.n)]
+        self._write({"request": line})
+
+    @property
+    def keeps_texts(self) -> bool:
+        return self._settings.sample_texts
+
+    def feedback(self, feedback: pb.FeedbackRequest) -> None:
+        """Raises InvalidRequest, and NotSetUp where nothing is kept."""
+        if self._settings.samples_file is None:
+            raise NotSetUp("samples_file is not set: this router keeps no feedback")
+        if not feedback.request_id:
+            raise InvalidRequest("request_id", "is empty")
+        if feedback.HasField("rating") and not -1 <= feedback.rating <= 1:
+            raise InvalidRequest("rating", f"{feedback.rating} is not in [-1, 1]")
+        for field in ("request_id", "corrected_text", "comment"):
+            if len(getattr(feedback, field)) > MAX_TEXT_CHARS:
+                raise InvalidRequest(field, f"longer than {MAX_TEXT_CHARS} characters")
+        self._write({"feedback": MessageToDict(feedback, preserving_proto_field_name=True) | {"at": time.time()}})
+
+    async def close(self) -> None:
+        """Once all is written."""
+        await asyncio.to_thread(self._thread.shutdown)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with self._lock:
+            if self._unwritten >= MAX_UNWRITTEN:
+                self.num_dropped += 1
+                return
+            self._unwritten += 1
+        text = json.dumps(line, separators=(",", ":")) + "\n"
+        self._thread.submit(self._append, text)
+
+    def _append(self, text: str) -> None:
+        assert self._settings.samples_file is not None
+        try:
+            with self._settings.samples_file.open("a") as file:
+                file.write(text)
+            lost = 0
+        except OSError as error:
+            log.error("a sample is lost: %s: %s", self._settings.samples_file, error.strerror)
+            lost = 1
+        with self._lock:
+            self._unwritten -= 1
+            self.num_dropped += lost

@@ -1,0 +1,87 @@
+"""How `tandem scale`, `restart` and `down` reach the driver that runs a cluster: an actor with a name.
+
+The driver takes orders from it one at a time, and says what came of each. It ends with the driver.
+"""
+
+import asyncio
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import ray
+import ray.exceptions
+
+from cluster.errors import StartError, TandemError
+
+NAMESPACE = "tandem"
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """For the driver."""
+
+    number: int
+    what: str
+    """scale, restart or down."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """By role: workers that there are to be."""
+    model: str = ""
+    """Of several."""
+
+
+class ControlActor:
+    """Made remote by the driver."""
+
+    def __init__(self) -> None:
+        self._orders: asyncio.Queue[Order] = asyncio.Queue()
+        self._answers: dict[int, asyncio.Future[str]] = {}
+        self._count = 0
+
+    async def order(self, what: str, counts: dict[str, int], model: str) -> str:
+        """What came of it; an empty answer, or why it was not done."""
+        self._count += 1
+        number = self._count
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        self._orders.put_nowait(Order(number, what, counts, model))
+        try:
+            return await answer
+        finally:
+            del self._answers[number]
+
+    async def next(self) -> Order:
+        """For the driver."""
+        return await self._orders.get()
+
+    def answer(self, number: int, said: str) -> None:
+        """By the driver."""
+        if (waiting := self._answers.get(number)) is not None and not waiting.done():
+            waiting.set_result(said)
+
+
+def name_of(cluster_name: str) -> str:
+    return f"tandem-control-{cluster_name}"
+
+
+def order(cluster_name: str, what: str, counts: dict[str, int], model: str = "") -> None:
+    """From another process. Raises StartError where no such cluster runs, and TandemError where it was not done."""
+    try:
+        ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False, logging_level="error")
+    except ConnectionError:
+        raise StartError("ray", "no Ray cluster is running here") from None
+    try:
+        control: Any = ray.get_actor(name_of(cluster_name))
+        said = ray.get(control.order.remote(what, counts, model))
+    except ValueError:
+        raise StartError("name", f"no cluster called {cluster_name!r} runs on this Ray cluster") from None
+    except ray.exceptions.RayActorError:
+        if what != "down":
+            raise TandemError("the cluster ended") from None
+        said = ""
+    finally:
+        ray.shutdown()
+    if said:
+        raise TandemError(said)

@@ -1,0 +1,344 @@
+"""Keeps the roles of a cluster running as Ray actors: starts them, starts again what dies, scales, restarts in turn."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+import ray.exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cluster.config import Config
+from cluster.errors import StartError, TandemError
+from cluster.process import Addresses
+from cluster.tls import member_of
+from engine.worker.config import WorkerConfig
+from tandem.members import await_members, members_of
+from tandem.ray_control import Order
+from tandem.ray_settings import RaySettings
+from tandem.steps import Steps
+from tandem.topology import MODULES, Topology
+
+STOP_TIMEOUT_S = 10.0
+JOIN_TIMEOUT_S = 60.0
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
+"""Before what died is started again; it doubles each time."""
+LONG_ENOUGH_S = 60.0
+"""Who lived for so long begins with the first wait again."""
+ATTEMPTS, BETWEEN_ATTEMPTS_S = 4, 2.0
+"""Of starting an actor."""
+UNPINNED: dict[str, Any] = {"cores": None, "shared_cores": (), "niceness": 0}
+
+
+class RoleActor:
+    """Runs one role inside an actor's process."""
+
+    def __init__(self) -> None:
+        self._role: Any = None
+
+    async def start(self, module: str, config: Config, of_node: dict[str, str]) -> Addresses:
+        """Where it serves. `of_node`: settings that are to be this node's address. A failure travels to the driver as
+        its text."""
+        from cluster.logs import set_up
+
+        set_up(module)
+        if of_node:
+            config = config.model_copy(update=dict.fromkeys(of_node, ray.util.get_node_ip_address()))
+        self._role = await _start_role(module, config)
+        where: Addresses = self._role.addresses
+        return where
+
+    async def ended(self) -> str:
+        """The cause when the role cannot go on; empty once it was told to stop by a call, and has left."""
+        failing, told = asyncio.ensure_future(self._role.failed()), asyncio.ensure_future(self._role.told_to_stop())
+        await asyncio.wait([failing, told], return_when=asyncio.FIRST_COMPLETED)
+        if failing.done():
+            told.cancel()
+            return str(failing.result())
+        failing.cancel()
+        await self.leave()
+        return ""
+
+    async def leave(self) -> None:
+        """In its own time: what is under way is finished or handed over."""
+        if self._role is not None:
+            await self._role.drain()
+            await self.stop()
+
+    async def stop(self) -> None:
+        role, self._role = self._role, None
+        if role is not None:
+            await role.stop()
+
+
+async def _start_role(module: str, config: Any) -> Any:
+    if module == "router":
+        from router.runtime import start_router
+
+        return await start_router(config)
+    from engine.worker.runtime import start_worker
+
+    if module == "prefill_worker":
+        from prefill_worker.service import add_lend_service
+
+        return await start_worker(config, "prefill", add_lend_service)
+    from decode_worker.__main__ import add_services
+
+    return await start_worker(config, "decode", add_services)
+
+
+@dataclass(slots=True, eq=False)
+class Role:
+    """One that is to run."""
+
+    name: str
+    module: str
+    config: Any
+    options: dict[str, Any]
+    of_node: dict[str, str] = field(default_factory=dict)
+    handle: Any = None
+    leaving: bool = False
+    """Its end is wanted."""
+
+    async def start(self) -> Addresses:
+        """Raises StartError with its cause. An actor that dies before it says anything was put on a node that is gone,
+        and Ray did not know: it is put elsewhere."""
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return await self._start()
+            except ray.exceptions.RayActorError as error:
+                if attempt == ATTEMPTS:
+                    raise StartError(self.name, f"its actor died: {_first_line(error)}") from None
+                await asyncio.sleep(BETWEEN_ATTEMPTS_S)
+        raise AssertionError("the last attempt raises")
+
+    async def _start(self) -> Addresses:
+        self.handle = ray.remote(RoleActor).options(max_concurrency=8, **self.options).remote()
+        try:
+            where: Addresses = await self.handle.start.remote(self.module, self.config, self.of_node)
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            at, reason = (cause.field, cause.reason) if isinstance(cause, StartError) else ("start", str(cause))
+            raise StartError(f"{self.name}: {at}", reason) from None
+        return where
+
+    async def ending(self) -> str:
+        """The cause; empty of one that was told to stop and did."""
+        try:
+            cause: str = await self.handle.ended.remote()
+        except ray.exceptions.RayError as error:
+            cause = f"its actor died: {_first_line(error)}"
+        return cause
+
+    async def leave(self) -> None:
+        """Finish or hand over, and end."""
+        self.leaving = True
+        with contextlib.suppress(ray.exceptions.RayError):
+            await self.handle.leave.remote()
+        ray.kill(self.handle)
+
+    async def stop(self) -> None:
+        """At once, or nearly."""
+        self.leaving = True
+        if self.handle is None:
+            return
+        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await self.handle.stop.remote()
+        ray.kill(self.handle)
+
+
+class Supervisor:
+    """Of one cluster."""
+
+    def __init__(self, topology: Topology, settings: RaySettings, say: Steps) -> None:
+        self._topology = topology
+        self._settings = settings
+        self._say = say
+        self._several_hosts = len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}) > 1
+        self._joined_at: tuple[str, ...] = ()
+        """Of the routers, by workers."""
+        self._trust = member_of(topology.router)
+        self._roles: dict[str, Role] = {}
+        self._keeping: dict[str, asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()
+
+    # ------------------------------------------------------------------ starting
+
+    async def start_routers(self) -> list[Addresses]:
+        """On the driver's own node, where clients know them; started again they have the same ports."""
+        here, started = drivers_node(), []
+        for config in self._topology.routers:
+            options = {"num_cpus": 0, "scheduling_strategy": here}
+            of_node = {"host": ""} if self._several_hosts and config.host == "127.0.0.1" else {}
+            role = Role(config.router_id or "router", "router", config, options, of_node)
+            self._roles[role.name] = role
+            where = await role.start()
+            role.config = config.model_copy(update=_ports_of(where))
+            started.append(where)
+        self._joined_at = tuple(where.joined_at for where in started)
+        return started
+
+    async def start_workers(self) -> None:
+        """Raises StartError."""
+        roles = [self._worker(module, config) for module, config in self._topology.workers()]
+        self._roles |= {role.name: role for role in roles}
+        await asyncio.gather(*(role.start() for role in roles))
+
+    def _worker(self, module: str, config: WorkerConfig) -> Role:
+        update: dict[str, Any] = {"routers": self._joined_at}
+        of_node = {}
+        if self._several_hosts:  # cores are of this host, and an address must be one that others reach
+            update |= UNPINNED
+            of_node = {"host": "", "advertise_host": ""}
+        strategy = "SPREAD" if self._settings.strategy == "SPREAD" else "DEFAULT"
+        options = self._settings.of(module).options() | {"scheduling_strategy": strategy}
+        return Role(config.worker_id, module, config.model_copy(update=update), options, of_node)
+
+    # ------------------------------------------------------------------ keeping
+
+    async def keep(self) -> None:
+        """Start again what dies. Returns when nothing is left that is to run."""
+        for role in self._roles.values():
+            self._keep(role)
+        while self._keeping:
+            self._changed.clear()
+            changed = asyncio.ensure_future(self._changed.wait())
+            await asyncio.wait([changed, *self._keeping.values()], return_when=asyncio.FIRST_COMPLETED)
+            changed.cancel()
+            for name, task in list(self._keeping.items()):
+                if task.done():
+                    del self._keeping[name]
+                    task.result()
+
+    async def stop(self) -> None:
+        for task in self._keeping.values():
+            task.cancel()
+        await asyncio.gather(*self._keeping.values(), return_exceptions=True)
+        await asyncio.gather(*(role.stop() for role in self._roles.values()))
+
+    def _keep(self, role: Role) -> None:
+        self._keeping[role.name] = asyncio.ensure_future(self._keep_one(role))
+        self._changed.set()
+
+    async def _keep_one(self, role: Role) -> None:
+        loop, wait_s = asyncio.get_running_loop(), FIRST_WAIT_S
+        while True:
+            began_at = loop.time()
+            cause = await role.ending()
+            if role.leaving or not cause:
+                self._roles.pop(role.name, None)
+                return
+            wait_s = FIRST_WAIT_S if loop.time() - began_at > LONG_ENOUGH_S else wait_s
+            while cause:
+                self._say(f"{role.name}: {cause}; starting it again in {wait_s:g} s")
+                with contextlib.suppress(ray.exceptions.RayError):
+                    ray.kill(role.handle)
+                await asyncio.sleep(wait_s)
+                wait_s = min(LONGEST_WAIT_S, 2 * wait_s)
+                if role.leaving:
+                    return
+                try:
+                    await role.start()
+                    cause = ""
+                except StartError as error:
+                    cause = str(error)
+            self._say(f"{role.name} runs again")
+            self._say.done()
+
+    # ------------------------------------------------------------------ orders
+
+    async def perform(self, order: Order) -> None:
+        """Raises TandemError saying why it is not done."""
+        if order.what == "scale":
+            for role, count in order.counts.items():
+                await self._scale(role, count, order.model)
+        elif order.what == "restart":
+            await self._restart()
+        else:
+            raise TandemError(f"no such order: {order.what}")
+
+    async def _scale(self, role: str, count: int, model: str) -> None:
+        """Adds workers like those that there were at the beginning, or lets the last ones leave."""
+        if role not in MODULES or count < 0:
+            raise TandemError(f"{role}={count}: a role is {' or '.join(MODULES)}, and their number not negative")
+        pattern, prefix = self._pattern(role, model)
+        there = sorted(self._running(prefix), key=lambda each: int(each.name.rpartition("-")[2]))
+        if role == "decode" and count == 0 and there:
+            raise TandemError("decode=0: nothing would be served; tandem down ends the cluster")
+        leaving, numbers = there[count:], {int(each.name.rpartition("-")[2]) for each in there}
+        await asyncio.gather(*(each.leave() for each in leaving))
+        free = (number for number in range(count + len(numbers)) if number not in numbers)
+        new = [
+            self._worker(MODULES[role], pattern.model_copy(update={"worker_id": f"{prefix}{next(free)}"}))
+            for _ in range(count - len(there))
+        ]
+        await self._add(new)
+        self._say(f"{role}: {count} workers")
+        self._say.done()
+
+    async def _add(self, roles: Iterable[Role]) -> None:
+        """All or those that start: a failure is told."""
+        roles = list(roles)
+        outcomes = await asyncio.gather(*(role.start() for role in roles), return_exceptions=True)
+        failures = []
+        for role, outcome in zip(roles, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                failures.append(outcome)
+                await role.stop()
+            else:
+                self._roles[role.name] = role
+                self._keep(role)
+        if failures:
+            raise TandemError("; ".join(map(str, failures)))
+
+    async def _restart(self) -> None:
+        """Every worker, one at a time, and each only once the one before has joined again."""
+        workers = [role for role in self._roles.values() if role.module != "router"]
+        for role in workers:
+            before = await self._joined()
+            await role.leave()
+            again = Role(role.name, role.module, role.config, role.options, role.of_node)
+            await self._add([again])
+            await await_members(self._joined_at[0], self._trust, *before, JOIN_TIMEOUT_S)
+        self._say(f"{len(workers)} workers restarted")
+        self._say.done()
+
+    async def _joined(self) -> tuple[int, int]:
+        """Prefill and decode workers."""
+        return await members_of(self._joined_at[0], self._trust, JOIN_TIMEOUT_S)
+
+    def _running(self, prefix: str) -> list[Role]:
+        numbered = [role for role in self._roles.values() if role.name.startswith(prefix) and not role.leaving]
+        return [role for role in numbered if role.name[len(prefix) :].isdecimal()]
+
+    def _pattern(self, role: str, model: str) -> tuple[WorkerConfig, str]:
+        """A configuration to make more of, and what their names begin with."""
+        configs = self._topology.prefill if role == "prefill" else self._topology.decode
+        patterns = {config.worker_id.rpartition("-")[0] + "-": config for config in configs}
+        if model:
+            patterns = {prefix: config for prefix, config in patterns.items() if prefix == f"{model}-{role}-"}
+        if len(patterns) != 1:
+            known = ", ".join(prefix.removesuffix(f"-{role}-") for prefix in patterns) or "none"
+            raise TandemError(f"{role}: of which model? There are workers of {known}")
+        ((prefix, config),) = patterns.items()
+        return config, prefix
+
+
+def drivers_node() -> Any:
+    """For what must not be where the driver is not: it would be gone with another node."""
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
+def _first_line(error: Exception) -> str:
+    """Ray's go on for pages."""
+    return str(error).partition("\n")[0]
+
+
+def _ports_of(where: Addresses) -> dict[str, int]:
+    """As settings, so that what is started again is found where it was."""
+    named = {"port": where.grpc, "http_port": where.http, "metrics_port": where.metrics}
+    named["internal_port"] = where.internal
+    return {name: int(address.rpartition(":")[2]) for name, address in named.items() if address}

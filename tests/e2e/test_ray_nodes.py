@@ -1,0 +1,154 @@
+"""A Ray cluster of several nodes: a node that dies under load, workers added and taken away, restarted in turn."""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from support.processes import Stream, finished, until
+from tandem.client import Client
+
+ROOT = Path(__file__).parent.parent.parent
+BIN = Path(sys.executable).parent
+OBJECT_STORE = 80 << 20
+
+
+@pytest.fixture
+def ray_nodes() -> Iterator[Any]:
+    """A head and two nodes, each with room for decode workers that the other has not."""
+    from ray.cluster_utils import Cluster
+
+    before = {name: os.environ.get(name) for name in ("RAY_AUTH_MODE", "RAY_USAGE_STATS_ENABLED")}
+    os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    head = {"num_cpus": 2, "object_store_memory": OBJECT_STORE, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        yield cluster
+    finally:
+        cluster.shutdown()
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """Of sim workers, whose prefill workers Ray puts anywhere, and decode workers on the two nodes."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(
+        json.dumps({"model_type": "llama", "vocab_size": 1000, "max_position_embeddings": 4096})
+    )
+    file = tmp_path / "cluster.yaml"
+    settings = {
+        "models": [{"path": str(model), "prefill": 1, "decode": 2}],
+        "worker": {"engine": "sim", "sim_step_ms": 5.0, "kv_memory_mib": 16},
+        "ray": {"decode": {"resources": {"decoding": 1}}},
+    }
+    file.write_text(yaml.safe_dump(settings))
+    return file
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def tandem(*arguments: str, address: str) -> "subprocess.CompletedProcess[str]":
+    environment = os.environ | {"RAY_ADDRESS": address, "PYTHONUNBUFFERED": "1"}
+    command = [str(BIN / "tandem"), *arguments]
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+
+async def worker_names(client: Client) -> list[str]:
+    (model,) = (await client.cluster_status()).models
+    return [worker.worker_id for worker in model.workers if not worker.draining]
+
+
+async def test_nodes_die_and_workers_come_and_go_and_no_request_is_lost(
+    ray_nodes: Any, config: Path, free_port: int
+) -> None:
+    nodes = [
+        ray_nodes.add_node(num_cpus=1, resources={"decoding": 2}, object_store_memory=OBJECT_STORE) for _ in range(2)
+    ]
+    environment = os.environ | {"RAY_ADDRESS": ray_nodes.address, "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
+    up = await asyncio.create_subprocess_exec(
+        *(str(BIN / "tandem"), "up", "--config", str(config), "--port", str(free_port), "--no-http"),
+        env=environment,
+        cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    assert up.stdout is not None
+    told: list[str] = []
+
+    async def listen() -> None:
+        assert up.stdout is not None
+        while line := await up.stdout.readline():
+            told.append(line.decode())
+
+    listening = asyncio.ensure_future(listen())
+    try:
+        async with Client(f"127.0.0.1:{free_port}") as client:
+
+            async def there() -> bool:
+                return any("serving at" in line for line in told)
+
+            await until(there, "the cluster serves", 90)
+            assert await worker_names(client) == ["decode-0", "decode-1", "prefill-0"]
+            reference = await finished([Stream(client, range(n, n + 40), 400) for n in range(4)])
+
+            streams = [Stream(client, range(n, n + 40), 400) for n in range(4)]
+            await asyncio.gather(*(stream.reached(5) for stream in streams))
+            await asyncio.to_thread(ray_nodes.remove_node, nodes[0], allow_graceful=False)
+            await finished(streams)
+            for stream, undisturbed in zip(streams, reference, strict=True):
+                assert stream.token_ids == undisturbed.token_ids
+            assert any(stream.receipt.placement.attempt > 1 for stream in streams)
+
+            async def again() -> bool:
+                return await worker_names(client) == ["decode-0", "decode-1", "prefill-0"]
+
+            await until(again, "the worker that died runs on the other node", 60)
+            assert any("starting it again in 0.5 s" in line for line in told)
+
+            ray_nodes.add_node(num_cpus=1, resources={"decoding": 2}, object_store_memory=OBJECT_STORE)
+            streams = [Stream(client, range(n, n + 40), 400) for n in range(4)]
+            scaled = await asyncio.to_thread(tandem, "scale", "decode=3", "prefill=2", address=ray_nodes.address)
+            assert scaled.returncode == 0, scaled.stderr
+            assert await worker_names(client) == ["decode-0", "decode-1", "decode-2", "prefill-0", "prefill-1"]
+            scaled = await asyncio.to_thread(tandem, "scale", "decode=1", address=ray_nodes.address)
+            assert scaled.returncode == 0, scaled.stderr
+            restarted = await asyncio.to_thread(tandem, "restart", address=ray_nodes.address)
+            assert restarted.returncode == 0, restarted.stderr
+            await finished(streams)
+            for stream, undisturbed in zip(streams, reference, strict=True):
+                assert stream.token_ids == undisturbed.token_ids
+            assert await worker_names(client) == ["decode-0", "prefill-0", "prefill-1"]
+
+            wrong = await asyncio.to_thread(tandem, "scale", "decode=0", address=ray_nodes.address)
+            assert wrong.returncode == 2
+            assert "nothing would be served" in wrong.stderr
+            nobody = await asyncio.to_thread(tandem, "scale", "decode=2", "--name", "x", address=ray_nodes.address)
+            assert "no cluster called 'x'" in nobody.stderr
+        ended = await asyncio.to_thread(tandem, "down", address=ray_nodes.address)
+        assert ended.returncode == 0, ended.stderr
+        assert await asyncio.wait_for(up.wait(), 60) == 0
+        await listening
+        assert told[-1] == "tandem: stopped\n"
+    finally:
+        listening.cancel()
+        if up.returncode is None:
+            up.kill()
+            await up.wait()
+        sys.stderr.write("".join(told))

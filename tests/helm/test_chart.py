@@ -1,0 +1,283 @@
+"""The chart as the real helm renders it: valid for Kubernetes, and by our own rules."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from engine.worker.config import WorkerConfig
+from router.config import RouterConfig
+from support.chart import CHART, EXAMPLES, ROOT, helm, needs_helm, pod_specs, render, template
+
+pytestmark = needs_helm
+KUBERNETES = ("1.31", "1.34", "1.37")
+ALL = [None, *EXAMPLES]
+OPERATORS = {"ServiceMonitor", "PrometheusRule"}
+"""Kinds of others, of which Kubernetes has no schema."""
+
+
+def name_of(values: Path | None) -> str:
+    return values.stem if values else "defaults"
+
+
+@pytest.fixture(params=ALL, ids=name_of)
+def example(request: pytest.FixtureRequest) -> Path | None:
+    values: Path | None = request.param
+    return values
+
+
+def test_lint(example: Path | None) -> None:
+    answer = helm("lint", "--strict", str(CHART), *(["-f", str(example)] if example else []))
+    assert answer.returncode == 0, answer.stdout
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+def test_manifests_are_what_kubernetes_takes(example: Path | None, version: str) -> None:
+    for manifest in render(example):
+        if manifest["kind"] not in OPERATORS:
+            kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def check_rules(manifests: list[dict[str, Any]]) -> None:
+    """Of every pod and its containers."""
+    names = [(manifest["kind"], manifest["metadata"]["name"]) for manifest in manifests]
+    assert len(names) == len(set(names)), "two of one name"
+    for name, spec in pod_specs(manifests):
+        assert spec["automountServiceAccountToken"] is False, name
+        assert spec["securityContext"]["runAsNonRoot"] is True, name
+        for container in [*spec.get("initContainers", []), *spec["containers"]]:
+            tag = container["image"].rpartition(":")[2]
+            assert tag
+            assert tag != "latest"
+            security = container["securityContext"]
+            assert security["readOnlyRootFilesystem"] is True
+            assert security["allowPrivilegeEscalation"] is False
+            assert security["capabilities"]["drop"] == ["ALL"]
+            assert {"cpu", "memory"} <= set(container["resources"]["limits"]), name
+            said = json.dumps([container.get("command"), container.get("args")])
+            assert not re.search("password|secret|token=", said.replace("REDIS_PASSWORD", ""), re.I), said
+        if name.endswith("-test"):
+            continue
+        for container in spec["containers"]:
+            assert {"startupProbe", "readinessProbe", "livenessProbe"} <= set(container), name
+
+
+def test_every_pod_keeps_the_rules(example: Path | None) -> None:
+    check_rules(render(example))
+
+
+def test_alive_and_ready_are_different_questions(example: Path | None) -> None:
+    for name, spec in pod_specs(render(example)):
+        for container in spec["containers"]:
+            if container["name"] not in ("router", "worker"):
+                continue
+            assert container["readinessProbe"]["grpc"]["service"] == "readiness"
+            assert container["livenessProbe"]["grpc"]["service"] == "liveness"
+            config = config_of(render(example), name, container["name"])
+            assert spec["terminationGracePeriodSeconds"] >= config["drain_s"] + 15
+            assert config["drain_s"] > 0
+
+
+def config_of(manifests: list[dict[str, Any]], name: str, container: str) -> dict[str, Any]:
+    (found,) = [m for m in manifests if m["kind"] == "ConfigMap" and m["metadata"]["name"] == name]
+    config: dict[str, Any] = yaml.safe_load(found["data"][f"{container}.yaml"])
+    return config
+
+
+def test_the_rendered_settings_are_settings(example: Path | None) -> None:
+    manifests = render(example)
+    for name, spec in pod_specs(manifests):
+        (container,) = spec["containers"]
+        if container["name"] == "router":
+            RouterConfig.parse(config_of(manifests, name, "router"))
+        elif container["name"] == "worker":
+            WorkerConfig.parse(config_of(manifests, name, "worker"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"router": {"replica": 3}}, "'replica' not allowed"),
+        ({"router": {"replicas": "three"}}, "/router/replicas"),
+        ({"worker": {"gpu": 1}}, "'gpu' not allowed"),
+        ({"models": []}, "/models"),
+        ({"models": [{"name": "A b", "source": {"pvc": {"claimName": "x"}}, "decode": {}}]}, "/models/0/name"),
+        ({"models": [{"name": "a", "source": {}, "decode": {}}]}, "/models/0/source"),
+        ({"image": {"tag": "latest"}}, "/image/tag"),
+        ({"router": {"config": {"port": 1}}}, "router.config.port: is set by the chart"),
+        ({"worker": {"config": {"model": "x"}}}, "config.model of a worker: is set by the chart"),
+        ({"redis": {"enabled": True, "url": "redis://x"}}, "redis: either enabled or url"),
+        ({"router": {"autoscaling": {"enabled": True}}}, "router.autoscaling: needs redis"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(change: dict[str, Any], said: str) -> None:
+    answer = template(change)
+    assert answer.returncode != 0
+    assert said in answer.stderr
+
+
+def test_two_models_of_one_name_are_refused() -> None:
+    model = {"source": {"configMap": {}}, "decode": {"replicas": 1}}
+    answer = template({"models": [model | {"name": "a.b"}, model | {"name": "a-b"}]})
+    assert "models: two are called" in answer.stderr
+
+
+def test_workers_know_every_router_by_its_own_name() -> None:
+    manifests = render({"router": {"replicas": 3}}, release="x")
+    routers = [f"x-router-{number}.x-routers:50051" for number in range(3)]
+    assert config_of(manifests, "x-storyteller-decode", "worker")["routers"] == routers
+    with_redis = render({"router": {"replicas": 3}, "redis": {"enabled": True}}, release="x")
+    config = config_of(with_redis, "x-storyteller-decode", "worker")
+    assert config["redis_url"] == "redis://x-redis:6379/0"
+    assert "routers" not in config
+
+
+def test_services_select_what_they_are_for(example: Path | None) -> None:
+    manifests = render(example)
+    pods = [m["spec"]["template"] for m in manifests if m["kind"] in ("Deployment", "StatefulSet")]
+    services = [m for m in manifests if m["kind"] == "Service"]
+    for service in services:
+        chosen = [p for p in pods if service["spec"]["selector"].items() <= p["metadata"]["labels"].items()]
+        assert len(chosen) == 1, service["metadata"]["name"]
+        ports = {port["name"] for container in chosen[0]["spec"]["containers"] for port in container["ports"]}
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
+    assert any(service["spec"].get("clusterIP") == "None" for service in services)
+
+
+def test_gpus_rdma_and_a_canary() -> None:
+    manifests = render(ROOT / "helm" / "examples" / "gpu-rdma.yaml")
+    specs = dict(pod_specs(manifests))
+    decode, canary = specs["demo-llama-3-1-70b-decode"], specs["demo-llama-3-1-70b-decode-canary"]
+    assert decode["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert decode["containers"][0]["resources"]["limits"]["rdma/hca"] == 1
+    assert decode["containers"][0]["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+    assert [spec["containers"][0]["image"] for spec in (decode, canary)] == [
+        "tandem-worker:0.1.0",
+        "tandem-worker:0.1.1",
+    ]
+    labels = [m["spec"]["selector"]["matchLabels"] for m in manifests if m["kind"] == "Deployment"]
+    assert len({json.dumps(each, sort_keys=True) for each in labels}) == len(labels), "each pod has one owner"
+    policy = next(m for m in manifests if m["kind"] == "NetworkPolicy" and m["metadata"]["name"] == "demo-workers")
+    ports = policy["spec"]["ingress"][0]["ports"]
+    assert {"port": 20000, "endPort": 20999, "protocol": "TCP"} in ports
+    (env,) = [e for e in decode["containers"][0]["env"] if e["name"] == "UCX_TCP_PORT_RANGE"]
+    assert env["value"] == "20000-20999"
+
+
+def test_a_changed_setting_restarts_whom_it_concerns() -> None:
+    before, after = render(), render({"worker": {"config": {"block_tokens": 32}}})
+
+    def checksums(manifests: list[dict[str, Any]]) -> dict[str, str]:
+        return {
+            m["metadata"]["name"]: m["spec"]["template"]["metadata"]["annotations"]["checksum/config"]
+            for m in manifests
+            if m["kind"] in ("Deployment", "StatefulSet")
+        }
+
+    old, new = checksums(before), checksums(after)
+    assert {name for name in old if old[name] != new[name]} == {
+        "demo-storyteller-prefill",
+        "demo-storyteller-decode",
+    }
+
+
+words = st.text("abcdefghijklmnopqrstuvwxyz", min_size=1, max_size=12)
+pools = st.fixed_dictionaries(
+    {"replicas": st.integers(0, 9)},
+    optional={
+        "gpus": st.integers(0, 8),
+        "minAvailable": st.integers(0, 3),
+        "tag": words,
+        "spreadOver": st.sampled_from(["", "topology.kubernetes.io/zone"]),
+        "config": st.just({"block_tokens": 32}),
+        "canary": st.fixed_dictionaries({"replicas": st.integers(1, 3)}, optional={"tag": words}),
+        "autoscaling": st.just({"enabled": True, "minReplicas": 1, "maxReplicas": 9, "target": "0.8"}),
+        "nodeSelector": st.dictionaries(words, words, max_size=2),
+        "env": st.just([{"name": "UCX_LOG_LEVEL", "value": "warn"}]),
+    },
+)
+sources = st.sampled_from(
+    [
+        {"pvc": {"claimName": "models", "path": "a/b"}},
+        {"pvc": {"claimName": "models"}},
+        {"hostPath": {"path": "/srv"}},
+        {"image": {"reference": "registry/model:1"}},
+        {"download": {"image": "curl:1", "command": ["sh", "-c", "true"], "size": "1Gi", "secret": "s"}},
+        {"configMap": {}},
+    ]
+)
+values_of_all_kinds = st.fixed_dictionaries(
+    {
+        "models": st.lists(
+            st.fixed_dictionaries({"name": words, "source": sources, "decode": pools}, optional={"prefill": pools}),
+            min_size=1,
+            max_size=3,
+            unique_by=lambda model: model["name"],
+        )
+    },
+    optional={
+        "router": st.fixed_dictionaries({"replicas": st.integers(1, 4)}, optional={"minAvailable": st.integers(0, 2)}),
+        "worker": st.fixed_dictionaries(
+            {},
+            optional={
+                "ipcLock": st.booleans(),
+                "ucxTransports": words,
+                "extraResources": st.just({"rdma/hca": 2}),
+                "runtimeClassName": words,
+            },
+        ),
+        "redis": st.sampled_from([{"enabled": True}, {"url": "redis://x:1/0", "passwordSecret": "s"}, {}]),
+        "networkPolicy": st.fixed_dictionaries({"enabled": st.booleans()}),
+        "monitoring": st.fixed_dictionaries({"serviceMonitor": st.booleans(), "dashboard": st.booleans()}),
+    },
+)
+
+
+@settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(values_of_all_kinds, words)
+def test_valid_values_render_to_valid_manifests(values: dict[str, Any], release: str) -> None:
+    manifests = render(values, release=release)
+    for manifest in manifests:
+        if manifest["kind"] not in OPERATORS:
+            kubernetes_validate.validate(manifest, KUBERNETES[-1], strict=True)
+    check_rules(manifests)
+
+
+def test_the_readme_is_what_the_values_say() -> None:
+    script = ROOT / "helm" / "render_readme.py"
+    assert subprocess.run([sys.executable, script, "--check"], check=False, timeout=60).returncode == 0
+
+
+def documented(values: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
+    """Every value that is no mapping, or one that is free-form."""
+    for name, value in values.items():
+        if isinstance(value, dict) and value and name not in ("resources", "podSecurityContext"):
+            yield from documented(value, (*path, name))
+        else:
+            yield ".".join((*path, name))
+
+
+def test_every_value_is_documented() -> None:
+    readme = (CHART / "README.md").read_text()
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    for name in documented(values):
+        assert f"| `{name}` |" in readme, name
+
+
+def test_alerts_and_dashboard_ask_for_metrics_that_exist() -> None:
+    manual = (ROOT / "docs" / "metrics.md").read_text()
+    known = {name.removesuffix("_total") for name in re.findall(r"`(tandem_[a-z0-9_]+)`", manual)}
+    for name in ("alerts.yaml", "dashboard.json"):
+        asked = set(re.findall(r"tandem_[a-z0-9_]+", (CHART / "files" / name).read_text()))
+        assert asked
+        for metric in asked:
+            assert re.sub("_(total|bucket|sum|count)$", "", metric) in known, f"{name}: {metric}"

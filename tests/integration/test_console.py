@@ -1,0 +1,92 @@
+"""The console in a real browser, over a real cluster."""
+
+import asyncio
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from protos import inference_pb2 as pb
+from support.processes import Stream, finished
+from tandem.client import Client
+from tandem.demo import STORYTELLER
+
+CHROMIUM = shutil.which("chromium")
+MARKER = "xylophone"
+"""Stands in a prompt."""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = {"model_type": "llama", "vocab_size": 1000, "max_position_embeddings": 4096}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+async def page_of(url: str, folder: Path) -> str:
+    """The document as it stands after some seconds of its own time."""
+    assert CHROMIUM is not None
+    options = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        f"--user-data-dir={folder}",
+    ]
+    process = await asyncio.create_subprocess_exec(
+        CHROMIUM,
+        *options,
+        f"--user-data-dir={folder}",
+        "--virtual-time-budget=4000",
+        "--dump-dom",
+        url,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    assert process.stdout is not None
+    document = (await process.stdout.read()).decode()
+    await process.wait()
+    return document
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no browser: apt-get install chromium")
+async def test_the_page_shows_workers_links_and_requests(model: Path, cluster_of: Any, tmp_path: Path) -> None:
+    router = {"http_port": 0, "decode_prefill_tokens_per_s": 100.0}
+    async with cluster_of(model, prefill=1, decode=1, router=router, engine="sim") as cluster:
+        url = f"http://{cluster.router.http_address}/console"
+        async with Client(cluster.address) as client:
+            await finished([Stream(client, [*range(100), number], 5) for number in range(3)])
+        page = await page_of(url, tmp_path / "profile")
+        for text in ("decode-0", "prefill-0", "serving", "KV moves", "decode-0 ← prefill-0"):
+            assert text in page, text
+        assert page.count('<div class="request">') == 3
+        assert 'role="img"' in page
+        assert re.search(r"\d+ moved \([\d.,]+ \w+ over", page), "receipts are shown whole"
+        async with aiohttp.ClientSession() as session, session.get(f"{url}/data") as answer:
+            said = await answer.text()
+            assert "default-src 'none'" in answer.headers["content-security-policy"]
+        assert [each["number"] for each in json.loads(said)["requests"]] == [0, 1, 2]
+
+
+async def test_each_is_told_once_and_nothing_of_what_was_said(cluster_of: Any) -> None:
+    cluster = cluster_of(STORYTELLER, prefill=0, decode=1, router={"http_port": 0})
+    numbers, told, texts = [], "", []
+    async with cluster, Client(cluster.address) as client, aiohttp.ClientSession() as session:
+        url = f"http://{cluster.router.http_address}/console/data"
+        for number in range(4):
+            prompt, sampling = f"The {MARKER} of {number} foxes", pb.Sampling(max_tokens=12)
+            texts.append("".join([piece.text async for piece in client.generate(prompt, sampling=sampling)]))
+        for since in ("", "?since=2", "?since=4", "?since=x", "?since=99999999999999999999999"):
+            async with session.get(url + since) as answer:
+                assert answer.status == 200
+                told += await answer.text()
+                numbers.append([each["number"] for each in (await answer.json())["requests"]])
+    assert numbers == [[0, 1, 2, 3], [2, 3], [], [0, 1, 2, 3], [0, 1, 2, 3]]
+    assert MARKER not in told
+    assert not any(text.strip() in told for text in texts if len(text.strip()) > 8)

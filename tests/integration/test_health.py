@@ -1,0 +1,89 @@
+"""What health says to supervisors: alive, and ready, which are not the same."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from cluster.rpc import LIVENESS, READINESS
+from engine.worker.config import WorkerConfig
+from support.processes import Stream, engine_of, finished, pause, until
+from tandem.client import Client
+from tandem.local import start_role, stop_process
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = {"model_type": "llama", "vocab_size": 1000, "max_position_embeddings": 4096}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+async def says(address: str, service: str) -> bool:
+    async with grpc.aio.insecure_channel(address) as link:
+        request = health_pb2.HealthCheckRequest(service=service)
+        answer = await health_pb2_grpc.HealthStub(link).Check(request, timeout=5)
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def until_ready(address: str, ready: bool) -> None:
+    async def there() -> bool:
+        return await says(address, READINESS) is ready
+
+    await until(there, f"{address} is {'' if ready else 'not '}ready")
+
+
+async def test_a_worker_that_no_router_knows_is_alive_and_not_ready(model: Path) -> None:
+    config = WorkerConfig(model=model, engine="sim", routers=("127.0.0.1:1",), worker_id="alone")
+    worker = await start_role("decode_worker", "alone", config)
+    try:
+        assert await says(worker.address, LIVENESS)
+        assert await says(worker.address, "")
+        assert not await says(worker.address, READINESS)
+    finally:
+        await stop_process(worker.process)
+
+
+async def test_ready_is_who_can_serve(model: Path, cluster_of: Any) -> None:
+    cluster = cluster_of(model, prefill=0, decode=1, engine="sim", sim_step_ms=20.0, drain_s=30.0)
+    async with cluster, Client(cluster.address) as client:
+        (worker,) = cluster.workers
+        await until_ready(worker.address, True)
+        await until_ready(cluster.address, True)
+        stream = Stream(client, [1, 2, 3], 100)
+        await stream.reached(2)
+        os.kill(worker.pid, signal.SIGTERM)
+        await until_ready(worker.address, False)
+        assert await says(worker.address, LIVENESS), "it drains"
+        assert not await says(worker.address, "")
+        await until_ready(cluster.address, False)  # its only decode worker takes nothing more
+        assert await says(cluster.address, LIVENESS)
+        await finished([stream])
+
+
+async def test_an_engine_that_hangs_is_not_ready(model: Path, cluster_of: Any) -> None:
+    async with cluster_of(model, prefill=0, decode=1, engine="sim") as cluster:
+        (worker,) = cluster.workers
+        await until_ready(worker.address, True)
+        engine = engine_of(worker)
+        await pause(engine)
+        await until_ready(worker.address, False)
+        assert await says(worker.address, LIVENESS)
+        os.kill(engine, signal.SIGCONT)
+        await until_ready(worker.address, True)
+
+
+async def test_a_router_without_workers_is_alive_and_not_ready(model: Path, cluster_of: Any) -> None:
+    async with cluster_of(model, prefill=0, decode=1, engine="sim") as cluster:
+        (worker,) = cluster.workers
+        await until_ready(cluster.address, True)
+        worker.process.kill()
+        await until_ready(cluster.address, False)
+        assert await says(cluster.address, LIVENESS)
