@@ -26,7 +26,7 @@ from router.api_keys import entry_for
 from support.certificates import Authority, Issued
 from support.openai_http import http_cluster
 from support.processes import LENDER_ALWAYS, engine_of, until
-from tandem.client import Client
+from tandem.client import Client, error_of
 from tandem.local import LocalCluster
 from tandem.members import await_members
 
@@ -48,7 +48,11 @@ class Site:
         self.issued = self.cluster_ca.issue("member")
         self.client, self.stranger = self.client_ca.issue("client"), self.stranger_ca.issue("stranger")
         self.keys = folder / "keys.yaml"
-        self.keys.write_text(entry_for("tk-alice", "alice", "a", [], None) + entry_for("tk-bob", "bob", "b", [], None))
+        self.keys.write_text(
+            entry_for("tk-alice", "alice", "a", [], None)
+            + entry_for("tk-bob", "bob", "b", [], None)
+            + entry_for("tk-op", "op", "", [], None, operator=True)
+        )
         tls = {"tls_cert": self.issued.cert, "tls_key": self.issued.key, "tls_ca": self.cluster_ca.path}
         metrics = {"metrics_port": 0, "tls_metrics_ca": self.client_ca.path}
         router = tls | metrics | LENDER_ALWAYS | {"api_keys_file": self.keys, "isolate_tenants": True}
@@ -255,6 +259,41 @@ async def test_a_key_of_one_tenant_cannot_be_anothers(site: Site) -> None:
                 pass
 
 
+async def test_what_is_everybodys_is_for_operators(site: Site) -> None:
+    """The console shows requests of all tenants, and ClusterStatus all models."""
+    address = site.cluster.router.http_address
+
+    async def console(key: str) -> int:
+        header = f"Bearer {key}"
+        status, _ = await asyncio.to_thread(site.https, address, site.visitor, "/console/data", authorization=header)
+        return status
+
+    assert [await console(key) for key in ("tk-alice", "tk-op", "tk-nobody")] == [403, 200, 401]
+    assert (await asyncio.to_thread(site.https, address, site.visitor, "/console/data"))[0] == 401
+    async with site.asks_as("tk-alice") as alice, site.asks_as("tk-op") as operator:
+        with pytest.raises(Forbidden):
+            await alice.cluster_status()
+        assert (await operator.cluster_status()).models
+
+
+async def test_every_call_of_the_public_api_asks_for_a_key(site: Site) -> None:
+    async with channel(site.cluster.address, site.visitor) as link:
+        for method in pb.DESCRIPTOR.services_by_name["Inference"].methods:
+            call = link.unary_stream(f"/tandem.v1.Inference/{method.name}")(b"", timeout=5)
+            assert isinstance(await refusal(call.read()), Unauthenticated), method.name
+
+
+async def test_a_batch_and_tokenize_keep_to_the_keys_models_and_tenant(site: Site) -> None:
+    async with site.asks_as("tk-alice") as client:
+        requests = [
+            pb.GenerateRequest(token_ids=PROMPT, tenant=tenant, sampling=pb.Sampling(max_tokens=2)) for tenant in "ab"
+        ]
+        failures = {result.index: error_of(result) async for result in client.generate_batch(requests, timeout_s=20)}
+        assert failures[0] is None
+        assert isinstance(failures[1], Forbidden)
+        assert await client.tokenize("word1")
+
+
 async def test_keys_come_and_go_while_it_runs(site: Site) -> None:
     before = site.keys.read_text()
     async with site.asks_as("tk-carol") as client:
@@ -287,6 +326,8 @@ async def test_a_key_sees_its_models_only(site: Site) -> None:
                 return False
 
         await until(sees_nothing, "the new key is known")
+        with pytest.raises(Forbidden):
+            await client.tokenize("word1", model="simulated")
         for model in ("", "simulated", "elsewhere-too", "auto"):
             with pytest.raises(Forbidden):
                 async for _ in client.generate(token_ids=PROMPT, model=model):
