@@ -9,7 +9,7 @@ ROUTERS_VENV := .venv-routers
 HELM := .helm/helm
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test test-faults lint types unit integration helm e2e gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator bench-known bench-agreement bench-load bench-api protos check-protos install clean
+.PHONY: demo test test-faults fuzz lint types unit integration helm e2e gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator bench-known bench-agreement bench-load bench-api protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -54,6 +54,10 @@ test-faults: $(INSTALLED)
 	TANDEM_TRIALS=20000 $(BIN)/pytest tests/unit/test_core_faults.py
 	TANDEM_PLANS=all $(BIN)/pytest tests/unit/test_plan.py
 	TANDEM_REAL_FAULTS=20 $(BIN)/pytest -s tests/integration/test_real_faults.py tests/integration/test_faults.py
+
+# 100,000 malformed inputs at every door, some minutes; `test` sends 1,500.
+fuzz: $(INSTALLED)
+	TANDEM_FUZZ=100000 $(BIN)/pytest -s tests/integration/bad_input/test_fuzz.py
 
 # Skipped without a GPU, so no part of `test`. On a machine with one: $(BIN)/python -m pip install -e '.[cuda]' first.
 gpu: $(INSTALLED)

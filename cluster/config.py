@@ -6,6 +6,7 @@ that names the key.
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -38,7 +39,7 @@ class Config(BaseModel):
     def from_command_line(cls, prog: str, arguments: Sequence[str] | None = None) -> Self:
         """Of `python -m ROLE --config FILE --set key=value ...`."""
         parser = argparse.ArgumentParser(prog=prog, description=cls.__doc__)
-        parser.add_argument("--config", type=Path, help="a YAML file of the keys below")
+        parser.add_argument("--config", type=Path, help="a YAML file of the keys below; - is standard input")
         parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="overrides the file")
         parser.epilog = "keys: " + ", ".join(cls.model_fields)
         options = parser.parse_args(arguments)
@@ -61,11 +62,13 @@ def read_file(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        values = yaml.safe_load(path.read_text())
+        values = yaml.safe_load(sys.stdin.read() if str(path) == "-" else path.read_text())
     except OSError as error:
         raise StartError("config", f"cannot read {path}: {error.strerror}") from None
     except yaml.YAMLError as error:
         raise StartError("config", f"{path} is not YAML: {error}") from None
+    if values is None:
+        return {}
     if not isinstance(values, dict):
         raise StartError("config", f"{path} must hold a mapping of keys")
     return values
@@ -83,8 +86,19 @@ def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def to_overrides(config: Config) -> list[str]:
-    """The command-line arguments that make `from_command_line` give `config` again."""
-    arguments: list[str] = []
-    for key, value in config.model_dump(mode="json", exclude_unset=True).items():
+    """The command-line arguments that make `from_command_line` give `config` again; where it has secrets, with
+    `secrets_of` it as standard input: any user of the machine can read a command line."""
+    arguments = ["--config", "-"] if secrets_of(config) else []
+    for key, value in config.model_dump(mode="json", exclude_unset=True, exclude=_secret(config)).items():
         arguments += ["--set", f"{key}={json.dumps(value)}"]
     return arguments
+
+
+def secrets_of(config: Config) -> str:
+    """YAML of what `config` never shows; empty where nothing of that is set."""
+    secrets = config.model_dump(mode="json", exclude_unset=True, include=_secret(config))
+    return json.dumps(secrets) if secrets else ""
+
+
+def _secret(config: Config) -> set[str]:
+    return {name for name, field in type(config).model_fields.items() if not field.repr}

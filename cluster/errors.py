@@ -9,6 +9,8 @@ TandemError
     ├── Unavailable       UNAVAILABLE: nobody can serve it now; safe to retry
     │   └── Draining      this process was told to stop: another one can serve it
     ├── AlreadyThere      ALREADY_EXISTS: somebody else goes by that name
+    ├── Unauthenticated   UNAUTHENTICATED: nobody knows who asks
+    ├── Forbidden         PERMISSION_DENIED: who asks may not
     ├── Incompatible      FAILED_PRECONDITION: two processes do not fit together
     ├── NotSetUp          UNIMPLEMENTED: a setting, which the message names, is not set
     └── DeadlineExceeded  DEADLINE_EXCEEDED
@@ -95,6 +97,18 @@ class AlreadyThere(ServiceError):
     code = grpc.StatusCode.ALREADY_EXISTS
 
 
+class Unauthenticated(ServiceError):
+    """Nobody knows who asks."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
+class Forbidden(ServiceError):
+    """Who asks may not."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+
+
 class Incompatible(ServiceError):
     """Two processes do not fit together."""
 
@@ -114,7 +128,17 @@ class DeadlineExceeded(ServiceError):
 
 
 _KINDS: dict[grpc.StatusCode, type[ServiceError]] = {
-    kind.code: kind for kind in (UnknownModel, Unavailable, AlreadyThere, Incompatible, NotSetUp, DeadlineExceeded)
+    kind.code: kind
+    for kind in (
+        UnknownModel,
+        Unavailable,
+        AlreadyThere,
+        Unauthenticated,
+        Forbidden,
+        Incompatible,
+        NotSetUp,
+        DeadlineExceeded,
+    )
 }
 PERMANENT = "PERMANENT"
 DRAINING = "DRAINING"

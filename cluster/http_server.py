@@ -10,8 +10,11 @@ from typing import Any
 import uvicorn
 
 from cluster.errors import StartError, TandemError
+from cluster.tls import Credentials
 
 BACKLOG = 2048
+SEND_BUFFER = 256 << 10
+"""Of each connection, in bytes: what a client that does not read costs the kernel, which else takes megabytes."""
 STOP_S = 1
 """For what is left when a process stops."""
 
@@ -19,16 +22,20 @@ STOP_S = 1
 class HttpServer:
     """Listens from when it is made: a port that is taken is found before anything else is started."""
 
-    def __init__(self, host: str, port: int, setting: str, **options: Any) -> None:
-        """`port` 0 lets the system choose. `setting` is what errors name. `options` are uvicorn's, beside what all
-        servers here have. Raises StartError."""
+    def __init__(
+        self, host: str, port: int, setting: str, credentials: Credentials | None = None, **options: Any
+    ) -> None:
+        """`port` 0 lets the system choose. `setting` is what errors name. With `credentials` it speaks TLS only.
+        `options` are uvicorn's, beside what all servers here have. Raises StartError."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._socket = socket.create_server((host.strip("[]"), port), family=family, backlog=BACKLOG)
         except OSError as error:
             reason = f"cannot listen on {host}:{port}: {os.strerror(error.errno) if error.errno else error}"
             raise StartError(setting, reason) from None
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         self.address = f"{host}:{self._socket.getsockname()[1]}"
+        self._credentials = credentials
         self._options = options
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -47,6 +54,9 @@ class HttpServer:
             timeout_graceful_shutdown=STOP_S,
             **self._options,
         )
+        config.load()
+        if self._credentials is not None:
+            config.ssl = self._credentials.for_http()  # uvicorn's own would never look at the files again
         self._server = _Server(config)
         self._serving = asyncio.ensure_future(self._server.serve([self._socket]))
 

@@ -4,10 +4,14 @@ Names end in their units, as Prometheus wants them; where vLLM has a metric of t
 `tandem_` for `vllm:`. docs/metrics.md lists all of them.
 """
 
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, make_asgi_app
-from pydantic import BaseModel, Field
+from pathlib import Path
 
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, make_asgi_app
+from pydantic import Field
+
+from cluster.errors import StartError
 from cluster.http_server import HttpServer
+from cluster.tls import Credentials, File, TlsSettings
 
 LATENCY_S = (
     *(
@@ -38,11 +42,14 @@ TOKENS = tuple(float(1 << power) for power in range(21))
 """Likewise of tokens."""
 
 
-class MetricsSettings(BaseModel):
+class MetricsSettings(TlsSettings):
     """Of every process that has metrics."""
 
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    """Prometheus scrapes http://host:metrics_port/metrics; 0 lets the system choose. Without: there is none."""
+    """Prometheus scrapes http://host:metrics_port/metrics; 0 lets the system choose. Without: there is none. With
+    tls_ca it is https, for who has a certificate."""
+    tls_metrics_ca: Path | None = None
+    """Authorities of certificates that may scrape, instead of tls_ca: so that Prometheus is no member."""
 
 
 def new_registry() -> CollectorRegistry:
@@ -58,8 +65,8 @@ class MetricsServer:
 
     def __init__(self, host: str, settings: MetricsSettings) -> None:
         """Listens, where it is to. Raises StartError."""
-        port = settings.metrics_port
-        self._http = None if port is None else HttpServer(host, port, "metrics_port")
+        port, credentials = settings.metrics_port, _credentials(settings)
+        self._http = None if port is None else HttpServer(host, port, "metrics_port", credentials)
 
     @property
     def address(self) -> str:
@@ -73,3 +80,15 @@ class MetricsServer:
     async def close(self) -> None:
         if self._http is not None:
             await self._http.close()
+
+
+def _credentials(settings: MetricsSettings) -> Credentials | None:
+    """Figures say who uses how much: with TLS not everybody may read them."""
+    if settings.tls_cert is None or settings.tls_key is None or settings.tls_ca is None:
+        if settings.tls_metrics_ca is not None:
+            raise StartError("tls_metrics_ca", "means nothing without tls_cert, tls_key and tls_ca")
+        return None
+    scrapers = File("tls_ca", settings.tls_ca)
+    if settings.tls_metrics_ca is not None:
+        scrapers = File("tls_metrics_ca", settings.tls_metrics_ca)
+    return Credentials(File("tls_cert", settings.tls_cert), File("tls_key", settings.tls_key), [scrapers])

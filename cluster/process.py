@@ -21,6 +21,13 @@ class Addresses:
     grpc: str
     http: str = ""
     metrics: str = ""
+    internal: str = ""
+    """Of a router: where workers join it, when that is not `grpc`."""
+
+    @property
+    def joined_at(self) -> str:
+        """Of a router: by workers."""
+        return self.internal or self.grpc
 
 
 class Running(Protocol):
@@ -46,8 +53,8 @@ def run_role(start: Callable[[], Awaitable[Running]]) -> int:
 
     The first SIGINT or SIGTERM lets it drain and stop; a second one ends it at once.
 
-    Standard output gets one line of JSON when the role serves: {"event": "ready", "address": ...}, with "http" and
-    "metrics" where it serves those too. A failure's last line on standard error is its cause.
+    Standard output gets one line of JSON when the role serves: {"event": "ready", "address": ...}, with "http",
+    "metrics" and "internal" where it serves those too. A failure's last line on standard error is its cause.
     """
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -80,6 +87,7 @@ async def _run(start: Callable[[], Awaitable[Running]]) -> int:
     role = starting.result()
     where = role.addresses
     ready = {"event": "ready", "address": where.grpc, "http": where.http, "metrics": where.metrics}
+    ready["internal"] = where.internal
     print(json.dumps(ready), flush=True)
     failing = asyncio.ensure_future(role.failed())
     asked = asyncio.ensure_future(role.told_to_stop())

@@ -11,9 +11,12 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cluster.errors import StartError
+from cluster.tls import Credentials, Trust
 
 MAX_MESSAGE_BYTES = 16 << 20
 """A prompt of a million tokens fits; a message of 100 MB is refused before it is read."""
+MAX_METADATA_BYTES = 16 << 10
+"""Of a call. Beyond it gRPC refuses the call before any handler hears of it."""
 IDLE_CHANNEL_S = 300.0
 """Longer than the pauses of a worker that is still used."""
 
@@ -31,6 +34,9 @@ _ALLOW_PINGS: list[tuple[str, int]] = [
 _SIZES: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Both, or gRPC refuses at random between the two.
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
 ]
 
 
@@ -43,27 +49,34 @@ READY_EVERY_S = 0.25
 class Server:
     """One grpc.aio server with health and reflection. Not serving until `mark_serving`."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, credentials: Credentials | None = None, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
+    ) -> None:
+        """With `credentials` it speaks TLS, and to nobody in the clear."""
         # Without so_reuseport=0 a second process would silently share a port in use.
         options = [*_KEEPALIVE, *_ALLOW_PINGS, *_SIZES, ("grpc.so_reuseport", 0)]
-        self.grpc = grpc.aio.server(options=options)
+        self.grpc = grpc.aio.server(options=options, interceptors=interceptors)
+        self._credentials = credentials
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         self._services: list[str] = []
         self._stopping = False
         self._watching: asyncio.Task[None] | None = None
 
-    async def start(self, host: str, port: int, services: Sequence[str]) -> int:
-        """Listen; returns the port, chosen by the system when `port` is 0. Raises StartError."""
+    async def start(self, host: str, port: int, services: Sequence[str], setting: str = "port") -> int:
+        """Listen; returns the port, chosen by the system when `port` is 0. Raises StartError, which names `setting`."""
         self._services = ["", *services]
         names = [*services, health.SERVICE_NAME, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self.grpc)
         await self._set(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._health.set(READINESS, health_pb2.HealthCheckResponse.NOT_SERVING)
         try:
-            bound = self.grpc.add_insecure_port(f"{host}:{port}")
+            if self._credentials is None:
+                bound = self.grpc.add_insecure_port(f"{host}:{port}")
+            else:
+                bound = self.grpc.add_secure_port(f"{host}:{port}", self._credentials.for_grpc())
         except RuntimeError as error:
-            raise StartError("port", f"cannot listen on {host}:{port}: {_bind_reason(host, port)}") from error
+            raise StartError(setting, f"cannot listen on {host}:{port}: {_bind_reason(host, port)}") from error
         await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await self.grpc.start()
         return bound
@@ -99,15 +112,21 @@ class Server:
             await self._health.set(service, status)
 
 
-def channel(address: str) -> grpc.aio.Channel:
-    """A channel to another process of the cluster."""
-    reconnect = [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 2_000)]
-    return grpc.aio.insecure_channel(address, options=[*_KEEPALIVE, *_SIZES, *reconnect])
+def channel(address: str, trust: Trust | None = None) -> grpc.aio.Channel:
+    """A channel to a process of the cluster; in the clear without `trust`."""
+    options: list[tuple[str, int | str]] = [*_KEEPALIVE, *_SIZES]
+    options += [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 2_000)]
+    if trust is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    credentials, named = trust.for_channel()
+    return grpc.aio.secure_channel(address, credentials, options=[*options, *named])
 
 
 @dataclass(slots=True)
 class _Link:
     channel: grpc.aio.Channel
+    stamp: object
+    """Of the certificates it was opened with."""
     num_users: int = 0
     departed: bool = False
     closing: asyncio.TimerHandle | None = None
@@ -119,7 +138,13 @@ class Channels:
     A fleet whose workers come and go would else gather a connection that is tried again for ever for each of them.
     """
 
-    def __init__(self, idle_s: float = IDLE_CHANNEL_S, connect: Callable[[str], grpc.aio.Channel] = channel) -> None:
+    def __init__(
+        self,
+        trust: Trust | None = None,
+        idle_s: float = IDLE_CHANNEL_S,
+        connect: Callable[[str, Trust | None], grpc.aio.Channel] = channel,
+    ) -> None:
+        self._trust = trust
         self._idle_s = idle_s
         self._connect = connect
         self._links: dict[str, _Link] = {}
@@ -128,8 +153,13 @@ class Channels:
     @contextmanager
     def using(self, address: str) -> Iterator[grpc.aio.Channel]:
         """The channel, which is not closed within the block."""
-        if (link := self._links.get(address)) is None:
-            link = self._links[address] = _Link(self._connect(address))
+        stamp = None if self._trust is None else self._trust.stamp()
+        link = self._links.get(address)
+        if link is not None and link.stamp != stamp and not link.num_users:
+            self._close(address)  # it would connect with certificates that were re-issued since
+            link = None
+        if link is None:
+            link = self._links[address] = _Link(self._connect(address, self._trust), stamp)
         link.num_users += 1
         link.departed = False
         if link.closing is not None:
@@ -161,7 +191,10 @@ class Channels:
         link.closing = asyncio.get_running_loop().call_later(wait_s, self._close, address)
 
     def _close(self, address: str) -> None:
-        closing = asyncio.ensure_future(self._links.pop(address).channel.close())
+        link = self._links.pop(address)
+        if link.closing is not None:
+            link.closing.cancel()
+        closing = asyncio.ensure_future(link.channel.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 

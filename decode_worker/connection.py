@@ -15,6 +15,8 @@ from protos import decode_pb2 as pb
 log = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 1 << 20
 """A frame takes no more requests beyond this; the next one takes them."""
+MAX_PART_BYTES = 64 << 10
+"""Likewise of one request: what more there is of it comes behind the others, where the router may have paused it."""
 
 Begin = Callable[[pb.DecodeRequest, Callable[[], object]], Attempt]
 """Raises ServiceError."""
@@ -125,9 +127,10 @@ class Connection:
             part = pb.Part(number=served.number)
             failure = served.refusal
             if served.attempt is not None:
-                for response in served.attempt.take():
-                    part.messages.append(response.SerializeToString())
-                part.ended, failure = served.attempt.over, served.attempt.failure
+                if _take_some(served.attempt, part):
+                    part.ended, failure = served.attempt.over, served.attempt.failure
+                else:
+                    self._news[served.number] = served
             if failure is not None:
                 part.ended, part.status = True, to_proto(failure).SerializeToString()
             if part.ended:
@@ -138,3 +141,15 @@ class Connection:
             num_bytes += part.ByteSize()
             parts.append(part)
         return pb.DecodeFrame(parts=parts)
+
+
+def _take_some(attempt: Attempt, part: pb.Part) -> bool:
+    """Whether that is all there is now."""
+    num_bytes = 0
+    for response in attempt.take():
+        raw = response.SerializeToString()
+        part.messages.append(raw)
+        num_bytes += len(raw)
+        if num_bytes >= MAX_PART_BYTES:
+            return False
+    return True

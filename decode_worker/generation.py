@@ -18,6 +18,9 @@ _REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FI
 
 MAX_PROMPT_LOGPROBS = 4096
 """In one message, however long nobody has taken one: with the 20 likeliest each less than 1 MiB."""
+MAX_TOKENS_AT_ONCE = 64
+"""In one message of a choice, however long nobody has taken one. With the 20 likeliest of each some 20 kB, where a
+message of all that waits could be larger than a connection takes, and break it for every other request."""
 
 
 class _Choice:
@@ -35,8 +38,10 @@ class _Choice:
         self.pieces: list[str] = []
         self.finish: pb.Finish | None = None
 
-    def take(self) -> pb.GenerateResponse:
-        """What is to be sent, once."""
+    def take(self) -> tuple[pb.GenerateResponse, bool]:
+        """What is to be sent, once; and whether there is more."""
+        if len(self.token_ids) > MAX_TOKENS_AT_ONCE:
+            return self._take_some(MAX_TOKENS_AT_ONCE), True
         message = pb.GenerateResponse(
             token_ids=self.token_ids,
             text="".join(self.pieces),
@@ -45,6 +50,16 @@ class _Choice:
             index=self.index,
         )
         self.token_ids, self.logprobs, self.pieces, self.finish = [], [], [], None
+        return message, False
+
+    def _take_some(self, count: int) -> pb.GenerateResponse:
+        message = pb.GenerateResponse(
+            token_ids=self.token_ids[:count],
+            text="".join(self.pieces[:count]),
+            logprobs=self.logprobs[:count],
+            index=self.index,
+        )
+        del self.token_ids[:count], self.logprobs[:count], self.pieces[:count]
         return message
 
 
@@ -101,8 +116,10 @@ class Generation:
         if not self._news:
             return None
         index = next(iter(self._news))
-        del self._news[index]
-        return self._choices[index].take()
+        message, more = self._choices[index].take()
+        if not more:  # else it keeps its place, since the last finish must come last
+            del self._news[index]
+        return message
 
     def take_stopped(self) -> list[int]:
         """Choices that a stop string ended since the last call: the engine does not know."""

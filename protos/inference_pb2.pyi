@@ -13,6 +13,8 @@ Errors are ordinary gRPC statuses with `google.rpc.Status` details in the traile
   NOT_FOUND           the model is not served here
   RESOURCE_EXHAUSTED  the request can never fit; or the queue is full, a limit of the tenant is reached, or the first
                       token is predicted to come too late: details may hold a RetryInfo saying when to try again
+  UNAUTHENTICATED     an API key is needed, as metadata `authorization: Bearer KEY`, and none that is known was given
+  PERMISSION_DENIED   the model, or the tenant, is not that of the key
   UNAVAILABLE         no worker could serve it now; safe to retry
   DEADLINE_EXCEEDED   the call's deadline passed
   UNIMPLEMENTED       this router is not set up for it
@@ -85,7 +87,9 @@ class GenerateRequest(_message.Message):
     priority: _builtins.int
     """Higher runs first. Default 0. Below 0 is batch work, which leaves room for the rest."""
     tenant: _builtins.str
-    """Whose fair share, limits and quota it counts against. Empty: nobody's in particular."""
+    """Whose fair share, limits and quota it counts against. Empty: nobody's in particular.
+    With API keys it is the key's: leave it empty, or say the same.
+    """
     session_id: _builtins.str
     """Groups the turns of one conversation. Informative."""
     request_id: _builtins.str

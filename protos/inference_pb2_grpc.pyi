@@ -13,6 +13,8 @@ Errors are ordinary gRPC statuses with `google.rpc.Status` details in the traile
   NOT_FOUND           the model is not served here
   RESOURCE_EXHAUSTED  the request can never fit; or the queue is full, a limit of the tenant is reached, or the first
                       token is predicted to come too late: details may hold a RetryInfo saying when to try again
+  UNAUTHENTICATED     an API key is needed, as metadata `authorization: Bearer KEY`, and none that is known was given
+  PERMISSION_DENIED   the model, or the tenant, is not that of the key
   UNAVAILABLE         no worker could serve it now; safe to retry
   DEADLINE_EXCEEDED   the call's deadline passed
   UNIMPLEMENTED       this router is not set up for it

@@ -39,6 +39,44 @@ ROLE_DECODE: Role.ValueType  # 2
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 @_typing.final
+class MembersRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MembersRequest: _TypeAlias = MembersRequest  # noqa: Y015
+
+@_typing.final
+class MembersReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_WORKERS_FIELD_NUMBER: _builtins.int
+    DECODE_WORKERS_FIELD_NUMBER: _builtins.int
+    prefill_workers: _builtins.int
+    """Of all models together: those whose engine has reported."""
+    decode_workers: _builtins.int
+    def __init__(
+        self,
+        *,
+        prefill_workers: _builtins.int = ...,
+        decode_workers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_workers", b"decode_workers", "prefill_workers", b"prefill_workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MembersReply: _TypeAlias = MembersReply  # noqa: Y015
+
+@_typing.final
 class DrainRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -39,6 +39,11 @@ class MembershipStub:
                 request_serializer=protos_dot_membership__pb2.WorkerMessage.SerializeToString,
                 response_deserializer=protos_dot_membership__pb2.RouterMessage.FromString,
                 _registered_method=True)
+        self.Members = channel.unary_unary(
+                '/tandem.internal.v1.Membership/Members',
+                request_serializer=protos_dot_membership__pb2.MembersRequest.SerializeToString,
+                response_deserializer=protos_dot_membership__pb2.MembersReply.FromString,
+                _registered_method=True)
 
 
 class MembershipServicer:
@@ -50,6 +55,13 @@ class MembershipServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Members(self, request, context):
+        """Who has joined: what launchers wait for. They have no API key, but are members.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MembershipServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -57,6 +69,11 @@ def add_MembershipServicer_to_server(servicer, server):
                     servicer.Join,
                     request_deserializer=protos_dot_membership__pb2.WorkerMessage.FromString,
                     response_serializer=protos_dot_membership__pb2.RouterMessage.SerializeToString,
+            ),
+            'Members': grpc.unary_unary_rpc_method_handler(
+                    servicer.Members,
+                    request_deserializer=protos_dot_membership__pb2.MembersRequest.FromString,
+                    response_serializer=protos_dot_membership__pb2.MembersReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -86,6 +103,33 @@ class Membership:
             '/tandem.internal.v1.Membership/Join',
             protos_dot_membership__pb2.WorkerMessage.SerializeToString,
             protos_dot_membership__pb2.RouterMessage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Members(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.internal.v1.Membership/Members',
+            protos_dot_membership__pb2.MembersRequest.SerializeToString,
+            protos_dot_membership__pb2.MembersReply.FromString,
             options,
             channel_credentials,
             insecure,

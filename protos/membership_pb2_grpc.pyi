@@ -17,6 +17,8 @@ GRPC_VERSION: str
 class MembershipStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Join: _aio.StreamStreamMultiCallable[_membership_pb2.WorkerMessage, _membership_pb2.RouterMessage]
+    Members: _aio.UnaryUnaryMultiCallable[_membership_pb2.MembersRequest, _membership_pb2.MembersReply]
+    """Who has joined: what launchers wait for. They have no API key, but are members."""
 
 class MembershipServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -25,6 +27,14 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _abc.AsyncIterator[_membership_pb2.WorkerMessage],
         context: _aio.ServicerContext[_abc.AsyncIterator[_membership_pb2.WorkerMessage], _abc.AsyncIterator[_membership_pb2.RouterMessage]],
     ) -> _abc.AsyncIterator[_membership_pb2.RouterMessage]: ...
+
+    @_abc_1.abstractmethod
+    def Members(
+        self,
+        request: _membership_pb2.MembersRequest,
+        context: _aio.ServicerContext[_membership_pb2.MembersRequest, _abc.Awaitable[_membership_pb2.MembersReply]],
+    ) -> _abc.Awaitable[_membership_pb2.MembersReply]:
+        """Who has joined: what launchers wait for. They have no API key, but are members."""
 
 def add_MembershipServicer_to_server(servicer: MembershipServicer, server: _aio.Server) -> None: ...
 

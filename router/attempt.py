@@ -9,6 +9,9 @@ from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
 from router.decode_link import DecodeLink
 
+MAX_UNREAD_BYTES = 256 << 10
+"""Of a request. Most never have as much."""
+
 
 class Retriable(Exception):
     """The attempt failed for a reason that another placement may not have."""
@@ -29,10 +32,12 @@ class EmittedChoice:
 
 
 class Emitted:
-    """What the client has been sent, kept as the bytes it was and read only when an attempt failed."""
+    """What the client has been sent. Kept as the bytes it was, and read only when an attempt failed, or when it is so
+    much that its tokens are less."""
 
     def __init__(self, num_choices: int) -> None:
         self._unread: list[bytes] = []
+        self._unread_bytes = 0
         self._choices = [EmittedChoice() for _ in range(num_choices)]
         self._num_prompt_logprobs = 0
         self._num_messages = 0
@@ -40,6 +45,9 @@ class Emitted:
     def add(self, message: bytes) -> None:
         self._num_messages += 1
         self._unread.append(message)
+        self._unread_bytes += len(message)
+        if self._unread_bytes > MAX_UNREAD_BYTES:
+            self._read()
 
     @property
     def choices(self) -> list[EmittedChoice]:
@@ -74,6 +82,7 @@ class Emitted:
             choice.num_chars += len(message.text)
             choice.finished |= message.HasField("finish")
         self._unread.clear()
+        self._unread_bytes = 0
 
 
 async def run_attempt(link: DecodeLink, request: pb.DecodeRequest, timeout_s: float) -> AsyncGenerator[bytes]:

@@ -11,11 +11,12 @@ from cluster.metrics import MetricsSettings
 from router.admission.config import AdmissionConfig
 from router.model_config import ModelsConfig
 from router.rates import Priors
+from router.security_config import SecuritySettings
 
 
-class RouterConfig(ModelsConfig, MetricsSettings, DiscoverySettings, AdmissionConfig):
-    """The global router; which models it serves is set by the keys of ModelsConfig, and what waits, for how long, by
-    those of AdmissionConfig."""
+class RouterConfig(SecuritySettings, ModelsConfig, MetricsSettings, DiscoverySettings, AdmissionConfig):
+    """The global router; which models it serves is set by the keys of ModelsConfig, what waits, for how long, by those
+    of AdmissionConfig, and who may use it by those of SecuritySettings."""
 
     router_id: str = ""
     """Unique among the routers. Default: host and process id."""

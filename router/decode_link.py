@@ -1,14 +1,13 @@
 """One stream to a decode worker for all its requests: they go out together, and a step's tokens come back together.
 
-A client that does not read holds up nobody else: once PAUSE_AT messages of its request wait here the worker is told to
-keep the rest, and sends it as one when they were taken.
+A client that does not read holds up nobody else: once PAUSE_AT messages of its request wait here, or PAUSE_BYTES, the
+worker is told to keep the rest, and sends it in fewer when they were taken.
 """
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 
 import grpc
 from google.rpc import status_pb2
@@ -21,6 +20,7 @@ from protos import decode_pb2_grpc as pb_grpc
 
 log = logging.getLogger(__name__)
 PAUSE_AT = 64
+PAUSE_BYTES = 256 << 10
 FRAME_BYTES = 4 << 20
 """A frame takes no more requests beyond this; the next one takes them."""
 MARGIN_BYTES = 1 << 10
@@ -69,7 +69,9 @@ class DecodeLink:
         try:
             while True:
                 while waits.messages:
-                    yield waits.messages.popleft()
+                    message = waits.messages.popleft()
+                    waits.num_bytes -= len(message)
+                    yield message
                 if waits.paused:
                     waits.paused = False
                     self._leaving.resumed.append(number)
@@ -116,7 +118,7 @@ class DecodeLink:
         if part.ended:
             failure = from_proto(status_pb2.Status.FromString(part.status)) if part.status else None
             waits.end(failure, by_worker=True)
-        elif len(waits.messages) >= PAUSE_AT and not waits.paused:
+        elif waits.is_behind and not waits.paused:
             waits.paused = True
             self._leaving.paused.append(part.number)
             self._waker.wake()
@@ -147,14 +149,21 @@ class _Request:
 
     def __init__(self) -> None:
         self.messages: deque[bytes] = deque()
+        self.num_bytes = 0
         self.paused = False
         self.ended = False
         self.ended_by_worker = False
         self.failure: ServiceError | None = None
         self.waker = Waker()
 
-    def put(self, messages: Any) -> None:
-        self.messages.extend(messages)
+    @property
+    def is_behind(self) -> bool:
+        return len(self.messages) >= PAUSE_AT or self.num_bytes >= PAUSE_BYTES
+
+    def put(self, messages: Iterable[bytes]) -> None:
+        for message in messages:
+            self.messages.append(message)
+            self.num_bytes += len(message)
         self.waker.wake()
 
     def end(self, failure: ServiceError | None, by_worker: bool = False) -> None:

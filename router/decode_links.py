@@ -5,6 +5,7 @@ from contextlib import ExitStack
 
 from cluster.errors import Unavailable
 from cluster.rpc import Channels
+from cluster.tls import Trust
 from router.decode_link import DecodeLink
 from router.fleet import Fleet, Worker
 
@@ -12,10 +13,10 @@ from router.fleet import Fleet, Worker
 class DecodeLinks:
     """One for each membership: a worker that joins again is another one."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, trust: Trust | None = None) -> None:
         self._fleet = fleet
         self._links: dict[Worker, DecodeLink] = {}
-        self._channels = Channels()
+        self._channels = Channels(trust)
 
     def to(self, worker: Worker) -> DecodeLink:
         """An unbroken one, which breaks when the worker falls silent."""

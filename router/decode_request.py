@@ -34,7 +34,7 @@ def decode_request(
         finished_choices=[index for index, choice in enumerate(emitted.choices) if choice.finished],
         emitted_prompt_logprobs=emitted.num_prompt_logprobs,
         sampling=ticket.sampling,
-        cache_salt=ticket.request.cache_salt,
+        cache_salt=ticket.cache_salt,
         priority=ticket.request.priority,
         placement=public_pb.Placement(
             decode_worker=decision.decode_id,

@@ -5,10 +5,11 @@ import secrets
 import time
 from dataclasses import dataclass
 
-from cluster.errors import DeadlineExceeded, InvalidRequest
+from cluster.errors import DeadlineExceeded, Forbidden, InvalidRequest
 from engine.structured import read_structured
 from protos import inference_pb2 as pb
 from router.admission.request import Claim
+from router.api_keys import Principal
 from router.config import RouterConfig
 from router.model_choice import Verdict, Wish, unfit
 from router.model_chooser import Chosen, ModelChooser
@@ -32,6 +33,8 @@ class Ticket:
     """Of the models that were compared, where the request left the choice to the router."""
     prompt: list[int]
     sampling: pb.Sampling
+    cache_salt: str
+    """The request's, and its tenant's where tenants are kept apart."""
     arrived_at: float
     tokenised_at: float
     deadline: float
@@ -59,19 +62,24 @@ class Intake:
     def __init__(self, config: RouterConfig, models: ServedModels) -> None:
         self._config = config
         self._models = models
-        self._chooser = ModelChooser(config, models)
 
-    async def check(self, request: pb.GenerateRequest, deadline_s: float | None, explain: bool = False) -> Ticket:
-        """`explain`: predict more than the choice of a model needs. Raises ServiceError."""
+    async def check(
+        self, request: pb.GenerateRequest, deadline_s: float | None, principal: Principal, explain: bool = False
+    ) -> Ticket:
+        """`explain`: predict more than the choice of a model needs. The request's tenant becomes the principal's.
+        Raises ServiceError."""
         arrived_at = time.monotonic()
         deadline = arrived_at + (self._config.default_deadline_s if deadline_s is None else deadline_s)
-        model, why = self._models.asked_for(request.model)
+        models = self._models.only(principal.models)
+        model, why = asked_for(self._models, request.model, principal)
         check_names(request)
+        request.tenant = principal.tenant_for(request.tenant)
+        cache_salt = isolated(request) if self._config.isolate_tenants else request.cache_salt
         check_time_limit(request)
         check_quality(request)
         if model is None:
             give_up_at = min(deadline, arrived_at + self._config.no_worker_grace_s)
-            chosen = await self._chooser.choose(request, give_up_at, explain)
+            chosen = await ModelChooser(self._config, models).choose(request, cache_salt, give_up_at, explain)
             why = f"{why}: {chosen.reason}" if why == AUTO else f"{why}; {chosen.reason}"
         else:
             _check_fit(model, request)
@@ -88,11 +96,28 @@ class Intake:
             verdicts=chosen.verdicts,
             prompt=chosen.reading.prompt,
             sampling=sampling,
+            cache_salt=cache_salt,
             arrived_at=arrived_at,
             tokenised_at=time.monotonic(),
             deadline=deadline,
             claim=Claim(request.tenant, request.priority, arrived_at, deadline, arrived_at + first_token_s),
         )
+
+
+def isolated(request: pb.GenerateRequest) -> str:
+    """A salt that no two tenants have in common, whatever salts their requests bring."""
+    return f"{len(request.tenant)} {request.tenant} {request.cache_salt}"
+
+
+def asked_for(models: ServedModels, name: str, principal: Principal) -> tuple[ServedModel | None, str]:
+    """The model that a name means to this principal, None for AUTO; and why.
+
+    Raises Forbidden for a model that is not this key's, whether there is one of that name or not: else a key could find
+    out what others are served.
+    """
+    if principal.models is not None and name not in ("", AUTO, *principal.models):
+        raise Forbidden(f"this key may not use {name!r}", "model")
+    return models.only(principal.models).asked_for(name)
 
 
 def _check_fit(model: ServedModel, request: pb.GenerateRequest) -> None:

@@ -46,6 +46,11 @@ class MembershipService(pb_grpc.MembershipServicer):
             if member is not None:
                 self._left(*member)
 
+    async def Members(self, request: pb.MembersRequest, context: Any) -> pb.MembersReply:
+        workers = [worker for model in self._models for worker in model.fleet.workers if worker.load is not None]
+        num_decode = sum(worker.decodes for worker in workers)
+        return pb.MembersReply(prefill_workers=len(workers) - num_decode, decode_workers=num_decode)
+
     def _left(self, model: ServedModel, worker: Worker) -> None:
         log.info("%s left", worker.worker_id)
         self._heard_at.pop(worker, None)

@@ -5,7 +5,7 @@ import math
 import time
 from dataclasses import dataclass
 
-from cluster.errors import InvalidRequest, Unavailable
+from cluster.errors import Forbidden, InvalidRequest, ServiceError, Unavailable
 from protos import inference_pb2 as pb
 from router.model_choice import (
     Choice,
@@ -49,7 +49,9 @@ class ModelChooser:
         self._config = config
         self._models = models
 
-    async def choose(self, request: pb.GenerateRequest, give_up_at: float, predict: bool = False) -> Chosen:
+    async def choose(
+        self, request: pb.GenerateRequest, cache_salt: str, give_up_at: float, predict: bool = False
+    ) -> Chosen:
         """Where only workers are lacking, it waits for them until `give_up_at`, of the monotonic clock. `predict`: the
         first token's time even where there is no limit to it.
 
@@ -58,7 +60,7 @@ class ModelChooser:
         prompt_kind(request)
         first_token_s = request.max_ttft_ms / 1e3 if request.HasField("max_ttft_ms") else math.inf
         wish = Wish(request.task, request.min_quality, request.tenant, request.priority, first_token_s)
-        looking = _Looking(request, self._config.max_counted_models)
+        looking = _Looking(request, cache_salt, self._config.max_counted_models)
         rule, rule_name = await self._rule(wish, looking)
         self._check_vocabulary(request, rule)
         predict |= ttft_limit_s(wish, rule) < math.inf
@@ -105,8 +107,9 @@ class _Found:
 class _Looking:
     """At one request, with one tokenizer after the other."""
 
-    def __init__(self, request: pb.GenerateRequest, max_tokenizers: int) -> None:
+    def __init__(self, request: pb.GenerateRequest, cache_salt: str, max_tokenizers: int) -> None:
         self.request = request
+        self._cache_salt = cache_salt
         self.found: dict[str, _Found] = {}
         """By model."""
         self._max_tokenizers = max_tokenizers
@@ -137,7 +140,7 @@ class _Looking:
         sampling = reading.sampling
         chains = chains_of(reading.prompt, sampling, [()] * sampling.n)
         to_score = sampling.HasField("prompt_logprobs")
-        demand, keys = model.needs(reading.prompt, sampling, self.request.cache_salt, chains, to_score)
+        demand, keys = model.needs(reading.prompt, sampling, self._cache_salt, chains, to_score)
         if not predict:
             return None
         ttft_s = model.predicted_ttft_s(self.request.priority, demand, keys)
@@ -183,9 +186,11 @@ class _Looking:
         return max(1, most) * (max(1, sampling.n) if sampling.HasField("n") else 1)
 
 
-def _refusal(choice: Choice, wish: Wish, rule: ModelRule | None, looking: _Looking) -> InvalidRequest | Unavailable:
+def _refusal(choice: Choice, wish: Wish, rule: ModelRule | None, looking: _Looking) -> ServiceError:
     """Typed by what all models that the rule allows have in common."""
     verdicts = [verdict for verdict in choice.verdicts if allowed(rule, verdict.option.name)]
+    if not verdicts:
+        return Forbidden("the rule that governs this request allows none of the models that its key may use", "model")
     if any(verdict.why == NO_WORKER for verdict in verdicts):
         return Unavailable(choice.words, "model")
     errors = [_error(verdict, wish, looking) for verdict in verdicts]

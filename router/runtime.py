@@ -13,12 +13,15 @@ from cluster.metrics import MetricsServer, new_registry
 from cluster.process import Addresses
 from cluster.redis_discovery import open_discovery
 from cluster.rpc import Server
+from cluster.tls import Credentials, Trust
 from protos import membership_pb2_grpc as pb_grpc
 from router.admission.redis_quota import RedisLedger
+from router.api_keys import ApiKeys
 from router.config import RouterConfig
 from router.console.routes import add_console
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
+from router.guard import KeyInterceptor, guarded
 from router.membership_service import MembershipService
 from router.metrics import ClusterCollector, RouterMetrics
 from router.openai.app import make_app
@@ -34,6 +37,7 @@ log = logging.getLogger(__name__)
 
 EVERYWHERE = ("0.0.0.0", "::", "[::]")
 """Hosts to listen on that are none to be reached by."""
+MEMBERSHIP = "tandem.internal.v1.Membership"
 END_S = 1.0
 """For what was told to end."""
 
@@ -44,10 +48,10 @@ class Router:
     def __init__(
         self,
         config: RouterConfig,
-        server: Server,
+        servers: Sequence[Server],
         models: ServedModels,
         requests: Drain,
-        address: str,
+        addresses: Addresses,
         discovery: Discovery,
         ledger: RedisLedger | None,
         metrics: MetricsServer,
@@ -55,13 +59,13 @@ class Router:
         samples: Samples,
         tracing: Tracing,
     ) -> None:
-        self.address = address
-        self.addresses = Addresses(address, http.address if http else "", metrics.address)
+        self.address = addresses.grpc
+        self.addresses = addresses
         self._metrics = metrics
         self._samples = samples
         self._tracing = tracing
         self._config = config
-        self._server = server
+        self._servers = servers
         self._models = models
         self._requests = requests
         self._discovery = discovery
@@ -82,7 +86,8 @@ class Router:
     async def drain(self) -> None:
         """Take nothing more; finish what is under way for `drain_s`, and end the rest with an error that says so."""
         self._requests.begin()
-        await self._server.announce_stop()
+        for server in self._servers:
+            await server.announce_stop()
         await self._discovery.withdraw()
         if not await self._requests.idle(self._config.drain_s):
             log.warning("ending %d requests that took longer than %g s", self._requests.end_all(), self._config.drain_s)
@@ -95,7 +100,7 @@ class Router:
             await self._ledger.close()
         if self._http is not None:
             await self._http.close()
-        await self._server.stop(grace_s=0.5)
+        await asyncio.gather(*(server.stop(grace_s=0.5) for server in self._servers))
         await self._metrics.close()
         await self._samples.close()
         await self._tracing.close()
@@ -105,44 +110,63 @@ class Router:
 
 async def start_router(config: RouterConfig) -> Router:
     """Read the models' configs and tokenizers, serve, announce. Raises StartError."""
+    public, member = config.doors()
+    keys = ApiKeys(config.api_keys, config.api_keys_file)
     files = read_models(config)
     async with AsyncExitStack() as undo:
         metrics, registry = MetricsServer(config.host, config), new_registry()
         undo.push_async_callback(metrics.close)
-        http = _open_http(config, undo)
+        http = _open_http(config, public, undo)
         discovery = await _open_discovery(config)
         undo.push_async_callback(discovery.close)
         incarnation = secrets.token_bytes(16)
         ledger = await _open_ledger(config, undo)
         gate = TenantGate(config, ledger)
-        models = serve_models(config, files, gate, incarnation)
-        server, requests = Server(), Drain()
+        models = serve_models(config, files, gate, incarnation, member)
+        server, requests = Server(public, [KeyInterceptor(keys)] if keys.required else []), Drain()
         registry.register(ClusterCollector(models, gate))
         samples = Samples(config)
         undo.push_async_callback(samples.close)
         tracing = Tracing(config)
         undo.push_async_callback(tracing.close)
         serving = Serving(config, models, gate, RouterMetrics(registry), samples, tracing)
-        inference = InferenceService(serving, models, config.id(), requests, samples)
+        inference = InferenceService(serving, models, keys, config.id(), requests, samples)
         inference.add_to(server.grpc)
         membership = MembershipService(models, config.id(), incarnation, config.worker_silence_s)
-        pb_grpc.add_MembershipServicer_to_server(membership, server.grpc)
-        port = await server.start(config.host, config.port, [NAME, "tandem.internal.v1.Membership"])
+        internal = server if config.internal_port is None else Server(member.credentials if member else None)
+        pb_grpc.add_MembershipServicer_to_server(membership, internal.grpc)
+        servers = [server] if internal is server else [server, internal]
+        port = await server.start(config.host, config.port, [NAME, MEMBERSHIP] if internal is server else [NAME])
+        undo.push_async_callback(server.stop, 0)
+        internal_port = port
+        if config.internal_port is not None:
+            internal_port = await internal.start(config.host, config.internal_port, [MEMBERSHIP], "internal_port")
+            undo.push_async_callback(internal.stop, 0)
         if http is not None:
-            app = make_app(serving, models, requests, config.default_deadline_s)
-            add_console(app, inference.status, serving.recent)
-            await http.start(app)
+            app = make_app(serving, models, requests, keys, config.default_deadline_s)
+            add_console(app, keys, inference.status, serving.recent)
+            await http.start(guarded(app, keys))
         await metrics.start(registry)
-        await server.mark_serving(lambda: any(model.decode_workers() for model in models))
+        for each in servers:
+            await each.mark_serving(lambda: any(model.decode_workers() for model in models))
         undo.pop_all()
-    discovery.announce(RouterEntry(config.id(), f"{config.advertise_host or config.host}:{port}", incarnation.hex()))
-    return Router(
-        config, server, models, requests, f"{config.host}:{port}", discovery, ledger, metrics, http, samples, tracing
+    joined_at = f"{config.advertise_host or config.host}:{internal_port}"
+    discovery.announce(RouterEntry(config.id(), joined_at, incarnation.hex()))
+    addresses = Addresses(
+        f"{config.host}:{port}",
+        http.address if http else "",
+        metrics.address,
+        "" if internal is server else f"{config.host}:{internal_port}",
     )
+    return Router(config, servers, models, requests, addresses, discovery, ledger, metrics, http, samples, tracing)
 
 
 def serve_models(
-    config: RouterConfig, files: Sequence[ModelFiles], gate: TenantGate, incarnation: bytes
+    config: RouterConfig,
+    files: Sequence[ModelFiles],
+    gate: TenantGate,
+    incarnation: bytes,
+    trust: Trust | None = None,
 ) -> ServedModels:
     """Each with a fleet and a line of its own; what tenants may do counts over all of them."""
     dispatchers: list[Dispatcher] = []
@@ -161,7 +185,7 @@ def serve_models(
         fleet = Fleet(config.id(), config.priors(), config.learn_rates, incarnation.hex()[:8])
         on_end = next_of_tenant if several_wait else _nothing
         dispatchers.append(Dispatcher(fleet, config, gate.tenants, on_end=on_end))
-        models.append(ServedModel(each, fleet, dispatchers[-1], config.grammar_limit_s))
+        models.append(ServedModel(each, fleet, dispatchers[-1], config.grammar_limit_s, trust))
     return ServedModels(models, config.default_model)
 
 
@@ -169,10 +193,10 @@ def _nothing() -> None:
     """Who waits for this model is looked at anyway."""
 
 
-def _open_http(config: RouterConfig, undo: AsyncExitStack) -> OpenAiServer | None:
+def _open_http(config: RouterConfig, credentials: Credentials | None, undo: AsyncExitStack) -> OpenAiServer | None:
     if config.http_port is None:
         return None
-    http = OpenAiServer(config.host, config.http_port)
+    http = OpenAiServer(config.host, config.http_port, credentials)
     undo.push_async_callback(http.close)
     return http
 

@@ -3,10 +3,11 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from cluster.errors import Incompatible, InvalidRequest, StartError, Unavailable, UnknownModel
+from cluster.errors import Forbidden, Incompatible, InvalidRequest, StartError, Unavailable, UnknownModel
+from cluster.tls import Trust
 from engine.keys import BlockKey, block_keys, root_key
 from engine.model_dir import ModelDir
 from protos import inference_pb2 as pb
@@ -77,7 +78,14 @@ def read_models(config: ModelsConfig) -> list[ModelFiles]:
 class ServedModel:
     """Its files, its workers, and what waits for them. Failover stays within it."""
 
-    def __init__(self, files: ModelFiles, fleet: Fleet, dispatcher: Dispatcher, grammar_limit_s: float) -> None:
+    def __init__(
+        self,
+        files: ModelFiles,
+        fleet: Fleet,
+        dispatcher: Dispatcher,
+        grammar_limit_s: float,
+        trust: Trust | None = None,
+    ) -> None:
         self.name = files.name
         self.entry = files.entry
         self.model_dir = files.model_dir
@@ -86,7 +94,7 @@ class ServedModel:
         self.fleet = fleet
         self.dispatcher = dispatcher
         self.grammars = GrammarChecker(files.model_dir, grammar_limit_s)
-        self.links = DecodeLinks(fleet)
+        self.links = DecodeLinks(fleet, trust)
         self.costs = Costs(files.entry)
 
     async def close(self) -> None:
@@ -151,9 +159,18 @@ class ServedModels:
         """Which must be one of these."""
         return self._models[name]
 
+    def only(self, names: Collection[str] | None) -> "ServedModels":
+        """What somebody sees who may use those only; None: all."""
+        if names is None:
+            return self
+        default = self._default if self._default in names or self._default == AUTO else ""
+        return ServedModels([model for model in self if model.name in names], default)
+
     def asked_for(self, name: str) -> tuple[ServedModel | None, str]:
         """The one that a request's `model` means, None for AUTO; and why, in words. Raises UnknownModel, or
         InvalidRequest where it says nothing and there are several."""
+        if not self._models:
+            raise Forbidden("this key may use none of the models that are served here", "model")
         if name == AUTO:
             return None, AUTO
         if name:

@@ -7,19 +7,23 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError, Message
 
 from cluster.drain import Drain
-from cluster.errors import Draining, ServiceError, to_status
+from cluster.errors import Draining, InvalidRequest, ServiceError, to_status
 from cluster.trace_context import from_metadata, traceparent
 from protos import inference_pb2 as pb
+from router.api_keys import ApiKeys, Principal
 from router.batch import generate_batch
 from router.candidates import Candidate
+from router.guard import bearer_of
 from router.model_choice import Verdict
 from router.samples import Samples
 from router.served_model import ServedModel, ServedModels
 from router.serving import Serving
 from router.status import cluster_status
 
+Parsed = TypeVar("Parsed", bound=Message)
 NAME = "tandem.v1.Inference"
 _Answer = TypeVar("_Answer")
 MAX_EXPLAINED = 256
@@ -27,25 +31,32 @@ MAX_EXPLAINED = 256
 
 
 class InferenceService:
-    """Registered by hand instead of by its generated base: Generate passes messages through as bytes."""
+    """Registered by hand instead of by its generated base: Generate passes messages through as bytes, and bytes that
+    are no message get an answer as any other wrong request, where gRPC's own would be UNKNOWN."""
 
-    def __init__(self, serving: Serving, models: ServedModels, router_id: str, drain: Drain, samples: Samples) -> None:
+    def __init__(
+        self,
+        serving: Serving,
+        models: ServedModels,
+        keys: ApiKeys,
+        router_id: str,
+        drain: Drain,
+        samples: Samples,
+    ) -> None:
         """`drain` holds the streams under way."""
         self._samples = samples
         self._started_at = time.monotonic()
         self._serving = serving
         self._models = models
+        self._keys = keys
         self._router_id = router_id
         self._drain = drain
 
     def add_to(self, server: grpc.aio.Server) -> None:
         handlers: dict[str, Any] = {
-            "Generate": grpc.unary_stream_rpc_method_handler(
-                self.Generate, request_deserializer=pb.GenerateRequest.FromString
-            ),
+            "Generate": grpc.unary_stream_rpc_method_handler(self.Generate),
             "GenerateBatch": grpc.unary_stream_rpc_method_handler(
                 self.GenerateBatch,
-                request_deserializer=pb.GenerateBatchRequest.FromString,
                 response_serializer=pb.BatchResult.SerializeToString,
             ),
         }
@@ -58,22 +69,36 @@ class InferenceService:
         }
         for name, (method, request) in unary.items():
             handlers[name] = grpc.unary_unary_rpc_method_handler(
-                _typed(method),
-                request_deserializer=request.FromString,
+                _typed(method, request),
                 response_serializer=lambda response: response.SerializeToString(),
             )
         server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(NAME, handlers)])
 
-    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[bytes]:
+    async def Generate(self, raw: bytes, context: Any) -> AsyncIterator[bytes]:
         traceparent.set(from_metadata(context.invocation_metadata()))
-        responses = self._serving.generate(request, context.time_remaining())
-        async for response in self._streamed(responses, context):
+
+        async def responses() -> AsyncGenerator[bytes]:
+            request, principal = _parsed(pb.GenerateRequest, raw), self._principal(context)
+            async with contextlib.aclosing(
+                self._serving.generate(request, context.time_remaining(), principal)
+            ) as messages:
+                async for message in messages:
+                    yield message
+
+        async for response in self._streamed(responses(), context):
             yield response
 
-    async def GenerateBatch(self, request: pb.GenerateBatchRequest, context: Any) -> AsyncIterator[pb.BatchResult]:
+    async def GenerateBatch(self, raw: bytes, context: Any) -> AsyncIterator[pb.BatchResult]:
         traceparent.set(from_metadata(context.invocation_metadata()))
-        results = generate_batch(request, lambda one: self._serving.generate(one, context.time_remaining()))
-        async for result in self._streamed(results, context):
+
+        async def results() -> AsyncGenerator[pb.BatchResult]:
+            request, principal = _parsed(pb.GenerateBatchRequest, raw), self._principal(context)
+            each = generate_batch(request, lambda one: self._serving.generate(one, context.time_remaining(), principal))
+            async with contextlib.aclosing(each) as made:
+                async for result in made:
+                    yield result
+
+        async for result in self._streamed(results(), context):
             yield result
 
     async def _streamed(self, responses: AsyncGenerator[_Answer], context: Any) -> AsyncIterator[_Answer]:
@@ -97,7 +122,7 @@ class InferenceService:
             await context.abort_with_status(to_status(stopped))
 
     async def Explain(self, request: pb.GenerateRequest, context: Any) -> pb.Explanation:
-        explained = await self._serving.explain(request, context.time_remaining())
+        explained = await self._serving.explain(request, context.time_remaining(), self._principal(context))
         ticket, candidates = explained.ticket, explained.candidates
         return pb.Explanation(
             prompt_tokens=explained.demand.num_tokens,
@@ -110,12 +135,17 @@ class InferenceService:
         )
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
-        return await self._serving.tokenize(request)
+        return await self._serving.tokenize(request, self._principal(context))
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
-        return pb.ListModelsResponse(models=map(_listed, self._models))
+        return pb.ListModelsResponse(models=map(_listed, self._models.only(self._principal(context).models)))
+
+    def _principal(self, context: Any) -> Principal:
+        """Raises Unauthenticated."""
+        return self._keys.principal(bearer_of(context.invocation_metadata()))
 
     async def ClusterStatus(self, request: pb.ClusterStatusRequest, context: Any) -> pb.ClusterStatusResponse:
+        self._principal(context).check_operator()
         return self.status()
 
     def status(self) -> pb.ClusterStatusResponse:
@@ -127,16 +157,24 @@ class InferenceService:
         return pb.FeedbackResponse()
 
 
-def _typed(method: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+def _typed(method: Callable[[Any, Any], Awaitable[Any]], kind: type[Any]) -> Callable[[bytes, Any], Awaitable[Any]]:
     """With errors as statuses."""
 
-    async def call(request: Any, context: Any) -> Any:
+    async def call(raw: bytes, context: Any) -> Any:
         try:
-            return await method(request, context)
+            return await method(_parsed(kind, raw), context)
         except ServiceError as error:
             await context.abort_with_status(to_status(error))
 
     return call
+
+
+def _parsed(kind: type[Parsed], raw: bytes) -> Parsed:
+    """Raises InvalidRequest."""
+    try:
+        return kind.FromString(raw)
+    except DecodeError as error:
+        raise InvalidRequest("request", f"is no {kind.DESCRIPTOR.name}: {error}") from None
 
 
 def _listed(model: ServedModel) -> pb.Model:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from cluster.errors import Draining, InvalidRequest, Overloaded, ServiceError
 from engine.keys import BlockKey
 from protos import inference_pb2 as pb
+from router.api_keys import Principal
 from router.attempt import Emitted, Retriable, run_attempt
 from router.candidates import Candidate
 from router.config import RouterConfig
@@ -19,7 +20,7 @@ from router.decode_request import decode_request
 from router.demand import Demand
 from router.explain import explain
 from router.fleet import Placed, Worker
-from router.intake import Intake, Ticket
+from router.intake import Intake, Ticket, asked_for
 from router.metrics import RouterMetrics, Watched
 from router.model_config import AUTO
 from router.needs import chains_of
@@ -69,7 +70,11 @@ class Serving:
         self._intake = Intake(config, models)
 
     async def generate(
-        self, request: pb.GenerateRequest, deadline_s: float | None, on_checked: Callable[[Ticket], object] = _ignore
+        self,
+        request: pb.GenerateRequest,
+        deadline_s: float | None,
+        principal: Principal,
+        on_checked: Callable[[Ticket], object] = _ignore,
     ) -> AsyncGenerator[bytes]:
         """Serialised GenerateResponses: one unbroken stream over however many attempts. `on_checked` is called once,
         before the first of them. Raises ServiceError."""
@@ -78,7 +83,7 @@ class Serving:
         ticket, arrived_at = None, time.monotonic()
         kept: list[bytes] = []
         try:
-            ticket = await self._intake.check(request, deadline_s)
+            ticket = await self._intake.check(request, deadline_s, principal)
             watched.checked(ticket)
             on_checked(ticket)
             charge = await self._gate.enter(request.tenant, ticket.most_tokens)
@@ -107,11 +112,11 @@ class Serving:
             if sampled:
                 self._samples.served(ticket, kept)
 
-    async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+    async def tokenize(self, request: pb.TokenizeRequest, principal: Principal) -> pb.TokenizeResponse:
         """A prompt as its model reads it. Raises ServiceError."""
         if request.model == AUTO:
             raise InvalidRequest("model", f"{AUTO!r} is decided for a request that is generated: name one")
-        model, _ = self._models.asked_for(request.model)
+        model, _ = asked_for(self._models, request.model, principal)
         if model is None:
             raise InvalidRequest("model", "is empty, and the default is decided for each request: name one")
         prompt = pb.GenerateRequest(
@@ -161,9 +166,9 @@ class Serving:
                 model.dispatcher.ended(placed)
             await _settle(model, placed.decode)
 
-    async def explain(self, request: pb.GenerateRequest, deadline_s: float | None) -> Explained:
+    async def explain(self, request: pb.GenerateRequest, deadline_s: float | None, principal: Principal) -> Explained:
         """What a request needs, and all ways to start it now. Raises ServiceError."""
-        ticket = await self._intake.check(request, deadline_s, explain=True)
+        ticket = await self._intake.check(request, deadline_s, principal, explain=True)
         demand, keys = await self._needs(ticket, Emitted(ticket.sampling.n))
         fleet = ticket.model.fleet
         # A large fleet's candidates take tenths of a second: not on the loop, and of a snapshot that stays as it is.
@@ -185,7 +190,7 @@ class Serving:
         unfinished = [choice.token_ids for choice in emitted.choices if not choice.finished]
         to_score = sampling.HasField("prompt_logprobs") and emitted.num_prompt_logprobs < len(prompt) - 1
         chains = chains_of(prompt, sampling, unfinished)
-        return ticket.model.needs(prompt, sampling, ticket.request.cache_salt, chains, to_score)
+        return ticket.model.needs(prompt, sampling, ticket.cache_salt, chains, to_score)
 
 
 def _count(ticket: Ticket, emitted: Emitted, watched: Watched) -> None:

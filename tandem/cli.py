@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import uvloop
@@ -15,6 +15,9 @@ from rich.console import Console
 from cluster.config import parse_overrides
 from cluster.errors import StartError, TandemError
 from tandem.steps import Steps
+
+if TYPE_CHECKING:
+    from cluster.tls import Visitor
 
 app = typer.Typer(
     name="tandem",
@@ -28,6 +31,28 @@ console = Console(highlight=False)
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 Address = Annotated[
     str, typer.Option("--address", "-a", envvar="TANDEM_ADDRESS", help="host:port of a router, or of several: a,b")
+]
+ACCESS = "Access"
+ApiKey = Annotated[
+    str,
+    typer.Option(
+        envvar="TANDEM_API_KEY",
+        help="where the cluster asks for one; better in the environment: others can read a command line",
+        rich_help_panel=ACCESS,
+    ),
+]
+TlsCa = Annotated[
+    Path | None,
+    typer.Option(envvar="TANDEM_TLS_CA", help="speak TLS, and believe these authorities (PEM)", rich_help_panel=ACCESS),
+]
+TlsCert = Annotated[
+    Path | None,
+    typer.Option(envvar="TANDEM_TLS_CERT", help="own certificate, where one is asked for", rich_help_panel=ACCESS),
+]
+TlsKey = Annotated[Path | None, typer.Option(envvar="TANDEM_TLS_KEY", help="and its key", rich_help_panel=ACCESS)]
+Tls = Annotated[
+    bool,
+    typer.Option("--tls", envvar="TANDEM_TLS", help="speak TLS, by well-known authorities", rich_help_panel=ACCESS),
 ]
 MaxTokens = Annotated[int | None, typer.Option(help="most tokens to generate")]
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy")]
@@ -180,8 +205,14 @@ def generate(
     min_quality: MinQuality = 0.0,
     max_ttft_ms: MaxTtft = None,
     receipt: ShowReceipt = False,
+    api_key: ApiKey = "",
+    tls: Tls = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """Continue a text; tokens appear as they are sampled."""
+    from tandem.client import Target
     from tandem.generated import stream_text
     from tandem.talk import make_sampling, make_structured, parse_logit_bias
 
@@ -211,7 +242,8 @@ def generate(
         structured=structured,
     )
     asked = {"model": model, "task": task, "min_quality": min_quality, "max_ttft_ms": max_ttft_ms}
-    _run(stream_text(console, address, prompt, sampling, receipt, **asked))
+    target = Target(address, api_key, _visitor(tls, tls_ca, tls_cert, tls_key))
+    _run(stream_text(console, target, prompt, sampling, receipt, **asked))
 
 
 @app.command()
@@ -224,14 +256,21 @@ def explain(
     task: Task = "",
     min_quality: MinQuality = 0.0,
     max_ttft_ms: MaxTtft = None,
+    api_key: ApiKey = "",
+    tls: Tls = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """Show which model and workers a request would go to now, and what each way to start it is predicted to cost.
     Nothing is started."""
+    from tandem.client import Target
     from tandem.explained import show_explanation
     from tandem.talk import make_sampling
 
     asked = {"model": model, "task": task, "min_quality": min_quality, "max_ttft_ms": max_ttft_ms}
-    _run(show_explanation(console, address, prompt, make_sampling(max_tokens=max_tokens), most, **asked))
+    target = Target(address, api_key, _visitor(tls, tls_ca, tls_cert, tls_key))
+    _run(show_explanation(console, target, prompt, make_sampling(max_tokens=max_tokens), most, **asked))
 
 
 @app.command()
@@ -245,31 +284,52 @@ def chat(
     seed: Seed = None,
     model: Model = "",
     receipt: ShowReceipt = False,
+    api_key: ApiKey = "",
+    tls: Tls = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """Talk with the model; an empty line or Ctrl-D ends it."""
+    from tandem.client import Target
     from tandem.talk import chat_loop, make_sampling
 
     sampling = make_sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-    _run(chat_loop(console, address, system, sampling, receipt, model))
+    target = Target(address, api_key, _visitor(tls, tls_ca, tls_cert, tls_key))
+    _run(chat_loop(console, target, system, sampling, receipt, model))
 
 
 @app.command()
-def status(address: Address = DEFAULT_ADDRESS) -> None:
+def status(
+    address: Address = DEFAULT_ADDRESS,
+    api_key: ApiKey = "",
+    tls: Tls = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
     """Show the workers, the line and the links as a router sees them now."""
+    from tandem.client import Target
     from tandem.status import show_status
 
-    _run(show_status(console, address))
+    _run(show_status(console, Target(address, api_key, _visitor(tls, tls_ca, tls_cert, tls_key))))
 
 
 @app.command()
 def top(
     address: Address = DEFAULT_ADDRESS,
     interval: Annotated[float, typer.Option(help="seconds between two looks", min=0.1)] = 1.0,
+    api_key: ApiKey = "",
+    tls: Tls = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """Watch the cluster; Ctrl-C ends it."""
+    from tandem.client import Target
     from tandem.status import follow
 
-    _run(follow(console, address, interval))
+    _run(follow(console, Target(address, api_key, _visitor(tls, tls_ca, tls_cert, tls_key)), interval))
 
 
 @app.command()
@@ -281,15 +341,23 @@ def batch(
     timeout: Annotated[float, typer.Option(help="seconds, of a request")] = 600.0,
     priority: Annotated[int, typer.Option(help="of lines that say none; below 0 leaves room for others")] = -1,
     receipts: Annotated[bool, typer.Option("--receipts", help="write them too")] = False,
+    api_key: ApiKey = "",
+    tls: Tls = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
 ) -> None:
     """Work through a file of prompts. Interrupted, or where some failed: run it again, and it does the rest.
 
     Exit code: 1 where some failed.
     """
+    from tandem.client import Target
     from tandem.offline import run_batch
 
+    target = Target(address, api_key, _visitor(tls, tls_ca, tls_cert, tls_key))
+
     async def work() -> None:
-        outcome = await run_batch(console, address, source, out, concurrency, timeout, priority, receipts)
+        outcome = await run_batch(console, target, source, out, concurrency, timeout, priority, receipts)
         if outcome.failed:
             raise typer.Exit(1)
 
@@ -398,7 +466,11 @@ def bench(
     ] = None,
     address: Address = DEFAULT_ADDRESS,
     http: Annotated[str, typer.Option(metavar="URL", help="a server of OpenAI's API, instead of gRPC")] = "",
-    api_key: Annotated[str, typer.Option(envvar="TANDEM_API_KEY", help="where the cluster asks for one")] = "",
+    api_key: ApiKey = "",
+    tls: Tls = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     model: Model = "",
     profile: Annotated[
         str, typer.Option(help="short-chat, long-context-qa, tool-calling or offline-batch")
@@ -452,15 +524,37 @@ def bench(
         seed=seed,
     )
     door: Door
+    visitor = _visitor(tls, tls_ca, tls_cert, tls_key)
     if http:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         if tenant:
             headers["x-tenant"] = tenant
-        door = HttpDoor(http, model, timeout, headers, as_text is not False, receipts, vocab_size, context)
+        door = HttpDoor(http, model, timeout, headers, as_text is not False, receipts, vocab_size, context, visitor)
     else:
-        door = GrpcDoor(address.split(","), model, timeout, tenant, as_text is True)
+        door = GrpcDoor(address.split(","), model, timeout, tenant, as_text is True, api_key, visitor)
     wanted = Wanted(Slo(ttft, itl / 1e3), gpus, price, json_path, png, log)
     _run(run_bench(console, door, load, wanted), uvloop.new_event_loop)
+
+
+keys = typer.Typer(help="API keys of a cluster.", no_args_is_help=True)
+app.add_typer(keys, name="keys")
+
+
+@keys.command()
+def new(
+    name: Annotated[str, typer.Option(help="by which logs call it")],
+    tenant: Annotated[str, typer.Option(help="whose limits and quota its requests count against")] = "",
+    model: Annotated[list[str] | None, typer.Option(help="that it may use; repeatable; default: all")] = None,
+    operator: Annotated[bool, typer.Option("--operator", help="it may see the whole cluster: status, console")] = False,
+    days: Annotated[float | None, typer.Option(help="until it expires; default: never", min=0)] = None,
+) -> None:
+    """Make a key, and the entry for `api_keys_file` by which routers know it. The key is shown this once."""
+    from router.api_keys import entry_for, new_key
+
+    key = new_key()
+    console.print(f"# the key, for whoever is to use it; it is kept nowhere\n{key}", soft_wrap=True, markup=False)
+    console.print("# the entry, for api_keys_file", markup=False)
+    console.print(entry_for(key, name, tenant, model or [], days, operator), end="", soft_wrap=True, markup=False)
 
 
 @app.command()
@@ -530,6 +624,13 @@ def main() -> None:
         console.file.flush()
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+
+
+def _visitor(tls: bool, ca: Path | None, cert: Path | None, key: Path | None) -> "Visitor | None":
+    """None: in the clear."""
+    from cluster.tls import Visitor
+
+    return Visitor(ca, cert, key) if tls or ca or cert or key else None
 
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]

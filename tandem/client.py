@@ -9,14 +9,16 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import grpc
 from google.rpc import status_pb2
 
 from cluster.errors import InvalidRequest, ServiceError, Unavailable, from_proto, from_rpc_error
 from cluster.rpc import channel
+from cluster.tls import Visitor
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
 
@@ -33,13 +35,15 @@ class Client:
     said anything else, the next one is asked, each once.
     """
 
-    def __init__(self, *addresses: str) -> None:
-        """host:port of one router or more; those of one string may be parted by commas."""
+    def __init__(self, *addresses: str, api_key: str = "", tls: Visitor | None = None) -> None:
+        """host:port of one router or more; those of one string may be parted by commas. `tls`: they speak TLS. Raises
+        StartError for a file of it that cannot be read."""
         self._addresses = [part.strip() for address in addresses for part in address.split(",")]
         if not all(self._addresses) or not self._addresses:
             raise InvalidRequest("address", "host:port of a router is missing")
-        self._channels = [channel(address) for address in self._addresses]
+        self._channels = [channel(address, tls) for address in self._addresses]
         self._stubs = [pb_grpc.InferenceStub(link) for link in self._channels]
+        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._current = 0
 
     async def __aenter__(self) -> Self:
@@ -109,7 +113,7 @@ class Client:
         give_up_at = None if timeout_s is None else time.monotonic() + timeout_s
         *others, last = self._order()
         for number in (*others, last):
-            call = self._stubs[number].Generate(request, timeout=_remaining_s(give_up_at))
+            call = self._stubs[number].Generate(request, timeout=_remaining_s(give_up_at), metadata=self._metadata)
             begun = False
             try:
                 async for response in call:
@@ -150,7 +154,7 @@ class Client:
             task=task,
             min_quality=min_quality,
         )
-        return await self._ask(lambda stub, remaining_s: stub.Explain(request, timeout=remaining_s), timeout_s)
+        return await self._ask(lambda stub, how: stub.Explain(request, **how), timeout_s)
 
     async def generate_batch(
         self, requests: Sequence[pb.GenerateRequest], max_concurrent: int = 0, timeout_s: float | None = None
@@ -159,7 +163,7 @@ class Client:
         are under way at a time. Of one router: where it goes, so does the rest. Raises ServiceError for the whole."""
         request = pb.GenerateBatchRequest(requests=requests, max_concurrent=max_concurrent)
         call = self._stubs[self._current].GenerateBatch(
-            request, timeout=timeout_s
+            request, timeout=timeout_s, metadata=self._metadata
         )  # results would come twice elsewhere
         try:
             async for result in call:
@@ -179,13 +183,16 @@ class Client:
     ) -> list[int]:
         """Token ids of a prompt, as the model reads it. Raises ServiceError."""
         request = pb.TokenizeRequest(model=model, text=text, messages=map(_chat_message, messages))
-        answer = await self._ask(lambda stub, remaining_s: stub.Tokenize(request, timeout=remaining_s), timeout_s)
+        answer = await self._ask(lambda stub, how: stub.Tokenize(request, **how), timeout_s)
         return list(answer.token_ids)
 
     async def cluster_status(self, timeout_s: float = 10.0) -> pb.ClusterStatusResponse:
         """As one router sees it. Raises ServiceError."""
         request = pb.ClusterStatusRequest()
-        return await self._ask(lambda stub, remaining_s: stub.ClusterStatus(request, timeout=remaining_s), timeout_s)
+        return await self._ask(
+            lambda stub, how: stub.ClusterStatus(request, **how),
+            timeout_s,
+        )
 
     async def feedback(
         self,
@@ -200,7 +207,7 @@ class Client:
         request = pb.FeedbackRequest(
             request_id=request_id, rating=rating, corrected_text=corrected_text, comment=comment
         )
-        await self._ask(lambda stub, remaining_s: stub.Feedback(request, timeout=remaining_s), timeout_s)
+        await self._ask(lambda stub, how: stub.Feedback(request, **how), timeout_s)
 
     async def wait_for_workers(self, num_prefill: int, num_decode: int, timeout_s: float) -> None:
         """Return once so many workers have joined the router, of all models together. Raises Unavailable after
@@ -219,7 +226,7 @@ class Client:
     async def list_models(self, timeout_s: float = 10.0) -> list[pb.Model]:
         """The models served now."""
         request = pb.ListModelsRequest()
-        answer = await self._ask(lambda stub, remaining_s: stub.ListModels(request, timeout=remaining_s), timeout_s)
+        answer = await self._ask(lambda stub, how: stub.ListModels(request, **how), timeout_s)
         return list(answer.models)
 
     def _order(self) -> list[int]:
@@ -227,13 +234,14 @@ class Client:
         return [(self._current + step) % len(self._stubs) for step in range(len(self._stubs))]
 
     async def _ask(
-        self, call: "Callable[[pb_grpc.InferenceStub, float | None], Awaitable[Answer]]", timeout_s: float
+        self, call: "Callable[[pb_grpc.InferenceStub, dict[str, Any]], Awaitable[Answer]]", timeout_s: float
     ) -> Answer:
         give_up_at = time.monotonic() + timeout_s
         *others, last = self._order()
         for number in (*others, last):
             try:
-                answer = await call(self._stubs[number], _remaining_s(give_up_at))
+                how = {"timeout": _remaining_s(give_up_at), "metadata": self._metadata}
+                answer = await call(self._stubs[number], how)
             except grpc.aio.AioRpcError as error:
                 failure = from_rpc_error(error)
                 if not isinstance(failure, Unavailable) or number == last:
@@ -242,6 +250,19 @@ class Client:
                 self._current = number
                 return answer
         raise AssertionError("the last router either answers or fails")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a command needs to make clients."""
+
+    address: str
+    """host:port, or several parted by commas."""
+    api_key: str = field(default="", repr=False)
+    tls: Visitor | None = None
+
+    def client(self) -> Client:
+        return Client(self.address, api_key=self.api_key, tls=self.tls)
 
 
 def _chat_message(message: Message | pb.ChatMessage) -> pb.ChatMessage:

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from protos import inference_pb2 as pb
-from tandem.client import Client
+from tandem.client import Target
 
 _TERMS = {
     "read": "source_read_ms",
@@ -24,10 +24,10 @@ _TERMS = {
 
 
 async def show_explanation(
-    console: Console, address: str, prompt: str, sampling: pb.Sampling, most: int, **asked: Any
+    console: Console, target: Target, prompt: str, sampling: pb.Sampling, most: int, **asked: Any
 ) -> None:
     """`asked`: of the model, as in Client.explain."""
-    async with Client(address) as client:
+    async with target.client() as client:
         explanation = await client.explain(prompt, sampling=sampling, **asked)
     console.print(f"model {explanation.model}: {explanation.model_reason}", markup=False)
     if explanation.models:

@@ -9,7 +9,7 @@ from rich.rule import Rule
 from rich.table import Table
 
 from protos import inference_pb2 as pb
-from tandem.client import Client
+from tandem.client import Target
 from tandem.receipts import show_receipt
 
 
@@ -21,7 +21,7 @@ class _Choice:
 
 
 async def stream_text(
-    console: Console, address: str, prompt: str, sampling: pb.Sampling, receipt: bool, **asked: Any
+    console: Console, target: Target, prompt: str, sampling: pb.Sampling, receipt: bool, **asked: Any
 ) -> None:
     """One completion is printed as it comes. Of several, each as a whole, in their order. `asked`: of the model, as in
     Client.generate."""
@@ -29,7 +29,7 @@ async def stream_text(
     alone = len(choices) == 1
     prompt_logprobs: list[pb.TokenLogprobs] = []
     last: pb.Finish | None = None
-    async with Client(address) as client:
+    async with target.client() as client:
         async for piece in client.generate(prompt, sampling=sampling, **asked):
             prompt_logprobs += piece.prompt_logprobs
             choice = choices.setdefault(piece.index, _Choice())

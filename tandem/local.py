@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeVar
 
-from cluster.config import Config, to_overrides
+from cluster.config import Config, secrets_of, to_overrides
 from cluster.errors import StartError
+from cluster.tls import member_of
 from engine.worker.config import WorkerConfig
 from router.config import RouterConfig
-from tandem.client import Client
+from tandem.members import await_members
 from tandem.topology import Topology
 
 Say = Callable[[str], None]
@@ -33,6 +34,13 @@ class RoleProcess:
     http_address: str = ""
     """Of a router that serves HTTP."""
     metrics_address: str = ""
+    internal_address: str = ""
+    """Of a router that has another one for workers."""
+
+    @property
+    def joined_at(self) -> str:
+        """By workers, of a router."""
+        return self.internal_address or self.address
 
     @property
     def pid(self) -> int:
@@ -46,13 +54,16 @@ async def start_role(module: str, name: str, config: Config) -> RoleProcess:
         "-m",
         module,
         *to_overrides(config),
-        stdin=asyncio.subprocess.DEVNULL,
+        stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         start_new_session=True,  # Ctrl-C is for the launcher, which stops its roles in order
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
     )
+    assert process.stdin is not None
     assert process.stdout is not None
+    process.stdin.write(secrets_of(config).encode())
+    process.stdin.close()
     last_lines: deque[str] = deque(maxlen=LAST_LINES)
     relay = asyncio.ensure_future(_relay(process, name, last_lines))
     try:
@@ -71,7 +82,7 @@ async def start_role(module: str, name: str, config: Config) -> RoleProcess:
         field, _, reason = cause.removeprefix("error: ").partition(": ")
         raise StartError(f"{name}: {field}", reason)
     ready = json.loads(line)
-    return RoleProcess(name, process, ready["address"], ready["http"], ready["metrics"])
+    return RoleProcess(name, process, ready["address"], ready["http"], ready["metrics"], ready["internal"])
 
 
 async def _relay(process: asyncio.subprocess.Process, name: str, last_lines: deque[str]) -> None:
@@ -144,7 +155,11 @@ class LocalCluster:
 
     async def add_worker(self, module: str, config: WorkerConfig) -> RoleProcess:
         """Start one more worker and join it; with Redis it finds the routers itself."""
-        joined = config if config.redis_url else config.model_copy(update={"routers": tuple(self.addresses)})
+        joined = (
+            config
+            if config.redis_url
+            else config.model_copy(update={"routers": tuple(router.joined_at for router in self.routers)})
+        )
         worker = await start_role(module, config.worker_id, _stops_at_once(joined))
         (self.decode if module == "decode_worker" else self.prefill).append(worker)
         return worker
@@ -173,9 +188,10 @@ class LocalCluster:
         for start in done:
             start.result()
         self._say("waiting until every worker has joined the router")
-        for address in self.addresses:
-            async with Client(address) as client:
-                await client.wait_for_workers(len(self.prefill), len(self.decode), START_TIMEOUT_S)
+        for router, config in zip(self.routers, self._topology.routers, strict=True):
+            await await_members(
+                router.joined_at, member_of(config), len(self.prefill), len(self.decode), START_TIMEOUT_S
+            )
 
 
 Settings = TypeVar("Settings", RouterConfig, WorkerConfig)

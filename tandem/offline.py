@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cluster.errors import InvalidRequest, Overloaded, ServiceError, StartError, Unavailable
 from protos import inference_pb2 as pb
-from tandem.client import Client
+from tandem.client import Client, Target
 
 MAX_WAITS = 20
 """Of one request that is refused for want of room, or finds nobody: then it counts as failed, until the next run."""
@@ -50,7 +50,7 @@ class Outcome:
 
 async def run_batch(
     console: Console,
-    address: str,
+    router: Target,
     source: Path,
     target: Path,
     concurrency: int,
@@ -68,7 +68,7 @@ async def run_batch(
         progress = stack.enter_context(Progress(*columns, TimeRemainingColumn(), console=console))
         task = progress.add_task(source.name, total=len(names), completed=outcome.done_before)
         lines = (line for line in lines_of(source) if line.name not in done)
-        async with Client(address) as client, asyncio.TaskGroup() as group:
+        async with router.client() as client, asyncio.TaskGroup() as group:
 
             async def work() -> None:
                 for line in lines:  # one iterator for all

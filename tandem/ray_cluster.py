@@ -18,7 +18,8 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 import ray
 import ray.exceptions
 
-from tandem.client import Client
+from cluster.tls import member_of
+from tandem.members import await_members
 from tandem.ray_control import NAMESPACE, ControlActor, Order, name_of
 from tandem.ray_settings import RaySettings
 from tandem.ray_supervisor import Supervisor, drivers_node
@@ -62,13 +63,17 @@ async def _serve(supervisor: Supervisor, topology: Topology, say: Steps, stop: a
     addresses = [where.grpc for where in started]
     say(f"loading the model into {topology.num_workers} workers")
     await supervisor.start_workers()
-    for address in addresses:
-        async with Client(address) as client:
-            await client.wait_for_workers(len(topology.prefill), len(topology.decode), JOIN_TIMEOUT_S)
+    for where, config in zip(started, topology.routers, strict=True):
+        workers = len(topology.prefill), len(topology.decode)
+        await await_members(where.joined_at, member_of(config), *workers, JOIN_TIMEOUT_S)
     say(f"serving at {', '.join(addresses)}; Ctrl-C stops")
-    if http := [f"http://{where.http}/v1" for where in started if where.http]:
+    config = topology.router
+    scheme = "https" if config.tls_cert or config.tls_public_cert else "http"
+    if http := [f"{scheme}://{where.http}/v1" for where in started if where.http]:
         say(f"OpenAI-compatible API at {', '.join(http)}")
-    if metrics := [f"http://{where.metrics}/metrics" for where in started if where.metrics]:
+    if metrics := [
+        f"{'https' if config.tls_cert else 'http'}://{where.metrics}/metrics" for where in started if where.metrics
+    ]:
         say(f"metrics at {', '.join(metrics)}")
     say(f"try: tandem generate --address {','.join(addresses)} 'Once upon a time'")
     say.done()

@@ -13,8 +13,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.config import Config
 from cluster.errors import StartError, TandemError
 from cluster.process import Addresses
+from cluster.tls import member_of
 from engine.worker.config import WorkerConfig
-from tandem.client import Client
+from tandem.members import await_members, members_of
 from tandem.ray_control import Order
 from tandem.ray_settings import RaySettings
 from tandem.steps import Steps
@@ -157,7 +158,9 @@ class Supervisor:
         self._settings = settings
         self._say = say
         self._several_hosts = len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}) > 1
-        self._addresses: tuple[str, ...] = ()
+        self._joined_at: tuple[str, ...] = ()
+        """Of the routers, by workers."""
+        self._trust = member_of(topology.router)
         self._roles: dict[str, Role] = {}
         self._keeping: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
@@ -175,7 +178,7 @@ class Supervisor:
             where = await role.start()
             role.config = config.model_copy(update=_ports_of(where))
             started.append(where)
-        self._addresses = tuple(where.grpc for where in started)
+        self._joined_at = tuple(where.joined_at for where in started)
         return started
 
     async def start_workers(self) -> None:
@@ -185,7 +188,7 @@ class Supervisor:
         await asyncio.gather(*(role.start() for role in roles))
 
     def _worker(self, module: str, config: WorkerConfig) -> Role:
-        update: dict[str, Any] = {"routers": self._addresses}
+        update: dict[str, Any] = {"routers": self._joined_at}
         of_node = {}
         if self._several_hosts:  # cores are of this host, and an address must be one that others reach
             update |= UNPINNED
@@ -299,16 +302,13 @@ class Supervisor:
             await role.leave()
             again = Role(role.name, role.module, role.config, role.options, role.of_node)
             await self._add([again])
-            async with Client(*self._addresses) as client:
-                await client.wait_for_workers(*before, JOIN_TIMEOUT_S)
+            await await_members(self._joined_at[0], self._trust, *before, JOIN_TIMEOUT_S)
         self._say(f"{len(workers)} workers restarted")
         self._say.done()
 
     async def _joined(self) -> tuple[int, int]:
         """Prefill and decode workers."""
-        async with Client(*self._addresses) as client:
-            models = await client.list_models()
-        return sum(model.prefill_workers for model in models), sum(model.decode_workers for model in models)
+        return await members_of(self._joined_at[0], self._trust, JOIN_TIMEOUT_S)
 
     def _running(self, prefix: str) -> list[Role]:
         numbered = [role for role in self._roles.values() if role.name.startswith(prefix) and not role.leaving]
@@ -340,4 +340,5 @@ def _first_line(error: Exception) -> str:
 def _ports_of(where: Addresses) -> dict[str, int]:
     """As settings, so that what is started again is found where it was."""
     named = {"port": where.grpc, "http_port": where.http, "metrics_port": where.metrics}
+    named["internal_port"] = where.internal
     return {name: int(address.rpartition(":")[2]) for name, address in named.items() if address}

@@ -11,30 +11,30 @@ from rich.text import Text
 
 from cluster.errors import ServiceError
 from protos import inference_pb2 as pb
-from tandem.client import Client
+from tandem.client import Target
 from tandem.receipts import format_bytes
 
 MAX_LINKS = 8
 """Shown, the slowest first."""
 
 
-async def show_status(console: Console, address: str) -> None:
+async def show_status(console: Console, target: Target) -> None:
     """Raises ServiceError."""
-    async with Client(address) as client:
+    async with target.client() as client:
         console.print(view(await client.cluster_status()))
 
 
-async def follow(console: Console, address: str, interval_s: float) -> None:
+async def follow(console: Console, target: Target, interval_s: float) -> None:
     """Until it is interrupted. A router that is away for a while is waited for."""
     before: pb.ClusterStatusResponse | None = None
-    async with Client(address) as client:
+    async with target.client() as client:
         with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
             while True:
                 try:
                     status = await client.cluster_status()
                     shown, before = view(status, before), status
                 except ServiceError as error:
-                    shown = Text(f"{address}: {error}", style="red")
+                    shown = Text(f"{target.address}: {error}", style="red")
                 live.update(shown, refresh=True)
                 await asyncio.sleep(interval_s)
 

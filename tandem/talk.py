@@ -10,7 +10,7 @@ from rich.console import Console
 from cluster.errors import InvalidRequest
 from engine.structured import FIELD
 from protos import inference_pb2 as pb
-from tandem.client import Client, Message
+from tandem.client import Message, Target
 from tandem.receipts import show_receipt
 
 
@@ -56,10 +56,10 @@ def _text_of(name: str, value: Any) -> Any:
 
 
 async def chat_loop(
-    console: Console, address: str, system: str, sampling: pb.Sampling, receipt: bool, model: str
+    console: Console, target: Target, system: str, sampling: pb.Sampling, receipt: bool, model: str
 ) -> None:
     messages: list[Message] = [("system", system)] if system else []
-    async with Client(address) as client:
+    async with target.client() as client:
         while line := await _ask(console):
             messages.append(("user", line))
             answer = ""

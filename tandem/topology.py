@@ -153,6 +153,9 @@ def _plan(
 
 def _routers(router: dict[str, Any], num_routers: int) -> tuple[RouterConfig, ...]:
     first = RouterConfig.parse(router)
+    if first.guarded and first.internal_port is None:
+        router = router | {"internal_port": 0}
+        first = RouterConfig.parse(router)
     if num_routers == 1:
         return (first,)
     name = first.router_id or "router"
@@ -161,6 +164,7 @@ def _routers(router: dict[str, Any], num_routers: int) -> tuple[RouterConfig, ..
             router
             | {"router_id": f"{name}-{number}", "port": first.port + number if first.port else 0}
             | {"http_port": first.http_port + number if first.http_port else first.http_port}
+            | {"internal_port": first.internal_port + number if first.internal_port else first.internal_port}
         )
         for number in range(num_routers)
     )

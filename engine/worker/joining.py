@@ -12,6 +12,7 @@ import grpc
 from cluster.discovery import Discovery, Roster
 from cluster.errors import AlreadyThere, Incompatible, ServiceError, TandemError, from_rpc_error
 from cluster.rpc import channel
+from cluster.tls import Trust
 from engine.messages import CacheChanged, Load, TakeSnapshot
 from engine.pool import CacheEvent, Stored
 from engine.worker.engine_client import EngineClient
@@ -58,6 +59,7 @@ class Memberships:
         discovery: Discovery,
         draining: Callable[[], bool],
         name_taken_s: float = NAME_TAKEN_S,
+        trust: Trust | None = None,
     ) -> None:
         self._hello = hello
         self._engine = engine
@@ -65,6 +67,7 @@ class Memberships:
         self._discovery = discovery
         self._draining = draining
         self._name_taken_s = name_taken_s
+        self._trust = trust
         self._roster = Roster(pinned)
         self._routers: dict[str, _Router] = {}
         self._last_load: Load | None = None
@@ -139,18 +142,18 @@ class Memberships:
     async def _stay_joined(self, router: _Router) -> TandemError:
         """Join again and again. Returns only what this worker cannot go on with."""
         name_taken_at: float | None = None
-        async with channel(router.address) as link:
-            while True:
+        while True:
+            async with channel(router.address, self._trust) as link:  # a new one may have new certificates
                 wait_s, failure = RETRY_S, await self._join_once(pb_grpc.MembershipStub(link), router)
-                name_taken_at = (name_taken_at or time.monotonic()) if isinstance(failure, AlreadyThere) else None
-                if name_taken_at is not None and time.monotonic() - name_taken_at > self._name_taken_s:
+            name_taken_at = (name_taken_at or time.monotonic()) if isinstance(failure, AlreadyThere) else None
+            if name_taken_at is not None and time.monotonic() - name_taken_at > self._name_taken_s:
+                return failure
+            if isinstance(failure, Incompatible):
+                if router.address in self._pinned:
                     return failure
-                if isinstance(failure, Incompatible):
-                    if router.address in self._pinned:
-                        return failure
-                    wait_s = REFUSED_RETRY_S
-                self._log(router, failure)
-                await asyncio.sleep(wait_s)
+                wait_s = REFUSED_RETRY_S
+            self._log(router, failure)
+            await asyncio.sleep(wait_s)
 
     def _log(self, router: _Router, failure: ServiceError) -> None:
         refusal = str(failure) if isinstance(failure, AlreadyThere | Incompatible) else ""

@@ -13,6 +13,7 @@ import grpc
 
 from cluster.errors import from_rpc_error
 from cluster.rpc import Channels
+from cluster.tls import Trust
 from cluster.waker import Waker
 from engine.keys import pack_tokens
 from engine.messages import (
@@ -192,12 +193,19 @@ class Borrowing:
 class Lenders:
     """Channels to the workers that this one borrows from."""
 
-    def __init__(self, engine: EngineClient, model_fingerprint: bytes, block_tokens: int, silence_s: float) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        model_fingerprint: bytes,
+        block_tokens: int,
+        silence_s: float,
+        trust: Trust | None = None,
+    ) -> None:
         self._engine = engine
         self._model_fingerprint = model_fingerprint
         self._block_tokens = block_tokens
         self._silence_s = silence_s
-        self._channels = Channels()
+        self._channels = Channels(trust)
 
     def open(self, engine_id: str, holder: pb.Holder, chain: Chain, wanted: OpenLoan) -> LoanStream:
         want = pb.Want(

@@ -15,6 +15,7 @@ from cluster.metrics import MetricsServer, new_registry
 from cluster.process import Addresses
 from cluster.redis_discovery import open_discovery
 from cluster.rpc import Server
+from cluster.tls import Member, member_of
 from engine.messages import Ready
 from engine.model_dir import ModelDir
 from engine.worker.assembly import EngineSpec
@@ -80,6 +81,7 @@ class Worker:
         discovery: Discovery,
         leaving: "Leaving",
         metrics: MetricsServer,
+        member: Member | None,
     ) -> None:
         self.address = address
         self.addresses = Addresses(address, metrics=metrics.address)
@@ -96,6 +98,7 @@ class Worker:
             discovery,
             lambda: context.requests.draining,
             name_taken_s=config.drain_s + NAME_TAKEN_S,
+            trust=member,
         )
         self._memberships.start()
 
@@ -174,6 +177,7 @@ async def start_worker(
 ) -> Worker:
     """Load the model, serve, join. Raises StartError."""
     model_dir = ModelDir.open(config.model)
+    member = member_of(config)
     worker_id, incarnation = config.id_for(role), secrets.token_bytes(16)
     discovery = open_discovery(config.redis_url, config.cluster_name, config.routers)
     async with AsyncExitStack() as undo:
@@ -184,20 +188,21 @@ async def start_worker(
         engine = EngineClient(host_engine(EngineSpec(config, role, f"{worker_id}-{incarnation.hex()}")))
         ready = await engine.start()
         undo.push_async_callback(engine.stop)
-        lenders = Lenders(engine, ready.model_fingerprint, ready.block_tokens, config.peer_silence_s)
+        lenders = Lenders(engine, ready.model_fingerprint, ready.block_tokens, config.peer_silence_s, member)
         requests, loans = Drain(), Drain()
         context = WorkerContext(
             config, role, worker_id, incarnation, model_dir, engine, ready, lenders, requests, loans
         )
         leaving = Leaving(requests, loans)
-        server = Server()
+        server = Server(member.credentials if member else None)  # all of it is internal
         pb_grpc.add_WorkerServicer_to_server(AuditService(worker_id, engine, leaving.begin), server.grpc)
         services = ["tandem.internal.v1.Worker", *add_services(server, context)]
         port = await server.start(config.host, config.port, services)
         register(registry, worker_id, role, model_dir.name, ready, lambda: engine.last_load)
         await metrics.start(registry)
         undo.pop_all()
-    worker = Worker(context, server, f"{config.advertise_host or config.host}:{port}", discovery, leaving, metrics)
+    address = f"{config.advertise_host or config.host}:{port}"
+    worker = Worker(context, server, address, discovery, leaving, metrics, member)
     await server.mark_serving(worker.ready)
     return worker
 

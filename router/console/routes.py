@@ -8,6 +8,7 @@ from fastapi.responses import JSONResponse, Response
 from google.protobuf.json_format import MessageToDict
 
 from protos import inference_pb2 as pb
+from router.api_keys import ApiKeys
 from router.console.recent import Recent
 
 PAGE = Path(__file__).with_name("page.html")
@@ -20,8 +21,8 @@ HEADERS = {
 }
 
 
-def add_console(app: FastAPI, status: Callable[[], pb.ClusterStatusResponse], recent: Recent) -> None:
-    """At /console."""
+def add_console(app: FastAPI, keys: ApiKeys, status: Callable[[], pb.ClusterStatusResponse], recent: Recent) -> None:
+    """At /console. Where there are keys, what it tells is for operators'."""
     page = PAGE.read_bytes()
 
     async def show(request: Request) -> Response:
@@ -29,6 +30,7 @@ def add_console(app: FastAPI, status: Callable[[], pb.ClusterStatusResponse], re
 
     async def tell(request: Request) -> Response:
         """All that changes, in one answer: the status, and the requests that ended since `since`."""
+        keys.principal(request.headers.get("authorization")).check_operator()
         since = request.query_params.get("since", "0")
         number = int(since) if since.isdecimal() and len(since) < 18 else 0
         said = MessageToDict(status(), preserving_proto_field_name=True, always_print_fields_with_no_presence=True)

@@ -9,8 +9,10 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from cluster.drain import Drain
-from cluster.errors import UnknownModel
+from cluster.errors import ServiceError, UnknownModel
+from router.api_keys import ApiKeys
 from router.openai.answers import ChatAnswer, CompletionAnswer
+from router.openai.caller import caller_of
 from router.openai.chat import read_chat
 from router.openai.completions import read_completion
 from router.openai.endpoint import Endpoint
@@ -19,22 +21,26 @@ from router.served_model import ServedModel, ServedModels
 from router.serving import Serving
 
 
-def make_app(serving: Serving, models: ServedModels, drain: Drain, default_deadline_s: float) -> FastAPI:
+def make_app(serving: Serving, models: ServedModels, drain: Drain, keys: ApiKeys, default_deadline_s: float) -> FastAPI:
     """`drain` holds the requests under way, those by gRPC too."""
     # Its own pages would say nothing: bodies are read in `fields.py`, whose errors are OpenAI's.
     app = FastAPI(openapi_url=None)
     started_at = int(time.time())
-    completions = Endpoint(serving, drain, read_completion, CompletionAnswer, default_deadline_s)
-    chats = Endpoint(serving, drain, read_chat, ChatAnswer, default_deadline_s)
+    completions = Endpoint(serving, drain, keys, read_completion, CompletionAnswer, default_deadline_s)
+    chats = Endpoint(serving, drain, keys, read_chat, ChatAnswer, default_deadline_s)
     app.router.add_route("/v1/completions", completions, methods=["POST"])  # type: ignore[arg-type]  # they are ASGI
     app.router.add_route("/v1/chat/completions", chats, methods=["POST"])  # type: ignore[arg-type]
 
+    def seen(request: Request) -> ServedModels:
+        """Raises ServiceError."""
+        return models.only(caller_of(request.headers, keys).principal.models)
+
     async def list_models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [_model(model, started_at) for model in models]})
+        return JSONResponse({"object": "list", "data": [_model(model, started_at) for model in seen(request)]})
 
     async def one_model(request: Request) -> Response:
         name = request.path_params["name"]
-        for model in models:
+        for model in seen(request):
             if model.name == name:
                 return JSONResponse(_model(model, started_at))
         return _response(error_answer(UnknownModel(f"{name!r} is not served here", "model"), {}))
@@ -56,6 +62,7 @@ def make_app(serving: Serving, models: ServedModels, drain: Drain, default_deadl
     ):
         app.router.add_route(path, answer, methods=["GET"])
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ServiceError, _service_error)
     return app
 
 
@@ -63,6 +70,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "it is registered for these"
     what = f"{request.method} {request.url.path[:200]}: {error.detail}"
     return _response(error_of(error.status_code, what), error.headers)
+
+
+async def _service_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ServiceError), "it is registered for these"
+    return _response(error_answer(error, {}))
 
 
 def _response(answer: ErrorAnswer, headers: Mapping[str, str] | None = None) -> Response:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cluster.errors import InvalidRequest
+from router.api_keys import ANYBODY, ApiKeys, Principal
 from router.validation import MAX_NAME_CHARS
 
 
@@ -16,17 +17,22 @@ class Caller:
     """Whose fair share, limits and quota it counts against; empty: nobody's in particular."""
     request_id: str
     """Drawn where the client gave none."""
+    principal: Principal = ANYBODY
 
 
-def caller_of(headers: Mapping[str, str]) -> Caller:
-    """Raises InvalidRequest for a header that is no name."""
-    return Caller(_name(headers, "x-tenant"), _name(headers, "x-request-id") or secrets.token_hex(16))
+def caller_of(headers: Mapping[str, str], keys: ApiKeys) -> Caller:
+    """Raises InvalidRequest for a header that is no name, Unauthenticated, and Forbidden for another's tenant."""
+    principal = keys.principal(headers.get("authorization"))
+    tenant = principal.tenant_for(check_name(headers.get("x-tenant", ""), "x-tenant"))
+    return Caller(
+        tenant, check_name(headers.get("x-request-id", ""), "x-request-id") or secrets.token_hex(16), principal
+    )
 
 
-def _name(headers: Mapping[str, str], header: str) -> str:
-    value = headers.get(header, "")
+def check_name(value: str, field: str) -> str:
+    """A header, or what becomes one: a line's end in it would begin another header. Raises InvalidRequest."""
     if not (value.isascii() and value.isprintable()):
-        raise InvalidRequest(header, "must be printable ASCII")
+        raise InvalidRequest(field, "must be printable ASCII")
     if len(value) > MAX_NAME_CHARS:
-        raise InvalidRequest(header, f"longer than {MAX_NAME_CHARS} characters")
+        raise InvalidRequest(field, f"longer than {MAX_NAME_CHARS} characters")
     return value

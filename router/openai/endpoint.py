@@ -12,6 +12,7 @@ from cluster.drain import Drain
 from cluster.errors import DeadlineExceeded, InvalidRequest, ServiceError
 from cluster.trace_context import from_headers, traceparent
 from protos import inference_pb2 as pb
+from router.api_keys import ApiKeys
 from router.intake import Ticket
 from router.openai.answers import Answer
 from router.openai.caller import Caller, caller_of
@@ -37,12 +38,14 @@ class Endpoint:
         self,
         serving: Serving,
         drain: Drain,
+        keys: ApiKeys,
         read: Callable[[dict[str, Any], Caller], Asked],
         answer: Callable[[Asked, str], Answer],
         default_deadline_s: float,
     ) -> None:
         self._serving = serving
         self._drain = drain
+        self._keys = keys
         self._read = read
         self._answer = answer
         self._default_deadline_s = default_deadline_s
@@ -52,7 +55,7 @@ class Endpoint:
         names: Mapping[str, str] = {}
         try:
             traceparent.set(from_headers(exchange.headers))
-            caller = caller_of(exchange.headers)
+            caller = caller_of(exchange.headers, self._keys)
             exchange.request_id = caller.request_id
             body = await exchange.body()
             if len(body) <= INLINE_BYTES:
@@ -62,7 +65,7 @@ class Endpoint:
             names = asked.names
             exchange.request_id = asked.request_id
             async with exchange.lasting(self._drain):
-                await self._serve_in_time(exchange, asked)
+                await self._serve_in_time(exchange, asked, caller)
         except ClientGone:
             return
         except ServiceError as error:
@@ -77,19 +80,19 @@ class Endpoint:
         except RecursionError:
             raise InvalidRequest("", "the body is nested too deeply") from None
 
-    async def _serve_in_time(self, exchange: Exchange, asked: Asked) -> None:
+    async def _serve_in_time(self, exchange: Exchange, asked: Asked, caller: Caller) -> None:
         """Who generates keeps to the deadline by itself. This is for a client that does not take what it is sent."""
         deadline_s = self._default_deadline_s if asked.deadline_s is None else asked.deadline_s
         try:
             async with asyncio.timeout(deadline_s + GRACE_S):
-                await self._serve(exchange, asked)
+                await self._serve(exchange, asked, caller)
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed before the client took the answer") from None
 
-    async def _serve(self, exchange: Exchange, asked: Asked) -> None:
+    async def _serve(self, exchange: Exchange, asked: Asked, caller: Caller) -> None:
         answer = self._answer(asked, asked.request_id)
         streams = [
-            self._serving.generate(request, asked.deadline_s, _beginner(answer, number, asked.echo))
+            self._serving.generate(request, asked.deadline_s, caller.principal, _beginner(answer, number, asked.echo))
             for number, request in enumerate(asked.requests)
         ]
         async with aclosing(merged(streams)) as messages:

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from cluster.errors import InvalidRequest, Overloaded, ServiceError, Unavailable
+from cluster.errors import InvalidRequest, Overloaded, ServiceError, Unauthenticated, Unavailable
 
 RETRY_AFTER_S = 1.0
 """Where nothing better is known."""
@@ -42,6 +42,8 @@ class _Kind:
 
 _KINDS = {
     grpc.StatusCode.INVALID_ARGUMENT: _Kind(400, "invalid_request_error", "invalid_value"),
+    grpc.StatusCode.UNAUTHENTICATED: _Kind(401, "invalid_request_error", "invalid_api_key"),
+    grpc.StatusCode.PERMISSION_DENIED: _Kind(403, "invalid_request_error", "permission_denied"),
     grpc.StatusCode.NOT_FOUND: _Kind(404, "invalid_request_error", "model_not_found"),
     grpc.StatusCode.RESOURCE_EXHAUSTED: _Kind(429, "rate_limit_error", "rate_limit_exceeded"),
     grpc.StatusCode.UNAVAILABLE: _Kind(503, "server_error", "unavailable"),
@@ -90,6 +92,8 @@ def _kind(error: ServiceError) -> _Kind:
 def _headers(error: ServiceError, kind: _Kind) -> Mapping[str, str]:
     if isinstance(error, HttpRefusal):
         return {"connection": "close"}  # what else it sends is not read
+    if isinstance(error, Unauthenticated):
+        return {"www-authenticate": "Bearer"}
     if kind is _NEVER_FITS or not isinstance(error, Overloaded | Unavailable):
         return {}
     wait_s = error.retry_after_s if isinstance(error, Overloaded) else None

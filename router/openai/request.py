@@ -7,7 +7,7 @@ from typing import Any
 
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
-from router.openai.caller import Caller
+from router.openai.caller import Caller, check_name
 from router.openai.fields import Fields
 from router.openai.sampling import INT32, Options
 
@@ -53,7 +53,7 @@ def common(fields: Fields, caller: Caller, options: Options) -> tuple[pb.Generat
         priority=-(fields.integer("priority", 1 - INT32, INT32 - 1) or 0),
         tenant=caller.tenant,
         session_id=fields.text("session_id"),
-        request_id=fields.text("request_id") or caller.request_id,
+        request_id=check_name(fields.text("request_id"), "request_id") or caller.request_id,
         cache_salt=fields.text("cache_salt"),
         max_ttft_ms=fields.number("max_ttft_ms"),
         task=fields.text("task"),

@@ -3,9 +3,11 @@
 import asyncio
 from typing import Any
 
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from cluster.http_server import HttpServer
+from cluster.tls import Credentials
 from router.openai.errors import error_of
 
 MAX_HEAD_BYTES = 64 << 10
@@ -14,14 +16,36 @@ HEAD_S = 30.0
 """For all of that to come."""
 KEEP_ALIVE_S = 75
 """Of a connection without a request."""
+CLOSED = "the handler is closed"
+"""In uvloop's words."""
 
 
 class OpenAiServer(HttpServer):
     """Of the public API."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, credentials: Credentials | None = None) -> None:
         """`port` 0 lets the system choose. Raises StartError."""
-        super().__init__(host, port, "http_port", http=_Protocol, timeout_keep_alive=KEEP_ALIVE_S)
+        super().__init__(host, port, "http_port", credentials, http=_Protocol, timeout_keep_alive=KEEP_ALIVE_S)
+
+    async def start(self, app: Any) -> None:
+        await super().start(_told_gently(app))
+
+
+def _told_gently(app: Any) -> Any:
+    """Between a connection's end and when uvicorn hears of it, uvloop raises at what is sent. uvicorn itself drops what
+    is sent a moment later."""
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_if_there(message: Message) -> None:
+            try:
+                await send(message)
+            except RuntimeError as error:
+                if CLOSED not in str(error):
+                    raise
+
+        await app(scope, receive, send_if_there)
+
+    return guarded
 
 
 class _Protocol(HttpToolsProtocol):

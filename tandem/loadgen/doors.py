@@ -10,6 +10,7 @@ from typing import Any, Self
 from google.protobuf.json_format import ParseDict, ParseError
 
 from cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded, ServiceError, StartError, Unavailable
+from cluster.tls import Visitor
 from protos import inference_pb2 as pb
 from simulator.request import TraceRequest
 from tandem.client import Client
@@ -50,9 +51,19 @@ class Door(ABC):
 class GrpcDoor(Door):
     """Tandem's own API, by token ids, or by text where `as_text`."""
 
-    def __init__(self, addresses: Sequence[str], model: str, timeout_s: float, tenant: str = "", as_text: bool = False):
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        model: str,
+        timeout_s: float,
+        tenant: str = "",
+        as_text: bool = False,
+        api_key: str = "",
+        tls: Visitor | None = None,
+    ) -> None:
         """One address or more, each a router: requests take turns."""
         self._addresses = addresses
+        self._api_key, self._tls = api_key, tls
         self.model = model
         self._timeout_s = timeout_s
         self._tenant = tenant
@@ -61,7 +72,7 @@ class GrpcDoor(Door):
         self._number = 0
 
     async def __aenter__(self) -> Self:
-        self._clients = [Client(address) for address in self._addresses]
+        self._clients = [Client(address, api_key=self._api_key, tls=self._tls) for address in self._addresses]
         served = await self._clients[0].list_models()
         found = [model for model in served if not self.model or model.name == self.model]
         if len(found) != 1:
@@ -124,6 +135,7 @@ class HttpDoor(Door):
         receipts: bool = False,
         vocab_size: int = 0,
         max_context_tokens: int = 0,
+        tls: Visitor | None = None,
     ) -> None:
         """`receipts`: ask Tandem for them. `vocab_size` is needed where prompts go as token ids. Where the server does
         not say how long the model's context is, `max_context_tokens` must."""
@@ -136,6 +148,7 @@ class HttpDoor(Door):
         self._vocab_size = vocab_size
         self.max_context_tokens = max_context_tokens
         self.num_workers = 0
+        self._tls = tls
         self._words = Words(1.0)
 
     async def __aenter__(self) -> Self:
@@ -146,7 +159,7 @@ class HttpDoor(Door):
         self._http = aiohttp
         self._session = aiohttp.ClientSession(
             self._url,
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, ssl=self._tls.for_http() if self._tls else True),
             timeout=aiohttp.ClientTimeout(self._timeout_s),
             headers=self._headers,
             read_bufsize=MAX_LINE,

@@ -14,7 +14,7 @@ from rich.console import Console
 from cluster.errors import InvalidRequest, NotSetUp, StartError
 from protos import inference_pb2 as pb
 from support.processes import Stream, finished, until
-from tandem.client import Client, error_of
+from tandem.client import Client, Target, error_of
 from tandem.demo import STORYTELLER
 from tandem.offline import run_batch
 from tandem.status import view
@@ -170,7 +170,7 @@ async def test_a_batch_file_is_worked_through_however_often_it_is_begun(
     texts[6] = "{broken"
     source.write_text("\n".join(texts) + "\n")
     async with cluster_of(model, prefill=0, decode=1, engine="sim", sim_step_ms=5) as cluster:
-        running = asyncio.ensure_future(run_batch(quiet(), cluster.address, source, target, 2, 60))
+        running = asyncio.ensure_future(run_batch(quiet(), Target(cluster.address), source, target, 2, 60))
 
         async def some_done() -> bool:
             return target.exists() and target.read_text().count("\n") >= 5
@@ -181,7 +181,7 @@ async def test_a_batch_file_is_worked_through_however_often_it_is_begun(
             await running
         with target.open("a") as file:
             file.write('{"id": "q19", "text": "cut o')  # as a machine that lost its power leaves it
-        second = await run_batch(quiet(), cluster.address, source, target, 4, 60)
+        second = await run_batch(quiet(), Target(cluster.address), source, target, 4, 60)
         assert second.done_before >= 3
         assert (second.finished + second.done_before, second.failed) == (18, 2)
         answers = {answer["id"]: answer for answer in map(json.loads, target.read_text().splitlines())}
@@ -191,7 +191,7 @@ async def test_a_batch_file_is_worked_through_however_often_it_is_begun(
         assert all(len(answers[f"q{n}"]["token_ids"]) == 3 for n in range(20) if n not in (4, 6))
         texts[4], texts[6] = (json.dumps(lines[n] | {"sampling": {"max_tokens": 3}}) for n in (4, 6))
         source.write_text("\n".join(texts) + "\n")
-        third = await run_batch(quiet(), cluster.address, source, target, 4, 60)
+        third = await run_batch(quiet(), Target(cluster.address), source, target, 4, 60)
         assert (third.done_before, third.finished, third.failed) == (18, 2, 0)
         assert target.read_text().count("\n") == 20
 
@@ -201,7 +201,7 @@ async def test_a_batch_waits_for_a_router_that_is_away(model: Path, cluster_of: 
     source.write_text(json.dumps({"token_ids": [1], "sampling": {"max_tokens": 2}}) + "\n")
     async with cluster_of(model, prefill=0, decode=1, engine="sim") as cluster:
         os.kill(cluster.router.pid, signal.SIGSTOP)
-        running = asyncio.ensure_future(run_batch(quiet(), cluster.address, source, target, 1, 1.0))
+        running = asyncio.ensure_future(run_batch(quiet(), Target(cluster.address), source, target, 1, 1.0))
         await asyncio.sleep(0.5)
         os.kill(cluster.router.pid, signal.SIGCONT)
         outcome = await running
@@ -222,5 +222,5 @@ async def test_files_that_cannot_be_used_are_left_alone(tmp_path: Path, content:
     if out:
         target.write_text(out)
     with pytest.raises(StartError, match=said):
-        await run_batch(quiet(), "127.0.0.1:1", source, target, 1, 1)
+        await run_batch(quiet(), Target("127.0.0.1:1"), source, target, 1, 1)
     assert not out or target.read_text() == out

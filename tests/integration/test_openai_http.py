@@ -234,7 +234,7 @@ async def test_a_forced_call_and_its_answer(site: Site) -> None:
         (400, "prompt", {"prompt": []}),
         (400, "prompt", {"prompt": [1 << 20]}),
         (400, "structured_outputs", {"structured_outputs": {"regex": "(a"}}),
-        (400, "x-request-id", {"request_id": "x" * 300}),
+        (400, "request_id", {"request_id": "x" * 300}),
         (400, "stream_options", {"stream_options": {"include_usage": True}}),
         (504, None, {"timeout_ms": 1, "max_tokens": 900}),
     ],

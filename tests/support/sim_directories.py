@@ -19,9 +19,9 @@ def write_sim_model(path: Path, vocab_size: int | None, context: int = 100_000, 
     return path
 
 
-def write_tokenizer(path: Path, vocab_size: int) -> None:
-    """Its tokens are words and single bytes, so that text lags behind tokens."""
-    pieces = sorted(ByteLevel.alphabet()) + [f"Ġword{number}" for number in range(vocab_size - NUM_BYTES)]
+def write_tokenizer(path: Path, vocab_size: int, pad: str = "") -> None:
+    """Its tokens are words, ending in `pad`, and single bytes, so that text lags behind tokens."""
+    pieces = sorted(ByteLevel.alphabet()) + [f"Ġword{number}{pad}" for number in range(vocab_size - NUM_BYTES)]
     tokenizer = Tokenizer(BPE({piece: number for number, piece in enumerate(pieces)}, []))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(path / "tokenizer.json"))

@@ -56,7 +56,7 @@ async def turns() -> None:
 async def test_a_channel_goes_with_its_worker_but_not_under_a_call() -> None:
     made: list[Any] = []
 
-    def connect(address: str) -> Any:
+    def connect(address: str, trust: object) -> Any:
         made.append(FakeChannel())
         return made[-1]
 
@@ -86,7 +86,7 @@ async def test_a_channel_goes_with_its_worker_but_not_under_a_call() -> None:
 
 async def test_a_channel_that_nobody_uses_is_closed_after_a_while() -> None:
     made = FakeChannel()
-    channels = Channels(idle_s=0.0, connect=lambda address: made)  # type: ignore[arg-type, return-value]
+    channels = Channels(idle_s=0.0, connect=lambda *_: made)  # type: ignore[arg-type, return-value]
     with channels.using("a:1"):
         await turns()
         assert not made.closed

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.errors import Overloaded, Unavailable
-from decode_worker.generation import Generation
+from decode_worker.generation import MAX_TOKENS_AT_ONCE, Generation
 from engine.messages import KvAccount, PromptScored, Rejected, Token
 from engine.vocabulary import FinishReason, TokenLogprobs
 from protos import decode_pb2 as internal_pb
@@ -223,3 +223,19 @@ def test_without_prices_there_is_no_price(tokenizer: Tokenizer) -> None:
     message = generation.take()
     assert message is not None
     assert not message.finish.receipt.HasField("price")
+
+
+def test_what_waited_long_comes_in_bounded_messages_and_the_last_finish_last(tokenizer: Tokenizer) -> None:
+    asked = request()
+    asked.sampling.n = 2
+    generation = Generation(asked, tokenizer, "d0", 4)
+    for _ in range(3 * MAX_TOKENS_AT_ONCE):
+        generation.absorb(token("a", logprobs=TokenLogprobs(-0.5, (1,), (-0.5,))))
+    generation.absorb(token("b", finish=FinishReason.LENGTH))
+    generation.absorb(token("c", choice=1, account=ACCOUNT, finish=FinishReason.LENGTH))
+    messages = list(iter(generation.take, None))
+    assert [len(message.token_ids) for message in messages] == [MAX_TOKENS_AT_ONCE] * 3 + [1, 1]
+    assert "".join(message.text for message in messages) == "a" * 3 * MAX_TOKENS_AT_ONCE + "bc"
+    assert [len(message.logprobs) for message in messages] == [MAX_TOKENS_AT_ONCE] * 3 + [0, 0]
+    assert [message.HasField("finish") for message in messages] == [False] * 3 + [True, True]
+    assert messages[-1].finish.HasField("receipt")

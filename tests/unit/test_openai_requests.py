@@ -7,6 +7,7 @@ import pytest
 
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
+from router.api_keys import ApiKeys
 from router.openai.caller import Caller, caller_of
 from router.openai.chat import read_chat
 from router.openai.completions import read_completion
@@ -242,11 +243,11 @@ def test_pairs_of_surrogates_are_characters() -> None:
 
 
 def test_who_asks() -> None:
-    assert caller_of({"x-tenant": "t", "x-request-id": "r"}) == Caller("t", "r")
-    assert caller_of({}).request_id != caller_of({}).request_id
+    assert caller_of({"x-tenant": "t", "x-request-id": "r"}, ApiKeys()) == Caller("t", "r")
+    assert caller_of({}, ApiKeys()).request_id != caller_of({}, ApiKeys()).request_id
     for header, value in (("x-tenant", "x" * 257), ("x-request-id", "a\tb"), ("x-request-id", "é")):
         with pytest.raises(InvalidRequest) as caught:
-            caller_of({header: value})
+            caller_of({header: value}, ApiKeys())
         assert caught.value.field == header
 
 
@@ -256,3 +257,11 @@ def test_a_field_is_taken_once() -> None:
     assert not fields.given("a")
     assert not fields.given("b")
     fields.finish()
+
+
+@pytest.mark.parametrize("name", ["a\r\nset-cookie: b", "é", "\x00", "x" * 257, "😀"])
+def test_a_request_id_that_is_no_header_is_refused(name: str) -> None:
+    """It comes back as one: a line's end in it would begin another."""
+    with pytest.raises(InvalidRequest) as refused:
+        read_completion({"prompt": "a", "request_id": name}, CALLER)
+    assert refused.value.field == "request_id"

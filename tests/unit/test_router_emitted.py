@@ -1,7 +1,7 @@
 """What the router remembers of a stream, for the next attempt."""
 
 from protos import inference_pb2 as pb
-from router.attempt import Emitted
+from router.attempt import MAX_UNREAD_BYTES, Emitted
 
 
 def test_what_was_sent_is_kept_by_choice() -> None:
@@ -22,3 +22,15 @@ def test_what_was_sent_is_kept_by_choice() -> None:
     assert not emitted.finished
     emitted.add(pb.GenerateResponse(finish=pb.Finish()).SerializeToString())
     assert emitted.finished
+
+
+def test_a_long_answer_is_kept_as_its_tokens() -> None:
+    emitted = Emitted(1)
+    message = pb.GenerateResponse(token_ids=[7], text="x" * 1000).SerializeToString()
+    num_messages = 3 * MAX_UNREAD_BYTES // len(message)
+    for _ in range(num_messages):
+        emitted.add(message)
+        assert sum(map(len, emitted._unread)) <= MAX_UNREAD_BYTES
+    (choice,) = emitted.choices
+    assert choice.token_ids == [7] * num_messages
+    assert choice.num_chars == 1000 * num_messages

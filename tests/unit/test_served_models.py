@@ -11,12 +11,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from cluster.errors import Incompatible, InvalidRequest, Overloaded, StartError, Unavailable, UnknownModel
+from cluster.errors import Forbidden, Incompatible, InvalidRequest, Overloaded, StartError, Unavailable, UnknownModel
 from protos import inference_pb2 as pb
 from protos import membership_pb2
 from router.admission.request import Claim
+from router.api_keys import Principal
 from router.config import RouterConfig
 from router.demand import Demand
+from router.intake import Intake
 from router.model_chooser import Chosen, ModelChooser
 from router.model_config import ModelEntry
 from router.model_costs import Costs
@@ -78,7 +80,7 @@ def join(model: ServedModel, num_blocks: int = 100, queued_tokens: int = 0) -> N
 
 
 async def choose(config: RouterConfig, models: ServedModels, **request: Any) -> Chosen:
-    return await ModelChooser(config, models).choose(pb.GenerateRequest(**request), time.monotonic())
+    return await ModelChooser(config, models).choose(pb.GenerateRequest(**request), "", time.monotonic())
 
 
 def counted(choice: Chosen) -> list[str]:
@@ -340,3 +342,37 @@ async def test_models_of_one_tokenizer_read_token_ids_alike_and_text_once(byte_m
     assert (await choose(config, models, token_ids=[1, 2], min_quality=0.5)).model.name == "larger"
     choice = await choose(config, models, text="x" * 990, sampling=pb.Sampling(max_tokens=20))
     assert (choice.model.name, counted(choice)) == ("larger", ["bytes", "larger"])
+
+
+async def test_a_key_is_served_by_its_models_only(byte_model: Path, word_model: Path) -> None:
+    prices = {"input_price": 9.0, "output_price": 9.0}
+    entries = [{"path": byte_model, "name": "cheap"}, {"path": word_model, "name": "dear"} | prices]
+    rules = [{"name": "drafts", "tasks": ["draft"], "models": ["cheap"]}]
+    config, models = served(entries, default_model="cheap", model_rules=rules)
+    for model in models:
+        join(model)
+    assert models.only(None) is models
+    dear = models.only(["dear", "unknown"])
+    assert [model.name for model in dear] == ["dear"]
+    asked, why = dear.asked_for("")
+    assert asked is models.named("dear")
+    assert why == "the only one served", "the default is not this key's"
+    assert (await choose(config, models, text=TEXT)).model.name == "cheap"
+    assert (await choose(config, dear, text=TEXT)).model.name == "dear", "auto, too"
+    with pytest.raises(Forbidden, match="allows none of the models"):
+        await choose(config, dear, text=TEXT, task="draft")
+    with pytest.raises(Forbidden):
+        models.only(["unknown"]).asked_for("")
+
+
+async def test_what_a_key_may_not_use_it_cannot_find_either(byte_model: Path, word_model: Path) -> None:
+    config, models = served([{"path": byte_model, "name": "cheap"}, {"path": word_model, "name": "dear"}])
+    intake, principal = Intake(config, models), Principal("k", "t", frozenset({"cheap"}))
+    said = []
+    for name in ("dear", "no such"):
+        with pytest.raises(Forbidden) as refused:
+            await intake.check(pb.GenerateRequest(text=TEXT, model=name), None, principal)
+        said.append(str(refused.value).replace(name, "?"))
+    assert said[0] == said[1]
+    ticket = await intake.check(pb.GenerateRequest(text=TEXT, model="cheap"), None, principal)
+    assert (ticket.request.tenant, ticket.claim.tenant, ticket.cache_salt) == ("t", "t", "")

@@ -12,19 +12,22 @@ from engine.worker.config import WorkerConfig
 from protos import membership_pb2_grpc
 from router.config import RouterConfig
 from support.overheard_site import CONTEXT, GOOD, VOCAB, OverhearingRouter, Site
-from support.sim_directories import write_sim_model
+from support.sim_directories import write_sim_model, write_tokenizer
 from tandem.client import Client
 from tandem.local import RoleProcess, start_role, stop_process
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
+async def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
+    """Of a module with ROUTER, its router has these settings, and its model a tokenizer."""
     model = write_sim_model(tmp_path_factory.mktemp("bad-input") / "simulated", VOCAB, CONTEXT)
+    if settings_of_router := getattr(request.module, "ROUTER", {}):
+        write_tokenizer(model, VOCAB)
     overhearing, listener = OverhearingRouter(), grpc.aio.server()
     membership_pb2_grpc.add_MembershipServicer_to_server(overhearing, listener)
     port = listener.add_insecure_port("127.0.0.1:0")
     await listener.start()
-    router = await start_role("router", "router", RouterConfig(model=model, port=0))
+    router = await start_role("router", "router", RouterConfig.parse({"model": model, "port": 0} | settings_of_router))
     routers = (router.address, f"127.0.0.1:{port}")
     workers: list[RoleProcess] = []
     try:

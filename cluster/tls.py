@@ -1,0 +1,236 @@
+"""Certificates: who a process is to others, and whom it believes. Files that change are read again.
+
+A *member* of the cluster has a certificate of the cluster's own authority, `tls_ca`. Members demand one of each other,
+both ways, on every internal port. What clients see of a router may be another certificate, and what it demands of them
+is of another authority, so that a client is never taken for a member.
+"""
+
+import logging
+import os
+import ssl
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import grpc
+from pydantic import BaseModel
+
+from cluster.errors import StartError
+
+log = logging.getLogger(__name__)
+
+
+class TlsSettings(BaseModel):
+    """Of every process. The first three go together; PEM files."""
+
+    tls_cert: Path | None = None
+    """This process's certificate, with those between it and `tls_ca`."""
+    tls_key: Path | None = None
+    """Its private key, not encrypted."""
+    tls_ca: Path | None = None
+    """Authorities whose certificates make a process a member of this cluster, whatever names they have: an authority
+    of its own. With it every internal port speaks TLS and refuses who is no member."""
+    tls_server_name: str = ""
+    """Name that certificates of members have in common, looked for instead of the host by which one is reached.
+    Default: that host."""
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A PEM file, and the setting that errors name."""
+
+    setting: str
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    stamp: tuple[tuple[int, int, int], ...]
+    cert: bytes
+    key: bytes
+    ca: bytes | None
+
+
+class Credentials:
+    """One certificate with its key, and the authorities believed. Any thread may use it."""
+
+    def __init__(self, cert: File, key: File, authorities: Sequence[File] = ()) -> None:
+        """With `authorities`, whoever connects must have a certificate of one of them. Raises StartError for files
+        that cannot be read or do not fit together."""
+        self._cert, self._key, self._authorities = cert, key, authorities
+        self._lock = threading.Lock()
+        self._complaint = ""
+        self._contexts: list[ssl.SSLContext] = []
+        self._contents = self._read(self._stamp())
+        self._configuration = self._configure()
+
+    def current(self) -> _Contents:
+        """Of the files as they are. While they do not fit together, as they were."""
+        with self._lock:
+            stamp = self._stamp()
+            if stamp != self._contents.stamp:
+                self._read_again(stamp)
+            return self._contents
+
+    def for_grpc(self) -> grpc.ServerCredentials:
+        """Of a server. The files are looked at with each connection."""
+        served = self._configuration
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal served
+            self.current()
+            if self._configuration is served:
+                return None  # as it was
+            served = self._configuration
+            return served
+
+        return grpc.dynamic_ssl_server_credentials(served, fetch, bool(self._authorities))  # type: ignore[arg-type]  # it may
+
+    def for_http(self) -> ssl.SSLContext:
+        """Of a server. The files are looked at with each connection; what changed holds from the next one. An authority
+        that was taken out of its file is believed until the process ends: OpenSSL forgets none."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.verify_mode = ssl.CERT_REQUIRED if self._authorities else ssl.CERT_NONE
+        self._load(context)
+
+        def look(*_: object) -> None:
+            self.current()
+
+        context.sni_callback = look  # also called for clients that name no server
+        self._contexts.append(context)
+        return context
+
+    def _stamp(self) -> tuple[tuple[int, int, int], ...]:
+        """Another one for other contents: a file that is replaced by renaming is another inode."""
+        found = []
+        for file in (self._cert, self._key, *self._authorities):
+            try:
+                at = os.stat(file.path)
+                found.append((at.st_ino, at.st_mtime_ns, at.st_size))
+            except OSError:
+                found.append((0, 0, 0))  # who reads it says why
+        return tuple(found)
+
+    def _read_again(self, stamp: tuple[tuple[int, int, int], ...]) -> None:
+        try:
+            self._contents = self._read(stamp)
+            self._configuration = self._configure()
+            for context in self._contexts:
+                self._load(context)
+        except StartError as error:
+            if str(error) != self._complaint:  # once, and not with each connection
+                log.error("certificates have changed and cannot be used, so the old ones are: %s", error)
+            self._complaint = str(error)
+        else:
+            self._complaint = ""
+            log.info("read the certificate %s again", self._cert.path)
+
+    def _read(self, stamp: tuple[tuple[int, int, int], ...]) -> _Contents:
+        cert, key, *authorities = (_contents(file) for file in (self._cert, self._key, *self._authorities))
+        self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))  # gRPC would find a fault with the first connection only
+        return _Contents(stamp, cert, key, b"\n".join(authorities) or None)
+
+    def _load(self, context: ssl.SSLContext) -> None:
+        try:
+            context.load_cert_chain(self._cert.path, self._key.path, password=_no_password)
+        except (OSError, ValueError) as error:
+            reason = f"{self._cert.path} and {self._key.path} are no certificate and its unencrypted key: "
+            raise StartError(self._cert.setting, reason + _reason(error)) from None
+        for file in self._authorities:
+            try:
+                context.load_verify_locations(file.path)
+            except OSError as error:
+                raise StartError(file.setting, f"{file.path} has no certificate: {_reason(error)}") from None
+
+    def _configure(self) -> grpc.ServerCertificateConfiguration:
+        pairs = [(self._contents.key, self._contents.cert)]
+        return grpc.ssl_server_certificate_configuration(pairs, self._contents.ca)
+
+
+class Trust(Protocol):
+    """Whom a process believes when it connects, and who it says it is."""
+
+    def for_channel(self) -> tuple[grpc.ChannelCredentials, list[tuple[str, str]]]:
+        """Credentials and options of a channel that is opened now."""
+
+    def stamp(self) -> object:
+        """Another one once certificates have changed: channels that are open go on with the old ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A process among others of its cluster."""
+
+    credentials: Credentials
+    server_name: str = ""
+
+    def for_channel(self) -> tuple[grpc.ChannelCredentials, list[tuple[str, str]]]:
+        now = self.credentials.current()
+        named = [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
+        return grpc.ssl_channel_credentials(now.ca, now.key, now.cert), named
+
+    def stamp(self) -> object:
+        return self.credentials.current().stamp
+
+
+@dataclass(frozen=True, slots=True)
+class Visitor:
+    """A client. Without `ca` it believes the authorities that gRPC comes with; `cert` and `key`: where the cluster asks
+    for them."""
+
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+
+    def for_channel(self) -> tuple[grpc.ChannelCredentials, list[tuple[str, str]]]:
+        """Raises StartError."""
+        if (self.cert is None) != (self.key is None):
+            raise StartError("tls_key" if self.key is None else "tls_cert", "a certificate and its key go together")
+        ca, cert, key = (
+            None if path is None else _contents(File(setting, path))
+            for setting, path in (("tls_ca", self.ca), ("tls_cert", self.cert), ("tls_key", self.key))
+        )
+        return grpc.ssl_channel_credentials(ca, key, cert), []
+
+    def stamp(self) -> object:
+        return self
+
+    def for_http(self) -> ssl.SSLContext:
+        """Raises StartError."""
+        context = ssl.create_default_context(cafile=self.ca)
+        if self.cert is not None and self.key is not None:
+            context.load_cert_chain(self.cert, self.key)
+        return context
+
+
+def member_of(settings: TlsSettings) -> Member | None:
+    """None where nothing is set. Raises StartError."""
+    cert, key, ca = settings.tls_cert, settings.tls_key, settings.tls_ca
+    if cert is None and key is None and ca is None:
+        if settings.tls_server_name:
+            raise StartError("tls_server_name", "means nothing without tls_cert, tls_key and tls_ca")
+        return None
+    if cert is None or key is None or ca is None:
+        missing = "tls_cert" if cert is None else "tls_key" if key is None else "tls_ca"
+        raise StartError(missing, "is missing: tls_cert, tls_key and tls_ca go together")
+    credentials = Credentials(File("tls_cert", cert), File("tls_key", key), [File("tls_ca", ca)])
+    return Member(credentials, settings.tls_server_name)
+
+
+def _contents(file: File) -> bytes:
+    try:
+        return file.path.read_bytes()
+    except OSError as error:
+        raise StartError(file.setting, f"cannot read {file.path}: {error.strerror}") from None
+
+
+def _no_password() -> str:
+    """Or OpenSSL would ask at the terminal."""
+    raise ValueError("the key is encrypted")
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "reason", None) or str(error)

@@ -1,0 +1,87 @@
+"""Settings of who may reach the router, and use it."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import AwareDatetime, Field
+
+from cluster.config import Config
+from cluster.errors import StartError
+from cluster.tls import Credentials, File, Member, TlsSettings, member_of
+
+
+class ApiKey(Config):
+    """One key, as the router knows it: not the key, but its hash. `tandem keys new` makes both."""
+
+    name: str = Field(min_length=1, max_length=256)
+    """For logs."""
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$", repr=False)
+    """Of the key, in hexadecimal."""
+    tenant: str = Field(default="", max_length=256)
+    """Whose limits, quota and fair share its requests count against, whatever they say."""
+    models: tuple[str, ...] = ()
+    """That it may use, and see. Empty: all."""
+    operator: bool = False
+    """It may see the whole cluster: ClusterStatus, and the console, which shows requests of all tenants."""
+    expires: AwareDatetime | None = None
+    """From then on it is refused."""
+
+
+class SecuritySettings(TlsSettings):
+    """Part of the router's."""
+
+    internal_port: int | None = Field(default=None, ge=0, le=65535)
+    """Where workers join, on `host` too; 0 lets the system choose. Needed with TLS or API keys: whoever may join is
+    sent prompts. Without: workers join on `port`."""
+    tls_public_cert: Path | None = None
+    """What clients see, by gRPC and HTTP, instead of tls_cert: with its key, a certificate of an authority that they
+    know."""
+    tls_public_key: Path | None = None
+    client_certificates: Literal["none", "required"] = "none"
+    """required: clients must have one, of tls_client_ca."""
+    tls_client_ca: Path | None = None
+    """Another one than tls_ca, whose certificates make members."""
+
+    api_keys: tuple[ApiKey, ...] = Field(default=(), repr=False)
+    """With these, or a file of them, nobody is served without a key."""
+    api_keys_file: Path | None = None
+    """A YAML list of the same, read again when it changes."""
+    isolate_tenants: bool = False
+    """No tenant's requests find cached what another one's left: neither can learn from a first token's time what the
+    other asked. Prompts that tenants have in common are computed for each."""
+
+    @property
+    def guarded(self) -> bool:
+        """Not everybody who reaches it may use it, or listen."""
+        certificates = (self.tls_cert, self.tls_key, self.tls_ca, self.tls_public_cert, self.tls_public_key)
+        return any(certificates) or bool(self.api_keys) or self.api_keys_file is not None
+
+    def doors(self) -> tuple[Credentials | None, Member | None]:
+        """(what clients meet, what members meet). Raises StartError."""
+        member, public = member_of(self), self._public()
+        if self.guarded and self.internal_port is None:
+            raise StartError("internal_port", "is needed with TLS or API keys: on the public port anybody could join")
+        return public, member
+
+    def _public(self) -> Credentials | None:
+        authorities = self._client_authorities()
+        if self.tls_public_cert is None and self.tls_public_key is None:
+            if self.tls_cert is not None and self.tls_key is not None:
+                return Credentials(File("tls_cert", self.tls_cert), File("tls_key", self.tls_key), authorities)
+            if authorities:
+                raise StartError("client_certificates", "means nothing without tls_cert or tls_public_cert")
+            return None
+        if self.tls_public_cert is None or self.tls_public_key is None:
+            missing = "tls_public_cert" if self.tls_public_cert is None else "tls_public_key"
+            raise StartError(missing, "is missing: tls_public_cert and tls_public_key go together")
+        cert, key = File("tls_public_cert", self.tls_public_cert), File("tls_public_key", self.tls_public_key)
+        return Credentials(cert, key, authorities)
+
+    def _client_authorities(self) -> list[File]:
+        if (self.client_certificates == "required") != (self.tls_client_ca is not None):
+            raise StartError("client_certificates", "is 'required' exactly where there is a tls_client_ca")
+        if self.tls_client_ca is None:
+            return []
+        if self.tls_ca is not None and self.tls_client_ca.resolve() == self.tls_ca.resolve():
+            raise StartError("tls_client_ca", "must not be tls_ca, whose certificates make members of the cluster")
+        return [File("tls_client_ca", self.tls_client_ca)]

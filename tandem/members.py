@@ -1,0 +1,44 @@
+"""Who has joined a router, for its launcher: with the certificate of a member, and no API key."""
+
+import asyncio
+import time
+from typing import Any
+
+import grpc
+
+from cluster.errors import Unavailable, from_rpc_error
+from cluster.rpc import channel
+from cluster.tls import Trust
+from protos import membership_pb2 as pb
+from protos import membership_pb2_grpc as pb_grpc
+
+POLL_S = 0.02
+
+
+async def members_of(address: str, trust: Trust | None, timeout_s: float) -> tuple[int, int]:
+    """Prefill and decode workers. `address` is where workers join. Raises ServiceError."""
+    async with channel(address, trust) as link:
+        return await _ask(pb_grpc.MembershipStub(link), timeout_s)
+
+
+async def await_members(address: str, trust: Trust | None, num_prefill: int, num_decode: int, timeout_s: float) -> None:
+    """Returns once so many have joined. Raises Unavailable after `timeout_s`, and what else the router says."""
+    give_up_at = time.monotonic() + timeout_s
+    async with channel(address, trust) as link:
+        stub = pb_grpc.MembershipStub(link)
+        while True:
+            prefill, decode = await _ask(stub, timeout_s)
+            if prefill >= num_prefill and decode >= num_decode:
+                return
+            if time.monotonic() > give_up_at:
+                there = f"{prefill} prefill and {decode} decode workers"
+                raise Unavailable(f"only {there} joined within {timeout_s:g} s")
+            await asyncio.sleep(POLL_S)
+
+
+async def _ask(stub: Any, timeout_s: float) -> tuple[int, int]:
+    try:
+        there = await stub.Members(pb.MembersRequest(), timeout=timeout_s, wait_for_ready=True)
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from None
+    return there.prefill_workers, there.decode_workers
