@@ -237,10 +237,10 @@ def test_the_links_can_be_what_is_short() -> None:
 # ------------------------------------------------------------------ the simulator has the last word
 
 TRIED = {
-    "short chat, A10": ("A10", 0.5, 0.08, Load(40, 250, 150), 900, 400),
-    "long context, H100": ("H100", 3.0, 0.04, Load(4, 12_000, 100), 350, 150),
-    "decode-heavy, A100": ("A100", 0.5, 0.03, Load(60, 200, 200), 900, 900),
-    "prefill-heavy, H100": ("H100", 1.0, 0.05, Load(30, 4000, 20), 600, 300),
+    "short chat, A10": ("A10", 0.5, 0.08, Load(40, 250, 150), 700, 300),
+    "long context, H100": ("H100", 3.0, 0.04, Load(4, 12_000, 100), 300, 100),
+    "decode-heavy, A100": ("A100", 0.5, 0.03, Load(60, 200, 200), 700, 450),
+    "prefill-heavy, H100": ("H100", 1.0, 0.05, Load(30, 4000, 20), 500, 200),
 }
 """GPU, SLO, load; requests through the planned cluster, and through half of it."""
 ALL = [(name, kind) for name in TRIED for kind in ("together", "apart")]
