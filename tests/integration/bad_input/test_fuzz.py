@@ -76,6 +76,10 @@ PUBLIC: dict[str, type[Message]] = {
     "/tandem.v1.Inference/Generate": pb.GenerateRequest,
     "/tandem.v1.Inference/Explain": pb.GenerateRequest,
     "/tandem.v1.Inference/ListModels": pb.ListModelsRequest,
+    "/tandem.v1.Inference/GenerateBatch": pb.GenerateBatchRequest,
+    "/tandem.v1.Inference/Tokenize": pb.TokenizeRequest,
+    "/tandem.v1.Inference/ClusterStatus": pb.ClusterStatusRequest,
+    "/tandem.v1.Inference/Feedback": pb.FeedbackRequest,
 }
 INTERNAL: dict[str, type[Message]] = {
     "/tandem.internal.v1.Membership/Join": membership_pb2.WorkerMessage,
