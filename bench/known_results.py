@@ -173,11 +173,12 @@ CASES = (
     Case(
         "coding agents, KV pools full: 95 % of a prompt seen before",
         Setup(LLAMA, H100, gpus=2, slo=Slo(1.0, 0.04)),
-        Load(1, 14_000, 200, hit_rate=0.9, variation=0.0),
+        Load(2.5, 14_000, 200, hit_rate=0.9, variation=0.0),
         together=2,
         splits=((1, 1),),
         gains=False,
-        count=600,
+        count=400,
+        fixed=True,
         requests=agents,
     ),
 )
