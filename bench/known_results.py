@@ -4,7 +4,8 @@
 
 Goodput is DistServe's: the highest rate at which 90 % of the requests keep TTFT and ITL, for each GPU, or for each USD
 where the GPUs differ. It is found by raising or lowering the rate of one and the same trace by RATIO, from where
-`tandem plan`'s formulas put it; of several splits the best counts. Both sides have the same router and the same engine.
+`tandem plan`'s formulas put it; of several splits the best counts. Clusters of both kinds are about equally
+large or dear. Both sides have the same router and the same engine.
 
 Two things called aggregated. The papers held theirs against engines that computed a prompt in one step, all running
 streams waiting (`whole prompts`); today's, ours too, compute it in chunks beside them (`chunks`).
@@ -140,8 +141,8 @@ CASES = (
         "Splitwise, conversation: Llama 2 70B, per USD",
         Setup(LLAMA_70B, H100, gpus=8, tp=8, decode_gpu=A100, slo=Slo(0.54, 0.026)),
         Load(1, 1155, 211, variation=0.8),
-        together=2,
-        splits=((1, 1), (2, 1), (3, 2)),
+        together=4,
+        splits=((2, 1), (3, 2)),
         gains=True,
     ),
     Case(
@@ -172,11 +173,12 @@ CASES = (
     Case(
         "coding agents, KV pools full: 95 % of a prompt seen before",
         Setup(LLAMA, H100, gpus=2, slo=Slo(1.0, 0.04)),
-        Load(1, 14_000, 200, hit_rate=0.9, variation=0.0),
+        Load(2.5, 14_000, 200, hit_rate=0.9, variation=0.0),
         together=2,
         splits=((1, 1),),
         gains=False,
-        count=600,
+        count=400,
+        fixed=True,
         requests=agents,
     ),
 )
