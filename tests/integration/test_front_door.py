@@ -127,6 +127,8 @@ async def test_the_status_is_what_there_is(model: Path, cluster_of: Any) -> None
         shown = console.file.getvalue()  # type: ignore[attr-defined]
         assert "prefill-0" in shown
         assert "2 over" in shown
+        with pytest.raises(NotSetUp, match="samples_file"):
+            await client.feedback("r1", rating=1)
 
 
 async def test_samples_and_feedback_are_kept(cluster_of: Any, tmp_path: Path) -> None:
@@ -152,12 +154,6 @@ async def test_samples_and_feedback_are_kept(cluster_of: Any, tmp_path: Path) ->
     assert first["request"]["prompt"] == {"text": "Once"}
     assert first["request"]["receipt"]["kv"]["computed_blocks"] == 1
     assert second["feedback"]["corrected_text"] == "Twice"
-
-
-async def test_without_samples_there_is_no_feedback(model: Path, cluster_of: Any) -> None:
-    async with cluster_of(model, prefill=0, decode=1, engine="sim") as cluster, Client(cluster.address) as client:
-        with pytest.raises(NotSetUp, match="samples_file"):
-            await client.feedback("r1", rating=1)
 
 
 async def test_a_batch_file_is_worked_through_however_often_it_is_begun(
