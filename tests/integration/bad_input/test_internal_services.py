@@ -229,9 +229,11 @@ async def test_a_lender_that_is_not_there_costs_a_recompute_only(site: Site, wro
     )
     stub = decode_pb2_grpc.DecodeStub(site.link(site.decode.address))
     finish = [message async for message in stub.Generate(request, timeout=10)][-1].finish
-    assert finish.receipt.kv.loan_failure
-    assert finish.receipt.kv.computed_blocks == 5
-    assert finish.receipt.kv.moved_blocks == 0
+    kv = finish.receipt.kv
+    assert kv.loan_failure
+    # Asked to lend to itself, it may have computed some for the loan, and finds them in its own cache.
+    assert kv.computed_blocks + (kv.reused_blocks if wrong == "self" else 0) == 5
+    assert kv.moved_blocks == 0
 
 
 # ------------------------------------------------------------------------------------------------- joining
