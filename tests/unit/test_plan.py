@@ -143,7 +143,7 @@ def test_more_workers_keep_no_less_and_parts_are_shares(
         assert larger.kept >= min(model.kept, GOAL) - 0.01
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(load=loads, gpu=gpus, ttft_s=st.floats(0.2, 5), itl_s=st.floats(0.02, 0.2))
 def test_a_plan_is_smallest_and_its_arithmetic_whole(load: Load, gpu: str, ttft_s: float, itl_s: float) -> None:
     made = plan(setup_of(gpu, ttft_s, itl_s), load)
