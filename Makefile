@@ -9,7 +9,7 @@ ROUTERS_VENV := .venv-routers
 HELM := .helm/helm
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test test-faults fuzz lint types unit integration helm e2e gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator bench-known bench-agreement bench-load bench-api protos check-protos install clean
+.PHONY: demo test test-faults fuzz lint types unit integration helm e2e ray gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator bench-known bench-agreement bench-load bench-api protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -23,7 +23,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	@$(BIN)/tandem demo
 
-test: lint types check-protos unit integration helm e2e
+test: lint types check-protos unit integration helm e2e ray
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -41,6 +41,10 @@ integration: $(INSTALLED)
 
 e2e: $(INSTALLED)
 	$(BIN)/pytest tests/e2e
+
+# A process of its own: Ray's test cluster leaves its traces in the one that it is made in.
+ray: $(INSTALLED)
+	$(BIN)/pytest tests/ray_cluster
 
 helm: $(INSTALLED) $(HELM)
 	$(BIN)/pytest tests/helm
