@@ -2,9 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from typing import Any
 
 from cluster.errors import InvalidRequest, ServiceError, to_proto
 from protos import inference_pb2 as pb
@@ -46,39 +45,26 @@ async def generate_batch(batch: pb.GenerateBatchRequest, generate: Generate) -> 
         raise InvalidRequest("requests", f"has {count}, not 1 to {MAX_REQUESTS}")
     if concurrent > MAX_CONCURRENT:
         raise InvalidRequest("max_concurrent", f"{concurrent} is above {MAX_CONCURRENT}")
-    results: asyncio.Queue[pb.BatchResult] = asyncio.Queue(MAX_UNREAD)
+    results: asyncio.Queue[pb.BatchResult | Exception] = asyncio.Queue(MAX_UNREAD)
     numbers = iter(range(count))
 
     async def work() -> None:
         for number in numbers:  # one iterator for all: each takes the next
-            await results.put(await _one(number, batch.requests[number], generate))
+            try:
+                await results.put(await _one(number, batch.requests[number], generate))
+            except Exception as error:  # a mistake in here, raised below
+                await results.put(error)
 
     workers = [asyncio.ensure_future(work()) for _ in range(min(concurrent, count))]
     try:
         for _ in range(count):
-            yield await _next(results, workers)
+            if isinstance(result := await results.get(), Exception):
+                raise result
+            yield result
     finally:
         for worker in workers:
             worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
-
-
-async def _next(results: "asyncio.Queue[pb.BatchResult]", workers: "Sequence[asyncio.Task[None]]") -> pb.BatchResult:
-    """A mistake in one of the workers must not leave the rest waiting for its result."""
-    if not results.empty():
-        return results.get_nowait()
-    getting: asyncio.Task[Any] = asyncio.ensure_future(results.get())
-    try:
-        while not getting.done():
-            busy: list[asyncio.Task[Any]] = [worker for worker in workers if not worker.done()]
-            await asyncio.wait([getting, *busy], return_when=asyncio.FIRST_COMPLETED)
-            for worker in workers:
-                if worker.done():
-                    worker.result()
-        result: pb.BatchResult = getting.result()
-        return result
-    finally:
-        getting.cancel()
 
 
 async def _one(number: int, request: pb.GenerateRequest, generate: Generate) -> pb.BatchResult:

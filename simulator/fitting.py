@@ -49,6 +49,8 @@ class _Timed:
     """One request on the cluster's own time line, seconds."""
 
     served: Served
+    arrived_s: float
+    """At its router, were the first token with its client at once."""
     stages: dict[str, tuple[float, float]]
     """Begin and end."""
 
@@ -77,7 +79,7 @@ def calibrate(
     if len(timed) < LEAST_ROWS:
         raise BadSetup("log", f"{len(timed)} undisturbed requests with receipts are less than {LEAST_ROWS}")
     fits: dict[str, Fit] = {}
-    decode, fits["decode"] = _fit([*_decode_rows(timed), *_tail_rows(timed, decode_chunk)])
+    decode, fits["decode"] = _fit(list(_decode_rows(timed, decode_chunk)))
     message_s = _message_s(timed)
     prefill_rows = list(_prefill_rows(timed, prefill_chunk, message_s))
     prefill = None
@@ -113,11 +115,13 @@ def _timed(served: Served) -> _Timed | None:
     if "prompt tail" not in spans or "decode" not in spans:
         return None
     arrived_s = served.arrived_s + served.ttft_s - spans["prompt tail"][1]
-    return _Timed(served, {name: (arrived_s + begin, arrived_s + end) for name, (begin, end) in spans.items()})
+    return _Timed(
+        served, arrived_s, {name: (arrived_s + begin, arrived_s + end) for name, (begin, end) in spans.items()}
+    )
 
 
-def _decode_rows(timed: Sequence[_Timed]) -> Iterable[_Row]:
-    """Of each stream, with what ran beside it."""
+def _decode_rows(timed: Sequence[_Timed], chunk: int) -> Iterable[_Row]:
+    """Of each stream and of each prompt's tail, with what ran beside it."""
     for others in _by_worker(timed):
         streams = _Streams(others)
         tails = _Sums([(each.stages["prompt tail"], each.tail_tokens, _tail_pairs(each)) for each in others])
@@ -127,12 +131,6 @@ def _decode_rows(timed: Sequence[_Timed]) -> Iterable[_Row]:
             if steps >= 1 and end > begin:
                 beside, context = streams.between(begin, end)
                 yield _Row(end - begin, (steps, *tails.between(begin, end), steps * beside, steps * context))
-
-
-def _tail_rows(timed: Sequence[_Timed], chunk: int) -> Iterable[_Row]:
-    for others in _by_worker(timed):
-        streams = _Streams(others)
-        for each in others:
             begin, end = each.stages["prompt tail"]
             if each.tail_tokens and end > begin:
                 steps = math.ceil(each.tail_tokens / chunk)
@@ -208,17 +206,8 @@ def _link(timed: Sequence[_Timed], chunk: int, block_bytes: int) -> tuple[float,
 
 def _message_s(timed: Sequence[_Timed]) -> float:
     """By how much the client's time to the first token exceeds all stages, for each hop."""
-    beyond = [each.served.ttft_s - _until_first_token_s(each) for each in timed]
+    beyond = [each.arrived_s - each.served.arrived_s for each in timed]
     return max(0.0, float(np.median(beyond))) / MESSAGES
-
-
-def _until_first_token_s(each: _Timed) -> float:
-    """Since the router got it."""
-    return next(
-        (stage.start_ms + stage.duration_ms) / 1e3
-        for stage in each.served.receipt.stages
-        if stage.name == "prompt tail"
-    )
 
 
 # ---------------------------------------------------------------------------- what ran beside what

@@ -13,14 +13,19 @@ COLOURS = dict(zip(MODES, ("#5b6b7b", "#d08a2c", "#1f77b4"), strict=True))
 INK, FAINT = "#22282e", "#d7dde2"
 
 
-def write_plot(path: Path, runs: Sequence[Run], setup: Setup, trace: str) -> None:
-    """Raises BadSetup without matplotlib."""
+def open_figures() -> Any:
+    """matplotlib's Figure. Raises BadSetup without it; to be called before the work, not after it."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise BadSetup("png", f"{error}; install tandem-serving[plot]") from None
+    return Figure
+
+
+def write_plot(path: Path, runs: Sequence[Run], setup: Setup, trace: str) -> None:
+    """Raises BadSetup without matplotlib."""
     height = 1.9 + 0.42 * len(runs)
-    figure = Figure(figsize=(14, height), dpi=150, facecolor="white")
+    figure = open_figures()(figsize=(14, height), dpi=150, facecolor="white")
     axes = figure.subplots(1, 5, sharey=True, width_ratios=(3, 3, 2, 2, 2))
     longest = max(len(run.scenario.name) for run in runs)
     figure.subplots_adjust(

@@ -90,9 +90,9 @@ def as_json(runs: Sequence[Run], setup: Setup, trace: str) -> dict[str, Any]:
     return {
         "trace": trace,
         "verdict": verdict(runs),
-        "setup": _finite(dataclasses.asdict(setup)),
+        "setup": finite(dataclasses.asdict(setup)),
         "runs": [
-            {"name": run.scenario.name, **_finite(dataclasses.asdict(run)), "within_slo": run.results.kept_share}
+            {"name": run.scenario.name, **finite(dataclasses.asdict(run)), "within_slo": run.results.kept_share}
             for run in runs
         ],
     }
@@ -102,11 +102,12 @@ def write_json(path: Path, runs: Sequence[Run], setup: Setup, trace: str) -> Non
     path.write_text(json.dumps(as_json(runs, setup, trace), indent=1) + "\n")
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """As JSON can say it: what is no number is null."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -17,6 +17,7 @@ from simulator.plan.check import check
 from simulator.plan.load import Load
 from simulator.plan.search import GOAL, Option, Plan, plan
 from simulator.replay import Setup
+from simulator.report import finite
 
 
 def make_plan(console: Console, setup: Setup, load: Load, num_simulated: int, json_path: Path | None) -> Plan:
@@ -79,7 +80,7 @@ def as_json(made: Plan) -> dict[str, Any]:
         "aggregated": _option(made.together),
         "arithmetic": {
             name: [
-                {"what": each.what, "how": each.how, "value": _finite(each.value), "unit": each.unit} for each in lines
+                {"what": each.what, "how": each.how, "value": finite(each.value), "unit": each.unit} for each in lines
             ]
             for name, lines in sections(made)
         },
@@ -104,7 +105,3 @@ def _option(option: Option | None) -> dict[str, Any] | None:
         "kept": option.model.kept,
         "kept_by_part": option.model.parts,
     }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -7,19 +7,6 @@ from pydantic import Field, NonNegativeFloat
 from cluster.config import Config
 
 
-class RaySettings(Config):
-    """ray: {strategy: SPREAD, prefill: {num_gpus: 1}, decode: {num_gpus: 0.5, resources: {fast_nic: 1}}}"""
-
-    strategy: Literal["SPREAD", "PACK"] = "SPREAD"
-    """Workers on as many nodes as there are, or together as far as they fit."""
-    prefill: "RoleResources" = Field(default_factory=lambda: RoleResources())
-    decode: "RoleResources" = Field(default_factory=lambda: RoleResources())
-
-    def of(self, module: str) -> "RoleResources":
-        """Of a worker, by the module that it runs."""
-        return self.prefill if module == "prefill_worker" else self.decode
-
-
 class RoleResources(Config):
     """Of each worker of a role, as Ray counts them."""
 
@@ -30,9 +17,17 @@ class RoleResources(Config):
     resources: dict[str, float] = Field(default_factory=dict)
     """Custom ones."""
 
-    def options(self) -> dict[str, Any]:
-        """Of an actor."""
-        return {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus, "resources": dict(self.resources)}
 
+class RaySettings(Config):
+    """ray: {strategy: SPREAD, prefill: {num_gpus: 1}, decode: {num_gpus: 0.5, resources: {fast_nic: 1}}}"""
 
-RaySettings.model_rebuild()
+    strategy: Literal["SPREAD", "PACK"] = "SPREAD"
+    """Workers on as many nodes as there are, or together as far as they fit."""
+    prefill: RoleResources = RoleResources()
+    decode: RoleResources = RoleResources()
+
+    def options(self, module: str) -> dict[str, Any]:
+        """Of the actor of a worker, by the module that it runs."""
+        resources = self.prefill if module == "prefill_worker" else self.decode
+        strategy = "SPREAD" if self.strategy == "SPREAD" else "DEFAULT"  # Ray's default packs
+        return resources.model_dump() | {"scheduling_strategy": strategy}

@@ -137,7 +137,7 @@ class Role:
         self.leaving = True
         with contextlib.suppress(ray.exceptions.RayError):
             await self.handle.leave.remote()
-        ray.kill(self.handle)
+        self.kill()
 
     async def stop(self) -> None:
         """At once, or nearly."""
@@ -147,7 +147,11 @@ class Role:
         with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 await self.handle.stop.remote()
-        ray.kill(self.handle)
+        self.kill()
+
+    def kill(self) -> None:
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.kill(self.handle)
 
 
 class Supervisor:
@@ -162,7 +166,7 @@ class Supervisor:
         """Of the routers, by workers."""
         self._trust = member_of(topology.router)
         self._roles: dict[str, Role] = {}
-        self._keeping: dict[str, asyncio.Task[None]] = {}
+        self._keeping: dict[Role, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
 
     # ------------------------------------------------------------------ starting
@@ -193,8 +197,7 @@ class Supervisor:
         if self._several_hosts:  # cores are of this host, and an address must be one that others reach
             update |= UNPINNED
             of_node = {"host": "", "advertise_host": ""}
-        strategy = "SPREAD" if self._settings.strategy == "SPREAD" else "DEFAULT"
-        options = self._settings.of(module).options() | {"scheduling_strategy": strategy}
+        options = self._settings.options(module)
         return Role(config.worker_id, module, config.model_copy(update=update), options, of_node)
 
     # ------------------------------------------------------------------ keeping
@@ -208,9 +211,9 @@ class Supervisor:
             changed = asyncio.ensure_future(self._changed.wait())
             await asyncio.wait([changed, *self._keeping.values()], return_when=asyncio.FIRST_COMPLETED)
             changed.cancel()
-            for name, task in list(self._keeping.items()):
+            for role, task in list(self._keeping.items()):
                 if task.done():
-                    del self._keeping[name]
+                    del self._keeping[role]
                     task.result()
 
     async def stop(self) -> None:
@@ -220,33 +223,42 @@ class Supervisor:
         await asyncio.gather(*(role.stop() for role in self._roles.values()))
 
     def _keep(self, role: Role) -> None:
-        self._keeping[role.name] = asyncio.ensure_future(self._keep_one(role))
+        self._keeping[role] = asyncio.ensure_future(self._keep_one(role))
         self._changed.set()
 
     async def _keep_one(self, role: Role) -> None:
+        """Until its end is wanted, or it was told to stop by a call."""
         loop, wait_s = asyncio.get_running_loop(), FIRST_WAIT_S
         while True:
             began_at = loop.time()
             cause = await role.ending()
             if role.leaving or not cause:
-                self._roles.pop(role.name, None)
-                return
+                break
             wait_s = FIRST_WAIT_S if loop.time() - began_at > LONG_ENOUGH_S else wait_s
-            while cause:
+            while cause and not role.leaving:
                 self._say(f"{role.name}: {cause}; starting it again in {wait_s:g} s")
-                with contextlib.suppress(ray.exceptions.RayError):
-                    ray.kill(role.handle)
+                role.kill()
                 await asyncio.sleep(wait_s)
                 wait_s = min(LONGEST_WAIT_S, 2 * wait_s)
-                if role.leaving:
-                    return
-                try:
-                    await role.start()
-                    cause = ""
-                except StartError as error:
-                    cause = str(error)
+                cause = await self._start_again(role)
+            if role.leaving:
+                break
             self._say(f"{role.name} runs again")
             self._say.done()
+        if self._roles.get(role.name) is role:  # another of its name may have followed it
+            del self._roles[role.name]
+
+    async def _start_again(self, role: Role) -> str:
+        """Why it did not start; empty when it did, or is no longer wanted."""
+        if role.leaving:
+            return ""
+        try:
+            await role.start()
+        except StartError as error:
+            return str(error)
+        if role.leaving:  # told so while it started, when there was nothing to tell
+            role.kill()
+        return ""
 
     # ------------------------------------------------------------------ orders
 

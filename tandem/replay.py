@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from simulator.cluster import Failure, FleetMaker
 from simulator.decision_log import LoggedFleet
 from simulator.errors import BadSetup
+from simulator.plot import open_figures, write_plot
 from simulator.replay import MODES, POLICIES, Mode, Policy, Run, Scenario, Setup, replay
 from simulator.report import tables_of, verdict, write_json
 from simulator.traces.reading import Trace
@@ -29,9 +30,7 @@ def compare(
 ) -> list[Run]:
     """Run them all, print the table and the verdict, and write what was asked for. Raises BadTrace and BadSetup."""
     if png_path is not None:
-        from simulator.plot import write_plot  # so that a missing matplotlib is said before, and not after, the work
-
-        write_plot_to = write_plot
+        open_figures()  # so that a missing matplotlib is said before, and not after, the work
     runs = []
     last_s = _last_arrival_s(console, trace)
     with _progress(console) as progress:
@@ -51,7 +50,7 @@ def compare(
         write_json(json_path, runs, setup, trace.path.name)
         console.print(f"figures: {json_path}")
     if png_path is not None:
-        write_plot_to(png_path, runs, setup, trace.path.name)
+        write_plot(png_path, runs, setup, trace.path.name)
         console.print(f"picture: {png_path}")
     return runs
 

@@ -101,6 +101,12 @@ def sim_model(tmp_path_factory: pytest.TempPathFactory) -> ModelFactory:
     return make
 
 
+@pytest.fixture
+def model(sim_model: ModelFactory) -> Path:
+    """One that the sim engine stands for, where a test needs no other."""
+    return sim_model(1000)
+
+
 ClusterFactory = Callable[..., Any]
 
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from simulator.errors import BadSetup
+from simulator.plot import open_figures
 from simulator.request import Fate, TraceRequest
 from simulator.results import Slo, Spread, Tally
 from simulator.traces.reading import Trace
@@ -20,7 +21,7 @@ from simulator.traces.receipts import Served, write_served
 from simulator.workloads import Profile, evenly, poisson, requests_of
 from tandem.loadgen.doors import Door
 from tandem.loadgen.drive import Asked, Drive
-from tandem.loadgen.report import Receipts, Report, open_figures, tables_of, write_json, write_plot
+from tandem.loadgen.report import Receipts, Report, tables_of, write_json, write_plot
 
 BEGIN_S = 0.2
 """Until the first request may be due, so that it is not sent late."""

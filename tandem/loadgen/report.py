@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,8 @@ from rich import box
 from rich.table import Table
 
 from protos import inference_pb2 as pb
-from simulator.errors import BadSetup
+from simulator.plot import open_figures
+from simulator.report import finite
 from simulator.results import SHARES, Results, Slo, Spread
 
 
@@ -80,7 +82,7 @@ def tables_of(report: Report) -> list[Table]:
         "whole request, ms": results.e2e_s,
         "sent late, ms": report.late,
     }
-    rows |= {f"  {name}, ms": _spread(values) for name, values in report.receipts.stages_s.items()}
+    rows |= {f"  {name}, ms": Spread.of(array("d", values)) for name, values in report.receipts.stages_s.items()}
     for name, spread in rows.items():
         if not math.isnan(spread.mean):
             times.add_row(name, *(f"{1e3 * getattr(spread, share):.2f}" for share in ("mean", *SHARES)))
@@ -98,19 +100,20 @@ def as_json(report: Report) -> dict[str, Any]:
         "slo": dataclasses.asdict(report.slo),
         "gpus": report.num_gpus,
         "offered_per_s": report.offered_per_s,
-        "results": finite(dataclasses.asdict(report.results)) | {"within_slo": _finite(report.results.kept_share)},
+        "results": finite(dataclasses.asdict(report.results)) | {"within_slo": finite(report.results.kept_share)},
         "late_s": finite(dataclasses.asdict(report.late)),
         "most_under_way": report.most_under_way,
         "reasons": report.reasons,
         "receipts": {
             "count": receipts.count,
             "stages_s": {
-                name: finite(dataclasses.asdict(_spread(values))) for name, values in receipts.stages_s.items()
+                name: finite(dataclasses.asdict(Spread.of(array("d", values))))
+                for name, values in receipts.stages_s.items()
             },
             "blocks": dict(receipts.blocks),
             "transports": dict(receipts.transports),
             "loan_failures": dict(receipts.failures),
-            "prediction_error": _finite(_error_of(receipts)),
+            "prediction_error": finite(_error_of(receipts)),
         },
     }
 
@@ -122,8 +125,7 @@ def write_json(path: Path, report: Report) -> None:
 def write_plot(path: Path, report: Report) -> None:
     """First tokens over the run's time, all times as distributions, and where they went. Raises BadSetup without
     matplotlib."""
-    figure_type = open_figures()
-    figure = figure_type(figsize=(14, 4.2), dpi=150, facecolor="white", layout="constrained")
+    figure = open_figures()(figsize=(14, 4.2), dpi=150, facecolor="white", layout="constrained")
     over_time, stages = figure.subplots(1, 2, width_ratios=(3, 2))
     due, ttft = np.array(report.first_tokens or [(0.0, math.nan)]).T
     over_time.plot(due, 1e3 * ttft, ".", markersize=3, alpha=0.5, color="#1f77b4")
@@ -154,22 +156,6 @@ def write_plot(path: Path, report: Report) -> None:
         ha="left",
     )
     figure.savefig(path, format="png")
-
-
-def open_figures() -> Any:
-    """matplotlib's Figure. Raises BadSetup without it; to be called before the work, not after it."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise BadSetup("png", f"{error}; install tandem-serving[plot]") from None
-    return Figure
-
-
-def finite(values: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: finite(value) if isinstance(value, dict) else _finite(value) if isinstance(value, float) else value
-        for name, value in values.items()
-    }
 
 
 def _facts(report: Report) -> dict[str, str]:
@@ -208,12 +194,3 @@ def _error_of(receipts: Receipts) -> float:
         return math.nan
     predicted, seen = np.array(receipts.predicted).T
     return float(np.median(np.abs(predicted / np.maximum(seen, 1e-9) - 1)))
-
-
-def _spread(values: Sequence[float]) -> Spread:
-    column = np.array(values)
-    return Spread(float(column.mean()), *(float(each) for each in np.quantile(column, list(SHARES.values()))))
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

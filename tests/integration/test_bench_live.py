@@ -23,15 +23,6 @@ from tandem.loadgen.doors import GrpcDoor, HttpDoor
 TIMING = {"engine": "sim", "sim_step_ms": 2.0, "sim_prompt_token_us": 20.0, "sim_reads": "last"}
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    config = {"model_type": "llama", "vocab_size": 1000, "max_position_embeddings": 4096}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 def quiet() -> Console:
     return Console(file=io.StringIO(), width=120)
 

@@ -20,15 +20,6 @@ MARKER = "xylophone"
 """Stands in a prompt."""
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    config = {"model_type": "llama", "vocab_size": 1000, "max_position_embeddings": 4096}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 async def page_of(url: str, folder: Path) -> str:
     """The document as it stands after some seconds of its own time."""
     assert CHROMIUM is not None

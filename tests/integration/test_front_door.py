@@ -21,15 +21,6 @@ from tandem.status import view
 from tandem.sync_client import SyncClient
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    config = {"model_type": "llama", "vocab_size": 1000, "max_position_embeddings": 4096}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 def request_of(*token_ids: int, max_tokens: int = 4, **more: Any) -> pb.GenerateRequest:
     sampling = pb.Sampling(max_tokens=max_tokens, temperature=0)
     return pb.GenerateRequest(token_ids=token_ids, sampling=sampling, **more)

@@ -1,13 +1,11 @@
 """What health says to supervisors: alive, and ready, which are not the same."""
 
-import json
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
 import grpc
-import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.rpc import LIVENESS, READINESS
@@ -15,15 +13,6 @@ from engine.worker.config import WorkerConfig
 from support.processes import Stream, engine_of, finished, pause, until
 from tandem.client import Client
 from tandem.local import start_role, stop_process
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    config = {"model_type": "llama", "vocab_size": 1000, "max_position_embeddings": 4096}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 async def says(address: str, service: str) -> bool:

@@ -1,7 +1,6 @@
 """A real Prometheus scrapes a real cluster."""
 
 import asyncio
-import json
 import shutil
 import socket
 from collections.abc import AsyncIterator
@@ -17,15 +16,6 @@ from support.processes import Stream, finished, until
 from tandem.client import Client
 
 PROMETHEUS = shutil.which("prometheus")
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    config = {"model_type": "llama", "vocab_size": 1000, "max_position_embeddings": 4096}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 class Prometheus:

@@ -1,7 +1,6 @@
 """A Ray cluster of several nodes: a node that dies under load, workers added and taken away, restarted in turn."""
 
 import asyncio
-import json
 import os
 import socket
 import subprocess
@@ -39,13 +38,8 @@ def ray_nodes() -> Iterator[Any]:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Path:
+def config(model: Path, tmp_path: Path) -> Path:
     """Of sim workers, whose prefill workers Ray puts anywhere, and decode workers on the two nodes."""
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(
-        json.dumps({"model_type": "llama", "vocab_size": 1000, "max_position_embeddings": 4096})
-    )
     file = tmp_path / "cluster.yaml"
     settings = {
         "models": [{"path": str(model), "prefill": 1, "decode": 2}],
