@@ -106,21 +106,24 @@ class Workers:
             may_compute=True,
         )
         call = lend_pb2_grpc.LendStub(self._link(name)).Lend()
-        await call.write(lend_pb2.LendRequest(want=want))
+        await call.write(lend_pb2.BorrowerFrame(requests=[lend_pb2.LoanRequest(number=1, want=want)]))
         beating = asyncio.ensure_future(_beat(call))
         end, started_at = 1, 0.0
         announced = 0
         while announced < end:
-            response = await call.read()
-            assert isinstance(response, lend_pb2.LendResponse), "the loan ended early"
-            if response.HasField("starting"):
-                end, started_at = response.starting.end_block, time.perf_counter()
-            announced += len(response.starting.ready.block_ids) + len(response.blocks_ready.block_ids)
+            frame = await call.read()
+            assert isinstance(frame, lend_pb2.LenderFrame), "the stream ended early"
+            for response in frame.responses:
+                assert not response.refused, response.refused
+                if response.HasField("starting"):
+                    end, started_at = response.starting.end_block, time.perf_counter()
+                announced += len(response.blocks_ready.block_ids)
         seconds = time.perf_counter() - started_at
         beating.cancel()
         await asyncio.gather(beating, return_exceptions=True)
         await call.done_writing()
-        await call.read()
+        while await call.read() is not grpc.aio.EOF:
+            pass  # a beat may have been under way
         return seconds
 
     def _link(self, name: str) -> grpc.aio.Channel:
@@ -134,4 +137,4 @@ async def _beat(call: Any) -> None:
     """A borrower that says nothing is given up."""
     while True:
         await asyncio.sleep(1.0)
-        await call.write(lend_pb2.LendRequest(heartbeat=lend_pb2.Heartbeat()))
+        await call.write(lend_pb2.BorrowerFrame(engine_turned=True))

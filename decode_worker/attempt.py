@@ -11,7 +11,7 @@ from decode_worker.generation import Generation
 from decode_worker.placed_request import check_request, engine_request, lead_tokens
 from engine.messages import Cancel
 from engine.worker.engine_client import Letter
-from engine.worker.loan_stream import Borrowing, Chain
+from engine.worker.lenders import Borrowing, Chain
 from engine.worker.runtime import WorkerContext
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb

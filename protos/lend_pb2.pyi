@@ -4,14 +4,13 @@ isort:skip_file
 Borrower to lender: "lend me the blocks of this token chain". Internal.
 
   borrower                     lender
-  Want            ----------->  queued; Heartbeat while waiting and all along
+  Want            ----------->  queued
                   <-----------  Starting   every block it will need is reserved
                   <-----------  BlocksReady as chunks are computed; read them one-sidedly
-  Heartbeat       ----------->  all along
   Release(range)  ----------->  those blocks are no longer held for this loan
-  (half-close)    ----------->  OK
+  Close           ----------->  nor is anything else
 
-The stream is the lease: when it ends, for whatever reason, everything held for it is released.
+The stream is the lease: when it ends, for whatever reason, everything held for its loans is released.
 """
 
 from collections import abc as _abc
@@ -30,38 +29,70 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
-class LendRequest(_message.Message):
+class BorrowerFrame(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    ENGINE_TURNED_FIELD_NUMBER: _builtins.int
+    engine_turned: _builtins.bool
+    """Since the last frame the step loop has turned. While there are loans, this is said now and then even if nothing
+    else is, so that a borrower that hangs, or is cut off unnoticed, is not lent to for ever.
+    """
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoanRequest]: ...
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[Global___LoanRequest] | None = ...,
+        engine_turned: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_turned", b"engine_turned", "requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BorrowerFrame: _TypeAlias = BorrowerFrame  # noqa: Y015
+
+@_typing.final
+class LoanRequest(_message.Message):
+    """Something of one loan."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
     WANT_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
-    HEARTBEAT_FIELD_NUMBER: _builtins.int
+    CLOSE_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Of this stream. Those of loans begun grow."""
     @_builtins.property
     def want(self) -> Global___Want:
-        """First on the stream, once."""
+        """Begins the loan."""
 
     @_builtins.property
     def release(self) -> Global___Release: ...
     @_builtins.property
-    def heartbeat(self) -> Global___Heartbeat:
-        """Now and then, so that a borrower that is stopped, or cut off unnoticed, is not lent to for ever."""
+    def close(self) -> Global___Close:
+        """Ends it. There is no answer, and what was said meanwhile concerns nobody."""
 
     def __init__(
         self,
         *,
+        number: _builtins.int = ...,
         want: Global___Want | None = ...,
         release: Global___Release | None = ...,
-        heartbeat: Global___Heartbeat | None = ...,
+        close: Global___Close | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "message", b"message", "release", b"release", "want", b"want"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "message", b"message", "release", b"release", "want", b"want"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat", b"heartbeat", "message", b"message", "release", b"release", "want", b"want"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "message", b"message", "number", b"number", "release", b"release", "want", b"want"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["want", "release", "heartbeat"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["want", "release", "close"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
-Global___LendRequest: _TypeAlias = LendRequest  # noqa: Y015
+Global___LoanRequest: _TypeAlias = LoanRequest  # noqa: Y015
 
 @_typing.final
 class Want(_message.Message):
@@ -175,34 +206,76 @@ class Release(_message.Message):
 Global___Release: _TypeAlias = Release  # noqa: Y015
 
 @_typing.final
-class LendResponse(_message.Message):
+class Close(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Close: _TypeAlias = Close  # noqa: Y015
+
+@_typing.final
+class LenderFrame(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESPONSES_FIELD_NUMBER: _builtins.int
+    ENGINE_TURNED_FIELD_NUMBER: _builtins.int
+    engine_turned: _builtins.bool
+    """As the borrower's."""
+    @_builtins.property
+    def responses(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoanResponse]: ...
+    def __init__(
+        self,
+        *,
+        responses: _abc.Iterable[Global___LoanResponse] | None = ...,
+        engine_turned: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_turned", b"engine_turned", "responses", b"responses"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LenderFrame: _TypeAlias = LenderFrame  # noqa: Y015
+
+@_typing.final
+class LoanResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
     STARTING_FIELD_NUMBER: _builtins.int
     BLOCKS_READY_FIELD_NUMBER: _builtins.int
-    HEARTBEAT_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    refused: _builtins.bytes
+    """The loan is over: a serialised google.rpc.Status."""
     @_builtins.property
     def starting(self) -> Global___Starting: ...
     @_builtins.property
     def blocks_ready(self) -> Global___BlocksReady: ...
-    @_builtins.property
-    def heartbeat(self) -> Global___Heartbeat: ...
     def __init__(
         self,
         *,
+        number: _builtins.int = ...,
         starting: Global___Starting | None = ...,
         blocks_ready: Global___BlocksReady | None = ...,
-        heartbeat: Global___Heartbeat | None = ...,
+        refused: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks_ready", b"blocks_ready", "heartbeat", b"heartbeat", "message", b"message", "starting", b"starting"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks_ready", b"blocks_ready", "message", b"message", "refused", b"refused", "starting", b"starting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_ready", b"blocks_ready", "heartbeat", b"heartbeat", "message", b"message", "starting", b"starting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_ready", b"blocks_ready", "message", b"message", "number", b"number", "refused", b"refused", "starting", b"starting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["starting", "blocks_ready", "heartbeat"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["starting", "blocks_ready", "refused"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
-Global___LendResponse: _TypeAlias = LendResponse  # noqa: Y015
+Global___LoanResponse: _TypeAlias = LoanResponse  # noqa: Y015
 
 @_typing.final
 class Starting(_message.Message):
@@ -213,7 +286,6 @@ class Starting(_message.Message):
     END_BLOCK_FIELD_NUMBER: _builtins.int
     CACHED_END_BLOCK_FIELD_NUMBER: _builtins.int
     QUEUED_MS_FIELD_NUMBER: _builtins.int
-    READY_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.bytes
     endpoint: _builtins.bytes
     """Opaque bytes for the borrower's transport."""
@@ -222,10 +294,6 @@ class Starting(_message.Message):
     cached_end_block: _builtins.int
     """Of those, blocks below this index were cached already."""
     queued_ms: _builtins.float
-    @_builtins.property
-    def ready(self) -> Global___BlocksReady:
-        """The first announcement, if it was there at once: what is cached needs no message of its own."""
-
     def __init__(
         self,
         *,
@@ -234,11 +302,10 @@ class Starting(_message.Message):
         end_block: _builtins.int = ...,
         cached_end_block: _builtins.int = ...,
         queued_ms: _builtins.float = ...,
-        ready: Global___BlocksReady | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ready", b"ready"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_end_block", b"cached_end_block", "end_block", b"end_block", "endpoint", b"endpoint", "incarnation", b"incarnation", "queued_ms", b"queued_ms", "ready", b"ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_end_block", b"cached_end_block", "end_block", b"end_block", "endpoint", b"endpoint", "incarnation", b"incarnation", "queued_ms", b"queued_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -277,24 +344,3 @@ class BlocksReady(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BlocksReady: _TypeAlias = BlocksReady  # noqa: Y015
-
-@_typing.final
-class Heartbeat(_message.Message):
-    """Sent by the engine's step loop, so that a hung engine behind a live process is noticed."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    STEP_FIELD_NUMBER: _builtins.int
-    step: _builtins.int
-    def __init__(
-        self,
-        *,
-        step: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015

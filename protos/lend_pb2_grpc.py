@@ -36,8 +36,8 @@ class LendStub:
         """
         self.Lend = channel.stream_stream(
                 '/tandem.internal.v1.Lend/Lend',
-                request_serializer=protos_dot_lend__pb2.LendRequest.SerializeToString,
-                response_deserializer=protos_dot_lend__pb2.LendResponse.FromString,
+                request_serializer=protos_dot_lend__pb2.BorrowerFrame.SerializeToString,
+                response_deserializer=protos_dot_lend__pb2.LenderFrame.FromString,
                 _registered_method=True)
 
 
@@ -45,7 +45,8 @@ class LendServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Lend(self, request_iterator, context):
-        """Missing associated documentation comment in .proto file."""
+        """All loans that one borrower has here: what there is to say of any of them goes together.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -55,8 +56,8 @@ def add_LendServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Lend': grpc.stream_stream_rpc_method_handler(
                     servicer.Lend,
-                    request_deserializer=protos_dot_lend__pb2.LendRequest.FromString,
-                    response_serializer=protos_dot_lend__pb2.LendResponse.SerializeToString,
+                    request_deserializer=protos_dot_lend__pb2.BorrowerFrame.FromString,
+                    response_serializer=protos_dot_lend__pb2.LenderFrame.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -84,8 +85,8 @@ class Lend:
             request_iterator,
             target,
             '/tandem.internal.v1.Lend/Lend',
-            protos_dot_lend__pb2.LendRequest.SerializeToString,
-            protos_dot_lend__pb2.LendResponse.FromString,
+            protos_dot_lend__pb2.BorrowerFrame.SerializeToString,
+            protos_dot_lend__pb2.LenderFrame.FromString,
             options,
             channel_credentials,
             insecure,

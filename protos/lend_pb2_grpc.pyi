@@ -4,14 +4,13 @@ isort:skip_file
 Borrower to lender: "lend me the blocks of this token chain". Internal.
 
   borrower                     lender
-  Want            ----------->  queued; Heartbeat while waiting and all along
+  Want            ----------->  queued
                   <-----------  Starting   every block it will need is reserved
                   <-----------  BlocksReady as chunks are computed; read them one-sidedly
-  Heartbeat       ----------->  all along
   Release(range)  ----------->  those blocks are no longer held for this loan
-  (half-close)    ----------->  OK
+  Close           ----------->  nor is anything else
 
-The stream is the lease: when it ends, for whatever reason, everything held for it is released.
+The stream is the lease: when it ends, for whatever reason, everything held for its loans is released.
 """
 
 from collections import abc as _abc
@@ -25,14 +24,16 @@ GRPC_VERSION: str
 
 class LendStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Lend: _aio.StreamStreamMultiCallable[_lend_pb2.LendRequest, _lend_pb2.LendResponse]
+    Lend: _aio.StreamStreamMultiCallable[_lend_pb2.BorrowerFrame, _lend_pb2.LenderFrame]
+    """All loans that one borrower has here: what there is to say of any of them goes together."""
 
 class LendServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Lend(
         self,
-        request_iterator: _abc.AsyncIterator[_lend_pb2.LendRequest],
-        context: _aio.ServicerContext[_abc.AsyncIterator[_lend_pb2.LendRequest], _abc.AsyncIterator[_lend_pb2.LendResponse]],
-    ) -> _abc.AsyncIterator[_lend_pb2.LendResponse]: ...
+        request_iterator: _abc.AsyncIterator[_lend_pb2.BorrowerFrame],
+        context: _aio.ServicerContext[_abc.AsyncIterator[_lend_pb2.BorrowerFrame], _abc.AsyncIterator[_lend_pb2.LenderFrame]],
+    ) -> _abc.AsyncIterator[_lend_pb2.LenderFrame]:
+        """All loans that one borrower has here: what there is to say of any of them goes together."""
 
 def add_LendServicer_to_server(servicer: LendServicer, server: _aio.Server) -> None: ...

@@ -13,7 +13,7 @@ from cluster.metrics import MetricsServer, new_registry
 from cluster.process import Addresses
 from cluster.redis_discovery import open_discovery
 from cluster.rpc import Server
-from cluster.tls import Credentials, Trust
+from cluster.tls import Trust
 from protos import membership_pb2_grpc as pb_grpc
 from router.admission.redis_quota import RedisLedger
 from router.api_keys import ApiKeys
@@ -40,6 +40,8 @@ EVERYWHERE = ("0.0.0.0", "::", "[::]")
 MEMBERSHIP = "tandem.internal.v1.Membership"
 END_S = 1.0
 """For what was told to end."""
+GRACE_S = 0.5
+"""For calls under way when a server stops."""
 
 
 class Router:
@@ -48,29 +50,26 @@ class Router:
     def __init__(
         self,
         config: RouterConfig,
-        servers: Sequence[Server],
-        models: ServedModels,
-        requests: Drain,
         addresses: Addresses,
-        discovery: Discovery,
-        ledger: RedisLedger | None,
-        metrics: MetricsServer,
+        servers: Sequence[Server],
         http: OpenAiServer | None,
-        samples: Samples,
-        tracing: Tracing,
+        requests: Drain,
+        discovery: Discovery,
+        parts: AsyncExitStack,
     ) -> None:
-        self.address = addresses.grpc
+        """`parts`: all that it is made of, to be closed."""
         self.addresses = addresses
-        self._metrics = metrics
-        self._samples = samples
-        self._tracing = tracing
         self._config = config
         self._servers = servers
-        self._models = models
+        self._http = http
         self._requests = requests
         self._discovery = discovery
-        self._ledger = ledger
-        self._http = http
+        self._parts = parts
+
+    @property
+    def address(self) -> str:
+        """Of gRPC."""
+        return self.addresses.grpc
 
     async def failed(self) -> TandemError:
         """Its HTTP server can; else a router has nothing that could fail by itself."""
@@ -95,17 +94,7 @@ class Router:
 
     async def stop(self) -> None:
         await self._discovery.withdraw()
-        await self._discovery.close()
-        if self._ledger is not None:
-            await self._ledger.close()
-        if self._http is not None:
-            await self._http.close()
-        await asyncio.gather(*(server.stop(grace_s=0.5) for server in self._servers))
-        await self._metrics.close()
-        await self._samples.close()
-        await self._tracing.close()
-        for model in self._models:
-            await model.close()
+        await self._parts.aclose()
 
 
 async def start_router(config: RouterConfig) -> Router:
@@ -113,22 +102,21 @@ async def start_router(config: RouterConfig) -> Router:
     public, member = config.doors()
     keys = ApiKeys(config.api_keys, config.api_keys_file)
     files = read_models(config)
-    async with AsyncExitStack() as undo:
+    async with AsyncExitStack() as parts:
         metrics, registry = MetricsServer(config.host, config), new_registry()
-        undo.push_async_callback(metrics.close)
-        http = _open_http(config, public, undo)
+        parts.push_async_callback(metrics.close)
         discovery = await _open_discovery(config)
-        undo.push_async_callback(discovery.close)
+        parts.push_async_callback(discovery.close)
         incarnation = secrets.token_bytes(16)
-        ledger = await _open_ledger(config, undo)
-        gate = TenantGate(config, ledger)
+        gate = TenantGate(config, await _open_ledger(config, parts))
         models = serve_models(config, files, gate, incarnation, member)
+        for model in models:
+            parts.push_async_callback(model.close)
         server, requests = Server(public, [KeyInterceptor(keys)] if keys.required else []), Drain()
         registry.register(ClusterCollector(models, gate))
-        samples = Samples(config)
-        undo.push_async_callback(samples.close)
-        tracing = Tracing(config)
-        undo.push_async_callback(tracing.close)
+        samples, tracing = Samples(config), Tracing(config)
+        parts.push_async_callback(samples.close)
+        parts.push_async_callback(tracing.close)
         serving = Serving(config, models, gate, RouterMetrics(registry), samples, tracing)
         inference = InferenceService(serving, models, keys, config.id(), requests, samples)
         inference.add_to(server.grpc)
@@ -137,19 +125,22 @@ async def start_router(config: RouterConfig) -> Router:
         pb_grpc.add_MembershipServicer_to_server(membership, internal.grpc)
         servers = [server] if internal is server else [server, internal]
         port = await server.start(config.host, config.port, [NAME, MEMBERSHIP] if internal is server else [NAME])
-        undo.push_async_callback(server.stop, 0)
+        parts.push_async_callback(server.stop, GRACE_S)
         internal_port = port
         if config.internal_port is not None:
             internal_port = await internal.start(config.host, config.internal_port, [MEMBERSHIP], "internal_port")
-            undo.push_async_callback(internal.stop, 0)
-        if http is not None:
+            parts.push_async_callback(internal.stop, GRACE_S)
+        http = None
+        if config.http_port is not None:
             app = make_app(serving, models, requests, keys, config.default_deadline_s)
             add_console(app, keys, inference.status, serving.recent)
+            http = OpenAiServer(config.host, config.http_port, public)
+            parts.push_async_callback(http.close)
             await http.start(guarded(app, keys))
         await metrics.start(registry)
         for each in servers:
             await each.mark_serving(lambda: any(model.decode_workers() for model in models))
-        undo.pop_all()
+        held = parts.pop_all()
     joined_at = f"{config.advertise_host or config.host}:{internal_port}"
     discovery.announce(RouterEntry(config.id(), joined_at, incarnation.hex()))
     addresses = Addresses(
@@ -158,7 +149,7 @@ async def start_router(config: RouterConfig) -> Router:
         metrics.address,
         "" if internal is server else f"{config.host}:{internal_port}",
     )
-    return Router(config, servers, models, requests, addresses, discovery, ledger, metrics, http, samples, tracing)
+    return Router(config, addresses, servers, http, requests, discovery, held)
 
 
 def serve_models(
@@ -193,14 +184,6 @@ def _nothing() -> None:
     """Who waits for this model is looked at anyway."""
 
 
-def _open_http(config: RouterConfig, credentials: Credentials | None, undo: AsyncExitStack) -> OpenAiServer | None:
-    if config.http_port is None:
-        return None
-    http = OpenAiServer(config.host, config.http_port, credentials)
-    undo.push_async_callback(http.close)
-    return http
-
-
 async def _open_discovery(config: RouterConfig) -> Discovery:
     if config.redis_url and config.host in EVERYWHERE and not config.advertise_host:
         raise StartError("advertise_host", f"is needed with redis_url: nobody can reach {config.host!r}")
@@ -209,11 +192,11 @@ async def _open_discovery(config: RouterConfig) -> Discovery:
     return discovery
 
 
-async def _open_ledger(config: RouterConfig, undo: AsyncExitStack) -> RedisLedger | None:
+async def _open_ledger(config: RouterConfig, parts: AsyncExitStack) -> RedisLedger | None:
     """Quotas are counted for all routers together where there is a Redis."""
     if not config.redis_url:
         return None
     ledger = RedisLedger(config.redis_url, config.cluster_name)
-    undo.push_async_callback(ledger.close)
+    parts.push_async_callback(ledger.close)
     await ledger.start()
     return ledger

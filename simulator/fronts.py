@@ -1,7 +1,7 @@
 """Stands where gRPC and the fronts do: carries what engines say to each other and to routers, late, but in order.
 
 What a front decides is little, and is here what it is there: whom a loan is asked of (`decode_worker/attempt.py`,
-`prefill_worker/service.py`), which stream ends with which (`engine/worker/loan_stream.py`), and what becomes of both
+`prefill_worker/service.py`), which stream ends with which (`engine/worker/loan_link.py`), and what becomes of both
 when a worker dies.
 """
 

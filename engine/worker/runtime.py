@@ -24,7 +24,7 @@ from engine.worker.child_engine import ChildEngine
 from engine.worker.config import Role, WorkerConfig
 from engine.worker.engine_client import EngineClient, EngineHost
 from engine.worker.joining import NAME_TAKEN_S, Memberships
-from engine.worker.loan_stream import Lenders
+from engine.worker.lenders import Lenders
 from engine.worker.metrics import register
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc

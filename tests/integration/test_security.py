@@ -149,7 +149,7 @@ def _internal_calls(site: Site) -> dict[str, tuple[str, Any]]:
         return membership_pb2_grpc.MembershipStub(link).Join(iter([hello]), timeout=5).read()
 
     def lend(link: Any) -> Any:
-        return lend_pb2_grpc.LendStub(link).Lend(iter([lend_pb2.LendRequest()]), timeout=5).read()
+        return lend_pb2_grpc.LendStub(link).Lend(iter([lend_pb2.BorrowerFrame()]), timeout=5).read()
 
     def serve(link: Any) -> Any:
         return decode_pb2_grpc.DecodeStub(link).Serve(iter([decode_pb2.RouterFrame()]), timeout=5).read()

@@ -86,7 +86,7 @@ INTERNAL: dict[str, type[Message]] = {
     "/tandem.internal.v1.Membership/Members": membership_pb2.MembersRequest,
     "/tandem.internal.v1.Decode/Serve": decode_pb2.RouterFrame,
     "/tandem.internal.v1.Decode/Generate": decode_pb2.DecodeRequest,
-    "/tandem.internal.v1.Lend/Lend": lend_pb2.LendRequest,
+    "/tandem.internal.v1.Lend/Lend": lend_pb2.BorrowerFrame,
     "/tandem.internal.v1.Worker/Audit": membership_pb2.AuditRequest,
 }
 STREAMING = ("Join", "Serve", "Lend")

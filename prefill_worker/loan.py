@@ -1,0 +1,125 @@
+"""One loan given here: what the borrower wants goes to the engine, which decides everything; its answers come back."""
+
+import functools
+import logging
+from array import array
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from cluster.errors import Incompatible, InvalidRequest, Overloaded, ServiceError, Unavailable
+from engine import messages
+from engine.keys import unpack_tokens
+from engine.messages import LendClosed, LendReady, LendRefused, LendReleased, LendStarting, PlacementMark
+from engine.text import check_token_ids
+from engine.worker.engine_client import Letter
+from engine.worker.lenders import Borrowing, Chain
+from engine.worker.runtime import WorkerContext
+from protos import lend_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+
+class Loan:
+    """It begins when it is made, and until `close` the engine holds for it what it holds."""
+
+    def __init__(self, context: WorkerContext, loan_id: str, want: pb.Want, on_news: Callable[[], object]) -> None:
+        """`on_news` is called whenever there is something to take, or a `failure`.
+
+        Raises ServiceError for a loan that cannot begin.
+        """
+        lend = _lend(context, loan_id, want)
+        self._context = context
+        self._loan_id = loan_id
+        self._on_news = on_news
+        self._news: list[pb.LoanResponse] = []
+        self._open = True
+        self.failure: ServiceError | None = None
+        """It is over."""
+        self._source = Borrowing(context.lenders, loan_id, want.source, functools.partial(_chain, want))
+        context.engine.send(lend)
+        context.engine.listen(loan_id, self._heard)
+        self._held = ExitStack()
+        self._held.enter_context(context.loans.holding(lambda: self._fail(Overloaded("this worker was told to stop"))))
+
+    def take(self) -> list[pb.LoanResponse]:
+        """What is new, without its number."""
+        news, self._news = self._news, []
+        return news
+
+    def release(self, first: int, count: int) -> None:
+        self._context.engine.send(LendReleased(self._loan_id, first, count))
+
+    def close(self) -> None:
+        """Hold nothing for it any more. May be called again."""
+        if self._open:
+            self._open = False
+            self._held.close()
+            self._source.cancel()
+            self._context.engine.send(LendClosed(self._loan_id))
+            self._context.engine.forget(self._loan_id)
+
+    def _heard(self, letter: Letter) -> None:
+        if self._source.handle(letter) or self.failure is not None:
+            return
+        match letter:
+            case LendStarting(_, end_block, cached_end_block, queued_ms):
+                starting = pb.Starting(
+                    incarnation=self._context.incarnation,
+                    endpoint=self._context.ready.endpoint,
+                    end_block=end_block,
+                    cached_end_block=cached_end_block,
+                    queued_ms=queued_ms,
+                )
+                self._news.append(pb.LoanResponse(starting=starting))
+                self._on_news()
+            case LendReady(_, first, block_ids, fingerprints, fetched):
+                ready = pb.BlocksReady(first=first, block_ids=block_ids, fingerprints=fingerprints, fetched=fetched)
+                self._news.append(pb.LoanResponse(blocks_ready=ready))
+                self._on_news()
+            case LendRefused(_, reason, bad_request):
+                self._fail(InvalidRequest("release", reason) if bad_request else Overloaded(reason))
+            case None:
+                self._fail(Unavailable("the lender's engine is gone"))
+            case _:
+                raise AssertionError(f"unexpected {letter!r}")
+
+    def _fail(self, failure: ServiceError) -> None:
+        if self.failure is None:
+            self.failure = failure
+            self._on_news()
+
+
+def _lend(context: WorkerContext, loan_id: str, want: pb.Want) -> messages.Lend:
+    if want.lender_incarnation != context.incarnation:
+        raise Incompatible("this worker is another one than the one asked", "lender_incarnation")
+    if want.may_compute:  # what is held here can be read until nobody does
+        context.check_taking()
+    if want.model_fingerprint != context.ready.model_fingerprint:
+        raise Incompatible("weights, layout or dtype differ from the borrower's", "model_fingerprint")
+    tokens = _tokens(want)
+    check_token_ids(tokens, "token_ids", context.ready.vocab_size)
+    num_blocks = len(tokens) // context.ready.block_tokens
+    if want.first_block >= num_blocks:
+        raise InvalidRequest("first_block", f"no block wanted in [{want.first_block}, {num_blocks})")
+    return messages.Lend(
+        loan_id=loan_id,
+        token_ids=tokens,
+        first_block=want.first_block,
+        cache_salt=want.cache_salt,
+        may_compute=want.may_compute,
+        priority=want.priority,
+        mark=PlacementMark(want.router_id, want.placement_sequence),
+        borrow=want.HasField("source"),
+    )
+
+
+def _tokens(want: pb.Want) -> "array[int]":
+    try:
+        return unpack_tokens(want.token_ids)
+    except ValueError as error:
+        raise InvalidRequest("token_ids", f"{len(want.token_ids)} bytes are no whole number of uint32") from error
+
+
+def _chain(want: pb.Want) -> Chain:
+    """What the loan reads from its source: no placement, since the source computes nothing for it."""
+    return Chain(want.request_id, _tokens(want), want.cache_salt, want.priority, "", 0)

@@ -1,0 +1,370 @@
+"""Borrower and lender at the two ends of their stream, in memory: what any schedule of loans may do to it.
+
+The link and the connection are the real ones; between them are queues instead of gRPC, and the engines are scripted.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.errors import InvalidRequest, Overloaded, ServiceError
+from cluster.rpc import MAX_MESSAGE_BYTES
+from engine.messages import LoanBlocks, LoanFailed, LoanStarted
+from engine.worker.loan_link import Loan, LoanLink
+from prefill_worker.connection import Connection
+from protos import lend_pb2 as pb
+from support.virtual_loop import run_virtually
+
+SILENCE_S = 5.0
+MINUTE_S = 60.0
+
+
+class Engine:
+    """What a front has of its engine: here, what was sent to it, and that its loop turns."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        self.watchers: set[Callable[[object], None]] = set()
+
+    def send(self, *messages: Any) -> None:
+        self.told += messages
+
+    @contextmanager
+    def watching(self, watcher: Callable[[object], None]) -> Iterator[None]:
+        self.watchers.add(watcher)
+        try:
+            yield
+        finally:
+            self.watchers.discard(watcher)
+
+    def turn(self) -> None:
+        for watcher in tuple(self.watchers):
+            watcher(None)
+
+    def told_of(self, name: str) -> list[Any]:
+        return [message for message in self.told if message.request_id == name]
+
+
+class GivenLoan:
+    """Announces block 0, 1, 2 and so on when told to."""
+
+    def __init__(self, want: pb.Want, on_news: Callable[[], object]) -> None:
+        if want.request_id == "refused":
+            raise Overloaded("no room", retry_after_s=1.5)
+        if want.request_id == "bug":
+            raise ZeroDivisionError
+        self.on_news = on_news
+        self.said = 0
+        self.failure: ServiceError | None = None
+        self.released: list[tuple[int, int]] = []
+        self.closed = False
+        self._news: list[pb.LoanResponse] = []
+
+    def start(self) -> None:
+        self._news.append(pb.LoanResponse(starting=pb.Starting(end_block=99)))
+        self.on_news()
+
+    def say(self, count: int) -> None:
+        ready = pb.BlocksReady(first=self.said, block_ids=range(self.said, self.said + count))
+        self._news.append(pb.LoanResponse(blocks_ready=ready))
+        self.said += count
+        self.on_news()
+
+    def fail(self) -> None:
+        self.failure = InvalidRequest("release", "is wrong")
+        self.on_news()
+
+    def take(self) -> list[pb.LoanResponse]:
+        news, self._news = self._news, []
+        return news
+
+    def release(self, first: int, count: int) -> None:
+        self.released.append((first, count))
+
+    def close(self) -> None:
+        assert not self.closed
+        self.closed = True
+
+
+class Wire:
+    """A channel whose only call leads to a connection here. `held`: frames to the borrower are held back."""
+
+    def __init__(self) -> None:
+        self.borrower, self.lender = Engine(), Engine()
+        self.given: dict[str, GivenLoan] = {}
+        self.connection = Connection(self._begin, self.lender, SILENCE_S)  # type: ignore[arg-type]
+        self.held = asyncio.Event()
+        self.held.set()
+        self.num_frames = 0
+        self.times_broken = 0
+        self.link = LoanLink(self, "p0", self.borrower, SILENCE_S, self._broken)  # type: ignore[arg-type]
+
+    def open(self, name: str, size: int = 0) -> Loan:
+        return self.link.open(name, pb.Want(request_id=name, token_ids=bytes(size)))
+
+    def _begin(self, want: pb.Want, on_news: Callable[[], object]) -> Any:
+        given = self.given[want.request_id] = GivenLoan(want, on_news)
+        return given
+
+    def _broken(self) -> None:
+        self.times_broken += 1
+
+    def __getattr__(self, kind: str) -> Any:
+        return lambda *_, **__: lambda *requests: _Call(self, requests[0]) if requests else None
+
+
+class _Call:
+    def __init__(self, wire: Wire, frames: AsyncIterator[pb.BorrowerFrame]) -> None:
+        self._wire = wire
+        self._absorbing = asyncio.ensure_future(self._absorb(frames))
+
+    async def _absorb(self, frames: AsyncIterator[pb.BorrowerFrame]) -> None:
+        async for frame in frames:
+            self._wire.num_frames += 1
+            self._wire.connection.absorb(pb.BorrowerFrame.FromString(frame.SerializeToString()))
+
+    async def __aiter__(self) -> AsyncIterator[pb.LenderFrame]:
+        async for frame in self._wire.connection.frames():
+            self._wire.num_frames += 1
+            await self._wire.held.wait()
+            yield pb.LenderFrame.FromString(frame.SerializeToString())
+        if self._wire.connection.failure is not None:
+            raise grpc.aio.AioRpcError(
+                grpc.StatusCode.UNAVAILABLE,
+                grpc.aio.Metadata(),
+                grpc.aio.Metadata(),
+                str(self._wire.connection.failure),
+            )
+
+    def cancel(self) -> None:
+        self._absorbing.cancel()
+        self._wire.connection.end()
+
+
+async def settle() -> None:
+    for _ in range(30):
+        await asyncio.sleep(0)
+
+
+async def test_each_gets_its_own_and_no_other() -> None:
+    wire = Wire()
+    loans = {name: wire.open(name) for name in ("a", "b")}
+    await settle()
+    for name, count in (("a", 2), ("b", 3)):
+        wire.given[name].start()
+        wire.given[name].say(count)
+    await settle()
+    for name, count in (("a", 2), ("b", 3)):
+        started, blocks = wire.borrower.told_of(name)
+        assert isinstance(started, LoanStarted)
+        assert blocks == LoanBlocks(name, 0, tuple(range(count)), b"")
+    assert wire.num_frames == 2, "both went together, there and back"
+    loans["a"].release(0, 1)
+    loans["b"].release(1, 2)
+    await settle()
+    assert (wire.given["a"].released, wire.given["b"].released) == ([(0, 1)], [(1, 2)])
+    loans["a"].close()
+    await settle()
+    assert (wire.given["a"].closed, wire.given["b"].closed) == (True, False)
+    wire.link.break_off("over")
+
+
+async def test_refusals_and_mistakes_end_their_loan_only() -> None:
+    wire = Wire()
+    wire.open("refused"), wire.open("bug"), wire.open("good")
+    await settle()
+    assert wire.borrower.told_of("refused") == [LoanFailed("refused", "no room")]
+    assert "ZeroDivisionError" in wire.borrower.told_of("bug")[0].reason
+    wire.given["good"].say(1)
+    await settle()
+    assert len(wire.borrower.told_of("good")) == 1
+    wire.given["good"].fail()
+    await settle()
+    assert wire.borrower.told_of("good")[1:] == [LoanFailed("good", "release: is wrong")]
+    assert wire.given["good"].closed
+    assert not wire.link.broken
+    wire.link.break_off("over")
+
+
+async def test_what_is_closed_before_it_was_said_is_never_said() -> None:
+    wire = Wire()
+    loan = wire.open("a")
+    loan.release(0, 1)
+    loan.close()
+    loan.release(1, 1)
+    await settle()
+    assert (wire.num_frames, wire.given) == (0, {})
+    wire.link.break_off("over")
+
+
+async def test_a_close_says_all_that_releases_would() -> None:
+    wire = Wire()
+    loan = wire.open("a")
+    await settle()
+    loan.release(0, 1)
+    loan.close()
+    await settle()
+    assert (wire.given["a"].released, wire.given["a"].closed) == ([], True)
+    wire.link.break_off("over")
+
+
+async def test_one_that_no_message_takes_fails_alone() -> None:
+    wire = Wire()
+    wire.open("large", MAX_MESSAGE_BYTES)
+    wire.open("small")
+    await settle()
+    (failed,) = wire.borrower.told_of("large")
+    assert "bytes of tokens" in failed.reason
+    assert set(wire.given) == {"small"}
+    wire.link.break_off("over")
+
+
+async def test_a_broken_link_lends_nothing() -> None:
+    wire = Wire()
+    wire.link.break_off("gone")
+    loan = wire.open("a")
+    loan.close()
+    assert [type(told) for told in wire.borrower.told] == [LoanFailed]
+
+
+@pytest.mark.parametrize("hangs", ["borrower", "lender", "neither"])
+def test_an_engine_that_hangs_is_noticed_by_the_other_end(hangs: str) -> None:
+    run_virtually(_hang(hangs))
+
+
+async def _hang(hangs: str) -> None:
+    """For a minute the loops turn ten times a second, but one of them."""
+    wire = Wire()
+    wire.open("a")
+    loop = asyncio.get_running_loop()
+    began_at, ended_at = loop.time(), 0.0
+    while loop.time() < began_at + MINUTE_S:
+        for name, engine in (("borrower", wire.borrower), ("lender", wire.lender)):
+            if name != hangs:
+                engine.turn()
+        await asyncio.sleep(0.1)
+        if wire.link.broken and not ended_at:
+            ended_at = loop.time()
+    if hangs == "neither":
+        assert not wire.link.broken
+        assert not wire.given["a"].closed
+        assert 2 * MINUTE_S * 4 < wire.num_frames < 2 * MINUTE_S * 6, "some five beats a second from each"
+        wire.link.break_off("over")
+    else:
+        assert SILENCE_S <= ended_at - began_at < SILENCE_S + 1
+        assert wire.given["a"].closed
+        (failed,) = wire.borrower.told_of("a")
+        assert "was silent for 5 s" in failed.reason
+
+
+def test_an_idle_stream_says_nothing_and_lasts() -> None:
+    run_virtually(_idle())
+
+
+async def _idle() -> None:
+    wire = Wire()
+    loan = wire.open("a")
+    await settle()
+    loan.close()
+    await settle()
+    before = wire.num_frames
+    for _ in range(int(MINUTE_S)):
+        await asyncio.sleep(1)
+        wire.borrower.turn()
+        wire.lender.turn()
+    assert not wire.borrower.watchers | wire.lender.watchers
+    assert wire.num_frames <= before + 1
+    assert not wire.link.broken
+    wire.open("b")
+    await asyncio.sleep(SILENCE_S / 2)
+    assert not wire.link.broken, "the silence before it does not count"
+    wire.link.break_off("over")
+
+
+moves = st.lists(
+    st.tuples(
+        st.sampled_from(["open", "start", "say", "say", "say", "release", "close", "fail", "hold", "let go"]),
+        st.integers(0, 5),
+        st.integers(1, 9),
+    ),
+    max_size=60,
+)
+
+
+@given(moves, st.booleans(), st.randoms(use_true_random=False))
+@settings(max_examples=150, deadline=None)
+def test_any_schedule(schedule: list[tuple[str, int, int]], breaks: bool, seeds: random.Random) -> None:
+    asyncio.run(_any_schedule(schedule, breaks, seeds))
+
+
+async def _any_schedule(schedule: list[tuple[str, int, int]], breaks: bool, seeds: random.Random) -> None:
+    """An engine hears all that is announced to its loan, in order, until it closes it or one failure comes; what is
+    closed at one end is at the other."""
+    wire = Wire()
+    loans: dict[str, Loan] = {}
+    closed: dict[str, int] = {}
+    """How much their engine had heard then."""
+    released: dict[str, list[tuple[int, int]]] = {}
+    for move, which, count in schedule:
+        name = f"r{which}"
+        given_loan = wire.given.get(name)
+        speaks = given_loan is not None and given_loan.failure is None and not given_loan.closed
+        match move:
+            case "open" if name not in loans:
+                loans[name] = wire.open(name)
+                released[name] = []
+            case "start" if speaks:
+                wire.given[name].start()
+            case "say" if speaks:
+                wire.given[name].say(count)
+            case "fail" if speaks:
+                wire.given[name].fail()
+            case "release" if name in loans and name not in closed:
+                loans[name].release(which, count)
+                released[name].append((which, count))
+            case "close" if name in loans and name not in closed:
+                loans[name].close()
+                closed[name] = len(wire.borrower.told_of(name))
+            case "hold":
+                wire.held.clear()
+            case "let go":
+                wire.held.set()
+        if seeds.random() < 0.7:
+            await settle()
+    wire.held.set()
+    await settle()
+    for name in loans:
+        told, given_loan = wire.borrower.told_of(name), wire.given.get(name)
+        blocks = [block for message in told if isinstance(message, LoanBlocks) for block in message.block_ids]
+        assert blocks == list(range(len(blocks))), "in order, each once"
+        failed = [message for message in told if isinstance(message, LoanFailed)]
+        if name in closed:
+            assert len(told) == closed[name], "nothing after the close"
+            assert given_loan is None or given_loan.closed
+        else:
+            assert given_loan is not None
+            assert len(blocks) == given_loan.said
+            assert told[-len(failed) :] == failed if failed else True
+            assert len(failed) == (given_loan.failure is not None) == given_loan.closed
+            if not failed:
+                assert given_loan.released == released[name]
+    assert wire.connection.num_loans == wire.link.num_loans
+    if breaks:
+        wire.connection.end(Overloaded("the end"))
+    else:
+        wire.link.break_off("over")
+    await settle()
+    assert wire.link.broken
+    assert wire.times_broken == 1
+    assert wire.link.num_loans == wire.connection.num_loans == 0
+    assert all(given_loan.closed for given_loan in wire.given.values())
+    assert not wire.borrower.watchers | wire.lender.watchers
+    for name in loans.keys() - closed.keys():
+        assert sum(isinstance(message, LoanFailed) for message in wire.borrower.told_of(name)) == 1
