@@ -38,8 +38,8 @@ log = logging.getLogger(__name__)
 EVERYWHERE = ("0.0.0.0", "::", "[::]")
 """Hosts to listen on that are none to be reached by."""
 MEMBERSHIP = "tandem.internal.v1.Membership"
-END_S = 1.0
-"""For what was told to end."""
+END_S = 5.0
+"""For what was told to end, at most: a client must hear why before the server hangs up."""
 GRACE_S = 0.5
 """For calls under way when a server stops."""
 

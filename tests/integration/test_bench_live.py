@@ -69,7 +69,7 @@ async def test_text_has_about_as_many_tokens_as_it_should(cluster_of: Any) -> No
     async with cluster_of(STORYTELLER, prefill=0, decode=1) as cluster:
         load = Load(profile_named("short-chat"), concurrency=4, most=12, scale=0.3)
         report = await run_bench(
-            quiet(), GrpcDoor([cluster.address], "", 60, as_text=True), load, Wanted(Slo(60.0, 60.0))
+            quiet(), GrpcDoor([cluster.address], "", 600, as_text=True), load, Wanted(Slo(60.0, 60.0))
         )
     assert report.results.finished == 12
     assert report.most_under_way == 4

@@ -268,7 +268,7 @@ async def test_a_router_ends_what_takes_too_long(model, cluster_of, audit) -> No
         for stream in (runs, waits):
             with pytest.raises(Draining, match="leaves"):
                 await stream.task
-        assert 0.4 < time.monotonic() - told_at < 2.5
+        assert 0.4 < time.monotonic() - told_at < 10
         await ended(cluster.router, 5)
         await audit(alive(cluster))
 
