@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -19,6 +19,7 @@ MODEL = ("model_name",)
 KV_ORIGINS = ("reused", "moved", "computed", "restored", "lender_cached", "lender_computed", "lender_fetched")
 FINISHED = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 QUANTILES = (0.1, 0.5, 0.9)
+_M = TypeVar("_M", Counter, Histogram)
 
 
 class RouterMetrics:
@@ -60,24 +61,17 @@ class RouterMetrics:
         self.recomputed = counter("tandem_recomputed_tokens", "Computed again, because of those.")
         self.price = counter("tandem_request_price", "At the prices set, in their unit.", "kind")
         self.predicted = counter("tandem_predicted_ttft_seconds", "Sum of predictions of requests with a receipt.")
-        self._models: dict[str, _OfModel] = {}
+        self._children: dict[tuple[Any, ...], Any] = {}
 
     def watch(self) -> "Watched":
         """A request has arrived."""
         return Watched(self)
 
-    def of_model(self, name: str) -> "_OfModel":
-        if (found := self._models.get(name)) is None:
-            found = self._models[name] = _OfModel(self, name)
-        return found
-
-
-class _OfModel:
-    """Children of what is counted for every message: to look them up by label would cost more than to count."""
-
-    def __init__(self, metrics: RouterMetrics, name: str) -> None:
-        self.ttft = metrics.ttft.labels(name)
-        self.itl = metrics.itl.labels(name)
+    def of(self, metric: _M, *labels: str) -> _M:
+        """What counts for these labels: to look it up in the metric itself would cost more than to count."""
+        if (child := self._children.get((metric, *labels))) is None:
+            child = self._children[metric, *labels] = metric.labels(*labels)
+        return child
 
 
 class Watched:
@@ -89,74 +83,82 @@ class Watched:
         self._last_at = 0.0
         self.ttft_s = 0.0
         """Until the first message; 0 before it."""
-        self._model: _OfModel | None = None
         self._name = ""
+        self._itl: Histogram | None = None
 
     def checked(self, ticket: Ticket) -> None:
         """It is a request for this model."""
         self._name = ticket.model.name
-        self._model = self._metrics.of_model(self._name)
+        self._itl = self._metrics.of(self._metrics.itl, self._name)
 
     def message(self) -> None:
         """Of its stream."""
         now = time.monotonic()
-        assert self._model is not None
+        assert self._itl is not None
         if self._last_at:
-            self._model.itl.observe(now - self._last_at)
+            self._itl.observe(now - self._last_at)
         else:
             self.ttft_s = now - self._arrived_at
-            self._model.ttft.observe(self.ttft_s)
+            self._observe(self._metrics.ttft, self.ttft_s)
         self._last_at = now
 
     def failed(self, error: ServiceError) -> None:
-        self._metrics.errors.labels(self._name, error.code.name).inc()
+        self._count(self._metrics.errors, 1, error.code.name)
 
     def left(self) -> None:
         """Its client did."""
-        self._metrics.cancelled.labels(self._name).inc()
+        self._count(self._metrics.cancelled, 1)
 
     def over(self, num_prompt: int, num_output: int) -> None:
         """Tokens of a request of which something was sent."""
-        metrics, name = self._metrics, self._name
-        metrics.prompt_tokens.labels(name).inc(num_prompt)
-        metrics.generation_tokens.labels(name).inc(num_output)
-        metrics.prompt.labels(name).observe(num_prompt)
-        metrics.generated.labels(name).observe(num_output)
+        metrics = self._metrics
+        self._count(metrics.prompt_tokens, num_prompt)
+        self._count(metrics.generation_tokens, num_output)
+        self._observe(metrics.prompt, num_prompt)
+        self._observe(metrics.generated, num_output)
 
     def finished(self, finish: pb.Finish) -> None:
         """It ended well."""
-        metrics, name = self._metrics, self._name
-        metrics.success.labels(name, FINISHED.get(finish.reason, "other")).inc()
-        metrics.e2e.labels(name).observe(self._last_at - self._arrived_at)
+        self._count(self._metrics.success, 1, FINISHED.get(finish.reason, "other"))
+        self._observe(self._metrics.e2e, self._last_at - self._arrived_at)
         if finish.HasField("receipt"):
-            self._count(finish.receipt, finish.usage)
+            self._add(finish.receipt, finish.usage)
 
-    def _count(self, receipt: pb.Receipt, usage: pb.Usage) -> None:
-        metrics, name, kv = self._metrics, self._name, receipt.kv
-        metrics.queried_tokens.labels(name).inc(usage.prompt_tokens)
-        metrics.cached_tokens.labels(name).inc(usage.cached_tokens)
-        metrics.placed_again.labels(name).inc(max(0, receipt.placement.attempt - 1))
-        metrics.predicted.labels(name).inc(receipt.placement.predicted_ttft_ms / 1e3)
+    def _add(self, receipt: pb.Receipt, usage: pb.Usage) -> None:
+        metrics, kv = self._metrics, receipt.kv
+        self._count(metrics.queried_tokens, usage.prompt_tokens)
+        self._count(metrics.cached_tokens, usage.cached_tokens)
+        self._count(metrics.placed_again, max(0, receipt.placement.attempt - 1))
+        self._count(metrics.predicted, receipt.placement.predicted_ttft_ms / 1e3)
         for origin in KV_ORIGINS:
             if count := getattr(kv, f"{origin}_blocks"):
-                metrics.blocks.labels(name, origin).inc(count)
+                self._count(metrics.blocks, count, origin)
         if kv.moved_bytes:
-            metrics.moved_bytes.labels(name, kv.transport).inc(kv.moved_bytes)
-        metrics.verified.labels(name).inc(kv.verified_blocks)
-        metrics.mismatched.labels(name).inc(kv.mismatched_blocks)
-        metrics.loan_failures.labels(name).inc(bool(kv.loan_failure))
-        metrics.preemptions.labels(name).inc(kv.preemptions)
-        metrics.recomputed.labels(name).inc(kv.recomputed_tokens)
+            self._count(metrics.moved_bytes, kv.moved_bytes, kv.transport)
+        self._count(metrics.verified, kv.verified_blocks)
+        self._count(metrics.mismatched, kv.mismatched_blocks)
+        self._count(metrics.loan_failures, bool(kv.loan_failure))
+        self._count(metrics.preemptions, kv.preemptions)
+        self._count(metrics.recomputed, kv.recomputed_tokens)
         if receipt.HasField("price"):
-            metrics.price.labels(name, "input").inc(receipt.price.input)
-            metrics.price.labels(name, "output").inc(receipt.price.output)
+            self._count(metrics.price, receipt.price.input, "input")
+            self._count(metrics.price, receipt.price.output, "output")
         for stage in receipt.stages:
             seconds = stage.duration_ms / 1e3
-            metrics.stage.labels(name, stage.name.replace(" ", "_")).observe(seconds)
+            self._observe(metrics.stage, seconds, stage.name.replace(" ", "_"))
             if stage.name == "router queue":
-                metrics.queue.labels(name).observe(seconds)
+                self._observe(metrics.queue, seconds)
             elif stage.name == "decode" and usage.completion_tokens > 1:
-                metrics.tpot.labels(name).observe(seconds / (usage.completion_tokens - 1))
+                self._observe(metrics.tpot, seconds / (usage.completion_tokens - 1))
+
+    def _count(self, counter: Counter, amount: float, *labels: str) -> None:
+        """Of nothing too: a counter that has never counted is to be seen as 0."""
+        child = self._metrics.of(counter, self._name, *labels)
+        if amount:
+            child.inc(amount)
+
+    def _observe(self, histogram: Histogram, value: float, *labels: str) -> None:
+        self._metrics.of(histogram, self._name, *labels).observe(value)
 
 
 class ClusterCollector(Collector):
