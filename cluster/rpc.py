@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from pydantic import BaseModel, Field
 
 from cluster.errors import StartError
 from cluster.tls import Credentials, Trust
@@ -40,6 +41,15 @@ _SIZES: list[tuple[str, int]] = [
 ]
 
 
+class HealthSettings(BaseModel):
+    """Of every process that serves."""
+
+    health_port: int | None = Field(default=None, ge=0, le=65535)
+    """gRPC's health service alone, in the clear and without a key, for supervisors that have no certificate: it says
+    whether this process lives and serves, and nothing else. 0 lets the system choose. Without: health is asked for on
+    the other ports only."""
+
+
 LIVENESS, READINESS = "liveness", "readiness"
 """Names that health knows besides those of services, for supervisors. Alive is a process whose loop turns, also while
 it drains. Ready is one that new work would be done by: it has started, was not told to stop, and is not cut off."""
@@ -62,6 +72,7 @@ class Server:
         self._services: list[str] = []
         self._stopping = False
         self._watching: asyncio.Task[None] | None = None
+        self._health_only: grpc.aio.Server | None = None
 
     async def start(self, host: str, port: int, services: Sequence[str], setting: str = "port") -> int:
         """Listen; returns the port, chosen by the system when `port` is 0. Raises StartError, which names `setting`."""
@@ -81,6 +92,21 @@ class Server:
         await self.grpc.start()
         return bound
 
+    async def start_health(self, host: str, settings: HealthSettings) -> None:
+        """Also on a port of its own, where there is to be one. Raises StartError."""
+        if settings.health_port is None:
+            return
+        server = grpc.aio.server(options=[*_ALLOW_PINGS, *_SIZES, ("grpc.so_reuseport", 0)])
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        address = f"{host}:{settings.health_port}"
+        try:
+            server.add_insecure_port(address)
+        except RuntimeError as error:
+            reason = _bind_reason(host, settings.health_port)
+            raise StartError("health_port", f"cannot listen on {address}: {reason}") from error
+        await server.start()
+        self._health_only = server
+
     async def mark_serving(self, ready: Callable[[], bool]) -> None:
         """`ready` is asked every now and then: whether new work would be done here."""
         await self._set(health_pb2.HealthCheckResponse.SERVING)
@@ -97,6 +123,8 @@ class Server:
             self._watching.cancel()
         await self._health.enter_graceful_shutdown()
         await self.grpc.stop(grace_s)
+        if self._health_only is not None:
+            await self._health_only.stop(None)
 
     async def _watch(self, ready: Callable[[], bool]) -> None:
         said: bool | None = None

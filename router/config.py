@@ -8,13 +8,14 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from cluster.config import DiscoverySettings
 from cluster.metrics import MetricsSettings
+from cluster.rpc import HealthSettings
 from router.admission.config import AdmissionConfig
 from router.model_config import ModelsConfig
 from router.rates import Priors
 from router.security_config import SecuritySettings
 
 
-class RouterConfig(SecuritySettings, ModelsConfig, MetricsSettings, DiscoverySettings, AdmissionConfig):
+class RouterConfig(SecuritySettings, ModelsConfig, HealthSettings, MetricsSettings, DiscoverySettings, AdmissionConfig):
     """The global router; which models it serves is set by the keys of ModelsConfig, what waits, for how long, by those
     of AdmissionConfig, and who may use it by those of SecuritySettings."""
 

@@ -126,6 +126,7 @@ async def start_router(config: RouterConfig) -> Router:
         servers = [server] if internal is server else [server, internal]
         port = await server.start(config.host, config.port, [NAME, MEMBERSHIP] if internal is server else [NAME])
         parts.push_async_callback(server.stop, GRACE_S)
+        await server.start_health(config.host, config)
         internal_port = port
         if config.internal_port is not None:
             internal_port = await internal.start(config.host, config.internal_port, [MEMBERSHIP], "internal_port")

@@ -9,12 +9,13 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from cluster.config import Config, DiscoverySettings
 from cluster.metrics import MetricsSettings
+from cluster.rpc import HealthSettings
 from engine.sim.timing import StepTiming
 
 Role = Literal["prefill", "decode"]
 
 
-class WorkerConfig(MetricsSettings, DiscoverySettings, Config):
+class WorkerConfig(HealthSettings, MetricsSettings, DiscoverySettings, Config):
     """A prefill or decode worker."""
 
     model: Path

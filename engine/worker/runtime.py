@@ -198,6 +198,8 @@ async def start_worker(
         pb_grpc.add_WorkerServicer_to_server(AuditService(worker_id, engine, leaving.begin), server.grpc)
         services = ["tandem.internal.v1.Worker", *add_services(server, context)]
         port = await server.start(config.host, config.port, services)
+        undo.push_async_callback(server.stop, 0)
+        await server.start_health(config.host, config)
         register(registry, worker_id, role, model_dir.name, ready, lambda: engine.last_load)
         await metrics.start(registry)
         undo.pop_all()

@@ -117,6 +117,10 @@ def test_the_rendered_settings_are_settings(example: Path | None) -> None:
         ({"worker": {"config": {"model": "x"}}}, "config.model of a worker: is set by the chart"),
         ({"redis": {"enabled": True, "url": "redis://x"}}, "redis: either enabled or url"),
         ({"router": {"autoscaling": {"enabled": True}}}, "router.autoscaling: needs redis"),
+        ({"tls": {"metricsCaSecret": "x"}}, "tls.metricsCaSecret: means nothing without tls.memberSecret"),
+        ({"tls": {"secret": "x"}}, "'secret' not allowed"),
+        ({"worker": {"config": {"tls_key": "x"}}}, "config.tls_key of a worker: is set by the chart"),
+        ({"router": {"config": {"api_keys": []}}}, "router.config.api_keys: is set by the chart"),
     ],
 )
 def test_wrong_values_are_refused_by_name(change: dict[str, Any], said: str) -> None:
@@ -133,7 +137,7 @@ def test_two_models_of_one_name_are_refused() -> None:
 
 def test_workers_know_every_router_by_its_own_name() -> None:
     manifests = render({"router": {"replicas": 3}}, release="x")
-    routers = [f"x-router-{number}.x-routers:50051" for number in range(3)]
+    routers = [f"x-router-{number}.x-routers:50052" for number in range(3)]
     assert config_of(manifests, "x-storyteller-decode", "worker")["routers"] == routers
     with_redis = render({"router": {"replicas": 3}, "redis": {"enabled": True}}, release="x")
     config = config_of(with_redis, "x-storyteller-decode", "worker")
@@ -237,6 +241,17 @@ values_of_all_kinds = st.fixed_dictionaries(
         ),
         "redis": st.sampled_from([{"enabled": True}, {"url": "redis://x:1/0", "passwordSecret": "s"}, {}]),
         "networkPolicy": st.fixed_dictionaries({"enabled": st.booleans()}),
+        "tls": st.fixed_dictionaries(
+            {"memberSecret": st.just("m")},
+            optional={
+                "serverName": words,
+                "publicSecret": st.just("p"),
+                "publicCa": st.booleans(),
+                "clientCaSecret": st.just("c"),
+                "metricsCaSecret": st.just("s"),
+            },
+        ),
+        "apiKeys": st.sampled_from([{}, {"secret": "k"}, {"secret": "k", "testSecret": "t"}]),
         "monitoring": st.fixed_dictionaries({"serviceMonitor": st.booleans(), "dashboard": st.booleans()}),
     },
 )

@@ -13,9 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cluster.errors import Unauthenticated
+from cluster.tls import Visitor
 from protos import inference_pb2 as pb
+from router.api_keys import entry_for, new_key
+from support.certificates import Authority
 from support.chart import ROOT, needs_helm, render
 from support.processes import Stream, finished, until
 from tandem.client import Client
@@ -45,6 +50,8 @@ class Node:
 
     manifests: list[dict[str, Any]]
     folder: Path
+    secrets: dict[str, dict[str, bytes]]
+    """Files by the name of their secret."""
     pods: list[Pod] = field(default_factory=list)
 
     def schedule(self) -> None:
@@ -72,7 +79,7 @@ class Node:
         return re.sub(r"\b(demo-router-\d+)\.(demo-routers)\b", address, text)
 
     def mounts(self, pod: Pod) -> Callable[[str], str]:
-        """Writes the pod's ConfigMaps; paths in the container to paths here."""
+        """Writes the pod's ConfigMaps and secrets; paths in the container to paths here."""
         volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}
         places: dict[str, str] = {}
         for mount in pod.container["volumeMounts"]:
@@ -80,6 +87,9 @@ class Node:
             place.mkdir(parents=True, exist_ok=True)
             places[mount["mountPath"]] = str(place)
         for mount in pod.container["volumeMounts"]:
+            if (secret := volumes[mount["name"]].get("secret")) is not None:
+                for name, content in self.secrets[secret["secretName"]].items():
+                    (Path(places[mount["mountPath"]]) / name).write_bytes(content)
             if (config := volumes[mount["name"]].get("configMap")) is not None:
                 data = next(
                     m["data"]
@@ -94,10 +104,7 @@ class Node:
     async def start(self, pod: Pod) -> None:
         container, place = pod.container, self.mounts(pod)
         fields = {"metadata.name": pod.name, "status.podIP": pod.ip}
-        env = {
-            entry["name"]: entry["value"] if "value" in entry else fields[entry["valueFrom"]["fieldRef"]["fieldPath"]]
-            for entry in container["env"]
-        }
+        env = self.environment(container, fields)
         command = [*container["command"], *container.get("args", [])]
         command = [re.sub(r"\$\((\w+)\)", lambda match: env[match[1]], part) for part in command]
         command = [self.resolve(place(part)) for part in command]
@@ -106,6 +113,19 @@ class Node:
         pod.process = await asyncio.create_subprocess_exec(
             *command, env={"PATH": os.environ["PATH"], **env}, cwd=ROOT, stdout=asyncio.subprocess.DEVNULL
         )
+
+    def environment(self, container: dict[str, Any], fields: dict[str, str]) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for entry in container["env"]:
+            source = entry.get("valueFrom", {})
+            if "fieldRef" in source:
+                found[entry["name"]] = fields[source["fieldRef"]["fieldPath"]]
+            elif "secretKeyRef" in source:
+                reference = source["secretKeyRef"]
+                found[entry["name"]] = self.secrets[reference["name"]][reference["key"]].decode()
+            else:
+                found[entry["name"]] = entry["value"]
+        return found
 
     async def probe(self, pod: Pod, kind: str) -> bool:
         asked = pod.container[f"{kind}Probe"]["grpc"]
@@ -124,8 +144,10 @@ def _replaced(text: str, places: dict[str, str]) -> str:
 
 
 @asynccontextmanager
-async def started(folder: Path) -> AsyncIterator[Node]:
-    node = Node(render(ROOT / "helm" / "examples" / "sim.yaml"), folder)
+async def started(
+    folder: Path, example: str = "sim", secrets: dict[str, dict[str, bytes]] | None = None
+) -> AsyncIterator[Node]:
+    node = Node(render(ROOT / "helm" / "examples" / f"{example}.yaml"), folder, secrets or {})
     node.schedule()
     try:
         for pod in node.pods:
@@ -146,17 +168,65 @@ async def test_the_rendered_pods_serve_and_their_probes_tell_the_truth(tmp_path:
         assert len(decodes) == 2
         assert len(node.pods_of("demo-simulated-prefill")) == 1
 
-        async def all_ready() -> bool:
-            kinds = ("startup", "readiness", "liveness")
-            return all([await node.probe(pod, kind) for pod in node.pods for kind in kinds])
-
-        await until(all_ready, "every probe of every pod succeeds", 60)
+        await all_ready(node)
         async with Client(f"{router.ip}:50051") as client:
             first = (await finished([Stream(client, list(range(300)), 8)]))[0]
             assert first.receipt.placement.lender.startswith("demo-simulated-prefill-")
             assert first.receipt.kv.verified_blocks > 0
             await asyncio.gather(*(drained(node, client, pod) for pod in decodes[:1]))
-        await helm_test(node)
+        await helm_test(node, tmp_path)
+
+
+async def test_with_certificates_and_keys(tmp_path: Path) -> None:
+    """Probes need neither; nobody else gets anywhere without."""
+    members, public = Authority(tmp_path, "members"), Authority(tmp_path, "public")
+    key = new_key()
+    secrets = {
+        "tandem-member": secret_of(members, "member", "tandem.internal"),
+        "tandem-public": secret_of(public, "door", "127.0.1.3"),
+        "tandem-keys": {"keys.yaml": entry_for(key, "test", "", [], None).encode()},
+        "tandem-test-key": {"key": key.encode()},
+    }
+    async with started(tmp_path, "tls", secrets) as node:
+        (router,) = node.pods_of("demo")
+        assert router.ip == "127.0.1.3"
+        await all_ready(node)
+        address, door = f"{router.ip}:50051", Visitor(public.path)
+        async with Client(address, api_key=key, tls=door) as client:
+            served = (await finished([Stream(client, list(range(300)), 8)]))[0]
+            assert served.receipt.kv.verified_blocks > 0
+        async with Client(address, tls=door) as client:
+            with pytest.raises(Unauthenticated):
+                await finished([Stream(client, [1, 2, 3], 2)])
+        for pod in node.pods:
+            for port in pod.container["ports"]:
+                if port["name"] in ("grpc", "internal"):
+                    assert not await in_the_clear(f"{pod.ip}:{port['containerPort']}"), (pod.name, port)
+        await helm_test(node, tmp_path)
+
+
+def secret_of(authority: Authority, name: str, host: str) -> dict[str, bytes]:
+    issued = authority.issue(name, (host,))
+    files = {"tls.crt": issued.cert, "tls.key": issued.key, "ca.crt": authority.path}
+    return {name: path.read_bytes() for name, path in files.items()}
+
+
+async def in_the_clear(address: str) -> bool:
+    """Whether anything is answered there without TLS."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        try:
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=2)
+        except grpc.aio.AioRpcError as error:
+            return error.code() is not grpc.StatusCode.UNAVAILABLE
+    return True
+
+
+async def all_ready(node: Node) -> None:
+    async def ready() -> bool:
+        kinds = ("startup", "readiness", "liveness")
+        return all([await node.probe(pod, kind) for pod in node.pods for kind in kinds])
+
+    await until(ready, "every probe of every pod succeeds", 60)
 
 
 async def drained(node: Node, client: Client, leaving: Pod) -> None:
@@ -180,14 +250,22 @@ async def drained(node: Node, client: Client, leaving: Pod) -> None:
     assert await asyncio.wait_for(leaving.process.wait(), 30) == 0
 
 
-async def helm_test(node: Node) -> None:
+async def helm_test(node: Node, folder: Path) -> None:
     """What `helm test` would run."""
     (manifest,) = [m for m in node.manifests if m["kind"] == "Pod"]
     (container,) = manifest["spec"]["containers"]
     (router,) = node.pods_of("demo")
     command = [part.replace("demo:", f"{router.ip}:") for part in [*container["command"], *container["args"]]]
+    env = node.environment(container, {})
+    for volume in manifest["spec"]["volumes"]:
+        for item in volume.get("secret", {}).get("items", []):
+            (folder / item["path"]).write_bytes(node.secrets[volume["secret"]["secretName"]][item["key"]])
+            env = {name: value.replace("/etc/tandem-tls", str(folder)) for name, value in env.items()}
     process = await asyncio.create_subprocess_exec(
-        str(BIN / command[0]), *command[1:], stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+        *(str(BIN / command[0]), *command[1:]),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env=os.environ | env,
     )
     assert process.stdout is not None
     said = (await process.stdout.read()).decode()

@@ -34,14 +34,14 @@ class Authority:
         self.path.write_bytes(builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
 
     def issue(self, name: str, hosts: tuple[str, ...] = ("localhost",), days: float = 1) -> Issued:
-        """For 127.0.0.1 and `hosts`. Negative `days`: one that has expired. The files are replaced by renaming, as
-        whoever re-issues certificates does."""
+        """For 127.0.0.1 and `hosts`, names or addresses. Negative `days`: one that has expired. The files are
+        replaced by renaming, as whoever re-issues certificates does."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        names: list[x509.GeneralName] = [x509.DNSName(host) for host in hosts]
-        names.append(x509.IPAddress(ipaddress.ip_address("127.0.0.1")))
         builder = self._builder(subject, key.public_key(), days)
-        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+        builder = builder.add_extension(
+            x509.SubjectAlternativeName([_name_of(host) for host in (*hosts, "127.0.0.1")]), critical=False
+        )
         certificate = builder.sign(self._key, hashes.SHA256())
         private = key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
@@ -65,3 +65,10 @@ class Authority:
             .not_valid_before(now - 2 * DAY)
             .not_valid_after(now + days * DAY)
         )
+
+
+def _name_of(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)

@@ -43,7 +43,7 @@ redis://{{ include "tandem.name" . }}-redis:6379/0
 {{- /* Stable names of the routers' pods: workers join each of them. */ -}}
 {{- define "tandem.routers" -}}
 {{- $name := include "tandem.name" . -}}
-{{- $port := int .Values.router.grpcPort -}}
+{{- $port := int .Values.router.internalPort -}}
 {{- $routers := list -}}
 {{- range $number := until (int .Values.router.replicas) -}}
 {{- $routers = append $routers (printf "%s-router-%d.%s-routers:%d" $name $number $name $port) -}}
@@ -62,6 +62,40 @@ capabilities:
 {{- with .Values.redis.passwordSecret }}
 - name: TANDEM_REDIS_PASSWORD
   valueFrom: {secretKeyRef: {name: '{{ . }}', key: password}}
+{{- end }}
+{{- end -}}
+
+{{- /* Settings of TLS that routers and workers have, as JSON; and the files they name. */ -}}
+{{- define "tandem.tlsConfig" -}}
+{{- $tls := .Values.tls -}}
+{{- $config := dict -}}
+{{- if $tls.memberSecret -}}
+{{- $config = dict "tls_cert" "/etc/tandem-tls/member/tls.crt" "tls_key" "/etc/tandem-tls/member/tls.key" "tls_ca" "/etc/tandem-tls/member/ca.crt" "tls_server_name" $tls.serverName -}}
+{{- with $tls.metricsCaSecret }}{{ $_ := set $config "tls_metrics_ca" "/etc/tandem-tls/metrics/ca.crt" }}{{ end -}}
+{{- else if $tls.metricsCaSecret -}}
+{{- fail "tls.metricsCaSecret: means nothing without tls.memberSecret" -}}
+{{- end -}}
+{{- $config | toJson -}}
+{{- end -}}
+
+{{- /* Of secrets: a list of {name, secret}, by where they are mounted below /etc/tandem-tls. */ -}}
+{{- define "tandem.tlsSecrets" -}}
+{{- $secrets := list -}}
+{{- with .Values.tls.memberSecret }}{{ $secrets = append $secrets (dict "name" "member" "secret" .) }}{{ end -}}
+{{- with .Values.tls.metricsCaSecret }}{{ $secrets = append $secrets (dict "name" "metrics" "secret" .) }}{{ end -}}
+{{- $secrets | toJson -}}
+{{- end -}}
+
+{{- define "tandem.tlsMounts" -}}
+{{- range . }}
+- {name: 'tls-{{ .name }}', mountPath: '/etc/tandem-tls/{{ .name }}', readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- define "tandem.tlsVolumes" -}}
+{{- range . }}
+- name: 'tls-{{ .name }}'
+  secret: {secretName: '{{ .secret }}', defaultMode: 0440}
 {{- end }}
 {{- end -}}
 
