@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from cluster.errors import StartError
 
@@ -44,17 +44,6 @@ class Config(BaseModel):
         parser.epilog = "keys: " + ", ".join(cls.model_fields)
         options = parser.parse_args(arguments)
         return cls.parse(read_file(options.config) | parse_overrides(options.set))
-
-
-class DiscoverySettings(BaseModel):
-    """Of every process that finds others through Redis, or is found."""
-
-    redis_url: str = Field(default="", repr=False)
-    """redis://host:6379/0, or rediss:// for TLS. Routers announce themselves there and workers find them; tenants'
-    quotas are counted there. Without: workers join `routers`. The password may be in the environment instead, as
-    TANDEM_REDIS_PASSWORD."""
-    cluster_name: str = Field(default="tandem", min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._-]+$")
-    """Clusters that share a Redis have different ones: it begins every key."""
 
 
 def read_file(path: Path | None) -> dict[str, Any]:

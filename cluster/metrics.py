@@ -4,14 +4,12 @@ Names end in their units, as Prometheus wants them; where vLLM has a metric of t
 `tandem_` for `vllm:`. docs/metrics.md lists all of them.
 """
 
-from pathlib import Path
-
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, make_asgi_app
-from pydantic import Field
 
 from cluster.errors import StartError
 from cluster.http_server import HttpServer
-from cluster.tls import Credentials, File, TlsSettings
+from cluster.settings import MetricsSettings
+from cluster.tls import Credentials, File
 
 LATENCY_S = (
     *(
@@ -40,16 +38,6 @@ LATENCY_S = (
 """Bounds of histograms of seconds, from a step to a long request."""
 TOKENS = tuple(float(1 << power) for power in range(21))
 """Likewise of tokens."""
-
-
-class MetricsSettings(TlsSettings):
-    """Of every process that has metrics."""
-
-    metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    """Prometheus scrapes http://host:metrics_port/metrics; 0 lets the system choose. Without: there is none. With
-    tls_ca it is https, for who has a certificate."""
-    tls_metrics_ca: Path | None = None
-    """Authorities of certificates that may scrape, instead of tls_ca: so that Prometheus is no member."""
 
 
 def new_registry() -> CollectorRegistry:

@@ -9,10 +9,10 @@ import contextlib
 import json
 import logging
 import random
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from dataclasses import asdict
 
-from cluster.discovery import Discovery, RouterEntry, StaticDiscovery
+from cluster.discovery import Discovery, RouterEntry
 from cluster.errors import StartError
 from cluster.redis_link import RedisAway, RedisFailure, RedisLink, RedisRefused
 
@@ -134,8 +134,3 @@ def _read_entry(text: str) -> RouterEntry | None:
         log.info("an entry that is none of a router: %.200s", text)
         return None
     return entry if all(isinstance(value, str) and value for value in asdict(entry).values()) else None
-
-
-def open_discovery(redis_url: str, cluster_name: str, addresses: Iterable[str] = ()) -> Discovery:
-    """Without a url, that of the addresses alone. Raises StartError."""
-    return RedisDiscovery(redis_url, cluster_name) if redis_url else StaticDiscovery(addresses)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from pydantic import BaseModel, Field
 
 from cluster.errors import StartError
+from cluster.settings import HealthSettings
 from cluster.tls import Credentials, Trust
 
 MAX_MESSAGE_BYTES = 16 << 20
@@ -39,15 +39,6 @@ _SIZES: list[tuple[str, int]] = [
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
 ]
-
-
-class HealthSettings(BaseModel):
-    """Of every process that serves."""
-
-    health_port: int | None = Field(default=None, ge=0, le=65535)
-    """gRPC's health service alone, in the clear and without a key, for supervisors that have no certificate: it says
-    whether this process lives and serves, and nothing else. 0 lets the system choose. Without: health is asked for on
-    the other ports only."""
 
 
 LIVENESS, READINESS = "liveness", "readiness"

@@ -15,26 +15,11 @@ from pathlib import Path
 from typing import Protocol
 
 import grpc
-from pydantic import BaseModel
 
 from cluster.errors import StartError
+from cluster.settings import TlsSettings
 
 log = logging.getLogger(__name__)
-
-
-class TlsSettings(BaseModel):
-    """Of every process. The first three go together; PEM files."""
-
-    tls_cert: Path | None = None
-    """This process's certificate, with those between it and `tls_ca`."""
-    tls_key: Path | None = None
-    """Its private key, not encrypted."""
-    tls_ca: Path | None = None
-    """Authorities whose certificates make a process a member of this cluster, whatever names they have: an authority
-    of its own. With it every internal port speaks TLS and refuses who is no member."""
-    tls_server_name: str = ""
-    """Name that certificates of members have in common, looked for instead of the host by which one is reached.
-    Default: that host."""
 
 
 @dataclass(frozen=True, slots=True)

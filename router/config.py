@@ -6,9 +6,7 @@ from pathlib import Path
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from cluster.config import DiscoverySettings
-from cluster.metrics import MetricsSettings
-from cluster.rpc import HealthSettings
+from cluster.settings import DiscoverySettings, HealthSettings, MetricsSettings
 from router.admission.config import AdmissionConfig
 from router.model_config import ModelsConfig
 from router.rates import Priors

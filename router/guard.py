@@ -1,20 +1,16 @@
-"""No key, no service: at the doors themselves, so that a method or a path that is added later is closed until somebody
-opens it here. Who asks, and what they may, is for the handlers.
+"""No key, no service: at the door itself, so that a method that is added later is closed until somebody opens it here.
+Who asks, and what they may, is for the handlers. By HTTP it is `openai/guard.py`.
 """
 
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.errors import ServiceError, to_status
 from router.api_keys import ApiKeys
-from router.openai.errors import error_answer
 
 OPEN_SERVICES = ("/grpc.health.v1.", "/grpc.reflection.v1alpha.")
-OPEN_PATHS = frozenset({"/health", "/ready", "/console"})
-"""The console's page says nothing by itself."""
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
@@ -41,34 +37,8 @@ def bearer_of(metadata: Any) -> str | None:
     return None
 
 
-def guarded(app: ASGIApp, keys: ApiKeys) -> ASGIApp:
-    """The application, but for who has no key."""
-    if not keys.required:
-        return app
-
-    async def guard(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            given = [value for name, value in scope["headers"] if name == b"authorization"]
-            try:
-                keys.principal(given[0].decode("latin-1") if given else None)
-            except ServiceError as error:
-                await _refuse(error, send)
-                return
-        await app(scope, receive, send)
-
-    return guard
-
-
 def _refusing(error: ServiceError) -> Any:
     async def refuse(_: Any, context: Any) -> None:
         await context.abort_with_status(to_status(error))
 
     return grpc.unary_unary_rpc_method_handler(refuse)
-
-
-async def _refuse(error: ServiceError, send: Send) -> None:
-    answer = error_answer(error, {})
-    headers = {"content-type": "application/json", "content-length": str(len(answer.body)), **answer.headers}
-    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": answer.status, "headers": raw})
-    await send({"type": "http.response.body", "body": answer.body, "more_body": False})

@@ -5,33 +5,33 @@ import logging
 import secrets
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
 
-from cluster.discovery import Discovery, RouterEntry
+from cluster.discovery import Discovery, RouterEntry, open_discovery
 from cluster.drain import Drain
 from cluster.errors import StartError, TandemError
 from cluster.metrics import MetricsServer, new_registry
 from cluster.process import Addresses
-from cluster.redis_discovery import open_discovery
 from cluster.rpc import Server
 from cluster.tls import Trust
 from protos import membership_pb2_grpc as pb_grpc
-from router.admission.redis_quota import RedisLedger
 from router.api_keys import ApiKeys
 from router.config import RouterConfig
-from router.console.routes import add_console
 from router.dispatch import Dispatcher
 from router.fleet import Fleet
-from router.guard import KeyInterceptor, guarded
+from router.guard import KeyInterceptor
 from router.membership_service import MembershipService
 from router.metrics import ClusterCollector, RouterMetrics
-from router.openai.app import make_app
-from router.openai.server import OpenAiServer
 from router.samples import Samples
 from router.served_model import ModelFiles, ServedModel, ServedModels, read_models
 from router.service import NAME, InferenceService
 from router.serving import Serving
 from router.tenant_gate import TenantGate
 from router.tracing import Tracing
+
+if TYPE_CHECKING:
+    from router.admission.redis_quota import RedisLedger
+    from router.openai.server import OpenAiServer
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Router:
         config: RouterConfig,
         addresses: Addresses,
         servers: Sequence[Server],
-        http: OpenAiServer | None,
+        http: "OpenAiServer | None",
         requests: Drain,
         discovery: Discovery,
         parts: AsyncExitStack,
@@ -133,11 +133,10 @@ async def start_router(config: RouterConfig) -> Router:
             parts.push_async_callback(internal.stop, GRACE_S)
         http = None
         if config.http_port is not None:
-            app = make_app(serving, models, requests, keys, config.default_deadline_s)
-            add_console(app, keys, inference.status, serving.recent)
-            http = OpenAiServer(config.host, config.http_port, public)
+            from router.http_door import open_http  # as below
+
+            http = await open_http(config, config.http_port, public, serving, models, requests, keys, inference)
             parts.push_async_callback(http.close)
-            await http.start(guarded(app, keys))
         await metrics.start(registry)
         for each in servers:
             await each.mark_serving(lambda: any(model.decode_workers() for model in models))
@@ -193,10 +192,12 @@ async def _open_discovery(config: RouterConfig) -> Discovery:
     return discovery
 
 
-async def _open_ledger(config: RouterConfig, parts: AsyncExitStack) -> RedisLedger | None:
+async def _open_ledger(config: RouterConfig, parts: AsyncExitStack) -> "RedisLedger | None":
     """Quotas are counted for all routers together where there is a Redis."""
     if not config.redis_url:
         return None
+    from router.admission.redis_quota import RedisLedger  # as below: to import what is not used takes time
+
     ledger = RedisLedger(config.redis_url, config.cluster_name)
     parts.push_async_callback(ledger.close)
     await ledger.start()

@@ -7,7 +7,8 @@ from pydantic import AwareDatetime, Field
 
 from cluster.config import Config
 from cluster.errors import StartError
-from cluster.tls import Credentials, File, Member, TlsSettings, member_of
+from cluster.settings import TlsSettings
+from cluster.tls import Credentials, File, Member, member_of
 
 
 class ApiKey(Config):

@@ -17,10 +17,10 @@ from cluster.errors import StartError, TandemError
 from cluster.logs import set_up
 from cluster.process import run_role
 from decode_worker.__main__ import add_services as add_decode_services
-from engine.worker.assembly import EngineSpec
 from engine.worker.config import Role, WorkerConfig
 from engine.worker.local_engine import LocalEngine
 from engine.worker.runtime import Worker, start_worker
+from engine.worker.spec import EngineSpec
 from kvtransfer.local import LocalNetwork
 from prefill_worker.service import add_lend_service
 

@@ -1,7 +1,6 @@
 """Puts an engine together as a worker's configuration says, wherever it is to run."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from engine.core import CoreLimits, EngineCore
 from engine.layout import KvLayout
@@ -10,20 +9,12 @@ from engine.runner import Runner
 from engine.scheduler import StepBudget
 from engine.sim.runner import SimRunner, sim_runner
 from engine.tiers.tiers import TierConfig, Tiers
-from engine.worker.config import Role, WorkerConfig
+from engine.worker.config import WorkerConfig
+from engine.worker.spec import EngineSpec
 from kvtransfer.transport import Transport
 
 IDLE_TURN_S = 0.25
 """An engine's loop turns at least so often, which is what makes its load reports heartbeats."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSpec:
-    """All an engine must be told."""
-
-    config: WorkerConfig
-    role: Role
-    agent_name: str
 
 
 def open_core(

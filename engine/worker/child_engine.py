@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 
 from engine.messages import ToEngine
-from engine.worker.assembly import EngineSpec
 from engine.worker.engine_client import EngineHost, EngineListener
 from engine.worker.link import MessageLink
+from engine.worker.spec import EngineSpec
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,8 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from cluster.config import Config, DiscoverySettings
-from cluster.metrics import MetricsSettings
-from cluster.rpc import HealthSettings
+from cluster.config import Config
+from cluster.settings import DiscoverySettings, HealthSettings, MetricsSettings
 from engine.sim.timing import StepTiming
 
 Role = Literal["prefill", "decode"]

@@ -23,10 +23,11 @@ from engine.errors import EngineStartError
 from engine.messages import FromEngine, StartFailed, ToEngine
 from engine.runner import Runner
 from engine.vocabulary import Chunk, Sampled
-from engine.worker.assembly import IDLE_TURN_S, EngineSpec, open_core, open_sim_runner
+from engine.worker.assembly import IDLE_TURN_S, open_core, open_sim_runner
 from engine.worker.config import WorkerConfig
 from engine.worker.cores import stay_on, step_back
 from engine.worker.link import LinkWaiter, MessageLink
+from engine.worker.spec import EngineSpec
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.registry import open_transport
 from kvtransfer.sysfs import use_nearest_nics

@@ -8,17 +8,15 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from cluster.discovery import Discovery
+from cluster.discovery import Discovery, open_discovery
 from cluster.drain import Drain
 from cluster.errors import Draining, TandemError
 from cluster.metrics import MetricsServer, new_registry
 from cluster.process import Addresses
-from cluster.redis_discovery import open_discovery
 from cluster.rpc import Server
 from cluster.tls import Member, member_of
 from engine.messages import Ready
 from engine.model_dir import ModelDir
-from engine.worker.assembly import EngineSpec
 from engine.worker.audit_service import AuditService
 from engine.worker.child_engine import ChildEngine
 from engine.worker.config import Role, WorkerConfig
@@ -26,6 +24,7 @@ from engine.worker.engine_client import EngineClient, EngineHost
 from engine.worker.joining import NAME_TAKEN_S, Memberships
 from engine.worker.lenders import Lenders
 from engine.worker.metrics import register
+from engine.worker.spec import EngineSpec
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 

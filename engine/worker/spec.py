@@ -1,0 +1,14 @@
+"""What an engine is told when it is started. Apart from what an engine is made of, which its front need not import."""
+
+from dataclasses import dataclass
+
+from engine.worker.config import Role, WorkerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """All an engine must be told."""
+
+    config: WorkerConfig
+    role: Role
+    agent_name: str
