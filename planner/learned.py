@@ -26,7 +26,8 @@ MOST_GROWTH = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """An amount for each unit of another, of lately: the older, in units, the less it counts. Idleness forgets nothing."""
+    """An amount for each unit of another, of lately: the older, in units, the less it counts. Idleness forgets
+    nothing."""
 
     amount: float
     units: float

@@ -3,8 +3,8 @@
 What holds of every wish, whatever is seen (`tests/unit/test_planner_policy.py`):
 
 - Each pool is within its bounds, and both together within `max_total`, but that min_workers go before.
-- A pool grows at once, as far as the load is predicted to need by the time a new worker serves: by the rate of arrivals,
-  and by what waits, which is more before anything is late.
+- A pool grows at once, as far as the load is predicted to need by the time a new worker serves: by the rate of
+  arrivals, and by what waits, which is more before anything is late.
 - It shrinks only when fewer would have done for `down_after_s` without a break, even for a load larger by `margin`;
   then a step each `down_every_s`. So a constant load, or one that wavers by less than the margin, changes nothing.
 - It is at nothing only where `min_workers` says so, nothing runs or waits, and nothing came for `down_after_s`.
@@ -22,9 +22,9 @@ from planner.sizing import decode_is_full, load_of, streams_per_worker
 
 BUSY = 0.6
 """A pool of which less is busy would not be better off larger, whatever misses the SLO."""
-RAISE_S, LOWER_S = 60.0, 1800.0
+RAISE_S, LOWER_S = 300.0, 1800.0
 """Of headroom: how long it takes to grow by 1, and to shrink by that."""
-MOST_HEADROOM = 4.0
+MOST_HEADROOM = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +109,7 @@ def decide(state: State | None, seen: Observation, config: PolicyConfig) -> tupl
 
 
 def _begin(seen: Observation, config: PolicyConfig) -> State:
-    wanted = {
-        role: _bounded(seen.pool(role).serving + seen.pool(role).starting, config.pool(role)) for role in ROLES
-    }
+    wanted = {role: _bounded(seen.pool(role).serving + seen.pool(role).starting, config.pool(role)) for role in ROLES}
     while config.max_total is not None and sum(wanted.values()) > config.max_total:
         above = [role for role in ROLES if wanted[role] > config.pool(role).min_workers]
         wanted[max(above, key=lambda role: wanted[role])] -= 1

@@ -22,10 +22,11 @@ class Load:
     """Of such things, that one worker may have."""
 
     def workers(self, headroom: float, margin: float = 0.0) -> int:
-        """Square-root staffing: the mean, and `headroom` times its standard deviation were it Poisson's."""
+        """Square-root staffing: the mean, and `headroom` times its standard deviation were it Poisson's. That is free
+        in the mean, and does what waits; more is wanted where more waits than that does in time."""
         mean = self.mean * (1 + margin)
-        wanted = (mean + headroom * math.sqrt(mean) + self.waiting) / self.per_worker
-        return math.ceil(wanted - 1e-9)
+        free = max(headroom * math.sqrt(mean), self.waiting)
+        return math.ceil((mean + free) / self.per_worker - 1e-9)
 
 
 def load_of(role: Role, learned: Learned, seen: Observation, config: PolicyConfig) -> Load:

@@ -1,4 +1,4 @@
-"""What came to a router for one model and how soon it was answered, in counters that only grow: what a planner reads."""
+"""What came to a router for one model, and how soon it was answered: counters that only grow, for a planner."""
 
 from bisect import bisect_left
 

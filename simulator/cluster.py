@@ -16,8 +16,8 @@ from router.rates import Priors
 from simulator.clock import VirtualClock
 from simulator.fronts import Fronts
 from simulator.gaps import Gaps
-from simulator.links import Links
 from simulator.leaving import DRAIN_S, Leaving
+from simulator.links import Links
 from simulator.request import Outcome, TraceRequest
 from simulator.router import SimRouter
 from simulator.transport import VirtualTransport

@@ -105,7 +105,9 @@ class SimRouter:
             return
         if isinstance(message, pb.LoadReport):
             self.fleet.reported(member, message)
-        elif message.snapshot or member.next_cache_sequence is not None:  # before the first snapshot is nothing to change
+        elif (
+            message.snapshot or member.next_cache_sequence is not None
+        ):  # before the first snapshot is nothing to change
             in_step = self.fleet.cache_changed(member, message)
             assert in_step, "nothing is lost between a simulated worker and its router"
         self._kick()

@@ -423,6 +423,12 @@ def replay_trace(
         Path | None, typer.Option(metavar="FILE", help="workers as `tandem calibrate` found them, instead of a GPU's")
     ] = None,
     kill: Annotated[list[str] | None, typer.Option(metavar="WORKER@S", help="it dies then; repeatable")] = None,
+    autoscale: Annotated[
+        int | None, typer.Option(metavar="MOST", help="and a cluster that a planner sizes: up to so many of each role")
+    ] = None,
+    worker_start: Annotated[float, typer.Option(help="seconds until a worker that it starts serves")] = 60.0,
+    swing: Annotated[float, typer.Option(help="the rate's highest, of its lowest: a sine, the lowest first")] = 1.0,
+    period: Annotated[float, typer.Option(help="of that, in seconds after --rate")] = 3600.0,
     seed: Annotated[int, typer.Option(help="the same seed gives the same figures")] = 0,
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="write all figures")] = None,
     png: Annotated[Path | None, typer.Option(metavar="FILE", help="draw the comparison; needs matplotlib")] = None,
@@ -435,9 +441,10 @@ def replay_trace(
     from simulator.calibration import Calibration
     from simulator.gpus import gpu_named
     from simulator.model_shape import open_shape
-    from simulator.replay import Setup, scenarios
+    from simulator.replay import Setup, autoscaled, scenarios
     from simulator.results import Slo
     from simulator.traces.reading import Trace, Window
+    from simulator.traces.swing import Swing
     from tandem.replay import compare, parse_failures, parse_modes, parse_policies, parse_splits
 
     setup = Setup(
@@ -456,7 +463,10 @@ def replay_trace(
     )
     window = Window(rate, start, math.inf if duration is None else duration, requests, spread, seed)
     found = scenarios(setup, parse_modes(modes), parse_policies(policies), parse_splits(split or []))
-    compare(console, setup, found, Trace(trace, window), json_path, png, log_decisions)
+    if autoscale is not None:
+        found.append(autoscaled(setup, autoscale, worker_start))
+    requests_of = Swing(Trace(trace, window), swing, period)
+    compare(console, setup, found, requests_of, trace.name, json_path, png, log_decisions)
 
 
 @app.command()
