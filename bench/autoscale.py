@@ -3,13 +3,13 @@
 `python -m bench.autoscale [--quick]`; with --quick a tenth of it, which is for trying the bench out.
 
 The day: the first 2,000 requests of the trace in their own order, at such a rate that they take 1,500 s, and then moved
-so that the rate is a sine's (`simulator/traces/swing.py`): it begins and ends at its lowest, and is ten times that in the
-middle. A real day has 24 hours. This one turns 58 times as fast, while a worker takes a whole minute to start: that is
-harder on the planner.
+so that the rate is a sine's (`simulator/traces/swing.py`): it begins and ends at its lowest, and is ten times that in
+the middle. A real day has 24 hours. This one turns 58 times as fast, while a worker takes a whole minute to start: that
+is harder on the planner.
 
-Both sides have the same routers, engines and GPUs. A worker is paid for from the moment it is asked for. The fixed fleet
-is the smallest, of any numbers of prefill and decode workers, that keeps the SLO for as large a share of the requests as
-the planner did; that one more worker makes a fleet no worse is taken for granted.
+Both sides have the same routers, engines and GPUs. A worker is paid for from the moment it is asked for. The fixed
+fleet is the smallest, of any numbers of prefill and decode workers, that keeps the SLO for as large a share of the
+requests as the planner did; that one more worker makes a fleet no worse is taken for granted.
 """
 
 import concurrent.futures

@@ -37,8 +37,9 @@ class PolicyConfig(Config):
     """Until a new worker serves: load is predicted for so long ahead."""
     switch: bool = False
     """A worker may change its role in place. Only where the executor can, and both pools have the same hardware."""
-    switch_s: NonNegativeFloat = 5.0
-    """What that takes. Where it is not less than `start_s`, nobody switches."""
+    switch_s: NonNegativeFloat = 30.0
+    """What that takes: its streams go on for up to `drain_s` before they are handed over. Where it is not less than
+    `start_s`, nobody switches."""
     clear_s: PositiveFloat = 10.0
     """What waits is to be gone within this time."""
     down_after_s: NonNegativeFloat = 180.0

@@ -12,9 +12,9 @@ LEVEL_S, TREND_S = 60.0, 180.0
 """How long a rate of arrivals, and its trend, are remembered: what is older counts for less than 1/e."""
 RUNNING_S = 20.0
 """Likewise running streams."""
-REQUESTS = 300.0
+REQUESTS = 400.0
 """Likewise, in requests: how long prompts are, and which part of them is computed."""
-BUSY_S = 300.0
+BUSY_S = 1200.0
 """Likewise, in seconds of a busy worker: how fast one is."""
 MISSES = 100.0
 """Likewise, in requests: which part of them misses the SLO."""
@@ -86,6 +86,8 @@ class Learned:
     """Of the tokens of prompts: those that no cache had."""
     prefill_tokens_per_s: Ratio
     """Of a prefill worker, while it has something to compute."""
+    prefill_s: Ratio
+    """Of a busy prefill worker, that a request takes."""
     stream_blocks: Ratio
     """Of KV, that a running stream takes."""
     itl: Line
@@ -103,6 +105,7 @@ class Learned:
             prompt_tokens=Ratio.prior(config.prompt_tokens, REQUESTS),
             computed_share=Ratio.prior(1.0, REQUESTS * config.prompt_tokens),
             prefill_tokens_per_s=Ratio.prior(config.prefill_tokens_per_s, BUSY_S),
+            prefill_s=Ratio.prior(config.prompt_tokens / config.prefill_tokens_per_s, REQUESTS),
             stream_blocks=Ratio.prior(0.0, REQUESTS),
             itl=Line(config.step_s, config.stream_delay_s),
         )
@@ -120,6 +123,7 @@ class Learned:
             prompt_tokens=self.prompt_tokens.seen(new.arrived_tokens, new.arrived),
             computed_share=self.computed_share.seen(computed, new.ended_tokens),
             prefill_tokens_per_s=self.prefill_tokens_per_s.seen(new.lent_tokens, busy_s),
+            prefill_s=self.prefill_s.seen(busy_s, new.first_tokens),
             stream_blocks=self.stream_blocks.seen(now.decode.used_blocks, now.decode.running),
             itl=_itl_seen(self.itl, before, now, new),
             running=self.running + weight * (now.decode.running - self.running),

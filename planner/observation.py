@@ -1,6 +1,6 @@
 """What a planner sees at one moment, of all routers together. Pure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -8,6 +8,8 @@ from protos import inference_pb2 as pb
 
 Role = Literal["prefill", "decode"]
 ROLES: tuple[Role, Role] = ("prefill", "decode")
+MOST_ROUTERS = 256
+"""That are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class PoolSeen:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What grows only, but for a router that starts again."""
+    """What only grows."""
 
     arrived: int = 0
     arrived_tokens: int = 0
@@ -50,8 +52,11 @@ class Counters:
     itl_sum_s: float = 0.0
 
     def since(self, before: "Counters") -> "Counters":
-        """What was added; nothing of what a router has forgotten."""
+        """What was added."""
         return Counters(*(max(0, getattr(self, name) - getattr(before, name)) for name in self.__slots__))
+
+    def plus(self, more: "Counters") -> "Counters":
+        return Counters(*(getattr(self, name) + getattr(more, name) for name in self.__slots__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,31 +77,54 @@ class Observation:
         return self.prefill if role == "prefill" else self.decode
 
 
+class Tallies:
+    """Counters of all routers together. One that does not answer for a while has still counted what it has, and one
+    that is new, or has started again, counts from when it was first heard."""
+
+    def __init__(self) -> None:
+        self.total = Counters()
+        self._last: dict[str, Counters] = {}
+        """By router; the one that was heard last, last."""
+
+    def heard(self, router: str, counters: Counters) -> None:
+        """`router` is another one for each start of it."""
+        before = self._last.pop(router, counters)
+        self._last[router] = counters
+        self.total = self.total.plus(counters.since(before))
+        if len(self._last) > MOST_ROUTERS:
+            del self._last[next(iter(self._last))]
+
+
+def counters_of(status: pb.ModelStatus, ttft_s: float, itl_s: float) -> Counters:
+    """As one router has them, of one model; with the SLO."""
+    traffic = status.traffic
+    return Counters(
+        arrived=traffic.arrived,
+        arrived_tokens=traffic.arrived_tokens,
+        ended_tokens=traffic.ended_tokens,
+        lent_tokens=traffic.lent_tokens,
+        own_tokens=traffic.own_tokens,
+        refused=sum(status.refused.values()),
+        first_tokens=sum(traffic.ttft.counts),
+        ttft_missed=missed(traffic.ttft, ttft_s),
+        streams=sum(traffic.itl.counts),
+        itl_missed=missed(traffic.itl, itl_s),
+        itl_sum_s=traffic.itl.sum_s,
+    )
+
+
 def observe(
-    at_s: float, routers: Sequence[pb.ModelStatus], starting: dict[Role, int], ttft_s: float, itl_s: float
+    at_s: float, routers: Sequence[pb.ModelStatus], starting: Mapping[Role, int], counters: Counters
 ) -> Observation:
-    """What they say together of one model. A worker is the same to all of them; requests each has its own."""
+    """What the routers that answer say of one model. A worker is the same to all of them; requests each has its own."""
     workers = {worker.worker_id: worker for status in routers for worker in status.workers}
-    traffic = [status.traffic for status in routers]
     return Observation(
         at_s=at_s,
         prefill=_pool("prefill", workers.values(), starting),
         decode=_pool("decode", workers.values(), starting),
         waiting=sum(status.waiting for status in routers),
-        waiting_tokens=sum(each.waiting_tokens for each in traffic),
-        counters=Counters(
-            arrived=sum(each.arrived for each in traffic),
-            arrived_tokens=sum(each.arrived_tokens for each in traffic),
-            ended_tokens=sum(each.ended_tokens for each in traffic),
-            lent_tokens=sum(each.lent_tokens for each in traffic),
-            own_tokens=sum(each.own_tokens for each in traffic),
-            refused=sum(sum(status.refused.values()) for status in routers),
-            first_tokens=sum(sum(each.ttft.counts) for each in traffic),
-            ttft_missed=sum(missed(each.ttft, ttft_s) for each in traffic),
-            streams=sum(sum(each.itl.counts) for each in traffic),
-            itl_missed=sum(missed(each.itl, itl_s) for each in traffic),
-            itl_sum_s=sum(each.itl.sum_s for each in traffic),
-        ),
+        waiting_tokens=sum(status.traffic.waiting_tokens for status in routers),
+        counters=counters,
     )
 
 
@@ -113,7 +141,7 @@ def missed(latencies: pb.Latencies, limit_s: float) -> float:
     return late
 
 
-def _pool(role: Role, workers: Iterable[pb.WorkerStatus], starting: dict[Role, int]) -> PoolSeen:
+def _pool(role: Role, workers: Iterable[pb.WorkerStatus], starting: Mapping[Role, int]) -> PoolSeen:
     heard = [worker for worker in workers if worker.role == role and worker.heard and not worker.draining]
     return PoolSeen(
         serving=len(heard),

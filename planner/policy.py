@@ -22,7 +22,7 @@ from planner.sizing import decode_is_full, load_of, streams_per_worker
 
 BUSY = 0.6
 """A pool of which less is busy would not be better off larger, whatever misses the SLO."""
-RAISE_S, LOWER_S = 300.0, 1800.0
+RAISE_S, LOWER_S = 600.0, 1800.0
 """Of headroom: how long it takes to grow by 1, and to shrink by that."""
 MOST_HEADROOM = 2.0
 

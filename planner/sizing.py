@@ -50,11 +50,10 @@ def decode_is_full(seen: Observation, config: PolicyConfig) -> bool:
 
 
 def _prefill(learned: Learned, seen: Observation, config: PolicyConfig) -> Load:
-    each = learned.prefill_tokens_per_s.value
-    share = min(1.0, learned.computed_share.value)
-    tokens_per_s = learned.arrivals.at(config.start_s) * learned.prompt_tokens.value * share
-    waiting = 0.0 if decode_is_full(seen, config) and seen.prefill.serving else seen.waiting_tokens * share
-    return Load(tokens_per_s / each, waiting / each / config.clear_s, 1.0)
+    busy = learned.arrivals.at(config.start_s) * learned.prefill_s.value
+    waiting = 0.0 if decode_is_full(seen, config) and seen.prefill.serving else seen.waiting_tokens
+    waiting_s = waiting * min(1.0, learned.computed_share.value) / learned.prefill_tokens_per_s.value
+    return Load(busy, waiting_s / config.clear_s, 1.0)
 
 
 def _decode(learned: Learned, seen: Observation, config: PolicyConfig) -> Load:

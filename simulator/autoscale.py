@@ -4,13 +4,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from planner.config import PolicyConfig
-from planner.observation import ROLES, Role, observe
+from planner.observation import ROLES, Role, Tallies, counters_of, observe
 from planner.policy import State, Wish, decide
 from router.status import load_status
 from simulator.cluster import START_S, SimCluster
 from simulator.worker import SimWorker, WorkerSpec
 
 MODEL = "simulated"
+JOIN_S = 0.5
+"""Between two roles a worker is nobody's for so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class Autoscaler:
     sizes: list[Sizes] = field(default_factory=list)
     num_switched: int = 0
     _state: State | None = None
+    _tallies: Tallies = field(default_factory=Tallies)
     _roles: dict[str, Role] = field(default_factory=dict)
     """Of those that switch: what they will be."""
     _numbers: dict[Role, int] = field(default_factory=dict)
@@ -61,7 +64,9 @@ class Autoscaler:
         cluster, policy = self.cluster, self.settings.policy
         now = cluster.clock.now
         said = [load_status(MODEL, router.fleet, router.admission) for router in cluster.routers]
-        seen = observe(now, said, {role: self._on_their_way(role) for role in ROLES}, policy.ttft_s, policy.itl_s)
+        for router, status in zip(cluster.routers, said, strict=True):
+            self._tallies.heard(router.fleet.router_id, counters_of(status, policy.ttft_s, policy.itl_s))
+        seen = observe(now, said, {role: self._on_their_way(role) for role in ROLES}, self._tallies.total)
         self._state, wish = decide(self._state, seen, policy)
         self._perform(wish)
         self._note(wish)
@@ -86,7 +91,7 @@ class Autoscaler:
     def _switch(self, worker: SimWorker, role: Role) -> None:
         self._roles[worker.worker_id] = role
         self.num_switched += 1
-        self.cluster.switch(worker.worker_id, role, self.spec_of(role).limits.budget, self.settings.policy.switch_s)
+        self.cluster.switch(worker.worker_id, role, self.spec_of(role).limits.budget, JOIN_S)
 
     def _size(self, role: Role, wanted: int) -> None:
         cluster = self.cluster

@@ -110,6 +110,9 @@ def up(
     config: Annotated[
         Path | None, typer.Option(help="YAML file with `worker:` and `router:` mappings, and a list `models:`")
     ] = None,
+    autoscale: Annotated[
+        bool, typer.Option("--autoscale", help="pools size themselves, as `planner:` in the file says")
+    ] = False,
 ) -> None:
     """Start a router and workers as Ray actors, and serve until Ctrl-C.
 
@@ -128,10 +131,12 @@ def up(
         steps("looking for a Ray cluster")
         try:
             from tandem.ray_cluster import serve  # importing Ray takes a second: say something first
+            from tandem.ray_planner import planner_config
             from tandem.ray_settings import RaySettings
         except ModuleNotFoundError as error:
             raise StartError("ray", f"{error}; install tandem-serving[ray]") from None
-        _run(serve(topology, steps, RaySettings.parse(cluster.settings.ray)))
+        planner = planner_config(cluster.settings.planner, topology.router) if autoscale else None
+        _run(serve(topology, steps, RaySettings.parse(cluster.settings.ray), planner))
 
 
 CLUSTER_NAME = "tandem"
@@ -154,6 +159,25 @@ def scale(
             raise StartError("scale", f"{text!r} is not ROLE=N, such as decode=5")
         wanted[role] = int(count)
     order(name, "scale", wanted, model)
+
+
+@app.command()
+def switch(
+    worker: Annotated[str, typer.Argument(help="its id, as `tandem status` shows it")],
+    to: Annotated[str, typer.Option(help="prefill or decode")],
+    address: Annotated[
+        str, typer.Option("--address", "-a", envvar="TANDEM_ADDRESS", help="host:port where workers join a router")
+    ] = DEFAULT_ADDRESS,
+    tls_ca: Annotated[Path | None, typer.Option(help="of the cluster's members (PEM)", rich_help_panel=ACCESS)] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="of a member", rich_help_panel=ACCESS)] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="and its key", rich_help_panel=ACCESS)] = None,
+) -> None:
+    """Give a worker the other role in place: its weights stay loaded and its cache as it is; no stream is lost."""
+    from cluster.tls import TlsSettings, member_of
+    from tandem.switching import switch_worker
+
+    member = member_of(TlsSettings(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key))
+    _run(switch_worker(console, address.split(",")[0], member, worker, to))
 
 
 @app.command()
