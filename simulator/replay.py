@@ -11,6 +11,7 @@ from engine.scheduler import StepBudget
 from engine.sim.timing import StepWork
 from engine.worker.config import Role, WorkerConfig
 from planner.config import PolicyConfig, PoolConfig
+from router.admission.config import AdmissionConfig
 from router.config import RouterConfig
 from router.rates import Priors
 from simulator.autoscale import Autoscale, Autoscaler, Sizes
@@ -60,6 +61,8 @@ class Setup:
     message_s: float = 0.0005
     event_lag_s: float = 0.01
     learn_rates: bool = True
+    admission: AdmissionConfig = AdmissionConfig()
+    """Of every router."""
     failures: tuple[Failure, ...] = ()
     skip: bool = True
     seed: int = 0
@@ -254,6 +257,7 @@ def cluster_spec(setup: Setup, scenario: Scenario, make_fleet: FleetMaker | None
         message_s=message_s,
         event_lag_s=event_lag_s,
         learn_rates=setup.learn_rates,
+        admission=setup.admission,
         make_fleet=make_fleet or _fleet_of(scenario),
         failures=tuple(failure for failure in setup.failures if failure.worker_id in names),
         skip=setup.skip,
