@@ -18,6 +18,7 @@ BUSY_S = 1200.0
 """Likewise, in seconds of a busy worker: how fast one is."""
 MISSES = 100.0
 """Likewise, in requests: which part of them misses the SLO."""
+LEAST = 1e-9
 DOUBT = 0.1
 """A prior counts as much as this part of what is remembered."""
 MOST_GROWTH = 2.0
@@ -106,7 +107,7 @@ class Learned:
             computed_share=Ratio.prior(1.0, REQUESTS * config.prompt_tokens),
             prefill_tokens_per_s=Ratio.prior(config.prefill_tokens_per_s, BUSY_S),
             prefill_s=Ratio.prior(config.prompt_tokens / config.prefill_tokens_per_s, REQUESTS),
-            stream_blocks=Ratio.prior(0.0, REQUESTS),
+            stream_blocks=Ratio(0.0, LEAST, REQUESTS),  # nothing is known: the first that is seen counts
             itl=Line(config.step_s, config.stream_delay_s),
         )
 

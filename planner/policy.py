@@ -161,7 +161,7 @@ def _headroom(value: float, role: Role, state: State, config: PolicyConfig, over
     """More while requests miss what this pool is answerable for, and it is busy."""
     learned, seen, least = state.learned, state.seen, config.pool(role).headroom
     pool, late = seen.pool(role), learned.ttft_missed.value
-    full = decode_is_full(seen, config) and seen.waiting > 0
+    full = decode_is_full(learned, seen, config) and seen.waiting > 0
     if role == "prefill":
         busy = pool.busy / pool.serving if pool.serving else 1.0
         missed = 0.0 if full else late

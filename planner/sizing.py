@@ -43,15 +43,18 @@ def streams_per_worker(learned: Learned, seen: Observation, config: PolicyConfig
     return max(LEAST_STREAMS, min(by_itl, by_kv))
 
 
-def decode_is_full(seen: Observation, config: PolicyConfig) -> bool:
-    """What waits in line waits for room on a decode worker, and not for a lender."""
+def decode_is_full(learned: Learned, seen: Observation, config: PolicyConfig) -> bool:
+    """What waits in line waits for room on a decode worker, and not for a lender: too many blocks are taken, or too few
+    are left on each for a stream as they are."""
     pool = seen.decode
-    return pool.serving == 0 or pool.used_blocks >= config.kv_share * pool.num_blocks
+    if pool.serving == 0 or pool.used_blocks >= config.kv_share * pool.num_blocks:
+        return True
+    return (pool.num_blocks - pool.used_blocks) / pool.serving < learned.stream_blocks.value
 
 
 def _prefill(learned: Learned, seen: Observation, config: PolicyConfig) -> Load:
     busy = learned.arrivals.at(config.start_s) * learned.prefill_s.value
-    waiting = 0.0 if decode_is_full(seen, config) and seen.prefill.serving else seen.waiting_tokens
+    waiting = 0.0 if decode_is_full(learned, seen, config) and seen.prefill.serving else seen.waiting_tokens
     waiting_s = waiting * min(1.0, learned.computed_share.value) / learned.prefill_tokens_per_s.value
     return Load(busy, waiting_s / config.clear_s, 1.0)
 
@@ -59,5 +62,5 @@ def _prefill(learned: Learned, seen: Observation, config: PolicyConfig) -> Load:
 def _decode(learned: Learned, seen: Observation, config: PolicyConfig) -> Load:
     arrivals = learned.arrivals
     growth = arrivals.at(config.start_s) / arrivals.level if arrivals.level > 0 else 1.0
-    waiting = seen.waiting if decode_is_full(seen, config) else 0
+    waiting = seen.waiting if decode_is_full(learned, seen, config) else 0
     return Load(learned.running * growth, waiting, streams_per_worker(learned, seen, config))

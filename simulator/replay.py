@@ -61,7 +61,7 @@ class Setup:
     message_s: float = 0.0005
     event_lag_s: float = 0.01
     learn_rates: bool = True
-    admission: AdmissionConfig = AdmissionConfig()
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     """Of every router."""
     failures: tuple[Failure, ...] = ()
     skip: bool = True

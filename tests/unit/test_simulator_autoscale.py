@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.config import PolicyConfig, PoolConfig
+from planner.observation import ROLES, Role
 from simulator.autoscale import Autoscale
 from simulator.cluster import START_S, SimCluster, audit
 from simulator.errors import BadSetup
@@ -127,21 +128,20 @@ def test_whatever_changes_nothing_is_lost_and_runs_of_steps_change_nothing(seed:
         rng = random.Random(seed)
         found: list[tuple[float, Callable[[SimCluster], object]]] = []
         for number in range(6):
-            at_s, role = rng.uniform(0, 4), rng.choice(["prefill", "decode"])
+            at_s, role = rng.uniform(0, 4), rng.choice(ROLES)
             what, drain_s = rng.randrange(4), rng.choice([0.05, 2.0])
             pick = rng.random()
 
             def change(
                 cluster: SimCluster,
                 what: int = what,
-                role: str = role,
+                role: Role = role,
                 drain_s: float = drain_s,
                 pick: float = pick,
                 number: int = number,
             ) -> None:
                 if what == 0:
-                    spec = worker_spec("decode" if role == "decode" else "prefill")
-                    cluster.add(f"{role}-{90 + number}", spec, 0.7)
+                    cluster.add(f"{role}-{90 + number}", worker_spec(role), 0.7)
                     return
                 there = [w for n, w in cluster.workers.items() if n not in ("decode-0", "prefill-0") and not w.draining]
                 if not there:
@@ -152,9 +152,9 @@ def test_whatever_changes_nothing_is_lost_and_runs_of_steps_change_nothing(seed:
                 elif what == 2:
                     cluster.kill(worker.worker_id)
                 else:
-                    other = "prefill" if worker.role == "decode" else "decode"
-                    budget = worker_spec("prefill" if other == "prefill" else "decode").limits.budget
-                    cluster.switch(worker.worker_id, "prefill" if other == "prefill" else "decode", budget, 0.3, drain_s)
+                    other: Role = "prefill" if worker.role == "decode" else "decode"
+                    budget = worker_spec(other).limits.budget
+                    cluster.switch(worker.worker_id, other, budget, 0.3, drain_s)
 
             found.append((at_s, change))
         return found
