@@ -98,10 +98,10 @@ def setup_of(workers: int) -> Setup:
 def planned(requests: int) -> tuple[Kept, Run]:
     """The pools size themselves, from two workers on."""
     setup = setup_of(2)
-    pool = PoolConfig(max_workers=MOST, headroom=0.5)
+    prefill = PoolConfig(max_workers=MOST, headroom=0.5)
     patience = {"clear_s": SLO.ttft_s, "down_after_s": 60.0, "down_every_s": 10.0}
-    policy = policy_of(setup, MOST, START_S).model_copy(update={"prefill": pool, "decode": pool} | patience)
-    autoscale = Autoscale(policy)
+    known = {"prefill": prefill, "prompt_tokens": 12_000.0} | patience
+    autoscale = Autoscale(policy_of(setup, MOST, START_S).model_copy(update=known))
     run = replay(setup, Scenario("conditional", 1, 1, autoscale=autoscale), day(requests))
     return kept_of("planned", run), run
 
