@@ -19,7 +19,7 @@ BUSY_S = 1200.0
 MISSES = 100.0
 """Likewise, in requests: which part of them misses the SLO."""
 LEAST = 1e-9
-DOUBT = 0.1
+DOUBT = 0.02
 """A prior counts as much as this part of what is remembered."""
 MOST_GROWTH = 2.0
 """No more than so many times what comes now is predicted."""

@@ -21,7 +21,7 @@ MARGIN = 0.03
 
 def verdict(runs: Sequence[Run]) -> str:
     """Whether to disaggregate, by goodput under the SLO for each GPU, our own routing on both sides."""
-    ours = [run for run in runs if run.scenario.policy == "ours"]
+    ours = [run for run in runs if run.scenario.policy == "ours" and run.scenario.autoscale is None]
     together = _best([run for run in ours if run.scenario.mode == "aggregated"])
     apart = _best([run for run in ours if run.scenario.mode != "aggregated"])
     if together is None or apart is None:
