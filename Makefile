@@ -9,7 +9,7 @@ ROUTERS_VENV := .venv-routers
 HELM := .helm/helm
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test test-faults fuzz lint types unit integration helm e2e ray gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator bench-known bench-agreement bench-load bench-api protos check-protos install clean
+.PHONY: demo test test-faults fuzz lint types unit integration helm e2e ray gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator bench-known bench-autoscale bench-agreement bench-load bench-api protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -84,6 +84,9 @@ bench-simulator: $(INSTALLED)
 
 bench-known: $(INSTALLED)
 	@$(BIN)/python -m bench.known_results
+
+bench-autoscale: $(INSTALLED)
+	@$(BIN)/python -m bench.autoscale
 
 bench-agreement: $(INSTALLED)
 	@$(BIN)/python -m bench.agreement

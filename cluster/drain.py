@@ -39,6 +39,10 @@ class Drain:
     def begin(self) -> None:
         self.draining = True
 
+    def resume(self) -> None:
+        """New calls are taken again; whatever is still under way was told to end."""
+        self.draining = self.over = False
+
     async def idle(self, timeout_s: float) -> bool:
         """Wait until no call is under way; False when some still is after `timeout_s`."""
         if not self._ends:

@@ -13,7 +13,7 @@ from prefill_worker.service import add_lend_service
 
 
 def add_services(server: Any, context: WorkerContext) -> list[str]:
-    """A decode worker decodes, and lends what it holds as every worker does."""
+    """Of a worker of either role, since it may switch: it lends what it holds, and it could decode."""
     return [*add_decode_service(server, context), *add_lend_service(server, context)]
 
 

@@ -1,11 +1,13 @@
 """The Decode service: runs placed requests on the engine, with loans from the lenders the router chose."""
 
 import asyncio
+import functools
 import itertools
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from google.protobuf.message import DecodeError
+from tokenizers import Tokenizer
 
 from cluster.errors import InvalidRequest, ServiceError, to_status
 from decode_worker.attempt import Attempt
@@ -22,8 +24,15 @@ class DecodeService(pb_grpc.DecodeServicer):
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
-        self._tokenizer = load_tokenizer(context.model_dir)
         self._numbers = itertools.count(1)
+        if context.roles.role == "decode":
+            self._tokenizer  # noqa: B018  # now, and not with the first request
+        else:
+            context.roles.before_decode.append(lambda: self._tokenizer)
+
+    @functools.cached_property
+    def _tokenizer(self) -> Tokenizer | None:
+        return load_tokenizer(self._context.model_dir)
 
     async def Serve(
         self, request_iterator: AsyncIterator[pb.RouterFrame], context: Any

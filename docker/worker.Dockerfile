@@ -25,6 +25,7 @@ COPY cluster cluster
 COPY decode_worker decode_worker
 COPY engine engine
 COPY kvtransfer kvtransfer
+COPY planner planner
 COPY prefill_worker prefill_worker
 COPY protos protos
 COPY router router

@@ -9,7 +9,7 @@ import itertools
 import operator
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
 from engine.bookkeeper import Bookkeeper
@@ -28,6 +28,7 @@ from engine.messages import (
     LoanFailed,
     LoanStarted,
     Ready,
+    SetBudget,
     TakeSnapshot,
     ToEngine,
 )
@@ -228,6 +229,9 @@ class EngineCore:
                 self._lending.close(loan_id)
             case TakeSnapshot():
                 self._reports.send_snapshot()
+            case SetBudget(budget):
+                self._limits = replace(self._limits, budget=budget)
+                self.steady.budget = budget
             case Audit(audit_id):
                 self._emit(self.audit(audit_id))
 

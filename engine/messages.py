@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.pool import CacheEvent
+from engine.scheduler import StepBudget
 from engine.vocabulary import Failure, FinishReason, SamplingParams, TokenLogprobs
 
 # ----------------------------------------------------------------------------------------- to the engine
@@ -113,6 +114,13 @@ class TakeSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class SetBudget:
+    """Compute so much in a step from now on: the worker's role has changed."""
+
+    budget: StepBudget
+
+
+@dataclass(frozen=True, slots=True)
 class Audit:
     """Check every book against every holder and answer Audited."""
 
@@ -120,7 +128,17 @@ class Audit:
 
 
 ToEngine = (
-    Generate | Cancel | LoanStarted | LoanBlocks | LoanFailed | Lend | LendReleased | LendClosed | TakeSnapshot | Audit
+    Generate
+    | Cancel
+    | LoanStarted
+    | LoanBlocks
+    | LoanFailed
+    | Lend
+    | LendReleased
+    | LendClosed
+    | TakeSnapshot
+    | SetBudget
+    | Audit
 )
 
 # --------------------------------------------------------------------------------------- from the engine

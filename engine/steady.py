@@ -37,7 +37,7 @@ class SteadySteps:
         self._requests = requests
         self._lending = lending
         self._reports = reports
-        self._budget = budget
+        self.budget = budget
         self._take_turns = take_turns
         self.sequences: list[Sequence] = []
         """Of the run, in the order of its batches."""
@@ -47,7 +47,7 @@ class SteadySteps:
         was done."""
         residency, width = self._requests.residency, self._books.layout.block_tokens
         sequences = residency.running
-        if not sequences or len(sequences) > self._budget.max_tokens:
+        if not sequences or len(sequences) > self.budget.max_tokens:
             return 0
         if self._books.in_step or residency.short or self._lending.num_waiting or self._lending.computes:
             return 0

@@ -5,9 +5,9 @@ import sys
 from cluster.errors import StartError
 from cluster.logs import set_up
 from cluster.process import run_role
+from decode_worker.__main__ import add_services
 from engine.worker.config import WorkerConfig
 from engine.worker.runtime import start_worker
-from prefill_worker.service import add_lend_service
 
 
 def main() -> int:
@@ -17,7 +17,7 @@ def main() -> int:
     except StartError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return run_role(lambda: start_worker(config, "prefill", add_lend_service))
+    return run_role(lambda: start_worker(config, "prefill", add_services))
 
 
 if __name__ == "__main__":

@@ -1377,6 +1377,7 @@ class ModelStatus(_message.Message):
     INPUT_TOKENS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     PREDICTION_RATIO_FIELD_NUMBER: _builtins.int
+    TRAFFIC_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     waiting: _builtins.int
     """Requests in the router's line."""
@@ -1396,6 +1397,10 @@ class ModelStatus(_message.Message):
     def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkStatus]:
         """As placement assumes them, learnt from receipts. At most 1024, of workers that have reported."""
 
+    @_builtins.property
+    def traffic(self) -> Global___Traffic:
+        """What a planner sizes the pools by."""
+
     def __init__(
         self,
         *,
@@ -1408,16 +1413,99 @@ class ModelStatus(_message.Message):
         input_tokens: _builtins.int = ...,
         output_tokens: _builtins.int = ...,
         prediction_ratio: _builtins.float | None = ...,
+        traffic: Global___Traffic | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_prediction_ratio", b"_prediction_ratio", "prediction_ratio", b"prediction_ratio"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prediction_ratio", b"_prediction_ratio", "prediction_ratio", b"prediction_ratio", "traffic", b"traffic"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prediction_ratio", b"_prediction_ratio", "input_tokens", b"input_tokens", "links", b"links", "name", b"name", "output_tokens", b"output_tokens", "prediction_ratio", b"prediction_ratio", "refused", b"refused", "requests", b"requests", "waiting", b"waiting", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prediction_ratio", b"_prediction_ratio", "input_tokens", b"input_tokens", "links", b"links", "name", b"name", "output_tokens", b"output_tokens", "prediction_ratio", b"prediction_ratio", "refused", b"refused", "requests", b"requests", "traffic", b"traffic", "waiting", b"waiting", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prediction_ratio: _TypeAlias = _typing.Literal["prediction_ratio"]  # noqa: Y015
     _WhichOneofArgType__prediction_ratio: _TypeAlias = _typing.Literal["_prediction_ratio", b"_prediction_ratio"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prediction_ratio) -> _WhichOneofReturnType__prediction_ratio | None: ...
 
 Global___ModelStatus: _TypeAlias = ModelStatus  # noqa: Y015
+
+@_typing.final
+class Traffic(_message.Message):
+    """Of one model, since the router started, but for what waits."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ARRIVED_FIELD_NUMBER: _builtins.int
+    ARRIVED_TOKENS_FIELD_NUMBER: _builtins.int
+    WAITING_TOKENS_FIELD_NUMBER: _builtins.int
+    ENDED_TOKENS_FIELD_NUMBER: _builtins.int
+    LENT_TOKENS_FIELD_NUMBER: _builtins.int
+    OWN_TOKENS_FIELD_NUMBER: _builtins.int
+    TTFT_FIELD_NUMBER: _builtins.int
+    ITL_FIELD_NUMBER: _builtins.int
+    arrived: _builtins.int
+    """Requests that were accepted as such, whatever became of them, and the tokens of their prompts."""
+    arrived_tokens: _builtins.int
+    waiting_tokens: _builtins.int
+    """Tokens of the prompts in the router's line, now."""
+    ended_tokens: _builtins.int
+    """Of requests that ended well: tokens of their prompts; of these, such as a lender computed, and such as the decode
+    worker did.
+    """
+    lent_tokens: _builtins.int
+    own_tokens: _builtins.int
+    @_builtins.property
+    def ttft(self) -> Global___Latencies:
+        """From arrival to the first token; and the mean of a request's tokens after it."""
+
+    @_builtins.property
+    def itl(self) -> Global___Latencies: ...
+    def __init__(
+        self,
+        *,
+        arrived: _builtins.int = ...,
+        arrived_tokens: _builtins.int = ...,
+        waiting_tokens: _builtins.int = ...,
+        ended_tokens: _builtins.int = ...,
+        lent_tokens: _builtins.int = ...,
+        own_tokens: _builtins.int = ...,
+        ttft: Global___Latencies | None = ...,
+        itl: Global___Latencies | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["itl", b"itl", "ttft", b"ttft"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived", b"arrived", "arrived_tokens", b"arrived_tokens", "ended_tokens", b"ended_tokens", "itl", b"itl", "lent_tokens", b"lent_tokens", "own_tokens", b"own_tokens", "ttft", b"ttft", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Traffic: _TypeAlias = Traffic  # noqa: Y015
+
+@_typing.final
+class Latencies(_message.Message):
+    """A histogram."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOUNDS_S_FIELD_NUMBER: _builtins.int
+    COUNTS_FIELD_NUMBER: _builtins.int
+    SUM_S_FIELD_NUMBER: _builtins.int
+    sum_s: _builtins.float
+    @_builtins.property
+    def bounds_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Ascending: counts[i] are at most bounds_s[i], and above the one before; the last count is of those above all."""
+
+    @_builtins.property
+    def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        bounds_s: _abc.Iterable[_builtins.float] | None = ...,
+        counts: _abc.Iterable[_builtins.int] | None = ...,
+        sum_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bounds_s", b"bounds_s", "counts", b"counts", "sum_s", b"sum_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Latencies: _TypeAlias = Latencies  # noqa: Y015
 
 @_typing.final
 class WorkerStatus(_message.Message):
@@ -1439,6 +1527,7 @@ class WorkerStatus(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     DECODE_PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    HEARD_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
     """"prefill" or "decode"."""
@@ -1460,6 +1549,8 @@ class WorkerStatus(_message.Message):
     prefill_tokens_per_s: _builtins.float
     """Prompt tokens a second: as a lender, and beside running streams. Learnt."""
     decode_prefill_tokens_per_s: _builtins.float
+    heard: _builtins.bool
+    """Its engine has reported: what a report says is known."""
     def __init__(
         self,
         *,
@@ -1479,10 +1570,11 @@ class WorkerStatus(_message.Message):
         transport: _builtins.str = ...,
         prefill_tokens_per_s: _builtins.float = ...,
         decode_prefill_tokens_per_s: _builtins.float = ...,
+        heard: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "available_blocks", b"available_blocks", "block_tokens", b"block_tokens", "cached_blocks", b"cached_blocks", "decode_prefill_tokens_per_s", b"decode_prefill_tokens_per_s", "decoding", b"decoding", "draining", b"draining", "loans", b"loans", "num_blocks", b"num_blocks", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_loans", b"queued_loans", "queued_prefill_tokens", b"queued_prefill_tokens", "role", b"role", "running", b"running", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "available_blocks", b"available_blocks", "block_tokens", b"block_tokens", "cached_blocks", b"cached_blocks", "decode_prefill_tokens_per_s", b"decode_prefill_tokens_per_s", "decoding", b"decoding", "draining", b"draining", "heard", b"heard", "loans", b"loans", "num_blocks", b"num_blocks", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_loans", b"queued_loans", "queued_prefill_tokens", b"queued_prefill_tokens", "role", b"role", "running", b"running", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -44,6 +44,11 @@ class MembershipStub:
                 request_serializer=protos_dot_membership__pb2.MembersRequest.SerializeToString,
                 response_deserializer=protos_dot_membership__pb2.MembersReply.FromString,
                 _registered_method=True)
+        self.Loads = channel.unary_unary(
+                '/tandem.internal.v1.Membership/Loads',
+                request_serializer=protos_dot_membership__pb2.LoadsRequest.SerializeToString,
+                response_deserializer=protos_dot_membership__pb2.LoadsReply.FromString,
+                _registered_method=True)
 
 
 class MembershipServicer:
@@ -62,6 +67,13 @@ class MembershipServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Loads(self, request, context):
+        """What a planner sizes pools by: of each model its workers, what waits and what came, without links and costs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MembershipServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -74,6 +86,11 @@ def add_MembershipServicer_to_server(servicer, server):
                     servicer.Members,
                     request_deserializer=protos_dot_membership__pb2.MembersRequest.FromString,
                     response_serializer=protos_dot_membership__pb2.MembersReply.SerializeToString,
+            ),
+            'Loads': grpc.unary_unary_rpc_method_handler(
+                    servicer.Loads,
+                    request_deserializer=protos_dot_membership__pb2.LoadsRequest.FromString,
+                    response_serializer=protos_dot_membership__pb2.LoadsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -140,6 +157,33 @@ class Membership:
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def Loads(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.internal.v1.Membership/Loads',
+            protos_dot_membership__pb2.LoadsRequest.SerializeToString,
+            protos_dot_membership__pb2.LoadsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class WorkerStub:
     """On every worker: what operators and tests ask.
@@ -161,6 +205,11 @@ class WorkerStub:
                 request_serializer=protos_dot_membership__pb2.DrainRequest.SerializeToString,
                 response_deserializer=protos_dot_membership__pb2.DrainReply.FromString,
                 _registered_method=True)
+        self.SwitchRole = channel.unary_unary(
+                '/tandem.internal.v1.Worker/SwitchRole',
+                request_serializer=protos_dot_membership__pb2.SwitchRoleRequest.SerializeToString,
+                response_deserializer=protos_dot_membership__pb2.SwitchRoleReply.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -181,6 +230,14 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SwitchRole(self, request, context):
+        """Take nothing more, finish or hand over what is under way, and join again in this role, with the same weights and the
+        same cache. Answers when routers know it so; at once where it has that role.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -193,6 +250,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=protos_dot_membership__pb2.DrainRequest.FromString,
                     response_serializer=protos_dot_membership__pb2.DrainReply.SerializeToString,
+            ),
+            'SwitchRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SwitchRole,
+                    request_deserializer=protos_dot_membership__pb2.SwitchRoleRequest.FromString,
+                    response_serializer=protos_dot_membership__pb2.SwitchRoleReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -250,6 +312,33 @@ class Worker:
             '/tandem.internal.v1.Worker/Drain',
             protos_dot_membership__pb2.DrainRequest.SerializeToString,
             protos_dot_membership__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SwitchRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.internal.v1.Worker/SwitchRole',
+            protos_dot_membership__pb2.SwitchRoleRequest.SerializeToString,
+            protos_dot_membership__pb2.SwitchRoleReply.FromString,
             options,
             channel_credentials,
             insecure,

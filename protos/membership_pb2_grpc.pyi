@@ -19,6 +19,8 @@ class MembershipStub:
     Join: _aio.StreamStreamMultiCallable[_membership_pb2.WorkerMessage, _membership_pb2.RouterMessage]
     Members: _aio.UnaryUnaryMultiCallable[_membership_pb2.MembersRequest, _membership_pb2.MembersReply]
     """Who has joined: what launchers wait for. They have no API key, but are members."""
+    Loads: _aio.UnaryUnaryMultiCallable[_membership_pb2.LoadsRequest, _membership_pb2.LoadsReply]
+    """What a planner sizes pools by: of each model its workers, what waits and what came, without links and costs."""
 
 class MembershipServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -36,6 +38,14 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.Awaitable[_membership_pb2.MembersReply]:
         """Who has joined: what launchers wait for. They have no API key, but are members."""
 
+    @_abc_1.abstractmethod
+    def Loads(
+        self,
+        request: _membership_pb2.LoadsRequest,
+        context: _aio.ServicerContext[_membership_pb2.LoadsRequest, _abc.Awaitable[_membership_pb2.LoadsReply]],
+    ) -> _abc.Awaitable[_membership_pb2.LoadsReply]:
+        """What a planner sizes pools by: of each model its workers, what waits and what came, without links and costs."""
+
 def add_MembershipServicer_to_server(servicer: MembershipServicer, server: _aio.Server) -> None: ...
 
 class WorkerStub:
@@ -46,6 +56,10 @@ class WorkerStub:
     """Holds the block pool's books against everyone who claims a block."""
     Drain: _aio.UnaryUnaryMultiCallable[_membership_pb2.DrainRequest, _membership_pb2.DrainReply]
     """Take nothing more, finish or hand over what is under way, then leave and end: as SIGTERM. Answers at once."""
+    SwitchRole: _aio.UnaryUnaryMultiCallable[_membership_pb2.SwitchRoleRequest, _membership_pb2.SwitchRoleReply]
+    """Take nothing more, finish or hand over what is under way, and join again in this role, with the same weights and the
+    same cache. Answers when routers know it so; at once where it has that role.
+    """
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     """On every worker: what operators and tests ask."""
@@ -65,5 +79,15 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_membership_pb2.DrainRequest, _abc.Awaitable[_membership_pb2.DrainReply]],
     ) -> _abc.Awaitable[_membership_pb2.DrainReply]:
         """Take nothing more, finish or hand over what is under way, then leave and end: as SIGTERM. Answers at once."""
+
+    @_abc_1.abstractmethod
+    def SwitchRole(
+        self,
+        request: _membership_pb2.SwitchRoleRequest,
+        context: _aio.ServicerContext[_membership_pb2.SwitchRoleRequest, _abc.Awaitable[_membership_pb2.SwitchRoleReply]],
+    ) -> _abc.Awaitable[_membership_pb2.SwitchRoleReply]:
+        """Take nothing more, finish or hand over what is under way, and join again in this role, with the same weights and the
+        same cache. Answers when routers know it so; at once where it has that role.
+        """
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _aio.Server) -> None: ...

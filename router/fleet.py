@@ -23,6 +23,7 @@ from router.rates import Ints, Priors, Rates
 from router.receipts import measured
 from router.scores import LogRatios
 from router.snapshot import Hits, Workers, WorkerView
+from router.traffic import Traffic
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +91,8 @@ class Fleet:
         """What workers echo placements under: a router that restarts counts anew, and so has a mark of its own."""
         self.ttft_scores = LogRatios()
         """Of predictions: predicted over actual TTFT of streams that ended well."""
+        self.traffic = Traffic()
+        """Counted by whoever takes requests in."""
         self._workers: dict[str, Worker] = {}
         self._index = PrefixIndex()
         self._learner = Learner(priors)

@@ -11,6 +11,7 @@ from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 from router.fleet import Worker
 from router.served_model import ServedModel, ServedModels
+from router.status import load_status
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,10 @@ class MembershipService(pb_grpc.MembershipServicer):
         workers = [worker for model in self._models for worker in model.fleet.workers if worker.load is not None]
         num_decode = sum(worker.decodes for worker in workers)
         return pb.MembersReply(prefill_workers=len(workers) - num_decode, decode_workers=num_decode)
+
+    async def Loads(self, request: pb.LoadsRequest, context: Any) -> pb.LoadsReply:
+        models = [load_status(model.name, model.fleet, model.dispatcher.admission) for model in self._models]
+        return pb.LoadsReply(router_id=self._router_id, incarnation=self._incarnation, models=models)
 
     def _left(self, model: ServedModel, worker: Worker) -> None:
         log.info("%s left", worker.worker_id)

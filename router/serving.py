@@ -85,6 +85,7 @@ class Serving:
         try:
             ticket = await self._intake.check(request, deadline_s, principal)
             watched.checked(ticket)
+            ticket.model.fleet.traffic.arrived(len(ticket.prompt))
             on_checked(ticket)
             charge = await self._gate.enter(request.tenant, ticket.most_tokens)
             emitted = Emitted(ticket.sampling.n)
@@ -143,6 +144,8 @@ class Serving:
                         if not placed.started:
                             model.fleet.started(placed)
                             started_at = time.monotonic()
+                            if emitted.empty:
+                                model.fleet.traffic.first_token(started_at - ticket.arrived_at)
                         emitted.add(message)
                         yield message
                 if placed.started:
@@ -209,6 +212,7 @@ def _learn(ticket: Ticket, placed: Placed, last_message: bytes, first_message_s:
     finish = pb.GenerateResponse.FromString(last_message).finish
     ticket.finish = finish
     if finish.HasField("receipt"):
+        ticket.model.fleet.traffic.finished(finish)
         # The first message of these is not the first token.
         other = ticket.sampling.HasField("prompt_logprobs") or ticket.sampling.HasField("beam_width")
         ticket.model.fleet.finished(placed, finish, None if other else first_message_s)

@@ -4,6 +4,7 @@ import math
 import time
 
 from protos import inference_pb2 as pb
+from router.admission.core import Admission
 from router.fleet import Fleet, Worker
 from router.served_model import ServedModel, ServedModels
 
@@ -23,16 +24,23 @@ def cluster_status(router_id: str, draining: bool, models: ServedModels, started
 def _model(model: ServedModel) -> pb.ModelStatus:
     fleet, costs = model.fleet, model.costs
     ratio = fleet.ttft_scores.quantiles([0.5])[0]
+    status = load_status(model.name, fleet, model.dispatcher.admission)
+    status.links.extend(_links(fleet))
+    status.requests = costs.num_requests
+    status.input_tokens, status.output_tokens = costs.input_tokens, costs.output_tokens
+    if not math.isnan(ratio):
+        status.prediction_ratio = ratio
+    return status
+
+
+def load_status(name: str, fleet: Fleet, admission: Admission) -> pb.ModelStatus:
+    """What a planner reads: workers, what waits, and what came."""
     return pb.ModelStatus(
-        name=model.name,
+        name=name,
         workers=[_worker(fleet, worker) for worker in sorted(fleet.workers, key=lambda worker: worker.worker_id)],
-        waiting=model.dispatcher.num_waiting,
-        refused={str(reason): count for reason, count in model.dispatcher.admission.num_refused.items()},
-        links=_links(fleet),
-        requests=costs.num_requests,
-        input_tokens=costs.input_tokens,
-        output_tokens=costs.output_tokens,
-        prediction_ratio=None if math.isnan(ratio) else ratio,
+        waiting=admission.num_waiting,
+        refused={str(reason): count for reason, count in admission.num_refused.items()},
+        traffic=fleet.traffic.said(admission.waiting_tokens),
     )
 
 
@@ -49,6 +57,7 @@ def _worker(fleet: Fleet, worker: Worker) -> pb.WorkerStatus:
         transport=hello.transport,
     )
     if load is not None:
+        status.heard = True
         status.running, status.decoding = load.running, load.decoding
         status.loans, status.queued_loans = load.loans, load.queued_loans
         status.queued_prefill_tokens = load.queued_prefill_tokens

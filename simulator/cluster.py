@@ -3,9 +3,11 @@
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import count, pairwise
 
-from engine.messages import CacheChanged, Load, Ready
+from engine.messages import CacheChanged, Load, Ready, SetBudget, TakeSnapshot
+from engine.scheduler import StepBudget
+from engine.worker.config import Role
 from engine.worker.joining import cache_events, load_report
 from protos import membership_pb2 as pb
 from router.admission.config import AdmissionConfig
@@ -14,6 +16,7 @@ from router.rates import Priors
 from simulator.clock import VirtualClock
 from simulator.fronts import Fronts
 from simulator.gaps import Gaps
+from simulator.leaving import DRAIN_S, Leaving
 from simulator.links import Links
 from simulator.request import Outcome, TraceRequest
 from simulator.router import SimRouter
@@ -62,6 +65,16 @@ class ClusterSpec:
     """Of which router a request goes to."""
 
 
+@dataclass(slots=True)
+class Hire:
+    """A worker's time, paid for from the moment it is asked for until it has left, and for good where it dies. Seconds
+    of the run's clock."""
+
+    spec: WorkerSpec
+    began_at: float
+    ended_at: float | None = None
+
+
 class SimCluster:
     """One run. Requests come from an iterator, read no further than they are needed."""
 
@@ -74,11 +87,14 @@ class SimCluster:
         self._seeds = random.Random(spec.seed)
         self.gaps = Gaps()
         self.fronts = Fronts(self.clock, spec.message_s, self._report, self._count_gaps)
-        self.workers = {
-            worker_id: self._worker(worker_id, number, worker)
-            for number, (worker_id, worker) in enumerate(spec.workers, start=1)
-        }
-        self.dead: list[SimWorker] = []
+        self._numbers = count(1)
+        self.hires: dict[str, Hire] = {}
+        self.workers = {worker_id: self._worker(worker_id, worker) for worker_id, worker in spec.workers}
+        self.starting: dict[str, WorkerSpec] = {}
+        """Asked for, and not there yet."""
+        self.leaving: dict[str, Leaving] = {}
+        self.gone: list[SimWorker] = []
+        """Dead, or left."""
         self.routers = [self._router(number) for number in range(spec.num_routers)]
         self.num_under_way = 0
         for worker in self.workers.values():
@@ -100,13 +116,77 @@ class SimCluster:
 
     def kill(self, worker_id: str) -> None:
         """Its machine has lost its power."""
-        worker = self.workers.pop(worker_id)
-        self.dead.append(worker)
+        self._end(self.workers[worker_id], self.spec.message_s)
+
+    # ------------------------------------------------------------------ others than at the beginning
+
+    def add(self, worker_id: str, spec: WorkerSpec, start_s: float) -> None:
+        """One more worker, of an id that none ever had, which serves after `start_s`; it is paid for from now."""
+        self.starting[worker_id] = spec
+        self.hires[worker_id] = Hire(spec, self.clock.now)
+        self.clock.after(start_s, self._arrived, worker_id)
+
+    def remove(self, worker_id: str, drain_s: float = DRAIN_S) -> None:
+        """It takes nothing more, finishes or hands over what it has, and goes; or does not come at all."""
+        if self.starting.pop(worker_id, None) is not None:
+            self.hires[worker_id].ended_at = self.clock.now
+        else:
+            self._leave(self.workers[worker_id], drain_s, self._left)
+
+    def switch(self, worker_id: str, role: Role, budget: StepBudget, switch_s: float, drain_s: float = DRAIN_S) -> None:
+        """It leaves as it would for good, and is back `switch_s` after that in another role, with its cache."""
+        self._leave(
+            self.workers[worker_id],
+            drain_s,
+            lambda worker: self.clock.after(switch_s, self._turn_into, worker, role, budget),
+        )
+
+    def _leave(self, worker: SimWorker, drain_s: float, on_left: Callable[[SimWorker], object]) -> None:
+        worker.draining = True
+        for router in self.routers:
+            self.clock.after(self.spec.event_lag_s, router.drains, worker)
+        self.leaving[worker.worker_id] = Leaving(worker, self.fronts, self.clock, drain_s, on_left)
+
+    def _left(self, worker: SimWorker) -> None:
+        self.hires[worker.worker_id].ended_at = self.clock.now
+        self._end(worker, self.spec.event_lag_s)
+
+    def _arrived(self, worker_id: str) -> None:
+        if (spec := self.starting.pop(worker_id, None)) is not None:
+            worker = self.workers[worker_id] = self._worker(worker_id, spec)
+            hello = hello_of(worker, worker.start())
+            for router in self.routers:
+                self.clock.after(self.spec.event_lag_s, self._join, router, worker, hello)
+            worker.tell(TakeSnapshot())
+
+    def _turn_into(self, worker: SimWorker, role: Role, budget: StepBudget) -> None:
+        """What it said before is heard before it has left; what its cache holds is said anew."""
+        if not worker.alive:
+            return
+        del self.leaving[worker.worker_id]
+        worker.role, worker.draining = role, False
+        hello = hello_of(worker, worker.ready)
+        for router in self.routers:
+            self.clock.after(self.spec.event_lag_s, router.left, worker)
+            self.clock.after(self.spec.event_lag_s, self._join, router, worker, hello)
+        worker.tell(SetBudget(budget), TakeSnapshot())
+
+    def _join(self, router: SimRouter, worker: SimWorker, hello: pb.Hello) -> None:
+        """Unless it died on the way."""
+        if worker.alive:
+            router.joined(worker, hello)
+
+    def _end(self, worker: SimWorker, noticed_s: float) -> None:
+        """It is no more; routers know so long after."""
+        del self.workers[worker.worker_id]
+        if (leaving := self.leaving.pop(worker.worker_id, None)) is not None:
+            leaving.cancel()
+        self.gone.append(worker)
         worker.kill()
-        self.links.cut(worker_id)
+        self.links.cut(worker.worker_id)
         self.fronts.died(worker)
         for router in self.routers:
-            self.clock.after(self.spec.message_s, router.left, worker)
+            self.clock.after(noticed_s, router.left, worker)
 
     def _arrive(self, arrivals: Iterator[TraceRequest], on_progress: Callable[[float], object]) -> None:
         """The next request sets out at its time; it counts as under way from now, so that the run goes on."""
@@ -138,14 +218,15 @@ class SimCluster:
 
     def _report(self, worker: SimWorker, message: CacheChanged | Load) -> None:
         said: pb.LoadReport | pb.CacheEvents
-        said = load_report(message, draining=False) if isinstance(message, Load) else cache_events(message)
+        said = load_report(message, worker.draining) if isinstance(message, Load) else cache_events(message)
         for router in self.routers:
             self.clock.after(self.spec.event_lag_s, router.reported, worker, said)
 
-    def _worker(self, worker_id: str, number: int, spec: WorkerSpec) -> SimWorker:
+    def _worker(self, worker_id: str, spec: WorkerSpec) -> SimWorker:
         self.links.add(worker_id, spec.nic_bytes_per_s)
+        self.hires.setdefault(worker_id, Hire(spec, self.clock.now))
         transport = VirtualTransport(self.clock, self.links, worker_id, spec.read_latency_s)
-        return SimWorker(worker_id, number, spec, self.clock, transport, self.fronts, self.spec.skip)
+        return SimWorker(worker_id, next(self._numbers), spec, self.clock, transport, self.fronts, self.spec.skip)
 
     def _router(self, number: int) -> SimRouter:
         spec = self.spec
@@ -158,7 +239,7 @@ def hello_of(worker: SimWorker, ready: Ready) -> pb.Hello:
     return pb.Hello(
         worker_id=worker.worker_id,
         incarnation=worker.worker_id.encode(),
-        role=pb.ROLE_DECODE if worker.spec.role == "decode" else pb.ROLE_PREFILL,
+        role=pb.ROLE_DECODE if worker.role == "decode" else pb.ROLE_PREFILL,
         address=worker.worker_id,
         model="simulated",
         model_fingerprint=ready.model_fingerprint,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from engine.messages import (
     CacheChanged,
+    Cancel,
     CloseLoan,
     FromEngine,
     Generate,
@@ -35,6 +36,8 @@ from simulator.clock import VirtualClock
 from simulator.transport import PREFIX
 from simulator.worker import Listener, SimWorker
 
+TOLD = "this worker was told to stop"
+
 
 @dataclass(slots=True, eq=False)
 class Attempt:
@@ -52,6 +55,8 @@ class Attempt:
     on_rejected: Callable[["Attempt", Rejected], object]
     on_lost: Callable[["Attempt"], object]
     """Its worker died."""
+    on_handed_over: Callable[["Attempt"], object]
+    """Its worker was told to stop, and will not go on with it."""
     received_at: float = 0.0
     account: KvAccount = field(default_factory=KvAccount)
     """As the front has it: since the first token."""
@@ -116,6 +121,27 @@ class Fronts(Listener):
             elif stream.borrower is worker:
                 self._close(stream)
 
+    def num_requests(self, worker: SimWorker) -> int:
+        """Under way there."""
+        return sum(attempt.worker is worker for attempt in self._attempts.values())
+
+    def num_lent(self, worker: SimWorker) -> int:
+        """Loans that it gives."""
+        return sum(stream.lender is worker for stream in self._given.values())
+
+    def hand_over(self, worker: SimWorker) -> None:
+        """Its requests go on elsewhere, from what they have."""
+        for attempt in [a for a in self._attempts.values() if a.worker is worker]:
+            worker.tell(Cancel(attempt.engine_id))
+            if self._attempts.pop(attempt.engine_id, None) is not None:
+                self._clock.after(self._message_s, attempt.on_handed_over, attempt)
+
+    def end_loans(self, worker: SimWorker) -> None:
+        """That it gives."""
+        for stream in [s for s in self._given.values() if s.lender is worker]:
+            self._end(stream, TOLD)
+            worker.tell(LendClosed(stream.lender_id))
+
     # ------------------------------------------------------------------ what engines say
 
     def hear(self, worker: SimWorker, message: FromEngine) -> None:
@@ -158,6 +184,9 @@ class Fronts(Listener):
         if not attempt.worker.alive:
             self._lose(attempt)
             return
+        if attempt.worker.draining:
+            self._clock.after(self._message_s, attempt.on_handed_over, attempt)
+            return
         attempt.received_at = self._clock.now
         self._attempts[attempt.engine_id] = attempt
         attempt.worker.tell(attempt.generate)
@@ -190,6 +219,8 @@ class Fronts(Listener):
     def _ask(self, stream: Stream, lend: Lend) -> None:
         if not stream.lender.alive:
             self._end(stream, "nobody is there")
+        elif stream.lender.draining and lend.may_compute:
+            self._end(stream, TOLD)
         else:
             stream.lender.tell(lend)
 

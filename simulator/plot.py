@@ -10,6 +10,8 @@ from simulator.report import verdict
 from simulator.results import Results, Spread
 
 COLOURS = dict(zip(MODES, ("#5b6b7b", "#d08a2c", "#1f77b4"), strict=True))
+SIZES_HEIGHT = 1.9
+"""Inches, of what shows one cluster's sizes over time."""
 INK, FAINT = "#22282e", "#d7dde2"
 
 
@@ -24,12 +26,18 @@ def open_figures() -> Any:
 
 def write_plot(path: Path, runs: Sequence[Run], setup: Setup, trace: str) -> None:
     """Raises BadSetup without matplotlib."""
-    height = 1.9 + 0.42 * len(runs)
+    sized = [run for run in runs if run.sizes]
+    below = SIZES_HEIGHT * len(sized)
+    height = 1.9 + 0.42 * len(runs) + below
     figure = open_figures()(figsize=(14, height), dpi=150, facecolor="white")
     axes = figure.subplots(1, 5, sharey=True, width_ratios=(3, 3, 2, 2, 2))
     longest = max(len(run.scenario.name) for run in runs)
     figure.subplots_adjust(
-        left=max(0.1, 0.012 + 0.0063 * longest), right=0.985, top=1 - 1.15 / height, bottom=0.62 / height, wspace=0.1
+        left=max(0.1, 0.012 + 0.0063 * longest),
+        right=0.985,
+        top=1 - 1.15 / height,
+        bottom=(0.62 + below) / height,
+        wspace=0.1,
     )
     _times(axes[0], runs, lambda results: results.ttft_s, 1.0, setup.slo.ttft_s, "time to first token, s")
     _times(axes[1], runs, lambda results: results.itl_s, 1e3, setup.slo.itl_s * 1e3, "time between tokens, ms")
@@ -41,6 +49,10 @@ def write_plot(path: Path, runs: Sequence[Run], setup: Setup, trace: str) -> Non
         label.set_color(COLOURS[run.scenario.mode])
         label.set_fontweight("bold" if run.scenario.policy == "ours" else "normal")
     axes[0].set_ylim(len(runs) - 0.4, -0.6)
+    for number, run in enumerate(sized):
+        bottom = (0.35 + below - (number + 1) * SIZES_HEIGHT) / height
+        box = (figure.subplotpars.left, bottom, 0.985 - figure.subplotpars.left, (SIZES_HEIGHT - 0.9) / height)
+        _sizes(figure.add_axes(box), run)
     left = 0.012
     figure.text(left, 1 - 0.36 / height, verdict(runs), fontsize=14, fontweight="bold", color=INK, va="center")
     figure.text(left, 1 - 0.68 / height, _subtitle(runs, setup, trace), fontsize=9.5, color="#5d6770", va="center")
@@ -91,6 +103,17 @@ def _bars(axes: Any, runs: Sequence[Run], value_of: Callable[[Results], float], 
         )
     axes.set_xlim(0, max([*finite, 1e-9]) * 1.22)
     _tidy(axes, title)
+
+
+def _sizes(axes: Any, run: Run) -> None:
+    """Workers over time, of which the starting ones serve nobody yet."""
+    times = [size.at_s for size in run.sizes]
+    colours = (("prefill", "#1f77b4"), ("decode", "#d08a2c"), ("starting", "#9aa5af"))
+    for name, colour in colours:
+        axes.step(times, [getattr(size, name) for size in run.sizes], color=colour, where="post", label=name)
+    axes.legend(fontsize=8, frameon=False, loc="upper right")
+    axes.set_ylim(bottom=0)
+    _tidy(axes, f"{run.scenario.name}: workers, by seconds of the trace")
 
 
 def _tidy(axes: Any, title: str) -> None:

@@ -1,7 +1,7 @@
 """A trace through several clusters of the same GPUs: who computes prompts, how many do, and who chooses."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,8 +10,11 @@ from engine.layout import KvLayout
 from engine.scheduler import StepBudget
 from engine.sim.timing import StepWork
 from engine.worker.config import Role, WorkerConfig
+from planner.config import PolicyConfig, PoolConfig
+from router.admission.config import AdmissionConfig
 from router.config import RouterConfig
 from router.rates import Priors
+from simulator.autoscale import Autoscale, Autoscaler, Sizes
 from simulator.calibration import Calibration
 from simulator.cluster import START_S, ClusterSpec, Failure, FleetMaker, SimCluster, plain_fleet
 from simulator.errors import BadSetup
@@ -58,6 +61,8 @@ class Setup:
     message_s: float = 0.0005
     event_lag_s: float = 0.01
     learn_rates: bool = True
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    """Of every router."""
     failures: tuple[Failure, ...] = ()
     skip: bool = True
     seed: int = 0
@@ -101,11 +106,14 @@ class Scenario:
     prefill: int
     decode: int
     policy: Policy = "ours"
+    autoscale: Autoscale | None = None
+    """Then `prefill` and `decode` are what it begins with."""
 
     @property
     def name(self) -> str:
         shape = f"{self.decode}" if not self.prefill else f"{self.prefill}P:{self.decode}D"
-        return f"{self.mode} {shape}" + ("" if self.policy == "ours" else f" {self.policy}")
+        words = [self.mode, shape, *([] if self.policy == "ours" else [self.policy])]
+        return " ".join([*words, *(["autoscaled"] if self.autoscale else [])])
 
     @property
     def apart(self) -> bool:
@@ -153,6 +161,16 @@ def scenarios(
     return found
 
 
+def autoscaled(setup: Setup, most: int, start_s: float) -> Scenario:
+    """One prefill and one decode worker, and as many more of each, up to `most`, as a planner likes. Raises
+    BadSetup."""
+    if most < 1:
+        raise BadSetup("autoscale", f"{most} is not at least 1")
+    if not 0 <= start_s < math.inf:
+        raise BadSetup("worker_start", f"{start_s} is not a time")
+    return Scenario("conditional", 1, 1, autoscale=Autoscale(policy_of(setup, most, start_s)))
+
+
 @dataclass(slots=True)
 class Run:
     """A scenario and what it came to."""
@@ -162,7 +180,9 @@ class Run:
     reasons: dict[str, int] = field(default_factory=dict)
     """Of refusals and failures, by how many."""
     busy: dict[str, float] = field(default_factory=dict)
-    """By role: mean part of the time that workers were in steps."""
+    """By role: mean part of the time that workers were in steps, of those there at the end."""
+    sizes: list[Sizes] = field(default_factory=list)
+    """Of an autoscaled cluster, in time."""
 
 
 def replay(
@@ -181,15 +201,31 @@ def replay(
         on_end(outcome)
 
     cluster = SimCluster(cluster_spec(setup, scenario, make_fleet), ended)
+    scaler = None
+    if scenario.autoscale is not None:
+        scaler = Autoscaler(cluster, scenario.autoscale, lambda role: spec_of(setup, role, scenario.apart))
+        scaler.begin()
     cluster.run(trace, on_progress)
-    gpus, usd_per_hour = bill(setup, scenario)
-    results = tally.results(cluster.gaps, gpus, usd_per_hour / gpus)
+    gpu_seconds, usd = paid(setup, scenario, cluster, START_S + tally.duration_s)
+    results = tally.results(cluster.gaps, gpu_seconds, usd)
     busy: dict[str, float] = {}
     for role in ("prefill", "decode"):
         workers = [worker for worker in cluster.workers.values() if worker.spec.role == role]
         if workers and results.duration_s:
             busy[role] = sum(worker.busy_s for worker in workers) / len(workers) / results.duration_s
-    return Run(scenario, results, tally.reasons, busy)
+    return Run(scenario, results, tally.reasons, busy, scaler.sizes if scaler else [])
+
+
+def paid(setup: Setup, scenario: Scenario, cluster: SimCluster, until: float) -> tuple[float, float]:
+    """GPU-seconds from the trace's beginning, by all workers that there were; and USD for them."""
+    gpu_seconds = usd = 0.0
+    for hire in cluster.hires.values():
+        ended_at = until if hire.ended_at is None else min(until, hire.ended_at)
+        gpu, count = setup.hardware(hire.spec.role, scenario.apart)
+        seconds = count * max(0.0, ended_at - max(START_S, hire.began_at))
+        gpu_seconds += seconds
+        usd += seconds * setup.price_of(gpu) / 3600
+    return gpu_seconds, usd
 
 
 def bill(setup: Setup, scenario: Scenario) -> tuple[int, float]:
@@ -206,11 +242,13 @@ def cluster_spec(setup: Setup, scenario: Scenario, make_fleet: FleetMaker | None
     """Raises BadSetup for a model that does not fit."""
     measured = setup.calibration
     names = {name for name, _ in scenario.workers}
+    specs = {role: spec_of(setup, role, scenario.apart) for role in dict(scenario.workers).values()}
+    workers = tuple((name, specs[role]) for name, role in scenario.workers)
     if measured is None:
-        workers, priors = tuple(_workers(setup, scenario)), priors_of(setup, scenario.apart)
+        priors = priors_of(setup, scenario.apart)
         message_s, event_lag_s = setup.message_s, setup.event_lag_s
     else:
-        workers, priors = tuple(_measured_workers(measured, scenario)), RouterConfig.model_construct().priors()
+        priors = RouterConfig.model_construct().priors()
         message_s, event_lag_s = measured.message_s, measured.event_lag_s
     return ClusterSpec(
         workers=workers,
@@ -219,6 +257,7 @@ def cluster_spec(setup: Setup, scenario: Scenario, make_fleet: FleetMaker | None
         message_s=message_s,
         event_lag_s=event_lag_s,
         learn_rates=setup.learn_rates,
+        admission=setup.admission,
         make_fleet=make_fleet or _fleet_of(scenario),
         failures=tuple(failure for failure in setup.failures if failure.worker_id in names),
         skip=setup.skip,
@@ -249,35 +288,54 @@ def priors_of(setup: Setup, apart: bool) -> Priors:
     )
 
 
+def policy_of(setup: Setup, most: int, start_s: float = 60.0) -> PolicyConfig:
+    """A planner's, which begins with what an operator would know of his GPUs; `most` workers in each pool."""
+    priors, decode = priors_of(setup, apart=True), roofline_of(setup, "decode", apart=True)
+    one, two = (decode.seconds_of(StepWork(streams=count, context_tokens=4096 * count)) for count in (1, 2))
+    pool = PoolConfig(max_workers=most)
+    return PolicyConfig(
+        prefill=pool,
+        decode=pool,
+        ttft_s=setup.slo.ttft_s,
+        itl_s=setup.slo.itl_s,
+        start_s=start_s,
+        prefill_tokens_per_s=priors.prefill_tokens_per_s,
+        step_s=one,
+        stream_delay_s=two - one,
+    )
+
+
 def nic_bytes_per_s(roofline: Roofline) -> float:
     """Of a worker: each of its GPUs has a NIC."""
     return roofline.gpu.nic_bytes_per_s * roofline.tp
 
 
-def _workers(setup: Setup, scenario: Scenario) -> Iterator[tuple[str, WorkerSpec]]:
+def spec_of(setup: Setup, role: Role, apart: bool) -> WorkerSpec:
+    """A worker's; `apart`: there are prefill workers. Raises BadSetup for a model that does not fit."""
+    if setup.calibration is not None:
+        return _measured_spec(setup.calibration, role)
     model = setup.model
     # All heads as one: a block has as many bytes, and one fingerprint.
     layout = KvLayout(model.layers, 1, model.kv_heads * model.head_dim, setup.block_tokens, _dtype(model))
-    chunks: dict[Role, int] = {"prefill": setup.prefill_chunk, "decode": setup.decode_chunk}
-    for name, role in scenario.workers:
-        roofline = roofline_of(setup, role, scenario.apart)
-        limits = CoreLimits(StepBudget(max(MAX_BATCH_TOKENS, chunks[role]), chunks[role]))
-        num_blocks = roofline.num_blocks(setup.block_tokens)
-        yield name, WorkerSpec(role, layout, num_blocks, roofline, limits, nic_bytes_per_s(roofline))
+    chunk = setup.prefill_chunk if role == "prefill" else setup.decode_chunk
+    roofline = roofline_of(setup, role, apart)
+    limits = CoreLimits(StepBudget(max(MAX_BATCH_TOKENS, chunk), chunk))
+    num_blocks = roofline.num_blocks(setup.block_tokens)
+    return WorkerSpec(role, layout, num_blocks, roofline, limits, nic_bytes_per_s(roofline))
 
 
-def _measured_workers(measured: Calibration, scenario: Scenario) -> Iterator[tuple[str, WorkerSpec]]:
-    layout = measured.layout()
-    for name, role in scenario.workers:
-        chunk = measured.chunk(role)
-        limits = CoreLimits(StepBudget(max(WorkerConfig.model_fields["max_batch_tokens"].default, chunk), chunk))
-        timing = measured.timing(role)
-        yield (
-            name,
-            WorkerSpec(
-                role, layout, measured.num_blocks, timing, limits, measured.nic_bytes_per_s, measured.read_latency_s
-            ),
-        )
+def _measured_spec(measured: Calibration, role: Role) -> WorkerSpec:
+    chunk = measured.chunk(role)
+    limits = CoreLimits(StepBudget(max(WorkerConfig.model_fields["max_batch_tokens"].default, chunk), chunk))
+    return WorkerSpec(
+        role,
+        measured.layout(),
+        measured.num_blocks,
+        measured.timing(role),
+        limits,
+        measured.nic_bytes_per_s,
+        measured.read_latency_s,
+    )
 
 
 def _dtype(model: ModelShape) -> str:

@@ -7,19 +7,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
 from rich import box
 from rich.table import Table
 
 from simulator.replay import Run, Setup
 
 SHOWN = ("p50", "p95", "p99")
+MOMENTS = 24
 MARGIN = 0.03
 """Goodput that differs by less says nothing: the model of times is not that exact."""
 
 
 def verdict(runs: Sequence[Run]) -> str:
     """Whether to disaggregate, by goodput under the SLO for each GPU, our own routing on both sides."""
-    ours = [run for run in runs if run.scenario.policy == "ours"]
+    ours = [run for run in runs if run.scenario.policy == "ours" and run.scenario.autoscale is None]
     together = _best([run for run in ours if run.scenario.mode == "aggregated"])
     apart = _best([run for run in ours if run.scenario.mode != "aggregated"])
     if together is None or apart is None:
@@ -53,7 +55,16 @@ def tables_of(runs: Sequence[Run], setup: Setup) -> list[Table]:
     names = [f"{name}\n{share}" for name in ("TTFT s", "ITL ms", "E2E s") for share in SHOWN]
     times = _table(title, [name if name.endswith("p50") else "\n" + name[-3:] for name in names])
     sums = _table(
-        "", ["within\nSLO", "goodput\n/s/GPU", "cache\nhits", "GB\nmoved", "refused\n", "USD per M\nout tokens"]
+        "",
+        [
+            "within\nSLO",
+            "goodput\n/s/GPU",
+            "GPU\nhours",
+            "cache\nhits",
+            "GB\nmoved",
+            "refused\n",
+            "USD per M\nout tokens",
+        ],
     )
     best = _best(runs)
     for run in runs:
@@ -68,13 +79,26 @@ def tables_of(runs: Sequence[Run], setup: Setup) -> list[Table]:
             run.scenario.name,
             f"{results.kept_share:.1%}",
             f"{results.goodput_per_gpu:.3g}",
+            f"{results.gpu_hours:.2f}",
             f"{results.hit_rate:.1%}",
             f"{results.moved_bytes / 1e9:,.0f}",
             lost,
             f"{results.usd_per_million_output_tokens:.2f}",
             style=style,
         )
-    return [times, sums]
+    return [times, sums, *(_sizes(run) for run in runs if run.sizes)]
+
+
+def _sizes(run: Run) -> Table:
+    """Of an autoscaled cluster, at MOMENTS moments."""
+    table = Table(title=f"{run.scenario.name}: workers", title_justify="left", box=box.SIMPLE_HEAD)
+    for name in ("at s", "prefill", "decode", "starting", "wanted"):
+        table.add_column(name, justify="right")
+    sizes = run.sizes
+    for size in sizes[:: max(1, -(-len(sizes) // MOMENTS))]:
+        counts = (size.prefill, size.decode, size.starting)
+        table.add_row(f"{size.at_s:.0f}", *map(str, counts), f"{size.wanted_prefill} + {size.wanted_decode}")
+    return table
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:
@@ -104,6 +128,8 @@ def write_json(path: Path, runs: Sequence[Run], setup: Setup, trace: str) -> Non
 
 def finite(value: Any) -> Any:
     """As JSON can say it: what is no number is null."""
+    if isinstance(value, BaseModel):
+        value = value.model_dump()
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -57,6 +57,8 @@ class Results:
     failed: int
     duration_s: float
     """From the trace's beginning to the last token."""
+    gpu_hours: float
+    """That were paid for in that time."""
     input_tokens: int
     """Of finished requests, as are the others."""
     output_tokens: int
@@ -112,15 +114,21 @@ class Tally:
         self._moved += outcome.moved_bytes
         self._last_at = max(self._last_at, outcome.last_token_at)
 
-    def results(self, gaps: Gaps, num_gpus: int, usd_per_gpu_hour: float) -> Results:
-        duration_s = self._last_at - self._began_at
-        usd = num_gpus * usd_per_gpu_hour * duration_s / 3600
+    @property
+    def duration_s(self) -> float:
+        """From the beginning to the last token."""
+        return self._last_at - self._began_at
+
+    def results(self, gaps: Gaps, gpu_seconds: float, usd: float) -> Results:
+        """`usd`: what those were paid."""
+        duration_s = self.duration_s
         return Results(
             requests=sum(self._fates.values()),
             finished=self._fates[Fate.FINISHED],
             refused=self._fates[Fate.REFUSED],
             failed=self._fates[Fate.FAILED],
             duration_s=duration_s,
+            gpu_hours=gpu_seconds / 3600,
             input_tokens=self._input,
             output_tokens=self._output,
             reused_tokens=self._reused,
@@ -130,7 +138,7 @@ class Tally:
             itl_s=Spread.of_gaps(gaps),
             e2e_s=Spread.of(self._e2e_s),
             kept=self._kept,
-            goodput_per_gpu=self._kept / duration_s / num_gpus if duration_s else 0.0,
+            goodput_per_gpu=self._kept / gpu_seconds if gpu_seconds else 0.0,
             usd_per_million_output_tokens=usd / self._output * 1e6 if self._output else math.inf,
             hit_rate=self._reused / self._input if self._input else 0.0,
         )

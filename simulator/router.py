@@ -89,8 +89,15 @@ class SimRouter:
     def joined(self, worker: SimWorker, hello: pb.Hello) -> None:
         self._workers[worker.worker_id] = worker
         self._members[worker] = self.fleet.joined(hello)
-        if worker.spec.role == "decode":
+        if worker.role == "decode":
             self._decoders[worker] = hello
+        self._kick()
+
+    def drains(self, worker: SimWorker) -> None:
+        """It was told to stop."""
+        if (member := self._members.get(worker)) is not None:
+            self.fleet.drains(member)
+            self._kick()
 
     def reported(self, worker: SimWorker, message: pb.LoadReport | pb.CacheEvents) -> None:
         """From one that may have left meanwhile."""
@@ -98,13 +105,18 @@ class SimRouter:
             return
         if isinstance(message, pb.LoadReport):
             self.fleet.reported(member, message)
-        else:
+        elif (
+            message.snapshot or member.next_cache_sequence is not None
+        ):  # before the first snapshot is nothing to change
             in_step = self.fleet.cache_changed(member, message)
             assert in_step, "nothing is lost between a simulated worker and its router"
         self._kick()
 
     def left(self, worker: SimWorker) -> None:
-        self.fleet.left(self._members.pop(worker))
+        if (member := self._members.pop(worker, None)) is None:
+            return
+        self.fleet.left(member)
+        del self._workers[worker.worker_id]
         self._decoders.pop(worker, None)
         self._kick()
 
@@ -113,6 +125,7 @@ class SimRouter:
     def submit(self, result: Result, on_end: Callable[[Result], object]) -> None:
         """A request has arrived. `on_end` is called once, when its client has the last of it."""
         request, now = result.request, self._clock.now
+        self.fleet.traffic.arrived(request.input_tokens)
         if not self._decoders:
             result.reason = "no decode worker is there"
             self._finish(result, Fate.FAILED, on_end)
@@ -174,6 +187,7 @@ class SimRouter:
                 on_run=lambda _, times: self._run(ticket, times),
                 on_rejected=lambda _, rejected: self._clock.after(self._message_s, self._rejected, ticket, rejected),
                 on_lost=lambda _: self._lost(ticket),
+                on_handed_over=lambda _: self._handed_over(ticket),
             )
         )
 
@@ -205,6 +219,8 @@ class SimRouter:
         if not ticket.placed.started:
             self.fleet.started(ticket.placed)
             ticket.started_at = self._clock.now
+            if not ticket.claim.streaming:
+                self.fleet.traffic.first_token(ticket.started_at - ticket.claim.arrived_at)
 
     def _finished(self, ticket: Ticket, attempt: Attempt) -> None:
         placed, result = ticket.placed, ticket.result
@@ -212,6 +228,7 @@ class SimRouter:
         self._started(ticket)
         finish = self._receipt(ticket, attempt)
         self.fleet.finished(placed, finish, ticket.started_at - ticket.placed_at)
+        self.fleet.traffic.finished(finish)
         result.receipt = finish.receipt
         kv = finish.receipt.kv
         result.moved_bytes += kv.moved_bytes
@@ -247,6 +264,15 @@ class SimRouter:
             return
         ticket.attempts += 1
         self._clock.after(SETTLE_S / 10, self._again, ticket)
+
+    def _handed_over(self, ticket: Ticket) -> None:
+        """Nothing failed: it goes on elsewhere."""
+        assert ticket.placed is not None
+        if self.fleet.worker(ticket.placed.decode.worker_id) is ticket.placed.decode:
+            self.fleet.drains(ticket.placed.decode)
+        self._over(ticket)
+        ticket.attempts += 1
+        self._again(ticket)
 
     def _again(self, ticket: Ticket) -> None:
         if not self._decoders:
@@ -303,7 +329,9 @@ class SimRouter:
             self._clock.now - self._message_s,
             attempt.worker.worker_id,
         )
-        usage = inference_pb2.Usage(completion_tokens=ticket.result.num_emitted)
+        usage = inference_pb2.Usage(
+            prompt_tokens=ticket.result.request.input_tokens, completion_tokens=ticket.result.num_emitted
+        )
         return inference_pb2.Finish(receipt=receipt, usage=usage)
 
     # ------------------------------------------------------------------ time

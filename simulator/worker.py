@@ -72,8 +72,12 @@ class SimWorker:
         """`number`: no other worker's, above 0; of those whose steps end in one moment the lowest is first."""
         self.worker_id = worker_id
         self.spec = spec
+        self.role = spec.role
+        """As its routers know it: it may switch."""
         self.transport = transport
         self.alive = True
+        self.draining = False
+        """It takes nothing new."""
         self.busy_s = 0.0
         """Spent in steps, of those that have begun and were not skipped or are over."""
         self.num_steps = 0
@@ -92,9 +96,9 @@ class SimWorker:
 
     def start(self) -> Ready:
         """Turn from now on."""
-        ready = self.core.start()
+        self.ready = self.core.start()
         self._wake()
-        return ready
+        return self.ready
 
     def tell(self, *messages: Input) -> None:
         """They have arrived together. Said to one that is gone, they are lost."""

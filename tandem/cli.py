@@ -110,6 +110,9 @@ def up(
     config: Annotated[
         Path | None, typer.Option(help="YAML file with `worker:` and `router:` mappings, and a list `models:`")
     ] = None,
+    autoscale: Annotated[
+        bool, typer.Option("--autoscale", help="pools size themselves, as `planner:` in the file says")
+    ] = False,
 ) -> None:
     """Start a router and workers as Ray actors, and serve until Ctrl-C.
 
@@ -128,10 +131,12 @@ def up(
         steps("looking for a Ray cluster")
         try:
             from tandem.ray_cluster import serve  # importing Ray takes a second: say something first
+            from tandem.ray_planner import planner_config
             from tandem.ray_settings import RaySettings
         except ModuleNotFoundError as error:
             raise StartError("ray", f"{error}; install tandem-serving[ray]") from None
-        _run(serve(topology, steps, RaySettings.parse(cluster.settings.ray)))
+        planner = planner_config(cluster.settings.planner, topology.router) if autoscale else None
+        _run(serve(topology, steps, RaySettings.parse(cluster.settings.ray), planner))
 
 
 CLUSTER_NAME = "tandem"
@@ -154,6 +159,26 @@ def scale(
             raise StartError("scale", f"{text!r} is not ROLE=N, such as decode=5")
         wanted[role] = int(count)
     order(name, "scale", wanted, model)
+
+
+@app.command()
+def switch(
+    worker: Annotated[str, typer.Argument(help="its id, as `tandem status` shows it")],
+    to: Annotated[str, typer.Option(help="prefill or decode")],
+    address: Annotated[
+        str, typer.Option("--address", "-a", envvar="TANDEM_ADDRESS", help="host:port where workers join a router")
+    ] = DEFAULT_ADDRESS,
+    tls_ca: Annotated[Path | None, typer.Option(help="of the cluster's members (PEM)", rich_help_panel=ACCESS)] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="of a member", rich_help_panel=ACCESS)] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="and its key", rich_help_panel=ACCESS)] = None,
+) -> None:
+    """Give a worker the other role in place: its weights stay loaded and its cache as it is; no stream is lost."""
+    from cluster.settings import TlsSettings
+    from cluster.tls import member_of
+    from tandem.switching import switch_worker
+
+    member = member_of(TlsSettings(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key))
+    _run(switch_worker(console, address.split(",")[0], member, worker, to))
 
 
 @app.command()
@@ -423,6 +448,12 @@ def replay_trace(
         Path | None, typer.Option(metavar="FILE", help="workers as `tandem calibrate` found them, instead of a GPU's")
     ] = None,
     kill: Annotated[list[str] | None, typer.Option(metavar="WORKER@S", help="it dies then; repeatable")] = None,
+    autoscale: Annotated[
+        int | None, typer.Option(metavar="MOST", help="and a cluster that a planner sizes: up to so many of each role")
+    ] = None,
+    worker_start: Annotated[float, typer.Option(help="seconds until a worker that it starts serves")] = 60.0,
+    swing: Annotated[float, typer.Option(help="the rate's highest, of its lowest: a sine, the lowest first")] = 1.0,
+    period: Annotated[float, typer.Option(help="of that, in seconds after --rate")] = 3600.0,
     seed: Annotated[int, typer.Option(help="the same seed gives the same figures")] = 0,
     json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="write all figures")] = None,
     png: Annotated[Path | None, typer.Option(metavar="FILE", help="draw the comparison; needs matplotlib")] = None,
@@ -435,9 +466,10 @@ def replay_trace(
     from simulator.calibration import Calibration
     from simulator.gpus import gpu_named
     from simulator.model_shape import open_shape
-    from simulator.replay import Setup, scenarios
+    from simulator.replay import Setup, autoscaled, scenarios
     from simulator.results import Slo
     from simulator.traces.reading import Trace, Window
+    from simulator.traces.swing import Swing
     from tandem.replay import compare, parse_failures, parse_modes, parse_policies, parse_splits
 
     setup = Setup(
@@ -456,7 +488,10 @@ def replay_trace(
     )
     window = Window(rate, start, math.inf if duration is None else duration, requests, spread, seed)
     found = scenarios(setup, parse_modes(modes), parse_policies(policies), parse_splits(split or []))
-    compare(console, setup, found, Trace(trace, window), json_path, png, log_decisions)
+    if autoscale is not None:
+        found.append(autoscaled(setup, autoscale, worker_start))
+    requests_of = Swing(Trace(trace, window), swing, period)
+    compare(console, setup, found, requests_of, trace.name, json_path, png, log_decisions)
 
 
 @app.command()

@@ -6,6 +6,7 @@ models:
 router: {default_model: auto, model_rules: [{max_prompt_tokens: 200, models: [small]}]}
 worker: {kv_memory_mib: 512}
 ray: {strategy: SPREAD, decode: {num_gpus: 1}}
+planner: {prefill: {max_workers: 4}, decode: {max_workers: 8}, switch: true}
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from router.model_config import ModelsConfig
 from router.served_model import read_models
 from tandem.topology import ClusterModel, Topology, plan_models, plan_topology
 
-KEYS = ("models", "router", "worker", "ray")
+KEYS = ("models", "router", "worker", "ray", "planner")
 HTTP_PORT = 8000
 """Of the first router, where nothing else is said."""
 
@@ -32,6 +33,7 @@ class Settings:
     worker: dict[str, Any]
     models: list[dict[str, Any]]
     ray: dict[str, Any] = field(default_factory=dict)
+    planner: dict[str, Any] = field(default_factory=dict)
 
 
 def read_settings(file: Path | None) -> Settings:
@@ -45,7 +47,8 @@ def read_settings(file: Path | None) -> Settings:
                 raise StartError(key, "must be a list of mappings, one at least")
         elif not isinstance(value, dict):
             raise StartError(key, "must be a mapping")
-    return Settings(values.get("router", {}), values.get("worker", {}), values.get("models", []), values.get("ray", {}))
+    mappings = {key: values.get(key, {}) for key in KEYS if key != "models"}
+    return Settings(models=values.get("models", []), **mappings)
 
 
 @dataclass(frozen=True, slots=True)

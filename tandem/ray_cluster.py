@@ -19,8 +19,10 @@ import ray
 import ray.exceptions
 
 from cluster.tls import member_of
+from planner.runtime import PlannerConfig
 from tandem.members import await_members
 from tandem.ray_control import NAMESPACE, ControlActor, Order, name_of
+from tandem.ray_planner import start_ray_planner
 from tandem.ray_settings import RaySettings
 from tandem.ray_supervisor import Supervisor, drivers_node
 from tandem.steps import Steps
@@ -31,9 +33,11 @@ OBJECT_STORE_BYTES = 100 << 20
 """Tandem keeps nothing in Ray's object store; this is near its least size."""
 
 
-async def serve(topology: Topology, say: Steps, settings: RaySettings | None = None) -> None:
-    """Start everything, say where it serves, and return after SIGINT, SIGTERM or `tandem down`. Raises TandemError with
-    the cause of whatever fails to start."""
+async def serve(
+    topology: Topology, say: Steps, settings: RaySettings | None = None, planner: PlannerConfig | None = None
+) -> None:
+    """Start everything, say where it serves, and return after SIGINT, SIGTERM or `tandem down`. With `planner` the
+    pools size themselves. Raises TandemError with the cause of whatever fails to start."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     async with _ray(say):
@@ -42,7 +46,7 @@ async def serve(topology: Topology, say: Steps, settings: RaySettings | None = N
             loop.add_signal_handler(signum, stop.set)
         supervisor = Supervisor(topology, settings or RaySettings(), say)
         stopping = asyncio.ensure_future(stop.wait())
-        serving = asyncio.ensure_future(_serve(supervisor, topology, say, stop))
+        serving = asyncio.ensure_future(_serve(supervisor, topology, say, stop, planner))
         try:
             await asyncio.wait([stopping, serving], return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
@@ -56,7 +60,9 @@ async def serve(topology: Topology, say: Steps, settings: RaySettings | None = N
     say("stopped")
 
 
-async def _serve(supervisor: Supervisor, topology: Topology, say: Steps, stop: asyncio.Event) -> None:
+async def _serve(
+    supervisor: Supervisor, topology: Topology, say: Steps, stop: asyncio.Event, planning: PlannerConfig | None
+) -> None:
     """Returns when every role was told to stop by itself."""
     say("starting the router")
     started = await supervisor.start_routers()
@@ -75,6 +81,11 @@ async def _serve(supervisor: Supervisor, topology: Topology, say: Steps, stop: a
         f"{'https' if config.tls_cert else 'http'}://{where.metrics}/metrics" for where in started if where.metrics
     ]:
         say(f"metrics at {', '.join(metrics)}")
+    joined_at = [where.joined_at for where in started]
+    planner = None if planning is None else await start_ray_planner(planning, supervisor, joined_at, topology.models)
+    if planner is not None:
+        at = planner.addresses.metrics
+        say("pools size themselves" + (f"; why, at http://{at}/metrics" if at else ""))
     say(f"try: tandem generate --address {','.join(addresses)} 'Once upon a time'")
     say.done()
     obeying = asyncio.ensure_future(_obey(supervisor, topology.router.cluster_name, say, stop))
@@ -83,6 +94,8 @@ async def _serve(supervisor: Supervisor, topology: Topology, say: Steps, stop: a
     finally:
         obeying.cancel()
         await asyncio.gather(obeying, return_exceptions=True)
+        if planner is not None:
+            await planner.stop()
 
 
 async def _obey(supervisor: Supervisor, cluster_name: str, say: Steps, stop: asyncio.Event) -> None:

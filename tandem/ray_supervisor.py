@@ -1,157 +1,29 @@
 """Keeps the roles of a cluster running as Ray actors: starts them, starts again what dies, scales, restarts in turn."""
 
 import asyncio
-import contextlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.config import Config
 from cluster.errors import StartError, TandemError
 from cluster.process import Addresses
 from cluster.tls import member_of
 from engine.worker.config import WorkerConfig
 from tandem.members import await_members, members_of
 from tandem.ray_control import Order
+from tandem.ray_role import Role
 from tandem.ray_settings import RaySettings
 from tandem.steps import Steps
 from tandem.topology import MODULES, Topology
 
-STOP_TIMEOUT_S = 10.0
 JOIN_TIMEOUT_S = 60.0
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 """Before what died is started again; it doubles each time."""
 LONG_ENOUGH_S = 60.0
 """Who lived for so long begins with the first wait again."""
-ATTEMPTS, BETWEEN_ATTEMPTS_S = 4, 2.0
-"""Of starting an actor."""
 UNPINNED: dict[str, Any] = {"cores": None, "shared_cores": (), "niceness": 0}
-
-
-class RoleActor:
-    """Runs one role inside an actor's process."""
-
-    def __init__(self) -> None:
-        self._role: Any = None
-
-    async def start(self, module: str, config: Config, of_node: dict[str, str]) -> Addresses:
-        """Where it serves. `of_node`: settings that are to be this node's address. A failure travels to the driver as
-        its text."""
-        from cluster.logs import set_up
-
-        set_up(module)
-        if of_node:
-            config = config.model_copy(update=dict.fromkeys(of_node, ray.util.get_node_ip_address()))
-        self._role = await _start_role(module, config)
-        where: Addresses = self._role.addresses
-        return where
-
-    async def ended(self) -> str:
-        """The cause when the role cannot go on; empty once it was told to stop by a call, and has left."""
-        failing, told = asyncio.ensure_future(self._role.failed()), asyncio.ensure_future(self._role.told_to_stop())
-        await asyncio.wait([failing, told], return_when=asyncio.FIRST_COMPLETED)
-        if failing.done():
-            told.cancel()
-            return str(failing.result())
-        failing.cancel()
-        await self.leave()
-        return ""
-
-    async def leave(self) -> None:
-        """In its own time: what is under way is finished or handed over."""
-        if self._role is not None:
-            await self._role.drain()
-            await self.stop()
-
-    async def stop(self) -> None:
-        role, self._role = self._role, None
-        if role is not None:
-            await role.stop()
-
-
-async def _start_role(module: str, config: Any) -> Any:
-    if module == "router":
-        from router.runtime import start_router
-
-        return await start_router(config)
-    from engine.worker.runtime import start_worker
-
-    if module == "prefill_worker":
-        from prefill_worker.service import add_lend_service
-
-        return await start_worker(config, "prefill", add_lend_service)
-    from decode_worker.__main__ import add_services
-
-    return await start_worker(config, "decode", add_services)
-
-
-@dataclass(slots=True, eq=False)
-class Role:
-    """One that is to run."""
-
-    name: str
-    module: str
-    config: Any
-    options: dict[str, Any]
-    of_node: dict[str, str] = field(default_factory=dict)
-    handle: Any = None
-    leaving: bool = False
-    """Its end is wanted."""
-
-    async def start(self) -> Addresses:
-        """Raises StartError with its cause. An actor that dies before it says anything was put on a node that is gone,
-        and Ray did not know: it is put elsewhere."""
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                return await self._start()
-            except ray.exceptions.RayActorError as error:
-                if attempt == ATTEMPTS:
-                    raise StartError(self.name, f"its actor died: {_first_line(error)}") from None
-                await asyncio.sleep(BETWEEN_ATTEMPTS_S)
-        raise AssertionError("the last attempt raises")
-
-    async def _start(self) -> Addresses:
-        self.handle = ray.remote(RoleActor).options(max_concurrency=8, **self.options).remote()
-        try:
-            where: Addresses = await self.handle.start.remote(self.module, self.config, self.of_node)
-        except ray.exceptions.RayTaskError as error:
-            cause = error.cause
-            at, reason = (cause.field, cause.reason) if isinstance(cause, StartError) else ("start", str(cause))
-            raise StartError(f"{self.name}: {at}", reason) from None
-        return where
-
-    async def ending(self) -> str:
-        """The cause; empty of one that was told to stop and did."""
-        try:
-            cause: str = await self.handle.ended.remote()
-        except ray.exceptions.RayError as error:
-            cause = f"its actor died: {_first_line(error)}"
-        return cause
-
-    async def leave(self) -> None:
-        """Finish or hand over, and end."""
-        self.leaving = True
-        with contextlib.suppress(ray.exceptions.RayError):
-            await self.handle.leave.remote()
-        self.kill()
-
-    async def stop(self) -> None:
-        """At once, or nearly."""
-        self.leaving = True
-        if self.handle is None:
-            return
-        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
-            async with asyncio.timeout(STOP_TIMEOUT_S):
-                await self.handle.stop.remote()
-        self.kill()
-
-    def kill(self) -> None:
-        with contextlib.suppress(ray.exceptions.RayError):
-            ray.kill(self.handle)
 
 
 class Supervisor:
@@ -168,6 +40,9 @@ class Supervisor:
         self._roles: dict[str, Role] = {}
         self._keeping: dict[Role, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
+        self._starting: list[Role] = []
+        """By an order."""
+        self._order = asyncio.Lock()
 
     # ------------------------------------------------------------------ starting
 
@@ -263,28 +138,46 @@ class Supervisor:
     # ------------------------------------------------------------------ orders
 
     async def perform(self, order: Order) -> None:
-        """Raises TandemError saying why it is not done."""
-        if order.what == "scale":
-            for role, count in order.counts.items():
-                await self._scale(role, count, order.model)
-        elif order.what == "restart":
-            await self._restart()
-        else:
-            raise TandemError(f"no such order: {order.what}")
+        """One at a time. Raises TandemError saying why it is not done."""
+        async with self._order:
+            if order.what == "scale":
+                for role, count in order.counts.items():
+                    await self._scale(role, count, order.model)
+            elif order.what == "restart":
+                await self._restart()
+            else:
+                raise TandemError(f"no such order: {order.what}")
+
+    async def sizes(self, model: str) -> dict[str, int]:
+        """Workers by role, those that an order starts among them."""
+        await self._look()
+        return {
+            role: len(self._of_role(role, model)) + sum(each.module == MODULES[role] for each in self._starting)
+            for role in MODULES
+        }
+
+    async def switch(self, names: Iterable[str], role: str) -> None:
+        """These workers are to have that role. Raises TandemError."""
+        async with self._order:
+            there = [self._roles[name] for name in names if name in self._roles]
+            await asyncio.gather(*(each.switch(role) for each in there))
+            self._say(f"{', '.join(each.name for each in there)}: {role} workers now")
+            self._say.done()
 
     async def _scale(self, role: str, count: int, model: str) -> None:
         """Adds workers like those that there were at the beginning, or lets the last ones leave."""
         if role not in MODULES or count < 0:
             raise TandemError(f"{role}={count}: a role is {' or '.join(MODULES)}, and their number not negative")
         pattern, prefix = self._pattern(role, model)
-        there = sorted(self._running(prefix), key=lambda each: int(each.name.rpartition("-")[2]))
+        await self._look()
+        there = self._of_role(role, model)
         if role == "decode" and count == 0 and there:
             raise TandemError("decode=0: nothing would be served; tandem down ends the cluster")
-        leaving, numbers = there[count:], {int(each.name.rpartition("-")[2]) for each in there}
+        leaving, taken = there[count:], set(self._roles)
         await asyncio.gather(*(each.leave() for each in leaving))
-        free = (number for number in range(count + len(numbers)) if number not in numbers)
+        free = (name for number in range(count + len(taken)) if (name := f"{prefix}{number}") not in taken)
         new = [
-            self._worker(MODULES[role], pattern.model_copy(update={"worker_id": f"{prefix}{next(free)}"}))
+            self._worker(MODULES[role], pattern.model_copy(update={"worker_id": next(free)}))
             for _ in range(count - len(there))
         ]
         await self._add(new)
@@ -294,7 +187,11 @@ class Supervisor:
     async def _add(self, roles: Iterable[Role]) -> None:
         """All or those that start: a failure is told."""
         roles = list(roles)
-        outcomes = await asyncio.gather(*(role.start() for role in roles), return_exceptions=True)
+        self._starting += roles
+        try:
+            outcomes = await asyncio.gather(*(role.start() for role in roles), return_exceptions=True)
+        finally:
+            self._starting = [role for role in self._starting if role not in roles]
         failures = []
         for role, outcome in zip(roles, outcomes, strict=True):
             if isinstance(outcome, BaseException):
@@ -322,31 +219,40 @@ class Supervisor:
         """Prefill and decode workers."""
         return await members_of(self._joined_at[0], self._trust, JOIN_TIMEOUT_S)
 
-    def _running(self, prefix: str) -> list[Role]:
-        numbered = [role for role in self._roles.values() if role.name.startswith(prefix) and not role.leaving]
-        return [role for role in numbered if role.name[len(prefix) :].isdecimal()]
+    async def _look(self) -> None:
+        await asyncio.gather(*(role.look() for role in self._roles.values() if role.module != "router"))
+
+    def _of_role(self, role: str, model: str) -> list[Role]:
+        """Of that model, whatever they began as; by number."""
+        prefixes = [prefix for each in MODULES for prefix in self._patterns(each, model)]
+        found: list[tuple[int, str, Role]] = []
+        for each in self._roles.values():
+            prefix, _, number = each.name.rpartition("-")
+            if each.module == MODULES[role] and not each.leaving and f"{prefix}-" in prefixes and number.isdecimal():
+                found.append((int(number), each.name, each))
+        return [each for _, _, each in sorted(found, key=lambda entry: entry[:2])]
 
     def _pattern(self, role: str, model: str) -> tuple[WorkerConfig, str]:
         """A configuration to make more of, and what their names begin with."""
-        configs = self._topology.prefill if role == "prefill" else self._topology.decode
-        patterns = {config.worker_id.rpartition("-")[0] + "-": config for config in configs}
-        if model:
-            patterns = {prefix: config for prefix, config in patterns.items() if prefix == f"{model}-{role}-"}
+        patterns = self._patterns(role, model)
         if len(patterns) != 1:
             known = ", ".join(prefix.removesuffix(f"-{role}-") for prefix in patterns) or "none"
             raise TandemError(f"{role}: of which model? There are workers of {known}")
         ((prefix, config),) = patterns.items()
         return config, prefix
 
+    def _patterns(self, role: str, model: str) -> dict[str, WorkerConfig]:
+        """By what names begin with: of that model, or of all."""
+        configs = self._topology.prefill if role == "prefill" else self._topology.decode
+        patterns = {config.worker_id.rpartition("-")[0] + "-": config for config in configs}
+        if model:
+            patterns = {prefix: config for prefix, config in patterns.items() if prefix == f"{model}-{role}-"}
+        return patterns
+
 
 def drivers_node() -> Any:
     """For what must not be where the driver is not: it would be gone with another node."""
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-
-
-def _first_line(error: Exception) -> str:
-    """Ray's go on for pages."""
-    return str(error).partition("\n")[0]
 
 
 def _ports_of(where: Addresses) -> dict[str, int]:

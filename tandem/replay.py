@@ -1,7 +1,7 @@
 """`tandem replay`: a trace through clusters that do not exist, in virtual time."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,7 +14,7 @@ from simulator.errors import BadSetup
 from simulator.plot import open_figures, write_plot
 from simulator.replay import MODES, POLICIES, Mode, Policy, Run, Scenario, Setup, replay
 from simulator.report import tables_of, verdict, write_json
-from simulator.traces.reading import Trace
+from simulator.request import TraceRequest
 
 _Word = TypeVar("_Word", bound=str)
 
@@ -23,16 +23,18 @@ def compare(
     console: Console,
     setup: Setup,
     found: Sequence[Scenario],
-    trace: Trace,
+    trace: Iterable[TraceRequest],
+    name: str,
     json_path: Path | None,
     png_path: Path | None,
     log_path: Path | None,
 ) -> list[Run]:
-    """Run them all, print the table and the verdict, and write what was asked for. Raises BadTrace and BadSetup."""
+    """Run them all, print the table and the verdict, and write what was asked for. `name` is the trace's. Raises
+    BadTrace and BadSetup."""
     if png_path is not None:
         open_figures()  # so that a missing matplotlib is said before, and not after, the work
     runs = []
-    last_s = _last_arrival_s(console, trace)
+    last_s = _last_arrival_s(console, trace, name)
     with _progress(console) as progress:
         for scenario in found:
             task = progress.add_task(scenario.name, total=last_s)
@@ -47,10 +49,10 @@ def compare(
         for reason, count in sorted(run.reasons.items()):
             console.print(f"{run.scenario.name}: {count} x {reason}", style="dim")
     if json_path is not None:
-        write_json(json_path, runs, setup, trace.path.name)
+        write_json(json_path, runs, setup, name)
         console.print(f"figures: {json_path}")
     if png_path is not None:
-        write_plot(png_path, runs, setup, trace.path.name)
+        write_plot(png_path, runs, setup, name)
         console.print(f"picture: {png_path}")
     return runs
 
@@ -95,10 +97,10 @@ def _one_of(field: str, word: str, known: tuple[_Word, ...]) -> _Word:
     raise BadSetup(field, f"{word!r} is not known; known are {', '.join(known)}")
 
 
-def _last_arrival_s(console: Console, trace: Trace) -> float:
+def _last_arrival_s(console: Console, trace: Iterable[TraceRequest], name: str) -> float:
     """Reads the trace once: what is wrong with it is said before anything is computed, and bars know their length."""
     last_s = 0.0
-    with console.status(f"reading {trace.path}"):
+    with console.status(f"reading {name}"):
         for request in trace:
             last_s = request.arrival_s
     return max(last_s, 1e-9)

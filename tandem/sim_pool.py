@@ -16,13 +16,12 @@ from cluster.config import Config
 from cluster.errors import StartError, TandemError
 from cluster.logs import set_up
 from cluster.process import run_role
-from decode_worker.__main__ import add_services as add_decode_services
+from decode_worker.__main__ import add_services
 from engine.worker.config import Role, WorkerConfig
 from engine.worker.local_engine import LocalEngine
 from engine.worker.runtime import Worker, start_worker
 from engine.worker.spec import EngineSpec
 from kvtransfer.local import LocalNetwork
-from prefill_worker.service import add_lend_service
 
 
 @dataclass(slots=True, eq=False)
@@ -50,8 +49,7 @@ class SimPool:
             engines.append(LocalEngine(spec, self._network))
             return engines[-1]
 
-        services = add_decode_services if role == "decode" else add_lend_service
-        worker = await start_worker(config, role, services, host_engine)
+        worker = await start_worker(config, role, add_services, host_engine)
         self.workers[config.worker_id] = started = SimWorker(worker, engines[0])
         started.leaving = asyncio.ensure_future(self._stop_when_told(config.worker_id, worker))
         return started

@@ -30,6 +30,12 @@ class Topology:
         return self.routers[0]
 
     @property
+    def models(self) -> tuple[str, ...]:
+        """As the router knows them."""
+        names = (entry.name or entry.path.resolve().name for entry in self.router.entries)
+        return tuple(names)
+
+    @property
     def num_workers(self) -> int:
         return len(self.prefill) + len(self.decode)
 

@@ -1,19 +1,26 @@
-"""The Worker service: lets operators and tests see that no block is lost, and take the worker out of service."""
+"""The Worker service: lets operators and tests see that no block is lost, take the worker out of service, and change
+its role."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from cluster.errors import InvalidRequest, ServiceError, to_status
 from engine.worker.engine_client import EngineClient
+from engine.worker.switching import ROLES, RoleSwitch
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 
 
 class AuditService(pb_grpc.WorkerServicer):
-    def __init__(self, worker_id: str, engine: EngineClient, drain: Callable[[], tuple[int, int]]) -> None:
+    def __init__(
+        self, worker_id: str, engine: EngineClient, drain: Callable[[], tuple[int, int]], roles: RoleSwitch
+    ) -> None:
         """`drain` makes the worker begin to leave; the requests and loans under way."""
         self._worker_id = worker_id
         self._engine = engine
         self._drain = drain
+        self._roles = roles
 
     async def Audit(self, request: pb.AuditRequest, context: Any) -> pb.AuditReport:
         books = await self._engine.audit()
@@ -30,3 +37,15 @@ class AuditService(pb_grpc.WorkerServicer):
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainReply:
         requests, loans = self._drain()
         return pb.DrainReply(worker_id=self._worker_id, requests=requests, loans=loans)
+
+    async def SwitchRole(self, request: pb.SwitchRoleRequest, context: Any) -> pb.SwitchRoleReply:
+        """Goes on when the caller does not wait for it."""
+        try:
+            wanted = [role for role, number in ROLES.items() if number == request.role]
+            if not wanted:
+                raise InvalidRequest("role", f"{request.role} is neither ROLE_PREFILL nor ROLE_DECODE")
+            switching = asyncio.ensure_future(self._roles.to(wanted[0]))
+            handed_over = await asyncio.shield(switching)
+        except ServiceError as error:
+            await context.abort_with_status(to_status(error))
+        return pb.SwitchRoleReply(worker_id=self._worker_id, role=request.role, handed_over=handed_over)

@@ -43,6 +43,10 @@ class _Router:
     """Empty while there is no stream to it."""
     urgent: asyncio.Event = field(default_factory=asyncio.Event)
     """What is in the backlog is not to wait for more."""
+    hello: pb.Hello | None = None
+    """What it was told last."""
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    """The stream is to end, and another to begin."""
     refusal: str = ""
     """Why one of us does not want the other, as it was logged."""
 
@@ -91,10 +95,31 @@ class Memberships:
 
     def report_draining(self) -> None:
         """At once, and not with the next report of the engine."""
+        self._hurry()
+
+    def _hurry(self) -> None:
         for router in self._routers.values():
             if self._last_load is not None and not router.backlog.full():
                 router.backlog.put_nowait(self._last_load)
                 router.urgent.set()
+
+    async def rejoin(self, role: "pb.Role.ValueType", timeout_s: float) -> None:
+        """End every stream, and join again in that role. Returns once those routers know it so that had this worker
+        before, or after `timeout_s`."""
+        hello = pb.Hello()
+        hello.CopyFrom(self._hello)
+        hello.role = role
+        self._hello = hello  # another object: by that it is known who has been told
+        known = [router for router in self._routers.values() if router.router_id]
+        for router in known:
+            router.over.set()
+        self._hurry()
+        give_up_at = time.monotonic() + timeout_s
+        while any(router.hello is not self._hello or not router.router_id for router in known):
+            if time.monotonic() > give_up_at:
+                log.warning("not every router has this worker as %s yet", pb.Role.Name(role))
+                return
+            await asyncio.sleep(RETRY_S / 10)
 
     async def leave(self) -> None:
         """End every stream: the routers forget this worker."""
@@ -177,7 +202,9 @@ class Memberships:
 
     async def _join(self, stub: pb_grpc.MembershipStub, router: _Router) -> None:
         backlog = router.backlog = asyncio.Queue(MAX_BACKLOG)
-        overflow, welcomed = asyncio.Event(), asyncio.Event()
+        over = router.over = asyncio.Event()
+        welcomed, hello = asyncio.Event(), self._hello
+        router.hello = hello
 
         def watch(message: CacheChanged | Load) -> None:
             if isinstance(message, Load):
@@ -185,14 +212,14 @@ class Memberships:
             try:
                 backlog.put_nowait(message)
             except asyncio.QueueFull:
-                overflow.set()
+                over.set()
 
         async def outgoing() -> AsyncIterator[pb.WorkerMessage]:
-            yield pb.WorkerMessage(hello=self._hello)
+            yield pb.WorkerMessage(hello=hello)
             await welcomed.wait()
             self._engine.send(TakeSnapshot())
             synchronised, spoke_at = False, 0.0
-            while not overflow.is_set():
+            while not over.is_set():  # an engine speaks a few times a second
                 news = [await backlog.get()]
                 with suppress(TimeoutError):
                     async with asyncio.timeout(spoke_at + TOGETHER_S - time.monotonic()):

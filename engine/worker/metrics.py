@@ -115,11 +115,16 @@ def register(
     model: str,
     ready: Ready,
     last_load: Callable[[], Load | None],
-) -> None:
-    """Everything of one worker."""
+) -> Callable[[str], None]:
+    """Everything of one worker. What is returned is to be told its role whenever that changes."""
     info = Info("tandem_worker", "Who this is.", registry=registry)
     block = {"block_tokens": str(ready.block_tokens), "block_bytes": str(ready.block_bytes)}
-    info.info({"worker": worker_id, "role": role, "model_name": model, "transport": ready.transport} | block)
+
+    def say(role: str) -> None:
+        info.info({"worker": worker_id, "role": role, "model_name": model, "transport": ready.transport} | block)
+
+    say(role)
     registry.register(EngineCollector(last_load))
     if (nvml := open_nvml()) is not None:
         registry.register(GpuCollector(nvml))
+    return say

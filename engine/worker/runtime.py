@@ -25,6 +25,7 @@ from engine.worker.joining import NAME_TAKEN_S, Memberships
 from engine.worker.lenders import Lenders
 from engine.worker.metrics import register
 from engine.worker.spec import EngineSpec
+from engine.worker.switching import ROLES, RoleSwitch
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 
@@ -38,7 +39,6 @@ END_S = 1.0
 """For what was told to end."""
 SILENT_S = 5.0
 """An engine that has not reported for so long hangs, or nearly: it reports a few times a second."""
-ROLES = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class WorkerContext:
     """What a service of a worker may use."""
 
     config: WorkerConfig
-    role: Role
+    roles: RoleSwitch
     worker_id: str
     incarnation: bytes
     """Drawn at start: a restarted worker at the same address is another one."""
@@ -101,9 +101,22 @@ class Worker:
         )
         self._memberships.start()
 
+        context.roles.joined(self._memberships, self._empty, self._resume)
+
     def ready(self) -> bool:
-        """A router may send something: one has been joined, and the engine's loop turns."""
-        return self._memberships.num_joined > 0 and self._context.engine.silent_s < SILENT_S
+        """A router may send something: one has been joined, the engine's loop turns, and it is not changing its
+        role."""
+        context = self._context
+        joined = self._memberships.num_joined > 0 and not context.requests.draining
+        return joined and context.engine.silent_s < SILENT_S
+
+    @property
+    def role(self) -> Role:
+        return self._context.roles.role
+
+    async def switch(self, role: Role) -> int:
+        """It has that role when this returns; the requests that were handed over. Raises ServiceError."""
+        return await self._context.roles.to(role)
 
     async def failed(self) -> TandemError:
         """The engine died, or a router says that this worker does not belong to it."""
@@ -123,17 +136,33 @@ class Worker:
     async def drain(self) -> None:
         """Take nothing more; finish what is under way for `drain_s`, hand over the rest, and stay readable until nobody
         reads, or until the time for that is over too."""
-        requests, loans, drain_s = self._context.requests, self._context.loans, self._context.config.drain_s
         self._leaving.begin()
-        self._memberships.report_draining()
         await self._server.announce_stop()
-        give_up_at = time.monotonic() + drain_s
+        await self._empty()
+
+    async def _empty(self) -> int:
+        """As above, of a worker that may stay; the requests handed over."""
+        requests, loans, drain_s = self._context.requests, self._context.loans, self._context.config.drain_s
+        requests.begin()
+        loans.begin()
+        self._memberships.report_draining()
+        give_up_at, handed_over = time.monotonic() + drain_s, 0
         finished = await requests.idle(drain_s) and await loans.idle(max(0.0, give_up_at - time.monotonic()))
         if not finished:
-            log.warning("handing over %d requests; %d loans under way", requests.end_all(), loans.num_calls)
+            handed_over = requests.end_all()
+            log.warning("handing over %d requests; %d loans under way", handed_over, loans.num_calls)
             await self._stay_readable(min(drain_s, READABLE_S))
             loans.end_all()
         await asyncio.gather(requests.idle(END_S), loans.idle(END_S))
+        return handed_over
+
+    def _resume(self) -> bool:
+        """Take work again; False of a worker that is to stop."""
+        if self._leaving.told.is_set():
+            return False
+        self._context.requests.resume()
+        self._context.loans.resume()
+        return True
 
     async def _stay_readable(self, limit_s: float) -> None:
         """Whoever goes on with a stream will want its blocks: wait for such loans to come, and to end."""
@@ -189,17 +218,18 @@ async def start_worker(
         undo.push_async_callback(engine.stop)
         lenders = Lenders(engine, ready.model_fingerprint, ready.block_tokens, config.peer_silence_s, member)
         requests, loans = Drain(), Drain()
+        say_role = register(registry, worker_id, role, model_dir.name, ready, lambda: engine.last_load)
+        roles = RoleSwitch(role, config, engine, say_role)
         context = WorkerContext(
-            config, role, worker_id, incarnation, model_dir, engine, ready, lenders, requests, loans
+            config, roles, worker_id, incarnation, model_dir, engine, ready, lenders, requests, loans
         )
         leaving = Leaving(requests, loans)
         server = Server(member.credentials if member else None)  # all of it is internal
-        pb_grpc.add_WorkerServicer_to_server(AuditService(worker_id, engine, leaving.begin), server.grpc)
+        pb_grpc.add_WorkerServicer_to_server(AuditService(worker_id, engine, leaving.begin, roles), server.grpc)
         services = ["tandem.internal.v1.Worker", *add_services(server, context)]
         port = await server.start(config.host, config.port, services)
         undo.push_async_callback(server.stop, 0)
         await server.start_health(config.host, config)
-        register(registry, worker_id, role, model_dir.name, ready, lambda: engine.last_load)
         await metrics.start(registry)
         undo.pop_all()
     address = f"{config.advertise_host or config.host}:{port}"
@@ -213,7 +243,7 @@ def _hello(context: WorkerContext, address: str) -> pb.Hello:
     return pb.Hello(
         worker_id=context.worker_id,
         incarnation=context.incarnation,
-        role=ROLES[context.role],
+        role=ROLES[context.roles.role],
         address=address,
         model=context.model_dir.name,
         model_fingerprint=ready.model_fingerprint,

@@ -154,6 +154,11 @@ class Admission:
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def waiting_tokens(self) -> int:
+        """Of the prompts that wait."""
+        return sum(waiting.demand.num_tokens for queue in self._queues.values() for waiting in queue)
+
     def expected_wait_s(self, priority: int, demand: Demand, now: float) -> float:
         """Predicted for a request that came now and stood last of its class; 0 where nothing waits before it, or
         nothing is known."""

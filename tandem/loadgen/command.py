@@ -193,7 +193,8 @@ class _Count:
     def report(self, drive: Drive, title: str, num_workers: int) -> Report:
         tally = self._tally or Tally(self._wanted.slo, self.begins_at)
         gpus, price = self._wanted.gpus or num_workers or 1, self._wanted.usd_per_gpu_hour
-        results = tally.results(drive.sent.gaps, gpus, price or 0.0)
+        gpu_seconds = gpus * tally.duration_s
+        results = tally.results(drive.sent.gaps, gpu_seconds, gpu_seconds / 3600 * (price or 0.0))
         due_s = max(drive.sent.last_due_at - self.begins_at - self._load.warmup_s, 1e-9)
         return Report(
             title=title,

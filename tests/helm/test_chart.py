@@ -15,12 +15,15 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from engine.worker.config import WorkerConfig
+from planner.runtime import PlannerConfig
 from router.config import RouterConfig
 from support.chart import CHART, EXAMPLES, ROOT, helm, needs_helm, pod_specs, render, template
 
 pytestmark = needs_helm
 KUBERNETES = ("1.31", "1.34", "1.37")
 ALL = [None, *EXAMPLES]
+HPA = {"enabled": True, "minReplicas": 1, "maxReplicas": 9, "target": "0.8"}
+AUTOSCALED = {"name": "a", "source": {"configMap": {}}, "decode": {"replicas": 1, "autoscaling": HPA}}
 OPERATORS = {"ServiceMonitor", "PrometheusRule"}
 """Kinds of others, of which Kubernetes has no schema."""
 
@@ -101,6 +104,8 @@ def test_the_rendered_settings_are_settings(example: Path | None) -> None:
             RouterConfig.parse(config_of(manifests, name, "router"))
         elif container["name"] == "worker":
             WorkerConfig.parse(config_of(manifests, name, "worker"))
+        elif container["name"] == "planner":
+            PlannerConfig.parse(config_of(manifests, name, "planner")).check()
 
 
 @pytest.mark.parametrize(
@@ -121,6 +126,8 @@ def test_the_rendered_settings_are_settings(example: Path | None) -> None:
         ({"tls": {"secret": "x"}}, "'secret' not allowed"),
         ({"worker": {"config": {"tls_key": "x"}}}, "config.tls_key of a worker: is set by the chart"),
         ({"router": {"config": {"api_keys": []}}}, "router.config.api_keys: is set by the chart"),
+        ({"planner": {"enabled": True, "config": {"routers": []}}}, "planner.config.routers: is set by the chart"),
+        ({"planner": {"enabled": True}, "models": [AUTOSCALED]}, "planner.enabled: a.decode has autoscaling too"),
     ],
 )
 def test_wrong_values_are_refused_by_name(change: dict[str, Any], said: str) -> None:
@@ -177,6 +184,36 @@ def test_gpus_rdma_and_a_canary() -> None:
     assert env["value"] == "20000-20999"
 
 
+def test_a_planner_may_size_the_pools_of_its_model_and_nothing_else() -> None:
+    policy = {"decode": {"max_workers": 16}, "ttft_s": 1.5}
+    models = [
+        {"name": name, "source": {"configMap": {}}, "prefill": {"replicas": prefill}, "decode": {"replicas": 2}}
+        for name, prefill in (("a.1", 1), ("b", 0))
+    ]
+    manifests = render({"planner": {"enabled": True, "config": policy}, "models": models}, release="x")
+    check_rules(manifests)
+    for manifest in manifests:
+        kubernetes_validate.validate(manifest, KUBERNETES[-1], strict=True)
+    config = PlannerConfig.parse(config_of(manifests, "x-a-1-planner", "planner"))
+    config.check()
+    assert (config.model, config.executor, config.decode.max_workers) == ("a.1", "kubernetes", 16)
+    assert config.routers == ("x-router-0.x-routers:50051",)
+    deployments = {m["metadata"]["name"]: m for m in manifests if m["kind"] == "Deployment"}
+    pools = {"x-a-1-planner": ["x-a-1-decode", "x-a-1-prefill"], "x-b-planner": ["x-b-decode"]}
+    for role in (m for m in manifests if m["kind"] == "Role"):
+        (rule,) = role["rules"]
+        names = pools[role["metadata"]["name"]]
+        assert (rule["resources"], rule["resourceNames"], rule["verbs"]) == (
+            ["deployments/scale"],
+            names,
+            ["get", "patch"],
+        )
+        named = config_of(manifests, role["metadata"]["name"], "planner")["kubernetes"]
+        assert sorted(named.values()) == names
+        assert all("replicas" not in deployments[name]["spec"] for name in names), "an upgrade would undo its work"
+    assert not any(m["kind"] == "Role" for m in render())
+
+
 def test_a_changed_setting_restarts_whom_it_concerns() -> None:
     before, after = render(), render({"worker": {"config": {"block_tokens": 32}}})
 
@@ -204,7 +241,7 @@ pools = st.fixed_dictionaries(
         "spreadOver": st.sampled_from(["", "topology.kubernetes.io/zone"]),
         "config": st.just({"block_tokens": 32}),
         "canary": st.fixed_dictionaries({"replicas": st.integers(1, 3)}, optional={"tag": words}),
-        "autoscaling": st.just({"enabled": True, "minReplicas": 1, "maxReplicas": 9, "target": "0.8"}),
+        "autoscaling": st.just(HPA),
         "nodeSelector": st.dictionaries(words, words, max_size=2),
         "env": st.just([{"name": "UCX_LOG_LEVEL", "value": "warn"}]),
     },
@@ -239,6 +276,7 @@ values_of_all_kinds = st.fixed_dictionaries(
                 "runtimeClassName": words,
             },
         ),
+        "planner": st.just({"enabled": True}),
         "redis": st.sampled_from([{"enabled": True}, {"url": "redis://x:1/0", "passwordSecret": "s"}, {}]),
         "networkPolicy": st.fixed_dictionaries({"enabled": st.booleans()}),
         "tls": st.fixed_dictionaries(
@@ -260,6 +298,9 @@ values_of_all_kinds = st.fixed_dictionaries(
 @settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(values_of_all_kinds, words)
 def test_valid_values_render_to_valid_manifests(values: dict[str, Any], release: str) -> None:
+    if "planner" in values:  # it does what autoscaling would
+        for pool in (model.get(role, {}) for model in values["models"] for role in ("prefill", "decode")):
+            pool.pop("autoscaling", None)
     manifests = render(values, release=release)
     for manifest in manifests:
         if manifest["kind"] not in OPERATORS:

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -48,14 +47,6 @@ def config(model: Path, tmp_path: Path) -> Path:
     }
     file.write_text(yaml.safe_dump(settings))
     return file
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def tandem(*arguments: str, address: str) -> "subprocess.CompletedProcess[str]":
@@ -129,6 +120,13 @@ async def test_nodes_die_and_workers_come_and_go_and_no_request_is_lost(
             for stream, undisturbed in zip(streams, reference, strict=True):
                 assert stream.token_ids == undisturbed.token_ids
             assert await worker_names(client) == ["decode-0", "prefill-0", "prefill-1"]
+
+            to_decode = "prefill-1", "--to", "decode", "--address", f"127.0.0.1:{free_port}"
+            switched = await asyncio.to_thread(tandem, "switch", *to_decode, address=ray_nodes.address)
+            assert "prefill-1 is a decode worker now" in switched.stdout, switched.stderr
+            scaled = await asyncio.to_thread(tandem, "scale", "decode=1", address=ray_nodes.address)
+            assert scaled.returncode == 0, scaled.stderr
+            assert await worker_names(client) == ["decode-0", "prefill-0"]
 
             wrong = await asyncio.to_thread(tandem, "scale", "decode=0", address=ray_nodes.address)
             assert wrong.returncode == 2

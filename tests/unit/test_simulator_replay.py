@@ -17,7 +17,7 @@ from simulator.decision_log import LoggedFleet, decide_again
 from simulator.errors import BadSetup
 from simulator.gpus import GPUS, Roofline, gpu_named
 from simulator.model_shape import DEFAULT_CONFIG, open_shape, shape_of
-from simulator.replay import Scenario, Setup, replay, scenarios
+from simulator.replay import Scenario, Setup, autoscaled, replay, scenarios
 from simulator.report import as_json, tables_of, verdict
 from simulator.request import TraceRequest
 from simulator.results import Slo
@@ -183,6 +183,25 @@ def test_the_command(tmp_path: Path) -> None:
     assert (tmp_path / "again.json").read_text() == figures.read_text()
 
 
+def test_the_command_with_a_planner(tmp_path: Path) -> None:
+    trace, figures = write_trace(tmp_path / "t.jsonl"), tmp_path / "out.json"
+    options = ["--gpus", "2", "--modes", "aggregated", "--swing", "10", "--period", "2", "--json", str(figures)]
+    done = CliRunner().invoke(app, ["replay", str(trace), *options, "--autoscale", "3", "--worker-start", "0.5"])
+    assert done.exit_code == 0, done.output
+    assert "conditional 1P:1D autoscaled: workers" in done.output
+    fixed, planned = json.loads(figures.read_text())["runs"]
+    assert (fixed["sizes"], planned["results"]["finished"]) == ([], 20)
+    assert planned["sizes"][0] == {
+        "at_s": 0.0,
+        "prefill": 1,
+        "decode": 1,
+        "starting": 0,
+        "wanted_prefill": 1,
+        "wanted_decode": 1,
+    }
+    assert planned["scenario"]["autoscale"]["policy"]["prefill"]["max_workers"] == 3
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -195,6 +214,9 @@ def test_the_command(tmp_path: Path) -> None:
         (["--gpus", "0"], "gpus: 0 is not at least 1"),
         (["--rate", "0"], "rate: 0.0 is not"),
         (["--lag", "-1"], "event_lag_s"),
+        (["--autoscale", "0"], "autoscale: 0 is not at least 1"),
+        (["--autoscale", "2", "--worker-start", "-1"], "worker_start: -1.0 is not a time"),
+        (["--swing", "0.5"], "swing: 0.5 is not at least 1"),
     ],
 )
 def test_the_command_with_a_bad_option(tmp_path: Path, options: list[str], said: str) -> None:
@@ -222,6 +244,7 @@ def test_the_picture(tmp_path: Path) -> None:
     trace = random_requests(5, 10, rate=20.0)
     setup = replace(SETUP, slo=Slo(0.05, 0.01))
     runs = [replay(setup, scenario, trace) for scenario in scenarios(setup, splits=[(1, 3)])]
+    runs.append(replay(setup, autoscaled(setup, 2, 0.5), trace))
     write_plot(tmp_path / "p.png", runs, setup, "made up")
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 

@@ -1,0 +1,1 @@
+"""What carries a planner's wishes out."""

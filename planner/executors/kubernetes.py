@@ -1,0 +1,144 @@
+"""Pools that are Deployments: their `scale` subresource, at the API server, as the pod's service account.
+
+Kubernetes chooses whom to end, and tells it by SIGTERM: it drains (docs/kubernetes.md, Upgrades). What the account
+needs is `get` and `patch` of `deployments/scale` in the one namespace.
+"""
+
+import asyncio
+import http.client
+import json
+import os
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import Field
+
+from cluster.config import Config
+from cluster.errors import StartError
+from planner.executors.executor import Executor, ExecutorFailed
+from planner.observation import ROLES, Role
+
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+TIMEOUT_S = 10.0
+MOST_BYTES = 1 << 20
+"""Of an answer."""
+LONGEST_REASON = 300
+
+
+class KubernetesConfig(Config):
+    """Where the pools are."""
+
+    prefill: str = ""
+    """The Deployment's name; without, that pool is left alone."""
+    decode: str = ""
+    kind: str = Field(default="deployments", pattern=r"^(deployments|statefulsets)$")
+    namespace: str = ""
+    """Default: the planner's own."""
+    api_server: str = ""
+    """https://host:port; default: the one of the cluster that the planner runs in."""
+    account_dir: Path = ACCOUNT
+    """With `token`, `ca.crt` and `namespace`, as Kubernetes mounts them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Server:
+    host: str
+    port: int
+    tls: ssl.SSLContext | None
+
+
+class KubernetesExecutor(Executor):
+    """Patches replicas, where they are not what is wanted."""
+
+    def __init__(self, config: KubernetesConfig) -> None:
+        """Raises StartError."""
+        self._names: dict[Role, str] = {role: getattr(config, role) for role in ROLES if getattr(config, role)}
+        if not self._names:
+            raise StartError("kubernetes.decode", "no pool is named, prefill or decode")
+        self._token_file = config.account_dir / "token"
+        self._server = _server(config)
+        namespace = config.namespace or _read(config.account_dir / "namespace", "kubernetes.namespace")
+        self._path = f"/apis/apps/v1/namespaces/{namespace}/{config.kind}"
+
+    async def sizes(self) -> Mapping[Role, int]:
+        scales = await asyncio.gather(*(self._scale_of(name) for name in self._names.values()))
+        return dict(zip(self._names, scales, strict=True))
+
+    async def scale(self, role: Role, count: int) -> None:
+        if (name := self._names.get(role)) is None or await self._scale_of(name) == count:
+            return
+        await asyncio.to_thread(self._ask, "PATCH", name, {"spec": {"replicas": count}})
+
+    async def _scale_of(self, name: str) -> int:
+        answer = await asyncio.to_thread(self._ask, "GET", name, None)
+        replicas = answer.get("spec", {}).get("replicas", 0)  # 0 is left out
+        if not isinstance(replicas, int) or replicas < 0:
+            raise ExecutorFailed(f"{name}: spec.replicas is {replicas!r}")
+        return replicas
+
+    def _ask(self, method: str, name: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        """On a thread. The token is read each time: Kubernetes renews it."""
+        headers = {"Accept": "application/json", "Content-Type": "application/merge-patch+json"}
+        connection = self._connect()
+        try:
+            headers["Authorization"] = f"Bearer {self._token_file.read_text().strip()}"
+            content = None if body is None else json.dumps(body)
+            connection.request(method, f"{self._path}/{name}/scale", content, headers)
+            answer = connection.getresponse()
+            raw = answer.read(MOST_BYTES)
+        except (OSError, http.client.HTTPException) as error:
+            raise ExecutorFailed(f"{method} of {name}'s scale: {error or type(error).__name__}") from None
+        finally:
+            connection.close()
+        try:
+            said = json.loads(raw)
+        except ValueError:
+            said = None
+        if answer.status != http.client.OK or not isinstance(said, dict):
+            message = said.get("message", "") if isinstance(said, dict) else raw.decode(errors="replace")
+            reason = f"{answer.status} {answer.reason} {message}"[:LONGEST_REASON]
+            raise ExecutorFailed(f"{method} of {name}'s scale: {reason.strip()}")
+        return said
+
+    def _connect(self) -> http.client.HTTPConnection:
+        server = self._server
+        if server.tls is None:
+            return http.client.HTTPConnection(server.host, server.port, timeout=TIMEOUT_S)
+        return http.client.HTTPSConnection(server.host, server.port, timeout=TIMEOUT_S, context=server.tls)
+
+
+def _server(config: KubernetesConfig) -> _Server:
+    """Raises StartError."""
+    url = config.api_server
+    if not url:
+        host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+        if not host:
+            raise StartError("kubernetes.api_server", "is needed outside a Kubernetes cluster")
+        url = f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
+    parts = urlsplit(url)
+    try:
+        host, port_number = parts.hostname or "", parts.port
+    except ValueError as error:
+        raise StartError("kubernetes.api_server", f"{url!r}: {error}") from None
+    if parts.scheme not in ("http", "https") or not host:
+        raise StartError("kubernetes.api_server", f"{url!r} is no http:// or https:// URL")
+    if parts.scheme == "http":
+        return _Server(host, port_number or 80, None)
+    ca = config.account_dir / "ca.crt"
+    try:
+        tls = ssl.create_default_context(cafile=str(ca))
+    except (OSError, ssl.SSLError) as error:
+        raise StartError("kubernetes.account_dir", f"cannot read {ca}: {error}") from None
+    return _Server(host, port_number or 443, tls)
+
+
+def _read(path: Path, setting: str) -> str:
+    """Raises StartError."""
+    try:
+        return path.read_text().strip()
+    except OSError as error:
+        raise StartError(setting, f"cannot read {path}: {error.strerror}") from None

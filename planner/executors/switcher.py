@@ -1,0 +1,58 @@
+"""Roles switched in place, by a call to the worker. What runs without anybody who could start workers can do only
+this."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import grpc
+
+from cluster.errors import from_rpc_error
+from cluster.rpc import channel
+from cluster.tls import Trust
+from planner.executors.executor import Executor, ExecutorFailed
+from planner.observation import Role
+from protos import inference_pb2 as pb
+from protos import membership_pb2, membership_pb2_grpc
+
+ROLES = {"prefill": membership_pb2.ROLE_PREFILL, "decode": membership_pb2.ROLE_DECODE}
+TIMEOUT_S = 120.0
+"""For all streams of a worker to end or be handed over."""
+
+
+async def switch_role(address: str, role: str, trust: Trust | None, timeout_s: float = TIMEOUT_S) -> int:
+    """The worker at `address` has that role when this returns; the requests that it handed over. Raises
+    ServiceError."""
+    async with channel(address, trust) as link:
+        request = membership_pb2.SwitchRoleRequest(role=ROLES[role])
+        try:
+            reply = await membership_pb2_grpc.WorkerStub(link).SwitchRole(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+    handed_over: int = reply.handed_over
+    return handed_over
+
+
+class Switcher(Executor):
+    """A fixed number of workers, whose roles follow the load."""
+
+    scales, switches = False, True
+
+    def __init__(self, trust: Trust | None) -> None:
+        self._trust = trust
+
+    async def sizes(self) -> Mapping[Role, int]:
+        return {}
+
+    async def scale(self, role: Role, count: int) -> None:
+        """There is nobody who could: a wish for more than there are is a metric."""
+
+    async def switch(self, workers: Sequence[pb.WorkerStatus], role: Role) -> None:
+        switching = (switch_role(worker.address, role, self._trust) for worker in workers)
+        outcomes = await asyncio.gather(*switching, return_exceptions=True)
+        failed = [
+            f"{worker.worker_id}: {outcome}"
+            for worker, outcome in zip(workers, outcomes, strict=True)
+            if isinstance(outcome, BaseException)
+        ]
+        if failed:
+            raise ExecutorFailed("; ".join(failed))

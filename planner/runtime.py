@@ -1,0 +1,280 @@
+"""The planner's process: asks the routers, decides, says what it wishes, and has it carried out; again and again."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from typing import Literal
+
+import grpc
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from pydantic import Field, PositiveFloat
+
+from cluster.discovery import Discovery, Roster, open_discovery
+from cluster.errors import ServiceError, StartError, TandemError, Unavailable, from_rpc_error
+from cluster.metrics import MetricsServer, new_registry
+from cluster.process import Addresses
+from cluster.rpc import channel
+from cluster.settings import DiscoverySettings, MetricsSettings
+from cluster.tls import Trust, member_of
+from planner.config import PolicyConfig
+from planner.executors.executor import Executor, ExecutorFailed, NoExecutor
+from planner.executors.kubernetes import KubernetesConfig, KubernetesExecutor
+from planner.executors.switcher import Switcher
+from planner.observation import ROLES, Observation, Role, Tallies, counters_of, observe
+from planner.policy import State, Wish, decide
+from protos import inference_pb2 as public_pb
+from protos import membership_pb2 as pb
+from protos import membership_pb2_grpc as pb_grpc
+
+log = logging.getLogger(__name__)
+ASK_S = 5.0
+"""For a router to answer."""
+
+
+class PlannerConfig(MetricsSettings, DiscoverySettings, PolicyConfig):
+    """Sizes the pools of one model."""
+
+    routers: tuple[str, ...] = ()
+    """host:port of every router where workers join it, besides those that are found in Redis."""
+    model: str = ""
+    """Whose pools, as the routers call it; may be left out where they serve one."""
+    executor: Literal["none", "kubernetes", "switch"] = "none"
+    """Who carries wishes out. none: they are metrics only. switch: workers change their roles in place, and none comes
+    or goes. On Ray the planner is part of `tandem up --autoscale`."""
+    kubernetes: KubernetesConfig = KubernetesConfig()
+    every_s: PositiveFloat = 5.0
+    """Between two decisions."""
+    host: str = Field(default="127.0.0.1")
+    """Where metrics are served."""
+
+    def check(self) -> None:
+        """Raises StartError."""
+        super().check()
+        if not self.routers and not self.redis_url:
+            raise StartError("routers", "are none, and without redis_url none can be found")
+        if self.executor == "switch" and not self.switch:
+            raise StartError("switch", "must be set for `executor: switch`, which does nothing else")
+        if self.executor == "kubernetes" and self.switch:
+            raise StartError("switch", "a pod cannot move from one Deployment to another: unset it")
+
+
+class PlannerMetrics:
+    """What a planner tells Prometheus."""
+
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+        self._model = model
+        labels = ("model_name", "role")
+        self._wanted = Gauge("tandem_planner_wanted_workers", "That there are to be.", labels, registry=registry)
+        self._serving = Gauge("tandem_planner_serving_workers", "That there are.", labels, registry=registry)
+        self._headroom = Gauge(
+            "tandem_planner_headroom", "Room beyond the mean load, in its square root.", labels, registry=registry
+        )
+        self._arrivals = Gauge(
+            "tandem_planner_arrival_rate", "Requests a second, smoothed.", ("model_name",), registry=registry
+        )
+        self._switches = Counter(
+            "tandem_planner_switches", "Workers told to take this role.", labels, registry=registry
+        )
+        self._failures = Counter("tandem_planner_failures", "By what failed.", ("what",), registry=registry)
+        for what in ("observe", "execute"):
+            self._failures.labels(what)
+
+    def decided(self, state: State, wish: Wish) -> None:
+        for role in ROLES:
+            self._wanted.labels(self._model, role).set(wish.pool(role))
+            self._serving.labels(self._model, role).set(state.seen.pool(role).serving)
+            self._headroom.labels(self._model, role).set(state.pool(role).headroom)
+        self._arrivals.labels(self._model).set(state.learned.arrivals.level)
+
+    def switched(self, role: Role, count: int) -> None:
+        self._switches.labels(self._model, role).inc(count)
+
+    def failed(self, what: str) -> None:
+        self._failures.labels(what).inc()
+
+
+class Watch:
+    """All routers, as far as they answer."""
+
+    def __init__(self, config: PlannerConfig, trust: Trust | None) -> None:
+        self._config = config
+        self._trust = trust
+        self.roster = Roster(config.routers)
+        self.answering: frozenset[str] = frozenset()
+        self._tallies = Tallies()
+        self.workers: Mapping[str, public_pb.WorkerStatus] = {}
+        """As heard last."""
+
+    async def look(self, now: float, sizes: Mapping[Role, int]) -> Observation:
+        """Raises Unavailable when no router answers, and ServiceError for a model that none knows."""
+        replies = await self._ask_all()
+        statuses = [self._status(reply) for reply in replies]
+        for reply, status in zip(replies, statuses, strict=True):
+            counters = counters_of(status, self._config.ttft_s, self._config.itl_s)
+            self._tallies.heard(f"{reply.router_id}/{reply.incarnation.hex()}", counters)
+        self.workers = {worker.worker_id: worker for status in statuses for worker in status.workers}
+        seen = observe(now, statuses, {}, self._tallies.total)
+        starting = {role: max(0, size - seen.pool(role).serving) for role, size in sizes.items()}
+        return observe(now, statuses, starting, self._tallies.total)
+
+    async def _ask_all(self) -> list[pb.LoadsReply]:
+        addresses = sorted(self.roster.wanted)
+        replies = await asyncio.gather(*map(self._ask, addresses), return_exceptions=True)
+        for address, reply in zip(addresses, replies, strict=True):
+            if isinstance(reply, ServiceError):
+                log.warning("router %s does not answer: %s", address, reply)
+            elif isinstance(reply, BaseException):
+                raise reply
+        answers = {
+            address: reply
+            for address, reply in zip(addresses, replies, strict=True)
+            if not isinstance(reply, BaseException)
+        }
+        self.answering = frozenset(answers)
+        if not answers:
+            raise Unavailable(f"none of {len(addresses)} routers answers")
+        return list(answers.values())
+
+    async def _ask(self, address: str) -> pb.LoadsReply:
+        async with channel(address, self._trust) as link:
+            try:
+                reply: pb.LoadsReply = await pb_grpc.MembershipStub(link).Loads(pb.LoadsRequest(), timeout=ASK_S)
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error) from None
+        return reply
+
+    def _status(self, reply: pb.LoadsReply) -> public_pb.ModelStatus:
+        named = [status for status in reply.models if self._config.model in ("", status.name)]
+        if len(named) == 1:
+            return named[0]
+        known = ", ".join(status.name for status in reply.models)
+        raise TandemError(f"model {self._config.model!r}: router {reply.router_id} serves {known}; name one of them")
+
+
+class Planner:
+    """A started planner."""
+
+    def __init__(
+        self,
+        config: PlannerConfig,
+        executor: Executor,
+        discovery: Discovery,
+        metrics: MetricsServer,
+        told: PlannerMetrics,
+    ) -> None:
+        self.addresses = Addresses("", metrics=metrics.address)
+        self._config = config
+        self._executor = executor
+        self._discovery = discovery
+        self._metrics = metrics
+        self._told = told
+        self._watch = Watch(config, member_of(config))
+        self._state: State | None = None
+        self._tasks = [asyncio.ensure_future(self._follow()), asyncio.ensure_future(self._run())]
+
+    async def failed(self) -> TandemError:
+        """Nothing that happens around it ends a planner; only a mistake in here does."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            if (error := task.exception()) is not None:
+                log.error("the planner failed", exc_info=error)
+                return TandemError(f"the planner failed: {error!r}")
+        never: asyncio.Future[TandemError] = asyncio.get_running_loop().create_future()
+        return await never
+
+    async def told_to_stop(self) -> None:
+        """Signals only."""
+        await asyncio.get_running_loop().create_future()
+
+    async def drain(self) -> None:
+        """There is nothing to finish."""
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._discovery.close()
+        await self._metrics.close()
+        await self._executor.close()
+
+    async def _follow(self) -> None:
+        async for addresses in self._discovery.listings():
+            self._watch.roster.listed(addresses, self._watch.answering)
+        await asyncio.get_running_loop().create_future()  # what is in the settings is there for good
+
+    async def _run(self) -> None:
+        while True:
+            await self.turn(time.monotonic())
+            await asyncio.sleep(self._config.every_s)
+
+    async def turn(self, now: float) -> None:
+        """Look, decide and act, once. What fails is told, counted, and tried again with the next turn."""
+        try:
+            seen = await self._watch.look(now, await self._executor.sizes())
+        except TandemError as error:
+            self._failed("observe", error)
+            return
+        before, policy = self._state, self._config
+        if not self._executor.scales:
+            there = sum(seen.pool(role).serving for role in ROLES)
+            policy = policy.model_copy(update={"max_total": max(1, there)})
+        self._state, wish = decide(before, seen, policy)
+        self._told.decided(self._state, wish)
+        if before is None or (before.prefill.wanted, before.decode.wanted) != (wish.prefill, wish.decode):
+            log.info("prefill %d, decode %d: %s", wish.prefill, wish.decode, _why(self._state))
+        try:
+            await self._act(wish, seen)
+        except ExecutorFailed as error:
+            self._failed("execute", error)
+
+    async def _act(self, wish: Wish, seen: Observation) -> None:
+        """Whatever is missing to the wish: of an earlier one too, that failed."""
+        for taker, giver in (ROLES, ROLES[::-1]):
+            short = wish.pool(taker) - seen.pool(taker).serving - seen.pool(taker).starting
+            spare = seen.pool(giver).serving + seen.pool(giver).starting - wish.pool(giver)
+            if self._config.switch and self._executor.switches and min(short, spare) > 0:
+                chosen = self._idlest(giver, min(short, spare))
+                log.info("%s: to be %s workers", ", ".join(worker.worker_id for worker in chosen), taker)
+                await self._executor.switch(chosen, taker)
+                self._told.switched(taker, len(chosen))
+        for role in ROLES:
+            await self._executor.scale(role, wish.pool(role))
+
+    def _idlest(self, role: Role, count: int) -> list[public_pb.WorkerStatus]:
+        there = [worker for worker in self._watch.workers.values() if worker.role == role and not worker.draining]
+        return sorted(there, key=lambda worker: (worker.running + worker.loans, worker.worker_id))[:count]
+
+    def _failed(self, what: str, error: Exception) -> None:
+        log.warning("%s: %s", what, error)
+        self._told.failed(what)
+
+
+async def start_planner(config: PlannerConfig, executor: Executor | None = None) -> Planner:
+    """Watch, and act. Raises StartError."""
+    config.check()
+    executor = executor or _executor(config)
+    metrics, registry = MetricsServer(config.host, config), new_registry()
+    try:
+        discovery = open_discovery(config.redis_url, config.cluster_name, config.routers)
+        await discovery.start()
+        await metrics.start(registry)
+    except BaseException:
+        await metrics.close()
+        raise
+    return Planner(config, executor, discovery, metrics, PlannerMetrics(registry, config.model))
+
+
+def _executor(config: PlannerConfig) -> Executor:
+    if config.executor == "kubernetes":
+        return KubernetesExecutor(config.kubernetes)
+    return Switcher(member_of(config)) if config.executor == "switch" else NoExecutor()
+
+
+def _why(state: State) -> str:
+    """For people."""
+    seen, learned = state.seen, state.learned
+    return (
+        f"{learned.arrivals.level:.2f} requests/s, {learned.prefill_s.value:.2f} s of a prefill worker each;"
+        f" {learned.running:.0f} streams; {seen.waiting} waiting with {seen.waiting_tokens} tokens"
+    )

@@ -1,0 +1,120 @@
+"""The planner in virtual time: the policy that a live cluster is sized by, and an executor for simulated workers."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from planner.config import PolicyConfig
+from planner.observation import ROLES, Role, Tallies, counters_of, observe
+from planner.policy import State, Wish, decide
+from router.status import load_status
+from simulator.cluster import START_S, SimCluster
+from simulator.worker import SimWorker, WorkerSpec
+
+MODEL = "simulated"
+JOIN_S = 0.5
+"""Between two roles a worker is nobody's for so long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Workers at one moment."""
+
+    at_s: float
+    """Since the trace's beginning."""
+    prefill: int
+    """That serve, or leave."""
+    decode: int
+    starting: int
+    wanted_prefill: int
+    wanted_decode: int
+
+
+@dataclass(frozen=True, slots=True)
+class Autoscale:
+    """How a cluster is sized while a trace runs."""
+
+    policy: PolicyConfig
+    every_s: float = 5.0
+    """Between two decisions."""
+
+
+@dataclass(slots=True)
+class Autoscaler:
+    """Of one run."""
+
+    cluster: SimCluster
+    settings: Autoscale
+    spec_of: Callable[[Role], WorkerSpec]
+    """What a new worker is."""
+    sizes: list[Sizes] = field(default_factory=list)
+    num_switched: int = 0
+    _state: State | None = None
+    _tallies: Tallies = field(default_factory=Tallies)
+    _roles: dict[str, Role] = field(default_factory=dict)
+    """Of those that switch: what they will be."""
+    _numbers: dict[Role, int] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Before the cluster runs."""
+        for role in ROLES:
+            self._numbers[role] = sum(worker.role == role for worker in self.cluster.workers.values())
+        self.cluster.clock.at(START_S, self._turn)
+
+    def _turn(self) -> None:
+        cluster, policy = self.cluster, self.settings.policy
+        now = cluster.clock.now
+        said = [load_status(MODEL, router.fleet, router.admission) for router in cluster.routers]
+        for router, status in zip(cluster.routers, said, strict=True):
+            self._tallies.heard(router.fleet.router_id, counters_of(status, policy.ttft_s, policy.itl_s))
+        seen = observe(now, said, {role: self._on_their_way(role) for role in ROLES}, self._tallies.total)
+        self._state, wish = decide(self._state, seen, policy)
+        self._perform(wish)
+        self._note(wish)
+        cluster.clock.after(self.settings.every_s, self._turn)
+
+    def _on_their_way(self, role: Role) -> int:
+        """Started or switched, and not there yet."""
+        cluster = self.cluster
+        fresh = sum(spec.role == role for spec in cluster.starting.values())
+        return fresh + sum(self._roles.get(worker_id) == role for worker_id in cluster.leaving)
+
+    def _perform(self, wish: Wish) -> None:
+        for giver, taker, switching in (
+            ("decode", "prefill", wish.to_prefill),
+            ("prefill", "decode", wish.to_decode),
+        ):
+            for worker in self._staying("decode" if giver == "decode" else "prefill")[:switching]:
+                self._switch(worker, "decode" if taker == "decode" else "prefill")
+        for role in ROLES:
+            self._size(role, wish.pool(role))
+
+    def _switch(self, worker: SimWorker, role: Role) -> None:
+        self._roles[worker.worker_id] = role
+        self.num_switched += 1
+        self.cluster.switch(worker.worker_id, role, self.spec_of(role).limits.budget, JOIN_S)
+
+    def _size(self, role: Role, wanted: int) -> None:
+        cluster = self.cluster
+        surplus = len(self._staying(role)) + self._on_their_way(role) - wanted
+        for _ in range(-surplus):
+            worker_id = f"{role}-{self._numbers[role]:04}"
+            self._numbers[role] += 1
+            cluster.add(worker_id, self.spec_of(role), self.settings.policy.start_s)
+        latest = [worker_id for worker_id, spec in cluster.starting.items() if spec.role == role][::-1]
+        victims = [*latest, *(worker.worker_id for worker in self._staying(role))]
+        for worker_id in victims[: max(0, surplus)]:
+            cluster.remove(worker_id)
+
+    def _staying(self, role: Role) -> Sequence[SimWorker]:
+        """The one that is to go first, first: who has the fewest requests and loans, the youngest of equals."""
+        cluster = self.cluster
+        there = [worker for worker in cluster.workers.values() if worker.role == role and not worker.draining]
+        there.reverse()
+        return sorted(there, key=lambda w: cluster.fronts.num_requests(w) + cluster.fronts.num_lent(w))
+
+    def _note(self, wish: Wish) -> None:
+        cluster = self.cluster
+        counts = {role: sum(worker.role == role for worker in cluster.workers.values()) for role in ROLES}
+        at_s = cluster.clock.now - START_S
+        sizes = counts["prefill"], counts["decode"], len(cluster.starting)
+        self.sizes.append(Sizes(at_s, *sizes, wish.prefill, wish.decode))

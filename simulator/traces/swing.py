@@ -1,0 +1,45 @@
+"""A trace whose rate swings as a day's does: the same requests in the same order, at other times."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+
+from simulator.errors import BadSetup
+from simulator.request import TraceRequest
+
+
+class Swing:
+    """A request that came at u comes at t, where
+
+        u = t - c P / 2π sin(2π t / P),    c = (factor - 1) / (factor + 1).
+
+    So a trace of an even rate r gets the rate r (1 - c cos(2π t / P)): it begins at its lowest, r (1 - c), is at its
+    highest, `factor` times that, half a period later, and is r in the mean of every whole period. What bursts the trace
+    has by itself it keeps.
+    """
+
+    def __init__(self, trace: Iterable[TraceRequest], factor: float, period_s: float) -> None:
+        """Raises BadSetup."""
+        if not 1 <= factor < math.inf:
+            raise BadSetup("swing", f"{factor} is not at least 1")
+        if not 0 < period_s < math.inf:
+            raise BadSetup("period", f"{period_s} s is not above 0")
+        self._trace = trace
+        self._part = (factor - 1) / (factor + 1)
+        self._period_s = period_s
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        for request in self._trace:
+            yield dataclasses.replace(request, arrival_s=self.at(request.arrival_s))
+
+    def at(self, even_s: float) -> float:
+        """When what came then comes: t is never further from u than c P / 2π."""
+        reach = self._part * self._period_s / (2 * math.pi)
+        low, high = max(0.0, even_s - reach), even_s + reach
+        for _ in range(60):
+            middle = (low + high) / 2
+            if middle - reach * math.sin(2 * math.pi * middle / self._period_s) < even_s:
+                low = middle
+            else:
+                high = middle
+        return high

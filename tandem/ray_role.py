@@ -1,0 +1,163 @@
+"""One role as a Ray actor: the actor, and the driver's side of it."""
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from cluster.config import Config
+from cluster.errors import StartError, TandemError
+from cluster.process import Addresses
+from tandem.topology import MODULES
+
+STOP_TIMEOUT_S = 10.0
+LOOK_S = 5.0
+ATTEMPTS, BETWEEN_ATTEMPTS_S = 4, 2.0
+"""Of starting an actor."""
+
+
+class RoleActor:
+    """Runs one role inside an actor's process."""
+
+    def __init__(self) -> None:
+        self._role: Any = None
+
+    async def start(self, module: str, config: Config, of_node: dict[str, str]) -> Addresses:
+        """Where it serves. `of_node`: settings that are to be this node's address. A failure travels to the driver as
+        its text."""
+        from cluster.logs import set_up
+
+        set_up(module)
+        if of_node:
+            config = config.model_copy(update=dict.fromkeys(of_node, ray.util.get_node_ip_address()))
+        self._role = await _start_role(module, config)
+        where: Addresses = self._role.addresses
+        return where
+
+    async def ended(self) -> str:
+        """The cause when the role cannot go on; empty once it was told to stop by a call, and has left."""
+        failing, told = asyncio.ensure_future(self._role.failed()), asyncio.ensure_future(self._role.told_to_stop())
+        await asyncio.wait([failing, told], return_when=asyncio.FIRST_COMPLETED)
+        if failing.done():
+            told.cancel()
+            return str(failing.result())
+        failing.cancel()
+        await self.leave()
+        return ""
+
+    async def role(self) -> str:
+        """Of a worker: prefill or decode, whichever it has taken last."""
+        return "" if self._role is None else str(self._role.role)
+
+    async def switch(self, role: str) -> None:
+        """Of a worker. A failure travels to the driver as its text."""
+        await self._role.switch(role)
+
+    async def leave(self) -> None:
+        """In its own time: what is under way is finished or handed over."""
+        if self._role is not None:
+            await self._role.drain()
+            await self.stop()
+
+    async def stop(self) -> None:
+        role, self._role = self._role, None
+        if role is not None:
+            await role.stop()
+
+
+async def _start_role(module: str, config: Any) -> Any:
+    if module == "router":
+        from router.runtime import start_router
+
+        return await start_router(config)
+    from decode_worker.__main__ import add_services
+    from engine.worker.runtime import start_worker
+
+    return await start_worker(config, "prefill" if module == "prefill_worker" else "decode", add_services)
+
+
+@dataclass(slots=True, eq=False)
+class Role:
+    """One that is to run."""
+
+    name: str
+    module: str
+    config: Any
+    options: dict[str, Any]
+    of_node: dict[str, str] = field(default_factory=dict)
+    handle: Any = None
+    leaving: bool = False
+    """Its end is wanted."""
+
+    async def start(self) -> Addresses:
+        """Raises StartError with its cause. An actor that dies before it says anything was put on a node that is gone,
+        and Ray did not know: it is put elsewhere."""
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return await self._start()
+            except ray.exceptions.RayActorError as error:
+                if attempt == ATTEMPTS:
+                    raise StartError(self.name, f"its actor died: {_first_line(error)}") from None
+                await asyncio.sleep(BETWEEN_ATTEMPTS_S)
+        raise AssertionError("the last attempt raises")
+
+    async def _start(self) -> Addresses:
+        self.handle = ray.remote(RoleActor).options(max_concurrency=8, **self.options).remote()
+        try:
+            where: Addresses = await self.handle.start.remote(self.module, self.config, self.of_node)
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            at, reason = (cause.field, cause.reason) if isinstance(cause, StartError) else ("start", str(cause))
+            raise StartError(f"{self.name}: {at}", reason) from None
+        return where
+
+    async def ending(self) -> str:
+        """The cause; empty of one that was told to stop and did."""
+        try:
+            cause: str = await self.handle.ended.remote()
+        except ray.exceptions.RayError as error:
+            cause = f"its actor died: {_first_line(error)}"
+        return cause
+
+    async def look(self) -> None:
+        """Which role it has now: it may have been told to switch by anybody. One that does not answer has the old."""
+        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+            async with asyncio.timeout(LOOK_S):
+                self.module = MODULES.get(await self.handle.role.remote(), self.module)
+
+    async def switch(self, role: str) -> None:
+        """Raises TandemError."""
+        try:
+            await self.handle.switch.remote(role)
+        except ray.exceptions.RayError as error:
+            raise TandemError(f"{self.name}: {_first_line(error)}") from None
+        self.module = MODULES[role]
+
+    async def leave(self) -> None:
+        """Finish or hand over, and end."""
+        self.leaving = True
+        with contextlib.suppress(ray.exceptions.RayError):
+            await self.handle.leave.remote()
+        self.kill()
+
+    async def stop(self) -> None:
+        """At once, or nearly."""
+        self.leaving = True
+        if self.handle is None:
+            return
+        with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await self.handle.stop.remote()
+        self.kill()
+
+    def kill(self) -> None:
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.kill(self.handle)
+
+
+def _first_line(error: Exception) -> str:
+    """Ray's go on for pages."""
+    return str(error).partition("\n")[0]
