@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from typing import Literal
 
 import grpc
@@ -14,8 +15,8 @@ from cluster.discovery import Discovery, Roster, open_discovery
 from cluster.errors import ServiceError, StartError, TandemError, Unavailable, from_rpc_error
 from cluster.metrics import MetricsServer, new_registry
 from cluster.process import Addresses
-from cluster.rpc import channel
-from cluster.settings import DiscoverySettings, MetricsSettings
+from cluster.rpc import Server, channel
+from cluster.settings import DiscoverySettings, HealthSettings, MetricsSettings
 from cluster.tls import Trust, member_of
 from planner.config import PolicyConfig
 from planner.executors.executor import Executor, ExecutorFailed, NoExecutor
@@ -32,7 +33,7 @@ ASK_S = 5.0
 """For a router to answer."""
 
 
-class PlannerConfig(MetricsSettings, DiscoverySettings, PolicyConfig):
+class PlannerConfig(HealthSettings, MetricsSettings, DiscoverySettings, PolicyConfig):
     """Sizes the pools of one model."""
 
     routers: tuple[str, ...] = ()
@@ -162,12 +163,14 @@ class Planner:
         discovery: Discovery,
         metrics: MetricsServer,
         told: PlannerMetrics,
+        parts: AsyncExitStack,
     ) -> None:
+        """`parts`: what is to be closed."""
         self.addresses = Addresses("", metrics=metrics.address)
         self._config = config
         self._executor = executor
         self._discovery = discovery
-        self._metrics = metrics
+        self._parts = parts
         self._told = told
         self._watch = Watch(config, member_of(config))
         self._state: State | None = None
@@ -194,9 +197,7 @@ class Planner:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._discovery.close()
-        await self._metrics.close()
-        await self._executor.close()
+        await self._parts.aclose()
 
     async def _follow(self) -> None:
         async for addresses in self._discovery.listings():
@@ -254,15 +255,21 @@ async def start_planner(config: PlannerConfig, executor: Executor | None = None)
     """Watch, and act. Raises StartError."""
     config.check()
     executor = executor or _executor(config)
-    metrics, registry = MetricsServer(config.host, config), new_registry()
-    try:
+    async with AsyncExitStack() as parts:
+        parts.push_async_callback(executor.close)
+        metrics, registry = MetricsServer(config.host, config), new_registry()
+        parts.push_async_callback(metrics.close)
         discovery = open_discovery(config.redis_url, config.cluster_name, config.routers)
+        parts.push_async_callback(discovery.close)
         await discovery.start()
         await metrics.start(registry)
-    except BaseException:
-        await metrics.close()
-        raise
-    return Planner(config, executor, discovery, metrics, PlannerMetrics(registry, config.model))
+        if config.health_port is not None:
+            health = Server()
+            await health.start(config.host, config.health_port, [], "health_port")
+            parts.push_async_callback(health.stop, 0)
+            await health.mark_serving(lambda: True)
+        told = PlannerMetrics(registry, config.model)
+        return Planner(config, executor, discovery, metrics, told, parts.pop_all())
 
 
 def _executor(config: PlannerConfig) -> Executor:

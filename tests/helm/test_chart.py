@@ -197,7 +197,7 @@ def test_a_planner_may_size_the_pools_of_its_model_and_nothing_else() -> None:
     config = PlannerConfig.parse(config_of(manifests, "x-a-1-planner", "planner"))
     config.check()
     assert (config.model, config.executor, config.decode.max_workers) == ("a.1", "kubernetes", 16)
-    assert config.routers == ("x-router-0.x-routers:50051",)
+    assert config.routers == ("x-router-0.x-routers:50052",)
     deployments = {m["metadata"]["name"]: m for m in manifests if m["kind"] == "Deployment"}
     pools = {"x-a-1-planner": ["x-a-1-decode", "x-a-1-prefill"], "x-b-planner": ["x-b-decode"]}
     for role in (m for m in manifests if m["kind"] == "Role"):
