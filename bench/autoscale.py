@@ -98,8 +98,8 @@ def setup_of(workers: int) -> Setup:
 def planned(requests: int) -> tuple[Kept, Run]:
     """The pools size themselves, from two workers on."""
     setup = setup_of(2)
-    prefill = PoolConfig(max_workers=MOST, headroom=0.5)
-    patience = {"clear_s": SLO.ttft_s, "down_after_s": 60.0, "down_every_s": 10.0}
+    prefill = PoolConfig(max_workers=MOST, headroom=0.3)  # a first token has 30 s: it may well wait
+    patience = {"clear_s": SLO.ttft_s, "down_after_s": 30.0, "down_every_s": 10.0, "margin": 0.05}
     known = {"prefill": prefill, "prompt_tokens": 12_000.0} | patience
     autoscale = Autoscale(policy_of(setup, MOST, START_S).model_copy(update=known))
     run = replay(setup, Scenario("conditional", 1, 1, autoscale=autoscale), day(requests))

@@ -12,14 +12,14 @@ LEVEL_S, TREND_S = 60.0, 180.0
 """How long a rate of arrivals, and its trend, are remembered: what is older counts for less than 1/e."""
 RUNNING_S = 20.0
 """Likewise running streams."""
-REQUESTS = 400.0
+REQUESTS = 1000.0
 """Likewise, in requests: how long prompts are, and which part of them is computed."""
 BUSY_S = 1200.0
 """Likewise, in seconds of a busy worker: how fast one is."""
 MISSES = 100.0
 """Likewise, in requests: which part of them misses the SLO."""
 LEAST = 1e-9
-DOUBT = 0.02
+DOUBT = 0.05
 """A prior counts as much as this part of what is remembered."""
 MOST_GROWTH = 2.0
 """No more than so many times what comes now is predicted."""

@@ -83,15 +83,20 @@ async def test_workers_change_roles_under_load_and_no_answer_changes(model, clus
 
 
 async def test_what_it_had_computed_is_there_in_its_new_role(model, cluster_of, ask) -> None:  # type: ignore[no-untyped-def]
-    """One prefill worker becomes the only other decode worker: it reuses what it had lent. And the other way round."""
+    """The two change places: what was lent is reused, and who decoded lends. What is no role is refused."""
     async with running(cluster_of(model, prefill=1, decode=1, router=LENDER_ALWAYS, **SIM)) as (cluster, client):
+        decode = named(cluster, "decode-0").address
+        assert await switch_role(decode, "decode", None) == 0  # which it is
+        async with channel(decode) as link:
+            with pytest.raises(Exception, match="role: 7"):
+                await membership_pb2_grpc.WorkerStub(link).SwitchRole(membership_pb2.SwitchRoleRequest(role=7))  # type: ignore[arg-type]
         prompt = prompt_of(1, 400)
         first = await ask(client, prompt, max_tokens=5, ignore_eos=True)
         assert first.placement.lender == "prefill-0"
         lent = first.kv.moved_blocks
         assert lent == 24
         assert await switch_role(named(cluster, "prefill-0").address, "decode", None) == 0
-        assert await switch_role(named(cluster, "decode-0").address, "prefill", None) == 0
+        assert await switch_role(decode, "prefill", None) == 0
         assert await roles(client) == {"prefill-0": "decode", "decode-0": "prefill"}
         again = await ask(client, prompt, max_tokens=5, ignore_eos=True)
         assert again.placement.decode_worker == "prefill-0"
@@ -101,17 +106,6 @@ async def test_what_it_had_computed_is_there_in_its_new_role(model, cluster_of, 
         assert other.placement.lender == "decode-0"
         assert other.kv.moved_blocks == 24
         assert not other.kv.loan_failure
-
-
-async def test_what_is_no_role_is_refused_and_the_same_role_is_none(model, cluster_of) -> None:  # type: ignore[no-untyped-def]
-    async with running(cluster_of(model, prefill=0, decode=1, **SIM)) as (cluster, client):
-        (worker,) = cluster.decode
-        assert await switch_role(worker.address, "decode", None) == 0
-        async with channel(worker.address) as link:
-            stub = membership_pb2_grpc.WorkerStub(link)
-            with pytest.raises(Exception, match="role"):
-                await stub.SwitchRole(membership_pb2.SwitchRoleRequest(role=7), timeout=5)  # type: ignore[arg-type]
-        assert await roles(client) == {"decode-0": "decode"}
 
 
 async def test_a_worker_that_is_told_to_stop_does_not_switch(model, cluster_of) -> None:  # type: ignore[no-untyped-def]

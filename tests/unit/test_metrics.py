@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from cluster.errors import Overloaded
 from engine.messages import Load
 from engine.worker.metrics import EngineCollector, GpuCollector
+from planner.runtime import PlannerMetrics
 from protos import inference_pb2 as pb
 from router.intake import Ticket
 from router.metrics import RouterMetrics, Watched
@@ -175,8 +176,10 @@ def test_every_metric_stands_in_the_manual(registry: CollectorRegistry, watched:
     watched.finished(finish())
     registry.register(EngineCollector(lambda: Load(7, 3, 1, 2, 500, 30, 40, {})))
     registry.register(GpuCollector(Nvml()))
+    PlannerMetrics(registry, "m")
     documented = set(re.findall(r"`(tandem_[a-z0-9_]+)`", MANUAL.read_text()))
-    sources = [Path(__file__).parents[2] / name for name in ("router/metrics.py", "engine/worker/metrics.py")]
+    names = "router/metrics.py", "engine/worker/metrics.py", "planner/runtime.py"
+    sources = [Path(__file__).parents[2] / name for name in names]
     families = {family.name for family in registry.collect()}
     there = {name.removesuffix("_total") for name in documented}
     assert families <= there

@@ -187,7 +187,7 @@ def configs(draw: st.DrawFn) -> PolicyConfig:
     )
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(config=configs(), seen=st.lists(st.tuples(st.floats(0.1, 120), observations), min_size=1, max_size=12))
 def test_whatever_is_seen_wishes_are_within_their_bounds(
     config: PolicyConfig, seen: list[tuple[float, Observation]]
@@ -215,7 +215,7 @@ def test_whatever_is_seen_wishes_are_within_their_bounds(
         before = wish
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(
     config=configs(),
     seen=st.lists(st.tuples(st.floats(0.1, 120), observations), min_size=2, max_size=6),
@@ -238,7 +238,7 @@ def test_more_prompt_tokens_that_wait_never_make_the_prefill_pool_smaller(
     assert busier.decode >= wish.decode
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(rate=st.sampled_from([0.2, 0.6, 1.0, 1.4, 2.2, 3.0, 5.0]), start=st.integers(1, 8), switch=st.booleans())
 def test_a_constant_load_comes_to_rest(rate: float, start: int, switch: bool) -> None:
     fluid = Fluid(config_of(switch=switch), prefill=start, decode=start)
@@ -249,7 +249,7 @@ def test_a_constant_load_comes_to_rest(rate: float, start: int, switch: bool) ->
     assert fluid.waiting < 10
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 1000), rate=st.sampled_from([1.0, 2.0, 4.0]))
 def test_a_load_that_wavers_turns_no_pool_around_within_its_patience(seed: int, rate: float) -> None:
     """Who grew does not shrink within `down_after_s`; and there is little of either."""
