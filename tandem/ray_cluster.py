@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -18,6 +18,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 import ray
 import ray.exceptions
 
+from cluster.process import Addresses
 from cluster.tls import member_of
 from planner.runtime import PlannerConfig
 from tandem.members import await_members
@@ -33,11 +34,20 @@ OBJECT_STORE_BYTES = 100 << 20
 """Tandem keeps nothing in Ray's object store; this is near its least size."""
 
 
+Work = Callable[[list[str]], Awaitable[object]]
+"""Given the routers' gRPC addresses, once everything serves."""
+
+
 async def serve(
-    topology: Topology, say: Steps, settings: RaySettings | None = None, planner: PlannerConfig | None = None
+    topology: Topology,
+    say: Steps,
+    settings: RaySettings | None = None,
+    planner: PlannerConfig | None = None,
+    work: Work | None = None,
 ) -> None:
-    """Start everything, say where it serves, and return after SIGINT, SIGTERM or `tandem down`. With `planner` the
-    pools size themselves. Raises TandemError with the cause of whatever fails to start."""
+    """Start everything, say where it serves, and return after SIGINT, SIGTERM or `tandem down`, or when `work` is done.
+    With `planner` the pools size themselves. Raises TandemError with the cause of whatever fails to start, and what
+    `work` raises."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     async with _ray(say):
@@ -46,7 +56,7 @@ async def serve(
             loop.add_signal_handler(signum, stop.set)
         supervisor = Supervisor(topology, settings or RaySettings(), say)
         stopping = asyncio.ensure_future(stop.wait())
-        serving = asyncio.ensure_future(_serve(supervisor, topology, say, stop, planner))
+        serving = asyncio.ensure_future(_serve(supervisor, topology, say, stop, planner, work))
         try:
             await asyncio.wait([stopping, serving], return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
@@ -61,9 +71,14 @@ async def serve(
 
 
 async def _serve(
-    supervisor: Supervisor, topology: Topology, say: Steps, stop: asyncio.Event, planning: PlannerConfig | None
+    supervisor: Supervisor,
+    topology: Topology,
+    say: Steps,
+    stop: asyncio.Event,
+    planning: PlannerConfig | None,
+    work: Work | None,
 ) -> None:
-    """Returns when every role was told to stop by itself."""
+    """Returns when every role was told to stop by itself, or the work is done."""
     say("starting the router")
     started = await supervisor.start_routers()
     addresses = [where.grpc for where in started]
@@ -72,30 +87,40 @@ async def _serve(
     for where, config in zip(started, topology.routers, strict=True):
         workers = len(topology.prefill), len(topology.decode)
         await await_members(where.joined_at, member_of(config), *workers, JOIN_TIMEOUT_S)
-    say(f"serving at {', '.join(addresses)}; Ctrl-C stops")
-    config = topology.router
-    scheme = "https" if config.tls_cert or config.tls_public_cert else "http"
-    if http := [f"{scheme}://{where.http}/v1" for where in started if where.http]:
-        say(f"OpenAI-compatible API at {', '.join(http)}")
-    if metrics := [
-        f"{'https' if config.tls_cert else 'http'}://{where.metrics}/metrics" for where in started if where.metrics
-    ]:
-        say(f"metrics at {', '.join(metrics)}")
+    _say_where(started, topology, say)
     joined_at = [where.joined_at for where in started]
     planner = None if planning is None else await start_ray_planner(planning, supervisor, joined_at, topology.models)
     if planner is not None:
         at = planner.addresses.metrics
         say("pools size themselves" + (f"; why, at http://{at}/metrics" if at else ""))
-    say(f"try: tandem generate --address {','.join(addresses)} 'Once upon a time'")
+    if work is None:
+        say(f"try: tandem generate --address {','.join(addresses)} 'Once upon a time'")
     say.done()
     obeying = asyncio.ensure_future(_obey(supervisor, topology.router.cluster_name, say, stop))
+    until: list[asyncio.Future[Any]] = [asyncio.ensure_future(supervisor.keep())]
+    if work is not None:
+        until.append(asyncio.ensure_future(work(addresses)))
     try:
-        await supervisor.keep()
+        done, _ = await asyncio.wait(until, return_when=asyncio.FIRST_COMPLETED)
+        for each in done:
+            each.result()
     finally:
-        obeying.cancel()
-        await asyncio.gather(obeying, return_exceptions=True)
+        for task in (obeying, *until):
+            task.cancel()
+        await asyncio.gather(obeying, *until, return_exceptions=True)
         if planner is not None:
             await planner.stop()
+
+
+def _say_where(started: Sequence[Addresses], topology: Topology, say: Steps) -> None:
+    say(f"serving at {', '.join(where.grpc for where in started)}; Ctrl-C stops")
+    config = topology.router
+    scheme = "https" if config.tls_cert or config.tls_public_cert else "http"
+    if http := [f"{scheme}://{where.http}/v1" for where in started if where.http]:
+        say(f"OpenAI-compatible API at {', '.join(http)}")
+    scheme = "https" if config.tls_cert else "http"
+    if metrics := [f"{scheme}://{where.metrics}/metrics" for where in started if where.metrics]:
+        say(f"metrics at {', '.join(metrics)}")
 
 
 async def _obey(supervisor: Supervisor, cluster_name: str, say: Steps, stop: asyncio.Event) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from support.sim_directories import write_sim_model
 from tandem.client import Client
 
 ROOT = Path(__file__).parent.parent.parent
@@ -104,7 +105,7 @@ def ray_head() -> Iterator[str]:
     run(BIN / "ray", "stop", "--force")
 
 
-def test_ray_job_submit(tiny_model: Path, ray_head: str) -> None:
+def test_ray_job_submit(tiny_model: Path, ray_head: str, tmp_path: Path) -> None:
     port = free_port()
     settings = "--no-http --worker dtype=float32 --worker kv_memory_mib=16"
     tandem = f"{BIN / 'tandem'} up --model {tiny_model} --port {port} {settings}"
@@ -121,6 +122,26 @@ def test_ray_job_submit(tiny_model: Path, ray_head: str) -> None:
     assert "joined the Ray cluster that was running" in logs
     assert f"serving at 127.0.0.1:{port}" in logs
     wait_until_gone(tiny_model)
+    a_batch_brings_its_cluster(tmp_path, ray_head)
+
+
+def a_batch_brings_its_cluster(folder: Path, ray_head: str) -> None:
+    """As a Ray job: it starts, works, and leaves nothing behind but its answers."""
+    model = write_sim_model(folder / "simulated", 1000)
+    cluster, prompts, answers = (folder / name for name in ("cluster.yaml", "in.jsonl", "out.jsonl"))
+    settings = {"models": [{"path": str(model)}], "worker": {"engine": "sim", "kv_memory_mib": 16}}
+    cluster.write_text(json.dumps(settings))
+    lines = [{"id": str(n), "token_ids": [n, 1, 2], "sampling": {"max_tokens": 5, "temperature": 0}} for n in range(20)]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"id": "bad", "sampling": {}}]))
+    tandem = f"{BIN / 'tandem'} batch {prompts} -o {answers} --up {cluster}"
+    submitted = run(BIN / "ray", "job", "submit", "--address", ray_head, "--working-dir", ".", "--", *tandem.split())
+    assert submitted.returncode == 1, submitted.stdout + submitted.stderr
+    assert "20 finished, 1 failed" in submitted.stdout
+    assert "tandem: stopped" in submitted.stdout
+    said = {line["id"]: line for line in map(json.loads, answers.read_text().splitlines())}
+    assert said.keys() == {"bad", *(str(n) for n in range(20))}
+    assert all(len(said[str(n)]["token_ids"]) == 5 for n in range(20))
+    wait_until_gone(model)
 
 
 def test_ctrl_c_leaves_nothing_behind(tiny_model: Path) -> None:

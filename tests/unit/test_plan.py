@@ -26,6 +26,7 @@ from simulator.plan.waiting import waiting
 from simulator.replay import Setup, bill, roofline_of
 from simulator.results import Slo
 from tandem.cli import app
+from tandem.commands.common import console
 
 LLAMA = open_shape(None)
 
@@ -275,9 +276,10 @@ def test_requests_are_as_the_plan_assumes_them() -> None:
 OPTIONS = ["plan", "--rate", "5", "--prompt", "2000", "--output", "100"]
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = tmp_path / "plan.json"
-    done = CliRunner(env={"COLUMNS": "180"}).invoke(app, [*OPTIONS, "--simulate", "100", "--json", str(figures)])
+    monkeypatch.setattr(console, "width", 180)
+    done = CliRunner().invoke(app, [*OPTIONS, "--simulate", "100", "--json", str(figures)])
     assert done.exit_code == 0, done.output
     for text in ("2 x 32 layers x 8 KV heads x 128 x 2 B", "Little", "M/G/1", "E[output²]", "100 simulated requests"):
         assert text in done.output

@@ -1,0 +1,102 @@
+"""What commands share: the console, whom they ask, and how they run."""
+
+import asyncio
+import functools
+import inspect
+import os
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    pass
+
+console = Console(highlight=False)
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+Address = Annotated[
+    str, typer.Option("--address", "-a", envvar="TANDEM_ADDRESS", help="host:port of a router, or of several: a,b")
+]
+ACCESS = "Access"
+ApiKey = Annotated[
+    str,
+    typer.Option(
+        envvar="TANDEM_API_KEY",
+        help="where the cluster asks for one; better in the environment: others can read a command line",
+        rich_help_panel=ACCESS,
+    ),
+]
+TlsCa = Annotated[
+    Path | None,
+    typer.Option(envvar="TANDEM_TLS_CA", help="speak TLS, and believe these authorities (PEM)", rich_help_panel=ACCESS),
+]
+TlsCert = Annotated[
+    Path | None,
+    typer.Option(envvar="TANDEM_TLS_CERT", help="own certificate, where one is asked for", rich_help_panel=ACCESS),
+]
+TlsKey = Annotated[Path | None, typer.Option(envvar="TANDEM_TLS_KEY", help="and its key", rich_help_panel=ACCESS)]
+Tls = Annotated[
+    bool,
+    typer.Option("--tls", envvar="TANDEM_TLS", help="speak TLS, by well-known authorities", rich_help_panel=ACCESS),
+]
+
+OfModel = "Which model"
+Model = Annotated[str, typer.Option(help="a served model, or auto; default: the router's", rich_help_panel=OfModel)]
+
+
+def asking(command: Callable[..., None]) -> Callable[..., None]:
+    """Options that say whom to ask, and as whom: the command gets them as its first parameter, a Target."""
+
+    @functools.wraps(command)
+    def asked(
+        *,
+        address: str,
+        api_key: str,
+        tls: bool,
+        tls_ca: Path | None,
+        tls_cert: Path | None,
+        tls_key: Path | None,
+        **rest: Any,
+    ) -> None:
+        from cluster.tls import Visitor
+        from tandem.client import Target
+
+        visitor = Visitor(tls_ca, tls_cert, tls_key) if tls or tls_ca or tls_cert or tls_key else None
+        command(Target(address, api_key, visitor), **rest)
+
+    own = list(inspect.signature(command).parameters.values())[1:]
+    both = [*own, *inspect.signature(_access).parameters.values()]
+    asked.__signature__ = inspect.Signature(both)  # type: ignore[attr-defined]  # what typer reads
+    asked.__annotations__ = {parameter.name: parameter.annotation for parameter in both}
+    return asked
+
+
+def _access(
+    address: Address = DEFAULT_ADDRESS,
+    api_key: ApiKey = "",
+    tls: Tls = False,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """For its signature."""
+
+
+LoopFactory = Callable[[], asyncio.AbstractEventLoop]
+
+
+def run(work: Coroutine[Any, Any, object], loop: LoopFactory | None = None) -> None:
+    """To its end, or Ctrl-C."""
+    try:
+        with asyncio.Runner(loop_factory=loop) as runner:
+            runner.run(work)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def cores() -> list[int]:
+    """That this process may use."""
+    return sorted(os.sched_getaffinity(0))

@@ -1,0 +1,219 @@
+"""Commands that say what a cluster should be, and what one can do."""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+import uvloop
+
+from tandem.commands.common import Model, asking, console, run
+
+if TYPE_CHECKING:
+    from tandem.client import Target
+
+app = typer.Typer()
+
+
+@app.command(name="plan")
+def plan_cluster(
+    rate: Annotated[float, typer.Option(help="requests per second, coming by chance (Poisson)")],
+    prompt: Annotated[float, typer.Option(help="tokens of a prompt, the mean")],
+    output: Annotated[float, typer.Option(help="tokens of an output, the mean")],
+    hit_rate: Annotated[float, typer.Option(help="of a prompt's tokens: those that are cached, 0 to 1")] = 0.0,
+    variation: Annotated[float, typer.Option(help="of both lengths: standard deviation over mean; 0: all equal")] = 0.5,
+    gpu: Annotated[str, typer.Option(help="B200, H200, H100, A100, L40S, A10 or L4")] = "H100",
+    decode_gpu: Annotated[str | None, typer.Option(help="of decode workers, where they have others")] = None,
+    model: Annotated[Path | None, typer.Option(help="directory with a config.json; default: Llama 3.1 8B")] = None,
+    ttft: Annotated[float, typer.Option(help="SLO: seconds to the first token")] = 1.0,
+    itl: Annotated[float, typer.Option(help="SLO: milliseconds between tokens, the mean of a request")] = 50.0,
+    price: Annotated[float | None, typer.Option(help="USD per GPU and hour, any; default: a table's")] = None,
+    block_tokens: Annotated[int, typer.Option(help="tokens of a KV block")] = 64,
+    simulate: Annotated[int, typer.Option(help="try the plan with so many requests in virtual time")] = 0,
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="write all figures")] = None,
+) -> None:
+    """How many GPUs, and should I disaggregate? The smallest cluster of each kind that keeps the SLO for nine of ten
+    requests, with the arithmetic.
+
+    A matter of formulas: what a trace of yours does in such a cluster, `tandem replay` says.
+    """
+    from simulator.gpus import gpu_named
+    from simulator.model_shape import open_shape
+    from simulator.plan.load import Load
+    from simulator.replay import Setup
+    from simulator.results import Slo
+    from tandem.plan import make_plan
+
+    setup = Setup(
+        model=open_shape(model),
+        gpu=gpu_named(gpu),
+        gpus=1,
+        decode_gpu=None if decode_gpu is None else gpu_named(decode_gpu),
+        slo=Slo(ttft, itl / 1e3),
+        usd_per_gpu_hour=price,
+        block_tokens=block_tokens,
+    )
+    make_plan(console, setup, Load(rate, prompt, output, hit_rate, variation), simulate, json_path)
+
+
+@app.command(name="replay")
+def replay_trace(
+    trace: Annotated[Path, typer.Argument(help="Mooncake's JSON lines, Azure's CSV, or a log of receipts")],
+    gpus: Annotated[int, typer.Option(help="of every cluster that is compared")] = 8,
+    gpu: Annotated[str, typer.Option(help="B200, H200, H100, A100, L40S, A10 or L4")] = "H100",
+    tp: Annotated[int, typer.Option(help="GPUs of one worker")] = 1,
+    model: Annotated[Path | None, typer.Option(help="directory with a config.json; default: Llama 3.1 8B")] = None,
+    modes: Annotated[str, typer.Option(help="who computes prompts")] = "aggregated,disaggregated,conditional",
+    split: Annotated[list[str] | None, typer.Option(metavar="P:D", help="workers of each role; repeatable")] = None,
+    policies: Annotated[
+        str, typer.Option(help="who chooses workers: ours,round-robin,least-loaded,prefix-hash")
+    ] = "ours",
+    ttft: Annotated[float, typer.Option(help="SLO: seconds to the first token")] = 1.0,
+    itl: Annotated[float, typer.Option(help="SLO: milliseconds between tokens, the mean of a request")] = 50.0,
+    rate: Annotated[float, typer.Option(help="requests come so many times as fast")] = 1.0,
+    start: Annotated[float, typer.Option(help="leave out what comes before, in seconds of the trace")] = 0.0,
+    duration: Annotated[float | None, typer.Option(help="and what comes so much later than that")] = None,
+    requests: Annotated[int | None, typer.Option(help="at most so many")] = None,
+    spread: Annotated[float, typer.Option(help="seconds: each request comes up to so much later, by chance")] = 0.0,
+    price: Annotated[float | None, typer.Option(help="USD per GPU and hour; default: a table's")] = None,
+    routers: Annotated[int, typer.Option(help="each with a view of its own")] = 1,
+    lag: Annotated[float, typer.Option(help="milliseconds until a router hears of a cache or a load")] = 10.0,
+    block_tokens: Annotated[int, typer.Option(help="tokens of a KV block")] = 64,
+    calibration: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="workers as `tandem calibrate` found them, instead of a GPU's")
+    ] = None,
+    kill: Annotated[list[str] | None, typer.Option(metavar="WORKER@S", help="it dies then; repeatable")] = None,
+    autoscale: Annotated[
+        int | None, typer.Option(metavar="MOST", help="and a cluster that a planner sizes: up to so many of each role")
+    ] = None,
+    worker_start: Annotated[float, typer.Option(help="seconds until a worker that it starts serves")] = 60.0,
+    swing: Annotated[float, typer.Option(help="the rate's highest, of its lowest: a sine, the lowest first")] = 1.0,
+    period: Annotated[float, typer.Option(help="of that, in seconds after --rate")] = 3600.0,
+    seed: Annotated[int, typer.Option(help="the same seed gives the same figures")] = 0,
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="write all figures")] = None,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="draw the comparison; needs matplotlib")] = None,
+    log_decisions: Annotated[Path | None, typer.Option(metavar="FILE", help="append placement's decisions")] = None,
+) -> None:
+    """Should I disaggregate? Replay a trace through clusters that do not exist, with the router and the engine that do.
+
+    In virtual time: computing and links are modelled, everything that decides is real.
+    """
+    from simulator.calibration import Calibration
+    from simulator.gpus import gpu_named
+    from simulator.model_shape import open_shape
+    from simulator.replay import Setup, autoscaled, scenarios
+    from simulator.results import Slo
+    from simulator.traces.reading import Trace, Window
+    from simulator.traces.swing import Swing
+    from tandem.replay import compare, parse_failures, parse_modes, parse_policies, parse_splits
+
+    setup = Setup(
+        model=open_shape(model),
+        gpu=gpu_named(gpu),
+        gpus=gpus,
+        tp=tp,
+        slo=Slo(ttft, itl / 1e3),
+        usd_per_gpu_hour=price,
+        block_tokens=block_tokens,
+        calibration=Calibration.read(calibration) if calibration else None,
+        num_routers=routers,
+        event_lag_s=lag / 1e3,
+        failures=parse_failures(kill or []),
+        seed=seed,
+    )
+    window = Window(rate, start, math.inf if duration is None else duration, requests, spread, seed)
+    found = scenarios(setup, parse_modes(modes), parse_policies(policies), parse_splits(split or []))
+    if autoscale is not None:
+        found.append(autoscaled(setup, autoscale, worker_start))
+    requests_of = Swing(Trace(trace, window), swing, period)
+    compare(console, setup, found, requests_of, trace.name, json_path, png, log_decisions)
+
+
+@app.command()
+@asking
+def bench(
+    target: "Target",
+    trace: Annotated[
+        Path | None, typer.Argument(help="Mooncake's JSON lines, Azure's CSV, or a log of receipts; else a profile")
+    ] = None,
+    http: Annotated[str, typer.Option(metavar="URL", help="a server of OpenAI's API, instead of gRPC")] = "",
+    model: Model = "",
+    profile: Annotated[
+        str, typer.Option(help="short-chat, long-context-qa, tool-calling or offline-batch")
+    ] = "short-chat",
+    scale: Annotated[float, typer.Option(help="multiplies the profile's lengths")] = 1.0,
+    rate: Annotated[float, typer.Option(help="requests a second; of a trace: so many times as fast")] = 1.0,
+    even: Annotated[bool, typer.Option("--even", help="equal gaps between requests, instead of Poisson")] = False,
+    concurrency: Annotated[int | None, typer.Option(help="so many at a time, instead of a rate")] = None,
+    start: Annotated[float, typer.Option(help="of a trace: leave out what comes before, in seconds")] = 0.0,
+    duration: Annotated[float | None, typer.Option(help="seconds of requests")] = None,
+    requests: Annotated[int | None, typer.Option(help="at most so many")] = None,
+    warmup: Annotated[float, typer.Option(help="seconds at the beginning that are not counted")] = 0.0,
+    as_text: Annotated[bool | None, typer.Option("--text/--tokens", help="prompts as text or as token ids")] = None,
+    vocab_size: Annotated[int, typer.Option(help="of the model, for token ids by HTTP")] = 0,
+    context: Annotated[int, typer.Option(help="of the model, where an HTTP server does not say it")] = 0,
+    receipts: Annotated[bool, typer.Option("--receipts", help="ask for them by HTTP too (Tandem only)")] = False,
+    timeout: Annotated[float, typer.Option(help="seconds, of a request")] = 600.0,
+    tenant: Annotated[str, typer.Option(help="who asks")] = "",
+    ttft: Annotated[float, typer.Option(help="SLO: seconds to the first token")] = 1.0,
+    itl: Annotated[float, typer.Option(help="SLO: milliseconds between tokens, the mean of a request")] = 50.0,
+    gpus: Annotated[int | None, typer.Option(help="of the cluster; default: as many as workers")] = None,
+    price: Annotated[float | None, typer.Option(help="USD per GPU and hour")] = None,
+    seed: Annotated[int, typer.Option(help="the same seed offers the same")] = 0,
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="write all figures")] = None,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="draw them; needs matplotlib")] = None,
+    log: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write requests and receipts, for replay and calibrate")
+    ] = None,
+) -> None:
+    """Load a live cluster, and see what its clients see.
+
+    In an open loop, times count from when a request was due, whenever it was sent. Everything is greedy and as long as
+    the profile or the trace says (`ignore_eos`).
+    """
+    from simulator.results import Slo
+    from simulator.traces.reading import Trace, Window
+    from simulator.workloads import profile_named
+    from tandem.loadgen.command import Load, Wanted, run_bench
+    from tandem.loadgen.doors import Door, GrpcDoor, HttpDoor
+
+    load = Load(
+        profile=None if trace else profile_named(profile),
+        trace=Trace(trace, Window(rate=rate, start_s=start, seed=seed)) if trace else None,
+        rate=rate,
+        even=even,
+        concurrency=concurrency,
+        duration_s=duration,
+        most=requests,
+        warmup_s=warmup,
+        scale=scale,
+        seed=seed,
+    )
+    door: Door
+    if http:
+        headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+        if tenant:
+            headers["x-tenant"] = tenant
+        door = HttpDoor(http, model, timeout, headers, as_text is not False, receipts, vocab_size, context, target.tls)
+    else:
+        door = GrpcDoor(target.address.split(","), model, timeout, tenant, as_text is True, target.api_key, target.tls)
+    wanted = Wanted(Slo(ttft, itl / 1e3), gpus, price, json_path, png, log)
+    run(run_bench(console, door, load, wanted), uvloop.new_event_loop)
+
+
+@app.command()
+def calibrate(
+    log: Annotated[Path, typer.Argument(help="of `tandem bench --log`")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="for `tandem replay --calibration`")],
+    blocks: Annotated[int | None, typer.Option(help="of a worker's pool; default: 256 MiB of them", min=1)] = None,
+    prefill_chunk: Annotated[int, typer.Option(help="max_prefill_tokens of the prefill workers", min=1)] = 512,
+    decode_chunk: Annotated[int, typer.Option(help="and of the decode workers", min=1)] = 128,
+) -> None:
+    """Learn from the receipts of a live cluster how long its steps, its transfers and its messages take."""
+    from simulator.fitting import calibrate as fit
+    from simulator.traces.reading import served_of
+    from tandem.calibrated import show_calibration
+
+    found = fit(served_of(log), blocks, prefill_chunk, decode_chunk)
+    found.write(out)
+    show_calibration(console, found, out)
