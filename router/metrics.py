@@ -58,6 +58,8 @@ class RouterMetrics:
         self.loan_failures = counter("tandem_loan_failures", "Loans that ended before all was bound.")
         self.preemptions = counter("tandem_request_preemptions", "Of requests, by receipt.")
         self.recomputed = counter("tandem_recomputed_tokens", "Computed again, because of those.")
+        self.guessed = counter("tandem_spec_decode_num_draft_tokens", "Guessed and verified, by receipt.")
+        self.accepted = counter("tandem_spec_decode_num_accepted_tokens", "Of those, the right ones.")
         self.price = counter("tandem_request_price", "At the prices set, in their unit.", "kind")
         self.predicted = counter("tandem_predicted_ttft_seconds", "Sum of predictions of requests with a receipt.")
         self._models: dict[str, _OfModel] = {}
@@ -147,6 +149,8 @@ class Watched:
         metrics.loan_failures.labels(name).inc(bool(kv.loan_failure))
         metrics.preemptions.labels(name).inc(kv.preemptions)
         metrics.recomputed.labels(name).inc(kv.recomputed_tokens)
+        metrics.guessed.labels(name).inc(receipt.speculation.guessed_tokens)
+        metrics.accepted.labels(name).inc(receipt.speculation.accepted_tokens)
         if receipt.HasField("price"):
             metrics.price.labels(name, "input").inc(receipt.price.input)
             metrics.price.labels(name, "output").inc(receipt.price.output)
