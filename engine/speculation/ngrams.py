@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-WIDTH = 3
+WIDTH = 2
 """Tokens that must agree before anything is guessed."""
 MAX_PLACES = 16
 """Places that a search compares, the latest first."""

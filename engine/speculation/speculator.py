@@ -19,6 +19,8 @@ from engine.vocabulary import Chunk, Sampled, Sequence
 NGRAM, DRAFT = "ngram", "draft"
 MAX_GUESSES = 8
 """Of a sequence in a step, unless set otherwise."""
+MAX_KIND = 6
+"""Chances of what n-grams say are learnt by how many tokens agreed; so many or more are one kind."""
 
 
 class Source(Protocol):
@@ -79,7 +81,7 @@ class NgramSource:
         if (match := text.index.search(tokens)) is None:
             return None
         text.guesses = continuation(tokens, match.end, most)
-        text.kind, text.num_tokens = match.agreeing.bit_length(), len(tokens)
+        text.kind, text.num_tokens = min(match.agreeing, MAX_KIND), len(tokens)
         return Wish(text.chances.of(text.kind), most)
 
     def guessed(self, chunk: Chunk, count: int) -> Chunk:

@@ -1,7 +1,6 @@
 """With a real model: guesses change when tokens come, and not which. float32, so that nothing else changes them."""
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
