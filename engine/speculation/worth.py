@@ -135,7 +135,9 @@ def allot(
     if not ranked:
         return nothing
     plain_s = cost.seconds(num_rows)
-    best, best_rate = nothing, GAIN * num_tokens / plain_s if plain_s else 0.0  # unknown: try
+    if not plain_s:
+        pass_s = 0.0  # nothing is known of steps: try
+    best, best_rate = nothing, GAIN * num_tokens / plain_s if plain_s else 0.0
     deepest = max(wish.most for wish in wishes)
     for limit in range(1, deepest + 1) if pass_s else (deepest,):
         counts, rate = _within(limit, ranked, len(wishes), num_tokens, plain_s + limit * pass_s, left, cost.row_s)

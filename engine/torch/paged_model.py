@@ -40,6 +40,11 @@ class PagedModel:
         use_attention(model, self._attention)
         self.graphs = decode_graphs(self._attention, layout, self._forward_all, self.memory, info)
 
+    @property
+    def last_layer_trimmed(self) -> bool:
+        """The CPU kernels multiply its weights, and compute of the last layer only what is read."""
+        return self._last_rows is not None
+
     def logits(self, batch: Seq[Chunk]) -> Tensor:
         """Compute the chunks; the logits of every place of those that sample, in order: [places, vocab]."""
         tokens: list[int] = []

@@ -14,7 +14,7 @@ from engine.speculation.speculator import Speculator
 from engine.speculation.worth import GAIN, Chances, OwnChances, StepCost, Wish, allot
 from engine.vocabulary import BeamParams
 from support.crowded_engine import Engine, tokens
-from support.guessing import FreeRows, Oracle
+from support.guessing import Oracle, always
 
 # ------------------------------------------------------------------------------------------------ prompt lookup
 
@@ -154,7 +154,7 @@ def test_chances_begin_as_those_of_all_and_end_at_the_first_wrong_guess() -> Non
 
 
 def guessing(mistakes: float = 0.0, seed: int = 0, most: int = 5) -> Speculator:
-    return Speculator(Oracle(mistakes, seed), most, FreeRows())
+    return always(Oracle(mistakes, seed), most)
 
 
 def test_right_guesses_save_steps_and_the_last_ones_are_not_wasted() -> None:
