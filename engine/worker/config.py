@@ -5,7 +5,7 @@ import socket
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from cluster.config import Config, DiscoverySettings
 from cluster.metrics import MetricsSettings
@@ -116,6 +116,12 @@ class WorkerConfig(MetricsSettings, DiscoverySettings, Config):
             stream_s=self.sim_stream_us * 1e-6,
             kv_token_s=self.sim_kv_token_ns * 1e-9,
         )
+
+    @field_validator("speculation", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: object) -> object:
+        """YAML reads it as false."""
+        return "off" if value is False else value
 
     def speculates(self, role: Role) -> str:
         """off, ngram, or the directory of a draft model. Raises EngineStartError."""
