@@ -15,7 +15,7 @@ MAX_PLACES = 16
 """Places that a search compares, the latest first."""
 MAX_AGREEING = 32
 """Tokens that it compares at each."""
-MAX_ADDED = 4096
+MAX_ADDED = 1024
 """Tokens that one call adds: a long prompt is indexed in several steps, since all wait for each."""
 _BITS = 32
 
@@ -42,7 +42,7 @@ class NgramIndex:
 
     def search(self, tokens: Sequence[int]) -> Match | None:
         """The best earlier place. Of those that agree equally long the latest; None where not even `width` tokens do,
-        or while the text is not indexed yet."""
+        or as far as the text is indexed."""
         self._add(tokens)
         if len(tokens) < self._width:
             return None
