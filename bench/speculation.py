@@ -51,6 +51,8 @@ class Ask:
     messages: Sequence[tuple[str, str]] = ()
     temperature: float = 0.0
     never: Sequence[int] = ()
+    expected: Sequence[int] = ()
+    """What is said, where that is known."""
 
 
 @dataclass(slots=True)
@@ -78,6 +80,7 @@ async def say(client: Client, ask: Ask, seed: int = 0) -> Said:
         said.times += [time.monotonic()] * len(message.token_ids)
         if message.HasField("finish"):
             said.speculation.CopyFrom(message.finish.receipt.speculation)
+    assert not ask.expected or said.token_ids == ask.expected, "the model does not copy"
     return said
 
 
@@ -112,8 +115,8 @@ def told(text: Sequence[int], target: Sequence[int]) -> Ask:
         open_part = True
         never |= {following[word]} if word in following else set()
     assert not never & set(target)
-    prompt = [*text, END_OF_PART, *parts, END_OF_PART, target[0]]
-    return Ask(len(target) - 1, prompt, never=sorted(never))
+    prompt = [END_OF_PART, *text, END_OF_PART, *parts, END_OF_PART, target[0]]  # the first has none before it to note
+    return Ask(len(target) - 1, prompt, never=sorted(never), expected=target[1:])
 
 
 def code_edit(seed: int) -> Ask:
