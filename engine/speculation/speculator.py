@@ -16,7 +16,8 @@ from engine.speculation.ngrams import NgramIndex, continuation
 from engine.speculation.worth import Chances, OwnChances, StepCost, Wish, allot
 from engine.vocabulary import Chunk, Sampled, Sequence
 
-NGRAM, DRAFT = "ngram", "draft"
+NGRAM = "ngram"
+"""What the settings call it."""
 MAX_GUESSES = 8
 """Of a sequence in a step, unless set otherwise."""
 MAX_KIND = 6
@@ -25,10 +26,6 @@ MAX_KIND = 6
 
 class Source(Protocol):
     """Where guesses come from."""
-
-    @property
-    def name(self) -> str:
-        """As receipts have it."""
 
     @property
     def pass_s(self) -> float:
@@ -62,7 +59,6 @@ class NgramSource:
     A guess that was not used is compared with what came all the same. So the chances of a text are known whether
     speculation is on for it or not."""
 
-    name = NGRAM
     pass_s = 0.0
 
     def __init__(self) -> None:
@@ -93,8 +89,6 @@ class NgramSource:
 
 class DraftSource:
     """A draft model: it always has something to say, in the runner, when it is asked to."""
-
-    name = DRAFT
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -144,8 +138,8 @@ class Speculator:
                 wishes[place] = wish
         if not wishes:
             return batch
-        left = max_tokens - num_rows
-        counts = self._allot(list(wishes.values()), num_tokens, num_rows, left)
+        left, pass_s = max_tokens - num_rows, self.source.pass_s
+        counts = allot(list(wishes.values()), num_tokens, num_rows, left, self._cost, pass_s)
         if not any(counts):
             self._cost.forgive()
             return batch
@@ -174,16 +168,13 @@ class Speculator:
             depth = max(chunk.num_drafts for chunk in batch)
             self._cost.learn(num_guesses + sum(c.count for c in batch), seconds - depth * self.source.pass_s)
 
-    def _allot(self, wishes: list[Wish], num_tokens: int, num_rows: int, left: int) -> list[int]:
-        return allot(wishes, num_tokens, num_rows, left, self._cost, self.source.pass_s)
-
     def _most(self, chunk: Chunk, books: Bookkeeper, short: bool) -> int:
         """Guesses that the sequence has a use and blocks for."""
         sequence = chunk.sequence
         if not sequence.decoding or sequence.sampling is None or sequence.sampling.beam is not None:
             return 0
         useful = sequence.max_num_tokens - sequence.num_tokens - 1  # the token sampled after them is the last one then
-        return min(self._max_guesses, useful, self._room(chunk, books, short))
+        return max(0, min(self._max_guesses, useful, self._room(chunk, books, short)))
 
     def _room(self, chunk: Chunk, books: Bookkeeper, short: bool) -> int:
         sequence = chunk.sequence

@@ -20,7 +20,6 @@ class FreeRows(StepCost):
 class Oracle:
     """Knows what will be said, and says it, but for a share of mistakes. By default of the simulated model."""
 
-    name = "oracle"
     pass_s = 0.0
 
     def __init__(self, mistakes: float = 0.0, seed: int = 0, vocab_size: int = VOCAB) -> None:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from engine.messages import Cancel
 from engine.scheduler import StepBudget
 from engine.speculation.ngrams import MAX_ADDED, MAX_AGREEING, MAX_PLACES, Match, NgramIndex, continuation
-from engine.speculation.speculator import Speculator
+from engine.speculation.speculator import NgramSource, Speculator
 from engine.speculation.worth import GAIN, Chances, OwnChances, StepCost, Wish, allot
-from engine.vocabulary import BeamParams
+from engine.vocabulary import BeamParams, Chunk, SamplingParams, Sequence
 from support.crowded_engine import Engine, tokens
 from support.guessing import Oracle, always
 
@@ -248,3 +248,35 @@ def test_a_crowd_with_guesses_gets_what_it_would_get_without(seed: int, data: st
                 engine.end_step(batch)
     engine.run()
     engine.check_finished()
+
+
+# ------------------------------------------------------------------------------------- what prompt lookup learns
+
+
+def text_of(token_ids: list[int]) -> Sequence:
+    return Sequence("r", token_ids, 1, b"", SamplingParams(1000), 0, 0)
+
+
+def test_a_text_in_which_nothing_comes_again_gets_no_guesses_whether_they_were_used_or_not() -> None:
+    source, text = NgramSource(), text_of([1, 2])
+    for new in range(100, 140):  # 1, 2 is followed by another token each time
+        text.token_ids += [new, 1, 2]
+        wish = source.wish(text, 4)
+    assert wish is not None
+    assert wish.chance < 0.05
+    cost = line(0.030, 0.003)
+    assert allot([wish], 1, 1, 100, cost) == [0]
+
+
+def test_a_text_that_repeats_is_guessed_on_and_another_one_begins_with_what_was_learnt() -> None:
+    source, text = NgramSource(), text_of([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2])
+    for token in (3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6):
+        wish = source.wish(text, 4)
+        assert wish is not None
+        chunk = source.guessed(Chunk(text, text.num_tokens - 1, 1), 3)
+        assert chunk.guesses == tuple((text.token_ids[-1] + step - 1) % 9 + 1 for step in (1, 2, 3))
+        text.token_ids.append(token)
+    assert wish.chance > 0.7
+    other = source.wish(text_of([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6, 7]), 4)
+    assert other is not None
+    assert 0.5 < other.chance < wish.chance
