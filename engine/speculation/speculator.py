@@ -18,8 +18,8 @@ from engine.vocabulary import Chunk, Sampled, Sequence
 
 NGRAM = "ngram"
 """What the settings call it."""
-MAX_GUESSES = 8
-"""Of a sequence in a step, unless set otherwise."""
+MAX_GUESSES = 7
+"""Of a sequence in a step, unless set otherwise: a step of 8 rows still waits for memory, on a CPU."""
 MAX_KIND = 6
 """Chances of what n-grams say are learnt by how many tokens agreed; so many or more are one kind."""
 

@@ -11,6 +11,7 @@ from cluster.config import Config, DiscoverySettings
 from cluster.metrics import MetricsSettings
 from engine.errors import EngineStartError
 from engine.sim.timing import StepTiming
+from engine.speculation.speculator import MAX_GUESSES
 
 Role = Literal["prefill", "decode"]
 
@@ -88,7 +89,7 @@ class WorkerConfig(MetricsSettings, DiscoverySettings, Config):
     what followed the last tokens where they occurred before, in the prompt or the output; off; or the directory of a
     draft model, a smaller one of the same vocabulary, whose KV comes on top of `kv_memory_mib`. What is sampled does
     not depend on it; guesses that do not pay are not made. Default: ngram. The sim engine has none."""
-    speculation_tokens: int = Field(default=8, ge=1, le=32)
+    speculation_tokens: int = Field(default=MAX_GUESSES, ge=1, le=32)
     """Guesses for one sequence in one step, at most."""
 
     transport: Literal["nixl", "ucxx"] = "nixl"
