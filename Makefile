@@ -9,7 +9,7 @@ ROUTERS_VENV := .venv-routers
 HELM := .helm/helm
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test test-faults fuzz lint types unit integration helm e2e ray gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator bench-known bench-autoscale bench-agreement bench-load bench-api protos check-protos install clean
+.PHONY: demo test test-faults fuzz lint types unit integration helm e2e ray gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -93,6 +93,9 @@ bench-agreement: $(INSTALLED)
 
 bench-load: $(INSTALLED)
 	@$(BIN)/python -m bench.load
+
+bench-speculation: $(INSTALLED)
+	@$(BIN)/python -m bench.speculation
 
 bench-api: $(INSTALLED)
 	@$(BIN)/python -m bench.api

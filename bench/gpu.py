@@ -130,7 +130,7 @@ def main() -> None:
     console.print(f"{name}: copies {bandwidth / 1e9:.0f} GB/s, multiplies bfloat16 at {rate / 1e12:.0f} TFLOP/s")
     runner = TorchRunner(llama_8b("cuda"), "bfloat16", block_tokens=16, kv_bytes=KV_BYTES, device="cuda")
     fill(runner.pool.owner)  # type: ignore[union-attr]
-    graphs = runner._graphs is not None
+    graphs = runner.paged.graphs is not None
     console.print(f"backend {runner.backend}, CUDA graphs: {graphs}")
     figures: dict[str, Any] = {"gpu": name, "bandwidth": bandwidth, "rate": rate}
     figures |= {"backend": runner.backend, "graphs": graphs, "decode_ms": {}, "prefill_ms": {}}
@@ -147,7 +147,7 @@ def main() -> None:
         bars.append(Bar(f"prefill {count} after {before}: share of bf16 peak", share, 0.55, at_least=True))
     figures["decode_ms"]["32x2048, drawn by top-p"] = 1e3 * decode(runner, 32, 2048, DRAWN)
     if graphs:
-        runner._graphs = None
+        runner.paged.graphs = None
         figures["decode_ms"]["32x2048, no graphs"] = 1e3 * decode(runner, 32, 2048)
     console.print(figures)
     conclude("gpu", bars, figures, console)

@@ -81,6 +81,8 @@ class Generation:
         self._block_tokens = block_tokens
         self._received_at = time.monotonic()
         self._account = KvAccount(times={"admitted": self._received_at})
+        self._num_guessed = 0
+        self._num_accepted = 0
         self._prompt_logprobs: list[pb.TokenLogprobs] = []
         self._news: dict[int, None] = {}
         """Choices with something to send, in the order in which to send it."""
@@ -141,6 +143,8 @@ class Generation:
 
     def _token(self, token: Token) -> None:
         self._account = token.account or self._account
+        self._num_guessed += token.guessed
+        self._num_accepted += token.followed_guess
         choice = self._choices[token.choice]
         if choice.finished:
             return
@@ -184,6 +188,9 @@ class Generation:
         receipt = build_receipt(
             self._request, account, self._block_tokens, self._received_at, time.monotonic(), self._worker_id
         )
+        if self._num_guessed:
+            guessed = pb.Speculation(guessed_tokens=self._num_guessed, accepted_tokens=self._num_accepted)
+            receipt.speculation.CopyFrom(guessed)
         if self._request.HasField("price"):
             num_completion = sum(choice.num_completion for choice in self._choices)
             receipt.price.CopyFrom(price_of(self._request, num_completion))

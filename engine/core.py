@@ -36,6 +36,7 @@ from engine.reports import Reporter, ReportTimes
 from engine.requests import RequestDesk
 from engine.runner import Runner
 from engine.scheduler import StepBudget, schedule
+from engine.speculation.speculator import Speculator
 from engine.steady import SteadySteps
 from engine.tiers.tiers import Tiers
 from engine.vocabulary import Chunk, Sampled, Sequence
@@ -72,15 +73,18 @@ class EngineCore:
         wake: Callable[[], None] = lambda: None,
         tiers: Tiers | None = None,
         clock: Callable[[], float] = time.monotonic,
+        speculator: Speculator | None = None,
     ) -> None:
         """`emit` is called from `handle` and `step`, and must not block. `wake` is called by `post`, from whatever
-        thread that runs on: there is something for `handle_posted`. `clock` says the time, in seconds."""
+        thread that runs on: there is something for `handle_posted`. `clock` says the time, in seconds. Without a
+        `speculator` nothing is guessed."""
         self._runner = runner
         self._transport = transport
         self._limits = limits
         self._emit = emit
         self._posted: SimpleQueue[ReadLanded] = SimpleQueue()
         self._wake = wake
+        self._speculator = speculator
         self._model_fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
         self._books = Bookkeeper(runner.pool.num_blocks, runner.layout, runner, tiers, clock=clock)
         self._borrowing = BorrowingDesk(self._books, transport, emit, self.post)
@@ -98,7 +102,7 @@ class EngineCore:
             runner.copy_block,
         )
         times = ReportTimes(limits.report_interval_s, limits.min_report_interval_s, limits.max_step_s)
-        self._reports = Reporter(self._books, self._requests, self._lending, times, emit)
+        self._reports = Reporter(self._books, self._requests, self._lending, times, emit, speculator)
         self._arrivals = 0
         self.steady = SteadySteps(
             self._books, self._requests, self._lending, self._reports, limits.budget, self._take_arrivals
@@ -161,10 +165,13 @@ class EngineCore:
         self._requests.part()
         self._start_loans()
         batch = self._batch_with_room()
+        if self._speculator is not None and batch:
+            short = self._requests.residency.short
+            batch = self._speculator.add_guesses(batch, self._books, self._limits.budget.max_tokens, short)
         now = self._books.clock()
         self._reports.step_began(now)
         for chunk in batch:
-            self._books.grow(chunk.sequence, chunk.start + chunk.count)
+            self._books.grow(chunk.sequence, chunk.end)
             if chunk.sequence.sampling is not None:  # loans have ids of their own, perhaps equal to a request's
                 self._requests.computing(chunk.sequence, now)
         self._books.begin_step(chunk.sequence for chunk in batch)
@@ -174,7 +181,10 @@ class EngineCore:
         """The runner's answer to `begin_step`."""
         prompts = [not chunk.sequence.decoding for chunk in batch]
         prompt_tokens = sum(chunk.count for chunk, is_prompt in zip(batch, prompts, strict=True) if is_prompt)
-        self._books.rates.computed(prompt_tokens, self._reports.step_ended())
+        seconds = self._reports.step_ended()
+        self._books.rates.computed(prompt_tokens, seconds)
+        if self._speculator is not None and not any(prompts):
+            self._speculator.step_took(batch, sampled, seconds)
         over = set(self._books.lingering)
         self._books.end_step()
         tokens = iter(sampled)
@@ -192,6 +202,8 @@ class EngineCore:
             if sequence.sampling is None:
                 self._lending.computed(sequence, full)
             elif token is not None:
+                if self._speculator is not None:
+                    self._speculator.heard(chunk, token)
                 self._requests.computed(sequence, token, chunk.samples)
         self._requests.part()
         self._reports.changed |= self._requests.num_requests != num_requests

@@ -27,7 +27,7 @@ from cluster.errors import InvalidRequest
 from engine.model_dir import ModelDir
 from engine.structured import FIELD
 from engine.text import load_tokenizer
-from engine.vocabulary import Failure, Sequence, StructuredOutput
+from engine.vocabulary import AnyPlace, Failure, Place, Sequence, StructuredOutput
 
 STACK_BYTES = 64 << 20
 """llguidance compiles by recursion: rules that name each other a thousand deep overflow an ordinary stack, which would
@@ -151,6 +151,14 @@ class _State:
     num_seen: int = 0
 
 
+def _after(matcher: LLMatcher | None, guess: int) -> LLMatcher | None:
+    """A copy that has seen the guess too; None where that cannot follow."""
+    if matcher is None:
+        return None
+    copy = matcher.deep_copy()
+    return copy if copy.consume_token(guess) else None
+
+
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
     """What grammars say of one batch."""
@@ -161,6 +169,8 @@ class TokenMasks:
     """[rows, words]: bit t % 32 of word t // 32 is set where token t may come next."""
     failures: dict[int, Failure]
     """Rows that cannot go on."""
+    unknown: frozenset[int] = frozenset()
+    """Rows after a guess of which nothing is said: the grammar does not allow it, or ends with it."""
 
 
 class Grammars:
@@ -179,25 +189,35 @@ class Grammars:
         except InvalidRequest as error:
             self._refusal = error
 
-    def masks(self, sequences: Seq[Sequence]) -> TokenMasks | None:
-        """Of a batch; None when no sequence of it has a grammar."""
-        states: dict[int, _State] = {}
+    def masks(self, places: Seq[AnyPlace]) -> TokenMasks | None:
+        """Of a batch; None when no sequence of it has a grammar. The places after a sequence's guesses come next to its
+        own, in order."""
+        matchers: dict[int, LLMatcher] = {}
         failures: dict[int, Failure] = {}
-        for row, sequence in enumerate(sequences):
-            if sequence.sampling is None or sequence.sampling.structured is None:
+        unknown: set[int] = set()
+        for row, place in enumerate(places):
+            if place.sampling is None or place.sampling.structured is None:
+                continue
+            if isinstance(place, Place):
+                if (after := _after(matchers.get(row - 1), place.guesses[-1])) is not None:
+                    matchers[row] = after
+                else:
+                    unknown.add(row)
                 continue
             try:
-                states[row] = self._advanced(sequence, sequence.sampling.structured)
+                matchers[row] = self._advanced(place, place.sampling.structured)
             except InvalidRequest as error:
                 failures[row] = Failure(error.field, error.message)
-        if not states and not failures:
+        if not matchers and not failures:
             return None
-        bits = self._bits(list(states.values()))
-        ended = self._ended(sequences, states, bits)
-        kept = [place for place, row in enumerate(states) if row not in ended]
-        return TokenMasks([row for row in states if row not in ended], bits[kept], failures | ended)
+        bits = self._bits(list(matchers.values()))
+        ended = self._ended(places, matchers, bits)
+        kept = [at for at, row in enumerate(matchers) if row not in ended]
+        unknown |= {row for row in ended if isinstance(places[row], Place)}  # the next step says why, if it comes to it
+        failures |= {row: failure for row, failure in ended.items() if row not in unknown}
+        return TokenMasks([row for row in matchers if row not in ended], bits[kept], failures, frozenset(unknown))
 
-    def _advanced(self, sequence: Sequence, structured: StructuredOutput) -> _State:
+    def _advanced(self, sequence: Sequence, structured: StructuredOutput) -> LLMatcher:
         """Raises InvalidRequest when the grammar does not compile or the tokens do not follow it."""
         if self._compiler is None:
             assert self._refusal is not None
@@ -209,24 +229,24 @@ class Grammars:
         if unseen and not state.matcher.consume_tokens(sequence.token_ids[sequence.num_tokens - unseen :]):
             raise InvalidRequest(structured.field, reason_of(state.matcher))
         state.num_seen += unseen
-        return state
+        return state.matcher
 
-    def _bits(self, states: Seq[_State]) -> NDArray[np.int32]:
-        if self._compiler is None or not states:
+    def _bits(self, matchers: Seq[LLMatcher]) -> NDArray[np.int32]:
+        if self._compiler is None or not matchers:
             return np.zeros((0, 0), np.int32)
-        return self._compiler.masks([state.matcher for state in states])
+        return self._compiler.masks(matchers)
 
     def _ended(
-        self, sequences: Seq[Sequence], states: dict[int, _State], bits: NDArray[np.int32]
+        self, places: Seq[AnyPlace], matchers: dict[int, LLMatcher], bits: NDArray[np.int32]
     ) -> dict[int, Failure]:
         """Rows whose grammar became too complex for llguidance's limits, or that have no token to go on with."""
         failures: dict[int, Failure] = {}
-        for place, (row, state) in enumerate(states.items()):
-            sampling = sequences[row].sampling
+        for at, (row, matcher) in enumerate(matchers.items()):
+            sampling = places[row].sampling
             assert sampling is not None
             assert sampling.structured is not None
-            if state.matcher.is_error():
-                failures[row] = Failure(sampling.structured.field, reason_of(state.matcher))
-            elif not bits[place].any():
+            if matcher.is_error():
+                failures[row] = Failure(sampling.structured.field, reason_of(matcher))
+            elif not bits[at].any():
                 failures[row] = Failure(sampling.structured.field, "no token of this model goes on with it")
         return failures

@@ -203,6 +203,10 @@ class Token:
     choice: int = 0
     cumulative_logprob: float | None = None
     """Of a beam, with the last one."""
+    guessed: int = 0
+    """With the first token of a step: guesses at those after it that the step verified."""
+    followed_guess: bool = False
+    """It was sampled in the same step as the token before it, since that one was guessed right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +313,9 @@ class Load:
     """Since the engine started."""
     decoding: int = 0
     """Of the running ones: those past their prompt."""
+    guessed: int = 0
+    """Tokens that were guessed and verified, since the engine started."""
+    guessed_right: int = 0
 
 
 @dataclass(frozen=True, slots=True)

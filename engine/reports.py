@@ -7,6 +7,7 @@ from engine.bookkeeper import Bookkeeper
 from engine.lending.desk import LendingDesk
 from engine.messages import CacheChanged, FromEngine, Load, PlacementMark
 from engine.requests import RequestDesk
+from engine.speculation.speculator import Speculator
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +32,14 @@ class Reporter:
         lending: LendingDesk,
         times: ReportTimes,
         emit: Callable[[FromEngine], None],
+        speculator: Speculator | None = None,
     ) -> None:
         self._books = books
         self._requests = requests
         self._lending = lending
         self._times = times
         self._emit = emit
+        self._speculator = speculator
         self._cache_sequence = 0
         self._placements_seen: dict[str, int] = {}
         self._reported_at = 0.0
@@ -108,5 +111,7 @@ class Reporter:
                 decoding=sum(s.decoding for s in residency.running),
                 preempted=len(residency.preempted),
                 preemptions=residency.num_preemptions,
+                guessed=self._speculator.num_guesses if self._speculator else 0,
+                guessed_right=self._speculator.num_right if self._speculator else 0,
             )
         )

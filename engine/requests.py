@@ -144,14 +144,20 @@ class RequestDesk:
         return request is not None and request.chains.get(sequence.choice) is sequence
 
     def computed(self, sequence: Sequence, sampled: Sampled, samples: bool) -> None:
-        """What the runner has to say of a sequence's chunk; `samples`: the sequence's next token is among it."""
+        """What the runner has to say of a sequence's chunk; `samples`: the sequence's next token is among it, and those
+        after it as far as guesses were right. The chunk's own tokens were counted in the books; theirs are here."""
         if sampled.prompt:
             sequence.num_scored += len(sampled.prompt)
             self._emit(PromptScored(sequence.request_id, sampled.prompt))
         if samples:
             self._append(sequence, sampled)
+            for following in sampled.following:
+                if not self.has(sequence):
+                    return  # the token before it was the last
+                self._books.advance(sequence, 1)  # of the guess, which is the sequence's last token by now
+                self._append(sequence, following, followed_guess=True)
 
-    def _append(self, sequence: Sequence, sampled: Sampled) -> None:
+    def _append(self, sequence: Sequence, sampled: Sampled, followed_guess: bool = False) -> None:
         """The sequence's next token is known, or what may come next of a beam, or that there can be none."""
         if sampled.failure is not None:
             self._emit(Failed(sequence.request_id, sampled.failure))
@@ -172,7 +178,17 @@ class RequestDesk:
         sequence.token_ids.append(sampled.token_id)
         finish = self._finish_reason(sequence, sampled.token_id)
         said = account if news else None
-        self._emit(Token(sequence.request_id, sampled.token_id, sampled.logprobs, said, finish, choice=sequence.choice))
+        token = Token(
+            sequence.request_id,
+            sampled.token_id,
+            sampled.logprobs,
+            said,
+            finish,
+            choice=sequence.choice,
+            guessed=sampled.num_guesses,
+            followed_guess=followed_guess,
+        )
+        self._emit(token)
         if finish is not None:
             self._end(request, sequence)
 

@@ -35,13 +35,18 @@ class Runner(ABC):
     def bind(self, own_cores: Sequence[int], shared_cores: Sequence[int]) -> None:  # noqa: B027 - most need nothing
         """Called once, on the thread that will call `execute`: where its threads may compute. Both may be empty."""
 
+    @property
+    def draft_pass_s(self) -> float:
+        """Seconds that its draft model lately took for one guess of each sequence; 0 where it has none."""
+        return 0.0
+
     @abstractmethod
     def execute(self, batch: Sequence[Chunk]) -> list[Sampled]:
         """Compute the KV of every chunk's tokens into its sequence's blocks; blocks before a chunk are full. It is
         there for everyone, transports too, when this returns.
 
         Returns one Sampled per chunk with `chunk.answers`, in order. Writes only into slots of the chunks' own
-        tokens. Does not change the sequences.
+        tokens and of their guesses. Of `chunk.num_drafts` fewer may be made. Does not change the sequences.
         """
 
     def copy_block(self, source: int, target: int) -> None:

@@ -1,6 +1,7 @@
 """The words the engine is written in: sampling parameters, sequences, chunks."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Literal
 
@@ -172,12 +173,80 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where a token may come next: after the tokens of a sequence and some guesses at those that follow.
+
+    A sequence itself is such a place, with no guess; what both have in common is all that sampling asks of one."""
+
+    sequence: Sequence
+    guesses: tuple[int, ...]
+
+    @property
+    def sampling(self) -> SamplingParams | None:
+        return self.sequence.sampling
+
+    @property
+    def choice(self) -> int:
+        return self.sequence.choice
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [*self.sequence.token_ids, *self.guesses]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.sequence.num_tokens + len(self.guesses)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return [*self.sequence.output_token_ids, *self.guesses]
+
+    @property
+    def num_sampled(self) -> int:
+        return self.sequence.num_sampled + len(self.guesses)
+
+
+AnyPlace = Sequence | Place
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
-    """Compute tokens [start, start + count) of a sequence in this step."""
+    """Compute tokens [start, start + count) of a sequence in this step, and after them guesses at what follows."""
 
     sequence: Sequence
     start: int
     count: int
+    guesses: tuple[int, ...] = ()
+    """Only of a chunk that samples. Each is verified: the token sampled in its place is the same, or it was wrong, and
+    its KV is written over."""
+    num_drafts: int = 0
+    """So many guesses are the runner's to make, with its draft model; `guesses` is empty then."""
+
+    @property
+    def num_guesses(self) -> int:
+        """Made, or to be made."""
+        return len(self.guesses) or self.num_drafts
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens that the model is given."""
+        return self.count + len(self.guesses)
+
+    @property
+    def end(self) -> int:
+        """One past the last position that is computed, those of guesses included."""
+        return self.start + self.count + self.num_guesses
+
+    @property
+    def token_ids(self) -> list[int]:
+        """What the model is given, [num_rows]."""
+        tokens = self.sequence.token_ids[self.start : self.start + self.count]
+        return [*tokens, *self.guesses] if self.guesses else tokens
+
+    @property
+    def places(self) -> list[AnyPlace]:
+        """Where tokens are sampled, of a chunk that samples: its end, and after each guess."""
+        return [self.sequence, *(Place(self.sequence, self.guesses[: j + 1]) for j in range(len(self.guesses)))]
 
     @property
     def samples(self) -> bool:
@@ -215,3 +284,23 @@ class Sampled:
     """The request ends with it, and `token_id` means nothing."""
     prompt: tuple[TokenLogprobs, ...] = ()
     """Of the prompt tokens that follow `Chunk.scored`."""
+    num_guesses: int = 0
+    """That were verified."""
+    following: "tuple[Sampled, ...]" = ()
+    """What was sampled after it, in turn: as many as guesses were right."""
+
+
+def verified(guesses: tuple[int, ...], answers: Iterable[Sampled | None]) -> Sampled:
+    """The answer to a chunk with these guesses. `answers` are what is sampled after none of them, after the first, and
+    so on; None where nothing can be said if it comes to that, and then the next step will. No more of them are asked
+    for than guesses were right."""
+    of_places = iter(answers)
+    first = next(of_places)
+    assert first is not None
+    last, following = first, list[Sampled]()
+    for guess in guesses:
+        if last.failure is not None or last.token_id != guess or (answer := next(of_places)) is None:
+            break
+        following.append(answer)
+        last = answer
+    return replace(first, num_guesses=len(guesses), following=tuple(following)) if guesses else first

@@ -648,6 +648,7 @@ class Receipt(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     MODEL_REASON_FIELD_NUMBER: _builtins.int
     PRICE_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     seed: _builtins.int
     model: _builtins.str
@@ -663,6 +664,10 @@ class Receipt(_message.Message):
     def price(self) -> Global___Price:
         """Where the router has prices."""
 
+    @_builtins.property
+    def speculation(self) -> Global___Speculation:
+        """Where tokens were guessed."""
+
     def __init__(
         self,
         *,
@@ -674,14 +679,42 @@ class Receipt(_message.Message):
         model: _builtins.str = ...,
         model_reason: _builtins.str = ...,
         price: Global___Price | None = ...,
+        speculation: Global___Speculation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv", "placement", b"placement", "price", b"price"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv", "placement", b"placement", "price", b"price", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv", "model", b"model", "model_reason", b"model_reason", "placement", b"placement", "price", b"price", "request_id", b"request_id", "seed", b"seed", "stages", b"stages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv", "model", b"model", "model_reason", b"model_reason", "placement", b"placement", "price", b"price", "request_id", b"request_id", "seed", b"seed", "speculation", b"speculation", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Receipt: _TypeAlias = Receipt  # noqa: Y015
+
+@_typing.final
+class Speculation(_message.Message):
+    """Tokens of all choices that were guessed before they were sampled, and verified, on the worker that finished the
+    request. What was sampled does not depend on it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GUESSED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    guessed_tokens: _builtins.int
+    accepted_tokens: _builtins.int
+    """Of those, the ones that were what was sampled: each saved a step."""
+    def __init__(
+        self,
+        *,
+        guessed_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "guessed_tokens", b"guessed_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Speculation: _TypeAlias = Speculation  # noqa: Y015
 
 @_typing.final
 class Price(_message.Message):

@@ -59,6 +59,8 @@ class RouterMetrics:
         self.loan_failures = counter("tandem_loan_failures", "Loans that ended before all was bound.")
         self.preemptions = counter("tandem_request_preemptions", "Of requests, by receipt.")
         self.recomputed = counter("tandem_recomputed_tokens", "Computed again, because of those.")
+        self.guessed = counter("tandem_spec_decode_num_draft_tokens", "Guessed and verified, by receipt.")
+        self.accepted = counter("tandem_spec_decode_num_accepted_tokens", "Of those, the right ones.")
         self.price = counter("tandem_request_price", "At the prices set, in their unit.", "kind")
         self.predicted = counter("tandem_predicted_ttft_seconds", "Sum of predictions of requests with a receipt.")
         self._children: dict[tuple[Any, ...], Any] = {}
@@ -140,6 +142,8 @@ class Watched:
         self._count(metrics.loan_failures, bool(kv.loan_failure))
         self._count(metrics.preemptions, kv.preemptions)
         self._count(metrics.recomputed, kv.recomputed_tokens)
+        self._count(metrics.guessed, receipt.speculation.guessed_tokens)
+        self._count(metrics.accepted, receipt.speculation.accepted_tokens)
         if receipt.HasField("price"):
             self._count(metrics.price, receipt.price.input, "input")
             self._count(metrics.price, receipt.price.output, "output")

@@ -28,7 +28,7 @@ def measured(
             transfer = kv.moved_bytes, ready_s + seconds["transfer of the last blocks"]
     if undisturbed and kv.computed_tokens and "prompt tail" in seconds:
         tail = decode_queued_tokens + kv.computed_tokens, seconds.get("decode queue", 0.0) + seconds["prompt tail"]
-    num_steps = finish.usage.completion_tokens - 1
+    num_steps = finish.usage.completion_tokens - 1 - receipt.speculation.accepted_tokens
     if placement.attempt == 1 and not kv.preemptions and num_choices == 1 and num_steps > 0 and "decode" in seconds:
         step = running, seconds["decode"] / num_steps
     return Measured(placement.decode_worker, placement.lender or None, prefill, transfer, tail, step)

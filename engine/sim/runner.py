@@ -17,7 +17,7 @@ from engine.model_dir import ModelDir
 from engine.runner import ModelInfo, Runner
 from engine.sim.states import choice_token, likeliest, prompt_logprob, state_after, states_of, token_of, token_of_all
 from engine.sim.timing import AT_ONCE, StepTiming
-from engine.vocabulary import Chunk, Sampled, TokenLogprobs
+from engine.vocabulary import Chunk, Sampled, TokenLogprobs, verified
 from kvtransfer.transport import Pool
 
 
@@ -64,21 +64,25 @@ class SimRunner(Runner):
         before = self._root
         if start:
             before = int(self._words[sequence.blocks[(start - 1) // width], 0, (start - 1) % width, 0])
-        if chunk.count == 1:  # most are
+        if chunk.num_rows == 1:  # most are
             state = state_after(before, sequence.token_ids[start], start)
             self._words[sequence.blocks[start // width], :, start % width] = state
             return
-        states = states_of(before, sequence.token_ids[start : start + chunk.count], start)
-        first = start // width
-        blocks = np.array(sequence.blocks[first : (start + chunk.count - 1) // width + 1])
-        positions = np.arange(start, start + chunk.count)
+        states = states_of(before, chunk.token_ids, start)
+        first, end = start // width, start + chunk.num_rows
+        blocks = np.array(sequence.blocks[first : (end - 1) // width + 1])
+        positions = np.arange(start, end)
         self._words[blocks[positions // width - first], :, positions % width] = states[:, None, None]
 
     def _answer(self, chunk: Chunk) -> Sampled:
         prompt = tuple(TokenLogprobs(prompt_logprob(self._sample(chunk, p + 1)), (), ()) for p in chunk.scored)
         if not chunk.samples:
             return Sampled(-1, prompt=prompt)
-        token, sampling = self._sample(chunk, chunk.start + chunk.count), chunk.sequence.sampling
+        ends = range(chunk.start + chunk.count, chunk.start + chunk.num_rows + 1)
+        return verified(chunk.guesses, (self._next(chunk, end, prompt) for end in ends))
+
+    def _next(self, chunk: Chunk, end: int, prompt: tuple[TokenLogprobs, ...]) -> Sampled:
+        token, sampling = self._sample(chunk, end), chunk.sequence.sampling
         assert sampling is not None
         if sampling.beam is not None:
             return Sampled(token, likeliest(token, sampling.logprobs or 1, self.info.vocab_size), prompt=prompt)

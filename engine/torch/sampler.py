@@ -25,7 +25,7 @@ from torch import Tensor
 from engine.grammar import Grammars, TokenMasks
 from engine.torch.device import read_back, staged
 from engine.torch.drawing import draw
-from engine.vocabulary import Sampled, SamplingParams, Sequence, TokenLogprobs
+from engine.vocabulary import AnyPlace, Chunk, Sampled, SamplingParams, TokenLogprobs, verified
 
 _WORD = 32
 LIKELIEST: Callable[[Tensor], Tensor] = partial(torch.argmax, dim=-1)
@@ -38,59 +38,80 @@ def uniform(seed: int, position: int, choice: int = 0, purpose: bytes = b"token"
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def sample(
+def sample_chunks(
     logits: Tensor,
-    sequences: Seq[Sequence],
+    chunks: Seq[Chunk],
     eos_token_ids: frozenset[int],
     grammars: Grammars | None = None,
     argmax: Callable[[Tensor], Tensor] = LIKELIEST,
 ) -> list[Sampled]:
-    """The next token of each sequence, or why there is none. `logits` is [sequences, vocab] in any float dtype.
+    """The answer to each of these chunks, which all sample: the token at its end, and those after guesses that were
+    right. `logits` is [places, vocab], of all their places in order; the rest as for `sample`.
+
+    What is sampled after a guess is what would be sampled after the token itself, by the same number: so guesses change
+    how soon tokens come, and not which.
+    """
+    places = [place for chunk in chunks for place in chunk.places]
+    answers = iter(sample(logits, places, eos_token_ids, grammars, argmax))
+    return [verified(chunk.guesses, [next(answers) for _ in range(1 + len(chunk.guesses))]) for chunk in chunks]
+
+
+def sample(
+    logits: Tensor,
+    places: Seq[AnyPlace],
+    eos_token_ids: frozenset[int],
+    grammars: Grammars | None = None,
+    argmax: Callable[[Tensor], Tensor] = LIKELIEST,
+) -> list[Sampled | None]:
+    """The next token at each place, or why there is none. `logits` is [places, vocab] in any float dtype.
 
     `grammars` holds the states of structured outputs; without it no sequence may ask for one. `argmax` gives
-    the first largest of each contiguous row.
+    the first largest of each contiguous row. None: at a place after a guess that the grammar did not allow.
     """
-    params = [_params(sequence) for sequence in sequences]
-    if all(_plain(sequence, sampling) for sequence, sampling in zip(sequences, params, strict=True)):
+    params = [_params(place) for place in places]
+    if all(_plain(place, sampling) for place, sampling in zip(places, params, strict=True)):
         return [Sampled(token) for token in read_back(argmax(logits))]
-    masks = _masks(sequences, params, grammars)  # first: a GPU is still busy with the logits meanwhile
+    masks = _masks(places, params, grammars)  # first: a GPU is still busy with the logits meanwhile
     logits = logits.float()
     allowed = logits if masks is None else _mask(logits, masks)
-    adjusted = _adjust(allowed, sequences, params, eos_token_ids)
+    adjusted = _adjust(allowed, places, params, eos_token_ids)
     tokens = argmax(adjusted)
     drawing = [row for row, sampling in enumerate(params) if sampling.temperature > 0]
     if drawing:
-        targets = [uniform(params[row].seed, sequences[row].num_tokens, sequences[row].choice) for row in drawing]
+        targets = [uniform(params[row].seed, places[row].num_tokens, places[row].choice) for row in drawing]
         at = staged(drawing, torch.long, logits.device)
         rows = adjusted if len(drawing) == len(params) else adjusted[at]
         tokens[at] = draw(rows, [params[row] for row in drawing], targets)
-    sampled = [
+    sampled: list[Sampled | None] = [
         Sampled(token, _logprobs(logits[row], token, sampling.logprobs))
         for row, (token, sampling) in enumerate(zip(read_back(tokens), params, strict=True))
     ]
-    for row, failure in masks.failures.items() if masks is not None else ():
-        sampled[row] = Sampled(-1, failure=failure)
+    if masks is not None:
+        for row, failure in masks.failures.items():
+            sampled[row] = Sampled(-1, failure=failure)
+        for row in masks.unknown:
+            sampled[row] = None
     return sampled
 
 
-def _params(sequence: Sequence) -> SamplingParams:
-    assert sequence.sampling is not None
-    return sequence.sampling
+def _params(place: AnyPlace) -> SamplingParams:
+    assert place.sampling is not None
+    return place.sampling
 
 
-def _plain(sequence: Sequence, sampling: SamplingParams) -> bool:
+def _plain(place: AnyPlace, sampling: SamplingParams) -> bool:
     """Nothing but the likeliest token is wanted, and nothing changes which that is."""
     changed = sampling.logit_bias or sampling.repetition_penalty != 1 or sampling.structured is not None
     penalised = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
-    early = sequence.num_sampled < sampling.min_tokens
+    early = place.num_sampled < sampling.min_tokens
     return sampling.temperature == 0 and sampling.logprobs is None and not (changed or penalised or early)
 
 
-def _masks(sequences: Seq[Sequence], params: Seq[SamplingParams], grammars: Grammars | None) -> TokenMasks | None:
+def _masks(places: Seq[AnyPlace], params: Seq[SamplingParams], grammars: Grammars | None) -> TokenMasks | None:
     if all(sampling.structured is None for sampling in params):
         return None
     assert grammars is not None
-    return grammars.masks(sequences)
+    return grammars.masks(places)
 
 
 def _mask(logits: Tensor, masks: TokenMasks) -> Tensor:
@@ -107,12 +128,12 @@ def _mask(logits: Tensor, masks: TokenMasks) -> Tensor:
 
 
 def _adjust(
-    logits: Tensor, sequences: Seq[Sequence], params: Seq[SamplingParams], eos_token_ids: frozenset[int]
+    logits: Tensor, places: Seq[AnyPlace], params: Seq[SamplingParams], eos_token_ids: frozenset[int]
 ) -> Tensor:
     """Bias, penalties and min_tokens; `logits` itself when nobody asks for any."""
     adjusted = logits
-    for row, (sequence, sampling) in enumerate(zip(sequences, params, strict=True)):
-        changed = _adjust_row(logits[row], sequence, sampling, eos_token_ids)
+    for row, (place, sampling) in enumerate(zip(places, params, strict=True)):
+        changed = _adjust_row(logits[row], place, sampling, eos_token_ids)
         if changed is not None:
             if adjusted is logits:
                 adjusted = logits.clone()
@@ -121,11 +142,11 @@ def _adjust(
 
 
 def _adjust_row(
-    logits: Tensor, sequence: Sequence, sampling: SamplingParams, eos_token_ids: frozenset[int]
+    logits: Tensor, place: AnyPlace, sampling: SamplingParams, eos_token_ids: frozenset[int]
 ) -> Tensor | None:
     """One row, [vocab]; None when nothing changes."""
     penalised = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
-    held_back = _held_back(sequence, sampling, eos_token_ids)
+    held_back = _held_back(place, sampling, eos_token_ids)
     if not (sampling.logit_bias or sampling.repetition_penalty != 1 or penalised or held_back):
         return None
     row = logits.clone()
@@ -133,10 +154,10 @@ def _adjust_row(
         token_ids, biases = zip(*sampling.logit_bias, strict=True)
         row[list(token_ids)] += torch.tensor(biases, dtype=row.dtype, device=row.device)
     if sampling.repetition_penalty != 1:
-        seen = torch.tensor(sorted(set(sequence.token_ids)), device=row.device)
+        seen = torch.tensor(sorted(set(place.token_ids)), device=row.device)
         values = row[seen]
         row[seen] = torch.where(values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty)
-    if penalised and (counts := Counter(sequence.output_token_ids)):
+    if penalised and (counts := Counter(place.output_token_ids)):
         seen = torch.tensor(list(counts), device=row.device)
         times = torch.tensor(list(counts.values()), dtype=row.dtype, device=row.device)
         row[seen] -= sampling.presence_penalty + sampling.frequency_penalty * times
@@ -148,12 +169,12 @@ def _adjust_row(
     return row
 
 
-def _held_back(sequence: Sequence, sampling: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
+def _held_back(place: AnyPlace, sampling: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
     """Ends that may not come yet, by min_tokens, or while there is a choice, by ignore_eos with a grammar."""
-    early = sampling.stop_token_ids if sequence.num_sampled < sampling.min_tokens else frozenset()
+    early = sampling.stop_token_ids if place.num_sampled < sampling.min_tokens else frozenset()
     if sampling.structured is not None and sampling.ignore_eos:
         return early | eos_token_ids
-    return early if sampling.ignore_eos or sequence.num_sampled >= sampling.min_tokens else early | eos_token_ids
+    return early if sampling.ignore_eos or place.num_sampled >= sampling.min_tokens else early | eos_token_ids
 
 
 def _logprobs(logits: Tensor, token: int, num_top: int | None) -> TokenLogprobs | None:

@@ -8,6 +8,7 @@ layers is done to a few rows of them at a time.
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,8 +62,8 @@ class PromptScorer:
                 if chunk.answers:
                     token = next(tokens) if chunk.samples else Sampled(-1)
                     prompt = tuple(self._score(chunk, scored_rows(chunk, first_row)))
-                    answers.append(Sampled(token.token_id, token.logprobs, token.failure, prompt))
-                first_row += chunk.count
+                    answers.append(replace(token, prompt=prompt))
+                first_row += chunk.num_rows
         self._hidden = None
         return answers
 

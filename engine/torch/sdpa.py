@@ -51,13 +51,13 @@ class PagedBatch:
         blocks: list[int] = []
         offsets: list[int] = []
         for chunk in chunks:
-            end = chunk.start + chunk.count
+            end = chunk.start + chunk.num_rows
             table = torch.tensor(chunk.sequence.blocks[: layout.blocks_for(end)], device=device)
-            span = _Span(offset, chunk.start, chunk.count, table, _rows(layout, table[None]))
-            (batch.decodes if chunk.count == 1 else batch.prefills).append(span)
+            span = _Span(offset, chunk.start, chunk.num_rows, table, _rows(layout, table[None]))
+            (batch.decodes if chunk.num_rows == 1 else batch.prefills).append(span)
             blocks += (chunk.sequence.blocks[position // width] for position in range(chunk.start, end))
             offsets += (position % width for position in range(chunk.start, end))
-            offset += chunk.count
+            offset += chunk.num_rows
         rows = _rows(layout, torch.tensor(blocks, device=device)[:, None])[:, :, 0]  # [tokens, kv_heads]
         batch.slots = (rows * width + torch.tensor(offsets, device=device)[:, None]).reshape(-1)
         return batch

@@ -1,6 +1,7 @@
 """Puts an engine together as a worker's configuration says, wherever it is to run."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 from engine.core import CoreLimits, EngineCore
 from engine.layout import KvLayout
@@ -8,6 +9,7 @@ from engine.messages import FromEngine
 from engine.runner import Runner
 from engine.scheduler import StepBudget
 from engine.sim.runner import SimRunner, sim_runner
+from engine.speculation.speculator import NGRAM, DraftSource, NgramSource, Speculator
 from engine.tiers.tiers import TierConfig, Tiers
 from engine.worker.config import WorkerConfig
 from engine.worker.spec import EngineSpec
@@ -32,7 +34,8 @@ def open_core(
         reserve_output_tokens=config.reserve_output_tokens,
     )
     fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
-    return EngineCore(runner, transport, limits, emit, wake, _open_tiers(config, runner.layout, fingerprint))
+    tiers = _open_tiers(config, runner.layout, fingerprint)
+    return EngineCore(runner, transport, limits, emit, wake, tiers, speculator=_open_speculator(spec, runner))
 
 
 def open_sim_runner(config: WorkerConfig) -> SimRunner:
@@ -44,6 +47,18 @@ def open_sim_runner(config: WorkerConfig) -> SimRunner:
         config.sim_block_kib,
         reads_all=config.sim_reads == "all",
     )
+
+
+def draft_of(spec: EngineSpec) -> Path | None:
+    """The draft model's directory, where there is to be one."""
+    chosen = spec.config.speculates(spec.role)
+    return None if chosen in ("off", NGRAM) else Path(chosen)
+
+
+def _open_speculator(spec: EngineSpec, runner: Runner) -> Speculator | None:
+    if (chosen := spec.config.speculates(spec.role)) == "off":
+        return None
+    return Speculator(NgramSource() if chosen == NGRAM else DraftSource(runner), spec.config.speculation_tokens)
 
 
 def _open_tiers(config: WorkerConfig, layout: KvLayout, model_fingerprint: bytes) -> Tiers | None:

@@ -5,11 +5,13 @@ import socket
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from cluster.config import Config
 from cluster.settings import DiscoverySettings, HealthSettings, MetricsSettings
+from engine.errors import EngineStartError
 from engine.sim.timing import StepTiming
+from engine.speculation.speculator import MAX_GUESSES
 
 Role = Literal["prefill", "decode"]
 
@@ -82,6 +84,14 @@ class WorkerConfig(HealthSettings, MetricsSettings, DiscoverySettings, Config):
     niceness: int = Field(default=0, ge=0, le=19)
     """How far the engine steps back behind others on the same cores; as `nice`."""
 
+    speculation: str | None = None
+    """Of a decode worker: where guesses at the tokens that follow come from, which a step verifies together. ngram:
+    what followed the last tokens where they occurred before, in the prompt or the output; off; or the directory of a
+    draft model, a smaller one of the same vocabulary, whose KV comes on top of `kv_memory_mib`. What is sampled does
+    not depend on it; guesses that do not pay are not made. Default: ngram. The sim engine has none."""
+    speculation_tokens: int = Field(default=MAX_GUESSES, ge=1, le=32)
+    """Guesses for one sequence in one step, at most."""
+
     transport: Literal["nixl", "ucxx"] = "nixl"
     """What moves KV between workers; all of a cluster use the same. ucxx: for machines without NIXL, or to compare; on
     one host nixl is faster, since it reads shared memory."""
@@ -107,6 +117,20 @@ class WorkerConfig(HealthSettings, MetricsSettings, DiscoverySettings, Config):
             stream_s=self.sim_stream_us * 1e-6,
             kv_token_s=self.sim_kv_token_ns * 1e-9,
         )
+
+    @field_validator("speculation", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: object) -> object:
+        """YAML reads it as false."""
+        return "off" if value is False else value
+
+    def speculates(self, role: Role) -> str:
+        """off, ngram, or the directory of a draft model. Raises EngineStartError."""
+        if self.engine == "sim":
+            if self.speculation not in (None, "off"):
+                raise EngineStartError("speculation", "the sim engine's tokens are hashes, which nobody can guess")
+            return "off"
+        return "off" if role == "prefill" else self.speculation or "ngram"
 
     def id_for(self, role: Role) -> str:
         return self.worker_id or f"{role}-{socket.gethostname()}-{os.getpid()}"

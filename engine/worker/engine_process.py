@@ -23,7 +23,7 @@ from engine.errors import EngineStartError
 from engine.messages import FromEngine, StartFailed, ToEngine
 from engine.runner import Runner
 from engine.vocabulary import Chunk, Sampled
-from engine.worker.assembly import IDLE_TURN_S, open_core, open_sim_runner
+from engine.worker.assembly import IDLE_TURN_S, draft_of, open_core, open_sim_runner
 from engine.worker.config import WorkerConfig
 from engine.worker.cores import stay_on, step_back
 from engine.worker.link import LinkWaiter, MessageLink
@@ -100,8 +100,8 @@ class _Computer:
     of them than cores they stop waiting actively: steps took nearly twice as long.
     """
 
-    def __init__(self, config: WorkerConfig, wake: Callable[[], None]) -> None:
-        self._config = config
+    def __init__(self, spec: EngineSpec, wake: Callable[[], None]) -> None:
+        self._spec = spec
         self._wake = wake
         self._made: Future[Runner] = Future()
         self._batches: SimpleQueue[list[Chunk] | None] = SimpleQueue()
@@ -135,10 +135,11 @@ class _Computer:
 
     def _run(self) -> None:
         try:
-            runner = _make_runner(self._config)
-            own = self._config.cores or ()
-            if _threads(self._config) == len(own):
-                runner.bind(own, self._config.shared_cores)
+            runner = _make_runner(self._spec)
+            config = self._spec.config
+            own = config.cores or ()
+            if _threads(config) == len(own):
+                runner.bind(own, config.shared_cores)
         except BaseException as error:
             self._made.set_exception(error)
             return
@@ -195,7 +196,7 @@ def _start(spec: EngineSpec, front: _Front) -> tuple[EngineCore, _Computer]:
         log.info(chosen)
     host = config.advertise_host or config.host
     transport = open_transport(config.transport, spec.agent_name, host, config.strict_lanes)
-    computer = _Computer(spec.config, front.wake)
+    computer = _Computer(spec, front.wake)
     runner = computer.runner()
     core = open_core(spec, runner, transport, front.say, front.wake)
     front.say(core.start())
@@ -203,7 +204,8 @@ def _start(spec: EngineSpec, front: _Front) -> tuple[EngineCore, _Computer]:
     return core, computer
 
 
-def _make_runner(config: WorkerConfig) -> Runner:
+def _make_runner(spec: EngineSpec) -> Runner:
+    config, draft = spec.config, draft_of(spec)
     if config.engine == "sim":
         return open_sim_runner(config)
     try:
@@ -212,7 +214,9 @@ def _make_runner(config: WorkerConfig) -> Runner:
         raise EngineStartError("engine", f"{error}; install tandem-serving[worker]") from None
 
     set_threads(_threads(config))
-    return TorchRunner(config.model, config.dtype, config.block_tokens, config.kv_bytes, config.backend, config.device)
+    return TorchRunner(
+        config.model, config.dtype, config.block_tokens, config.kv_bytes, config.backend, config.device, draft
+    )
 
 
 if __name__ == "__main__":

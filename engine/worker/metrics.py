@@ -44,6 +44,12 @@ class EngineCollector(Collector):
             yield GaugeMetricFamily(f"tandem_engine_{name}", about, value=float(value))
         yield CounterMetricFamily("tandem_engine_steps", "Of its loop.", value=float(load.step))
         yield CounterMetricFamily("tandem_engine_preemptions", "Of requests.", value=float(load.preemptions))
+        guesses = {
+            "spec_decode_num_draft_tokens": ("Guessed and verified.", load.guessed),
+            "spec_decode_num_accepted_tokens": ("Of those, the right ones.", load.guessed_right),
+        }
+        for name, (about, value) in guesses.items():
+            yield CounterMetricFamily(f"tandem_engine_{name}", about, value=float(value))
 
 
 class GpuCollector(Collector):

@@ -88,13 +88,13 @@ def test_graphs_compute_what_the_plain_path_computes(wide_model: Models, family:
     some = sequences(16)
     for step in prompts(some):
         runner.execute(step)
-    graphs = runner._graphs
+    graphs = runner.paged.graphs
     assert graphs is not None
     for count in (1, 2, 3, 5, len(some)):
         graphed = runner.logits(last(some[:count])).float().cpu()
-        runner._graphs = None
+        runner.paged.graphs = None
         plain = runner.logits(last(some[:count])).float().cpu()
-        runner._graphs = graphs
+        runner.paged.graphs = graphs
         assert torch.allclose(graphed, plain, atol=0.02 * float(plain.abs().max()))
 
 

@@ -16,10 +16,12 @@ from engine.grammar import Grammars
 from engine.messages import Failed, FromEngine, Generate, Token
 from engine.model_dir import ModelDir
 from engine.scheduler import StepBudget
+from engine.speculation.speculator import Speculator
 from engine.torch.runner import TorchRunner
 from engine.torch.sampler import sample
 from engine.vocabulary import FinishReason, SamplingParams, Sequence, StructuredOutput
 from kvtransfer.local import LocalNetwork, LocalTransport
+from support.guessing import Recording, always
 
 VOCAB = 500
 """Of the model; the tokenizer has fewer."""
@@ -108,12 +110,12 @@ def text_of(model: Path) -> Callable[[list[int]], str]:
 class Engine:
     """One engine of this process, and what it says."""
 
-    def __init__(self, model: Path, kv_bytes: int = 16 << 20) -> None:
+    def __init__(self, model: Path, kv_bytes: int = 16 << 20, speculator: Speculator | None = None) -> None:
         self.said: list[FromEngine] = []
         runner = TorchRunner(model, "float32", block_tokens=16, kv_bytes=kv_bytes)
         transport = LocalTransport(LocalNetwork(), "one")
         limits = CoreLimits(StepBudget(256, 64), reserve_output_tokens=16)
-        self.core = EngineCore(runner, transport, limits, self.said.append)
+        self.core = EngineCore(runner, transport, limits, self.said.append, speculator=speculator)
         self.core.start()
 
     def run(self, **requests: tuple[SamplingParams, tuple[int, ...]]) -> dict[str, list[Token]]:
@@ -187,6 +189,25 @@ def test_a_replay_from_any_token_goes_on_the_same(engine: Engine, model: Path, n
     for cut, rest in enumerate(other.run(**cuts).values()):
         assert ids(rest) == ids(whole[cut:])
         assert rest[-1].finish is whole[-1].finish
+    other.core.close()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_guesses_change_nothing(engine: Engine, model: Path, name: str) -> None:
+    """Right ones, and others, which a grammar mostly forbids; after an end as well."""
+    requests = {f"{seed}": (params(name, seed=seed, temperature=0.8, logprobs=1), ()) for seed in range(4)}
+    requests |= {"likeliest": (params(name, temperature=0.0), ()), "plain": (SamplingParams(60, seed=4), ())}
+    expected = engine.run(**requests)
+    said = {(request_id, 0): [*ids(tokens), EOS[0], 70, 71] for request_id, tokens in expected.items()}
+    source = Recording(said, VOCAB, mistakes=0.2)
+    other = Engine(model, speculator=always(source))
+    got = other.run(**requests)
+    assert {request_id: ids(tokens) for request_id, tokens in got.items()} == {
+        request_id: ids(tokens) for request_id, tokens in expected.items()
+    }
+    assert all(got[request_id][-1].finish is tokens[-1].finish for request_id, tokens in expected.items())
+    assert sum(token.followed_guess for tokens in got.values() for token in tokens) > 0
+    assert other.failures() == {}
     other.core.close()
 
 

@@ -17,6 +17,7 @@ from engine.messages import (
 from engine.scheduler import StepBudget, max_wait_steps
 from engine.sim.runner import SimRunner
 from engine.sim.states import likeliest
+from engine.speculation.speculator import Speculator
 from engine.vocabulary import Chunk, FinishReason, SamplingParams
 from kvtransfer.local import LocalNetwork, LocalTransport
 from support.sim_model import LAYOUT, VOCAB, WIDTH, undisturbed
@@ -91,13 +92,21 @@ def name_of(request_id: str, choice: int) -> str:
 class Engine:
     """An engine core that nobody lends to, held to its bound at every step."""
 
-    def __init__(self, num_blocks: int = 8, budget: StepBudget = WIDE, reserve: int = 1, bounded: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 8,
+        budget: StepBudget = WIDE,
+        reserve: int = 1,
+        bounded: bool = True,
+        speculator: Speculator | None = None,
+    ) -> None:
         self.said: list[FromEngine] = []
         self.budget = budget
         runner = SimRunner(LAYOUT, num_blocks, VOCAB)
         self.runner = runner
         limits = CoreLimits(budget, 4, reserve, report_interval_s=0.0, min_report_interval_s=0.0)
-        self.core = EngineCore(runner, LocalTransport(LocalNetwork(), "engine"), limits, self.said.append)
+        transport = LocalTransport(LocalNetwork(), "engine")
+        self.core = EngineCore(runner, transport, limits, self.said.append, speculator=speculator)
         self.core.start()
         self.streams: dict[str, Stream] = {}
         self.num_steps = 0
@@ -142,7 +151,7 @@ class Engine:
     def begin_step(self) -> list[Chunk]:
         batch = self.core.begin_step()
         self.check()
-        assert sum(chunk.count for chunk in batch) <= self.budget.max_tokens
+        assert sum(chunk.count + chunk.num_guesses for chunk in batch) <= self.budget.max_tokens
         prompts = [chunk for chunk in batch if not chunk.sequence.decoding]
         assert sum(chunk.count for chunk in prompts) <= self.budget.max_prefill_tokens
         runnable = self.core._runnable()

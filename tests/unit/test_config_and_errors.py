@@ -18,7 +18,7 @@ from cluster.errors import (
 )
 from engine.errors import ModelRefused
 from engine.model_dir import ModelDir
-from engine.worker.config import WorkerConfig
+from engine.worker.config import Role, WorkerConfig
 from router.config import RouterConfig
 
 
@@ -31,6 +31,7 @@ from router.config import RouterConfig
         ({"model": "m", "block_tokens": "many"}, "block_tokens"),
         ({"model": "m", "transport": "carrier pigeon"}, "transport"),
         ({"model": "m", "kv_memory_mib": 0}, "kv_memory_mib"),
+        ({"model": "m", "speculation_tokens": 0}, "speculation_tokens"),
     ],
 )
 def test_a_bad_setting_is_named(values: dict[str, object], field: str) -> None:
@@ -42,6 +43,21 @@ def test_a_bad_setting_is_named(values: dict[str, object], field: str) -> None:
 def test_an_unknown_key_names_the_known_ones() -> None:
     with pytest.raises(StartError, match="max_queued"):
         RouterConfig.parse({"model": "m", "queue": 3})
+
+
+def test_speculation_is_of_decode_workers_of_the_torch_engine() -> None:
+    def chosen(role: Role, *settings: str) -> str:
+        overrides = [f"--set={setting}" for setting in ("model=m", *settings)]
+        return WorkerConfig.from_command_line("w", overrides).speculates(role)
+
+    assert chosen("decode") == "ngram"
+    assert chosen("prefill") == "off"
+    assert chosen("decode", "speculation=off") == "off"
+    assert chosen("decode", "speculation=models/small") == "models/small"
+    assert chosen("decode", "engine=sim") == "off"
+    with pytest.raises(StartError, match="nobody can guess") as caught:
+        chosen("decode", "engine=sim", "speculation=ngram")
+    assert caught.value.field == "speculation"
 
 
 def test_overrides_win_over_the_file(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ def finish() -> pb.Finish:
             preemptions=2,
             recomputed_tokens=7,
         ),
+        speculation=pb.Speculation(guessed_tokens=20, accepted_tokens=15),
         placement=pb.Placement(attempt=3, predicted_ttft_ms=250),
         price=pb.Price(input=0.5, output=0.25),
         stages=[
@@ -90,6 +91,8 @@ def test_a_request_that_ends_well(registry: CollectorRegistry, watched: Watched)
         ("tandem_loan_failures_total",): 1,
         ("tandem_request_preemptions_total",): 2,
         ("tandem_recomputed_tokens_total",): 7,
+        ("tandem_spec_decode_num_draft_tokens_total",): 20,
+        ("tandem_spec_decode_num_accepted_tokens_total",): 15,
         ("tandem_request_price_total", "kind", "input"): 0.5,
         ("tandem_predicted_ttft_seconds_total",): 0.25,
     }

@@ -107,7 +107,7 @@ class DecodeGraphs:
 
     def takes(self, chunks: Sequence[Chunk]) -> bool:
         """Whether a step of these can be a graph."""
-        return 0 < len(chunks) <= self._batches[-1] and all(chunk.count == 1 for chunk in chunks)
+        return 0 < len(chunks) <= self._batches[-1] and all(chunk.num_rows == 1 for chunk in chunks)
 
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
         """Compute them: [len(chunks), vocab], overwritten by the next call."""

@@ -24,7 +24,7 @@ class StepTables:
     """Chunk i has tokens `query_starts[i:i+2]` of the flattened batch and blocks `tables[table_starts[i:i+2]]`.
 
     The chunks before `num_decodes` are one token each; what follows goes to the kernel for prompts, a single token
-    among them as well. The scheduler puts decoding sequences first.
+    among them as well. Decoding sequences come first in a batch, those with guesses after those without.
     """
 
     num_decodes: int = 0
@@ -42,12 +42,12 @@ class StepTables:
     def of(cls, layout: KvLayout, chunks: Sequence[Chunk]) -> "StepTables":
         step = cls()
         for chunk in chunks:
-            end = chunk.start + chunk.count
-            if chunk.count == 1 and step.num_decodes == len(step.last_lens):
+            end = chunk.start + chunk.num_rows
+            if chunk.num_rows == 1 and step.num_decodes == len(step.last_lens):
                 step.num_decodes += 1
-            step.token_ids.extend(chunk.sequence.token_ids[chunk.start : end])
+            step.token_ids.extend(chunk.token_ids)
             step.positions.extend(range(chunk.start, end))
-            step._end_chunk(layout, chunk.sequence.blocks[: layout.blocks_for(end)], chunk.count, end)
+            step._end_chunk(layout, chunk.sequence.blocks[: layout.blocks_for(end)], chunk.num_rows, end)
         return step
 
     @property

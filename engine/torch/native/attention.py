@@ -37,21 +37,22 @@ class NativePagedAttention(PagedAttention):
         step = max(1, ITEM_ROWS // group)
         token = 0
         for chunk in chunks:
-            blocks, end = chunk.sequence.blocks, chunk.start + chunk.count
+            blocks, count = chunk.sequence.blocks, chunk.num_rows
+            end = chunk.start + count
             slots += (blocks[p // width] * width + p % width for p in range(chunk.start, end))
             table = len(tables)
             tables += blocks[: self._layout.blocks_for(end)]
             items += (
-                (token + first, min(step, chunk.count - first), chunk.start + first, table)
-                for first in range(0, chunk.count, step)
+                (token + first, min(step, count - first), chunk.start + first, table) for first in range(0, count, step)
             )
             sampled += (
                 (token + first - chunk.start, min(step, chunk.scored.stop - first), first, table)
                 for first in range(chunk.scored.start, chunk.scored.stop, step)
             )
             if chunk.samples:
-                sampled.append((token + chunk.count - 1, 1, end - 1, table))
-            token += chunk.count
+                places = 1 + len(chunk.guesses)
+                sampled.append((token + count - places, places, end - places, table))
+            token += count
         self._slots = torch.tensor(slots, dtype=torch.long)
         self._tables = torch.tensor(tables, dtype=torch.int32)
         self._all = self._work(items)

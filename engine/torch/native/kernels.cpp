@@ -183,15 +183,22 @@ inline Vec multiply_add(Vec acc, const bfloat16* a, const bfloat16* b) {
 }
 #endif
 
-// acc[rows][PANEL] (+)= a[rows][depth] x panel. `ahead`: memory that will be read soon; a line of it is fetched with
-// each of the first `lines` steps.
+// acc[rows][PANEL] (+)= a[rows][depth] x panel. `ahead`: `lines` lines of memory that will be read soon. One is fetched
+// with each step, or two: for 7 to 12 rows a panel is read twice, and what is next must come in half of the steps, or
+// those rows would cost half as much again as 6.
 template <typename E, long PAIR, int M>
 inline void multiply(const E* a, long stride, const E* panel, long depth, Vec acc[][VECTORS], const char* ahead,
                      long lines) {
+    const long steps = depth / PAIR, more = std::max(0L, lines - steps);
+    const char* further = ahead + steps * 64;
     for (long k = 0; k < depth; k += PAIR) {
         if (k < lines * PAIR) {
             __builtin_prefetch(ahead, 0, 2);
             ahead += 64;
+        }
+        if (k < more * PAIR) {
+            __builtin_prefetch(further, 0, 2);
+            further += 64;
         }
         __builtin_prefetch(panel + PANEL * PAIR * 6, 0, 3);
         __builtin_prefetch(panel + PANEL * PAIR * 6 + LANES * PAIR, 0, 3);

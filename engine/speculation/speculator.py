@@ -1,0 +1,183 @@
+"""Adds guesses to a step's batch, and learns from what becomes of them.
+
+Only sequences that decode get any, and no beams. Guesses take nothing from anybody: of the step's token budget what all
+others left, and of KV blocks what the sequence was promised, or what is available while nobody waits for any. So the
+bounds of `engine/scheduler.py` and `engine/preemption.py` hold as they stand; nobody is preempted for a guess.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+from engine.bookkeeper import Bookkeeper
+from engine.runner import Runner
+from engine.speculation.ngrams import NgramIndex, continuation
+from engine.speculation.worth import Chances, OwnChances, StepCost, Wish, allot
+from engine.vocabulary import Chunk, Sampled, Sequence
+
+NGRAM = "ngram"
+"""What the settings call it."""
+MAX_GUESSES = 7
+"""Of a sequence in a step, unless set otherwise: a step of 8 rows still waits for memory, on a CPU."""
+MAX_KIND = 6
+"""Chances of what n-grams say are learnt by how many tokens agreed; so many or more are one kind."""
+
+
+class Source(Protocol):
+    """Where guesses come from."""
+
+    @property
+    def pass_s(self) -> float:
+        """Seconds that guessing one place further takes, for all sequences at once."""
+
+    def wish(self, sequence: Sequence, most: int) -> Wish | None:
+        """What the sequence could make use of now; None when nothing comes to mind. Asked at every step."""
+
+    def guessed(self, chunk: Chunk, count: int) -> Chunk:
+        """The chunk with `count` guesses, of those wished for last. Not asked when it gets none."""
+
+    def verified(self, sequence: Sequence, sampled: Sampled) -> None:
+        """What became of them."""
+
+
+@dataclass(slots=True)
+class _Text:
+    """One sequence's own repetitions."""
+
+    index: NgramIndex
+    chances: OwnChances
+    guesses: tuple[int, ...] = ()
+    kind: int = 0
+    num_tokens: int = 0
+    """It had when those were guessed."""
+
+
+class NgramSource:
+    """What followed the last tokens where they were before in the prompt or the output.
+
+    A guess that was not used is compared with what came all the same. So the chances of a text are known whether
+    speculation is on for it or not."""
+
+    pass_s = 0.0
+
+    def __init__(self) -> None:
+        self._texts: WeakKeyDictionary[Sequence, _Text] = WeakKeyDictionary()
+        self._chances = Chances()
+
+    def wish(self, sequence: Sequence, most: int) -> Wish | None:
+        text = self._texts.get(sequence)
+        if text is None:
+            text = self._texts[sequence] = _Text(NgramIndex(), OwnChances(self._chances))
+        tokens = sequence.token_ids
+        if text.guesses:
+            came = tokens[text.num_tokens :]
+            text.chances.learn(text.kind, (g == t for g, t in zip(text.guesses, came, strict=False)))
+            text.guesses = ()
+        if (match := text.index.search(tokens)) is None:
+            return None
+        text.guesses = continuation(tokens, match.end, most)
+        text.kind, text.num_tokens = min(match.agreeing, MAX_KIND), len(tokens)
+        return Wish(text.chances.of(text.kind), most)
+
+    def guessed(self, chunk: Chunk, count: int) -> Chunk:
+        return replace(chunk, guesses=self._texts[chunk.sequence].guesses[:count])
+
+    def verified(self, sequence: Sequence, sampled: Sampled) -> None:
+        """The next wish sees it in the sequence's tokens."""
+
+
+class DraftSource:
+    """A draft model: it always has something to say, in the runner, when it is asked to."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._chances = Chances()
+        self._own: WeakKeyDictionary[Sequence, OwnChances] = WeakKeyDictionary()
+
+    @property
+    def pass_s(self) -> float:
+        return self._runner.draft_pass_s
+
+    def wish(self, sequence: Sequence, most: int) -> Wish | None:
+        own = self._own.get(sequence)
+        if own is None:
+            own = self._own[sequence] = OwnChances(self._chances)
+        own.forgive(0)
+        return Wish(own.of(0), most)
+
+    def guessed(self, chunk: Chunk, count: int) -> Chunk:
+        return replace(chunk, num_drafts=count)
+
+    def verified(self, sequence: Sequence, sampled: Sampled) -> None:
+        num_right = len(sampled.following)
+        self._own[sequence].learn(0, [place < num_right for place in range(sampled.num_guesses)])
+
+
+class Speculator:
+    """Of one engine."""
+
+    def __init__(self, source: Source, max_guesses: int = MAX_GUESSES, cost: StepCost | None = None) -> None:
+        assert max_guesses >= 1
+        self.source = source
+        self._max_guesses = max_guesses
+        self._cost = cost or StepCost()
+        self.num_guesses = 0
+        """Verified since the engine started."""
+        self.num_right = 0
+
+    def add_guesses(self, batch: list[Chunk], books: Bookkeeper, max_tokens: int, short: bool) -> list[Chunk]:
+        """The batch with guesses, and with promises for their blocks. `max_tokens`: the step's budget. `short`:
+        somebody waits for blocks."""
+        wishes: dict[int, Wish] = {}
+        num_tokens = num_rows = 0
+        for place, chunk in enumerate(batch):
+            num_rows += chunk.count
+            num_tokens += chunk.samples
+            if (most := self._most(chunk, books, short)) and (wish := self.source.wish(chunk.sequence, most)):
+                wishes[place] = wish
+        if not wishes:
+            return batch
+        left, pass_s = max_tokens - num_rows, self.source.pass_s
+        counts = allot(list(wishes.values()), num_tokens, num_rows, left, self._cost, pass_s)
+        if not any(counts):
+            self._cost.forgive()
+            return batch
+        batch = list(batch)
+        for place, count in zip(wishes, counts, strict=True):
+            # What was available when it was asked may be another's by now.
+            if kept := min(count, self._room(batch[place], books, short)):
+                batch[place] = chunk = self.source.guessed(batch[place], kept)
+                if lacking := books.num_lacking(chunk.sequence, chunk.end):
+                    books.extend(chunk.sequence, lacking)
+        batch.sort(key=lambda chunk: (not chunk.sequence.decoding, chunk.num_guesses > 0))  # as the GPU's kernels want
+        return batch
+
+    def heard(self, chunk: Chunk, sampled: Sampled) -> None:
+        """The runner's answer to a chunk."""
+        if sampled.num_guesses:
+            self.num_guesses += sampled.num_guesses
+            self.num_right += len(sampled.following)
+            self.source.verified(chunk.sequence, sampled)
+
+    def step_took(self, batch: Seq[Chunk], sampled: Seq[Sampled], seconds: float) -> None:
+        """A step of nothing but decoding sequences tells what rows cost; one with prompts is of another kind, and so is
+        one whose guesses were not made because the draft model had to read a prompt first."""
+        num_guesses = sum(chunk.num_guesses for chunk in batch)
+        if num_guesses == sum(answer.num_guesses for answer in sampled):
+            depth = max(chunk.num_drafts for chunk in batch)
+            self._cost.learn(num_guesses + sum(c.count for c in batch), seconds - depth * self.source.pass_s)
+
+    def _most(self, chunk: Chunk, books: Bookkeeper, short: bool) -> int:
+        """Guesses that the sequence has a use and blocks for."""
+        sequence = chunk.sequence
+        if not sequence.decoding or sequence.sampling is None or sequence.sampling.beam is not None:
+            return 0
+        useful = sequence.max_num_tokens - sequence.num_tokens - 1  # the token sampled after them is the last one then
+        return max(0, min(self._max_guesses, useful, self._room(chunk, books, short)))
+
+    def _room(self, chunk: Chunk, books: Bookkeeper, short: bool) -> int:
+        sequence = chunk.sequence
+        spare = 0 if short else max(0, books.pool.num_available)
+        num_blocks = len(sequence.blocks) + sequence.num_reserved + spare
+        return max(0, num_blocks * books.layout.block_tokens - chunk.start - chunk.count)

@@ -1,0 +1,81 @@
+"""A model joined to its paged KV memory: chunks in, logits out."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from engine.layout import KvLayout
+from engine.runner import ModelInfo
+from engine.torch.backends import Backend, join
+from engine.torch.cuda.graphs import decode_graphs
+from engine.torch.device import KvMemory, allocate, staged
+from engine.torch.loader import use_attention
+from engine.torch.scoring import scored_rows
+from engine.vocabulary import Chunk
+
+
+class PagedModel:
+    """Over `num_blocks` KV blocks of its own. Raises EngineStartError."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        layout: KvLayout,
+        info: ModelInfo,
+        num_blocks: int,
+        backend: Backend,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.memory: KvMemory = allocate(layout, num_blocks, device)
+        joined = join(model, self.memory.tensor, layout, backend)
+        self.backend, self._attention = joined.backend, joined.attention
+        self.argmax, self._last_rows = joined.argmax, joined.last_rows
+        self.bind_threads: Callable[[Seq[int]], None] | None = joined.bind_threads
+        self.device = device
+        use_attention(model, self._attention)
+        self.graphs = decode_graphs(self._attention, layout, self._forward_all, self.memory, info)
+
+    @property
+    def last_layer_trimmed(self) -> bool:
+        """The CPU kernels multiply its weights, and compute of the last layer only what is read."""
+        return self._last_rows is not None
+
+    def logits(self, batch: Seq[Chunk]) -> Tensor:
+        """Compute the chunks; the logits of every place of those that sample, in order: [places, vocab]."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        last_rows: list[int] = []
+        wanted: list[int] = []
+        for chunk in batch:
+            wanted += scored_rows(chunk, len(tokens))
+            tokens += chunk.token_ids
+            positions += range(chunk.start, chunk.start + chunk.num_rows)
+            if chunk.samples:
+                places = range(len(tokens) - len(chunk.guesses) - 1, len(tokens))
+                last_rows += places
+                wanted += places
+        scores = len(wanted) > len(last_rows)
+        if self.graphs is not None and self.graphs.takes(batch) and not scores:
+            every = self.graphs.logits(batch)
+            return every if len(last_rows) == len(tokens) else every[staged(last_rows, torch.long, self.device)]
+        rows = staged(last_rows, torch.long, self.device)
+        self._attention.prepare(batch)
+        if self._last_rows is not None:
+            self._last_rows.rows = staged(wanted, torch.long, self.device) if scores else rows
+        logits: Tensor = self.model(
+            input_ids=staged(tokens, torch.long, self.device)[None],
+            position_ids=staged(positions, torch.long, self.device)[None],
+            use_cache=False,
+            logits_to_keep=rows,
+        ).logits[0]
+        return logits
+
+    def _forward_all(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """Logits of every token: [tokens, vocab]. The attention is prepared for them."""
+        logits: Tensor = self.model(input_ids=token_ids, position_ids=positions, use_cache=False).logits[0]
+        return logits

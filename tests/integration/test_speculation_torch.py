@@ -1,0 +1,222 @@
+"""With a real model: guesses change when tokens come, and not which. float32, so that nothing else changes them."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.core import CoreLimits, EngineCore
+from engine.errors import EngineStartError
+from engine.messages import FromEngine, Generate, Token
+from engine.model_dir import ModelDir
+from engine.scheduler import StepBudget
+from engine.speculation.speculator import DraftSource, NgramSource, Speculator
+from engine.torch.runner import TorchRunner
+from engine.vocabulary import SamplingParams
+from kvtransfer.local import LocalNetwork, LocalTransport
+from support.guessing import FreeRows, Recording, always
+
+VOCAB = 500
+NEW_TOKENS = 40
+BIAS = tuple((token, 12.0) for token in range(40, 46))
+"""A few tokens come again and again, so that there is something to guess."""
+SAMPLING = {
+    "greedy": SamplingParams(NEW_TOKENS, temperature=0, ignore_eos=True),
+    "seeded": SamplingParams(NEW_TOKENS, temperature=0.6, top_p=0.95, top_k=60, seed=11, logit_bias=BIAS),
+    "penalised": SamplingParams(
+        NEW_TOKENS, temperature=0.8, seed=3, presence_penalty=0.3, frequency_penalty=0.1, logit_bias=BIAS, min_tokens=40
+    ),
+    "repetition": SamplingParams(NEW_TOKENS, temperature=0, logit_bias=BIAS, repetition_penalty=1.01),
+    "logprobs": SamplingParams(NEW_TOKENS, temperature=0.5, seed=5, logit_bias=BIAS, logprobs=3, prompt_logprobs=2),
+    "stopped": SamplingParams(
+        NEW_TOKENS, temperature=0.9, seed=2, logit_bias=BIAS, stop_token_ids=frozenset({43}), min_tokens=15
+    ),
+    "choices": SamplingParams(NEW_TOKENS, temperature=0.7, seed=8, logit_bias=BIAS, n=3, min_p=0.02),
+}
+Said = dict[tuple[str, int], list[Token]]
+
+
+class Engine:
+    def __init__(self, runner: TorchRunner, speculator: Speculator | None = None, chunk: int = 24) -> None:
+        self.out: list[FromEngine] = []
+        limits = CoreLimits(StepBudget(96, chunk), reserve_output_tokens=1)
+        transport = LocalTransport(LocalNetwork(), "one")
+        self.core = EngineCore(runner, transport, limits, self.out.append, speculator=speculator)
+        self.core.start()
+
+    def ask(self, sampling: SamplingParams, **fields: Any) -> Said:
+        """Four prompts at once; what was said by request and choice."""
+        for number, prompt in enumerate(PROMPTS):
+            self.core.handle(Generate(str(number), prompt, (), sampling, "", number % 2, borrow=False, **fields))
+        while self.core.step():
+            assert self.core.audit().fault == ""
+        assert self.core.audit().held_blocks == 0
+        said: Said = {}
+        for message in self.out:
+            if isinstance(message, Token):
+                said.setdefault((message.request_id, message.choice), []).append(message)
+        self.out.clear()
+        return said
+
+
+def _prompts() -> list[tuple[int, ...]]:
+    generator = torch.Generator().manual_seed(1)
+    return [tuple(torch.randint(1, VOCAB, (length,), generator=generator).tolist()) for length in (5, 16, 31, 40)]
+
+
+PROMPTS = _prompts()
+
+
+def ids(tokens: Seq[Token]) -> list[int]:
+    return [token.token_id for token in tokens]
+
+
+def all_ids(said: Said) -> dict[tuple[str, int], list[int]]:
+    return {key: ids(tokens) for key, tokens in said.items()}
+
+
+def runner_of(path: Path, num_blocks: int = 400, draft: Path | None = None, dtype: str = "float32") -> TorchRunner:
+    size = TorchRunner(path, dtype, 16, 1 << 20).layout.block_bytes
+    return TorchRunner(path, dtype, block_tokens=16, kv_bytes=num_blocks * size, draft=draft)
+
+
+def rights(said: Said) -> tuple[int, int]:
+    """How many guesses were right, of how many."""
+    every = [token for tokens in said.values() for token in tokens]
+    return sum(token.followed_guess for token in every), sum(token.guessed for token in every)
+
+
+def assert_same(got: Said, expected: Said) -> None:
+    assert all_ids(got) == all_ids(expected)
+    for key, tokens in got.items():
+        for one, other in zip(tokens, expected[key], strict=True):
+            assert (one.finish, one.logprobs is None) == (other.finish, other.logprobs is None)
+            if one.logprobs is not None and other.logprobs is not None:
+                assert one.logprobs.logprob == pytest.approx(other.logprobs.logprob, abs=1e-4)
+                assert one.logprobs.top_token_ids == other.logprobs.top_token_ids
+
+
+@pytest.fixture(scope="module")
+def runner(tiny_model: Path) -> TorchRunner:
+    return runner_of(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def plain(runner: TorchRunner) -> dict[str, Said]:
+    """What is said without guesses."""
+    return {how: Engine(runner).ask(sampling) for how, sampling in SAMPLING.items()}
+
+
+@pytest.mark.parametrize("how", sorted(SAMPLING))
+def test_guesses_change_nothing_that_is_said(runner: TorchRunner, plain: dict[str, Said], how: str) -> None:
+    source = Recording(all_ids(plain[how]), VOCAB, mistakes=0.3)
+    got = Engine(runner, always(source), chunk=7).ask(SAMPLING[how])
+    assert_same(got, plain[how])
+    num_right, num_guessed = rights(got)
+    assert 0.3 < num_right / num_guessed < 0.9
+
+
+@pytest.mark.parametrize("how", ["repetition", "choices"])
+def test_what_comes_again_is_guessed_by_prompt_lookup(runner: TorchRunner, plain: dict[str, Said], how: str) -> None:
+    got = Engine(runner, Speculator(NgramSource(), cost=FreeRows())).ask(SAMPLING[how])
+    assert_same(got, plain[how])
+    num_right, num_guessed = rights(got)
+    assert 2 < num_right < num_guessed
+
+
+@pytest.mark.parametrize("how", ["greedy", "seeded", "penalised"])
+def test_in_a_tiny_pool_too(tiny_model: Path, plain: dict[str, Said], how: str) -> None:
+    """Preempted with guesses under way, computed anew, and guessed for again."""
+    source = Recording(all_ids(plain[how]), VOCAB)
+    engine = Engine(runner_of(tiny_model, num_blocks=8), always(source))
+    assert all_ids(engine.ask(SAMPLING[how])) == all_ids(plain[how])
+    assert engine.core._requests.residency.num_preemptions >= 2
+
+
+def test_what_was_emitted_elsewhere_is_gone_on_with(runner: TorchRunner, plain: dict[str, Said]) -> None:
+    said = all_ids(plain["penalised"])["2", 0]
+    engine = Engine(runner, always(Recording({("r", 0): said}, VOCAB, mistakes=0.2)))
+    for cut in (1, 9, 30):
+        engine.core.handle(Generate("r", PROMPTS[2], tuple(said[:cut]), SAMPLING["penalised"], "", 0, borrow=False))
+        while engine.core.step():
+            pass
+        assert ids([message for message in engine.out if isinstance(message, Token)]) == said[cut:]
+        engine.out.clear()
+
+
+def test_the_cpu_kernels_give_the_same_to_the_bit(tiny_model: Path) -> None:
+    """A token's result does not depend on its batch: log probabilities in bfloat16 are equal, not close."""
+    runner = runner_of(tiny_model, dtype="bfloat16")
+    if runner.backend != "native" or not runner.paged.last_layer_trimmed:
+        pytest.skip("this CPU has no bfloat16 kernels")
+    expected = Engine(runner).ask(SAMPLING["logprobs"])
+    got = Engine(runner, always(Recording(all_ids(expected), VOCAB))).ask(SAMPLING["logprobs"])
+    assert rights(got)[0] > 20
+    for key, tokens in got.items():
+        assert [(t.token_id, t.logprobs) for t in tokens] == [(t.token_id, t.logprobs) for t in expected[key]]
+
+
+# ------------------------------------------------------------------------------------------------- a draft model
+
+
+@pytest.mark.parametrize("how", ["greedy", "seeded", "stopped", "choices"])
+def test_a_draft_model_that_is_the_model_itself_guesses_right(
+    tiny_model: Path, plain: dict[str, Said], how: str
+) -> None:
+    """Where the likeliest is what is sampled. Nothing else is said elsewhere."""
+    runner = runner_of(tiny_model, draft=tiny_model)
+    got = Engine(runner, Speculator(DraftSource(runner), 4, FreeRows())).ask(SAMPLING[how])
+    assert_same(got, plain[how])
+    num_right, num_guessed = rights(got)
+    assert num_guessed > 20
+    if how == "greedy":  # else it knows nothing of the bias
+        assert num_right == num_guessed
+    assert runner.draft_pass_s > 0
+
+
+def test_another_draft_model_changes_nothing_even_in_a_tiny_pool(
+    make_model: Any, tiny_model: Path, plain: dict[str, Said]
+) -> None:
+    runner = runner_of(tiny_model, num_blocks=8, draft=make_model("qwen3", seed=3))
+    engine = Engine(runner, Speculator(DraftSource(runner), 4, FreeRows()))
+    for how in ("greedy", "seeded"):
+        assert all_ids(engine.ask(SAMPLING[how])) == all_ids(plain[how])
+    assert engine.core._requests.residency.num_preemptions >= 2
+
+
+def test_what_the_draft_model_has_read_it_need_not_read_again(tiny_model: Path) -> None:
+    """Of a prompt that is cached, and of one longer than it reads in a step."""
+    runner = runner_of(tiny_model, draft=tiny_model)
+    engine = Engine(runner, Speculator(DraftSource(runner), 4, FreeRows()), chunk=64)
+    prompt = tuple(torch.randint(1, VOCAB, (400,), generator=torch.Generator().manual_seed(5)).tolist())
+    sampling = replace(SAMPLING["greedy"], max_tokens=12)
+    guessed: list[list[int]] = []
+    for _ in range(2):
+        engine.core.handle(Generate("r", prompt, (), sampling, "", 0, borrow=False))
+        while engine.core.step():
+            pass
+        tokens = [message for message in engine.out if isinstance(message, Token)]
+        guessed.append([token.guessed for token in tokens if not token.followed_guess])
+        engine.out.clear()
+    assert guessed[0][:4] == [0, 0, 4, 4], "256 tokens in the first step of decoding, and the rest in the next"
+    assert guessed[1][:3] == [0, 4, 4]
+
+
+def test_a_draft_model_of_other_tokens_is_refused(tiny_model: Path, make_model: Any, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in make_model("qwen3", seed=3).iterdir():
+        text = file.read_bytes()
+        if file.name == "config.json":
+            text = text.replace(b'"vocab_size": 500', b'"vocab_size": 501')
+        (other / file.name).write_bytes(text)
+    assert ModelDir.open(other).vocab_size == 501
+    with pytest.raises(
+        EngineStartError, match=r"speculation: the vocabulary of .* has 501 tokens, the served model's 500"
+    ):
+        runner_of(tiny_model, draft=other)
+    with pytest.raises(EngineStartError, match=r"speculation: .* no directory"):
+        runner_of(tiny_model, draft=tmp_path / "nothing")
