@@ -183,20 +183,19 @@ inline Vec multiply_add(Vec acc, const bfloat16* a, const bfloat16* b) {
 }
 #endif
 
-// acc[rows][PANEL] (+)= a[rows][depth] x panel. `ahead`: `lines` lines of memory that will be read soon. One is fetched
-// with each step, or two: for 7 to 12 rows a panel is read twice, and what is next must come in half of the steps, or
-// those rows would cost half as much again as 6.
-template <typename E, long PAIR, int M>
+// acc[rows][PANEL] (+)= a[rows][depth] x panel. `ahead`: memory that will be read soon; a line of it is fetched with
+// each of the first `lines` steps, or two while there are more lines than steps: then MORE is set.
+template <typename E, long PAIR, int M, bool MORE>
 inline void multiply(const E* a, long stride, const E* panel, long depth, Vec acc[][VECTORS], const char* ahead,
                      long lines) {
-    const long steps = depth / PAIR, more = std::max(0L, lines - steps);
+    const long steps = depth / PAIR;
     const char* further = ahead + steps * 64;
     for (long k = 0; k < depth; k += PAIR) {
         if (k < lines * PAIR) {
             __builtin_prefetch(ahead, 0, 2);
             ahead += 64;
         }
-        if (k < more * PAIR) {
+        if (MORE && k < (lines - steps) * PAIR) {
             __builtin_prefetch(further, 0, 2);
             further += 64;
         }
@@ -222,7 +221,10 @@ inline void tile(const E* a, long stride, const E* panel, long depth, const char
     for (int i = 0; i < M; i++)
 #pragma GCC unroll 4
         for (int j = 0; j < VECTORS; j++) acc[i][j] = begin(i, j);
-    multiply<E, PAIR, M>(a, stride, panel, depth, acc, ahead, lines);
+    if (lines > depth / PAIR)
+        multiply<E, PAIR, M, true>(a, stride, panel, depth, acc, ahead, lines);
+    else
+        multiply<E, PAIR, M, false>(a, stride, panel, depth, acc, ahead, lines);
 #pragma GCC unroll 6
     for (int i = 0; i < M; i++) end(i, acc[i]);
 }
@@ -258,6 +260,7 @@ inline void for_row_groups(long rows, Body body) {
 
 constexpr long DEPTH = 1024;     // of a unit of work: 128 KiB of weights, so that it and the next fit the L2 cache
 constexpr long RUNS = 64;        // of units that each thread takes
+constexpr long LONG_RUNS = 8;    // and with few rows
 constexpr long BLOCK_ROWS = 256; // rows of A that one unit is used for before the next is read
 
 inline long panels(long n) { return (n + PANEL - 1) / PANEL; }
@@ -303,7 +306,10 @@ void multiply_packed(const bfloat16* x, long x_stride, long m, const bfloat16* p
     const long num_panels = panels(n), panel_size = even(k) * PANEL;
     const long blocks = (m + BLOCK_ROWS - 1) / BLOCK_ROWS, units = blocks * num_panels;
     // Units go to threads in runs, as they become free: one that loses its core for a while holds up little.
-    const long run = std::max(1L, units / (RUNS * omp_get_max_threads()));
+    // Few rows wait for memory, and what is fetched ahead is what comes next in it: their runs are longer, or it would be
+    // another thread's. (Up to ROWS rows fetch nothing ahead.) So up to 12 rows cost hardly more than one.
+    const long runs = m > ROWS && m <= 3 * ROWS ? LONG_RUNS : RUNS;
+    const long run = std::max(1L, units / (runs * omp_get_max_threads()));
 #pragma omp parallel
     {
         alignas(64) float partial[BLOCK_ROWS * PANEL];
