@@ -308,7 +308,7 @@ async def test_workers_are_stopped_while_they_serve(model, cluster_of, audit) ->
     async with running(cluster_of(model, decode=2, router={}, **SIM)) as (cluster, client):
 
         def start(salt: str) -> list[Stream]:
-            return [Stream(client, prompt_of(seed, 100), 80, cache_salt=salt) for seed in range(4)]
+            return [Stream(client, prompt_of(seed, 100), 300, cache_salt=salt) for seed in range(4)]
 
         undisturbed = await finished(start("undisturbed"))
         streams = start("disturbed")

@@ -7,14 +7,15 @@ The sim engine's tokens are hashes of the KV that was read, so equal tokens mean
 import asyncio
 import json
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from protos import inference_pb2 as pb
+from support.processes import until
 from tandem.client import Client
 from tandem.local import stop_process
 
@@ -38,17 +39,24 @@ def tokens(seed: int, count: int) -> list[int]:
     return random.Random(seed).choices(range(VOCAB), k=count)
 
 
-@contextmanager
-def occupying(client: Client, prompt: list[int]) -> Iterator[None]:
-    """A stream that runs meanwhile."""
+@asynccontextmanager
+async def occupying(client: Client, prompt: list[int]) -> AsyncIterator[None]:
+    """A stream that runs meanwhile, begun where nobody else runs."""
+    begun = asyncio.Event()
+
+    async def idle() -> bool:
+        (model,) = (await client.cluster_status()).models
+        return not any(worker.running for worker in model.workers)
 
     async def run() -> None:
         sampling = pb.Sampling(max_tokens=4000, temperature=0, ignore_eos=True)
         async for _ in client.generate(token_ids=prompt, sampling=sampling, timeout_s=60):
-            pass
+            begun.set()
 
+    await until(idle, "the router knows that nobody runs")
     task = asyncio.ensure_future(run())
     try:
+        await begun.wait()
         yield
     finally:
         task.cancel()
@@ -60,8 +68,7 @@ async def test_a_decode_worker_lends_what_it_decoded(model: Path, cluster_of: An
         prompt = tokens(1, 10 * BLOCK)
         first = await ask(client, prompt, max_tokens=10 * BLOCK)
         history = [*prompt, *first.token_ids, *tokens(2, 4)]
-        with occupying(client, history):
-            await asyncio.sleep(0.3)
+        async with occupying(client, history):
             second = await ask(client, history, max_tokens=8)
         assert second.placement.decode_worker != first.placement.decode_worker
         assert second.placement.lender == first.placement.decode_worker, second.placement.reason
@@ -98,9 +105,7 @@ async def test_what_a_lender_fetched_is_in_the_receipt(model: Path, cluster_of: 
         prompt = tokens(6, 4 * BLOCK)
         first = await ask(client, prompt, max_tokens=20 * BLOCK)
         history = [*prompt, *first.token_ids]
-        await asyncio.sleep(0.5)  # the load reports tell that the first is over
-        with occupying(client, tokens(8, 4)):
-            await asyncio.sleep(0.3)
+        async with occupying(client, tokens(8, 4)):
             second = await ask(client, [*history, *tokens(7, 12 * BLOCK)], max_tokens=8)
         assert second.placement.decode_worker != first.placement.decode_worker
         assert (second.placement.lender, second.placement.source) == ("prefill-0", first.placement.decode_worker)
