@@ -28,7 +28,8 @@ from router.admission.config import AdmissionConfig
 from simulator.autoscale import Autoscale
 from simulator.gpus import gpu_named
 from simulator.model_shape import DEFAULT_CONFIG, shape_of
-from simulator.replay import Run, Scenario, Setup, policy_of, replay
+from simulator.planned import policy_of
+from simulator.replay import Run, Scenario, Setup, replay
 from simulator.request import Outcome, TraceRequest
 from simulator.results import Slo
 from simulator.traces.reading import Trace, Window
