@@ -7,6 +7,8 @@ PROTOC_VENV := .venv-protoc
 VLLM_VENV := .venv-vllm
 ROUTERS_VENV := .venv-routers
 HELM := .helm/helm
+# Most tests wait for processes of theirs: two at a time, each file in one process.
+TWO := -n 2 --dist loadfile
 PROTOS := $(wildcard protos/*.proto)
 
 .PHONY: demo test test-faults fuzz lint types unit integration helm e2e ray gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation protos check-protos install clean
@@ -34,10 +36,10 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 unit: $(INSTALLED)
-	$(BIN)/pytest tests/unit
+	$(BIN)/pytest $(TWO) tests/unit
 
 integration: $(INSTALLED)
-	$(BIN)/pytest tests/integration
+	$(BIN)/pytest $(TWO) tests/integration
 
 e2e: $(INSTALLED)
 	$(BIN)/pytest tests/e2e

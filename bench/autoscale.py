@@ -2,10 +2,10 @@
 
 `python -m bench.autoscale [--quick]`; with --quick a tenth of it, which is for trying the bench out.
 
-The day: the first 2,000 requests of the trace in their own order, at such a rate that they take 1,500 s, and then moved
+The day: the first 2,000 requests of the trace in their own order, at such a rate that they take 1,726 s, and then moved
 so that the rate is a sine's (`simulator/traces/swing.py`): it begins and ends at its lowest, and is ten times that in
-the middle. A real day has 24 hours. This one turns 58 times as fast, while a worker takes 30 s to start, as half an
-hour would be of a real one: that is harder on the planner.
+the middle. A real day has 24 hours. This one turns 50 times as fast, while a worker takes 30 s to start, as 25
+minutes would be of a real one: that is harder on the planner.
 
 Both sides have the same routers, engines and GPUs. A worker is paid for from the moment it is asked for. The fixed
 fleet is the smallest, of any numbers of prefill and decode workers, that keeps the SLO for as large a share of the
@@ -28,7 +28,8 @@ from router.admission.config import AdmissionConfig
 from simulator.autoscale import Autoscale
 from simulator.gpus import gpu_named
 from simulator.model_shape import DEFAULT_CONFIG, shape_of
-from simulator.replay import Run, Scenario, Setup, policy_of, replay
+from simulator.planned import policy_of
+from simulator.replay import Run, Scenario, Setup, replay
 from simulator.request import Outcome, TraceRequest
 from simulator.results import Slo
 from simulator.traces.reading import Trace, Window
@@ -36,7 +37,7 @@ from simulator.traces.swing import Swing
 
 REQUESTS, QUICK = 2000, 200
 RATE = 0.39
-"""Times the trace's: the first 2,000 requests then take 1,500 s."""
+"""Times the trace's: the first 2,000 requests then take 1,726 s."""
 FACTOR = 10.0
 SLO = Slo(ttft_s=30.0, itl_s=0.1)
 """Mooncake's bounds, for the service that the trace is of. The longest prompt of a hundred, 85,000 tokens, takes longer

@@ -15,6 +15,8 @@
 | how long a step takes | modelled: a roofline of a named GPU, or a line | `gpus.py`, `engine/sim/timing.py` |
 | how long a read takes | modelled: NICs shared among transfers | `links.py` |
 | how late a message is | one constant between processes, another for what workers tell routers | `ClusterSpec` |
+| workers that come, go and switch roles | as they do; a start takes what one says | `cluster.py`, `leaving.py` |
+| how many there are to be | the real planner's policy | `autoscale.py` |
 | deaths of workers | a machine without power, noticed one message later | `SimCluster.kill` |
 | bytes of KV | left out: blocks have no memory, and one fingerprint | `runner.py` |
 | tokens | prompts repeat one number per block of the trace's hashes; outputs their request's | `request.py` |

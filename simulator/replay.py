@@ -10,7 +10,6 @@ from engine.layout import KvLayout
 from engine.scheduler import StepBudget
 from engine.sim.timing import StepWork
 from engine.worker.config import Role, WorkerConfig
-from planner.config import PolicyConfig, PoolConfig
 from router.admission.config import AdmissionConfig
 from router.config import RouterConfig
 from router.rates import Priors
@@ -161,16 +160,6 @@ def scenarios(
     return found
 
 
-def autoscaled(setup: Setup, most: int, start_s: float) -> Scenario:
-    """One prefill and one decode worker, and as many more of each, up to `most`, as a planner likes. Raises
-    BadSetup."""
-    if most < 1:
-        raise BadSetup("autoscale", f"{most} is not at least 1")
-    if not 0 <= start_s < math.inf:
-        raise BadSetup("worker_start", f"{start_s} is not a time")
-    return Scenario("conditional", 1, 1, autoscale=Autoscale(policy_of(setup, most, start_s)))
-
-
 @dataclass(slots=True)
 class Run:
     """A scenario and what it came to."""
@@ -285,23 +274,6 @@ def priors_of(setup: Setup, apart: bool) -> Priors:
         loan_overhead_s=0.003,
         step_s=decode.seconds_of(StepWork(streams=1, context_tokens=1)),
         stream_delay_s=max(1e-6, decode.seconds_of(StepWork(streams=64, context_tokens=64 * 2048)) / 64 * 0.1),
-    )
-
-
-def policy_of(setup: Setup, most: int, start_s: float = 60.0) -> PolicyConfig:
-    """A planner's, which begins with what an operator would know of his GPUs; `most` workers in each pool."""
-    priors, decode = priors_of(setup, apart=True), roofline_of(setup, "decode", apart=True)
-    one, two = (decode.seconds_of(StepWork(streams=count, context_tokens=4096 * count)) for count in (1, 2))
-    pool = PoolConfig(max_workers=most)
-    return PolicyConfig(
-        prefill=pool,
-        decode=pool,
-        ttft_s=setup.slo.ttft_s,
-        itl_s=setup.slo.itl_s,
-        start_s=start_s,
-        prefill_tokens_per_s=priors.prefill_tokens_per_s,
-        step_s=one,
-        stream_delay_s=two - one,
     )
 
 

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: two teams of threads on the same cores only spin
+    os.environ["OMP_NUM_THREADS"] = "1"
+
 from cluster.rpc import channel
 from protos import inference_pb2 as pb
 from protos import membership_pb2, membership_pb2_grpc

@@ -101,7 +101,8 @@ def replay_trace(
     from simulator.calibration import Calibration
     from simulator.gpus import gpu_named
     from simulator.model_shape import open_shape
-    from simulator.replay import Setup, autoscaled, scenarios
+    from simulator.planned import autoscaled
+    from simulator.replay import Setup, scenarios
     from simulator.results import Slo
     from simulator.traces.reading import Trace, Window
     from simulator.traces.swing import Swing

@@ -16,7 +16,8 @@ from simulator.cluster import START_S, SimCluster, audit
 from simulator.errors import BadSetup
 from simulator.gpus import gpu_named
 from simulator.model_shape import open_shape
-from simulator.replay import Scenario, Setup, autoscaled, replay
+from simulator.planned import autoscaled
+from simulator.replay import Scenario, Setup, replay
 from simulator.request import Fate, Outcome, TraceRequest
 from simulator.results import Slo
 from simulator.traces.swing import Swing

@@ -17,7 +17,8 @@ from simulator.decision_log import LoggedFleet, decide_again
 from simulator.errors import BadSetup
 from simulator.gpus import GPUS, Roofline, gpu_named
 from simulator.model_shape import DEFAULT_CONFIG, open_shape, shape_of
-from simulator.replay import Scenario, Setup, autoscaled, replay, scenarios
+from simulator.planned import autoscaled
+from simulator.replay import Scenario, Setup, replay, scenarios
 from simulator.report import as_json, tables_of, verdict
 from simulator.request import TraceRequest
 from simulator.results import Slo
