@@ -8,10 +8,11 @@ VLLM_VENV := .venv-vllm
 ROUTERS_VENV := .venv-routers
 HELM := .helm/helm
 # Most tests wait for processes of theirs: two at a time, each file in one process.
-TWO := -n 2 --dist loadfile
+TWO := -n 2 --dist loadfile -m "not long"
+SEVERAL := tests/integration tests/helm tests/e2e/test_right.py tests/e2e/test_structured.py
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test test-faults fuzz lint types unit integration helm e2e ray gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation protos check-protos install clean
+.PHONY: demo test test-long test-faults fuzz lint types unit integration helm e2e ray gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -25,7 +26,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	@$(BIN)/tandem demo
 
-test: lint types check-protos unit integration helm e2e ray
+test: lint types check-protos unit integration e2e ray
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -38,11 +39,12 @@ types: $(INSTALLED)
 unit: $(INSTALLED)
 	$(BIN)/pytest $(TWO) tests/unit
 
-integration: $(INSTALLED)
-	$(BIN)/pytest $(TWO) tests/integration
+integration: $(INSTALLED) $(HELM)
+	$(BIN)/pytest $(TWO) $(SEVERAL)
 
+# Looks whether anything is left of what it started, so nothing else may run.
 e2e: $(INSTALLED)
-	$(BIN)/pytest tests/e2e
+	$(BIN)/pytest tests/e2e/test_up.py
 
 # A process of its own: Ray's test cluster leaves its traces in the one that it is made in.
 ray: $(INSTALLED)
@@ -53,6 +55,10 @@ helm: $(INSTALLED) $(HELM)
 
 $(HELM): helm/get_helm.py $(INSTALLED)
 	@$(BIN)/python helm/get_helm.py $(@D)
+
+# More models, grammars and chunk sizes, and whole storms, where `test` runs some.
+test-long: $(INSTALLED)
+	$(BIN)/pytest -m long tests/integration tests/e2e
 
 # 20,000 trials in virtual time, 20 real faults of each kind, storms of minutes; `test` runs a slice of all.
 test-faults: $(INSTALLED)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from support.long_runs import mostly_long
 from support.processes import LENDER_ALWAYS
 from tandem.client import Client
 
@@ -34,7 +35,7 @@ def reference(path: Path) -> list[list[int]]:
     return outputs
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_long(FAMILIES, "llama", "gemma3", "qwen3_moe"))
 async def test_greedy_output_equals_transformers(make_model, cluster_of, ask, audit, family: str) -> None:  # type: ignore[no-untyped-def]
     path = make_model(family)
     expected = reference(path)

@@ -15,6 +15,7 @@ from simulator.calibration import Calibration
 from simulator.results import Slo
 from simulator.traces.reading import Trace, Window
 from simulator.workloads import profile_named
+from support.long_runs import long
 from tandem.cli import app
 from tandem.demo import STORYTELLER
 from tandem.loadgen.command import Load, Wanted, run_bench
@@ -100,6 +101,7 @@ async def test_a_model_that_is_not_served_is_named(model: Path, cluster_of: Any)
             )
 
 
+@long
 async def test_by_http_it_sees_the_same(cluster_of: Any) -> None:
     async with cluster_of(STORYTELLER, prefill=0, decode=1, router={"http_port": 0}) as cluster:
         load = Load(profile_named("short-chat"), concurrency=4, most=8, scale=0.3)

@@ -18,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from cluster.errors import Draining, ServiceError
 from cluster.rpc import channel
 from protos import membership_pb2, membership_pb2_grpc
+from support.long_runs import long
 from support.processes import (
     LENDER_ALWAYS,
     Stream,
@@ -167,6 +168,7 @@ async def test_a_lender_is_drained_under_load(model, cluster_of, audit, drain_s:
         await audit(alive(cluster))
 
 
+@long
 async def test_every_worker_is_restarted_in_turn_under_load(model, cluster_of, audit) -> None:  # type: ignore[no-untyped-def]
     """A rolling update. No request fails, though the router would not try any a second time."""
     settings = SIM | {"sim_step_ms": 3.0, "drain_s": 0.3}  # the longest streams take a second and more

@@ -13,6 +13,7 @@ from engine.torch.native.kernels import Kernels
 from engine.torch.runner import TorchRunner
 from engine.vocabulary import Chunk, SamplingParams, Sequence
 from kvtransfer.local import LocalNetwork, LocalTransport
+from support.long_runs import mostly_long
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "mixtral", "qwen3_moe")
 LENGTHS = (1, 15, 16, 17, 31, 33, 70, 101)
@@ -71,7 +72,7 @@ def test_greedy_tokens_equal_transformers_all_at_once(make_model, family: str) -
     assert core.audit().fault == ""
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 16, 200])
+@pytest.mark.parametrize("chunk", mostly_long([1, 7, 16, 200], 7))
 def test_output_does_not_depend_on_chunk_size_or_company(tiny_model: Path, chunk: int) -> None:
     alone, out = make_core(tiny_model)
     expected = {str(i): run(alone, out, [greedy("x", prompt)])["x"] for i, prompt in enumerate(prompts())}
@@ -103,7 +104,7 @@ def test_resuming_with_emitted_tokens_continues_the_same_text(tiny_model: Path) 
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "native"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("family", mostly_long(["llama", "qwen2", "gemma2", "qwen3_moe"], "gemma2"))
 def test_bfloat16_logits_are_as_near_to_float32_as_those_of_transformers(make_model, family: str, backend: str) -> None:  # type: ignore[no-untyped-def]
     """Two batch shapes of transformers differ, so equality says nothing: distance from the truth does."""
     path = make_model(family, dtype="bfloat16")

@@ -67,8 +67,14 @@ async def test_a_decode_worker_lends_what_it_decoded(model: Path, cluster_of: An
     async with cluster, Client(cluster.address) as client:
         prompt = tokens(1, 10 * BLOCK)
         first = await ask(client, prompt, max_tokens=10 * BLOCK)
-        history = [*prompt, *first.token_ids, *tokens(2, 4)]
+        history = [*prompt, *first.token_ids]  # of which its worker holds all that can be used, and nobody else does
+
+        async def elsewhere() -> bool:
+            best = (await client.explain(token_ids=history)).candidates[0]
+            return best.decode_worker != first.placement.decode_worker
+
         async with occupying(client, history):
+            await until(elsewhere, "the router has heard that the stream decodes")
             second = await ask(client, history, max_tokens=8)
         assert second.placement.decode_worker != first.placement.decode_worker
         assert second.placement.lender == first.placement.decode_worker, second.placement.reason
@@ -105,7 +111,13 @@ async def test_what_a_lender_fetched_is_in_the_receipt(model: Path, cluster_of: 
         prompt = tokens(6, 4 * BLOCK)
         first = await ask(client, prompt, max_tokens=20 * BLOCK)
         history = [*prompt, *first.token_ids]
+
+        async def elsewhere() -> bool:
+            best = (await client.explain(token_ids=[*history, *tokens(7, 12 * BLOCK)])).candidates[0]
+            return best.decode_worker != first.placement.decode_worker
+
         async with occupying(client, tokens(8, 4)):
+            await until(elsewhere, "the router has heard that the stream decodes")
             second = await ask(client, [*history, *tokens(7, 12 * BLOCK)], max_tokens=8)
         assert second.placement.decode_worker != first.placement.decode_worker
         assert (second.placement.lender, second.placement.source) == ("prefill-0", first.placement.decode_worker)

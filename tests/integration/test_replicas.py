@@ -16,6 +16,7 @@ import pytest
 from cluster.errors import StartError, Unavailable
 from engine.worker.config import WorkerConfig
 from router.config import RouterConfig
+from support.long_runs import long
 from support.processes import (
     Stream,
     alive,
@@ -206,6 +207,7 @@ async def test_a_router_that_comes_while_redis_is_away_is_found_when_it_is_back(
             await finished([Stream(client, prompt_of(1), 5)])
 
 
+@long
 async def test_two_routers_of_one_id_are_refused_by_the_worker_that_sees_both(  # type: ignore[no-untyped-def]
     model, cluster_of, redis
 ) -> None:
@@ -239,6 +241,7 @@ async def test_two_routers_of_one_id_are_refused_by_the_worker_that_sees_both(  
         await finished([Stream(client, prompt_of(1), 5)])
 
 
+@long
 async def test_a_worker_of_a_taken_name_is_refused_and_one_whose_predecessor_is_dead_is_not(  # type: ignore[no-untyped-def]
     model, cluster_of, monkeypatch, capfd
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from conftest import Ask
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
+from support.long_runs import long
 from support.openai_http import RawConnection, http_cluster
 from support.processes import report_of
 from support.sim_directories import write_sim_model, write_tokenizer
@@ -83,6 +84,7 @@ async def test_by_grpc(tmp_path: Path, ask: Ask, audit: Any) -> None:
         await audit([worker.address for worker in cluster.workers], settle_s=10)
 
 
+@long
 async def test_by_http(tmp_path: Path, ask: Ask, audit: Any) -> None:
     async with cluster_of(tmp_path) as cluster:
         async with Client(cluster.address) as warm:

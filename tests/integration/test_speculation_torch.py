@@ -18,6 +18,7 @@ from engine.torch.runner import TorchRunner
 from engine.vocabulary import SamplingParams
 from kvtransfer.local import LocalNetwork, LocalTransport
 from support.guessing import FreeRows, Recording, always
+from support.long_runs import long
 
 VOCAB = 500
 NEW_TOKENS = 40
@@ -177,6 +178,7 @@ def test_a_draft_model_that_is_the_model_itself_guesses_right(
     assert runner.draft_pass_s > 0
 
 
+@long
 def test_another_draft_model_changes_nothing_even_in_a_tiny_pool(
     make_model: Any, tiny_model: Path, plain: dict[str, Said]
 ) -> None:

@@ -22,6 +22,7 @@ from engine.torch.sampler import sample
 from engine.vocabulary import FinishReason, SamplingParams, Sequence, StructuredOutput
 from kvtransfer.local import LocalNetwork, LocalTransport
 from support.guessing import Recording, always
+from support.long_runs import mostly_long
 
 VOCAB = 500
 """Of the model; the tokenizer has fewer."""
@@ -150,7 +151,7 @@ def params(name: str, **options: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 120, "structured": CASES[name][0]} | options)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly_long(CASES, "json_schema", "choice"))
 def test_whatever_finishes_keeps_to_the_grammar(engine: Engine, text_of: Any, name: str) -> None:
     """Random weights at temperature 1, and hotter, and sharper: no sample breaks the grammar, and some finish."""
     options: list[dict[str, Any]] = [
@@ -192,7 +193,7 @@ def test_a_replay_from_any_token_goes_on_the_same(engine: Engine, model: Path, n
     other.core.close()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly_long(CASES, "regex"))
 def test_guesses_change_nothing(engine: Engine, model: Path, name: str) -> None:
     """Right ones, and others, which a grammar mostly forbids; after an end as well."""
     requests = {f"{seed}": (params(name, seed=seed, temperature=0.8, logprobs=1), ()) for seed in range(4)}

@@ -1,0 +1,13 @@
+"""What `make test` leaves to `make test-long`: more of the same kind, where a slice is enough for every change."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+long = pytest.mark.long
+
+
+def mostly_long(values: Iterable[Any], *kept: Any) -> list[Any]:
+    """Of a parameter: `make test` runs those `kept`."""
+    return [value if value in kept else pytest.param(value, marks=long) for value in values]
