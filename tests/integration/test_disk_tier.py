@@ -28,7 +28,6 @@ from engine.tiers.slots import NamedBlock
 from engine.tiers.tiers import TierConfig, Tiers
 from kvtransfer.errors import TransferError
 from kvtransfer.fingerprint import fingerprint_blocks
-from support.long_runs import long
 
 PR_SET_PDEATHSIG = 1
 HEADS = 4
@@ -160,7 +159,7 @@ def test_a_restart_serves_what_was_there(tmp_path: Path) -> None:
     assert file_of(tmp_path).stat().st_mode & 0o777 == 0o600
 
 
-@long
+@pytest.mark.long
 def test_kill_minus_nine_in_a_storm_of_writes(tmp_path: Path) -> None:
     """The file stays full of old blocks that the storm overwrites; no header may stand over the wrong bytes."""
     trials = int(os.environ.get("TANDEM_TRIALS", "20"))
