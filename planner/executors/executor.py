@@ -31,7 +31,7 @@ class Executor(ABC):
 
     async def switch(self, workers: Sequence[pb.WorkerStatus], role: Role) -> None:
         """These are to have that role. Returns when they have, and `sizes` says so."""
-        raise NotImplementedError
+        raise ExecutorFailed(f"nobody here can make workers {role} workers")
 
     async def close(self) -> None:  # noqa: B027  # most hold nothing
         """Nothing is called afterwards."""

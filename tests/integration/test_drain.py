@@ -21,6 +21,7 @@ from protos import membership_pb2, membership_pb2_grpc
 from support.long_runs import long
 from support.processes import (
     LENDER_ALWAYS,
+    Asking,
     Stream,
     alive,
     assert_equal_answers,
@@ -175,19 +176,7 @@ async def test_every_worker_is_restarted_in_turn_under_load(model, cluster_of, a
     async with running(cluster_of(model, prefill=2, decode=2, router=NO_FAILURE, **settings)) as (cluster, client):
         configs = {config.worker_id: (module, config) for module, config in cluster._topology.workers()}
         shapes = [(seed, 40 + 60 * seed, 30 + 200 * (seed % 3)) for seed in range(6)]
-        undisturbed = await finished([Stream(client, prompt_of(s, n), m, cache_salt="first") for s, n, m in shapes])
-        over, attempts = asyncio.Event(), list[int]()
-
-        async def ask(number: int) -> None:
-            while not over.is_set():
-                seed, length, count = shapes[number % 6]
-                stream = Stream(client, prompt_of(seed, length), count, cache_salt=f"{number}")
-                await stream.task
-                assert_equal_answers([stream], [undisturbed[number % 6]])
-                attempts.append(stream.receipt.placement.attempt)
-                number += 8
-
-        asking = [asyncio.ensure_future(ask(number)) for number in range(8)]
+        asking = await Asking.begin(client, [(prompt_of(seed, length), count) for seed, length, count in shapes])
         for name, (module, config) in configs.items():
             worker = named(cluster, name)
             worker.process.send_signal(signal.SIGTERM)
@@ -195,10 +184,9 @@ async def test_every_worker_is_restarted_in_turn_under_load(model, cluster_of, a
             (cluster.decode if module == "decode_worker" else cluster.prefill).remove(worker)
             cluster.engines.append(engine_of(await cluster.add_worker(module, config)))
             await workers_joined(client, 2, 2)
-            assert not any(task.done() for task in asking)
-        over.set()
-        await asyncio.gather(*asking)
-        assert set(attempts) >= {1, 2}
+            asking.check()
+        await asking.end()
+        assert set(asking.attempts) >= {1, 2}
         await audit(alive(cluster))
 
 

@@ -14,9 +14,9 @@ from planner.executors.switcher import switch_role
 from protos import membership_pb2, membership_pb2_grpc
 from support.processes import (
     LENDER_ALWAYS,
+    Asking,
     Stream,
     alive,
-    assert_equal_answers,
     finished,
     named,
     running,
@@ -49,25 +49,13 @@ async def test_workers_change_roles_under_load_and_no_answer_changes(model, clus
     router = NO_FAILURE | LENDER_ALWAYS
     async with running(cluster_of(model, prefill=2, decode=2, router=router, **settings)) as (cluster, client):
         shapes = [(seed, 60 + 60 * seed, 20 + 150 * (seed % 3)) for seed in range(6)]
-        undisturbed = await finished([Stream(client, prompt_of(s, n), m, cache_salt="first") for s, n, m in shapes])
-        over, attempts = asyncio.Event(), list[int]()
-
-        async def ask(number: int) -> None:
-            while not over.is_set():
-                seed, length, count = shapes[number % 6]
-                stream = Stream(client, prompt_of(seed, length), count, cache_salt=f"{number}")
-                await stream.task
-                assert_equal_answers([stream], [undisturbed[number % 6]])
-                attempts.append(stream.receipt.placement.attempt)
-                number += 8
-
-        asking = [asyncio.ensure_future(ask(number)) for number in range(8)]
+        asking = await Asking.begin(client, [(prompt_of(seed, length), count) for seed, length, count in shapes])
         handed_over = 0
         for name, role in (("decode-1", "prefill"), ("prefill-0", "decode"), ("decode-1", "decode")):
             await asyncio.sleep(0.3)
             handed_over += await switch_role(named(cluster, name).address, role, None)
             assert (await roles(client))[name] == role
-            assert not any(task.done() for task in asking)
+            asking.check()
         assert await roles(client) == {
             "decode-0": "decode",
             "decode-1": "decode",
@@ -75,10 +63,9 @@ async def test_workers_change_roles_under_load_and_no_answer_changes(model, clus
             "prefill-1": "prefill",
         }
         await workers_joined(client, 1, 3)
-        over.set()
-        await asyncio.gather(*asking)
+        await asking.end()
         assert handed_over > 0
-        assert set(attempts) >= {1, 2}
+        assert set(asking.attempts) >= {1, 2}
         await audit(alive(cluster))
 
 

@@ -93,6 +93,43 @@ def assert_equal_answers(disturbed: Sequence[Stream], undisturbed: Sequence[Stre
 # ----------------------------------------------------------------------------------------------- processes
 
 
+class Asking:
+    """Eight clients who ask for the same again and again, each time of a cache of its own, while something happens.
+    Every answer is what it was when nothing happened."""
+
+    def __init__(self, client: Client, wanted: Sequence[tuple[list[int], int]], undisturbed: Sequence[Stream]) -> None:
+        self._client, self._wanted, self._undisturbed = client, wanted, undisturbed
+        self._over = False
+        self.attempts: list[int] = []
+        """Of each answer."""
+        self._tasks = [asyncio.ensure_future(self._ask(number)) for number in range(8)]
+
+    @classmethod
+    async def begin(cls, client: Client, wanted: Sequence[tuple[list[int], int]]) -> "Asking":
+        """`wanted`: prompts, and how many tokens each is to be continued by."""
+        first = [Stream(client, prompt, count, cache_salt="first") for prompt, count in wanted]
+        return cls(client, wanted, await finished(first))
+
+    def check(self) -> None:
+        """That nobody has failed."""
+        assert not any(task.done() for task in self._tasks)
+
+    async def end(self) -> None:
+        """What is under way is answered yet."""
+        self._over = True
+        await asyncio.gather(*self._tasks)
+
+    async def _ask(self, number: int) -> None:
+        while not self._over:
+            which = number % len(self._wanted)
+            prompt, count = self._wanted[which]
+            stream = Stream(self._client, prompt, count, cache_salt=f"{number}")
+            await stream.task
+            assert_equal_answers([stream], [self._undisturbed[which]])
+            self.attempts.append(stream.receipt.placement.attempt)
+            number += 8
+
+
 def state_of(pid: int) -> str:
     """Its letter in /proc: T is stopped; empty when there is no such process, or a dead one."""
     try:
