@@ -13,20 +13,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bench.traces import CONVERSATION, TICK_S
+from cluster.roles import Role
 from engine.core import CoreLimits
 from engine.keys import BlockKey
 from engine.layout import KvLayout
 from engine.scheduler import StepBudget
 from engine.sim.timing import StepTiming
-from engine.worker.config import Role
 from protos import membership_pb2 as pb
 from router.admission.config import AdmissionConfig
-from router.candidates import Way
-from router.demand import Demand
-from router.fleet import Fleet, Placed, Worker
-from router.placement import Decision
-from router.rates import Ints, Priors, Rates
-from router.snapshot import Hits
+from router.placement.candidates import Way
+from router.placement.core import Decision
+from router.placement.demand import Demand
+from router.placement.fleet import Fleet, Placed, Worker
+from router.placement.rates import Ints, Priors, Rates
+from router.placement.snapshot import Hits
 from simulator.cluster import ClusterSpec, FleetMaker, SimCluster
 from simulator.policies import LeastLoaded, PolicyFleet, RoundRobin
 from simulator.request import Fate, Outcome, TraceRequest

@@ -4,7 +4,7 @@ A grammar's state is derived from the tokens sampled so far and from nothing els
 worker, or whose sequence is computed anew, goes on as if nothing had happened: the state is made again from its tokens.
 
 Needs no torch. llguidance is imported here only; everything it could be asked to do by a hostile request is bounded
-here or in `router/grammar_checker.py`.
+here or in `router/models/grammar_checker.py`.
 """
 
 import json

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from planner.config import PolicyConfig
 from planner.observation import Counters, Observation
-from router.rates import Line
+from router.placement.rates import Line
 
 LEVEL_S, TREND_S = 60.0, 180.0
 """How long a rate of arrivals, and its trend, are remembered: what is older counts for less than 1/e."""

@@ -2,12 +2,10 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
+from cluster.roles import Role
 from protos import inference_pb2 as pb
 
-Role = Literal["prefill", "decode"]
-ROLES: tuple[Role, Role] = ("prefill", "decode")
 MOST_ROUTERS = 256
 """That are remembered."""
 

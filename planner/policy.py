@@ -15,9 +15,10 @@ What holds of every wish, whatever is seen (`tests/unit/test_planner_policy.py`)
 
 from dataclasses import dataclass, replace
 
+from cluster.roles import ROLES, Role
 from planner.config import PolicyConfig, PoolConfig
 from planner.learned import Learned
-from planner.observation import ROLES, Observation, Role
+from planner.observation import Observation
 from planner.sizing import decode_is_full, load_of, streams_per_worker
 
 BUSY = 0.6

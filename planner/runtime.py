@@ -15,6 +15,7 @@ from cluster.discovery import Discovery, Roster, open_discovery
 from cluster.errors import ServiceError, StartError, TandemError, Unavailable, from_rpc_error
 from cluster.metrics import MetricsServer, new_registry
 from cluster.process import Addresses
+from cluster.roles import ROLES, Role
 from cluster.rpc import Server, channel
 from cluster.settings import DiscoverySettings, HealthSettings, MetricsSettings
 from cluster.tls import Trust, member_of
@@ -22,7 +23,7 @@ from planner.config import PolicyConfig
 from planner.executors.executor import Executor, ExecutorFailed, NoExecutor
 from planner.executors.kubernetes import KubernetesConfig, KubernetesExecutor
 from planner.executors.switcher import Switcher
-from planner.observation import ROLES, Observation, Role, Tallies, counters_of, observe
+from planner.observation import Observation, Tallies, counters_of, observe
 from planner.policy import State, Wish, decide
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb

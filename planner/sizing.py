@@ -3,9 +3,10 @@
 import math
 from dataclasses import dataclass
 
+from cluster.roles import Role
 from planner.config import PolicyConfig
 from planner.learned import Learned
-from planner.observation import Observation, Role
+from planner.observation import Observation
 
 LEAST_STREAMS = 1.0
 

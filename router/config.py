@@ -8,9 +8,9 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from cluster.settings import DiscoverySettings, HealthSettings, MetricsSettings
 from router.admission.config import AdmissionConfig
-from router.model_config import ModelsConfig
-from router.rates import Priors
-from router.security_config import SecuritySettings
+from router.models.config import ModelsConfig
+from router.placement.rates import Priors
+from router.security.config import SecuritySettings
 
 
 class RouterConfig(SecuritySettings, ModelsConfig, HealthSettings, MetricsSettings, DiscoverySettings, AdmissionConfig):

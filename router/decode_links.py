@@ -7,7 +7,7 @@ from cluster.errors import Unavailable
 from cluster.rpc import Channels
 from cluster.tls import Trust
 from router.decode_link import DecodeLink
-from router.fleet import Fleet, Worker
+from router.placement.fleet import Fleet, Worker
 
 
 class DecodeLinks:

@@ -4,9 +4,9 @@ from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
 from protos import lend_pb2, membership_pb2
 from router.attempt import Emitted
-from router.fleet import Placed
 from router.intake import Ticket
-from router.placement import Decision
+from router.placement.core import Decision
+from router.placement.fleet import Placed
 
 
 def decode_request(

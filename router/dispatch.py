@@ -9,9 +9,9 @@ from router.admission.config import AdmissionConfig
 from router.admission.core import Admission, Outcome, Started
 from router.admission.limits import Tenants
 from router.admission.request import Claim, Waiting
-from router.demand import Demand
-from router.fleet import Fleet, Placed
-from router.placement import Decision
+from router.placement.core import Decision
+from router.placement.demand import Demand
+from router.placement.fleet import Fleet, Placed
 
 Place = tuple[Placed, Decision]
 

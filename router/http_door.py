@@ -5,13 +5,13 @@ Imported only where there is such a port: FastAPI takes a fifth of a router's st
 
 from cluster.drain import Drain
 from cluster.tls import Credentials
-from router.api_keys import ApiKeys
 from router.config import RouterConfig
 from router.console.routes import add_console
+from router.models.served_model import ServedModels
 from router.openai.app import make_app
 from router.openai.guard import guarded
 from router.openai.server import OpenAiServer
-from router.served_model import ServedModels
+from router.security.api_keys import ApiKeys
 from router.service import InferenceService
 from router.serving import Serving
 

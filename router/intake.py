@@ -9,14 +9,14 @@ from cluster.errors import DeadlineExceeded, Forbidden, InvalidRequest
 from engine.structured import read_structured
 from protos import inference_pb2 as pb
 from router.admission.request import Claim
-from router.api_keys import Principal
 from router.config import RouterConfig
-from router.model_choice import Verdict, Wish, unfit
-from router.model_chooser import Chosen, ModelChooser
-from router.model_config import AUTO
+from router.models.choice import Verdict, Wish, unfit
+from router.models.chooser import Chosen, ModelChooser
+from router.models.config import AUTO
+from router.models.served_model import ServedModel, ServedModels
 from router.needs import num_outputs
 from router.reading import read
-from router.served_model import ServedModel, ServedModels
+from router.security.api_keys import Principal
 from router.validation import check_names, check_quality, check_time_limit
 
 

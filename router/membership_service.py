@@ -9,8 +9,8 @@ from typing import Any
 from cluster.errors import AlreadyThere, InvalidRequest, ServiceError, to_status
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
-from router.fleet import Worker
-from router.served_model import ServedModel, ServedModels
+from router.models.served_model import ServedModel, ServedModels
+from router.placement.fleet import Worker
 from router.status import load_status
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from cluster.errors import ServiceError
 from cluster.metrics import LATENCY_S, TOKENS
 from protos import inference_pb2 as pb
 from router.intake import Ticket
-from router.served_model import ServedModel, ServedModels
+from router.models.served_model import ServedModel, ServedModels
 from router.tenant_gate import TenantGate
 
 MODEL = ("model_name",)

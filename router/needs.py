@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
-from router.demand import Demand, num_blocks_of
+from router.placement.demand import Demand, num_blocks_of
 
 
 def chains_of(prompt: Sequence[int], sampling: pb.Sampling, unfinished: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from protos import inference_pb2 as pb
-from router.served_model import ServedModel
+from router.models.served_model import ServedModel
 from router.validation import check_prompt, prompt_field, resolve_sampling
 
 

@@ -1,7 +1,7 @@
 """What a receipt says about speed. Pure."""
 
 from protos import inference_pb2 as pb
-from router.learning import Measured
+from router.placement.learning import Measured
 
 
 def measured(

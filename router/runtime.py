@@ -15,15 +15,15 @@ from cluster.process import Addresses
 from cluster.rpc import Server
 from cluster.tls import Trust
 from protos import membership_pb2_grpc as pb_grpc
-from router.api_keys import ApiKeys
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
-from router.fleet import Fleet
-from router.guard import KeyInterceptor
 from router.membership_service import MembershipService
 from router.metrics import ClusterCollector, RouterMetrics
+from router.models.served_model import ModelFiles, ServedModel, ServedModels, read_models
+from router.placement.fleet import Fleet
 from router.samples import Samples
-from router.served_model import ModelFiles, ServedModel, ServedModels, read_models
+from router.security.api_keys import ApiKeys
+from router.security.guard import KeyInterceptor
 from router.service import NAME, InferenceService
 from router.serving import Serving
 from router.tenant_gate import TenantGate

@@ -13,13 +13,13 @@ from cluster.drain import Drain
 from cluster.errors import Draining, InvalidRequest, ServiceError, to_status
 from cluster.trace_context import from_metadata, traceparent
 from protos import inference_pb2 as pb
-from router.api_keys import ApiKeys, Principal
 from router.batch import generate_batch
-from router.candidates import Candidate
-from router.guard import bearer_of
-from router.model_choice import Verdict
+from router.models.choice import Verdict
+from router.models.served_model import ServedModel, ServedModels
+from router.placement.candidates import Candidate
 from router.samples import Samples
-from router.served_model import ServedModel, ServedModels
+from router.security.api_keys import ApiKeys, Principal
+from router.security.guard import bearer_of
 from router.serving import Serving
 from router.status import cluster_status
 

@@ -11,22 +11,22 @@ from dataclasses import dataclass
 from cluster.errors import Draining, InvalidRequest, Overloaded, ServiceError
 from engine.keys import BlockKey
 from protos import inference_pb2 as pb
-from router.api_keys import Principal
 from router.attempt import Emitted, Retriable, run_attempt
-from router.candidates import Candidate
 from router.config import RouterConfig
 from router.console.recent import Recent
 from router.decode_request import decode_request
-from router.demand import Demand
-from router.explain import explain
-from router.fleet import Placed, Worker
 from router.intake import Intake, Ticket, asked_for
 from router.metrics import RouterMetrics, Watched
-from router.model_config import AUTO
+from router.models.config import AUTO
+from router.models.served_model import ServedModel, ServedModels
 from router.needs import chains_of
-from router.placement import Decision
+from router.placement.candidates import Candidate
+from router.placement.core import Decision
+from router.placement.demand import Demand
+from router.placement.explain import explain
+from router.placement.fleet import Placed, Worker
 from router.samples import Samples
-from router.served_model import ServedModel, ServedModels
+from router.security.api_keys import Principal
 from router.tenant_gate import TenantGate
 from router.tracing import Tracing
 

@@ -5,8 +5,8 @@ import time
 
 from protos import inference_pb2 as pb
 from router.admission.core import Admission
-from router.fleet import Fleet, Worker
-from router.served_model import ServedModel, ServedModels
+from router.models.served_model import ServedModel, ServedModels
+from router.placement.fleet import Fleet, Worker
 
 MAX_LINKS = 1024
 

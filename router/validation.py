@@ -139,7 +139,7 @@ def _check_bias(sampling: pb.Sampling, vocab_size: int) -> None:
 
 
 def _check_structured(sampling: pb.Sampling, model_dir: ModelDir) -> None:
-    """Whether it compiles is not checked here but by `grammar_checker.py`."""
+    """Whether it compiles is not checked here but by `models/grammar_checker.py`."""
     if read_structured(sampling) is not None and not model_dir.has_tokenizer:
         raise InvalidRequest(FIELD, "this model has no tokenizer, so its tokens cannot be told apart by their text")
 

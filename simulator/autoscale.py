@@ -3,8 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from cluster.roles import ROLES, Role
 from planner.config import PolicyConfig
-from planner.observation import ROLES, Role, Tallies, counters_of, observe
+from planner.observation import Tallies, counters_of, observe
 from planner.policy import State, Wish, decide
 from router.status import load_status
 from simulator.cluster import START_S, SimCluster

@@ -8,9 +8,9 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
+from cluster.roles import Role
 from engine.layout import KvLayout
 from engine.sim.timing import StepTiming, StepWork, Timing
-from engine.worker.config import Role
 from simulator.errors import BadSetup
 
 

@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 
+from cluster.roles import ON_WIRE, Role
 from engine.messages import CacheChanged, Load, Ready, SetBudget, TakeSnapshot
 from engine.scheduler import StepBudget
-from engine.worker.config import Role
 from engine.worker.joining import cache_events, load_report
 from protos import membership_pb2 as pb
 from router.admission.config import AdmissionConfig
-from router.fleet import Fleet
-from router.rates import Priors
+from router.placement.fleet import Fleet
+from router.placement.rates import Priors
 from simulator.clock import VirtualClock
 from simulator.fronts import Fronts
 from simulator.gaps import Gaps
@@ -239,7 +239,7 @@ def hello_of(worker: SimWorker, ready: Ready) -> pb.Hello:
     return pb.Hello(
         worker_id=worker.worker_id,
         incarnation=worker.worker_id.encode(),
-        role=pb.ROLE_DECODE if worker.role == "decode" else pb.ROLE_PREFILL,
+        role=ON_WIRE[worker.role],
         address=worker.worker_id,
         model="simulated",
         model_fingerprint=ready.model_fingerprint,

@@ -8,11 +8,11 @@ from typing import Any, TextIO, TypeVar
 import numpy as np
 
 from engine.keys import BlockKey
-from router.demand import Demand
-from router.fleet import Fleet
-from router.placement import Decision, place
-from router.rates import Ints, Priors, Rates
-from router.snapshot import Hits, Workers
+from router.placement.core import Decision, place
+from router.placement.demand import Demand
+from router.placement.fleet import Fleet
+from router.placement.rates import Ints, Priors, Rates
+from router.placement.snapshot import Hits, Workers
 
 T = TypeVar("T")
 

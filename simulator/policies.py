@@ -1,4 +1,4 @@
-"""Other ways to choose workers than `router/placement.py`, to hold it against. No part of Tandem routes by them.
+"""Other ways to choose workers than `router/placement/core.py`, to hold it against. No part of Tandem routes by them.
 
 Each is asked where and when ours would be: by the real admission, of the real fleet's snapshot.
 """
@@ -10,12 +10,12 @@ from hashlib import blake2b
 import numpy as np
 
 from engine.keys import BlockKey
-from router.candidates import Way, assess
-from router.demand import Demand
-from router.fleet import Fleet, Placed
-from router.placement import Decision, startable
-from router.rates import Ints
-from router.snapshot import Hits
+from router.placement.candidates import Way, assess
+from router.placement.core import Decision, startable
+from router.placement.demand import Demand
+from router.placement.fleet import Fleet, Placed
+from router.placement.rates import Ints
+from router.placement.snapshot import Hits
 
 PREFIX_TOKENS = 1024
 """By so many leading tokens the prefix hash chooses."""

@@ -5,14 +5,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from cluster.roles import Role
 from engine.core import CoreLimits
 from engine.layout import KvLayout
 from engine.scheduler import StepBudget
 from engine.sim.timing import StepWork
-from engine.worker.config import Role, WorkerConfig
+from engine.worker.config import WorkerConfig
 from router.admission.config import AdmissionConfig
 from router.config import RouterConfig
-from router.rates import Priors
+from router.placement.rates import Priors
 from simulator.autoscale import Autoscale, Autoscaler, Sizes
 from simulator.calibration import Calibration
 from simulator.cluster import START_S, ClusterSpec, Failure, FleetMaker, SimCluster, plain_fleet

@@ -13,13 +13,13 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cluster.roles import Role
 from engine.core import CoreLimits, EngineCore, Input
 from engine.layout import KvLayout
 from engine.messages import FromEngine, Ready
 from engine.sim.timing import StepWork, Timing
 from engine.vocabulary import Chunk
 from engine.vocabulary import Sequence as Chain
-from engine.worker.config import Role
 from simulator.clock import Appointment, VirtualClock
 from simulator.runner import BytelessRunner, token_of
 from simulator.transport import VirtualTransport

@@ -16,8 +16,8 @@ from typing import Any
 
 from cluster.config import read_file
 from cluster.errors import StartError
-from router.model_config import ModelsConfig
-from router.served_model import read_models
+from router.models.config import ModelsConfig
+from router.models.served_model import read_models
 from tandem.topology import ClusterModel, Topology, plan_models, plan_topology
 
 KEYS = ("models", "router", "worker", "ray", "planner")

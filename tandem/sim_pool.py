@@ -16,8 +16,9 @@ from cluster.config import Config
 from cluster.errors import StartError, TandemError
 from cluster.logs import set_up
 from cluster.process import run_role
+from cluster.roles import Role
 from decode_worker.__main__ import add_services
-from engine.worker.config import Role, WorkerConfig
+from engine.worker.config import WorkerConfig
 from engine.worker.local_engine import LocalEngine
 from engine.worker.runtime import Worker, start_worker
 from engine.worker.spec import EngineSpec

@@ -4,9 +4,10 @@ import grpc
 from rich.console import Console
 
 from cluster.errors import InvalidRequest, from_rpc_error
+from cluster.roles import ROLES
 from cluster.rpc import channel
 from cluster.tls import Trust
-from planner.executors.switcher import ROLES, switch_role
+from planner.executors.switcher import switch_role
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc

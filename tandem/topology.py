@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeInt
 from cluster.errors import StartError
 from engine.worker.config import WorkerConfig
 from router.config import RouterConfig
-from router.model_config import ModelEntry
+from router.models.config import ModelEntry
 
 DECODE_NICENESS = 4
 """Of two engines on one core, the one that decodes gets 30 %. Measured: docs/benchmarks.md."""

@@ -16,9 +16,9 @@ from rich.progress import Progress, TimeElapsedColumn
 from bench.report import Bar, percentile
 from engine.keys import KEY_BYTES, BlockKey, split_keys
 from protos import membership_pb2 as pb
-from router.demand import Demand
-from router.fleet import Fleet, Worker
-from router.rates import Priors
+from router.placement.demand import Demand
+from router.placement.fleet import Fleet, Worker
+from router.placement.rates import Priors
 
 NUM_PREFILL = NUM_DECODE = 64
 BLOCK_TOKENS, BLOCK_BYTES = 16, 192 << 10

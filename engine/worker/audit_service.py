@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster.errors import InvalidRequest, ServiceError, to_status
+from cluster.roles import ON_WIRE
 from engine.worker.engine_client import EngineClient
-from engine.worker.switching import ROLES, RoleSwitch
+from engine.worker.switching import RoleSwitch
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 
@@ -41,7 +42,7 @@ class AuditService(pb_grpc.WorkerServicer):
     async def SwitchRole(self, request: pb.SwitchRoleRequest, context: Any) -> pb.SwitchRoleReply:
         """Goes on when the caller does not wait for it."""
         try:
-            wanted = [role for role, number in ROLES.items() if number == request.role]
+            wanted = [role for role, number in ON_WIRE.items() if number == request.role]
             if not wanted:
                 raise InvalidRequest("role", f"{request.role} is neither ROLE_PREFILL nor ROLE_DECODE")
             switching = asyncio.ensure_future(self._roles.to(wanted[0]))

@@ -8,12 +8,11 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from cluster.config import Config
+from cluster.roles import Role
 from cluster.settings import DiscoverySettings, HealthSettings, MetricsSettings
 from engine.errors import EngineStartError
 from engine.sim.timing import StepTiming
 from engine.speculation.speculator import MAX_GUESSES
-
-Role = Literal["prefill", "decode"]
 
 
 class WorkerConfig(HealthSettings, MetricsSettings, DiscoverySettings, Config):

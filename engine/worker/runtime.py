@@ -13,19 +13,20 @@ from cluster.drain import Drain
 from cluster.errors import Draining, TandemError
 from cluster.metrics import MetricsServer, new_registry
 from cluster.process import Addresses
+from cluster.roles import ON_WIRE, Role
 from cluster.rpc import Server
 from cluster.tls import Member, member_of
 from engine.messages import Ready
 from engine.model_dir import ModelDir
 from engine.worker.audit_service import AuditService
 from engine.worker.child_engine import ChildEngine
-from engine.worker.config import Role, WorkerConfig
+from engine.worker.config import WorkerConfig
 from engine.worker.engine_client import EngineClient, EngineHost
 from engine.worker.joining import NAME_TAKEN_S, Memberships
 from engine.worker.lenders import Lenders
 from engine.worker.metrics import register
 from engine.worker.spec import EngineSpec
-from engine.worker.switching import ROLES, RoleSwitch
+from engine.worker.switching import RoleSwitch
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 
@@ -243,7 +244,7 @@ def _hello(context: WorkerContext, address: str) -> pb.Hello:
     return pb.Hello(
         worker_id=context.worker_id,
         incarnation=context.incarnation,
-        role=ROLES[context.roles.role],
+        role=ON_WIRE[context.roles.role],
         address=address,
         model=context.model_dir.name,
         model_fingerprint=ready.model_fingerprint,

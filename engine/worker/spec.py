@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from engine.worker.config import Role, WorkerConfig
+from cluster.roles import Role
+from engine.worker.config import WorkerConfig
 
 
 @dataclass(frozen=True, slots=True)

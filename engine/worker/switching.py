@@ -11,18 +11,17 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from cluster.errors import Draining, Unavailable
+from cluster.roles import ON_WIRE, Role
 from engine.messages import SetBudget
 from engine.scheduler import StepBudget
-from engine.worker.config import Role, WorkerConfig
+from engine.worker.config import WorkerConfig
 from engine.worker.engine_client import EngineClient
 from engine.worker.joining import Memberships
-from protos import membership_pb2 as pb
 
 log = logging.getLogger(__name__)
 
 JOIN_S = 5.0
 """For routers to take it back."""
-ROLES: dict[Role, "pb.Role.ValueType"] = {"prefill": pb.ROLE_PREFILL, "decode": pb.ROLE_DECODE}
 
 
 class RoleSwitch:
@@ -67,5 +66,5 @@ class RoleSwitch:
             log.info("a %s worker from now on; %d requests handed over", role, handed_over)
             self.role = role
             self._on_role(role)
-            await memberships.rejoin(ROLES[role], JOIN_S)
+            await memberships.rejoin(ON_WIRE[role], JOIN_S)
             return handed_over

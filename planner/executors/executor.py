@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 from cluster.errors import TandemError
-from planner.observation import Role
+from cluster.roles import Role
 from protos import inference_pb2 as pb
 
 

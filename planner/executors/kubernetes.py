@@ -19,8 +19,8 @@ from pydantic import Field
 
 from cluster.config import Config
 from cluster.errors import StartError
+from cluster.roles import ROLES, Role
 from planner.executors.executor import Executor, ExecutorFailed
-from planner.observation import ROLES, Role
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 TIMEOUT_S = 10.0

@@ -7,23 +7,22 @@ from collections.abc import Mapping, Sequence
 import grpc
 
 from cluster.errors import from_rpc_error
+from cluster.roles import ON_WIRE, Role
 from cluster.rpc import channel
 from cluster.tls import Trust
 from planner.executors.executor import Executor, ExecutorFailed
-from planner.observation import Role
 from protos import inference_pb2 as pb
 from protos import membership_pb2, membership_pb2_grpc
 
-ROLES = {"prefill": membership_pb2.ROLE_PREFILL, "decode": membership_pb2.ROLE_DECODE}
 TIMEOUT_S = 120.0
 """For all streams of a worker to end or be handed over."""
 
 
-async def switch_role(address: str, role: str, trust: Trust | None, timeout_s: float = TIMEOUT_S) -> int:
+async def switch_role(address: str, role: Role, trust: Trust | None, timeout_s: float = TIMEOUT_S) -> int:
     """The worker at `address` has that role when this returns; the requests that it handed over. Raises
     ServiceError."""
     async with channel(address, trust) as link:
-        request = membership_pb2.SwitchRoleRequest(role=ROLES[role])
+        request = membership_pb2.SwitchRoleRequest(role=ON_WIRE[role])
         try:
             reply = await membership_pb2_grpc.WorkerStub(link).SwitchRole(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:

@@ -21,10 +21,10 @@ from router.admission.refusals import Refusal
 from router.admission.request import Claim, Waiting, cost_of
 from router.admission.room import could_hold, largest_pool
 from router.admission.turn import Moment, Parts, Turn
-from router.demand import Demand
-from router.fleet import Fleet, Placed
-from router.placement import Decision
-from router.snapshot import Workers
+from router.placement.core import Decision
+from router.placement.demand import Demand
+from router.placement.fleet import Fleet, Placed
+from router.placement.snapshot import Workers
 
 HOLDS_PER_S = 200
 """Decisions a second that may end in holding a request back; one costs 0.4 ms with 128 workers."""

@@ -7,7 +7,7 @@ from router.admission.config import AdmissionConfig
 from router.admission.queues import ClassQueue, Line
 from router.admission.request import Waiting
 from router.admission.room import first_to_free
-from router.snapshot import Workers
+from router.placement.snapshot import Workers
 
 Queues = Mapping[int, ClassQueue]
 

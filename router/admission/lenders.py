@@ -1,10 +1,10 @@
 """Whether to bind a request to a lender now, or to wait here and choose later. Pure."""
 
 from router.admission.config import AdmissionConfig
-from router.fleet import Placed
-from router.placement import Decision
-from router.rates import Rates
-from router.snapshot import Workers
+from router.placement.core import Decision
+from router.placement.fleet import Placed
+from router.placement.rates import Rates
+from router.placement.snapshot import Workers
 
 
 class Lenders:

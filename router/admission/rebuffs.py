@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from router.fleet import Fleet, Worker
-from router.rates import Ints
+from router.placement.fleet import Fleet, Worker
+from router.placement.rates import Ints
 
 FADES_S = 0.1
 """A worker is not asked for as much again until it reports, or for so long."""

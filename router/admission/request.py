@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.keys import BlockKey
-from router.demand import Demand
-from router.snapshot import Workers
+from router.placement.demand import Demand
+from router.placement.snapshot import Workers
 
 
 @dataclass(slots=True, eq=False)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from router.admission.request import Waiting
-from router.demand import Demand
-from router.placement import startable
-from router.rates import Ints
-from router.snapshot import Workers
+from router.placement.core import startable
+from router.placement.demand import Demand
+from router.placement.rates import Ints
+from router.placement.snapshot import Workers
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,8 +9,8 @@ from router.admission.limits import Tenants
 from router.admission.queues import ClassQueue, Line
 from router.admission.request import Waiting
 from router.admission.room import Room
-from router.fleet import Fleet
-from router.rates import Ints
+from router.placement.fleet import Fleet
+from router.placement.rates import Ints
 
 NOTED = 8
 """Of a class without any room: so many tenants at a time, those whose turn is next, count as passed by others."""

@@ -8,8 +8,8 @@ from fastapi.responses import JSONResponse, Response
 from google.protobuf.json_format import MessageToDict
 
 from protos import inference_pb2 as pb
-from router.api_keys import ApiKeys
 from router.console.recent import Recent
+from router.security.api_keys import ApiKeys
 
 PAGE = Path(__file__).with_name("page.html")
 HEADERS = {

@@ -10,14 +10,14 @@ from starlette.exceptions import HTTPException
 
 from cluster.drain import Drain
 from cluster.errors import ServiceError, UnknownModel
-from router.api_keys import ApiKeys
+from router.models.served_model import ServedModel, ServedModels
 from router.openai.answers import ChatAnswer, CompletionAnswer
 from router.openai.caller import caller_of
 from router.openai.chat import read_chat
 from router.openai.completions import read_completion
 from router.openai.endpoint import Endpoint
 from router.openai.errors import ErrorAnswer, error_answer, error_of
-from router.served_model import ServedModel, ServedModels
+from router.security.api_keys import ApiKeys
 from router.serving import Serving
 
 

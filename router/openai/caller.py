@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cluster.errors import InvalidRequest
-from router.api_keys import ANYBODY, ApiKeys, Principal
+from router.security.api_keys import ANYBODY, ApiKeys, Principal
 from router.validation import MAX_NAME_CHARS
 
 

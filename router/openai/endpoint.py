@@ -12,7 +12,6 @@ from cluster.drain import Drain
 from cluster.errors import DeadlineExceeded, InvalidRequest, ServiceError
 from cluster.trace_context import from_headers, traceparent
 from protos import inference_pb2 as pb
-from router.api_keys import ApiKeys
 from router.intake import Ticket
 from router.openai.answers import Answer
 from router.openai.caller import Caller, caller_of
@@ -22,6 +21,7 @@ from router.openai.exchange import ClientGone, Exchange
 from router.openai.fields import parse_object
 from router.openai.merging import merged
 from router.openai.request import Asked
+from router.security.api_keys import ApiKeys
 from router.serving import Serving
 
 log = logging.getLogger(__name__)

@@ -3,8 +3,8 @@
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.errors import ServiceError
-from router.api_keys import ApiKeys
 from router.openai.errors import error_answer
+from router.security.api_keys import ApiKeys
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/console"})
 """The console's page says nothing by itself."""

@@ -144,7 +144,7 @@ def new(
     days: Annotated[float | None, typer.Option(help="until it expires; default: never", min=0)] = None,
 ) -> None:
     """Make a key, and the entry for `api_keys_file` by which routers know it. The key is shown this once."""
-    from router.api_keys import entry_for, new_key
+    from router.security.api_keys import entry_for, new_key
 
     key = new_key()
     console.print(f"# the key, for whoever is to use it; it is kept nowhere\n{key}", soft_wrap=True, markup=False)

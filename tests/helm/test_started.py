@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from cluster.errors import Unauthenticated
 from cluster.tls import Visitor
 from protos import inference_pb2 as pb
-from router.api_keys import entry_for, new_key
+from router.security.api_keys import entry_for, new_key
 from support.certificates import Authority
 from support.chart import ROOT, needs_helm, render
 from support.processes import Stream, finished, until

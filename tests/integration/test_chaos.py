@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import DeadlineExceeded, Overloaded, Unavailable
+from cluster.roles import Role
 from cluster.rpc import channel
-from engine.worker.config import Role, WorkerConfig
+from engine.worker.config import WorkerConfig
 from protos import inference_pb2 as pb
 from protos import membership_pb2, membership_pb2_grpc
 from router.config import RouterConfig
-from router.fleet import Fleet
+from router.placement.fleet import Fleet
 from router.runtime import start_router
 from support.processes import until
 from support.sim_cluster_model import SimClusterModel

@@ -13,7 +13,7 @@ import pytest
 from cluster.errors import InvalidRequest
 from engine.model_dir import ModelDir
 from engine.vocabulary import StructuredOutput
-from router.grammar_checker import GrammarChecker
+from router.models.grammar_checker import GrammarChecker
 
 STORYTELLER = Path(__file__).parents[2] / "examples" / "storyteller" / "model"
 GOOD = StructuredOutput("regex", ("[a-z]+",))

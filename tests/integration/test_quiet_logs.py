@@ -10,7 +10,7 @@ import pytest
 from cluster.errors import ServiceError
 from conftest import ModelFactory
 from protos import inference_pb2 as pb
-from router.api_keys import hash_of
+from router.security.api_keys import hash_of
 from support.openai_http import call, http_cluster
 from support.processes import kill_worker
 from tandem.client import Client

@@ -22,7 +22,7 @@ from cluster.tls import Credentials, File, Member, Visitor
 from conftest import Ask, ModelFactory
 from protos import decode_pb2, decode_pb2_grpc, lend_pb2, lend_pb2_grpc, membership_pb2, membership_pb2_grpc
 from protos import inference_pb2 as pb
-from router.api_keys import entry_for
+from router.security.api_keys import entry_for
 from support.certificates import Authority, Issued
 from support.openai_http import http_cluster
 from support.processes import LENDER_ALWAYS, engine_of, until
@@ -404,7 +404,7 @@ async def test_without_isolation_one_tenant_sees_what_another_asked(sim_model: M
 
 
 def _hash(key: str) -> str:
-    from router.api_keys import hash_of
+    from router.security.api_keys import hash_of
 
     return hash_of(key)
 

@@ -13,9 +13,9 @@ from router.admission.core import Admission, Outcome, Refused, Started
 from router.admission.limits import Tenants
 from router.admission.refusals import Refusal
 from router.admission.request import Claim, Waiting
-from router.demand import Demand
-from router.fleet import Fleet, Placed, Worker
-from router.rates import Priors
+from router.placement.demand import Demand
+from router.placement.fleet import Fleet, Placed, Worker
+from router.placement.rates import Priors
 
 PRIORS = Priors(1000.0, 100.0, 1e9, 0.001, 0.001, 0.001)
 BLOCK = 4

@@ -5,12 +5,12 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from cluster.roles import Role
 from engine.core import CoreLimits
 from engine.layout import KvLayout
 from engine.scheduler import StepBudget
 from engine.sim.timing import StepTiming
-from engine.worker.config import Role
-from router.rates import Priors
+from router.placement.rates import Priors
 from simulator.clock import VirtualClock
 from simulator.cluster import ClusterSpec, Failure, SimCluster, audit
 from simulator.request import Outcome, TraceRequest

@@ -10,7 +10,7 @@ from cluster.errors import DeadlineExceeded, Overloaded, Unavailable
 from protos import membership_pb2 as pb
 from router.admission.config import TenantPolicy
 from router.admission.request import Claim, Waiting
-from router.demand import Demand
+from router.placement.demand import Demand
 from support.admission_site import BLOCK, Site, demand_of
 
 

@@ -10,12 +10,22 @@ from hypothesis import strategies as st
 
 from cluster.errors import Forbidden, ServiceError, StartError, Unauthenticated, from_rpc_error, to_status
 from protos import inference_pb2 as pb
-from router.api_keys import ANYBODY, LOOK_S, MAX_KEY_CHARS, ApiKeys, Principal, entry_for, hash_of, new_key, read_keys
 from router.config import RouterConfig
 from router.intake import isolated
 from router.openai.caller import caller_of
 from router.openai.errors import error_answer
-from router.security_config import ApiKey
+from router.security.api_keys import (
+    ANYBODY,
+    LOOK_S,
+    MAX_KEY_CHARS,
+    ApiKeys,
+    Principal,
+    entry_for,
+    hash_of,
+    new_key,
+    read_keys,
+)
+from router.security.config import ApiKey
 
 KEY = "tk-one"
 

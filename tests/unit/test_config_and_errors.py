@@ -16,9 +16,10 @@ from cluster.errors import (
     from_rpc_error,
     to_status,
 )
+from cluster.roles import Role
 from engine.errors import ModelRefused
 from engine.model_dir import ModelDir
-from engine.worker.config import Role, WorkerConfig
+from engine.worker.config import WorkerConfig
 from router.config import RouterConfig
 
 

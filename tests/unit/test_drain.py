@@ -9,11 +9,11 @@ import numpy as np
 from cluster.drain import Drain
 from cluster.errors import AlreadyThere, Draining, ServiceError, Unavailable, from_rpc_error, to_status
 from cluster.rpc import Channels
-from router.demand import Demand
-from router.explain import explain
-from router.placement import place
-from router.rates import Priors, Rates
-from router.snapshot import Hits, Workers, WorkerView
+from router.placement.core import place
+from router.placement.demand import Demand
+from router.placement.explain import explain
+from router.placement.rates import Priors, Rates
+from router.placement.snapshot import Hits, Workers, WorkerView
 
 
 async def test_drain_is_idle_when_its_calls_are_over() -> None:

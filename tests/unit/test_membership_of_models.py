@@ -11,8 +11,8 @@ from protos import membership_pb2 as pb
 from router import membership_service
 from router.config import RouterConfig
 from router.membership_service import MembershipService
+from router.models.served_model import ServedModel, ServedModels, read_models
 from router.runtime import serve_models
-from router.served_model import ServedModel, ServedModels, read_models
 from router.tenant_gate import TenantGate
 from support.sim_directories import write_sim_model
 

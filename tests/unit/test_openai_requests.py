@@ -7,12 +7,12 @@ import pytest
 
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
-from router.api_keys import ApiKeys
 from router.openai.caller import Caller, caller_of
 from router.openai.chat import read_chat
 from router.openai.completions import read_completion
 from router.openai.fields import HARMLESS, NEUTRAL, Fields, parse_object
 from router.openai.request import Asked
+from router.security.api_keys import ApiKeys
 
 CALLER = Caller("somebody", "r-1")
 USER: Any = {"role": "user", "content": "hello"}

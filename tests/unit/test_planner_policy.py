@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import StartError
+from cluster.roles import ROLES
 from planner.config import PolicyConfig
 from planner.learned import Forecast, Ratio
-from planner.observation import ROLES, Counters, Observation, PoolSeen
+from planner.observation import Counters, Observation, PoolSeen
 from planner.policy import State, decide
 from planner.sizing import Load
 from support.planned_load import Fluid

@@ -9,10 +9,10 @@ from cluster.errors import Overloaded, Unavailable
 from protos import membership_pb2 as pb
 from router.admission.config import AdmissionConfig, TenantPolicy
 from router.admission.request import Claim
-from router.demand import Demand
 from router.dispatch import Dispatcher
-from router.fleet import Fleet, Worker
-from router.rates import Priors
+from router.placement.demand import Demand
+from router.placement.fleet import Fleet, Worker
+from router.placement.rates import Priors
 from router.tenant_gate import TenantGate
 
 PRIORS = Priors(1000, 100, 1e6, 0.01, 0.001, 0.001)

@@ -5,11 +5,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from engine.keys import block_keys, root_key
 from protos import membership_pb2 as pb
-from router.demand import Demand
-from router.fleet import Fleet, Placed, Worker
-from router.placement import Decision, place
-from router.rates import Priors
-from router.snapshot import Hits, Workers, WorkerView
+from router.placement.core import Decision, place
+from router.placement.demand import Demand
+from router.placement.fleet import Fleet, Placed, Worker
+from router.placement.rates import Priors
+from router.placement.snapshot import Hits, Workers, WorkerView
 
 ROOT = root_key(b"model", "")
 CHAINS = [block_keys(ROOT, tokens, 2) for tokens in ([0] * 8, [0] * 4 + [1] * 4, [1] * 8)]

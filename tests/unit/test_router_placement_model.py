@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.random import Generator, default_rng
 
-from router.demand import Demand
-from router.explain import explain
-from router.placement import place
-from router.rates import Floats, Priors, Rates
-from router.snapshot import Hits, Workers, WorkerView
+from router.placement.core import place
+from router.placement.demand import Demand
+from router.placement.explain import explain
+from router.placement.rates import Floats, Priors, Rates
+from router.placement.snapshot import Hits, Workers, WorkerView
 
 PRIORS = Priors(1000, 100, 1e6, 0.01, 0.002, 0.001)
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from protos import membership_pb2 as pb
-from router.demand import Demand
-from router.fleet import Fleet, Placed, Worker
-from router.rates import Priors
+from router.placement.demand import Demand
+from router.placement.fleet import Fleet, Placed, Worker
+from router.placement.rates import Priors
 
 ROUTERS = ["r0", "r1", "r2"]
 DECODES, PREFILLS = ["d0", "d1"], ["p0"]

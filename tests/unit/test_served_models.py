@@ -15,15 +15,15 @@ from cluster.errors import Forbidden, Incompatible, InvalidRequest, Overloaded, 
 from protos import inference_pb2 as pb
 from protos import membership_pb2
 from router.admission.request import Claim
-from router.api_keys import Principal
 from router.config import RouterConfig
-from router.demand import Demand
 from router.intake import Intake
-from router.model_chooser import Chosen, ModelChooser
-from router.model_config import ModelEntry
-from router.model_costs import Costs
+from router.models.chooser import Chosen, ModelChooser
+from router.models.config import ModelEntry
+from router.models.costs import Costs
+from router.models.served_model import ServedModel, ServedModels, read_models
+from router.placement.demand import Demand
 from router.runtime import serve_models
-from router.served_model import ServedModel, ServedModels, read_models
+from router.security.api_keys import Principal
 from router.tenant_gate import TenantGate
 from support.sim_directories import write_sim_model, write_tokenizer
 

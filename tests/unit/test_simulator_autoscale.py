@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.roles import ROLES, Role
 from planner.config import PolicyConfig, PoolConfig
-from planner.observation import ROLES, Role
 from simulator.autoscale import Autoscale
 from simulator.cluster import START_S, SimCluster, audit
 from simulator.errors import BadSetup

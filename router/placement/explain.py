@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from router.candidates import Candidate, Way, assess, best_source
-from router.demand import Demand
-from router.placement import startable
-from router.rates import Rates
-from router.snapshot import Hits, Workers
+from router.placement.candidates import Candidate, Way, assess, best_source
+from router.placement.core import startable
+from router.placement.demand import Demand
+from router.placement.rates import Rates
+from router.placement.snapshot import Hits, Workers
 
 
 def explain(demand: Demand, workers: Workers, hits: Hits, rates: Rates) -> list[Candidate]:

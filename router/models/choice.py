@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.model_config import ModelRule
+from router.models.config import ModelRule
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,14 +15,14 @@ import numpy as np
 from engine.keys import BlockKey, split_keys
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
-from router.demand import Demand
-from router.index import PrefixIndex
-from router.learning import Learner
-from router.placement import Decision, place, startable
-from router.rates import Ints, Priors, Rates
+from router.placement.core import Decision, place, startable
+from router.placement.demand import Demand
+from router.placement.index import PrefixIndex
+from router.placement.learning import Learner
+from router.placement.rates import Ints, Priors, Rates
+from router.placement.scores import LogRatios
+from router.placement.snapshot import Hits, Workers, WorkerView
 from router.receipts import measured
-from router.scores import LogRatios
-from router.snapshot import Hits, Workers, WorkerView
 from router.traffic import Traffic
 
 

@@ -11,7 +11,7 @@ from math import log
 
 import numpy as np
 
-from router.rates import Floats, Ints, Line, Lines, Priors, Rates
+from router.placement.rates import Floats, Ints, Line, Lines, Priors, Rates
 
 LEAST_DELAY_SHARE = 4
 """A stream is never taken to cost less than the prior by more than this: they are to be spread even where steps cost

@@ -1,14 +1,14 @@
 """One way to start a request, and what it is predicted to cost, term by term. Pure.
 
-This is the model of costs, said once for one candidate. `placement.py` computes the same for all of them at once and
+This is the model of costs, said once for one candidate. `core.py` computes the same for all of them at once and
 `explain.py` lists them; tests hold all three to the same figures, so the order of each sum below is part of it.
 """
 
 from dataclasses import dataclass
 
-from router.demand import Demand
-from router.rates import Rates
-from router.snapshot import Hits, Workers
+from router.placement.demand import Demand
+from router.placement.rates import Rates
+from router.placement.snapshot import Hits, Workers
 
 
 @dataclass(frozen=True, slots=True)

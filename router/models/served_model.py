@@ -13,14 +13,14 @@ from engine.model_dir import ModelDir
 from protos import inference_pb2 as pb
 from protos import membership_pb2
 from router.decode_links import DecodeLinks
-from router.demand import Demand
 from router.dispatch import Dispatcher
-from router.fleet import Fleet, Worker
-from router.grammar_checker import GrammarChecker
-from router.model_config import AUTO, ModelEntry, ModelsConfig
-from router.model_costs import Costs
+from router.models.config import AUTO, ModelEntry, ModelsConfig
+from router.models.costs import Costs
+from router.models.grammar_checker import GrammarChecker
+from router.models.prompts import PromptEncoder
 from router.needs import demand_of
-from router.prompts import PromptEncoder
+from router.placement.demand import Demand
+from router.placement.fleet import Fleet, Worker
 
 log = logging.getLogger(__name__)
 

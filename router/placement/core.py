@@ -18,10 +18,10 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from router.candidates import Candidate, Way, assess
-from router.demand import Demand
-from router.rates import Bools, Floats, Ints, Rates
-from router.snapshot import Hits, Workers
+from router.placement.candidates import Candidate, Way, assess
+from router.placement.demand import Demand
+from router.placement.rates import Bools, Floats, Ints, Rates
+from router.placement.snapshot import Hits, Workers
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """What the requests of one model used and cost, in plain counters."""
 
 from protos import inference_pb2 as pb
-from router.model_config import ModelEntry
+from router.models.config import ModelEntry
 
 
 class Costs:

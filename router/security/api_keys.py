@@ -17,7 +17,7 @@ from pathlib import Path
 import yaml
 
 from cluster.errors import Forbidden, StartError, Unauthenticated
-from router.security_config import ApiKey
+from router.security.config import ApiKey
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from cluster.errors import InvalidRequest
 from engine.model_dir import ModelDir
 from engine.text import load_tokenizer
 from protos import inference_pb2 as pb
-from router.chat_template import ChatTemplate, chars_of, check_chat_fields
+from router.models.chat_template import ChatTemplate, chars_of, check_chat_fields
 
 INLINE_CHARS = 4096
 """Longer texts are tokenised on a thread, so that other streams do not wait for them."""

@@ -1,4 +1,4 @@
-"""A process that compiles grammars of requests and may die of it: `python -m router.grammar_process MODEL`.
+"""A process that compiles grammars of requests and may die of it: `python -m router.models.grammar_process MODEL`.
 
 One line of JSON in for each grammar, one out: {} when it compiles, else its `field` and `message`. One line comes
 before all others; if it has a `message`, this model can have no structured output. See `grammar_checker.py`.

@@ -1,4 +1,4 @@
-"""The shell around the choice of a model: reads the prompt with the tokenizers that `model_choice.py` asks for."""
+"""The shell around the choice of a model: reads the prompt with the tokenizers that `choice.py` asks for."""
 
 import asyncio
 import math
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cluster.errors import Forbidden, InvalidRequest, ServiceError, Unavailable
 from protos import inference_pb2 as pb
-from router.model_choice import (
+from router.models.choice import (
     Choice,
     Count,
     Option,
@@ -20,11 +20,11 @@ from router.model_choice import (
     ttft_limit_s,
     unfit,
 )
-from router.model_config import ModelRule, ModelsConfig
+from router.models.config import ModelRule, ModelsConfig
+from router.models.prompts import prompt_kind
+from router.models.served_model import POLL_S, ServedModel, ServedModels
 from router.needs import chains_of
-from router.prompts import prompt_kind
 from router.reading import Reading, read
-from router.served_model import POLL_S, ServedModel, ServedModels
 from router.validation import DEFAULT_MAX_TOKENS
 
 NO_WORKER = "no decode worker"

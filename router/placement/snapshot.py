@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from router.rates import Bools, Floats, Ints
+from router.placement.rates import Bools, Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from cluster.errors import ServiceError, to_status
-from router.api_keys import ApiKeys
+from router.security.api_keys import ApiKeys
 
 OPEN_SERVICES = ("/grpc.health.v1.", "/grpc.reflection.v1alpha.")
 

@@ -77,7 +77,7 @@ class GrammarChecker:
         self._process = process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "router.grammar_process",
+            "router.models.grammar_process",
             str(self._model_dir.path),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
