@@ -1,4 +1,5 @@
-"""Generate the Python code of every .proto beside it; with --check, fail when the checked-in code differs."""
+"""Generate the Python code of every .proto beside it, and the manual of the public one; with --check, fail when what is
+checked in differs."""
 
 import difflib
 import os
@@ -6,9 +7,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+import reference
 from grpc_tools import protoc  # type: ignore[import-untyped]
 
 SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
+MANUAL = Path("docs", "grpc.md")
 
 
 def generate(root: Path, out: Path) -> None:
@@ -27,6 +30,13 @@ def generate(root: Path, out: Path) -> None:
     ]
     if protoc.main(arguments) != 0:
         sys.exit("protoc failed")
+    with tempfile.TemporaryDirectory() as scratch:
+        found = Path(scratch, "descriptors")
+        wanted = [f"-I{root}", "--include_source_info", f"--descriptor_set_out={found}", "protos/inference.proto"]
+        if protoc.main(["protoc", *wanted]) != 0:
+            sys.exit("protoc failed")
+        (out / MANUAL).parent.mkdir(exist_ok=True)
+        (out / MANUAL).write_text(reference.render(found))
 
 
 def check(root: Path) -> list[str]:
@@ -34,10 +44,12 @@ def check(root: Path) -> list[str]:
     diffs: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
         generate(root, Path(scratch))
-        fresh = Path(scratch) / "protos"
-        names = {path.name for folder in (fresh, root / "protos") for s in SUFFIXES for path in folder.glob(f"*{s}")}
-        for name in sorted(names):
-            old, new = root / "protos" / name, fresh / name
+        fresh = Path(scratch)
+        names = {
+            path.relative_to(of) for of in (fresh, root) for s in SUFFIXES for path in (of / "protos").glob(f"*{s}")
+        }
+        for name in sorted(names | {MANUAL}):
+            old, new = root / name, fresh / name
             before = old.read_text().splitlines() if old.exists() else []
             after = new.read_text().splitlines() if new.exists() else []
             diffs += difflib.unified_diff(before, after, f"checked in: {name}", f"generated: {name}", lineterm="")
@@ -52,7 +64,7 @@ def main() -> None:
         generate(root, root)
     elif diffs := check(root):
         print("\n".join(diffs))
-        sys.exit("protos/: generated code is stale; run `make protos`")
+        sys.exit("what is generated from protos/ is stale; run `make protos`")
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
 isort:skip_file
 The public API of Tandem.
 
-A client opens one `Generate` stream per request. Tokens arrive as they are sampled; the last
-message carries `finish`: why the stream ended, what was used, and a receipt of where every block
-of KV cache came from. With several choices (`sampling.n`) each has a `finish` of its own. The deadline and cancellation of the gRPC call are honoured on every
-worker the request touches.
+A client opens one `Generate` stream per request. Tokens arrive as they are sampled; the last message carries
+`finish`: why the stream ended, what was used, and a receipt of where every block of KV cache came from. With several
+choices (`sampling.n`) each has a `finish` of its own. The deadline and cancellation of the gRPC call are honoured on
+every worker the request touches.
 
 Errors are ordinary gRPC statuses with `google.rpc.Status` details in the trailers:
   INVALID_ARGUMENT    a field is out of its limits; details hold a BadRequest naming the field

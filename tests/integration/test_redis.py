@@ -1,6 +1,7 @@
 """Discovery and quotas against a real redis-server that is killed, hung, restarted empty and misused."""
 
 import asyncio
+import contextlib
 import datetime
 import logging
 import ssl
@@ -8,11 +9,13 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from redis.asyncio import Redis
 
 from cluster.discovery import RouterEntry
 from cluster.errors import StartError
@@ -113,6 +116,29 @@ async def test_who_announces_is_found_and_who_is_gone_is_forgotten(redis: RedisS
     assert await redis.command("KEYS", "*") == []
     await first.close()
     await watched.close()
+
+
+async def test_a_cancellation_that_comes_with_the_answer_is_not_lost(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    discovery = RedisDiscovery(redis.url, NAME, interval_s=0.0)
+    sending = asyncio.Event()
+    answer = Redis.execute_command
+
+    async def swallowing(*words: Any, **options: Any) -> Any:
+        """As `asyncio.wait_for` of Python 3.11 where both come at once."""
+        said = await answer(*words, **options)
+        sending.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.1)
+        return said
+
+    monkeypatch.setattr(Redis, "execute_command", swallowing)
+    discovery.announce(RouterEntry("a", "a:1", "00"))
+    await sending.wait()
+    async with asyncio.timeout(5):
+        await discovery.withdraw()
+    await discovery.close()
 
 
 async def test_discovery_heals_after_redis_is_killed_hung_and_restarted_empty(
