@@ -48,7 +48,8 @@ class Tandem:
     """A cluster that was started for this benchmark, with its client."""
 
     def __init__(self, model: Path, cores: Sequence[int], num_prefill: int) -> None:
-        worker: dict[str, Any] = {"model": model, "kv_memory_mib": KV_MIB}
+        # vLLM guesses nothing by default, and random weights repeat themselves, which would make guesses right.
+        worker: dict[str, Any] = {"model": model, "kv_memory_mib": KV_MIB, "speculation": "off"}
         if not num_prefill:
             worker["max_prefill_tokens"] = 2048  # nobody's streams to protect: throughput, as vLLM's default
         router = {"model": model, "port": 0}
