@@ -12,6 +12,7 @@ from typing import Protocol
 import uvloop
 
 from cluster.errors import TandemError
+from cluster.garbage import spare_the_started
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ async def _run(start: Callable[[], Awaitable[Running]]) -> int:
     where = role.addresses
     ready = {"event": "ready", "address": where.grpc, "http": where.http, "metrics": where.metrics}
     ready["internal"] = where.internal
+    spare_the_started()
     print(json.dumps(ready), flush=True)
     failing = asyncio.ensure_future(role.failed())
     asked = asyncio.ensure_future(role.told_to_stop())

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 
+from cluster.garbage import spare_the_started
 from engine.core import EngineCore
 from engine.errors import EngineStartError
 from engine.messages import FromEngine, StartFailed, ToEngine
@@ -86,6 +87,7 @@ def main() -> None:
         front.say(StartFailed(cause))
         front.finish()
         return
+    spare_the_started()
     # The front is gone, by its own end or by ours: either way there is nobody left to serve.
     with contextlib.suppress(EOFError, ConnectionError):
         _loop(core, computer, front)

@@ -1,0 +1,17 @@
+"""Python's collector of cycles, for processes that serve: what it looks at, and how often."""
+
+import gc
+
+ALLOCATED = 20_000
+"""Objects more than freed, between two collections. Python's 700 are a fraction of one request."""
+
+
+def spare_the_started() -> None:
+    """Once everything is loaded: no collection looks at what is there now, and collections are rare.
+
+    Nearly all that serving makes is freed by its count of references. Left alone, a router spent 7 % of its CPU on
+    collections at 200 requests a second, in pauses of up to 66 ms: modules and code alone are 60,000 objects.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(ALLOCATED, 20, 50)

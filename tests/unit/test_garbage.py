@@ -1,0 +1,37 @@
+"""What a process that serves leaves out of its collections."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from cluster.garbage import ALLOCATED, spare_the_started
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    before = gc.get_threshold()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*before)
+
+
+class Knot:
+    """Only a collection frees it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_what_is_there_is_looked_at_no_more_and_what_comes_later_is() -> None:
+    garbage = weakref.ref(Knot())
+    spare_the_started()
+    assert garbage() is None, "what nobody needs is not kept for good"
+    assert gc.get_freeze_count() > 1000
+    assert not gc.get_objects()[ALLOCATED:]
+
+    later = weakref.ref(Knot())
+    made = [[] for _ in range(ALLOCATED + 1)]
+    assert later() is None
+    assert len(made) > ALLOCATED
