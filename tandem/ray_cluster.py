@@ -54,7 +54,7 @@ async def serve(
         # Ray installs handlers of its own when it starts; these must come after.
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, stop.set)
-        supervisor = Supervisor(topology, settings or RaySettings(), say)
+        supervisor = Supervisor(topology, settings or RaySettings(), say, autoscale=planner is not None)
         stopping = asyncio.ensure_future(stop.wait())
         serving = asyncio.ensure_future(_serve(supervisor, topology, say, stop, planner, work))
         try:

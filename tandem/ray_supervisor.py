@@ -13,6 +13,7 @@ from cluster.tls import member_of
 from engine.worker.config import WorkerConfig
 from tandem.members import await_members, members_of
 from tandem.ray_control import Order
+from tandem.ray_group import Group
 from tandem.ray_role import Role
 from tandem.ray_settings import RaySettings
 from tandem.steps import Steps
@@ -29,9 +30,12 @@ UNPINNED: dict[str, Any] = {"cores": None, "shared_cores": (), "niceness": 0}
 class Supervisor:
     """Of one cluster."""
 
-    def __init__(self, topology: Topology, settings: RaySettings, say: Steps) -> None:
+    def __init__(self, topology: Topology, settings: RaySettings, say: Steps, autoscale: bool = False) -> None:
+        """`autoscale`: workers are placed one by one, so that those that leave give back what they had. Raises
+        StartError."""
+        settings.check(autoscale)
         self._topology = topology
-        self._settings = settings
+        self._group = Group(settings, [] if autoscale else [module for module, _ in topology.workers()])
         self._say = say
         self._several_hosts = len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}) > 1
         self._joined_at: tuple[str, ...] = ()
@@ -62,6 +66,7 @@ class Supervisor:
 
     async def start_workers(self) -> None:
         """Raises StartError."""
+        await self._group.reserve(self._say)
         roles = [self._worker(module, config) for module, config in self._topology.workers()]
         self._roles |= {role.name: role for role in roles}
         await asyncio.gather(*(role.start() for role in roles))
@@ -72,8 +77,8 @@ class Supervisor:
         if self._several_hosts:  # cores are of this host, and an address must be one that others reach
             update |= UNPINNED
             of_node = {"host": "", "advertise_host": ""}
-        options = self._settings.options(module)
-        return Role(config.worker_id, module, config.model_copy(update=update), options, of_node)
+        config = config.model_copy(update=update)
+        return Role(config.worker_id, module, config, self._group.take(module), of_node)
 
     # ------------------------------------------------------------------ keeping
 
@@ -96,6 +101,7 @@ class Supervisor:
             task.cancel()
         await asyncio.gather(*self._keeping.values(), return_exceptions=True)
         await asyncio.gather(*(role.stop() for role in self._roles.values()))
+        self._group.remove()
 
     def _keep(self, role: Role) -> None:
         self._keeping[role] = asyncio.ensure_future(self._keep_one(role))
@@ -107,6 +113,8 @@ class Supervisor:
         while True:
             began_at = loop.time()
             cause = await role.ending()
+            if not cause and not role.leaving:
+                self._group.give_back(role.options)
             if role.leaving or not cause:
                 break
             wait_s = FIRST_WAIT_S if loop.time() - began_at > LONG_ENOUGH_S else wait_s
@@ -175,6 +183,8 @@ class Supervisor:
             raise TandemError("decode=0: nothing would be served; tandem down ends the cluster")
         leaving, taken = there[count:], set(self._roles)
         await asyncio.gather(*(each.leave() for each in leaving))
+        for each in leaving:
+            self._group.give_back(each.options)
         free = (name for number in range(count + len(taken)) if (name := f"{prefix}{number}") not in taken)
         new = [
             self._worker(MODULES[role], pattern.model_copy(update={"worker_id": next(free)}))
@@ -197,6 +207,7 @@ class Supervisor:
             if isinstance(outcome, BaseException):
                 failures.append(outcome)
                 await role.stop()
+                self._group.give_back(role.options)
             else:
                 self._roles[role.name] = role
                 self._keep(role)

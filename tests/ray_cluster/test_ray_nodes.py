@@ -1,6 +1,7 @@
 """A Ray cluster of several nodes: a node that dies under load, workers added and taken away, restarted in turn."""
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -49,6 +50,24 @@ def config(model: Path, tmp_path: Path) -> Path:
     return file
 
 
+def groups(address: str) -> list[tuple[str, str, dict[str, float]]]:
+    """Of those that are there: strategy, state, and what each bundle has."""
+    command = [sys.executable, "-c", GROUPS, address]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    said: list[tuple[str, str, dict[str, float]]] = [
+        tuple(entry) for entry in json.loads(answer.stdout.splitlines()[-1])
+    ]
+    return said
+
+
+GROUPS = """
+import json, sys, ray
+ray.init(sys.argv[1], log_to_driver=False)
+there = ray.util.placement_group_table().values()
+print(json.dumps([(g["strategy"], g["state"], g["bundles"]) for g in there if g["state"] != "REMOVED"]))
+"""
+
+
 def tandem(*arguments: str, address: str) -> "subprocess.CompletedProcess[str]":
     environment = os.environ | {"RAY_ADDRESS": address, "PYTHONUNBUFFERED": "1"}
     command = [str(BIN / "tandem"), *arguments]
@@ -91,6 +110,9 @@ async def test_nodes_die_and_workers_come_and_go_and_no_request_is_lost(
 
             await until(there, "the cluster serves", 90)
             assert await worker_names(client) == ["decode-0", "decode-1", "prefill-0"]
+            ((strategy, _, bundles),) = await asyncio.to_thread(groups, ray_nodes.address)
+            assert strategy == "SPREAD"
+            assert sorted(bundle.get("decoding", 0.0) for bundle in bundles.values()) == [0, 1, 1]
             reference = await finished([Stream(client, range(n, n + 40), 400) for n in range(4)])
 
             streams = [Stream(client, range(n, n + 40), 400) for n in range(4)]
@@ -144,3 +166,15 @@ async def test_nodes_die_and_workers_come_and_go_and_no_request_is_lost(
             up.kill()
             await up.wait()
         sys.stderr.write("".join(told))
+
+
+def test_workers_that_do_not_all_find_room_are_not_started(ray_nodes: Any, config: Path, free_port: int) -> None:
+    ray_nodes.add_node(num_cpus=1, resources={"decoding": 1}, object_store_memory=OBJECT_STORE)
+    settings = yaml.safe_load(config.read_text())
+    settings["ray"] |= {"wait_s": 1.0}
+    config.write_text(yaml.safe_dump(settings))
+    options = ("up", "--config", str(config), "--port", str(free_port), "--no-http")
+    up = tandem(*options, address=ray_nodes.address)
+    assert up.returncode == 2
+    assert "ray: no room within 1 s for 2 x (decoding 1), 1 x (CPU 0.001), SPREAD" in " ".join(up.stderr.split())
+    assert groups(ray_nodes.address) == []
