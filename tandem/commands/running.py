@@ -119,16 +119,22 @@ def doctor(
     workers: Annotated[int, typer.Option(help="processes on this host; each pair is tried")] = 2,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="setting of a worker")] = None,
     print_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
+    peer: Annotated[list[str] | None, typer.Option(metavar="HOST:PORT", help="another host that listens")] = None,
+    listen: Annotated[int | None, typer.Option(metavar="PORT", help="be such a host; 0 chooses")] = None,
 ) -> None:
     """Check this host before any request: what is installed and allowed, and whether KV moves between workers.
+
+    Of several hosts: `tandem doctor --listen PORT` on each but one, and there `--peer` for each of them.
 
     Exit code: 0 all right, 1 something is broken, 2 it could not be checked.
     """
     from tandem.cluster_file import read_settings
-    from tandem.doctor.command import run_doctor
+    from tandem.doctor.command import listen_for_doctor, run_doctor
 
     settings = read_settings(config).worker | parse_overrides(set_ or [])
-    raise typer.Exit(run_doctor(console, settings, model, workers, print_json))
+    if listen is not None:
+        return listen_for_doctor(console, settings, model, listen)
+    raise typer.Exit(run_doctor(console, settings, model, workers, print_json, peer or []))
 
 
 keys = typer.Typer(help="API keys of a cluster.", no_args_is_help=True)

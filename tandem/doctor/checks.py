@@ -19,9 +19,9 @@ INSTALL = {
 
 
 def check_all(
-    machine: Machine, config: WorkerConfig, num_workers: int, environment: Mapping[str, str]
+    machine: Machine, config: WorkerConfig, num_workers: int, environment: Mapping[str, str], alone: bool = True
 ) -> list[Finding]:
-    """In the order in which they matter."""
+    """In the order in which they matter. `alone`: no other host is looked at."""
     checks: list[Callable[[], list[Finding]]] = [
         lambda: check_packages(machine, config),
         lambda: check_gpus(machine, config),
@@ -32,7 +32,7 @@ def check_all(
         lambda: check_ptrace(machine, config),
         lambda: check_open_files(machine),
         lambda: check_compiler(machine, config),
-        lambda: [Finding("clock", "ok", "one host has one clock")],
+        lambda: [Finding("clock", "ok", "one host has one clock")] * alone,
     ]
     return [finding for check in checks for finding in check()]
 

@@ -3,37 +3,128 @@
 import asyncio
 import json
 import os
+import socket
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from cluster.errors import StartError
+from cluster.tls import member_of
 from engine.model_dir import ModelDir
 from engine.worker.config import WorkerConfig
 from tandem.doctor.checks import check_all
-from tandem.doctor.findings import exit_code
-from tandem.doctor.machine import read_machine
-from tandem.doctor.pairs import judge_pairs, measure_pairs, plan_peers
+from tandem.doctor.findings import Finding, exit_code
+from tandem.doctor.hosts import DoctorService, HostLink, Told, listen
+from tandem.doctor.links import PeerGone
+from tandem.doctor.machine import Machine, read_machine
+from tandem.doctor.pairs import (
+    PATTERN_BYTES,
+    PEER_COMMAND,
+    PairResult,
+    Peer,
+    judge_pairs,
+    measure_pairs,
+    plan_peers,
+    start_peers,
+)
+from tandem.doctor.peer import PeerSpec
 from tandem.doctor.report import as_json, show
 
 MAX_WORKERS = 16
+LOOPBACK = "127.0.0.1"
 
 
-def run_doctor(console: Console, settings: dict[str, Any], model: Path | None, workers: int, print_json: bool) -> int:
-    """`settings` of a worker. Returns the exit code; raises StartError when it cannot even begin."""
-    if not 2 <= workers <= MAX_WORKERS:
+def run_doctor(
+    console: Console,
+    settings: dict[str, Any],
+    model: Path | None,
+    workers: int,
+    print_json: bool,
+    others: Sequence[str] = (),
+) -> int:
+    """`settings` of a worker; `others`: addresses of hosts that listen. Returns the exit code; raises StartError when
+    it cannot even begin."""
+    least = 1 if others else 2
+    if not least <= workers <= MAX_WORKERS:
         raise StartError("workers", f"a pair takes 2, and {MAX_WORKERS} are the most; not {workers}")
+    if others and settings.get("host", LOOPBACK) == LOOPBACK:
+        settings = settings | {"host": _address_toward(others[0])}
+    config, machine = _config(settings, model), read_machine()
+    findings = check_all(machine, config, workers, os.environ, alone=not others)
+    told, pairs, unreached = asyncio.run(_examine(config, machine, workers, others))
+    findings += [each.judge_clock() for each in told] + unreached + judge_pairs(pairs, machine, config)
+    if print_json:
+        print(json.dumps(as_json(machine, findings, pairs, told), indent=2))
+    else:
+        show(console, findings, pairs, told)
+    return exit_code([*findings, *(finding for each in told for finding in each.findings)])
+
+
+def listen_for_doctor(console: Console, settings: dict[str, Any], model: Path | None, port: int) -> None:
+    """Lends a peer to a doctor of another host, until it is interrupted. Raises StartError."""
+    if settings.get("host", LOOPBACK) == LOOPBACK:
+        settings = settings | {"host": "0.0.0.0"}
+    config, machine = _config(settings, model), read_machine()
+    findings = check_all(machine, config, 1, os.environ, alone=False)
+
+    def spec(seed: int, num_bytes: int, asker: str) -> PeerSpec:
+        here = config.advertise_host or _address_toward(asker)
+        known = config.model_copy(update={"advertise_host": here})
+        (planned,) = plan_peers(known, 1, _on_gpu(machine, config), num_bytes, seed)
+        return planned
+
+    def say(address: str) -> None:
+        named = address.replace("0.0.0.0", socket.gethostname())
+        console.print(f"listening at {address}; elsewhere: tandem doctor --peer {named}", soft_wrap=True)
+
+    async def serve() -> None:
+        service = DoctorService(findings, spec, PEER_COMMAND)
+        await listen(service, member_of(config), config.host, port, say)
+
+    asyncio.run(serve())
+
+
+async def _examine(
+    config: WorkerConfig, machine: Machine, workers: int, others: Sequence[str]
+) -> tuple[list[Told], list[PairResult], list[Finding]]:
+    """What other hosts said, what became of the pairs, and who could not be reached."""
+    told: list[Told] = []
+    unreached: list[Finding] = []
+    async with AsyncExitStack() as stack:
+        peers = await start_peers(stack, plan_peers(config, workers, _on_gpu(machine, config)))
+        for number, address in enumerate(others, start=workers + 1):
+            link = HostLink(address, member_of(config))
+            stack.push_async_callback(link.stop)
+            try:
+                told.append(await link.examine(number, PATTERN_BYTES))
+            except PeerGone as error:
+                advice = "is `tandem doctor --listen PORT` running there, with the same certificates?"
+                unreached.append(Finding("hosts", "broken", str(error), advice))
+                continue
+            peers.append(Peer(address, number, link, elsewhere=True))
+        return told, await measure_pairs(peers), unreached
+
+
+def _config(settings: dict[str, Any], model: Path | None) -> WorkerConfig:
     if model is not None:
         ModelDir.open(model)
-    config = WorkerConfig.parse({"model": model or Path()} | settings)
-    machine = read_machine()
-    specs = plan_peers(config, workers, gpu=bool(machine.torch_gpus) and config.device != "cpu")
-    findings = check_all(machine, config, workers, os.environ)
-    pairs = asyncio.run(measure_pairs(specs))
-    findings += judge_pairs(pairs, machine, config)
-    if print_json:
-        print(json.dumps(as_json(machine, findings, pairs), indent=2))
-    else:
-        show(console, findings, pairs)
-    return exit_code(findings)
+    return WorkerConfig.parse({"model": model or Path()} | settings)
+
+
+def _on_gpu(machine: Machine, config: WorkerConfig) -> bool:
+    return bool(machine.torch_gpus) and config.device != "cpu"
+
+
+def _address_toward(other: str) -> str:
+    """This host's, as packets to that address have it. Raises StartError."""
+    name, _, port = other.rpartition(":")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((name, int(port)))
+            address: str = probe.getsockname()[0]
+            return address
+    except (OSError, ValueError) as error:
+        raise StartError("peer", f"{other!r} is no HOST:PORT that can be reached: {error}") from None

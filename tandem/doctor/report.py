@@ -9,33 +9,45 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.doctor.findings import Finding, exit_code
+from tandem.doctor.hosts import Told
 from tandem.doctor.machine import Machine
 from tandem.doctor.pairs import PairResult
 
 STYLES = {"ok": "green", "warning": "yellow", "broken": "bold red"}
 
 
-def as_json(machine: Machine, findings: Sequence[Finding], pairs: Sequence[PairResult]) -> dict[str, Any]:
-    """Everything, under `exit_code`, `findings`, `pairs` and `machine`."""
+def as_json(
+    machine: Machine, findings: Sequence[Finding], pairs: Sequence[PairResult], others: Sequence[Told] = ()
+) -> dict[str, Any]:
+    """Everything, under `exit_code`, `findings`, `pairs`, `machine` and `hosts`, which are the others."""
     return {
-        "exit_code": exit_code(findings),
+        "exit_code": exit_code([*findings, *(finding for host in others for finding in host.findings)]),
         "findings": [asdict(finding) for finding in findings],
         "pairs": [asdict(pair) for pair in pairs],
         "machine": asdict(machine),
+        "hosts": [asdict(host) for host in others],
     }
 
 
-def show(console: Console, findings: Sequence[Finding], pairs: Sequence[PairResult]) -> None:
-    """Findings, then the matrix."""
-    table = Table(title="this host", title_justify="left")
+def show(
+    console: Console, findings: Sequence[Finding], pairs: Sequence[PairResult], others: Sequence[Told] = ()
+) -> None:
+    """Findings of each host, then the matrix."""
+    for host in others:
+        console.print(_table(f"{host.address} ({host.name})", host.findings))
+    console.print(_table("this host", findings))
+    if pairs:
+        console.print(matrix(pairs))
+
+
+def _table(title: str, findings: Sequence[Finding]) -> Table:
+    table = Table(title=title, title_justify="left")
     for heading in ("check", "", "found", "what to do"):
         table.add_column(heading, overflow="fold")
     for finding in findings:
         level = Text(finding.level, style=STYLES[finding.level])
         table.add_row(finding.check, level, Text(finding.found), Text(finding.advice))
-    console.print(table)
-    if pairs:
-        console.print(matrix(pairs))
+    return table
 
 
 def matrix(pairs: Sequence[PairResult]) -> Table:

@@ -4,19 +4,26 @@ import asyncio
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from rich.console import Console
 
-from cluster.errors import StartError
+from cluster.errors import InvalidRequest, StartError, from_rpc_error
+from cluster.rpc import Server, channel
 from engine.worker.config import WorkerConfig
+from support.certificates import Authority
 from tandem.doctor.command import run_doctor
-from tandem.doctor.pairs import PairResult, measure_pairs, plan_peers
+from tandem.doctor.hosts import DoctorService
+from tandem.doctor.pairs import PairResult, measure_pairs, plan_peers, start_peers
 
 HERE = Path(__file__).parent
 SIM = {"engine": "sim"}
@@ -33,7 +40,12 @@ def measure(
 ) -> dict[tuple[str, str], PairResult]:
     config = WorkerConfig(model=Path(), transport=transport)  # type: ignore[arg-type]
     specs = plan_peers(config, workers, gpu=False, num_bytes=NUM_BYTES)
-    results = asyncio.run(measure_pairs(specs, timeout_s, broken(mode)))
+
+    async def measured() -> list[PairResult]:
+        async with AsyncExitStack() as stack:
+            return await measure_pairs(await start_peers(stack, specs, broken(mode)), timeout_s)
+
+    results = asyncio.run(measured())
     return {(result.reader, result.lender): result for result in results}
 
 
@@ -53,7 +65,8 @@ def test_a_host_that_is_all_right(transport: str) -> None:
     done = doctor("--json", "--workers", "3", "--set", "engine=sim", "--set", f"transport={transport}")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
-    assert set(said) == {"exit_code", "findings", "pairs", "machine"}
+    assert set(said) == {"exit_code", "findings", "pairs", "machine", "hosts"}
+    assert said["hosts"] == []
     assert said["exit_code"] == 0
     names = [f"worker-{number}" for number in range(3)]
     assert [(pair["reader"], pair["lender"]) for pair in said["pairs"]] == [
@@ -68,6 +81,7 @@ def test_a_host_that_is_all_right(transport: str) -> None:
             "first_wrong_byte",
             "wrong_bytes",
             "error",
+            "across_hosts",
         }
         assert pair["gigabytes_per_s"] > 0
         assert pair["lanes"]
@@ -77,6 +91,113 @@ def test_a_host_that_is_all_right(transport: str) -> None:
         assert finding["level"] == "ok" or finding["advice"]
     assert {finding["check"] for finding in said["findings"]} >= {"packages", "rdma", "memlock", "clock", "pairs"}
     assert set(said["machine"]) >= {"versions", "memlock_bytes", "ptrace_scope", "host"}
+
+
+@contextmanager
+def listening(*arguments: str) -> Iterator[str]:
+    """Another host, as far as the doctor can tell: its address."""
+    command = [sys.executable, "-u", "-m", "tandem.cli", "doctor", "--listen", "0", "--set", "engine=sim", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=HERE.parents[1])
+    assert process.stdout is not None
+    try:
+        said = process.stdout.readline()
+        assert said.startswith("listening at 0.0.0.0:"), said
+        yield "127.0.0.1:" + said.partition(";")[0].rpartition(":")[2]
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@pytest.mark.parametrize("transport", ["nixl", "ucxx"])
+def test_other_hosts_take_part_and_say_what_they_found(transport: str) -> None:
+    set_ = ("--set", "engine=sim", "--set", f"transport={transport}")
+    with listening(*set_[2:]) as first, listening(*set_[2:]) as second:
+        done = doctor("--json", "--workers", "1", "--peer", first, "--peer", second, *set_)
+        assert done.returncode == 0, done.stderr
+        again = doctor("--workers", "1", "--peer", first, *set_)
+    said = json.loads(done.stdout)
+    names = ["worker-0", first, second]
+    assert [(pair["reader"], pair["lender"]) for pair in said["pairs"]] == [
+        (reader, lender) for reader in names for lender in names if reader != lender
+    ]
+    for pair in said["pairs"]:
+        assert (pair["error"], pair["first_wrong_byte"], pair["across_hosts"]) == ("", None, True)
+        assert pair["gigabytes_per_s"] > 0
+    assert [host["address"] for host in said["hosts"]] == [first, second]
+    for host in said["hosts"]:
+        assert abs(host["clock_ahead_s"]) <= 0.05 + host["clock_within_s"], "it is the same clock"
+        assert {finding["check"] for finding in host["findings"]} >= {"packages", "memlock", "shared memory"}
+    clocks = [finding["found"] for finding in said["findings"] if finding["check"] == "clock"]
+    assert [clock.rpartition(": ")[0] for clock in clocks] == [first, second]
+    assert again.returncode == 0, "a host that was examined can be examined again"
+    assert f"{first} (" in again.stdout
+
+
+def test_a_host_that_is_not_there_is_named_and_the_others_are_examined() -> None:
+    with socket.socket() as nobody, listening() as there:
+        nobody.bind(("127.0.0.1", 0))
+        away = f"127.0.0.1:{nobody.getsockname()[1]}"
+        done = doctor("--json", "--workers", "1", "--peer", away, "--peer", there, "--set", "engine=sim")
+    assert done.returncode == 1
+    said = json.loads(done.stdout)
+    (finding,) = (finding for finding in said["findings"] if finding["check"] == "hosts")
+    assert finding["level"] == "broken"
+    assert finding["found"].startswith(f"{away}: ")
+    assert "--listen" in finding["advice"]
+    assert [(pair["reader"], pair["error"]) for pair in said["pairs"]] == [("worker-0", ""), (there, "")]
+
+
+def member_of(authority: Authority) -> list[str]:
+    """Options of a process with a certificate of theirs."""
+    issued = authority.issue(f"{authority.path.stem}-member")
+    settings = {"tls_cert": issued.cert, "tls_key": issued.key, "tls_ca": authority.path}
+    return [word for key, path in settings.items() for word in ("--set", f"{key}={path}")]
+
+
+def test_with_certificates_only_members_examine(tmp_path: Path) -> None:
+    ours, theirs = (member_of(Authority(tmp_path, name)) for name in ("ours", "theirs"))
+    with listening(*ours) as there:
+        right, wrong, none = (
+            doctor("--json", "--workers", "1", "--peer", there, "--set", "engine=sim", *settings)
+            for settings in (ours, theirs, [])
+        )
+    assert right.returncode == 0, right.stdout
+    for refused in (wrong, none):
+        assert refused.returncode == 1
+        assert json.loads(refused.stdout)["hosts"] == []
+
+
+async def test_what_a_stranger_might_say_is_refused_by_name() -> None:
+    service = DoctorService([], lambda *_: pytest.fail("nothing is to start"), ())
+    server = Server()
+    service.add_to(server.grpc)
+    port = await server.start("127.0.0.1", 0, ["tandem.v1.Doctor"])
+    cases = {
+        b"no json": "request",
+        b"[]": "request",
+        b'{"endpoint": ""}': "start",
+        b'{"start": 1}': "start.seed",
+        b'{"start": {"seed": -1, "num_bytes": 1}}': "start.seed",
+        b'{"start": {"seed": 1, "num_bytes": 1e9}}': "start.num_bytes",
+        b'{"start": {"seed": 1, "num_bytes": 268435457}}': "start.num_bytes",
+    }
+    async with channel(f"127.0.0.1:{port}") as link:
+        for said, field in cases.items():
+            call = link.stream_stream("/tandem.v1.Doctor/Examine")()
+            await call.read()
+            await call.write(said)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            error = from_rpc_error(caught.value)
+            assert isinstance(error, InvalidRequest)
+            assert error.field == field
+        first, second = (link.stream_stream("/tandem.v1.Doctor/Examine")() for _ in range(2))
+        await first.read()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await second.read()
+        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        first.cancel()
+    await server.stop(0.0)
 
 
 def test_tables_for_people() -> None:

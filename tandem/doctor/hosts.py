@@ -1,0 +1,202 @@
+"""Other hosts: `tandem doctor --listen PORT` lends a peer there to the doctor that names its address.
+
+One gRPC stream for each examination, of JSON, an answer to everything asked:
+
+    (nothing)                        {"host": its name, "findings": [...]}    what is to be said of that host
+    {"clock": true}                  {"clock": seconds since 1970}
+    {"start": {"seed": ..., ...}}    what its peer says at its start: an endpoint, or an error
+    anything else                    what the peer says to it
+
+With the certificates of workers it is for members of the cluster only, as everything between workers is.
+"""
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import grpc
+
+from cluster.errors import InvalidRequest, Overloaded, ServiceError, from_rpc_error, to_status
+from cluster.rpc import Server, channel
+from cluster.tls import Member
+from tandem.doctor.findings import Finding
+from tandem.doctor.links import PeerGone, PeerLink, ProcessLink
+from tandem.doctor.peer import PeerSpec
+
+SERVICE = "tandem.v1.Doctor"
+METHOD = f"/{SERVICE}/Examine"
+REACH_S = 15.0
+"""For the first answer of a host."""
+CLOCK_ROUNDS = 8
+MAX_SKEW_S = 1.0
+"""Beyond it, logs and traces of two hosts tell another story than what happened, and certificates may be refused."""
+MAX_PATTERN_BYTES = 256 << 20
+
+Start = Callable[[int, int, str], PeerSpec]
+"""(seed, bytes, who asks, host:port) to the peer of this host."""
+
+
+class DoctorService:
+    """Of a host that listens. One examination at a time."""
+
+    def __init__(self, findings: Sequence[Finding], spec: Start, command: Sequence[str]) -> None:
+        self._findings = [asdict(finding) for finding in findings]
+        self._spec = spec
+        self._command = command
+        self._examined = False
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._answers)
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, {"Examine": handler})])
+
+    async def _answers(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        try:
+            async for said in self._examine(requests, context.peer().partition(":")[2]):
+                yield json.dumps(said).encode()
+        except ServiceError as error:
+            await context.abort_with_status(to_status(error))
+
+    async def _examine(self, requests: AsyncIterator[bytes], asker: str) -> AsyncIterator[dict[str, Any]]:
+        if self._examined:
+            raise Overloaded("another doctor examines this host now")
+        self._examined, peer = True, None
+        try:
+            yield {"host": socket.gethostname(), "findings": self._findings}
+            async for raw in requests:
+                asked = _parsed(raw)
+                if "clock" in asked:
+                    yield {"clock": time.time()}
+                elif "start" in asked and peer is None:
+                    spec = self._spec(*_pattern_of(asked["start"]), asker)
+                    peer = await ProcessLink.start(spec, self._command)
+                    yield await _heard(peer)
+                elif peer is None:
+                    raise InvalidRequest("start", "must come before anything that is for the peer")
+                else:
+                    await peer.send(asked)
+                    yield await _heard(peer)
+        finally:
+            self._examined = False
+            if peer is not None:
+                await peer.stop()
+
+
+async def _heard(peer: PeerLink) -> dict[str, Any]:
+    try:
+        return await peer.hear()
+    except PeerGone as error:
+        return {"error": str(error), "gone": True}
+
+
+def _parsed(raw: bytes) -> dict[str, Any]:
+    try:
+        asked = json.loads(raw)
+    except ValueError as error:
+        raise InvalidRequest("request", f"is no JSON: {error}") from None
+    if not isinstance(asked, dict):
+        raise InvalidRequest("request", "must be a JSON object")
+    return asked
+
+
+def _pattern_of(asked: Any) -> tuple[int, int]:
+    fields = asked if isinstance(asked, dict) else {}
+    seed, num_bytes = fields.get("seed"), fields.get("num_bytes")
+    if not isinstance(seed, int) or not 0 <= seed < 1 << 32:
+        raise InvalidRequest("start.seed", "must be a number of 32 bits")
+    if not isinstance(num_bytes, int) or not 1 <= num_bytes <= MAX_PATTERN_BYTES:
+        raise InvalidRequest("start.num_bytes", f"must be in [1, {MAX_PATTERN_BYTES}]")
+    return seed, num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a host said of itself."""
+
+    address: str
+    name: str
+    findings: tuple[Finding, ...]
+    clock_ahead_s: float
+    """Of ours."""
+    clock_within_s: float
+    """How exactly that is known: half of the quickest answer's time."""
+
+    def judge_clock(self) -> Finding:
+        found = f"{self.address}: {1e3 * self.clock_ahead_s:+.1f} ms, to within {1e3 * self.clock_within_s:.1f} ms"
+        if abs(self.clock_ahead_s) - self.clock_within_s > MAX_SKEW_S:
+            return Finding("clock", "warning", found, "run chrony or another NTP client on both hosts")
+        return Finding("clock", "ok", found)
+
+
+class HostLink(PeerLink):
+    """To the peer of another host."""
+
+    def __init__(self, address: str, member: Member | None) -> None:
+        self.address = address
+        self._channel = channel(address, member)
+        self._call: Any = self._channel.stream_stream(METHOD)()
+
+    async def examine(self, seed: int, num_bytes: int) -> Told:
+        """What it says of itself; its peer starts after that. Raises PeerGone."""
+        try:
+            async with asyncio.timeout(REACH_S):
+                told = await self.hear()
+                rounds = [await self._ask_clock() for _ in range(CLOCK_ROUNDS)]
+        except TimeoutError:
+            raise PeerGone(f"{self.address} did not answer within {REACH_S:g} s") from None
+        await self.send({"start": {"seed": seed, "num_bytes": num_bytes}})
+        within_s, ahead_s = min(rounds)
+        findings = tuple(Finding(**finding) for finding in told["findings"])
+        return Told(self.address, told["host"], findings, ahead_s, within_s)
+
+    async def _ask_clock(self) -> tuple[float, float]:
+        """(how exactly it is known, how far it is ahead), in seconds."""
+        asked_at = time.time()
+        await self.send({"clock": True})
+        theirs = (await self.hear())["clock"]
+        half_s = (time.time() - asked_at) / 2
+        return half_s, theirs - asked_at - half_s
+
+    async def send(self, said: dict[str, Any]) -> None:
+        try:
+            await self._call.write(json.dumps(said).encode())
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise PeerGone(self._why(error)) from None
+
+    async def hear(self) -> dict[str, Any]:
+        try:
+            raw = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise PeerGone(self._why(error)) from None
+        if raw is grpc.aio.EOF:
+            raise PeerGone(f"{self.address} ended the examination")
+        said: dict[str, Any] = json.loads(raw)
+        if said.pop("gone", False):
+            raise PeerGone(f"{self.address}: {said['error']}")
+        return said
+
+    async def stop(self) -> None:
+        self._call.cancel()
+        await self._channel.close()
+
+    def _why(self, error: Exception) -> str:
+        said = str(from_rpc_error(error)) if isinstance(error, grpc.aio.AioRpcError) else "the stream is over"
+        return f"{self.address}: {said}"
+
+
+async def listen(
+    service: DoctorService, member: Member | None, host: str, port: int, say: Callable[[str], object]
+) -> None:
+    """Until it is cancelled. `say` hears the address. Raises StartError."""
+    server = Server(member.credentials if member else None)
+    service.add_to(server.grpc)
+    bound = await server.start(host, port, [SERVICE], "listen")
+    try:
+        await server.mark_serving(lambda: True)
+        say(f"{host}:{bound}")
+        await asyncio.Event().wait()
+    finally:
+        await server.stop(0.0)
