@@ -22,6 +22,8 @@ from tandem.topology import MODULES, Topology
 JOIN_TIMEOUT_S = 60.0
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 """Before what died is started again; it doubles each time."""
+LOOK_EVERY_S = 10.0
+"""Which role each worker has: anybody may have told it to switch."""
 LONG_ENOUGH_S = 60.0
 """Who lived for so long begins with the first wait again."""
 UNPINNED: dict[str, Any] = {"cores": None, "shared_cores": (), "niceness": 0}
@@ -89,8 +91,10 @@ class Supervisor:
         while self._keeping:
             self._changed.clear()
             changed = asyncio.ensure_future(self._changed.wait())
-            await asyncio.wait([changed, *self._keeping.values()], return_when=asyncio.FIRST_COMPLETED)
+            ends = [changed, *self._keeping.values()]
+            await asyncio.wait(ends, timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
             changed.cancel()
+            await self._look()  # whoever dies begins again with the role it had last
             for role, task in list(self._keeping.items()):
                 if task.done():
                     del self._keeping[role]
