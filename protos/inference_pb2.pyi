@@ -1130,6 +1130,7 @@ class Model(_message.Message):
     max_context_tokens: _builtins.int
     vocab_size: _builtins.int
     prefill_workers: _builtins.int
+    """Workers that have joined, report, and are not about to leave."""
     decode_workers: _builtins.int
     has_tokenizer: _builtins.bool
     """The workers can render text for this model; without it only token ids go in and out."""

@@ -178,7 +178,7 @@ def _parsed(kind: type[Parsed], raw: bytes) -> Parsed:
 
 
 def _listed(model: ServedModel) -> pb.Model:
-    workers = [worker for worker in model.fleet.workers if worker.load is not None]
+    workers = [worker for worker in model.fleet.workers if worker.load is not None and not worker.draining]
     num_decode = sum(worker.decodes for worker in workers)
     prices = model.costs.prices
     return pb.Model(
