@@ -44,7 +44,7 @@ class AdmissionConfig(Config):
     """Likewise, for classes below 0."""
     long_prompt_s: PositiveFloat = 4.0
     """A prompt that a lender is predicted to compute for longer is a long one."""
-    long_prompt_lender_share: float = Field(default=0.5, ge=0, le=1)
+    long_prompt_lender_share: float = Field(default=0.75, ge=0, le=1)
     """Of the lenders: those that may compute long prompts at a time; at least one may."""
     max_passed_s: PositiveFloat = 5.0
     """A request without room that others passed for so long gets a worker kept for it."""
