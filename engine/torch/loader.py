@@ -5,12 +5,15 @@ from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging as transformers_logging
 
 from engine.errors import EngineStartError, ModelRefused
 from engine.layout import DTYPE_BYTES, KvLayout
 from engine.model_dir import ModelDir
 from engine.torch.attention import refuse_unknown
+from engine.torch.quantised import quantise_linears
+from engine.variant import AS_SAVED, Variant
 
 SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
@@ -22,17 +25,26 @@ _names = (f"tandem_paged_{number}" for number in itertools.count())
 transformers_logging.disable_progress_bar()
 
 
-def load_model(model_dir: ModelDir, dtype: str, device: torch.device) -> torch.nn.Module:
-    """The model in evaluation mode, in `dtype` ("auto": as saved), on a device. Raises ModelRefused."""
+def load_model(
+    model_dir: ModelDir, dtype: str, device: torch.device, variant: Variant = AS_SAVED
+) -> torch.nn.Module:
+    """The model in evaluation mode, in `dtype` ("auto": as saved), on a device. Raises ModelRefused, or
+    EngineStartError for what cannot be made of it."""
+    if variant.weights != "auto" and device.type != "cpu":
+        raise EngineStartError("weights", f"{variant.weights} is computed on the CPU only, not on {device.type}")
     config = _read_config(model_dir)
     _refuse_by_config(config)
+    _refuse_by_quantisation(config, variant)
     wanted = "auto" if dtype == "auto" else getattr(torch, dtype)
     try:
-        model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
-            model_dir.path, dtype=wanted, local_files_only=True
+        model, told = AutoModelForCausalLM.from_pretrained(
+            model_dir.path, dtype=wanted, local_files_only=True, output_loading_info=True
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise ModelRefused(f"transformers cannot load it: {error}") from error
+    if missing := sorted(told["missing_keys"]):
+        raise ModelRefused(f"its files lack {len(missing)} of its weights, {missing[0]} among them")
+    quantise_linears(model, variant.weights)
     try:
         return model.eval().to(device)
     except torch.cuda.OutOfMemoryError as error:
@@ -100,6 +112,19 @@ def _refuse_by_config(config: Any) -> None:
     kinds = {rope.get("rope_type")} | {part.get("rope_type") for part in rope.values() if isinstance(part, dict)}
     if strange_rope := kinds & BATCH_DEPENDENT_ROPE:
         raise ModelRefused(f"{names} uses {strange_rope.pop()} RoPE, whose result depends on the rest of the batch")
+
+
+def _refuse_by_quantisation(config: Any, variant: Variant) -> None:
+    """transformers ignores a method that it does not know, and computes with what it finds."""
+    saved = getattr(config, "quantization_config", None)
+    if saved is None:
+        return
+    settings = saved if isinstance(saved, dict) else saved.to_dict()
+    method = settings.get("quant_method", "a method that config.json does not name")
+    if variant.weights != "auto":
+        raise EngineStartError("weights", f"the model was saved quantised, by {method}; only auto is left")
+    if "quant_method" not in settings or not AutoHfQuantizer.supports_quant_method(settings):
+        raise ModelRefused(f"it was quantised by {method}, which transformers does not know")
 
 
 def _layout_of(model: torch.nn.Module, shapes: list[tuple[Any, ...]], block_tokens: int) -> KvLayout:

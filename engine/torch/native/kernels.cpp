@@ -6,6 +6,8 @@
 //     float32    [K][64]
 //     bfloat16   [K / 2][64][2]      what one dot-product instruction (vdpbf16ps) takes
 //
+// Weights may be int8 with a scale for each column: they become bfloat16 panels, exactly, where they are used.
+//
 // Products are accumulated in float32. Vectors are GCC's, so the code compiles for any CPU; where the CPU multiplies
 // bfloat16 itself, that is used, and elsewhere bfloat16 is widened when panels are packed.
 
@@ -14,6 +16,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -262,6 +265,7 @@ constexpr long DEPTH = 1024;     // of a unit of work: 128 KiB of weights, so th
 constexpr long RUNS = 64;        // of units that each thread takes
 constexpr long LONG_RUNS = 8;    // and with few rows
 constexpr long BLOCK_ROWS = 256; // rows of A that one unit is used for before the next is read
+constexpr long BYTES_AHEAD = 2048;  // of int8 weights, fetched before they are converted
 
 inline long panels(long n) { return (n + PANEL - 1) / PANEL; }
 inline long even(long k) { return (k + 1) / 2 * 2; }
@@ -301,8 +305,128 @@ struct Gated {
     }
 };
 
+// Weights as they are multiplied.
+struct PlainWeights {
+    const bfloat16* packed;
+    struct Room {};
+
+    const bfloat16* open(const bfloat16* slice, long, Room&) const { return slice; }
+};
+
+#if defined(__AVX512VBMI__)
+
+// int8 as sign and magnitude. 64 bytes are two vectors of 32 bfloat16, 16 columns of a pair of the reduction each:
+// byte 16 L + 8 v + i is element 8 L + i of vector v, as the interleaving of bytes leaves them.
+class BytesToBfloat16 {
+   public:
+    BytesToBfloat16() {
+        low0_ = _mm512_load_si512(tables.low);
+        low1_ = _mm512_load_si512(tables.low + 64);
+        high0_ = _mm512_load_si512(tables.high);
+        high1_ = _mm512_load_si512(tables.high + 64);
+    }
+
+    void operator()(const uint8_t* from, __m512i& first, __m512i& second) const {
+        const __m512i bytes = _mm512_loadu_si512(from);
+        const __m512i low = _mm512_permutex2var_epi8(low0_, bytes, low1_);
+        const __m512i magnitude = _mm512_permutex2var_epi8(high0_, bytes, high1_);
+        const __m512i high = _mm512_ternarylogic_epi32(magnitude, bytes, _mm512_set1_epi8(char(0x80)), 0xf8);  // a | b & c
+        first = _mm512_unpacklo_epi8(low, high);
+        second = _mm512_unpackhi_epi8(low, high);
+    }
+
+   private:
+    struct Tables {  // the two bytes of each magnitude as bfloat16
+        alignas(64) uint8_t low[128], high[128];
+        Tables() {
+            for (int magnitude = 0; magnitude < 128; magnitude++) {
+                const uint16_t bits = narrow<bfloat16>(float(magnitude)).bits;
+                low[magnitude] = bits & 0xff;
+                high[magnitude] = bits >> 8;
+            }
+        }
+    };
+    static inline const Tables tables;
+    __m512i low0_, low1_, high0_, high1_;
+};
+
+struct ByteWeights {
+    const uint8_t* packed;
+    struct Room {
+        alignas(64) bfloat16 panel[DEPTH * PANEL];
+    };
+
+    const bfloat16* open(const uint8_t* slice, long depth, Room& room) const {
+        const BytesToBfloat16 convert;
+        for (long i = 0; i < depth * PANEL; i += 64) {
+            __m512i first, second;
+            convert(slice + i, first, second);
+            _mm512_store_si512(room.panel + i, first);
+            _mm512_store_si512(room.panel + i + 32, second);
+        }
+        return room.panel;
+    }
+};
+
+// As `tile`, of weights that are read once: they are converted in registers.
+template <int M, typename Begin, typename End>
+inline void tile_of_bytes(const bfloat16* a, long stride, const uint8_t* panel, long depth, Begin begin, End end) {
+    Vec acc[M][VECTORS];
+#pragma GCC unroll 6
+    for (int i = 0; i < M; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < VECTORS; j++) acc[i][j] = begin(i, j);
+    const BytesToBfloat16 convert;
+    for (long k = 0; k < depth; k += 2) {
+        __builtin_prefetch(panel + BYTES_AHEAD, 0, 3);
+        __builtin_prefetch(panel + BYTES_AHEAD + 64, 0, 3);
+        __m512i b[VECTORS];
+        convert(panel, b[0], b[1]);
+        convert(panel + 64, b[2], b[3]);
+#pragma GCC unroll 6
+        for (int i = 0; i < M; i++) {
+            int32_t two;
+            std::memcpy(&two, a + i * stride + k, 4);
+#pragma GCC unroll 4
+            for (int j = 0; j < VECTORS; j++)
+                acc[i][j] = (Vec)_mm512_dpbf16_ps((__m512)acc[i][j], (__m512bh)_mm512_set1_epi32(two), (__m512bh)b[j]);
+        }
+        panel += PANEL * 2;
+    }
+#pragma GCC unroll 6
+    for (int i = 0; i < M; i++) end(i, acc[i]);
+}
+
+template <typename Begin, typename End>
+inline void few_rows(int rows, const bfloat16* a, long stride, const uint8_t* panel, long depth, Begin begin, End end) {
+    switch (rows) {
+        case 1: return tile_of_bytes<1>(a, stride, panel, depth, begin, end);
+        case 2: return tile_of_bytes<2>(a, stride, panel, depth, begin, end);
+        case 3: return tile_of_bytes<3>(a, stride, panel, depth, begin, end);
+        case 4: return tile_of_bytes<4>(a, stride, panel, depth, begin, end);
+        case 5: return tile_of_bytes<5>(a, stride, panel, depth, begin, end);
+        case 6: return tile_of_bytes<6>(a, stride, panel, depth, begin, end);
+    }
+}
+
+// Each column's sum times its scale.
 template <typename Write>
-void multiply_packed(const bfloat16* x, long x_stride, long m, const bfloat16* packed, long n, long k, Write write) {
+struct Scaled {
+    Write write;
+    const float* scales;
+
+    void operator()(long row, long panel, const Vec* sums) const {
+        Vec scaled[VECTORS];
+        for (long j = 0; j < VECTORS; j++) scaled[j] = sums[j] * load(scales + panel * PANEL + j * LANES);
+        write(row, panel, scaled);
+    }
+};
+
+#endif  // __AVX512VBMI__
+
+template <typename Weights, typename Write>
+void multiply_packed(const bfloat16* x, long x_stride, long m, Weights weights, long n, long k, Write write) {
+    typedef std::remove_cvref_t<decltype(*weights.packed)> Element;
     const long num_panels = panels(n), panel_size = even(k) * PANEL;
     const long blocks = (m + BLOCK_ROWS - 1) / BLOCK_ROWS, units = blocks * num_panels;
     // Units go to threads in runs, as they become free: one that loses its core for a while holds up little.
@@ -313,28 +437,38 @@ void multiply_packed(const bfloat16* x, long x_stride, long m, const bfloat16* p
 #pragma omp parallel
     {
         alignas(64) float partial[BLOCK_ROWS * PANEL];
+        typename Weights::Room room;
 #pragma omp for schedule(dynamic, run)
         for (long unit = 0; unit < units; unit++) {
             const long block = unit / num_panels, panel = unit % num_panels;
             const long row0 = m * block / blocks, rows = m * (block + 1) / blocks - row0;
             for (long k0 = 0; k0 < k; k0 += DEPTH) {
                 const long depth = std::min(DEPTH, k - k0);
-                const bfloat16* weights = packed + panel * panel_size + k0 * PANEL;
+                const Element* slice = weights.packed + panel * panel_size + k0 * PANEL;
                 const bool first = k0 == 0, last = k0 + depth == k;
-                const char* next = reinterpret_cast<const char*>(weights + even(depth) * PANEL);
-                const long next_lines = std::min(DEPTH, last ? k : k - k0 - depth) * PANEL * 2 / 64;
+                const char* next = reinterpret_cast<const char*>(slice + even(depth) * PANEL);
+                const long next_lines = std::min(DEPTH, last ? k : k - k0 - depth) * PANEL * sizeof(Element) / 64;
+                const auto begin = [&](long row, int j) {
+                    return first ? Vec{} : load(partial + row * PANEL + j * LANES);
+                };
+                const auto end = [&](long row, const Vec* sums) {
+                    if (last) return write(row0 + row, panel, sums);
+                    for (long j = 0; j < VECTORS; j++) store(partial + row * PANEL + j * LANES, sums[j]);
+                };
+                if constexpr (sizeof(Element) == 1) {
+                    if (rows <= ROWS) {
+                        few_rows(rows, x + row0 * x_stride + k0, x_stride, slice, depth, begin, end);
+                        continue;
+                    }
+                }
+                const bfloat16* opened = weights.open(slice, even(depth), room);
                 for_row_groups(rows, [&](long r, int count, long group, long groups) {
                     const bfloat16* a = x + (row0 + r) * x_stride + k0;
                     const long line = next_lines * group / groups, lines = next_lines * (group + 1) / groups - line;
                     tile_of<bfloat16, 2>(
-                        count, a, x_stride, weights, depth, next + line * 64, groups == 1 ? 0 : lines,
-                        [&](int i, int j) {
-                            return first ? Vec{} : load(partial + (r + i) * PANEL + j * LANES);
-                        },
-                        [&](int i, const Vec* sums) {
-                            if (last) return write(row0 + r + i, panel, sums);
-                            for (long j = 0; j < VECTORS; j++) store(partial + (r + i) * PANEL + j * LANES, sums[j]);
-                        });
+                        count, a, x_stride, opened, depth, next + line * 64, groups == 1 ? 0 : lines,
+                        [&](int i, int j) { return begin(r + i, j); },
+                        [&](int i, const Vec* sums) { end(r + i, sums); });
                 });
             }
         }
@@ -728,9 +862,12 @@ void tandem_bind(const int* cores, int count) {
 #endif
 }
 
-// 1 when this library multiplies bfloat16 natively: without it the linear functions do not exist.
+// 2 when this library multiplies bfloat16 natively, with int8 weights too; 1 without those; 0: the linear functions do
+// not exist.
 int tandem_has_linear() {
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+    return 2;
+#elif defined(__AVX512BF16__)
     return 1;
 #else
     return 0;
@@ -758,13 +895,13 @@ void tandem_pack(const bfloat16* weights, long n, long k, bfloat16* packed, long
 // out[m, n] = x[m, k] @ weights.T (+ bias). Strides are in elements.
 void tandem_linear(const bfloat16* x, long x_stride, long m, const bfloat16* packed, long n, long k,
                    const bfloat16* bias, bfloat16* out, long out_stride) {
-    multiply_packed(x, x_stride, m, packed, n, k, Plain{out, out_stride, bias, n});
+    multiply_packed(x, x_stride, m, PlainWeights{packed}, n, k, Plain{out, out_stride, bias, n});
 }
 
 // out[m, n] = silu(x @ gate.T) * (x @ up.T), both [n, k]; n must be a multiple of 32.
 void tandem_gated(const bfloat16* x, long x_stride, long m, const bfloat16* packed, long n, long k, bfloat16* out,
                   long out_stride) {
-    multiply_packed(x, x_stride, m, packed, 2 * n, k, Gated{out, out_stride});
+    multiply_packed(x, x_stride, m, PlainWeights{packed}, 2 * n, k, Gated{out, out_stride});
 }
 
 // out[count, k] = rows `ids` of packed weights [n, k]: an embedding that shares the output layer's memory.
@@ -775,6 +912,40 @@ void tandem_embed(const int64_t* ids, long count, const bfloat16* packed, long k
         const bfloat16* from = packed + ids[t] / PANEL * panel_size + ids[t] % PANEL * 2;
         for (long i = 0; i < k; i++) out[t * k + i] = from[i / 2 * PANEL * 2 + i % 2];
     }
+}
+
+#endif
+
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+
+// Bytes that `tandem_pack_int8` writes.
+long tandem_packed_bytes_int8(long n, long k) { return panels(n) * even(k) * PANEL + 4096; }
+
+// As `tandem_pack`, of values from -127 to 127.
+void tandem_pack_int8(const int8_t* weights, long n, long k, uint8_t* packed, long group, long stride, long shift) {
+    const long panel_size = even(k) * PANEL;
+#pragma omp parallel for schedule(static)
+    for (long row = 0; row < n; row++) {
+        const long column = shift + row / group * stride + row % group, within = column % PANEL;
+        uint8_t* to = packed + column / PANEL * panel_size + within / 32 * 64 + within % 32 / LANES * 8;
+        const int8_t* from = weights + row * k;
+        for (long i = 0; i < k; i++) {
+            const long element = within % LANES * 2 + i % 2;
+            to[i / 2 * PANEL * 2 + element / 8 * 16 + element % 8] = from[i] < 0 ? 0x80 | -from[i] : from[i];
+        }
+    }
+}
+
+// As `tandem_linear`; column c of the packed weights is multiplied by scales[c].
+void tandem_linear_int8(const bfloat16* x, long x_stride, long m, const uint8_t* packed, const float* scales, long n,
+                        long k, const bfloat16* bias, bfloat16* out, long out_stride) {
+    multiply_packed(x, x_stride, m, ByteWeights{packed}, n, k,
+                    Scaled<Plain>{Plain{out, out_stride, bias, n}, scales});
+}
+
+void tandem_gated_int8(const bfloat16* x, long x_stride, long m, const uint8_t* packed, const float* scales, long n,
+                       long k, bfloat16* out, long out_stride) {
+    multiply_packed(x, x_stride, m, ByteWeights{packed}, 2 * n, k, Scaled<Gated>{Gated{out, out_stride}, scales});
 }
 
 #endif
