@@ -88,9 +88,7 @@ async def speed(console: Console) -> dict[str, dict[str, Any]]:
     }
     figures: dict[str, dict[str, Any]] = {}
     async with AsyncExitStack() as stack:
-        sides = {
-            kind: generating(await stack.enter_async_context(serving(model, 0, weights=kind))) for kind in KINDS
-        }
+        sides = {kind: generating(await stack.enter_async_context(serving(model, 0, weights=kind))) for kind in KINDS}
         for generate in sides.values():
             await request(generate, 64, 8, 1)
         for name, (rounds, workload) in workloads.items():
@@ -145,7 +143,9 @@ def quality(console: Console) -> dict[str, dict[str, float]]:
             "perplexity": float(torch.tensor(loss / same.numel()).exp()),
             "agreement": float(same.double().mean()),
         }
-        console.print(f"{name}: perplexity {figures[name]['perplexity']:.4f}, agreement {figures[name]['agreement']:.4f}")
+        console.print(
+            f"{name}: perplexity {figures[name]['perplexity']:.4f}, agreement {figures[name]['agreement']:.4f}"
+        )
     return figures
 
 

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import Path
 from typing import Literal
 
 Weights = Literal["auto", "int8"]

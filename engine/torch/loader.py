@@ -25,9 +25,7 @@ _names = (f"tandem_paged_{number}" for number in itertools.count())
 transformers_logging.disable_progress_bar()
 
 
-def load_model(
-    model_dir: ModelDir, dtype: str, device: torch.device, variant: Variant = AS_SAVED
-) -> torch.nn.Module:
+def load_model(model_dir: ModelDir, dtype: str, device: torch.device, variant: Variant = AS_SAVED) -> torch.nn.Module:
     """The model in evaluation mode, in `dtype` ("auto": as saved), on a device. Raises ModelRefused, or
     EngineStartError for what cannot be made of it."""
     if variant.weights != "auto" and device.type != "cpu":
@@ -37,6 +35,7 @@ def load_model(
     _refuse_by_quantisation(config, variant)
     wanted = "auto" if dtype == "auto" else getattr(torch, dtype)
     try:
+        model: torch.nn.Module
         model, told = AutoModelForCausalLM.from_pretrained(
             model_dir.path, dtype=wanted, local_files_only=True, output_loading_info=True
         )

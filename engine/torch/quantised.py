@@ -49,10 +49,10 @@ class QuantisedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         parts = [
-            linear(wide, values.float()) * scales
-            for values, scales in zip(self.values.split(ROWS_AT_ONCE), self.scales.split(ROWS_AT_ONCE), strict=True)
+            linear(wide, self.values[first : first + ROWS_AT_ONCE].float())
+            for first in range(0, self.out_features, ROWS_AT_ONCE)
         ]
-        out = torch.cat(parts, -1)
+        out = torch.cat(parts, -1) * self.scales
         return (out if self.bias is None else out + self.bias.float()).to(x.dtype)
 
 

@@ -307,6 +307,7 @@ struct Gated {
 
 // Weights as they are multiplied.
 struct PlainWeights {
+    static constexpr long OPENED = DEPTH;
     const bfloat16* packed;
     struct Room {};
 
@@ -351,9 +352,10 @@ class BytesToBfloat16 {
 };
 
 struct ByteWeights {
+    static constexpr long OPENED = 128;  // 16 KiB of bfloat16, so that it stays in the L1 cache
     const uint8_t* packed;
     struct Room {
-        alignas(64) bfloat16 panel[DEPTH * PANEL];
+        alignas(64) bfloat16 panel[OPENED * PANEL];
     };
 
     const bfloat16* open(const uint8_t* slice, long depth, Room& room) const {
@@ -442,12 +444,13 @@ void multiply_packed(const bfloat16* x, long x_stride, long m, Weights weights, 
         for (long unit = 0; unit < units; unit++) {
             const long block = unit / num_panels, panel = unit % num_panels;
             const long row0 = m * block / blocks, rows = m * (block + 1) / blocks - row0;
-            for (long k0 = 0; k0 < k; k0 += DEPTH) {
-                const long depth = std::min(DEPTH, k - k0);
+            const long most = rows > ROWS ? Weights::OPENED : DEPTH;
+            for (long k0 = 0; k0 < k; k0 += most) {
+                const long depth = std::min(most, k - k0);
                 const Element* slice = weights.packed + panel * panel_size + k0 * PANEL;
                 const bool first = k0 == 0, last = k0 + depth == k;
                 const char* next = reinterpret_cast<const char*>(slice + even(depth) * PANEL);
-                const long next_lines = std::min(DEPTH, last ? k : k - k0 - depth) * PANEL * sizeof(Element) / 64;
+                const long next_lines = std::min(most, last ? k : k - k0 - depth) * PANEL * sizeof(Element) / 64;
                 const auto begin = [&](long row, int j) {
                     return first ? Vec{} : load(partial + row * PANEL + j * LANES);
                 };

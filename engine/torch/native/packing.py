@@ -31,9 +31,7 @@ def pack(kernels: Kernels, linear: nn.Linear | QuantisedLinear) -> PackedMatrix:
     return kernels.pack(linear.weight.data)
 
 
-def pack_gated(
-    kernels: Kernels, gate: nn.Linear | QuantisedLinear, up: nn.Linear | QuantisedLinear
-) -> PackedMatrix:
+def pack_gated(kernels: Kernels, gate: nn.Linear | QuantisedLinear, up: nn.Linear | QuantisedLinear) -> PackedMatrix:
     """Two layers of one type and size, whose products are taken together; outputs must be a multiple of 32."""
     if isinstance(gate, QuantisedLinear):
         assert isinstance(up, QuantisedLinear)
