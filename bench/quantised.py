@@ -2,8 +2,8 @@
 
 Speed: a model of Qwen2 0.5 B's shape, served by clusters that differ in `weights` only, in turns, one idle while the
 other is measured. Quality: the demo model on held-out stories of its own kind (seeds that it was not trained on), all
-places of a text in one forward, as a prompt is computed. Room: requests that a pool of fixed size admits at once. Bytes:
-what receipts of a prefill and a decode worker say was moved.
+places of a text in one forward, as a prompt is computed. Room: requests that a pool of fixed size admits at once.
+Bytes: what receipts of a prefill and a decode worker say was moved.
 """
 
 import asyncio
@@ -171,11 +171,9 @@ async def bytes_per_block(kv_dtype: str) -> float:
     """Of a prompt that a prefill worker computed and a decode worker read."""
     async with serving(STORYTELLER, 1, kv_dtype=kv_dtype) as client:
         token_ids = torch.randint(3, 2000, (1000,), generator=torch.Generator().manual_seed(1)).tolist()
-        receipts = []
-        async for message in client.generate(token_ids=token_ids, sampling=pb.Sampling(max_tokens=8, ignore_eos=True)):
-            if message.HasField("finish"):
-                receipts.append(message.finish.receipt)
-    kv = receipts[0].kv
+        sampling = pb.Sampling(max_tokens=8, ignore_eos=True)
+        messages = [message async for message in client.generate(token_ids=token_ids, sampling=sampling)]
+    kv = messages[-1].finish.receipt.kv
     assert kv.moved_blocks > 50, "little was lent"
     return float(kv.moved_bytes / kv.moved_blocks)
 

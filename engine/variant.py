@@ -5,7 +5,7 @@ from hashlib import blake2b
 from typing import Literal
 
 Weights = Literal["auto", "int8"]
-KvDtype = Literal["auto"]
+KvDtype = Literal["auto", "int8"]
 
 SCHEME = 1
 """Changes when the same saved weights would become other numbers."""
@@ -17,6 +17,8 @@ class Variant:
 
     weights: Weights = "auto"
     """Of linear layers; auto: as saved."""
+    kv_dtype: KvDtype = "auto"
+    """What keys and values are kept in; auto: what they are computed in. A matter of the KV layout, not of weights."""
 
     def fingerprint(self, saved: bytes) -> bytes:
         """Of the weights that are computed with; `saved` is that of the files. 32 bytes, `saved` itself where nothing

@@ -1,6 +1,7 @@
 """Loads a model of transformers for paged serving, or refuses it with the reason."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from engine.layout import DTYPE_BYTES, KvLayout
 from engine.model_dir import ModelDir
 from engine.torch.attention import refuse_unknown
 from engine.torch.quantised import quantise_linears
-from engine.variant import AS_SAVED, Variant
+from engine.variant import AS_SAVED, KvDtype, Variant
+from kvtransfer.fingerprint import WORD_BYTES
 
 SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
@@ -50,8 +52,9 @@ def load_model(model_dir: ModelDir, dtype: str, device: torch.device, variant: V
         raise EngineStartError("model", f"the GPU has no room for its weights: {error}") from error
 
 
-def kv_layout(model: torch.nn.Module, block_tokens: int) -> KvLayout:
-    """The shape of this model's KV, seen by running two tokens through it. Raises ModelRefused."""
+def kv_layout(model: torch.nn.Module, block_tokens: int, kv_dtype: KvDtype = "auto") -> KvLayout:
+    """The shape of this model's KV, seen by running two tokens through it. Raises ModelRefused, or EngineStartError
+    where its KV cannot be kept in `kv_dtype`."""
     shapes: list[tuple[Any, ...]] = []
 
     def spy(
@@ -79,7 +82,20 @@ def kv_layout(model: torch.nn.Module, block_tokens: int) -> KvLayout:
             position_ids=torch.tensor([[0, 1]], device=device),
             use_cache=False,
         )
-    return _layout_of(model, shapes, block_tokens)
+    layout = _layout_of(model, shapes, block_tokens)
+    return layout if kv_dtype == "auto" else _quantised(layout, device)
+
+
+def _quantised(layout: KvLayout, device: torch.device) -> KvLayout:
+    if device.type != "cpu":
+        raise EngineStartError("kv_dtype", f"int8 is for engines on the CPU only, not on {device.type}")
+    quantised = replace(layout, quantised=True)
+    if layout.head_dim % 2 or quantised.head_bytes % WORD_BYTES:
+        shape = f"{layout.layers} layers of {layout.block_tokens} tokens x {layout.head_dim}"
+        raise EngineStartError(
+            "kv_dtype", f"int8 blocks of {shape} are no multiple of {WORD_BYTES} bytes; larger ones are"
+        )
+    return quantised
 
 
 def use_attention(model: torch.nn.Module, attention: Any) -> None:

@@ -48,19 +48,19 @@ class TorchRunner(Runner):
         draft: Path | None = None,
         variant: Variant = AS_SAVED,
     ) -> None:
-        """`source` is a model directory; of a built model `dtype` is what it has, and it stays as it is. `draft`: the
-        directory of a model that guesses for it."""
+        """`source` is a model directory; of a built model `dtype` is what it has, and its weights stay as they are.
+        `draft`: the directory of a model that guesses for it."""
         self.device = choose_device(device)
         self._grammars: Grammars | None = None
         model_dir: ModelDir | None = None
         if isinstance(source, BuiltModel):
             self._model = source.model
-            self.layout = kv_layout(self._model, block_tokens)
+            self.layout = kv_layout(self._model, block_tokens, variant.kv_dtype)
             self.info = source.info
         else:
             model_dir = ModelDir.open(source)
             self._model = load_model(model_dir, dtype, self.device, variant)
-            self.layout = kv_layout(self._model, block_tokens)
+            self.layout = kv_layout(self._model, block_tokens, variant.kv_dtype)
             self.info = _info_of(model_dir, variant)
             self._grammars = Grammars(model_dir)
         num_blocks = kv_bytes // self.layout.block_bytes

@@ -12,7 +12,7 @@ from cluster.settings import DiscoverySettings, HealthSettings, MetricsSettings
 from engine.errors import EngineStartError
 from engine.sim.timing import StepTiming
 from engine.speculation.speculator import MAX_GUESSES
-from engine.variant import AS_SAVED, Variant, Weights
+from engine.variant import KvDtype, Variant, Weights
 
 Role = Literal["prefill", "decode"]
 
@@ -54,6 +54,9 @@ class WorkerConfig(HealthSettings, MetricsSettings, DiscoverySettings, Config):
     """Of linear layers, the output layer among them. int8: quantised while loading, on a CPU, for half the memory and
     nearly half the time of a decode step. auto: as the model was saved. Workers exchange KV only with others whose
     weights are the same."""
+    kv_dtype: KvDtype = "auto"
+    """What keys and values are kept, lent and moved in. int8: quantised one by one, on a CPU, so that nearly twice as
+    many fit into `kv_memory_mib`. auto: as they are computed. Workers exchange KV only with others of the same."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the torch engine computes and keeps KV. cuda: the first GPU the process sees. auto: that where there is
     one, else the CPU."""
@@ -139,10 +142,11 @@ class WorkerConfig(HealthSettings, MetricsSettings, DiscoverySettings, Config):
 
     def variant(self) -> Variant:
         """Raises EngineStartError where the engine has nothing to make it of."""
-        variant = Variant(weights=self.weights)
-        if self.engine == "sim" and variant != AS_SAVED:
+        if self.engine == "sim" and self.weights != "auto":
             raise EngineStartError("weights", "the sim engine has no weights")
-        return variant
+        if self.engine == "sim" and self.kv_dtype != "auto":
+            raise EngineStartError("kv_dtype", "what KV of the sim engine is made of is not to be chosen")
+        return Variant(weights=self.weights, kv_dtype=self.kv_dtype)
 
     def id_for(self, role: Role) -> str:
         return self.worker_id or f"{role}-{socket.gethostname()}-{os.getpid()}"

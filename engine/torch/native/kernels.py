@@ -91,6 +91,8 @@ class Kernels:
         self.multiplies_int8 = level >= 2
         """It also permutes bytes, and with that `pack_int8` and `pack_gated_int8`."""
         names = {f"{name}_{kind}": types for name, types in _TYPED_SIGNATURES.items() for kind in TYPES.values()}
+        for name in ("tandem_attention", "tandem_write_kv"):
+            names |= {f"{name}_{kind}_int8": _TYPED_SIGNATURES[name] for kind in TYPES.values()}
         if self.multiplies_bfloat16:
             names |= _SIGNATURES
             self._library.tandem_packed_bytes.argtypes = [_LONG, _LONG]
@@ -205,7 +207,7 @@ class Kernels:
     def write_kv(self, shape: AttentionShape, pool: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """`key` and `value` [1, kv_heads, tokens, head_dim] to `slots`, int64 [tokens]: block * block_tokens +
         offset."""
-        getattr(self._library, f"tandem_write_kv_{TYPES[pool.dtype]}")(
+        getattr(self._library, f"tandem_write_kv_{TYPES[key.dtype]}{_kept(pool)}")(
             ctypes.addressof(shape),
             pool.data_ptr(),
             slots.data_ptr(),
@@ -227,7 +229,7 @@ class Kernels:
         item, tokens times query heads per KV head. Tokens in no item are left undefined.
         """
         out = torch.empty((1, query.shape[2], query.shape[1], query.shape[3]), dtype=query.dtype)
-        getattr(self._library, f"tandem_attention_{TYPES[pool.dtype]}")(
+        getattr(self._library, f"tandem_attention_{TYPES[query.dtype]}{_kept(pool)}")(
             ctypes.addressof(shape),
             query.data_ptr(),
             pool.data_ptr(),
@@ -246,6 +248,11 @@ class Kernels:
         padded = torch.zeros(-(-n // PANEL) * PANEL)
         padded[:n] = scales
         return PackedMatrix(n, k, self._arena.take(self._library.tandem_packed_bytes_int8(n, k)), padded)
+
+
+def _kept(pool: Tensor) -> str:
+    """What functions over this pool are called by: quantised KV is bytes."""
+    return "_int8" if pool.dtype is torch.uint8 else ""
 
 
 def attention_shape(layout: KvLayout, heads: int) -> AttentionShape:
