@@ -36,12 +36,12 @@ from tandem.demo import STORYTELLER
 from tandem.local import LocalCluster
 from tandem.topology import plan_topology
 
-ROUNDS = 5
+ROUNDS = 3
 HELD_OUT_SEED = 1_000_007
 """As in the storyteller's train.py."""
 TEXTS = {512: 24, 1024: 12}
 """How many rows of how many tokens."""
-POOL_MIB = 16
+POOL_MIB = 64
 VARIANTS = {
     "bf16": AS_SAVED,
     "int8 weights": Variant(weights="int8"),
@@ -84,7 +84,7 @@ async def speed(console: Console) -> dict[str, dict[str, Any]]:
     workloads: dict[str, tuple[int, Any]] = {
         "batch 1, ms per token": (ROUNDS, alone),
         "1024-token prompt, TTFT in ms": (ROUNDS, long_prompt),
-        "32 x (64 in, 32 out), tokens/s": (2, lambda generate, seed: batch(generate, 64, 32, seed)),
+        "32 x (64 in, 32 out), tokens/s": (ROUNDS, lambda generate, seed: batch(generate, 64, 32, seed)),
     }
     figures: dict[str, dict[str, Any]] = {}
     async with AsyncExitStack() as stack:

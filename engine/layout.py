@@ -13,8 +13,8 @@ class KvLayout:
     """One block holds `block_tokens` tokens of all layers, head-major.
 
     The pool is [num_blocks, kv_heads, layers, 2, block_tokens, head_dim], so that a block is one contiguous
-    span, and the part of any group of KV heads is one too. Where it is quantised, each [block_tokens, head_dim] is int8,
-    and its `block_tokens` scales follow it: a vector is its int8 values times its scale.
+    span, and the part of any group of KV heads is one too. Where it is quantised, each [block_tokens, head_dim] is
+    int8, and its `block_tokens` scales follow it: a vector is its int8 values times its scale.
     """
 
     layers: int

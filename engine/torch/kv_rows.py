@@ -1,6 +1,7 @@
 """Keys and values in the pool, row by row: as they are computed, or quantised.
 
-A row is those of one (block, KV head, layer, K or V), and a slot is one token's place in it: row * block_tokens + offset.
+A row is those of one (block, KV head, layer, K or V), and a slot is one token's place in it: row * block_tokens +
+offset.
 """
 
 from abc import ABC, abstractmethod

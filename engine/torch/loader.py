@@ -13,6 +13,7 @@ from engine.errors import EngineStartError, ModelRefused
 from engine.layout import DTYPE_BYTES, KvLayout
 from engine.model_dir import ModelDir
 from engine.torch.attention import refuse_unknown
+from engine.torch.lora import merge_lora
 from engine.torch.quantised import quantise_linears
 from engine.variant import AS_SAVED, KvDtype, Variant
 from kvtransfer.fingerprint import WORD_BYTES
@@ -45,6 +46,8 @@ def load_model(model_dir: ModelDir, dtype: str, device: torch.device, variant: V
         raise ModelRefused(f"transformers cannot load it: {error}") from error
     if missing := sorted(told["missing_keys"]):
         raise ModelRefused(f"its files lack {len(missing)} of its weights, {missing[0]} among them")
+    if variant.lora is not None:
+        merge_lora(model, variant.lora)
     quantise_linears(model, variant.weights)
     try:
         return model.eval().to(device)
@@ -138,6 +141,8 @@ def _refuse_by_quantisation(config: Any, variant: Variant) -> None:
     method = settings.get("quant_method", "a method that config.json does not name")
     if variant.weights != "auto":
         raise EngineStartError("weights", f"the model was saved quantised, by {method}; only auto is left")
+    if variant.lora is not None:
+        raise EngineStartError("lora", f"the model was saved quantised, by {method}: nothing can be merged into it")
     if "quant_method" not in settings or not AutoHfQuantizer.supports_quant_method(settings):
         raise ModelRefused(f"it was quantised by {method}, which transformers does not know")
 

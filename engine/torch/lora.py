@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from engine.errors import EngineStartError
 from engine.torch.memory import forget_file_pages
+from engine.variant import ADAPTER_FILES
 
 log = logging.getLogger(__name__)
 
 FIELD = "lora"
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = ADAPTER_FILES
 HARMLESS = frozenset(
     {"auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "exclude_modules", "inference_mode"}
     | {"init_lora_weights", "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core", "peft_version"}

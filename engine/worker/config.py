@@ -54,6 +54,10 @@ class WorkerConfig(HealthSettings, MetricsSettings, DiscoverySettings, Config):
     """Of linear layers, the output layer among them. int8: quantised while loading, on a CPU, for half the memory and
     nearly half the time of a decode step. auto: as the model was saved. Workers exchange KV only with others whose
     weights are the same."""
+    lora: Path | None = None
+    """Directory of a LoRA adapter as PEFT saves it (adapter_config.json, adapter_model.safetensors). It is merged into
+    the weights while loading, before they are quantised. Routers do not see it: all workers of a model have the same
+    adapter, or the model with another one is a directory of its own."""
     kv_dtype: KvDtype = "auto"
     """What keys and values are kept, lent and moved in. int8: quantised one by one, on a CPU, so that nearly twice as
     many fit into `kv_memory_mib`. auto: as they are computed. Workers exchange KV only with others of the same."""
@@ -144,9 +148,11 @@ class WorkerConfig(HealthSettings, MetricsSettings, DiscoverySettings, Config):
         """Raises EngineStartError where the engine has nothing to make it of."""
         if self.engine == "sim" and self.weights != "auto":
             raise EngineStartError("weights", "the sim engine has no weights")
+        if self.engine == "sim" and self.lora is not None:
+            raise EngineStartError("lora", "the sim engine has no weights")
         if self.engine == "sim" and self.kv_dtype != "auto":
             raise EngineStartError("kv_dtype", "what KV of the sim engine is made of is not to be chosen")
-        return Variant(weights=self.weights, kv_dtype=self.kv_dtype)
+        return Variant(weights=self.weights, kv_dtype=self.kv_dtype, lora=self.lora)
 
     def id_for(self, role: Role) -> str:
         return self.worker_id or f"{role}-{socket.gethostname()}-{os.getpid()}"
