@@ -55,7 +55,14 @@ def test_a_vector_is_its_nearest_multiples_of_a_scale_of_its_own(seed: int, size
     assert torch.equal(quantise_vectors(vectors[1:2])[0], values[1:2]), "whatever the others are"
 
 
-SHAPES = [(4, 2, 16), (14, 2, 64), (6, 1, 128), (4, 4, 80), (2, 1, 6)]
+SHAPES = [
+    (4, 2, 16, 64, 300, 20.0),
+    (14, 2, 64, 16, None, 0.0),
+    (6, 1, 128, 7, None, 0.0),
+    (4, 4, 80, 16, 24, 0.0),
+    (2, 1, 6, 7, 24, 20.0),
+]
+"""Heads, KV heads, head_dim, block_tokens, window, softcap."""
 CHUNKS = [(0, 5), (3, 1), (17, 40), (600, 1), (250, 70), (256, 3), (0, 300)]
 
 
@@ -73,8 +80,7 @@ def spread(layout: KvLayout) -> tuple[list[Chunk], int]:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
-@pytest.mark.parametrize(("block_tokens", "window", "softcap"), [(16, None, 0.0), (7, 24, 0.0), (64, 300, 20.0)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_tokens", "window", "softcap"), SHAPES)
 def test_attention_equals_the_reference(
     dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, block_tokens: int, window: int | None, softcap: float
 ) -> None:
