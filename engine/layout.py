@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+SCALE_BYTES = 2
+"""Of a quantised vector's scale, a bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,7 +13,8 @@ class KvLayout:
     """One block holds `block_tokens` tokens of all layers, head-major.
 
     The pool is [num_blocks, kv_heads, layers, 2, block_tokens, head_dim], so that a block is one contiguous
-    span, and the part of any group of KV heads is one too.
+    span, and the part of any group of KV heads is one too. Where it is quantised, each [block_tokens, head_dim] is
+    int8, and its `block_tokens` scales follow it: a vector is its int8 values times its scale.
     """
 
     layers: int
@@ -19,11 +22,18 @@ class KvLayout:
     head_dim: int
     block_tokens: int
     dtype: str
+    """What keys and values are computed in."""
+    quantised: bool = False
+
+    @property
+    def vector_bytes(self) -> int:
+        """Bytes of one key or value of one head and layer, its scale included."""
+        return self.head_dim + SCALE_BYTES if self.quantised else self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def head_bytes(self) -> int:
         """Bytes of one KV head within a block."""
-        return self.layers * 2 * self.block_tokens * self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.layers * 2 * self.block_tokens * self.vector_bytes
 
     @property
     def block_bytes(self) -> int:
@@ -33,6 +43,7 @@ class KvLayout:
     def fingerprint(self, weights: bytes) -> bytes:
         """What two workers must share before blocks move between them: weights, layout and dtype. 32 bytes."""
         shape = f"{self.layers},{self.kv_heads},{self.head_dim},{self.block_tokens},{self.dtype}"
+        shape += ",int8" if self.quantised else ""
         return blake2b(shape.encode() + weights, digest_size=32).digest()
 
     def blocks_for(self, num_tokens: int) -> int:

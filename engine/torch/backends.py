@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from engine.errors import EngineStartError, KernelsUnavailable
@@ -64,7 +65,7 @@ def _sdpa(pool: Tensor, layout: KvLayout) -> Joined:
 
 
 def _native(model: nn.Module, pool: Tensor, layout: KvLayout) -> Joined:
-    if pool.dtype not in TYPES:
+    if getattr(torch, layout.dtype) not in TYPES:
         raise KernelsUnavailable(f"there are no CPU kernels for {layout.dtype}")
     kernels = Kernels()
     attention = NativePagedAttention(kernels, pool, layout, query_heads(model))

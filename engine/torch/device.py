@@ -37,7 +37,8 @@ class KvMemory:
     pool: AnyPool
     """What the engine and the transports know of it."""
     tensor: Tensor
-    """[blocks, kv_heads, layers, 2, block_tokens, head_dim]. On a GPU it has one block more than `pool` knows of."""
+    """[blocks, kv_heads, layers, 2, block_tokens, head_dim]. On a GPU it has one block more than `pool` knows of. Where
+    KV is quantised, uint8 [blocks, kv_heads, layers, 2, block_tokens * vector_bytes]."""
 
     @property
     def scratch_block(self) -> int:
@@ -56,8 +57,10 @@ def allocate(layout: KvLayout, num_blocks: int, device: torch.device) -> KvMemor
     """Zeroed memory for `num_blocks` blocks. Raises EngineStartError when the GPU has not that much."""
     on_gpu = device.type == "cuda"
     count = num_blocks + on_gpu
-    shape = (count, layout.kv_heads, layout.layers, 2, layout.block_tokens, layout.head_dim)
+    shape: tuple[int, ...] = (count, layout.kv_heads, layout.layers, 2, layout.block_tokens, layout.head_dim)
     dtype: torch.dtype = getattr(torch, layout.dtype)
+    if layout.quantised:
+        shape, dtype = (*shape[:4], layout.block_tokens * layout.vector_bytes), torch.uint8
     if not on_gpu:
         memory = huge_tensor(num_blocks * layout.block_bytes)
         bytes_view: NDArray[np.uint8] = memory.view(num_blocks, -1).numpy()

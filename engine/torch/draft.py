@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
-from engine.errors import EngineStartError, ModelRefused
+from engine.errors import EngineStartError
 from engine.keys import BlockKey
 from engine.model_dir import ModelDir
 from engine.runner import ModelInfo
@@ -21,6 +21,7 @@ from engine.text import load_tokenizer
 from engine.torch.device import read_back
 from engine.torch.loader import kv_layout, load_model
 from engine.torch.paged_model import PagedModel
+from engine.variant import AS_SAVED, Variant
 from engine.vocabulary import Chunk, SamplingParams, Sequence
 
 FIELD = "speculation"
@@ -47,15 +48,24 @@ class DraftModel:
     """Used by the thread that computes."""
 
     def __init__(
-        self, path: Path, dtype: str, served: PagedModel, served_dir: ModelDir | None, info: ModelInfo
+        self,
+        path: Path,
+        dtype: str,
+        served: PagedModel,
+        served_dir: ModelDir | None,
+        info: ModelInfo,
+        variant: Variant = AS_SAVED,
     ) -> None:
-        """Raises EngineStartError for a model that cannot guess for `served`."""
+        """`variant` is that of the served model: of its weights the draft's are of the same kind. Raises
+        EngineStartError for a model that cannot guess for `served`."""
         try:
             model_dir = ModelDir.open(path)
             _check_vocabulary(model_dir, served_dir, info)
-            model = load_model(model_dir, dtype, served.device)
+            model = load_model(model_dir, dtype, served.device, Variant(weights=variant.weights))
             layout = kv_layout(model, served.layout.block_tokens)
-        except ModelRefused as error:
+        except EngineStartError as error:
+            if error.field == FIELD:
+                raise
             raise EngineStartError(FIELD, f"{path} is no draft model: {error.reason}") from error
         self._max_context_tokens = model_dir.max_context_tokens
         own_info = replace(info, max_context_tokens=self._max_context_tokens)

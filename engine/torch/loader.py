@@ -1,16 +1,22 @@
 """Loads a model of transformers for paged serving, or refuses it with the reason."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging as transformers_logging
 
 from engine.errors import EngineStartError, ModelRefused
 from engine.layout import DTYPE_BYTES, KvLayout
 from engine.model_dir import ModelDir
 from engine.torch.attention import refuse_unknown
+from engine.torch.lora import merge_lora
+from engine.torch.quantised import quantise_linears
+from engine.variant import AS_SAVED, KvDtype, Variant
+from kvtransfer.fingerprint import WORD_BYTES
 
 SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
@@ -22,25 +28,36 @@ _names = (f"tandem_paged_{number}" for number in itertools.count())
 transformers_logging.disable_progress_bar()
 
 
-def load_model(model_dir: ModelDir, dtype: str, device: torch.device) -> torch.nn.Module:
-    """The model in evaluation mode, in `dtype` ("auto": as saved), on a device. Raises ModelRefused."""
+def load_model(model_dir: ModelDir, dtype: str, device: torch.device, variant: Variant = AS_SAVED) -> torch.nn.Module:
+    """The model in evaluation mode, in `dtype` ("auto": as saved), on a device. Raises ModelRefused, or
+    EngineStartError for what cannot be made of it."""
+    if variant.weights != "auto" and device.type != "cpu":
+        raise EngineStartError("weights", f"{variant.weights} is computed on the CPU only, not on {device.type}")
     config = _read_config(model_dir)
     _refuse_by_config(config)
+    _refuse_by_quantisation(config, variant)
     wanted = "auto" if dtype == "auto" else getattr(torch, dtype)
     try:
-        model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
-            model_dir.path, dtype=wanted, local_files_only=True
+        model: torch.nn.Module
+        model, told = AutoModelForCausalLM.from_pretrained(
+            model_dir.path, dtype=wanted, local_files_only=True, output_loading_info=True
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise ModelRefused(f"transformers cannot load it: {error}") from error
+    if missing := sorted(told["missing_keys"]):
+        raise ModelRefused(f"its files lack {len(missing)} of its weights, {missing[0]} among them")
+    if variant.lora is not None:
+        merge_lora(model, variant.lora)
+    quantise_linears(model, variant.weights)
     try:
         return model.eval().to(device)
     except torch.cuda.OutOfMemoryError as error:
         raise EngineStartError("model", f"the GPU has no room for its weights: {error}") from error
 
 
-def kv_layout(model: torch.nn.Module, block_tokens: int) -> KvLayout:
-    """The shape of this model's KV, seen by running two tokens through it. Raises ModelRefused."""
+def kv_layout(model: torch.nn.Module, block_tokens: int, kv_dtype: KvDtype = "auto") -> KvLayout:
+    """The shape of this model's KV, seen by running two tokens through it. Raises ModelRefused, or EngineStartError
+    where its KV cannot be kept in `kv_dtype`."""
     shapes: list[tuple[Any, ...]] = []
 
     def spy(
@@ -68,7 +85,20 @@ def kv_layout(model: torch.nn.Module, block_tokens: int) -> KvLayout:
             position_ids=torch.tensor([[0, 1]], device=device),
             use_cache=False,
         )
-    return _layout_of(model, shapes, block_tokens)
+    layout = _layout_of(model, shapes, block_tokens)
+    return layout if kv_dtype == "auto" else _quantised(layout, device)
+
+
+def _quantised(layout: KvLayout, device: torch.device) -> KvLayout:
+    if device.type != "cpu":
+        raise EngineStartError("kv_dtype", f"int8 is for engines on the CPU only, not on {device.type}")
+    quantised = replace(layout, quantised=True)
+    if layout.head_dim % 2 or quantised.head_bytes % WORD_BYTES:
+        shape = f"{layout.layers} layers of {layout.block_tokens} tokens x {layout.head_dim}"
+        raise EngineStartError(
+            "kv_dtype", f"int8 blocks of {shape} are no multiple of {WORD_BYTES} bytes; larger ones are"
+        )
+    return quantised
 
 
 def use_attention(model: torch.nn.Module, attention: Any) -> None:
@@ -100,6 +130,21 @@ def _refuse_by_config(config: Any) -> None:
     kinds = {rope.get("rope_type")} | {part.get("rope_type") for part in rope.values() if isinstance(part, dict)}
     if strange_rope := kinds & BATCH_DEPENDENT_ROPE:
         raise ModelRefused(f"{names} uses {strange_rope.pop()} RoPE, whose result depends on the rest of the batch")
+
+
+def _refuse_by_quantisation(config: Any, variant: Variant) -> None:
+    """transformers ignores a method that it does not know, and computes with what it finds."""
+    saved = getattr(config, "quantization_config", None)
+    if saved is None:
+        return
+    settings = saved if isinstance(saved, dict) else saved.to_dict()
+    method = settings.get("quant_method", "a method that config.json does not name")
+    if variant.weights != "auto":
+        raise EngineStartError("weights", f"the model was saved quantised, by {method}; only auto is left")
+    if variant.lora is not None:
+        raise EngineStartError("lora", f"the model was saved quantised, by {method}: nothing can be merged into it")
+    if "quant_method" not in settings or not AutoHfQuantizer.supports_quant_method(settings):
+        raise ModelRefused(f"it was quantised by {method}, which transformers does not know")
 
 
 def _layout_of(model: torch.nn.Module, shapes: list[tuple[Any, ...]], block_tokens: int) -> KvLayout:

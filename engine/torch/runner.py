@@ -22,6 +22,7 @@ from engine.torch.loader import kv_layout, load_model
 from engine.torch.paged_model import PagedModel
 from engine.torch.sampler import sample_chunks
 from engine.torch.scoring import PromptScorer, wants_scores
+from engine.variant import AS_SAVED, Variant
 from engine.vocabulary import Chunk, Sampled
 
 
@@ -45,21 +46,22 @@ class TorchRunner(Runner):
         backend: Backend = "auto",
         device: Device = "auto",
         draft: Path | None = None,
+        variant: Variant = AS_SAVED,
     ) -> None:
-        """`source` is a model directory; of a built model `dtype` is what it has. `draft`: the directory of a model
-        that guesses for it."""
+        """`source` is a model directory; of a built model `dtype` is what it has, and its weights stay as they are.
+        `draft`: the directory of a model that guesses for it."""
         self.device = choose_device(device)
         self._grammars: Grammars | None = None
         model_dir: ModelDir | None = None
         if isinstance(source, BuiltModel):
             self._model = source.model
-            self.layout = kv_layout(self._model, block_tokens)
+            self.layout = kv_layout(self._model, block_tokens, variant.kv_dtype)
             self.info = source.info
         else:
             model_dir = ModelDir.open(source)
-            self._model = load_model(model_dir, dtype, self.device)
-            self.layout = kv_layout(self._model, block_tokens)
-            self.info = _info_of(model_dir)
+            self._model = load_model(model_dir, dtype, self.device, variant)
+            self.layout = kv_layout(self._model, block_tokens, variant.kv_dtype)
+            self.info = _info_of(model_dir, variant)
             self._grammars = Grammars(model_dir)
         num_blocks = kv_bytes // self.layout.block_bytes
         if num_blocks < 1:
@@ -72,7 +74,7 @@ class TorchRunner(Runner):
         self._scorer = PromptScorer(self._model, self.info.vocab_size)
         self._draft: DraftModel | None = None
         if draft is not None:
-            self._draft = DraftModel(draft, dtype, paged, model_dir, self.info)
+            self._draft = DraftModel(draft, dtype, paged, model_dir, self.info, variant)
 
     def bind(self, own_cores: Seq[int], shared_cores: Seq[int]) -> None:
         """Cores of others only for the kernels, which give work to threads as they become free: torch's operators
@@ -131,9 +133,9 @@ class TorchRunner(Runner):
         return self.device.type == "cuda"
 
 
-def _info_of(model_dir: ModelDir) -> ModelInfo:
+def _info_of(model_dir: ModelDir, variant: Variant) -> ModelInfo:
     return ModelInfo(
-        weights_fingerprint=model_dir.weights_fingerprint(),
+        weights_fingerprint=variant.fingerprint(model_dir.weights_fingerprint()),
         vocab_size=model_dir.vocab_size,
         max_context_tokens=model_dir.max_context_tokens,
         eos_token_ids=model_dir.eos_token_ids,

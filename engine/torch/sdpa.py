@@ -2,7 +2,7 @@
 
 The pool [num_blocks, kv_heads, layers, 2, block_tokens, head_dim] is read as rows, one per (block, head, layer, K or
 V), each [block_tokens * head_dim]: gathering whole rows gives keys in the order SDPA wants, and is eight times as
-fast as indexing the strided view of a layer.
+fast as indexing the strided view of a layer. What a row is made of is known by `kv_rows.py` only.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from engine.layout import KvLayout
 from engine.torch.attention import PagedAttention
+from engine.torch.kv_rows import kv_rows
 from engine.vocabulary import Chunk
 
 
@@ -104,13 +105,12 @@ def _visible(own: Tensor, positions: Tensor, window: int | None) -> Tensor:
 
 
 class SdpaPagedAttention(PagedAttention):
-    """Over a pool [num_blocks, kv_heads, layers, 2, block_tokens, head_dim]."""
+    """Over a pool as `KvMemory.tensor`."""
 
     def __init__(self, pool: Tensor, layout: KvLayout) -> None:
         self.batch = PagedBatch(layout, pool.device)
         self._layout = layout
-        self._rows = pool.view(-1, layout.block_tokens * layout.head_dim)
-        self._slots = pool.view(-1, layout.head_dim)
+        self._rows = kv_rows(pool, layout)
 
     def prepare(self, chunks: Sequence[Chunk]) -> None:
         self.batch = PagedBatch.of(self._layout, chunks, self.batch.device)
@@ -132,16 +132,16 @@ class SdpaPagedAttention(PagedAttention):
     def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """New keys and values, [1, kv_heads, tokens, head_dim], into their slots."""
         slots = self.batch.slots + 2 * layer * self._layout.block_tokens
-        self._slots.index_copy_(0, slots, key[0].transpose(0, 1).reshape(-1, key.shape[-1]))
+        self._rows.write(slots, key[0].transpose(0, 1).reshape(-1, key.shape[-1]))
         slots = slots + self._layout.block_tokens
-        self._slots.index_copy_(0, slots, value[0].transpose(0, 1).reshape(-1, value.shape[-1]))
+        self._rows.write(slots, value[0].transpose(0, 1).reshape(-1, value.shape[-1]))
 
     def _gather(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of `rows` [n, kv_heads, blocks], each [n, kv_heads, positions, head_dim]."""
         n, kv_heads, blocks = rows.shape
         shape = (n, kv_heads, blocks * self._layout.block_tokens, self._layout.head_dim)
         flat = rows.reshape(-1) + 2 * layer
-        return self._rows.index_select(0, flat).view(shape), self._rows.index_select(0, flat + 1).view(shape)
+        return self._rows.read(flat).view(shape), self._rows.read(flat + 1).view(shape)
 
     def _prefill(
         self,

@@ -13,6 +13,7 @@ from cluster.settings import DiscoverySettings, HealthSettings, MetricsSettings
 from engine.errors import EngineStartError
 from engine.sim.timing import StepTiming
 from engine.speculation.speculator import MAX_GUESSES
+from engine.variant import KvDtype, Variant, Weights
 
 
 class WorkerConfig(HealthSettings, MetricsSettings, DiscoverySettings, Config):
@@ -48,6 +49,17 @@ class WorkerConfig(HealthSettings, MetricsSettings, DiscoverySettings, Config):
     """How much KV 16 tokens of the sim engine have."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and KV; auto: as the model was saved."""
+    weights: Weights = "auto"
+    """Of linear layers, the output layer among them. int8: quantised while loading, on a CPU, for half the memory and
+    nearly half the time of a decode step. auto: as the model was saved. Workers exchange KV only with others whose
+    weights are the same."""
+    lora: Path | None = None
+    """Directory of a LoRA adapter as PEFT saves it (adapter_config.json, adapter_model.safetensors). It is merged into
+    the weights while loading, before they are quantised. Routers do not see it: all workers of a model have the same
+    adapter, or the model with another one is a directory of its own."""
+    kv_dtype: KvDtype = "auto"
+    """What keys and values are kept, lent and moved in. int8: quantised one by one, on a CPU, so that nearly twice as
+    many fit into `kv_memory_mib`. auto: as they are computed. Workers exchange KV only with others of the same."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the torch engine computes and keeps KV. cuda: the first GPU the process sees. auto: that where there is
     one, else the CPU."""
@@ -130,6 +142,16 @@ class WorkerConfig(HealthSettings, MetricsSettings, DiscoverySettings, Config):
                 raise EngineStartError("speculation", "the sim engine's tokens are hashes, which nobody can guess")
             return "off"
         return "off" if role == "prefill" else self.speculation or "ngram"
+
+    def variant(self) -> Variant:
+        """Raises EngineStartError where the engine has nothing to make it of."""
+        if self.engine == "sim" and self.weights != "auto":
+            raise EngineStartError("weights", "the sim engine has no weights")
+        if self.engine == "sim" and self.lora is not None:
+            raise EngineStartError("lora", "the sim engine has no weights")
+        if self.engine == "sim" and self.kv_dtype != "auto":
+            raise EngineStartError("kv_dtype", "what KV of the sim engine is made of is not to be chosen")
+        return Variant(weights=self.weights, kv_dtype=self.kv_dtype, lora=self.lora)
 
     def id_for(self, role: Role) -> str:
         return self.worker_id or f"{role}-{socket.gethostname()}-{os.getpid()}"

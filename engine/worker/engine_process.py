@@ -207,7 +207,7 @@ def _start(spec: EngineSpec, front: _Front) -> tuple[EngineCore, _Computer]:
 
 
 def _make_runner(spec: EngineSpec) -> Runner:
-    config, draft = spec.config, draft_of(spec)
+    config, draft, variant = spec.config, draft_of(spec), spec.config.variant()
     if config.engine == "sim":
         return open_sim_runner(config)
     try:
@@ -217,7 +217,7 @@ def _make_runner(spec: EngineSpec) -> Runner:
 
     set_threads(_threads(config))
     return TorchRunner(
-        config.model, config.dtype, config.block_tokens, config.kv_bytes, config.backend, config.device, draft
+        config.model, config.dtype, config.block_tokens, config.kv_bytes, config.backend, config.device, draft, variant
     )
 
 

@@ -6,6 +6,8 @@
 //     float32    [K][64]
 //     bfloat16   [K / 2][64][2]      what one dot-product instruction (vdpbf16ps) takes
 //
+// Weights may be int8 with a scale for each column: they become bfloat16 panels, exactly, where they are used.
+//
 // Products are accumulated in float32. Vectors are GCC's, so the code compiles for any CPU; where the CPU multiplies
 // bfloat16 itself, that is used, and elsewhere bfloat16 is widened when panels are packed.
 
@@ -14,6 +16,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -40,6 +43,7 @@ typedef Vec UnalignedVec __attribute__((aligned(4)));
 typedef uint16_t HalfVec __attribute__((vector_size(32)));
 typedef HalfVec UnalignedHalfVec __attribute__((aligned(2)));
 typedef uint32_t UIntVec __attribute__((vector_size(64)));
+typedef int8_t ByteVec __attribute__((vector_size(16)));
 
 struct bfloat16 {
     uint16_t bits;
@@ -62,6 +66,20 @@ inline void store(bfloat16* p, Vec x) {
     const UIntVec rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest even, as torch does
     *reinterpret_cast<UnalignedHalfVec*>(p) = __builtin_convertvector(rounded, HalfVec);
 #endif
+}
+
+inline Vec load(const int8_t* p) {
+    ByteVec bytes;
+    std::memcpy(&bytes, p, LANES);
+    return __builtin_convertvector(bytes, Vec);
+}
+
+// Integers from -128 to 127 after rounding to the nearest, to even between two.
+inline void store(int8_t* p, Vec x) {
+    const Vec magic = splat(12582912.0f);  // 1.5 * 2^23
+    const IntVec whole = __builtin_convertvector((x + magic) - magic, IntVec);
+    const auto bytes = __builtin_convertvector(whole, ByteVec);
+    std::memcpy(p, &bytes, LANES);
 }
 
 inline float widen(float x) { return x; }
@@ -262,6 +280,7 @@ constexpr long DEPTH = 1024;     // of a unit of work: 128 KiB of weights, so th
 constexpr long RUNS = 64;        // of units that each thread takes
 constexpr long LONG_RUNS = 8;    // and with few rows
 constexpr long BLOCK_ROWS = 256; // rows of A that one unit is used for before the next is read
+constexpr long BYTES_AHEAD = 2048;  // of int8 weights, fetched before they are converted
 
 inline long panels(long n) { return (n + PANEL - 1) / PANEL; }
 inline long even(long k) { return (k + 1) / 2 * 2; }
@@ -301,8 +320,130 @@ struct Gated {
     }
 };
 
+// Weights as they are multiplied.
+struct PlainWeights {
+    static constexpr long OPENED = DEPTH;
+    const bfloat16* packed;
+    struct Room {};
+
+    const bfloat16* open(const bfloat16* slice, long, Room&) const { return slice; }
+};
+
+#if defined(__AVX512VBMI__)
+
+// int8 as sign and magnitude. 64 bytes are two vectors of 32 bfloat16, 16 columns of a pair of the reduction each:
+// byte 16 L + 8 v + i is element 8 L + i of vector v, as the interleaving of bytes leaves them.
+class BytesToBfloat16 {
+   public:
+    BytesToBfloat16() {
+        low0_ = _mm512_load_si512(tables.low);
+        low1_ = _mm512_load_si512(tables.low + 64);
+        high0_ = _mm512_load_si512(tables.high);
+        high1_ = _mm512_load_si512(tables.high + 64);
+    }
+
+    void operator()(const uint8_t* from, __m512i& first, __m512i& second) const {
+        const __m512i bytes = _mm512_loadu_si512(from);
+        const __m512i low = _mm512_permutex2var_epi8(low0_, bytes, low1_);
+        const __m512i magnitude = _mm512_permutex2var_epi8(high0_, bytes, high1_);
+        const __m512i high = _mm512_ternarylogic_epi32(magnitude, bytes, _mm512_set1_epi8(char(0x80)), 0xf8);  // a | b & c
+        first = _mm512_unpacklo_epi8(low, high);
+        second = _mm512_unpackhi_epi8(low, high);
+    }
+
+   private:
+    struct Tables {  // the two bytes of each magnitude as bfloat16
+        alignas(64) uint8_t low[128], high[128];
+        Tables() {
+            for (int magnitude = 0; magnitude < 128; magnitude++) {
+                const uint16_t bits = narrow<bfloat16>(float(magnitude)).bits;
+                low[magnitude] = bits & 0xff;
+                high[magnitude] = bits >> 8;
+            }
+        }
+    };
+    static inline const Tables tables;
+    __m512i low0_, low1_, high0_, high1_;
+};
+
+struct ByteWeights {
+    static constexpr long OPENED = 128;  // 16 KiB of bfloat16, so that it stays in the L1 cache
+    const uint8_t* packed;
+    struct Room {
+        alignas(64) bfloat16 panel[OPENED * PANEL];
+    };
+
+    const bfloat16* open(const uint8_t* slice, long depth, Room& room) const {
+        const BytesToBfloat16 convert;
+        for (long i = 0; i < depth * PANEL; i += 64) {
+            __m512i first, second;
+            convert(slice + i, first, second);
+            _mm512_store_si512(room.panel + i, first);
+            _mm512_store_si512(room.panel + i + 32, second);
+        }
+        return room.panel;
+    }
+};
+
+// As `tile`, of weights that are read once: they are converted in registers.
+template <int M, typename Begin, typename End>
+inline void tile_of_bytes(const bfloat16* a, long stride, const uint8_t* panel, long depth, Begin begin, End end) {
+    Vec acc[M][VECTORS];
+#pragma GCC unroll 6
+    for (int i = 0; i < M; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < VECTORS; j++) acc[i][j] = begin(i, j);
+    const BytesToBfloat16 convert;
+    for (long k = 0; k < depth; k += 2) {
+        __builtin_prefetch(panel + BYTES_AHEAD, 0, 3);
+        __builtin_prefetch(panel + BYTES_AHEAD + 64, 0, 3);
+        __m512i b[VECTORS];
+        convert(panel, b[0], b[1]);
+        convert(panel + 64, b[2], b[3]);
+#pragma GCC unroll 6
+        for (int i = 0; i < M; i++) {
+            int32_t two;
+            std::memcpy(&two, a + i * stride + k, 4);
+#pragma GCC unroll 4
+            for (int j = 0; j < VECTORS; j++)
+                acc[i][j] = (Vec)_mm512_dpbf16_ps((__m512)acc[i][j], (__m512bh)_mm512_set1_epi32(two), (__m512bh)b[j]);
+        }
+        panel += PANEL * 2;
+    }
+#pragma GCC unroll 6
+    for (int i = 0; i < M; i++) end(i, acc[i]);
+}
+
+template <typename Begin, typename End>
+inline void few_rows(int rows, const bfloat16* a, long stride, const uint8_t* panel, long depth, Begin begin, End end) {
+    switch (rows) {
+        case 1: return tile_of_bytes<1>(a, stride, panel, depth, begin, end);
+        case 2: return tile_of_bytes<2>(a, stride, panel, depth, begin, end);
+        case 3: return tile_of_bytes<3>(a, stride, panel, depth, begin, end);
+        case 4: return tile_of_bytes<4>(a, stride, panel, depth, begin, end);
+        case 5: return tile_of_bytes<5>(a, stride, panel, depth, begin, end);
+        case 6: return tile_of_bytes<6>(a, stride, panel, depth, begin, end);
+    }
+}
+
+// Each column's sum times its scale.
 template <typename Write>
-void multiply_packed(const bfloat16* x, long x_stride, long m, const bfloat16* packed, long n, long k, Write write) {
+struct Scaled {
+    Write write;
+    const float* scales;
+
+    void operator()(long row, long panel, const Vec* sums) const {
+        Vec scaled[VECTORS];
+        for (long j = 0; j < VECTORS; j++) scaled[j] = sums[j] * load(scales + panel * PANEL + j * LANES);
+        write(row, panel, scaled);
+    }
+};
+
+#endif  // __AVX512VBMI__
+
+template <typename Weights, typename Write>
+void multiply_packed(const bfloat16* x, long x_stride, long m, Weights weights, long n, long k, Write write) {
+    typedef std::remove_cvref_t<decltype(*weights.packed)> Element;
     const long num_panels = panels(n), panel_size = even(k) * PANEL;
     const long blocks = (m + BLOCK_ROWS - 1) / BLOCK_ROWS, units = blocks * num_panels;
     // Units go to threads in runs, as they become free: one that loses its core for a while holds up little.
@@ -313,28 +454,39 @@ void multiply_packed(const bfloat16* x, long x_stride, long m, const bfloat16* p
 #pragma omp parallel
     {
         alignas(64) float partial[BLOCK_ROWS * PANEL];
+        typename Weights::Room room;
 #pragma omp for schedule(dynamic, run)
         for (long unit = 0; unit < units; unit++) {
             const long block = unit / num_panels, panel = unit % num_panels;
             const long row0 = m * block / blocks, rows = m * (block + 1) / blocks - row0;
-            for (long k0 = 0; k0 < k; k0 += DEPTH) {
-                const long depth = std::min(DEPTH, k - k0);
-                const bfloat16* weights = packed + panel * panel_size + k0 * PANEL;
+            const long most = rows > ROWS ? Weights::OPENED : DEPTH;
+            for (long k0 = 0; k0 < k; k0 += most) {
+                const long depth = std::min(most, k - k0);
+                const Element* slice = weights.packed + panel * panel_size + k0 * PANEL;
                 const bool first = k0 == 0, last = k0 + depth == k;
-                const char* next = reinterpret_cast<const char*>(weights + even(depth) * PANEL);
-                const long next_lines = std::min(DEPTH, last ? k : k - k0 - depth) * PANEL * 2 / 64;
+                const char* next = reinterpret_cast<const char*>(slice + even(depth) * PANEL);
+                const long next_lines = std::min(most, last ? k : k - k0 - depth) * PANEL * sizeof(Element) / 64;
+                const auto begin = [&](long row, int j) {
+                    return first ? Vec{} : load(partial + row * PANEL + j * LANES);
+                };
+                const auto end = [&](long row, const Vec* sums) {
+                    if (last) return write(row0 + row, panel, sums);
+                    for (long j = 0; j < VECTORS; j++) store(partial + row * PANEL + j * LANES, sums[j]);
+                };
+                if constexpr (sizeof(Element) == 1) {
+                    if (rows <= ROWS) {
+                        few_rows(rows, x + row0 * x_stride + k0, x_stride, slice, depth, begin, end);
+                        continue;
+                    }
+                }
+                const bfloat16* opened = weights.open(slice, even(depth), room);
                 for_row_groups(rows, [&](long r, int count, long group, long groups) {
                     const bfloat16* a = x + (row0 + r) * x_stride + k0;
                     const long line = next_lines * group / groups, lines = next_lines * (group + 1) / groups - line;
                     tile_of<bfloat16, 2>(
-                        count, a, x_stride, weights, depth, next + line * 64, groups == 1 ? 0 : lines,
-                        [&](int i, int j) {
-                            return first ? Vec{} : load(partial + (r + i) * PANEL + j * LANES);
-                        },
-                        [&](int i, const Vec* sums) {
-                            if (last) return write(row0 + r + i, panel, sums);
-                            for (long j = 0; j < VECTORS; j++) store(partial + (r + i) * PANEL + j * LANES, sums[j]);
-                        });
+                        count, a, x_stride, opened, depth, next + line * 64, groups == 1 ? 0 : lines,
+                        [&](int i, int j) { return begin(r + i, j); },
+                        [&](int i, const Vec* sums) { end(r + i, sums); });
                 });
             }
         }
@@ -381,7 +533,7 @@ inline void transpose16(const uint32_t* from, long from_stride, uint32_t* to, lo
 #endif
 }
 
-// The shape of the pool [blocks, kv_heads, layers, 2, block_tokens, head_dim], and of one call.
+// The shape of the pool [blocks, kv_heads, layers, 2, block_tokens, head_dim] (int8 also has scales), and of one call.
 struct AttentionShape {
     int64_t heads, kv_heads, head_dim, block_tokens, layers, layer;
     int64_t query_head_stride, query_token_stride;  // in elements; the last dimension is contiguous
@@ -397,17 +549,33 @@ struct AttentionItem {
 
 inline long round_up(long x, long unit) { return (x + unit - 1) / unit * unit; }
 
-// Memory of one thread, and the work on one item and KV head.
-template <typename T>
+// Keys and values are kept as they are computed, or as int8: then the vectors of a block's head, layer, and K or V are
+// followed by their scales in bfloat16.
+template <typename P>
+inline long row_elements(const AttentionShape& s) {  // of one head and layer, K or V
+    return s.block_tokens * (s.head_dim + (sizeof(P) == 1 ? sizeof(bfloat16) : 0));
+}
+
+template <typename P>
+inline long row_of(const AttentionShape& s, long block, long kv_head) {  // that of the keys; the values' is the next
+    return ((block * s.kv_heads + kv_head) * s.layers + s.layer) * 2 * row_elements<P>(s);
+}
+
+// Memory of one thread, and the work on one item and KV head. P: what the pool has.
+template <typename T, typename P>
 class Attention {
     typedef typename Operand<T>::Element E;
     static constexpr long PAIR = Operand<T>::PAIR;
+    static constexpr bool QUANTISED = sizeof(P) == 1;
 
    public:
     Attention(const AttentionShape& shape, long max_rows)
-        : s_(shape), group_(shape.heads / shape.kv_heads), depth_(round_up(shape.head_dim, PANEL)) {
+        : s_(shape),
+          group_(shape.heads / shape.kv_heads),
+          depth_(round_up(shape.head_dim, PANEL)),
+          to_value_(row_elements<P>(shape)) {
         const long words = max_rows * depth_ * 2 + 2 * TILE_KEYS * depth_ + 2 * ROWS * TILE_KEYS + 4 * max_rows +
-                           LANES * depth_ + 8 * LANES;
+                           LANES * depth_ + 2 * TILE_KEYS + 10 * LANES;
         memory_ = static_cast<float*>(std::aligned_alloc(64, round_up(words * 4, 64)));
         float* at = memory_;
         const auto take = [&at](long count) {
@@ -424,12 +592,14 @@ class Attention {
         most_ = take(max_rows);
         total_ = take(max_rows);
         rows_ = reinterpret_cast<E*>(take(LANES * depth_));
+        key_scales_ = take(TILE_KEYS);
+        value_scales_ = take(TILE_KEYS);
     }
     ~Attention() { std::free(memory_); }
     Attention(const Attention&) = delete;
     Attention& operator=(const Attention&) = delete;
 
-    void run(const AttentionItem& item, long kv_head, const T* query, const T* pool, const int32_t* tables, T* out) {
+    void run(const AttentionItem& item, long kv_head, const T* query, const P* pool, const int32_t* tables, T* out) {
         const long num_rows = item.count * group_, end = item.position + item.count;
         read_queries(item, kv_head, query);
         std::fill(outputs_, outputs_ + num_rows * depth_, 0.0f);
@@ -455,13 +625,19 @@ class Attention {
         }
     }
 
-    const T* key_row(const T* pool, const int32_t* table, long kv_head, long position) const {
-        const long block = table[position / s_.block_tokens];
-        const long vector = ((block * s_.kv_heads + kv_head) * s_.layers + s_.layer) * 2 * s_.block_tokens;
-        return pool + (vector + position % s_.block_tokens) * s_.head_dim;
+    const P* key_row(const P* pool, const int32_t* table, long kv_head, long position) const {
+        return pool + row_of<P>(s_, table[position / s_.block_tokens], kv_head) + position % s_.block_tokens * s_.head_dim;
     }
 
-    // `count` elements as operands, zeros up to the panel's end.
+    // A vector of int8, without its scale.
+    void widen_row(const int8_t* from, E* to) const {
+        long d = 0;
+        for (; d + LANES <= s_.head_dim; d += LANES) store(to + d, load(from + d));
+        for (; d < s_.head_dim; d++) to[d] = narrow<E>(float(from[d]));
+        std::memset(static_cast<void*>(to + s_.head_dim), 0, (depth_ - s_.head_dim) * sizeof(E));
+    }
+
+    // A vector as operands, zeros up to the panel's end.
     void widen_row(const T* from, E* to) const {
         if constexpr (sizeof(T) == sizeof(E)) {
             std::memcpy(to, from, s_.head_dim * sizeof(E));
@@ -472,8 +648,9 @@ class Attention {
     }
 
     // Keys [first, first + count) to panels of 64 keys, values to panels of 64 dimensions; zeros after them.
-    void pack(const T* pool, const int32_t* table, long kv_head, long first, long count) {
-        const long words = depth_ / PAIR, to_value = s_.block_tokens * s_.head_dim;
+    void pack(const P* pool, const int32_t* table, long kv_head, long first, long count) {
+        const long words = depth_ / PAIR;
+        if constexpr (QUANTISED) read_scales(pool, table, kv_head, first, count);
         for (long k0 = 0; k0 < round_up(count, PANEL); k0 += LANES) {
             const long keys = std::clamp(count - k0, 0L, LANES);
             if (k0 + LANES < count) fetch(key_row(pool, table, kv_head, first + k0 + LANES));
@@ -482,17 +659,36 @@ class Attention {
             uint32_t* panel = reinterpret_cast<uint32_t*>(keys_) + k0 / PANEL * PANEL * words + k0 % PANEL;
             for (long w = 0; w < words; w += LANES)
                 transpose16(reinterpret_cast<const uint32_t*>(rows) + w, stride / PAIR, panel + w * PANEL, PANEL);
-            rows = rows_of(pool, table, kv_head, first + k0, keys, to_value, stride);
+            rows = rows_of(pool, table, kv_head, first + k0, keys, to_value_, stride);
             for (long d = 0; d < depth_; d += PANEL)
                 pack_values(rows + d, stride, values_ + d * TILE_KEYS + k0 * PANEL);
         }
     }
 
+    void read_scales(const P* pool, const int32_t* table, long kv_head, long first, long count) {
+        for (long k = 0, run; k < count; k += run) {
+            const long offset = (first + k) % s_.block_tokens;
+            run = std::min(s_.block_tokens - offset, count - k);
+            const P* keys = key_row(pool, table, kv_head, first + k - offset);
+            widen_scales(keys, offset, run, key_scales_ + k);
+            widen_scales(keys + to_value_, offset, run, value_scales_ + k);
+        }
+        std::fill(key_scales_ + count, key_scales_ + TILE_KEYS, 0.0f);
+        std::fill(value_scales_ + count, value_scales_ + TILE_KEYS, 0.0f);
+    }
+
+    void widen_scales(const P* row, long offset, long count, float* to) const {
+        const bfloat16* from = reinterpret_cast<const bfloat16*>(row + s_.block_tokens * s_.head_dim) + offset;
+        long i = 0;
+        for (; i + LANES <= count; i += LANES) store(to + i, load(from + i));
+        for (; i < count; i++) to[i] = widen(from[i]);
+    }
+
     // 16 rows of keys (or, `to_value` further on, values) and how far apart they are: where they lie in the pool if
     // they lie there as operands, else copied. Zeros after `count`.
-    const E* rows_of(const T* pool, const int32_t* table, long kv_head, long first, long count, long to_value,
+    const E* rows_of(const P* pool, const int32_t* table, long kv_head, long first, long count, long to_value,
                      long& stride) {
-        if constexpr (sizeof(T) == sizeof(E)) {
+        if constexpr (sizeof(P) == sizeof(E)) {
             if (count == LANES && s_.head_dim == depth_ && first % s_.block_tokens + LANES <= s_.block_tokens) {
                 stride = s_.head_dim;
                 return reinterpret_cast<const E*>(key_row(pool, table, kv_head, first) + to_value);
@@ -506,10 +702,10 @@ class Attention {
     }
 
     // The keys and values of a block come from memory one after the other: ask for the next while this is used.
-    void fetch(const T* keys) const {
-        const long bytes = std::min(s_.block_tokens, LANES) * s_.head_dim * sizeof(T);
+    void fetch(const P* keys) const {
+        const long bytes = std::min(s_.block_tokens, LANES) * s_.head_dim * sizeof(P);
         const char* at = reinterpret_cast<const char*>(keys);
-        const char* values = reinterpret_cast<const char*>(keys + s_.block_tokens * s_.head_dim);
+        const char* values = reinterpret_cast<const char*>(keys + to_value_);
         for (long i = 0; i < bytes; i += 64) {
             __builtin_prefetch(at + i, 0, 2);
             __builtin_prefetch(values + i, 0, 2);
@@ -546,7 +742,10 @@ class Attention {
                 rows, queries_ + r * depth_, depth_, keys_ + k * depth_, depth_, nullptr, 0,
                 [](int, int) { return Vec{}; },
                 [&](int i, const Vec* sums) {
-                    for (long j = 0; j < VECTORS; j++) store(scores_ + i * TILE_KEYS + k + j * LANES, bend(sums[j]));
+                    for (long j = 0; j < VECTORS; j++) {
+                        const Vec sum = QUANTISED ? sums[j] * load(key_scales_ + k + j * LANES) : sums[j];
+                        store(scores_ + i * TILE_KEYS + k + j * LANES, bend(sum));
+                    }
                 });
         float fade[ROWS];
         for (int i = 0; i < rows; i++) fade[i] = soften(item, r + i, i, first, span);
@@ -587,7 +786,7 @@ class Attention {
         for (long k = 0; k < span; k += LANES) {
             const Vec weight = power_of_two<sizeof(E) == 4 ? 6 : 5>(load(scores + k) - now);
             sums += weight;
-            store(weights + k, weight);
+            store(weights + k, QUANTISED ? weight * load(value_scales_ + k) : weight);
         }
         const float fade = std::exp2(most_[row] - now);
         most_[row] = now;
@@ -608,36 +807,59 @@ class Attention {
     }
 
     const AttentionShape s_;
-    const long group_, depth_;
-    float *memory_, *outputs_, *scores_, *most_, *total_;
+    const long group_, depth_, to_value_;
+    float *memory_, *outputs_, *scores_, *most_, *total_, *key_scales_, *value_scales_;
     E *queries_, *keys_, *values_, *weights_, *rows_;
 };
 
-template <typename T>
-void attention(const AttentionShape* shape, const T* query, const T* pool, const int32_t* tables,
+template <typename T, typename P>
+void attention(const AttentionShape* shape, const T* query, const P* pool, const int32_t* tables,
                const AttentionItem* items, long num_items, long max_rows, T* out) {
 #pragma omp parallel
     {
-        Attention<T> worker(*shape, max_rows);
+        Attention<T, P> worker(*shape, max_rows);
 #pragma omp for schedule(dynamic)
         for (long i = 0; i < num_items * shape->kv_heads; i++)
             worker.run(items[i / shape->kv_heads], i % shape->kv_heads, query, pool, tables, out);
     }
 }
 
-// keys and values [tokens, kv_heads, head_dim], strided, to their slots: slots[t] = block * block_tokens + offset.
+// A vector into place `offset` of its row, as it is.
 template <typename T>
-void write_kv(const AttentionShape& s, T* pool, const int64_t* slots, long tokens, const T* keys, long key_head_stride,
+inline void keep(const AttentionShape& s, const T* vector, T* row, long offset) {
+    std::memcpy(row + offset * s.head_dim, vector, s.head_dim * sizeof(T));
+}
+
+// As int8 with a scale of its own, rounded up to bfloat16, or the largest element would be clipped.
+template <typename T>
+inline void keep(const AttentionShape& s, const T* vector, int8_t* row, long offset) {
+    Vec sizes{};
+    long d = 0;
+    for (; d + LANES <= s.head_dim; d += LANES) sizes = maximum(sizes, maximum(load(vector + d), -load(vector + d)));
+    float size = largest(sizes);
+    for (; d < s.head_dim; d++) size = std::max(size, std::fabs(widen(vector[d])));
+    const float exact = size / 127.0f;
+    uint32_t bits;
+    std::memcpy(&bits, &exact, 4);
+    const bfloat16 scale{uint16_t((bits + 0xffffu) >> 16)};
+    const float divisor = widen(scale) > 0 ? widen(scale) : 1.0f;
+    int8_t* to = row + offset * s.head_dim;
+    for (d = 0; d + LANES <= s.head_dim; d += LANES) store(to + d, load(vector + d) / divisor);
+    for (; d < s.head_dim; d++) to[d] = int8_t(std::nearbyint(widen(vector[d]) / divisor));
+    std::memcpy(row + s.block_tokens * s.head_dim + offset * sizeof scale, &scale, sizeof scale);
+}
+
+// keys and values [tokens, kv_heads, head_dim], strided, to their slots: slots[t] = block * block_tokens + offset.
+template <typename T, typename P>
+void write_kv(const AttentionShape& s, P* pool, const int64_t* slots, long tokens, const T* keys, long key_head_stride,
               long key_token_stride, const T* values, long value_head_stride, long value_token_stride) {
 #pragma omp parallel for schedule(static) if (tokens > 64)
     for (long t = 0; t < tokens; t++)
         for (long head = 0; head < s.kv_heads; head++) {
             const long block = slots[t] / s.block_tokens, offset = slots[t] % s.block_tokens;
-            const long vector = ((block * s.kv_heads + head) * s.layers + s.layer) * 2 * s.block_tokens + offset;
-            T* to = pool + vector * s.head_dim;
-            std::memcpy(to, keys + t * key_token_stride + head * key_head_stride, s.head_dim * sizeof(T));
-            std::memcpy(to + s.block_tokens * s.head_dim, values + t * value_token_stride + head * value_head_stride,
-                        s.head_dim * sizeof(T));
+            P* row = pool + row_of<P>(s, block, head);
+            keep(s, keys + t * key_token_stride + head * key_head_stride, row, offset);
+            keep(s, values + t * value_token_stride + head * value_head_stride, row + row_elements<P>(s), offset);
         }
 }
 
@@ -728,9 +950,12 @@ void tandem_bind(const int* cores, int count) {
 #endif
 }
 
-// 1 when this library multiplies bfloat16 natively: without it the linear functions do not exist.
+// 2 when this library multiplies bfloat16 natively, with int8 weights too; 1 without those; 0: the linear functions do
+// not exist.
 int tandem_has_linear() {
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+    return 2;
+#elif defined(__AVX512BF16__)
     return 1;
 #else
     return 0;
@@ -758,13 +983,13 @@ void tandem_pack(const bfloat16* weights, long n, long k, bfloat16* packed, long
 // out[m, n] = x[m, k] @ weights.T (+ bias). Strides are in elements.
 void tandem_linear(const bfloat16* x, long x_stride, long m, const bfloat16* packed, long n, long k,
                    const bfloat16* bias, bfloat16* out, long out_stride) {
-    multiply_packed(x, x_stride, m, packed, n, k, Plain{out, out_stride, bias, n});
+    multiply_packed(x, x_stride, m, PlainWeights{packed}, n, k, Plain{out, out_stride, bias, n});
 }
 
 // out[m, n] = silu(x @ gate.T) * (x @ up.T), both [n, k]; n must be a multiple of 32.
 void tandem_gated(const bfloat16* x, long x_stride, long m, const bfloat16* packed, long n, long k, bfloat16* out,
                   long out_stride) {
-    multiply_packed(x, x_stride, m, packed, 2 * n, k, Gated{out, out_stride});
+    multiply_packed(x, x_stride, m, PlainWeights{packed}, 2 * n, k, Gated{out, out_stride});
 }
 
 // out[count, k] = rows `ids` of packed weights [n, k]: an embedding that shares the output layer's memory.
@@ -779,17 +1004,56 @@ void tandem_embed(const int64_t* ids, long count, const bfloat16* packed, long k
 
 #endif
 
-#define TANDEM_FOR_TYPE(T, name)                                                                                       \
-    void tandem_attention_##name(const AttentionShape* shape, const T* query, const T* pool, const int32_t* tables,    \
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+
+// Bytes that `tandem_pack_int8` writes.
+long tandem_packed_bytes_int8(long n, long k) { return panels(n) * even(k) * PANEL + 4096; }
+
+// As `tandem_pack`, of values from -127 to 127.
+void tandem_pack_int8(const int8_t* weights, long n, long k, uint8_t* packed, long group, long stride, long shift) {
+    const long panel_size = even(k) * PANEL;
+#pragma omp parallel for schedule(static)
+    for (long row = 0; row < n; row++) {
+        const long column = shift + row / group * stride + row % group, within = column % PANEL;
+        uint8_t* to = packed + column / PANEL * panel_size + within / 32 * 64 + within % 32 / LANES * 8;
+        const int8_t* from = weights + row * k;
+        for (long i = 0; i < k; i++) {
+            const long element = within % LANES * 2 + i % 2;
+            to[i / 2 * PANEL * 2 + element / 8 * 16 + element % 8] = from[i] < 0 ? 0x80 | -from[i] : from[i];
+        }
+    }
+}
+
+// As `tandem_linear`; column c of the packed weights is multiplied by scales[c].
+void tandem_linear_int8(const bfloat16* x, long x_stride, long m, const uint8_t* packed, const float* scales, long n,
+                        long k, const bfloat16* bias, bfloat16* out, long out_stride) {
+    multiply_packed(x, x_stride, m, ByteWeights{packed}, n, k,
+                    Scaled<Plain>{Plain{out, out_stride, bias, n}, scales});
+}
+
+void tandem_gated_int8(const bfloat16* x, long x_stride, long m, const uint8_t* packed, const float* scales, long n,
+                       long k, bfloat16* out, long out_stride) {
+    multiply_packed(x, x_stride, m, ByteWeights{packed}, 2 * n, k, Scaled<Gated>{Gated{out, out_stride}, scales});
+}
+
+#endif
+
+// Of a computed type T and a kept one P.
+#define TANDEM_FOR_KV(T, P, name)                                                                                      \
+    void tandem_attention_##name(const AttentionShape* shape, const T* query, const P* pool, const int32_t* tables,    \
                                  const AttentionItem* items, long num_items, long max_rows, T* out) {                  \
         attention(shape, query, pool, tables, items, num_items, max_rows, out);                                        \
     }                                                                                                                  \
-    void tandem_write_kv_##name(const AttentionShape* shape, T* pool, const int64_t* slots, long tokens,               \
+    void tandem_write_kv_##name(const AttentionShape* shape, P* pool, const int64_t* slots, long tokens,               \
                                 const T* keys, long key_head_stride, long key_token_stride, const T* values,           \
                                 long value_head_stride, long value_token_stride) {                                     \
         write_kv(*shape, pool, slots, tokens, keys, key_head_stride, key_token_stride, values, value_head_stride,      \
                  value_token_stride);                                                                                  \
-    }                                                                                                                  \
+    }
+
+#define TANDEM_FOR_TYPE(T, name)                                                                                       \
+    TANDEM_FOR_KV(T, T, name)                                                                                          \
+    TANDEM_FOR_KV(T, int8_t, name##_int8)                                                                              \
     void tandem_rms_norm_##name(const T* x, long rows, long n, const T* weight, float epsilon, T* out) {               \
         rms_norm(x, rows, n, weight, epsilon, out);                                                                    \
     }                                                                                                                  \

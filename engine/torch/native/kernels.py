@@ -28,6 +28,11 @@ _SIGNATURES: dict[str, list[Any]] = {
     "tandem_gated": [_POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG, _POINTER, _LONG],
     "tandem_embed": [_POINTER, _LONG, _POINTER, _LONG, _POINTER],
 }
+_INT8_SIGNATURES: dict[str, list[Any]] = {
+    "tandem_pack_int8": _SIGNATURES["tandem_pack"],
+    "tandem_linear_int8": [_POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG],
+    "tandem_gated_int8": [_POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG],
+}
 _TYPED_SIGNATURES: dict[str, list[Any]] = {
     "tandem_attention": [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _POINTER],
     "tandem_write_kv": [_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG],
@@ -52,13 +57,23 @@ class AttentionShape(ctypes.Structure):
 
 
 class PackedMatrix:
-    """Weights [n, k] in the order in which they are read."""
+    """Weights [n, k] in the order in which they are read: bfloat16, or int8 with a scale for each of the n."""
 
-    __slots__ = ("k", "n", "pointer", "storage")
+    __slots__ = ("k", "n", "pointer", "scales", "storage")
 
-    def __init__(self, n: int, k: int, storage: Tensor) -> None:
-        self.n, self.k, self.storage = n, k, storage
+    def __init__(self, n: int, k: int, storage: Tensor, scales: Tensor | None = None) -> None:
+        self.n, self.k, self.storage, self.scales = n, k, storage, scales
         self.pointer = storage.data_ptr()
+
+    @property
+    def kind(self) -> str:
+        """What the functions that read it are called by."""
+        return "" if self.scales is None else "_int8"
+
+    @property
+    def arguments(self) -> tuple[int, ...]:
+        """By which they are told where it is."""
+        return (self.pointer,) if self.scales is None else (self.pointer, self.scales.data_ptr())
 
 
 class Kernels:
@@ -70,13 +85,22 @@ class Kernels:
         except NotCompiled as error:
             raise KernelsUnavailable(str(error)) from error
         self._arena = Arena()
-        self.multiplies_bfloat16 = bool(self._library.tandem_has_linear())
+        level = self._library.tandem_has_linear()
+        self.multiplies_bfloat16 = level >= 1
         """The CPU has bfloat16 dot products, and with them `pack`, `linear`, `gated` and `embed`."""
+        self.multiplies_int8 = level >= 2
+        """It also permutes bytes, and with that `pack_int8` and `pack_gated_int8`."""
         names = {f"{name}_{kind}": types for name, types in _TYPED_SIGNATURES.items() for kind in TYPES.values()}
+        for name in ("tandem_attention", "tandem_write_kv"):
+            names |= {f"{name}_{kind}_int8": _TYPED_SIGNATURES[name] for kind in TYPES.values()}
         if self.multiplies_bfloat16:
             names |= _SIGNATURES
             self._library.tandem_packed_bytes.argtypes = [_LONG, _LONG]
             self._library.tandem_packed_bytes.restype = _LONG
+        if self.multiplies_int8:
+            names |= _INT8_SIGNATURES
+            self._library.tandem_packed_bytes_int8.argtypes = [_LONG, _LONG]
+            self._library.tandem_packed_bytes_int8.restype = _LONG
         names["tandem_bind"] = [_POINTER, ctypes.c_int]
         for name, types in names.items():
             function = getattr(self._library, name)
@@ -108,15 +132,32 @@ class Kernels:
             forget_file_pages(weights)
         return packed
 
+    def pack_int8(self, values: Tensor, scales: Tensor) -> PackedMatrix:
+        """int8 [n, k] from -127 to 127, row i of which is to be multiplied by scales[i], float32 [n]."""
+        n, k = values.shape
+        packed = self._empty_matrix_int8(n, k, scales)
+        self._library.tandem_pack_int8(values.contiguous().data_ptr(), n, k, packed.pointer, n, 0, 0)
+        return packed
+
+    def pack_gated_int8(self, gate: tuple[Tensor, Tensor], up: tuple[Tensor, Tensor]) -> PackedMatrix:
+        """Two such pairs of values and scales, whose products are taken together; n must be a multiple of 32."""
+        n, k = gate[0].shape
+        half = PANEL // 2
+        scales = torch.stack([gate[1].view(-1, half), up[1].view(-1, half)], 1).reshape(-1)
+        packed = self._empty_matrix_int8(2 * n, k, scales)
+        for shift, values in ((0, gate[0].contiguous()), (half, up[0].contiguous())):
+            self._library.tandem_pack_int8(values.data_ptr(), n, k, packed.pointer, half, PANEL, shift)
+        return packed
+
     def linear(self, x: Tensor, weights: PackedMatrix, bias: Tensor | None) -> Tensor:
         """[..., k] @ weights.T + bias: [..., n]. `x` is contiguous bfloat16."""
         rows = x.numel() // weights.k
         out = torch.empty((*x.shape[:-1], weights.n), dtype=torch.bfloat16)
-        self._library.tandem_linear(
+        getattr(self._library, f"tandem_linear{weights.kind}")(
             x.data_ptr(),
             weights.k,
             rows,
-            weights.pointer,
+            *weights.arguments,
             weights.n,
             weights.k,
             None if bias is None else bias.data_ptr(),
@@ -130,11 +171,12 @@ class Kernels:
         n = weights.n // 2
         out = torch.empty((*x.shape[:-1], n), dtype=torch.bfloat16)
         rows = x.numel() // weights.k
-        self._library.tandem_gated(x.data_ptr(), weights.k, rows, weights.pointer, n, weights.k, out.data_ptr(), n)
+        function = getattr(self._library, f"tandem_gated{weights.kind}")
+        function(x.data_ptr(), weights.k, rows, *weights.arguments, n, weights.k, out.data_ptr(), n)
         return out
 
     def embed(self, token_ids: Tensor, weights: PackedMatrix) -> Tensor:
-        """Rows `token_ids` (int64, contiguous) of the weights: [..., k]."""
+        """Rows `token_ids` (int64, contiguous) of bfloat16 weights: [..., k]."""
         out = torch.empty((*token_ids.shape, weights.k), dtype=torch.bfloat16)
         self._library.tandem_embed(token_ids.data_ptr(), token_ids.numel(), weights.pointer, weights.k, out.data_ptr())
         return out
@@ -165,7 +207,7 @@ class Kernels:
     def write_kv(self, shape: AttentionShape, pool: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """`key` and `value` [1, kv_heads, tokens, head_dim] to `slots`, int64 [tokens]: block * block_tokens +
         offset."""
-        getattr(self._library, f"tandem_write_kv_{TYPES[pool.dtype]}")(
+        getattr(self._library, f"tandem_write_kv_{TYPES[key.dtype]}{_kept(pool)}")(
             ctypes.addressof(shape),
             pool.data_ptr(),
             slots.data_ptr(),
@@ -187,7 +229,7 @@ class Kernels:
         item, tokens times query heads per KV head. Tokens in no item are left undefined.
         """
         out = torch.empty((1, query.shape[2], query.shape[1], query.shape[3]), dtype=query.dtype)
-        getattr(self._library, f"tandem_attention_{TYPES[pool.dtype]}")(
+        getattr(self._library, f"tandem_attention_{TYPES[query.dtype]}{_kept(pool)}")(
             ctypes.addressof(shape),
             query.data_ptr(),
             pool.data_ptr(),
@@ -201,6 +243,16 @@ class Kernels:
 
     def _empty_matrix(self, n: int, k: int) -> PackedMatrix:
         return PackedMatrix(n, k, self._arena.take(self._library.tandem_packed_bytes(n, k)))
+
+    def _empty_matrix_int8(self, n: int, k: int, scales: Tensor) -> PackedMatrix:
+        padded = torch.zeros(-(-n // PANEL) * PANEL)
+        padded[:n] = scales
+        return PackedMatrix(n, k, self._arena.take(self._library.tandem_packed_bytes_int8(n, k)), padded)
+
+
+def _kept(pool: Tensor) -> str:
+    """What functions over this pool are called by: quantised KV is bytes."""
+    return "_int8" if pool.dtype is torch.uint8 else ""
 
 
 def attention_shape(layout: KvLayout, heads: int) -> AttentionShape:

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from engine.torch.memory import forget_file_pages
 from engine.torch.native.kernels import TYPES, Kernels, PackedMatrix
+from engine.torch.native.packing import can_pack, is_packable, pack, pack_gated
+from engine.torch.quantised import QuantisedLinear
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +57,8 @@ class PackedLinear(nn.Module):
         self._bias = bias
 
     @classmethod
-    def of(cls, kernels: Kernels, linear: nn.Linear) -> "PackedLinear":
-        return cls(kernels, kernels.pack(linear.weight.data), None if linear.bias is None else linear.bias.data)
+    def of(cls, kernels: Kernels, linear: nn.Linear | QuantisedLinear) -> "PackedLinear":
+        return cls(kernels, pack(kernels, linear), None if linear.bias is None else linear.bias.data)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.last_rows is not None:
@@ -84,11 +86,11 @@ class PackedGatedMlp(nn.Module):
 
     def __init__(self, kernels: Kernels, mlp: nn.Module) -> None:
         super().__init__()
-        gate, up, down = (_linear(mlp, name).weight.data for name in ("gate_proj", "up_proj", "down_proj"))
+        gate, up, down = (_linear(mlp, name) for name in ("gate_proj", "up_proj", "down_proj"))
         self.last_rows: LastRows | None = None
         self._kernels = kernels
-        self._gated = kernels.pack_gated(gate, up)
-        self._down = kernels.pack(down)
+        self._gated = pack_gated(kernels, gate, up)
+        self._down = pack(kernels, down)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.last_rows is not None:
@@ -137,6 +139,8 @@ def use_kernels(model: nn.Module, kernels: Kernels) -> Replaced:
     if linears:
         _leave_file(model)
     log.info("CPU kernels serve %d linear layers, %d MLPs and %d norms", linears, mlps, norms)
+    if slow := sum(isinstance(module, QuantisedLinear) for module in model.modules()):
+        log.warning("no CPU kernel multiplies %d quantised layers, expect many times slower steps", slow)
     return Replaced(linears, mlps, norms, rotary, _trim_last_layer(model) if linears else None)
 
 
@@ -168,22 +172,24 @@ def _replace_mlps(model: nn.Module, kernels: Kernels) -> int:
     agrees: dict[type[nn.Module], bool] = {}
     count = 0
     for parent, name, module in _children(model):
-        if not _is_gated_mlp(module) or agrees.get(type(module)) is False:
+        if not _is_gated_mlp(module, kernels) or agrees.get(type(module)) is False:
             continue
         gate = _linear(module, "gate_proj")
         native = PackedGatedMlp(kernels, module)
-        if _same(agrees, module, native, gate.in_features, gate.weight.dtype):
+        if _same(agrees, module, native, gate.in_features, torch.bfloat16):
             setattr(parent, name, native)
             count += 1
     return count
 
 
-def _is_gated_mlp(module: nn.Module) -> bool:
+def _is_gated_mlp(module: nn.Module, kernels: Kernels) -> bool:
     names = {name for name, _ in module.named_children()}
     if not {"gate_proj", "up_proj", "down_proj"} <= names or names - {"gate_proj", "up_proj", "down_proj", "act_fn"}:
         return False
     parts = [getattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")]
-    return all(_can_pack(part) and part.bias is None for part in parts) and parts[0].out_features % 32 == 0
+    if not all(can_pack(kernels, part) and part.bias is None for part in parts):
+        return False
+    return type(parts[0]) is type(parts[1]) and parts[0].out_features % 32 == 0
 
 
 def _replace_linears(model: nn.Module, kernels: Kernels) -> int:
@@ -191,20 +197,16 @@ def _replace_linears(model: nn.Module, kernels: Kernels) -> int:
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     count = 0
     for parent, name, module in _children(model):
-        if not _can_pack(module):
+        if not can_pack(kernels, module):
             continue
-        assert isinstance(module, nn.Linear)
+        assert is_packable(module)
         native = PackedLinear.of(kernels, module)
-        if type(embedding) is nn.Embedding and module.weight is embedding.weight and embedding.padding_idx is None:
+        shares = isinstance(module, nn.Linear) and module.weight is getattr(embedding, "weight", None)
+        if shares and type(embedding) is nn.Embedding and embedding.padding_idx is None:
             model.set_input_embeddings(PackedEmbedding(kernels, native.packed))  # type: ignore[operator]
         setattr(parent, name, native)
         count += 1
     return count
-
-
-def _can_pack(module: object) -> bool:
-    """Exactly a linear layer: subclasses are quantised ones and the like."""
-    return type(module) is nn.Linear and module.weight.dtype is torch.bfloat16 and module.in_features % 2 == 0
 
 
 def _replace_rotary(model: nn.Module, kernels: Kernels) -> bool:
@@ -281,7 +283,7 @@ def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
     return [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
 
 
-def _linear(module: nn.Module, name: str) -> nn.Linear:
+def _linear(module: nn.Module, name: str) -> nn.Linear | QuantisedLinear:
     linear = getattr(module, name)
-    assert isinstance(linear, nn.Linear)
+    assert is_packable(linear)
     return linear

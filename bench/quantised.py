@@ -1,0 +1,219 @@
+"""`make bench-quantised`: what quantised weights and quantised KV gain, and what they cost.
+
+Speed: a model of Qwen2 0.5 B's shape, served by clusters that differ in `weights` only, in turns, one idle while the
+other is measured. Quality: the demo model on held-out stories of its own kind (seeds that it was not trained on), all
+places of a text in one forward, as a prompt is computed. Room: requests that a pool of fixed size admits at once.
+Bytes: what receipts of a prefill and a decode worker say was moved.
+"""
+
+import asyncio
+import os
+import statistics
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from bench.engine import Generate, alone, batch, long_prompt, request
+from bench.models import qwen2_half_b
+from bench.report import OUT, Bar, conclude
+from bench.serving import children, peak_memory_mib
+from engine.core import CoreLimits, EngineCore
+from engine.messages import Generate as Ask
+from engine.messages import Rejected
+from engine.scheduler import StepBudget
+from engine.torch.runner import TorchRunner
+from engine.variant import AS_SAVED, Variant
+from engine.vocabulary import Chunk, SamplingParams, Sequence
+from kvtransfer.local import LocalNetwork, LocalTransport
+from protos import inference_pb2 as pb
+from tandem.client import Client
+from tandem.demo import STORYTELLER
+from tandem.local import LocalCluster
+from tandem.topology import plan_topology
+
+ROUNDS = 3
+HELD_OUT_SEED = 1_000_007
+"""As in the storyteller's train.py."""
+TEXTS = {512: 24, 1024: 12}
+"""How many rows of how many tokens."""
+POOL_MIB = 64
+VARIANTS = {
+    "bf16": AS_SAVED,
+    "int8 weights": Variant(weights="int8"),
+    "int8 KV": Variant(kv_dtype="int8"),
+    "int8 weights, int8 KV": Variant(weights="int8", kv_dtype="int8"),
+}
+KINDS = ("auto", "int8")
+
+
+# -------------------------------------------------------------------------------------------------------------- speed
+
+
+@asynccontextmanager
+async def serving(model: Path, num_prefill: int, **settings: Any) -> AsyncIterator[tuple[LocalCluster, Client]]:
+    worker = {"model": model, "kv_memory_mib": 256, "speculation": "off", **settings}
+    if not num_prefill:
+        worker["max_prefill_tokens"] = 2048
+    cores = sorted(os.sched_getaffinity(0))
+    async with (
+        LocalCluster(plan_topology(num_prefill, 1, {"model": model, "port": 0}, worker, cores)) as cluster,
+        Client(cluster.address) as client,
+    ):
+        yield cluster, client
+
+
+def engine_peak_mib(cluster: LocalCluster) -> float:
+    return max(peak_memory_mib(child) for role in cluster.workers for child in children(role.pid))
+
+
+def generating(client: Client) -> Generate:
+    async def generate(token_ids: Any, max_tokens: int) -> AsyncIterator[float]:
+        sampling = pb.Sampling(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        async with aclosing(client.generate(token_ids=token_ids, sampling=sampling)) as messages:
+            async for message in messages:
+                for _ in message.token_ids:
+                    yield asyncio.get_running_loop().time()
+
+    return generate
+
+
+async def speed(console: Console) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
+    """Medians, by workload and kind of weights; and the engines' peak memory in MiB."""
+    model = qwen2_half_b(OUT / "qwen2-0.5b")
+    workloads: dict[str, tuple[int, Any]] = {
+        "batch 1, ms per token": (ROUNDS, alone),
+        "1024-token prompt, TTFT in ms": (ROUNDS, long_prompt),
+        "32 x (64 in, 32 out), tokens/s": (ROUNDS, lambda generate, seed: batch(generate, 64, 32, seed)),
+    }
+    figures: dict[str, dict[str, Any]] = {}
+    async with AsyncExitStack() as stack:
+        clusters = {kind: await stack.enter_async_context(serving(model, 0, weights=kind)) for kind in KINDS}
+        sides = {kind: generating(client) for kind, (_, client) in clusters.items()}
+        for generate in sides.values():
+            await request(generate, 64, 8, 1)
+        for name, (rounds, workload) in workloads.items():
+            taken: dict[str, list[float]] = {kind: [] for kind in sides}
+            for number in range(rounds):
+                for kind, generate in sides.items():
+                    taken[kind].append(await workload(generate, 1000 * number))
+            figures[name] = {kind: statistics.median(values) for kind, values in taken.items()} | {"all": taken}
+            console.print(f"{name}: " + ", ".join(f"{kind} {figures[name][kind]:.1f}" for kind in sides))
+        peaks = {kind: engine_peak_mib(cluster) for kind, (cluster, _) in clusters.items()}
+    console.print(f"engine's peak memory, MiB: {peaks}")
+    return figures, peaks
+
+
+# ------------------------------------------------------------------------------------------------------------ quality
+
+
+def held_out() -> list[list[int]]:
+    """Rows of token ids, as the demo model's training has them, of another seed."""
+    sys.path.insert(0, str(STORYTELLER.parent))
+    from grammar import long_documents, short_documents  # type: ignore[import-not-found]
+    from tokens import rows  # type: ignore[import-not-found]
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(STORYTELLER)
+    of: dict[int, Iterator[list[int]]] = {
+        512: rows(tokenizer, short_documents(HELD_OUT_SEED), short_documents(HELD_OUT_SEED + 1), 512),
+        1024: rows(tokenizer, long_documents(HELD_OUT_SEED), short_documents(HELD_OUT_SEED + 1), 1024),
+    }
+    return [row for length, count in TEXTS.items() for row in islice(of[length], count)]
+
+
+def logits_of(runner: TorchRunner, text: list[int]) -> Tensor:
+    """Of the places before each token but the first, [len(text) - 1, vocab]: what follows the first are guesses."""
+    blocks = list(range(runner.layout.blocks_for(len(text))))
+    sequence = Sequence("text", text[:1], 1, b"", SamplingParams(1), 0, 0, blocks=blocks)
+    return runner.logits([Chunk(sequence, 0, 1, guesses=tuple(text[1:-1]))]).float()
+
+
+def quality(console: Console) -> dict[str, dict[str, float]]:
+    """Perplexity of each variant, and how often its likeliest token is that of the weights as saved."""
+    texts, figures = held_out(), dict[str, dict[str, float]]()
+    expected: list[Tensor] = []
+    for name, variant in VARIANTS.items():
+        runner = TorchRunner(STORYTELLER, "auto", 16, POOL_MIB << 20, variant=variant)
+        loss, likeliest = 0.0, list[Tensor]()
+        for text in texts:
+            logits = logits_of(runner, text)
+            loss += float(torch.nn.functional.cross_entropy(logits, torch.tensor(text[1:]), reduction="sum"))
+            likeliest.append(logits.argmax(-1))
+        expected = expected or likeliest
+        same = torch.cat([one == other for one, other in zip(likeliest, expected, strict=True)])
+        figures[name] = {
+            "perplexity": float(torch.tensor(loss / same.numel()).exp()),
+            "agreement": float(same.double().mean()),
+        }
+        console.print(
+            f"{name}: perplexity {figures[name]['perplexity']:.4f}, agreement {figures[name]['agreement']:.4f}"
+        )
+    return figures
+
+
+# --------------------------------------------------------------------------------------------------- room, and bytes
+
+
+def admitted(variant: Variant) -> int:
+    """Requests of 200 tokens in and 100 out that a pool of POOL_MIB takes before it refuses one."""
+    runner = TorchRunner(STORYTELLER, "auto", 16, POOL_MIB << 20, variant=variant)
+    said: list[Any] = []
+    limits = CoreLimits(StepBudget(2048, 512))
+    core = EngineCore(runner, LocalTransport(LocalNetwork(), "one"), limits, said.append)
+    core.start()
+    count = 0
+    while not any(isinstance(message, Rejected) for message in said):
+        prompt = tuple(torch.randint(3, 2000, (200,), generator=torch.Generator().manual_seed(count)).tolist())
+        core.handle(Ask(str(count), prompt, (), SamplingParams(100, ignore_eos=True), "", 0, borrow=False))
+        count += 1
+    return count - 1
+
+
+async def bytes_per_block(kv_dtype: str) -> float:
+    """Of a prompt that a prefill worker computed and a decode worker read."""
+    async with serving(STORYTELLER, 1, kv_dtype=kv_dtype) as (_, client):
+        token_ids = torch.randint(3, 2000, (1000,), generator=torch.Generator().manual_seed(1)).tolist()
+        sampling = pb.Sampling(max_tokens=8, ignore_eos=True)
+        messages = [message async for message in client.generate(token_ids=token_ids, sampling=sampling)]
+    kv = messages[-1].finish.receipt.kv
+    assert kv.moved_blocks > 50, "little was lent"
+    return float(kv.moved_bytes / kv.moved_blocks)
+
+
+async def main() -> None:
+    console = Console()
+    parts = sys.argv[1:] or ["quality", "room", "bytes", "speed"]
+    figures: dict[str, Any] = {}
+    bars: list[Bar] = []
+    if "quality" in parts:
+        figures["quality"] = found = quality(console)
+        for name in list(VARIANTS)[1:]:
+            loss = found[name]["perplexity"] / found["bf16"]["perplexity"]
+            bars.append(Bar(f"{name}: perplexity of the demo model, / bf16", loss, 1.01))
+    if "room" in parts:
+        figures["admitted"] = room = {name: admitted(VARIANTS[name]) for name in ("bf16", "int8 KV")}
+        console.print(f"requests in {POOL_MIB} MiB: {room}")
+        bars.append(Bar("requests that fit into a pool, int8 KV / bf16", room["int8 KV"] / room["bf16"], 1.8, True))
+    if "bytes" in parts:
+        figures["bytes_per_block"] = moved = {kind: await bytes_per_block(kind) for kind in ("auto", "int8")}
+        console.print(f"bytes moved per block: {moved}")
+        bars.append(Bar("bytes moved per block, int8 KV / bf16", moved["int8"] / moved["auto"], 0.55))
+    if "speed" in parts:
+        fast, figures["engine_peak_mib"] = await speed(console)
+        figures["speed"] = fast
+        one, prompt, many = (of["int8"] / of["auto"] for of in fast.values())
+        bars.append(Bar("batch 1: ms per token, int8 weights / bf16", one, 0.65))
+        bars.append(Bar("1024-token prompt: TTFT, int8 weights / bf16", prompt, 1.1))
+        bars.append(Bar("32 at once: output tokens/s, int8 weights / bf16", many, 0.95, at_least=True))
+    conclude("quantised", bars, figures, console)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

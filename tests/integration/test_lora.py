@@ -1,0 +1,162 @@
+"""LoRA adapters, as PEFT saves them, merged at load."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.errors import EngineStartError
+from engine.model_dir import ModelDir
+from engine.torch.loader import load_model
+from engine.torch.quantised import QuantisedLinear, quantise
+from engine.variant import AS_SAVED, Variant
+
+CPU = torch.device("cpu")
+RANK, ALPHA = 4, 10
+Q, DOWN = "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj"
+SIZES = {Q: (64, 64), DOWN: (64, 128)}
+CONFIG = {
+    "peft_type": "LORA",
+    "r": RANK,
+    "lora_alpha": ALPHA,
+    "target_modules": ["q_proj", "down_proj"],
+    "bias": "none",
+    "base_model_name_or_path": "somewhere/else",
+    "task_type": "CAUSAL_LM",
+    "lora_dropout": 0.05,
+    "init_lora_weights": True,
+    "use_dora": False,
+    "modules_to_save": None,
+    "rank_pattern": {},
+}
+
+
+def weights_of(seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    made = {}
+    for name, (n, k) in SIZES.items():
+        for side, shape in (("A", (RANK, k)), ("B", (n, RANK))):
+            made[f"base_model.model.{name}.lora_{side}.weight"] = torch.randn(shape, generator=generator) * 0.1
+    return made
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Callable[..., Path]:
+    """adapter(weights, **changes to its config) -> its directory."""
+
+    def write(weights: dict[str, Tensor] | None = None, **changes: Any) -> Path:
+        path = tmp_path / "adapter"
+        path.mkdir(exist_ok=True)
+        (path / "adapter_config.json").write_text(json.dumps(CONFIG | changes))
+        save_file(weights_of() if weights is None else weights, path / "adapter_model.safetensors")
+        return path
+
+    return write
+
+
+def load(path: Path, variant: Variant) -> torch.nn.Module:
+    return load_model(ModelDir.open(path), "auto", CPU, variant)
+
+
+@pytest.mark.parametrize(("stabilised", "scale"), [(False, ALPHA / RANK), (True, ALPHA / math.sqrt(RANK))])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_is_what_the_formula_says_and_nothing_else_changes(
+    make_model: Any, adapter: Callable[..., Path], dtype: str, stabilised: bool, scale: float
+) -> None:
+    path = make_model("llama", dtype=dtype)
+    saved, lora = load_file(path / "model.safetensors"), weights_of()
+    merged = load(path, Variant(lora=adapter(use_rslora=stabilised))).state_dict()
+    for name in SIZES:
+        a, b = (lora[f"base_model.model.{name}.lora_{side}.weight"].double() for side in "AB")
+        exact = saved.pop(f"{name}.weight").double() + scale * (b @ a)
+        assert torch.allclose(merged[f"{name}.weight"].double(), exact, rtol=2**-8 if dtype == "bfloat16" else 1e-5)
+    assert all(torch.equal(merged[name], tensor) for name, tensor in saved.items())
+
+
+def test_it_is_merged_before_weights_are_quantised(make_model: Any, adapter: Callable[..., Path]) -> None:
+    path, lora = make_model("llama", dtype="bfloat16"), adapter()
+    layer = load(path, Variant(weights="int8", lora=lora)).get_submodule(Q)
+    assert isinstance(layer, QuantisedLinear)
+    values, scales = quantise(load(path, Variant(lora=lora)).get_submodule(Q).weight.data)  # type: ignore[union-attr,arg-type]
+    assert torch.equal(layer.values, values)
+    assert torch.equal(layer.scales, scales)
+
+
+def test_adapters_have_fingerprints(adapter: Callable[..., Path]) -> None:
+    saved = bytes(32)
+    prints = {AS_SAVED.fingerprint(saved)}
+    for weights, changes in ((None, {}), (weights_of(1), {}), (None, {"lora_alpha": 11})):
+        lora = adapter(weights, **changes)
+        prints |= {Variant(lora=lora).fingerprint(saved), Variant(weights="int8", lora=lora).fingerprint(saved)}
+        assert Variant(lora=lora).fingerprint(saved) in prints
+    assert len(prints) == 7
+    with pytest.raises(EngineStartError, match=r"lora: .*no adapter of PEFT"):
+        Variant(lora=Path("/nowhere")).fingerprint(saved)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"peft_type": "IA3"}, "not of peft_type LORA"),
+        ({"use_dora": True}, "its use_dora would change the result"),
+        ({"modules_to_save": ["lm_head"], "lora_bias": True}, "its lora_bias, modules_to_save would change"),
+        ({"rank_pattern": {"q_proj": 2}}, "its rank_pattern would change"),
+        ({"something_new": 1}, "its something_new would change"),
+        ({"bias": "all"}, "its bias 'all'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not for the weights as they were saved"),
+        ({"r": 0}, "its r is 0"),
+        ({"r": 8}, r"q_proj.lora_A is \[4, 64\], not \[8, 64\]|down_proj.lora_A is \[4, 128\], not \[8, 128\]"),
+        ({"lora_alpha": "much"}, "its lora_alpha is 'much'"),
+        ({"target_modules": ["q_proj", "down_proj", "v_proj"]}, "target_modules name v_proj, of which"),
+    ],
+)
+def test_what_its_config_asks_for_and_cannot_have(
+    tiny_model: Path, adapter: Callable[..., Path], changes: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(EngineStartError, match=f"lora: .*({why})"):
+        load(tiny_model, Variant(lora=adapter(**changes)))
+
+
+def renamed(old: str, new: str) -> dict[str, Tensor]:
+    return {name.replace(old, new): tensor for name, tensor in weights_of().items()}
+
+
+@pytest.mark.parametrize(
+    ("weights", "why"),
+    [
+        (renamed("layers.1", "layers.7"), r"of a module model\.layers\.7\.self_attn\.q_proj, which the model has not"),
+        (renamed("self_attn.q_proj", "input_layernorm"), "a LlamaRMSNorm; only plain linear layers"),
+        (renamed("q_proj.lora_A.weight", "q_proj.lora_magnitude_vector"), "is no weight of a plain LoRA"),
+        (renamed("q_proj.lora_A", "k_proj.lora_A"), "q_proj has no lora_A|k_proj has no lora_B"),
+        (renamed(Q, "model.layers.1.self_attn.k_proj"), r"k_proj.lora_B is \[64, 4\], not \[32, 4\]"),
+        ({name: tensor.to(torch.int32) for name, tensor in weights_of().items()}, "of torch.int32, no floating-point"),
+        ({}, "is empty"),
+    ],
+)
+def test_weights_that_do_not_fit(
+    tiny_model: Path, adapter: Callable[..., Path], weights: dict[str, Tensor], why: str
+) -> None:
+    with pytest.raises(EngineStartError, match=f"lora: .*({why})"):
+        load(tiny_model, Variant(lora=adapter(weights, target_modules=None)))
+
+
+def test_a_matrix_that_is_the_embedding_too(make_model: Any, adapter: Callable[..., Path]) -> None:
+    weights = {f"base_model.model.lm_head.lora_{side}.weight": torch.ones(4, 64) for side in "AB"}
+    with pytest.raises(EngineStartError, match=r"lora: .*lm_head, whose matrix is the embedding's too"):
+        load(make_model("gemma2"), Variant(lora=adapter(weights, target_modules=["lm_head"])))
+
+
+def test_no_adapter_at_all(tiny_model: Path, adapter: Callable[..., Path]) -> None:
+    path = adapter()
+    (path / "adapter_model.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(EngineStartError, match=r"lora: .*adapter_model\.safetensors cannot be read"):
+        load(tiny_model, Variant(lora=path))
+    (path / "adapter_config.json").unlink()
+    with pytest.raises(EngineStartError, match=r"lora: .*is no adapter of PEFT"):
+        load(tiny_model, Variant(lora=path))

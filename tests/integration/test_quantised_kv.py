@@ -1,0 +1,252 @@
+"""KV kept as int8: the kernels against the reference, and what is said whoever computed it, where and how."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.core import CoreLimits, EngineCore
+from engine.errors import EngineStartError
+from engine.layout import KvLayout
+from engine.messages import FromEngine, Generate, Token
+from engine.scheduler import StepBudget
+from engine.speculation.speculator import Speculator
+from engine.torch.device import allocate
+from engine.torch.kv_rows import QuantisedRows, quantise_vectors
+from engine.torch.native.attention import NativePagedAttention
+from engine.torch.native.kernels import Kernels
+from engine.torch.runner import TorchRunner
+from engine.torch.sdpa import SdpaPagedAttention
+from engine.variant import AS_SAVED, Variant
+from engine.vocabulary import Chunk, SamplingParams, Sequence
+from kvtransfer.local import LocalNetwork, LocalTransport
+from support.guessing import Recording, always
+from tandem.client import Client
+
+KV = Variant(kv_dtype="int8")
+BOTH = Variant(weights="int8", kv_dtype="int8")
+CPU = torch.device("cpu")
+TYPES = [torch.float32, torch.bfloat16]
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# ------------------------------------------------------------------------------------------------ one vector at a time
+
+
+@given(st.integers(0, 1000), st.floats(1e-6, 1e6), st.sampled_from(TYPES))
+def test_a_vector_is_its_nearest_multiples_of_a_scale_of_its_own(seed: int, size: float, dtype: torch.dtype) -> None:
+    vectors = (randn(4, 24, seed=seed) * size).to(dtype)
+    vectors[2] = 0
+    values, scales = quantise_vectors(vectors)
+    made = values.float() * scales.float()[:, None]
+    assert (made - vectors.float()).abs().le(scales.float()[:, None] * 0.5001).all()
+    assert values.abs().max() <= 127
+    assert values[0].abs().max() >= 126, "a scale is rounded up by less than 1 %"
+    assert made[2].eq(0).all()
+    assert torch.equal(quantise_vectors(vectors[1:2])[0], values[1:2]), "whatever the others are"
+
+
+SHAPES = [
+    (4, 2, 16, 64, 300, 20.0),
+    (14, 2, 64, 16, None, 0.0),
+    (6, 1, 128, 7, None, 0.0),
+    (4, 4, 80, 16, 24, 0.0),
+    (2, 1, 6, 7, 24, 20.0),
+]
+"""Heads, KV heads, head_dim, block_tokens, window, softcap."""
+CHUNKS = [(0, 5), (3, 1), (17, 40), (600, 1), (250, 70), (256, 3), (0, 300)]
+
+
+def spread(layout: KvLayout) -> tuple[list[Chunk], int]:
+    """CHUNKS, their blocks dealt out at random; and how many blocks."""
+    counts = [layout.blocks_for(start + count) for start, count in CHUNKS]
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(3)).tolist()
+    chunks = []
+    for start, count in CHUNKS:
+        tokens = [0] * (start + count)
+        sequence = Sequence("a", tokens, len(tokens), b"", SamplingParams(1), 0, 0)
+        sequence.blocks = [order.pop() for _ in range(layout.blocks_for(len(tokens)))]
+        chunks.append(Chunk(sequence, start, count))
+    return chunks, sum(counts)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block_tokens", "window", "softcap"), SHAPES)
+def test_attention_equals_the_reference(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, block_tokens: int, window: int | None, softcap: float
+) -> None:
+    layout = KvLayout(2, kv_heads, head_dim, block_tokens, str(dtype).removeprefix("torch."), quantised=True)
+    chunks, num_blocks = spread(layout)
+    total = sum(count for _, count in CHUNKS)
+    query = randn(1, heads, total, head_dim, dtype=dtype)
+    key, value = (randn(1, kv_heads, total, head_dim, dtype=dtype, seed=seed) for seed in (1, 2))
+    pools, results = [], []
+    for native in (False, True):
+        memory = allocate(layout, num_blocks, CPU)
+        slots = torch.arange(memory.tensor.numel() // layout.vector_bytes)
+        QuantisedRows(memory.tensor, layout).write(slots, randn(len(slots), head_dim, dtype=dtype, seed=4))
+        pool = memory.tensor
+        attention = NativePagedAttention(Kernels(), pool, layout, heads) if native else SdpaPagedAttention(pool, layout)
+        attention.prepare(chunks)
+        results.append(attention.attend(1, query, key, value, head_dim**-0.5, window, softcap).float())
+        pools.append(pool)
+    assert torch.equal(*pools), "the same bytes were written"
+    assert (results[0] - results[1]).abs().max() <= (2e-5 if dtype == torch.float32 else 0.05)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_unread_memory_does_not_matter(native: bool) -> None:
+    """What lies in a block after the sequence's end may be anything, scales too."""
+    layout = KvLayout(1, 1, 64, 16, "float32", quantised=True)
+    sequence = Sequence("a", [0] * 5, 5, b"", SamplingParams(1), 0, 0, blocks=[0])
+    results = []
+    for filling in (0, 0xFF) if native else (0, 0x11):  # torch reads whole rows, and masks: NaN would spread
+        pool = torch.full((1, 1, 1, 2, 16 * 66), filling, dtype=torch.uint8)
+        attention = NativePagedAttention(Kernels(), pool, layout, 1) if native else SdpaPagedAttention(pool, layout)
+        attention.prepare([Chunk(sequence, 0, 5)])
+        query, key, value = (randn(1, 1, 5, 64, seed=seed) for seed in range(3))
+        results.append(attention.attend(0, query, key, value, 0.125, None, 0.0))
+    assert torch.equal(*results)
+
+
+# -------------------------------------------------------------------------------------------------------- whole models
+
+
+def runner_of(path: Path, dtype: str = "float32", variant: Variant = KV, **options: Any) -> TorchRunner:
+    return TorchRunner(path, dtype, block_tokens=16, **{"kv_bytes": 4 << 20} | options, variant=variant)
+
+
+@pytest.fixture(scope="module")
+def saved(make_model: Callable[..., Path]) -> Path:
+    return make_model("qwen2", dtype="bfloat16")
+
+
+PROMPT = torch.randint(1, 500, (101,), generator=torch.Generator().manual_seed(4)).tolist()
+
+
+def computed(runner: TorchRunner, chunk: int, first_block: int) -> tuple[Tensor, Tensor]:
+    """Logits after PROMPT [vocab], and the bytes of its blocks."""
+    blocks = list(range(first_block, first_block + 7))
+    sequence = Sequence("a", PROMPT, 101, b"", SamplingParams(1), 0, 0, blocks=blocks)
+    for start in range(0, 101, chunk):
+        logits = runner.logits([Chunk(sequence, start, min(chunk, 101 - start))])
+    return logits[0], runner.paged.memory.byte_blocks[blocks].clone()
+
+
+@pytest.mark.parametrize("variant", [KV, BOTH])
+def test_logits_and_blocks_are_the_same_to_the_bit_for_every_chunk(saved: Path, variant: Variant) -> None:
+    """A vector is quantised by itself: what is kept of it does not depend on what came with it, or after it."""
+    if not Kernels().multiplies_int8:
+        pytest.skip("torch's linear layers do not give the same bits for every batch")
+    runner = runner_of(saved, "bfloat16", variant, backend="native")
+    logits, blocks = computed(runner, 101, 0)
+    for number, chunk in enumerate((1, 5, 16, 50)):
+        other_logits, other_blocks = computed(runner, chunk, 8 * (number + 1))
+        assert torch.equal(other_logits, logits)
+        assert torch.equal(other_blocks, blocks)
+
+
+def test_it_is_close_to_kv_as_it_was_computed_and_half_as_large(saved: Path) -> None:
+    plain, quantised = (runner_of(saved, "bfloat16", variant) for variant in (AS_SAVED, KV))
+    (expected, _), (got, _) = computed(plain, 30, 0), computed(quantised, 30, 0)
+    assert not torch.equal(got, expected)
+    assert (got - expected).float().norm() <= 0.05 * expected.float().norm()
+    assert quantised.layout.block_bytes == plain.layout.block_bytes * (16 + 2) // 32
+    one, other = (r.layout.fingerprint(r.info.weights_fingerprint) for r in (plain, quantised))
+    assert one != other, "they exchange no blocks"
+
+
+# -------------------------------------------------------------------------------- whatever else happens to a request
+
+SAMPLING = {
+    "greedy": SamplingParams(40, temperature=0, ignore_eos=True),
+    "seeded": SamplingParams(40, temperature=0.9, top_p=0.95, seed=11, ignore_eos=True),
+}
+PROMPTS = [PROMPT[:5], PROMPT[:16], PROMPT[10:41], PROMPT[50:90]]
+Said = dict[tuple[str, int], list[int]]
+
+
+class Engine:
+    def __init__(self, runner: TorchRunner, speculator: Speculator | None = None, chunk: int = 24) -> None:
+        self.out: list[FromEngine] = []
+        limits = CoreLimits(StepBudget(96, chunk), reserve_output_tokens=1)
+        self.core = EngineCore(
+            runner, LocalTransport(LocalNetwork(), "one"), limits, self.out.append, speculator=speculator
+        )
+        self.core.start()
+
+    def ask(self, sampling: SamplingParams, emitted: Said | None = None) -> Said:
+        for number, prompt in enumerate(PROMPTS):
+            before = tuple((emitted or {}).get((str(number), 0), ()))
+            self.core.handle(Generate(str(number), tuple(prompt), before, sampling, "", number % 2, borrow=False))
+        while self.core.step():
+            assert self.core.audit().fault == ""
+        said: Said = {}
+        for message in self.out:
+            if isinstance(message, Token):
+                said.setdefault((message.request_id, message.choice), []).append(message.token_id)
+        self.out.clear()
+        return said
+
+
+@pytest.mark.parametrize("how", sorted(SAMPLING))
+def test_speculation_preemption_prefix_hits_and_replay_change_no_token(saved: Path, how: str) -> None:
+    """int8 weights and int8 KV, in bfloat16, where equal means equal to the bit."""
+    if not Kernels().multiplies_int8:
+        pytest.skip("torch's linear layers do not give the same bits for every batch")
+    sampling = SAMPLING[how]
+    large = runner_of(saved, "bfloat16", BOTH)
+    engine = Engine(large)
+    expected = engine.ask(sampling)
+    assert all(len(tokens) == 40 for tokens in expected.values())
+    assert engine.ask(sampling) == expected, "prefix hits"
+    assert Engine(large, always(Recording(expected, 500)), chunk=7).ask(sampling) == expected, "speculation"
+    small = runner_of(saved, "bfloat16", BOTH, kv_bytes=8 * large.layout.block_bytes)
+    crowded = Engine(small, always(Recording(expected, 500)))
+    assert crowded.ask(sampling) == expected, "preemption"
+    assert crowded.core._requests.residency.num_preemptions >= 2
+    for cut in (1, 17):
+        emitted = {key: tokens[:cut] for key, tokens in expected.items()}
+        rest = {key: tokens[cut:] for key, tokens in expected.items()}
+        assert Engine(large).ask(sampling, emitted) == rest, "replay after a failover"
+
+
+async def test_lent_over_a_real_transport(saved: Path, cluster_of: Any, ask: Any) -> None:
+    """Blocks of int8, with their scales, from a prefill worker; and from host memory, when they were evicted."""
+    settings = {"weights": "int8", "kv_dtype": "int8", "kv_memory_mib": 1, "kv_host_memory_mib": 8}
+    prompts = [torch.randint(1, 500, (400,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(6)]
+    local = Engine(runner_of(saved, "bfloat16", BOTH))
+    expected = []
+    for prompt in prompts:
+        sampling = SamplingParams(8, temperature=0, ignore_eos=True)
+        local.core.handle(Generate("r", tuple(prompt), (), sampling, "", 0, borrow=False))
+        while local.core.step():
+            pass
+        expected.append([message.token_id for message in local.out if isinstance(message, Token)])
+        local.out.clear()
+    async with cluster_of(saved, **settings) as cluster, Client(cluster.address) as client:
+        answers = [await ask(client, prompt, ignore_eos=True) for prompt in prompts]
+        assert [answer.token_ids for answer in answers] == expected
+        assert all(answer.kv.moved_blocks == 24 for answer in answers)
+        assert answers[0].kv.moved_bytes == 24 * local.core._runner.layout.block_bytes
+        again = await asyncio.gather(*(ask(client, prompt, ignore_eos=True) for prompt in prompts))
+        assert [answer.token_ids for answer in again] == expected
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def test_blocks_that_could_not_be_fingerprinted(tiny_model: Path) -> None:
+    with pytest.raises(
+        EngineStartError, match="kv_dtype: int8 blocks of 3 layers of 1 tokens x 16 are no multiple of 8"
+    ):
+        TorchRunner(tiny_model, "float32", block_tokens=1, kv_bytes=1 << 20, variant=KV)

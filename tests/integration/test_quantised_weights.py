@@ -1,0 +1,250 @@
+"""Linear layers with quantised weights: the kernels against the reference, and whole models."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from engine.errors import EngineStartError, ModelRefused
+from engine.model_dir import ModelDir
+from engine.torch.loader import load_model
+from engine.torch.native.kernels import Kernels
+from engine.torch.native.modules import PackedGatedMlp, PackedLinear
+from engine.torch.quantised import QuantisedLinear, quantise
+from engine.torch.runner import TorchRunner
+from engine.variant import AS_SAVED, Variant
+from engine.vocabulary import Chunk, SamplingParams, Sequence
+
+INT8 = Variant(weights="int8")
+ROWS = [1, 2, 3, 4, 5, 6, 7, 13, 257, 520]
+MakeModel = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    kernels = Kernels()
+    if not kernels.multiplies_int8:
+        pytest.skip("this CPU does not multiply bfloat16 and permute bytes: quantised layers are the reference's")
+    return kernels
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def integers(n: int, k: int, seed: int = 0) -> Tensor:
+    return torch.randint(-127, 128, (n, k), generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
+
+
+def layer(n: int, k: int, bias: bool = False, seed: int = 1) -> nn.Linear:
+    made = nn.Linear(k, n, bias=bias, dtype=torch.bfloat16)
+    made.weight.data = randn(n, k, seed=seed) / k**0.5
+    if bias:
+        made.bias.data = randn(n, seed=seed + 1)
+    return made
+
+
+# ------------------------------------------------------------------------------------------------------ one by one
+
+
+@given(st.integers(0, 1000), st.floats(1e-6, 1e6))
+def test_a_weight_is_its_nearest_multiple_of_the_scale(seed: int, size: float) -> None:
+    weights = (torch.randn(5, 24, generator=torch.Generator().manual_seed(seed)) * size).bfloat16()
+    weights[3] = 0
+    values, scales = quantise(weights)
+    made = values.float() * scales[:, None]
+    assert (made - weights.float()).abs().le(scales[:, None] * 0.5001).all()
+    assert values[torch.arange(3), weights[:3].abs().argmax(-1)].abs().eq(127).all(), "the whole range is used"
+    assert made[3].eq(0).all()
+
+
+@pytest.mark.parametrize(("n", "k"), [(64, 64), (70, 100), (1, 2), (130, 2050), (896, 4864)])
+@pytest.mark.parametrize("rows", ROWS)
+def test_int8_is_bfloat16_of_the_same_integers_to_the_bit(kernels: Kernels, n: int, k: int, rows: int) -> None:
+    """Every value from -127 to 127 is exact in bfloat16, and the sums run in the same order."""
+    x, values, bias = randn(rows, k), integers(n, k), randn(n, seed=3)
+    plain = kernels.linear(x, kernels.pack(values.bfloat16()), bias)
+    assert torch.equal(kernels.linear(x, kernels.pack_int8(values, torch.ones(n)), bias), plain)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("rows", [1, 6, 300])
+def test_linear_equals_the_reference(kernels: Kernels, rows: int, biased: bool) -> None:
+    reference = QuantisedLinear.of(layer(200, 1500, biased))
+    x = randn(1, rows, 1500)
+    exact, got = reference(x.float()), PackedLinear.of(kernels, reference)(x).float()
+    assert ((got - exact).abs() <= 0.005 * exact.abs() + 1e-5 * exact.abs().max()).all()
+
+
+@pytest.mark.parametrize("rows", [1, 6, 300])
+def test_gated_equals_the_reference(kernels: Kernels, rows: int) -> None:
+    class Mlp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_proj, self.up_proj, self.down_proj = (
+                QuantisedLinear.of(layer(n, k, seed=seed)) for seed, (n, k) in enumerate([(96, 70), (96, 70), (70, 96)])
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+            return out
+
+    mlp, x = Mlp(), randn(rows, 70)
+    exact, got = mlp(x.float()), PackedGatedMlp(kernels, mlp)(x).float()
+    assert (got - exact).abs().max() <= 0.01 * exact.abs().max()
+
+
+def test_columns_after_the_last_are_not_written(kernels: Kernels) -> None:
+    x, packed = randn(3, 64), kernels.pack_int8(integers(70, 64), torch.ones(70))
+    guarded = torch.full((4, 70), 7.0, dtype=torch.bfloat16)
+    at, to = x.data_ptr(), guarded.data_ptr()
+    kernels._library.tandem_linear_int8(at, 64, 3, *packed.arguments, 70, 64, None, to, 70)
+    assert (guarded[3] == 7).all()
+    assert (guarded[:3] != 7).any()
+
+
+# ---------------------------------------------------------------------------------------------------- whole models
+
+
+def runner_of(path: Path, dtype: str = "bfloat16", variant: Variant = INT8, **options: Any) -> TorchRunner:
+    return TorchRunner(path, dtype, block_tokens=16, kv_bytes=8 << 20, variant=variant, **options)
+
+
+PROMPT = torch.randint(1, 500, (101,), generator=torch.Generator().manual_seed(4)).tolist()
+
+
+def logits_after(runner: TorchRunner, tokens: list[int], chunk: int, first_block: int = 0) -> Tensor:
+    """[vocab], the prompt computed in chunks."""
+    blocks = list(range(first_block, first_block + runner.layout.blocks_for(len(tokens))))
+    sequence = Sequence("a", tokens, len(tokens), b"", SamplingParams(1), 0, 0, blocks=blocks)
+    for start in range(0, len(tokens), chunk):
+        logits = runner.logits([Chunk(sequence, start, min(chunk, len(tokens) - start))])
+    return logits[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize("backend", ["native", "sdpa"])
+def test_either_backend_is_as_near_to_the_truth_as_bfloat16_can_be(
+    make_model: MakeModel, family: str, backend: str
+) -> None:
+    """The truth: the same quantised weights, computed in float32. The noise: what bfloat16 costs weights as saved."""
+    path = make_model(family, dtype="bfloat16")
+
+    def every_logit(dtype: str, variant: Variant, backend: str) -> Tensor:
+        runner = runner_of(path, dtype, variant, backend=backend)
+        return torch.stack([logits_after(runner, PROMPT[: end + 1], 30) for end in range(0, 101, 10)]).double()
+
+    truth = every_logit("float32", INT8, "sdpa")
+    noise = (every_logit("bfloat16", AS_SAVED, "sdpa") - every_logit("float32", AS_SAVED, "sdpa")).abs().mean()
+    step = (truth - every_logit("float32", AS_SAVED, "sdpa")).abs().mean()
+    assert (every_logit("bfloat16", INT8, backend) - truth).abs().mean() <= 1.3 * noise
+    assert step > 0, "the weights are others than the saved ones"
+
+
+def test_logits_are_the_same_to_the_bit_for_every_chunk_and_company(make_model: MakeModel, kernels: Kernels) -> None:
+    runner = runner_of(make_model("qwen2", dtype="bfloat16"), backend="native")
+    expected = logits_after(runner, PROMPT, 101)
+    for chunk in (1, 4, 6, 7, 50):
+        assert torch.equal(logits_after(runner, PROMPT, chunk), expected)
+    sequences = []
+    for number in range(3):
+        blocks = list(range(20 * number, 20 * number + 7))
+        sequences.append(Sequence(str(number), PROMPT, 101, b"", SamplingParams(1), 0, 0, blocks=blocks))
+    together = runner.logits([Chunk(sequence, 0, 101) for sequence in sequences])
+    assert all(torch.equal(row, expected) for row in together)
+
+
+@pytest.mark.parametrize(("family", "tied"), [("qwen2", False), ("gemma2", True)])
+def test_every_linear_layer_is_quantised_and_the_embedding_is_not(
+    make_model: MakeModel, family: str, tied: bool
+) -> None:
+    path = make_model(family, dtype="bfloat16")
+    assert ModelDir.open(path).config["tie_word_embeddings"] is tied
+    model = load_model(ModelDir.open(path), "auto", torch.device("cpu"), INT8)
+    saved = load_model(ModelDir.open(path), "auto", torch.device("cpu"))
+    assert not any(type(module) is nn.Linear for module in model.modules())
+    assert isinstance(model.lm_head, QuantisedLinear)
+    assert torch.equal(model.get_input_embeddings().weight, saved.get_input_embeddings().weight)  # type: ignore[operator]
+    values, scales = quantise(saved.lm_head.weight.data)  # type: ignore[union-attr,arg-type]
+    assert torch.equal(model.lm_head.values, values)
+    assert torch.equal(model.lm_head.scales, scales)
+
+
+def test_unlike_weights_have_unlike_fingerprints(tiny_model: Path) -> None:
+    plain, quantised = (runner_of(tiny_model, "float32", variant) for variant in (AS_SAVED, INT8))
+    assert plain.layout == quantised.layout
+    assert plain.info.weights_fingerprint != quantised.info.weights_fingerprint
+
+
+# -------------------------------------------------------------------------------------------------------- refusals
+
+
+def copy_with(path: Path, to: Path, **changes: Any) -> Path:
+    to.mkdir()
+    for file in path.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    config = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(config | changes))
+    return to
+
+
+def test_a_model_whose_weights_are_not_in_linear_layers(make_model: MakeModel) -> None:
+    with pytest.raises(EngineStartError, match=r"weights: int8 is of linear layers, which hold only \d+ %"):
+        runner_of(make_model("mixtral", dtype="bfloat16"))
+
+
+def test_on_a_gpu(tiny_model: Path) -> None:
+    with pytest.raises(EngineStartError, match="weights: int8 is computed on the CPU only, not on cuda"):
+        load_model(ModelDir.open(tiny_model), "auto", torch.device("cuda"), INT8)
+
+
+@pytest.mark.parametrize(
+    ("method", "why"),
+    [
+        ({"quant_method": "telepathy", "bits": 4}, "quantised by telepathy, which transformers does not know"),
+        ({"bits": 4}, "does not name, which transformers does not know"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "transformers cannot load it: .*optimum"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "transformers cannot load it: .*gptqmodel"),
+    ],
+)
+def test_saved_quantised_by_what_is_not_here(tiny_model: Path, tmp_path: Path, method: Any, why: str) -> None:
+    path = copy_with(tiny_model, tmp_path / "quantised", quantization_config=method)
+    with pytest.raises(ModelRefused, match=why):
+        runner_of(path, variant=AS_SAVED)
+
+
+def test_saved_quantised_and_quantised_again(tiny_model: Path, tmp_path: Path) -> None:
+    path = copy_with(tiny_model, tmp_path / "quantised", quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(EngineStartError, match="weights: the model was saved quantised, by gptq"):
+        runner_of(path)
+
+
+def test_files_that_lack_a_weight(make_model: MakeModel, tmp_path: Path) -> None:
+    """transformers would draw it at random."""
+    from safetensors.torch import load_file, save_file
+
+    path = copy_with(make_model("llama"), tmp_path / "lacking")
+    weights = load_file(path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelRefused, match=r"lack 1 of its weights, model\.layers\.1\.mlp\.up_proj\.weight"):
+        runner_of(path, variant=AS_SAVED)
+
+
+def test_a_weight_of_another_class_is_left_to_transformers(kernels: Kernels) -> None:
+    """As torchao's: a linear layer by its type, whose memory holds something else."""
+    from engine.torch.native.packing import can_pack
+
+    class Strange(nn.Parameter):
+        pass
+
+    plain = layer(64, 64)
+    assert can_pack(kernels, plain)
+    plain.weight = Strange(plain.weight.data)
+    assert not can_pack(kernels, plain)

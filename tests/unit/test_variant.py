@@ -1,0 +1,34 @@
+"""What is made of saved weights has a name of its own."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import EngineStartError
+from engine.variant import AS_SAVED, Variant
+from engine.worker.config import WorkerConfig
+
+SAVED, OTHER = bytes(32), bytes([1]) * 32
+
+
+def test_weights_as_saved_keep_their_fingerprint() -> None:
+    assert AS_SAVED.fingerprint(SAVED) == SAVED
+
+
+def test_other_numbers_have_another() -> None:
+    made = [Variant(weights=kind).fingerprint(saved) for kind in ("auto", "int8") for saved in (SAVED, OTHER)]
+    assert len(set(made)) == 4
+    assert {len(each) for each in made} == {32}
+    assert Variant(weights="int8").fingerprint(SAVED) == Variant(weights="int8").fingerprint(SAVED)
+
+
+SETTINGS: list[dict[str, Any]] = [{"weights": "int8"}, {"kv_dtype": "int8"}, {"lora": Path("/adapter")}]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings_say_it_and_the_sim_engine_has_none(setting: dict[str, Any]) -> None:
+    assert WorkerConfig(model=Path("/model"), **setting).variant() == Variant(**setting)
+    with pytest.raises(EngineStartError, match=f"{next(iter(setting))}: "):
+        WorkerConfig(model=Path("/model"), engine="sim", **setting).variant()
+    assert WorkerConfig(model=Path("/model"), engine="sim").variant() == AS_SAVED
