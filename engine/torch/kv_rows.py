@@ -51,9 +51,8 @@ class QuantisedRows(KvRows):
         self._width = layout.block_tokens
         self._values_bytes = layout.block_tokens * layout.head_dim
         rows = pool.view(-1, layout.block_tokens * layout.vector_bytes)
-        self._values = rows.view(torch.int8)[:, : self._values_bytes].unflatten(
-            1, (layout.block_tokens, layout.head_dim)
-        )
+        values = rows.view(torch.int8)[:, : self._values_bytes]
+        self._values = values.view(len(rows), layout.block_tokens, layout.head_dim)
         self._scales = rows.view(torch.bfloat16)[:, self._values_bytes // 2 :]
 
     def write(self, slots: Tensor, vectors: Tensor) -> None:
@@ -63,7 +62,7 @@ class QuantisedRows(KvRows):
         self._scales[rows, offsets] = scales
 
     def read(self, rows: Tensor) -> Tensor:
-        made = self._values[rows].float() * self._scales[rows].float()[..., None]
+        made: Tensor = self._values[rows].float() * self._scales[rows].float()[..., None]
         return made.to(self._dtype).flatten(1)
 
 
