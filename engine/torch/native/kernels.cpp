@@ -37,6 +37,10 @@ constexpr int ROWS = 6;  // 6 x 4 accumulators, 4 vectors of B and one of A: 29 
 constexpr int ROWS = 2;
 #endif
 
+// Sums live in registers only where the loops are part of their caller; left to judge by size, GCC gives that up as this
+// file grows, and everything takes twice as long.
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
 typedef float Vec __attribute__((vector_size(64)));
 typedef int32_t IntVec __attribute__((vector_size(64)));
 typedef Vec UnalignedVec __attribute__((aligned(4)));
@@ -204,7 +208,7 @@ inline Vec multiply_add(Vec acc, const bfloat16* a, const bfloat16* b) {
 // acc[rows][PANEL] (+)= a[rows][depth] x panel. `ahead`: memory that will be read soon; a line of it is fetched with
 // each of the first `lines` steps, or two while there are more lines than steps: then MORE is set.
 template <typename E, long PAIR, int M, bool MORE>
-inline void multiply(const E* a, long stride, const E* panel, long depth, Vec acc[][VECTORS], const char* ahead,
+ALWAYS_INLINE void multiply(const E* a, long stride, const E* panel, long depth, Vec acc[][VECTORS], const char* ahead,
                      long lines) {
     const long steps = depth / PAIR;
     const char* further = ahead + steps * 64;
@@ -232,7 +236,7 @@ inline void multiply(const E* a, long stride, const E* panel, long depth, Vec ac
 
 // The tile's epilogue decides where sums start and where they go.
 template <typename E, long PAIR, int M, typename Begin, typename End>
-inline void tile(const E* a, long stride, const E* panel, long depth, const char* ahead, long lines, Begin begin,
+ALWAYS_INLINE void tile(const E* a, long stride, const E* panel, long depth, const char* ahead, long lines, Begin begin,
                  End end) {
     Vec acc[M][VECTORS];
 #pragma GCC unroll 6
@@ -387,7 +391,7 @@ struct ByteWeights {
 
 // As `tile`, of weights that are read once: they are converted in registers.
 template <int M, typename Begin, typename End>
-inline void tile_of_bytes(const bfloat16* a, long stride, const uint8_t* panel, long depth, Begin begin, End end) {
+ALWAYS_INLINE void tile_of_bytes(const bfloat16* a, long stride, const uint8_t* panel, long depth, Begin begin, End end) {
     Vec acc[M][VECTORS];
 #pragma GCC unroll 6
     for (int i = 0; i < M; i++)
