@@ -27,6 +27,7 @@ from bench.simulator_prefill import (
     run,
 )
 from bench.traces import CONVERSATION, TICK_S
+from cluster.garbage import spare_the_started
 from simulator.decision_log import LoggedFleet, decide_again
 from simulator.gpus import gpu_named
 from simulator.model_shape import open_shape
@@ -130,6 +131,7 @@ def measure_decisions(progress: Progress, limit: int) -> tuple[list[Bar], dict[s
 
 def main() -> None:
     console, quick = Console(), "--quick" in sys.argv
+    spare_the_started()  # as `tandem replay` does
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
         speed_bars, speed = measure_speed(progress)
         prefill_bars, prefill = measure_prefill(progress, requests(QUICK if quick else None))

@@ -8,6 +8,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from cluster.garbage import spare_the_started
 from simulator.cluster import Failure, FleetMaker
 from simulator.decision_log import LoggedFleet
 from simulator.errors import BadSetup
@@ -33,6 +34,7 @@ def compare(
     BadTrace and BadSetup."""
     if png_path is not None:
         open_figures()  # so that a missing matplotlib is said before, and not after, the work
+    spare_the_started()
     runs = []
     last_s = _last_arrival_s(console, trace, name)
     with _progress(console) as progress:
