@@ -1,6 +1,7 @@
 """Loads a model of transformers for paged serving, or refuses it with the reason."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from engine.errors import EngineStartError, ModelRefused
 from engine.layout import DTYPE_BYTES, KvLayout
 from engine.model_dir import ModelDir
 from engine.torch.attention import refuse_unknown
+from engine.torch.ranks import RankGroup
+from engine.torch.sharding import load_shard
 
 SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
@@ -22,12 +25,17 @@ _names = (f"tandem_paged_{number}" for number in itertools.count())
 transformers_logging.disable_progress_bar()
 
 
-def load_model(model_dir: ModelDir, dtype: str, device: torch.device) -> torch.nn.Module:
-    """The model in evaluation mode, in `dtype` ("auto": as saved), on a device. Raises ModelRefused."""
+def load_model(
+    model_dir: ModelDir, dtype: str, device: torch.device, group: RankGroup | None = None
+) -> torch.nn.Module:
+    """The model in evaluation mode, in `dtype` ("auto": as saved), on a device; with a `group`, this rank's shard of it.
+    Raises ModelRefused."""
     config = _read_config(model_dir)
     _refuse_by_config(config)
     wanted = "auto" if dtype == "auto" else getattr(torch, dtype)
     try:
+        if group is not None:
+            return load_shard(model_dir.path, config, wanted, group).to(device)
         model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
             model_dir.path, dtype=wanted, local_files_only=True
         )
@@ -69,6 +77,17 @@ def kv_layout(model: torch.nn.Module, block_tokens: int) -> KvLayout:
             use_cache=False,
         )
     return _layout_of(model, shapes, block_tokens)
+
+
+def whole_layout(model: torch.nn.Module, part: KvLayout, ranks: int) -> KvLayout:
+    """Of the whole block, of which each of so many ranks has `part`. Raises ModelRefused when its plan leaves more than
+    its share on each."""
+    text = model.config.get_text_config()  # type: ignore[union-attr,operator]
+    kv_heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if part.kv_heads * ranks != kv_heads:
+        found = f"{part.kv_heads} of its {kv_heads} KV heads on each of {ranks} ranks"
+        raise ModelRefused(f"its tensor-parallel plan leaves {found}: tensor_parallel must be 1")
+    return replace(part, kv_heads=kv_heads)
 
 
 def use_attention(model: torch.nn.Module, attention: Any) -> None:

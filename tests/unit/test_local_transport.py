@@ -5,7 +5,7 @@ import pytest
 
 from kvtransfer.errors import EndpointMismatch, PeerGone
 from kvtransfer.local import LocalNetwork, LocalTransport
-from kvtransfer.transport import Pool, Span, block_spans, check_spans, max_blocks_per_read
+from kvtransfer.transport import Pool, Span, check_spans, max_blocks_per_read
 
 
 def pool_of(fill: int, num_blocks: int = 8, block_bytes: int = 4) -> Pool:

@@ -1,0 +1,207 @@
+"""One rank's shard of a model, as the model's own tensor-parallel plan (`tp_plan` of transformers) says.
+
+transformers cuts the weights while it reads them, so that no rank holds more than its own. What it would do at each
+forward (DTensors and hooks around modules) is replaced by plain modules around plain layers: a sum over the ranks, or
+a gathering on rank 0. So whatever serves a whole layer, CPU kernels or fused ones, serves a shard of it.
+
+    colwise                 rows of the weights: each rank has a part of the outputs
+    rowwise                 columns: each rank has a term of every output          SummedOutput
+    colwise_gather_output   rows, of the output layer only: rank 0 has all         GatheredLinear
+    embedding_rowwise       a run of the vocabulary                                ShardedEmbedding
+    packed_colwise          as colwise, of gate and up in one matrix
+    moe_tp_experts          a slice of every expert                                summed after
+"""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
+
+from engine.errors import ModelRefused
+from engine.torch.ranks import RankGroup
+
+WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce"})
+"""Styles of what every rank has whole. The second differs in training only."""
+WITHIN = frozenset({"colwise", "packed_colwise"}) | WHOLE
+"""Styles after which nothing is summed or gathered."""
+KNOWN = WITHIN | {"rowwise", "colwise_gather_output", "embedding_rowwise", "moe_tp_experts"}
+VOCABULARY = frozenset({"embedding_rowwise", "colwise_gather_output"})
+"""Styles whose parts may differ in size: the last ranks may have less."""
+
+
+class SummedOutput(nn.Module):
+    """A module of which each rank computes a term."""
+
+    def __init__(self, local: nn.Module, group: RankGroup) -> None:
+        super().__init__()
+        self.local = local
+        self._group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._group.sum(self.local(x))
+
+
+class GatheredLinear(nn.Module):
+    """A linear layer of which each rank computes some outputs: [..., width] on rank 0, a part of that on the others,
+    which read none."""
+
+    def __init__(self, local: nn.Linear, width: int, group: RankGroup) -> None:
+        super().__init__()
+        self.local = local
+        self._width = width
+        self._longest = -(-width // group.size)
+        self._group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        part: Tensor = self.local(x)
+        if (missing := self._longest - part.shape[-1]) > 0:
+            part = nn.functional.pad(part, (0, missing))
+        parts = self._group.gather(part)
+        return torch.cat(parts, dim=-1)[..., : self._width] if parts else part
+
+
+class ShardedEmbedding(nn.Module):
+    """Each rank looks up the tokens of its run of the vocabulary: int64 [...] to [..., hidden]."""
+
+    def __init__(self, local: nn.Embedding, first: int, group: RankGroup) -> None:
+        """`first`: the token of the first row."""
+        super().__init__()
+        self.local = local
+        self._first = first
+        self._rows = local.weight.shape[0]
+        self._group = group
+        local.num_embeddings, local.padding_idx = self._rows, None
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        rows = token_ids - self._first
+        here = (rows >= 0) & (rows < self._rows)
+        found: Tensor = self.local(rows.clamp(0, max(0, self._rows - 1)))
+        return self._group.sum(torch.where(here[..., None], found, 0))
+
+
+def load_shard(path: Any, config: Any, dtype: Any, group: RankGroup) -> nn.Module:
+    """This rank's part of the model in a directory, in evaluation mode. Raises ModelRefused for a model that cannot be
+    cut into so many."""
+    refuse_by_plan(config, group.size)
+    os.environ["LOCAL_RANK"] = str(group.rank)  # by which transformers chooses a GPU
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, local_files_only=True, distributed_config=DistributedConfig(tp_size=group.size)
+    )
+    with torch.inference_mode():
+        _make_local(model, group)
+    return model.eval()
+
+
+def refuse_by_plan(config: Any, size: int) -> None:
+    """What can be told before gigabytes are loaded. Raises ModelRefused."""
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    for name, count in (("attention heads", heads), ("KV heads", kv_heads)):
+        if count % size:
+            raise ModelRefused(f"tensor_parallel {size} does not divide its {count} {name}")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    if not model.tp_plan:
+        raise ModelRefused(f"transformers has no tensor-parallel plan for {config.model_type}: tensor_parallel must be 1")
+    if strange := {style for _, _, style in _planned(model)} - KNOWN:
+        raise ModelRefused(f"its tensor-parallel plan uses {', '.join(sorted(strange))}, which is not known here")
+    output = model.get_output_embeddings()
+    for name, module, style in _planned(model):
+        if style == "colwise_gather_output" and module is not output:
+            raise ModelRefused(f"its tensor-parallel plan gathers {name} on every rank: tensor_parallel must be 1")
+        cut = _cut_size(module, style)
+        if style not in VOCABULARY and cut is not None and cut % size:
+            raise ModelRefused(f"tensor_parallel {size} does not divide the {cut} features of {name}")
+
+
+def _cut_size(module: nn.Module, style: str) -> int | None:
+    """Of the dimension that is cut."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or style in WHOLE:
+        return None
+    return weight.shape[-1 if style == "rowwise" else 0]
+
+
+def _planned(model: Any) -> Iterator[tuple[str, nn.Module, str]]:
+    """(name, module, style) of every module that the plan names. Those of bare parameters (of experts) are cut while
+    they are read, and that is all."""
+    plan: dict[str, str] = model.tp_plan
+    for name, module in list(model.named_modules()):
+        if (style := plan.get(replace_layer_number_by_wildcard(name))) is not None:
+            yield name, module, style
+
+
+def _make_local(model: nn.Module, group: RankGroup) -> None:
+    """Plain tensors and plain modules, for DTensors and hooks."""
+    planned = list(_planned(model))
+    first = {id(m): _first_row(m, group) for _, m, style in planned if style == "embedding_rowwise"}
+    widths = {id(m): m.weight.shape[0] for _, m, style in planned if style == "colwise_gather_output"}  # type: ignore[union-attr,index]
+    local: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        module.__dict__.pop("forward", None)  # the hook; the class's own is left
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = local.setdefault(id(parameter), _local(parameter))
+    for name, module, style in planned:
+        if isinstance(module, nn.Linear):
+            module.out_features, module.in_features = module.weight.shape
+        if style == "rowwise":
+            assert isinstance(module, nn.Linear)
+            if group.rank and module.bias is not None:
+                module.bias = None  # it counts once
+            _put(model, name, SummedOutput(module, group))
+        elif style == "colwise_gather_output":
+            assert isinstance(module, nn.Linear)
+            _put(model, name, GatheredLinear(module, widths[id(module)], group))
+        elif style == "embedding_rowwise":
+            assert isinstance(module, nn.Embedding)
+            _put(model, name, ShardedEmbedding(module, first[id(module)], group))
+        elif style == "moe_tp_experts":
+            module.register_forward_hook(lambda _, __, terms: group.sum(terms))
+    _sum_after_mlps(model, group)
+
+
+def _local(parameter: nn.Parameter) -> nn.Parameter:
+    tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return nn.Parameter(tensor.detach(), requires_grad=False)
+
+
+def _first_row(embedding: nn.Module, group: RankGroup) -> int:
+    rows: int = embedding.weight.shape[0]  # type: ignore[union-attr,assignment,index]
+    return min(rows, group.rank * -(-rows // group.size))
+
+
+def _sum_after_mlps(model: nn.Module, group: RankGroup) -> None:
+    """Of a gated MLP that ends with its rowwise layer, the sum is as well taken after the whole: so it is an MLP as any
+    other to those who have a kernel for one. Only where it is seen to make no difference."""
+    agrees: dict[type[nn.Module], bool] = {}
+    for name, mlp in list(model.named_modules()):
+        down = getattr(mlp, "down_proj", None)
+        if not isinstance(down, SummedOutput) or not isinstance(getattr(mlp, "gate_proj", None), nn.Linear):
+            continue
+        assert isinstance(down.local, nn.Linear)
+        summed = SummedOutput(mlp, group)
+        if type(mlp) not in agrees:
+            weight = mlp.gate_proj.weight  # type: ignore[union-attr]
+            x = torch.randn(1, 3, weight.shape[-1], generator=torch.Generator().manual_seed(0))  # type: ignore[arg-type]
+            x = x.to(weight.dtype).to(weight.device)  # type: ignore[arg-type]
+            wanted = mlp(x)
+            mlp.down_proj = down.local
+            got = summed(x)
+            agrees[type(mlp)] = torch.equal(wanted, got)
+        mlp.down_proj = down.local if agrees[type(mlp)] else down
+        if agrees[type(mlp)]:
+            _put(model, name, summed)
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    """In the place of the module of that name."""
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
