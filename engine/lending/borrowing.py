@@ -5,7 +5,6 @@ brought back first, and a lender is asked for what is then still missing. Each s
 own; the sequence may be computed when the last is over, however much they brought.
 """
 
-import functools
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -268,10 +267,10 @@ class BorrowingDesk:
         for first, landing in loan.landings.items():
             writing = {rank: blocks for rank, each in landing.items() if (blocks := each.withdraw())}
             if writing:
-                blocks = dict.fromkeys(block for each in writing.values() for block in each)
-                loan.quarantined[first] = _Quarantined(list(blocks), set(writing))
+                unsafe = dict.fromkeys(block for each in writing.values() for block in each)
+                loan.quarantined[first] = _Quarantined(list(unsafe), set(writing))
                 target = sequence.blocks[first : first + self._landing_blocks]
-                lost += [index for index, block in enumerate(target, first) if block in blocks]
+                lost += [index for index, block in enumerate(target, first) if block in unsafe]
         loan.landings.clear()
         return not lost or self._books.quarantine_unbound(sequence, lost, replace=needed)
 

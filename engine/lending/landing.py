@@ -102,9 +102,7 @@ class Rank(ABC):
     """One rank of this engine, as its borrowing desk sees it. It reads its part of each block into its own pool."""
 
     @abstractmethod
-    def land(
-        self, endpoint: bytes, block_ids: Seq[int], blocks: Seq[int], flow: str, on_quiet: OnQuiet
-    ) -> AnyLanding:
+    def land(self, endpoint: bytes, block_ids: Seq[int], blocks: Seq[int], flow: str, on_quiet: OnQuiet) -> AnyLanding:
         """Read this rank's part of the `block_ids` of the worker with that endpoint into the same part of `blocks`.
         Never raises: what cannot be read comes quiet, failed. Reads of one `flow` take turns with others'."""
 
@@ -157,9 +155,7 @@ class OwnRank(Rank):
         peers = self._peers.get(endpoint, [])
         return tuple(dict.fromkeys(lane for _, peer in peers for lane in peer.lanes))
 
-    def land(
-        self, endpoint: bytes, block_ids: Seq[int], blocks: Seq[int], flow: str, on_quiet: OnQuiet
-    ) -> Landing:
+    def land(self, endpoint: bytes, block_ids: Seq[int], blocks: Seq[int], flow: str, on_quiet: OnQuiet) -> Landing:
         def read(block_ids: Seq[int], blocks: Seq[int]) -> list[Future[None]]:
             try:
                 return self._read(self.connect(endpoint), block_ids, blocks, flow)

@@ -163,7 +163,5 @@ def filled_blocks(batch: Seq[Chunk], block_tokens: int) -> list[int]:
     return [
         block
         for chunk in batch
-        for block in chunk.sequence.blocks[
-            chunk.start // block_tokens : (chunk.start + chunk.num_rows) // block_tokens
-        ]
+        for block in chunk.sequence.blocks[chunk.start // block_tokens : (chunk.start + chunk.num_rows) // block_tokens]
     ]

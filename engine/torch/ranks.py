@@ -37,7 +37,7 @@ class RankGroup:
         self.rank, self.size = place.rank, place.size
         backend = "nccl" if device.type == "cuda" else "gloo"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks of a worker share a host
-        store = dist.FileStore(str(place.meeting), place.size)
+        store = dist.FileStore(str(place.meeting), place.size)  # type: ignore[attr-defined]
         try:
             dist.init_process_group(
                 backend,

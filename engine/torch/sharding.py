@@ -90,12 +90,27 @@ def load_shard(path: Any, config: Any, dtype: Any, group: RankGroup) -> nn.Modul
     cut into so many."""
     refuse_by_plan(config, group.size)
     os.environ["LOCAL_RANK"] = str(group.rank)  # by which transformers chooses a GPU
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+    model: nn.Module = _in_main_memory(AutoModelForCausalLM._model_mapping[type(config)]).from_pretrained(
         path, dtype=dtype, local_files_only=True, distributed_config=DistributedConfig(tp_size=group.size)
     )
     with torch.inference_mode():
         _make_local(model, group)
     return model.eval()
+
+
+def _in_main_memory(model_class: Any) -> Any:
+    """The same class, whose shards are read into main memory, from where they are moved as any model is. Placing them
+    itself transformers needs another package for."""
+
+    class Shard(model_class):  # type: ignore[misc]
+        @classmethod
+        def prepare_distribute_model(cls, distributed_config: Any, device_map: Any = None) -> Any:
+            distributed_config, _, mesh = super().prepare_distribute_model(distributed_config, device_map)
+            return distributed_config, None, mesh
+
+    Shard.__name__ = model_class.__name__  # some of transformers' tables are by name
+    Shard.__module__ = model_class.__module__
+    return Shard
 
 
 def refuse_by_plan(config: Any, size: int) -> None:
@@ -109,7 +124,9 @@ def refuse_by_plan(config: Any, size: int) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     if not model.tp_plan:
-        raise ModelRefused(f"transformers has no tensor-parallel plan for {config.model_type}: tensor_parallel must be 1")
+        raise ModelRefused(
+            f"transformers has no tensor-parallel plan for {config.model_type}: tensor_parallel must be 1"
+        )
     if strange := {style for _, _, style in _planned(model)} - KNOWN:
         raise ModelRefused(f"its tensor-parallel plan uses {', '.join(sorted(strange))}, which is not known here")
     output = model.get_output_embeddings()
@@ -141,8 +158,7 @@ def _planned(model: Any) -> Iterator[tuple[str, nn.Module, str]]:
 def _make_local(model: nn.Module, group: RankGroup) -> None:
     """Plain tensors and plain modules, for DTensors and hooks."""
     planned = list(_planned(model))
-    first = {id(m): _first_row(m, group) for _, m, style in planned if style == "embedding_rowwise"}
-    widths = {id(m): m.weight.shape[0] for _, m, style in planned if style == "colwise_gather_output"}  # type: ignore[union-attr,index]
+    whole = {name: _rows(module) for name, module, _ in planned}
     local: dict[int, nn.Parameter] = {}
     for module in model.modules():
         module.__dict__.pop("forward", None)  # the hook; the class's own is left
@@ -152,20 +168,33 @@ def _make_local(model: nn.Module, group: RankGroup) -> None:
     for name, module, style in planned:
         if isinstance(module, nn.Linear):
             module.out_features, module.in_features = module.weight.shape
-        if style == "rowwise":
-            assert isinstance(module, nn.Linear)
-            if group.rank and module.bias is not None:
-                module.bias = None  # it counts once
-            _put(model, name, SummedOutput(module, group))
-        elif style == "colwise_gather_output":
-            assert isinstance(module, nn.Linear)
-            _put(model, name, GatheredLinear(module, widths[id(module)], group))
-        elif style == "embedding_rowwise":
-            assert isinstance(module, nn.Embedding)
-            _put(model, name, ShardedEmbedding(module, first[id(module)], group))
-        elif style == "moe_tp_experts":
+        if style == "moe_tp_experts":
             module.register_forward_hook(lambda _, __, terms: group.sum(terms))
+        elif (joined := _joined(module, style, whole[name], group)) is not None:
+            _put(model, name, joined)
     _sum_after_mlps(model, group)
+
+
+def _joined(module: nn.Module, style: str, rows: int, group: RankGroup) -> nn.Module | None:
+    """What goes in the place of a module whose weights had so many rows; None where nothing has to."""
+    if style == "embedding_rowwise":
+        assert isinstance(module, nn.Embedding)
+        return ShardedEmbedding(module, min(rows, group.rank * -(-rows // group.size)), group)
+    if style == "rowwise":
+        assert isinstance(module, nn.Linear)
+        if group.rank and module.bias is not None:
+            module.register_parameter("bias", None)  # it counts once
+        return SummedOutput(module, group)
+    if style == "colwise_gather_output":
+        assert isinstance(module, nn.Linear)
+        return GatheredLinear(module, rows, group)
+    return None
+
+
+def _rows(module: nn.Module) -> int:
+    """Of its weights on all ranks together."""
+    weight = getattr(module, "weight", None)
+    return weight.shape[0] if isinstance(weight, Tensor) else 0
 
 
 def _local(parameter: nn.Parameter) -> nn.Parameter:
@@ -173,29 +202,21 @@ def _local(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(tensor.detach(), requires_grad=False)
 
 
-def _first_row(embedding: nn.Module, group: RankGroup) -> int:
-    rows: int = embedding.weight.shape[0]  # type: ignore[union-attr,assignment,index]
-    return min(rows, group.rank * -(-rows // group.size))
-
-
 def _sum_after_mlps(model: nn.Module, group: RankGroup) -> None:
     """Of a gated MLP that ends with its rowwise layer, the sum is as well taken after the whole: so it is an MLP as any
     other to those who have a kernel for one. Only where it is seen to make no difference."""
     agrees: dict[type[nn.Module], bool] = {}
     for name, mlp in list(model.named_modules()):
-        down = getattr(mlp, "down_proj", None)
-        if not isinstance(down, SummedOutput) or not isinstance(getattr(mlp, "gate_proj", None), nn.Linear):
+        gate, down = getattr(mlp, "gate_proj", None), getattr(mlp, "down_proj", None)
+        if not isinstance(down, SummedOutput) or not isinstance(gate, nn.Linear):
             continue
-        assert isinstance(down.local, nn.Linear)
         summed = SummedOutput(mlp, group)
         if type(mlp) not in agrees:
-            weight = mlp.gate_proj.weight  # type: ignore[union-attr]
-            x = torch.randn(1, 3, weight.shape[-1], generator=torch.Generator().manual_seed(0))  # type: ignore[arg-type]
-            x = x.to(weight.dtype).to(weight.device)  # type: ignore[arg-type]
+            x = torch.randn(1, 3, gate.in_features, generator=torch.Generator().manual_seed(0))
+            x = x.to(gate.weight.dtype).to(gate.weight.device)
             wanted = mlp(x)
             mlp.down_proj = down.local
-            got = summed(x)
-            agrees[type(mlp)] = torch.equal(wanted, got)
+            agrees[type(mlp)] = torch.equal(wanted, summed(x))
         mlp.down_proj = down.local if agrees[type(mlp)] else down
         if agrees[type(mlp)]:
             _put(model, name, summed)

@@ -6,7 +6,6 @@ It dies with its front: by the closed socket, or at once by the kernel when the 
 tensor-parallel ranks it is rank 0; the others are its children, see `ranks.py`.
 """
 
-import contextlib
 import logging
 import os
 import socket

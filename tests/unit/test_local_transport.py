@@ -81,13 +81,6 @@ def test_close_cancels_what_is_queued() -> None:
     assert not reader.step()
 
 
-def test_neighbours_in_both_pools_become_one_span() -> None:
-    assert block_spans([(0, 5), (1, 6), (2, 7)], 4) == [Span(0, 20, 12)]
-    assert block_spans([(0, 5), (1, 7), (2, 8)], 4) == [Span(0, 20, 4), Span(4, 28, 8)]
-    assert block_spans([(1, 5), (0, 6)], 4) == [Span(4, 20, 4), Span(0, 24, 4)]
-    assert block_spans([], 4) == []
-
-
 @pytest.mark.parametrize(
     "spans",
     [
