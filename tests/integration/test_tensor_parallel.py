@@ -9,10 +9,21 @@ from typing import Any
 import pytest
 
 from cluster.errors import StartError
+from engine.errors import ModelRefused
 from engine.messages import Generate
 from engine.vocabulary import BeamParams, SamplingParams
 from support.long_runs import mostly_long
-from support.real_engines import RealEngine, account_of, chosen, engines, gone, greedy, kill
+from support.processes import (
+    LENDER_ALWAYS,
+    Stream,
+    alive,
+    assert_equal_answers,
+    engine_of,
+    finished,
+    running,
+    workers_joined,
+)
+from support.real_engines import RealEngine, account_of, chosen, engines, gone, greedy, kill, ranks_of
 
 BLOCK = 16
 LENGTHS = (1, 16, 17, 33, 70, 101)
@@ -107,16 +118,74 @@ async def test_a_rank_that_dies_takes_its_engine_along(tiny_model: Path, victim:
         assert "ended with code" in engine.end
 
 
-@pytest.mark.parametrize(
-    ("family", "ranks", "reason"),
-    [
-        ("llama", 3, "tensor_parallel 3 does not divide its 4 attention heads"),
-        ("llama", 4, "tensor_parallel 4 does not divide its 2 KV heads"),
-    ],
-)
-async def test_a_model_that_cannot_be_cut_is_refused(make_model, family: str, ranks: int, reason: str) -> None:  # type: ignore[no-untyped-def]
-    engine = RealEngine("engine", make_model(family), tensor_parallel=ranks)
-    with pytest.raises(StartError, match=reason):
+async def test_a_stream_survives_a_rank_of_its_decode_worker(tiny_model: Path, cluster_of: Any, audit: Any) -> None:
+    """A prefill worker of one rank lends to a decode worker of two. A follower of that dies: its worker leaves, what ran
+    there goes on elsewhere token by token, and no process is left."""
+    router = LENDER_ALWAYS | {"no_worker_grace_s": 60.0}
+    cluster = cluster_of(tiny_model, prefill=1, decode=1, router=router, device="cpu")
+    (alone,) = cluster._topology.decode
+    parallel = alone.model_copy(update={"worker_id": "parallel", "tensor_parallel": 2})
+    cluster._topology = replace(cluster._topology, decode=(parallel,))
+    prompt = prompt_of(3, 6 * BLOCK + 3)
+    async with running(cluster) as (cluster, client):
+        (worker,) = cluster.decode
+        pids = [engine_of(worker), *ranks_of(engine_of(worker))]
+        assert len(pids) == 2
+        undisturbed = await Stream(client, prompt, 300).task
+        kv = undisturbed.receipt.kv
+        assert (kv.moved_blocks, kv.verified_blocks, kv.loan_failure) == (6, 6, "")
+        stream = Stream(client, prompt, 300, cache_salt="again")
+        await stream.reached(5)
+        kill(pids[1])
+        await worker.process.wait()
+        await gone(pids)
+        assert not stream.task.done()
+        cluster.engines.append(engine_of(await cluster.add_worker("decode_worker", alone)))  # type: ignore[attr-defined]
+        assert_equal_answers(await finished([stream]), [undisturbed])
+        assert undisturbed.receipt.placement.decode_worker == "parallel"
+        assert stream.receipt.placement.decode_worker == alone.worker_id
+        assert stream.receipt.placement.attempt == 2
+        await workers_joined(client, 1, 1)
+        await audit(alive(cluster))
+
+
+async def test_a_model_that_cannot_be_cut_is_refused_by_the_engine(tiny_model: Path) -> None:
+    engine = RealEngine("engine", tiny_model, tensor_parallel=3)
+    with pytest.raises(StartError, match="model: tensor_parallel 3 does not divide its 4 attention heads"):
         async with engines(engine):
             pass
-    assert engine.rank_pids() == []
+    await gone([engine.pid])
+
+
+def _config(kind: str, **changed: Any) -> Any:
+    import transformers
+
+    small: dict[str, Any] = {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    llama_like: dict[str, Any] = small | {"intermediate_size": 128, "num_key_value_heads": 2, "pad_token_id": 0}
+    if kind == "GPT2Config":
+        return transformers.GPT2Config(vocab_size=100, n_embd=64, n_layer=2, n_head=4)
+    return getattr(transformers, kind)(**llama_like | changed)
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "reason"),
+    [
+        (("LlamaConfig", {}), 4, "tensor_parallel 4 does not divide its 2 KV heads"),
+        (("GPT2Config", {}), 2, "transformers has no tensor-parallel plan for gpt2: tensor_parallel must be 1"),
+        (("Phi3Config", {}), 2, "its tensor-parallel plan uses rowwise_split_input, which is not known here"),
+        (("LlamaConfig", {"intermediate_size": 129}), 2, "tensor_parallel 2 does not divide the 129 features of "),
+    ],
+)
+def test_models_that_cannot_be_cut(config: tuple[str, dict[str, Any]], ranks: int, reason: str) -> None:
+    from engine.torch.sharding import refuse_by_plan
+
+    kind, changed = config
+    with pytest.raises(ModelRefused, match=reason):
+        refuse_by_plan(_config(kind, **changed), ranks)
+
+
+def test_models_that_can() -> None:
+    from engine.torch.sharding import refuse_by_plan
+
+    refuse_by_plan(_config("LlamaConfig", vocab_size=101), 2)
+    refuse_by_plan(_config("MixtralConfig"), 2)
