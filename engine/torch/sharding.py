@@ -14,12 +14,13 @@ a gathering on rank 0. So whatever serves a whole layer, CPU kernels or fused on
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
 
@@ -60,6 +61,8 @@ class GatheredLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         part: Tensor = self.local(x)
+        if not part.numel():
+            return part.new_empty(*part.shape[:-1], self._width)
         if (missing := self._longest - part.shape[-1]) > 0:
             part = nn.functional.pad(part, (0, missing))
         parts = self._group.gather(part)
@@ -90,31 +93,36 @@ def load_shard(path: Any, config: Any, dtype: Any, group: RankGroup) -> nn.Modul
     cut into so many."""
     refuse_by_plan(config, group.size)
     os.environ["LOCAL_RANK"] = str(group.rank)  # by which transformers chooses a GPU
-    model: nn.Module = _in_main_memory(AutoModelForCausalLM._model_mapping[type(config)]).from_pretrained(
-        path, dtype=dtype, local_files_only=True, distributed_config=DistributedConfig(tp_size=group.size)
-    )
+    with _in_main_memory():
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, local_files_only=True, distributed_config=DistributedConfig(tp_size=group.size)
+        )
     with torch.inference_mode():
         _make_local(model, group)
     return model.eval()
 
 
-def _in_main_memory(model_class: Any) -> Any:
-    """The same class, whose shards are read into main memory, from where they are moved as any model is. Placing them
-    itself transformers needs another package for."""
+@contextmanager
+def _in_main_memory() -> Iterator[None]:
+    """Within the block transformers reads shards into main memory, from where they are moved as any model is. To place
+    them itself it asks for another package, `accelerate`."""
+    prepare = PreTrainedModel.prepare_distribute_model.__func__
 
-    class Shard(model_class):  # type: ignore[misc]
-        @classmethod
-        def prepare_distribute_model(cls, distributed_config: Any, device_map: Any = None) -> Any:
-            distributed_config, _, mesh = super().prepare_distribute_model(distributed_config, device_map)
-            return distributed_config, None, mesh
+    def stay(cls: Any, distributed_config: Any, device_map: Any = None) -> Any:
+        distributed_config, _, mesh = prepare(cls, distributed_config, device_map)
+        return distributed_config, None, mesh
 
-    Shard.__name__ = model_class.__name__  # some of transformers' tables are by name
-    Shard.__module__ = model_class.__module__
-    return Shard
+    PreTrainedModel.prepare_distribute_model = classmethod(stay)
+    try:
+        yield
+    finally:
+        del PreTrainedModel.prepare_distribute_model  # what it inherits is left
 
 
 def refuse_by_plan(config: Any, size: int) -> None:
     """What can be told before gigabytes are loaded. Raises ModelRefused."""
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelRefused("its weights are quantised, and are not cut: tensor_parallel must be 1")
     text = config.get_text_config()
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -127,37 +135,43 @@ def refuse_by_plan(config: Any, size: int) -> None:
         raise ModelRefused(
             f"transformers has no tensor-parallel plan for {config.model_type}: tensor_parallel must be 1"
         )
-    if strange := {style for _, _, style in _planned(model)} - KNOWN:
+    if strange := {style for _, style in _planned(model)} - KNOWN:
         raise ModelRefused(f"its tensor-parallel plan uses {', '.join(sorted(strange))}, which is not known here")
     output = model.get_output_embeddings()
-    for name, module, style in _planned(model):
-        if style == "colwise_gather_output" and module is not output:
+    for name, style in _planned(model):
+        _refuse_cut(model, name, style, output, size)
+
+
+def _refuse_cut(model: Any, name: str, style: str, output: nn.Module, size: int) -> None:
+    """Of one module or parameter that the plan names."""
+    found = model.get_submodule(name) if name in dict(model.named_modules()) else model.get_parameter(name)
+    if style in WHOLE or style == "moe_tp_experts":
+        return
+    if isinstance(found, nn.Module):
+        if not isinstance(found, nn.Embedding if style == "embedding_rowwise" else nn.Linear):
+            kind = type(found).__name__
+            raise ModelRefused(f"its tensor-parallel plan cuts {name}, a {kind}: tensor_parallel must be 1")
+        if style == "colwise_gather_output" and found is not output:
             raise ModelRefused(f"its tensor-parallel plan gathers {name} on every rank: tensor_parallel must be 1")
-        cut = _cut_size(module, style)
-        if style not in VOCABULARY and cut is not None and cut % size:
-            raise ModelRefused(f"tensor_parallel {size} does not divide the {cut} features of {name}")
+        found = found.weight
+    columns = style == "rowwise"
+    cut = found.shape[-1 if columns else -2] // (2 if style == "packed_colwise" else 1)
+    if style not in VOCABULARY and cut % size:
+        raise ModelRefused(f"tensor_parallel {size} does not divide the {cut} features of {name}")
 
 
-def _cut_size(module: nn.Module, style: str) -> int | None:
-    """Of the dimension that is cut."""
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or style in WHOLE:
-        return None
-    return weight.shape[-1 if style == "rowwise" else 0]
-
-
-def _planned(model: Any) -> Iterator[tuple[str, nn.Module, str]]:
-    """(name, module, style) of every module that the plan names. Those of bare parameters (of experts) are cut while
-    they are read, and that is all."""
+def _planned(model: Any) -> list[tuple[str, str]]:
+    """(name, style) of every module, and of every bare parameter, that the plan names."""
     plan: dict[str, str] = model.tp_plan
-    for name, module in list(model.named_modules()):
-        if (style := plan.get(replace_layer_number_by_wildcard(name))) is not None:
-            yield name, module, style
+    named = [name for name, _ in [*model.named_modules(), *model.named_parameters()]]
+    styles = ((name, plan.get(replace_layer_number_by_wildcard(name))) for name in named)
+    return [(name, style) for name, style in styles if style is not None]
 
 
 def _make_local(model: nn.Module, group: RankGroup) -> None:
     """Plain tensors and plain modules, for DTensors and hooks."""
-    planned = list(_planned(model))
+    modules = dict(model.named_modules())
+    planned = [(name, modules[name], style) for name, style in _planned(model) if name in modules]
     whole = {name: _rows(module) for name, module, _ in planned}
     local: dict[int, nn.Parameter] = {}
     for module in model.modules():

@@ -75,9 +75,9 @@ def main() -> None:
     ranks: Ranks | None = None
     try:
         spec.config.refuse_parallel(spec.role)
-        prepare(spec.config.of_rank(0))
         if spec.config.tensor_parallel > 1:
-            ranks = Ranks(spec, front.wake)
+            ranks = Ranks(spec, front.wake)  # before this one has stepped back, which they would inherit
+        prepare(spec.config.of_rank(0))
         core, computer = _start(spec, front, ranks)
     except (EngineStartError, TransportUnavailable, RankLost) as error:
         front.say(StartFailed(str(error) if isinstance(error, EngineStartError) else _start_failure(error)))
@@ -88,9 +88,11 @@ def main() -> None:
         _loop(core, computer, front, ranks)
     except (EOFError, ConnectionError):
         pass  # the front is gone, by its own end or by ours: either way there is nobody left to serve
-    except RankLost as error:
-        log.error("%s", error)
-        os._exit(1)  # the thread that computes may wait for that rank in a sum that never ends; the others die with us
+    except Exception as error:
+        if ranks is None:
+            raise
+        log.error("the engine cannot go on: %s", error)  # the rank that is lost, or the sum that failed for want of it
+        os._exit(1)  # the thread that computes may wait in such a sum for good; the other ranks die with this one
     computer.stop()
     core.close()
     _leave(ranks)

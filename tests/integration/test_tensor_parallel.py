@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cluster.errors import StartError
@@ -25,6 +26,7 @@ from support.processes import (
 )
 from support.real_engines import RealEngine, account_of, chosen, engines, gone, greedy, kill, ranks_of
 
+FAMILIES = mostly_long(["qwen2", "qwen3_moe", "llama", "qwen3", "gemma2", "gemma3", "mistral", "mixtral"], "qwen2", "qwen3_moe")
 BLOCK = 16
 LENGTHS = (1, 16, 17, 33, 70, 101)
 
@@ -49,7 +51,7 @@ def requests() -> list[Generate]:
     return [*plain, *others, greedy("guessed", repeating, 30)]
 
 
-@pytest.mark.parametrize("family", mostly_long(["qwen2", "llama", "qwen3", "gemma3", "mixtral", "qwen3_moe"], "qwen2"))
+@pytest.mark.parametrize("family", FAMILIES)
 async def test_two_ranks_answer_as_one_does(make_model, family: str) -> None:  # type: ignore[no-untyped-def]
     """Everything at once, so that batches are mixed; float32, so that only the order of sums differs."""
     model = make_model(family)
@@ -101,21 +103,35 @@ async def test_ranks_of_unlike_numbers_lend_to_each_other(make_model) -> None:  
         assert account_of(moved).lender_cached_blocks == account_of(moved).moved_blocks == 12
         for engine in named.values():
             await engine.books()
+        await _dies_whole(named["two"], victim=0)
+        await _dies_whole(named["both"], victim=1)
 
 
-@pytest.mark.parametrize("victim", ["follower", "rank 0"])
-async def test_a_rank_that_dies_takes_its_engine_along(tiny_model: Path, victim: str) -> None:
-    engine = RealEngine("engine", tiny_model, tensor_parallel=2)
-    async with engines(engine):
-        pids = [engine.pid, *engine.rank_pids()]
-        engine.send(greedy("long", prompt_of(1, 40), 400))
-        while len(engine.tokens.get("long", ())) < 5:
-            await engine.news()
-        kill(pids[1] if victim == "follower" else pids[0])
-        await gone(pids)
-        while not engine.end:
-            await engine.news()
-        assert "ended with code" in engine.end
+async def _dies_whole(engine: RealEngine, victim: int) -> None:
+    """One of its processes is killed in the middle of something: the others follow, and its front hears of it."""
+    pids = [engine.pid, *engine.rank_pids()]
+    engine.send(greedy("long", prompt_of(1, 40), 400))
+    while len(engine.tokens.get("long", ())) < 5:
+        await engine.news()
+    kill(pids[victim])
+    await gone(pids)
+    while not engine.end:
+        await engine.news()
+    assert "ended with code" in engine.end
+
+
+async def test_bfloat16_is_as_near_to_float32_as_on_one_rank(make_model) -> None:  # type: ignore[no-untyped-def]
+    """The packed weights of the CPU kernels are a rank's own. Log probabilities of a prompt, of which each has noise."""
+    exact, rough = make_model("qwen2"), make_model("qwen2", dtype="bfloat16")
+    of = {"truth": RealEngine("truth", exact), "one": RealEngine("one", rough)}
+    of["two"] = RealEngine("two", rough, tensor_parallel=2)
+    asked = Generate("r", tuple(prompt_of(1, 90)), (), SamplingParams(1, prompt_logprobs=0), "", 0, borrow=False)
+    async with engines(*of.values()):
+        await asyncio.gather(*(engine.answer(asked) for engine in of.values()))
+    truth, one, two = (np.array([each.logprob for each in engine.scored("r")]) for engine in of.values())
+    assert len(truth) == 89
+    noise = np.abs(one - truth).mean()
+    assert 0 < np.abs(two - truth).mean() <= 1.5 * noise
 
 
 async def test_a_stream_survives_a_rank_of_its_decode_worker(tiny_model: Path, cluster_of: Any, audit: Any) -> None:
