@@ -1,8 +1,8 @@
 """`python -m bench.parallel`: a step of one rank on all cores beside one of two ranks on half of them each, in turns.
 
-Engines in processes of their own, with no front and no gRPC. Decode: streams that run alone or eight at once. Prefill: a
-prompt of 512 tokens in one chunk, up to its first token. The weights are read by both ranks together as often as by one,
-so on one memory bus there is nothing to win by decoding; what is lost is what the sums cost.
+Engines in processes of their own, with no front and no gRPC. Decode: streams that run alone or eight at once. Prefill:
+a prompt of 512 tokens in one chunk, up to its first token. The weights are read by both ranks together as often as by
+one, so on one memory bus there is nothing to win by decoding; what is lost is what the sums cost.
 """
 
 import asyncio

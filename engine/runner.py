@@ -30,8 +30,8 @@ class Runner(ABC):
     """Of whole blocks."""
     info: ModelInfo
     pool: AnyPool
-    """[num_blocks, block_bytes] of uint8: what `execute` writes, transports move and fingerprints cover. Of an engine of
-    several ranks: this rank's part of each block."""
+    """[num_blocks, block_bytes] of uint8: what `execute` writes, transports move and fingerprints cover. Of an engine
+    of several ranks: this rank's part of each block."""
     _fingerprints: Fingerprints | None = None
 
     @property

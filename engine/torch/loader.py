@@ -28,8 +28,8 @@ transformers_logging.disable_progress_bar()
 def load_model(
     model_dir: ModelDir, dtype: str, device: torch.device, group: RankGroup | None = None
 ) -> torch.nn.Module:
-    """The model in evaluation mode, in `dtype` ("auto": as saved), on a device; with a `group`, this rank's shard of it.
-    Raises ModelRefused."""
+    """The model in evaluation mode, in `dtype` ("auto": as saved), on a device; with a `group`, this rank's shard of
+    it. Raises ModelRefused."""
     config = _read_config(model_dir)
     _refuse_by_config(config)
     wanted = "auto" if dtype == "auto" else getattr(torch, dtype)

@@ -1,5 +1,5 @@
-"""The other ranks of an engine, as rank 0 sees them: starts their processes, tells them what to do, and notices when one
-is gone. Then rank 0 goes too: what is left of the engine could compute nothing.
+"""The other ranks of an engine, as rank 0 sees them: starts their processes, tells them what to do, and notices when
+one is gone. Then rank 0 goes too: what is left of the engine could compute nothing.
 """
 
 import logging
@@ -194,7 +194,8 @@ class Ranks:
 
     def all_joined(self) -> bool:
         """Raises EngineStartError or RankLost."""
-        return all([follower.wait_joined() for follower in self.followers])
+        joined = [follower.wait_joined() for follower in self.followers]  # of each: it may have failed
+        return all(joined)
 
     def met(self) -> None:
         """The ranks have found each other, and need no place for it any more."""

@@ -41,7 +41,7 @@ from engine.worker.config import Role, WorkerConfig
 from engine.worker.engine_client import EngineListener
 from engine.worker.spec import EngineSpec
 
-PATIENCE_S = 60.0
+PATIENCE_S = 30.0
 
 
 class RealEngine(EngineListener):
@@ -107,24 +107,24 @@ class RealEngine(EngineListener):
 
     async def news(self) -> None:
         self._heard.clear()
-        async with asyncio.timeout(PATIENCE_S):
-            await self._heard.wait()
+        await self._heard.wait()
 
     async def answer(self, request: Generate, lender: "RealEngine | None" = None) -> list[Token]:
         """All that comes of it."""
         if lender is not None:
             self.lent[request.request_id] = lender, request
         self.send(replace(request, borrow=lender is not None))
-        while not self.over(request):
-            rejected = [message for message in self.said if isinstance(message, Rejected)]
-            assert not rejected, rejected
-            assert not self.end, self.end
-            await self.news()
+        async with asyncio.timeout(PATIENCE_S):
+            while not self.over(request):
+                rejected = [message for message in self.said if isinstance(message, Rejected)]
+                assert not rejected, rejected
+                assert not self.end, self.end
+                await self.news()
         return self.tokens[request.request_id]
 
     def over(self, request: Generate) -> bool:
         ends = sum(token.finish is not None for token in self.tokens.get(request.request_id, ()))
-        return ends == (request.sampling.n if request.sampling.beam is None else 1)
+        return ends == request.sampling.n
 
     def scored(self, request_id: str) -> list[TokenLogprobs]:
         """Of its prompt."""
@@ -179,7 +179,7 @@ async def engines(*wanted: RealEngine) -> AsyncIterator[None]:
 async def gone(pids: Sequence[int], within_s: float = 3.0) -> None:
     """These processes have ended."""
     async with asyncio.timeout(within_s):
-        while any(_lives(pid) for pid in pids):
+        while any(_lives(pid) for pid in pids):  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0.01)
 
 

@@ -39,7 +39,7 @@ class ShardedSim(Runner):
         self._prints = [Fingerprints(pool.memory, part.kv_heads) for pool in self.pools]
 
     def execute(self, batch: Sequence[Chunk]) -> list[Sampled]:
-        width = self.pool.memory.shape[1]
+        width = self.pools[0].memory.shape[1]
         for rank, pool in enumerate(self.pools):
             self._sim.pool.memory[:, rank * width : (rank + 1) * width] = pool.memory
         sampled = self._sim.execute(batch)

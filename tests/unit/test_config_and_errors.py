@@ -71,9 +71,7 @@ def test_speculation_is_of_decode_workers_of_the_torch_engine() -> None:
         ({"speculation": "models/small"}, "decode", "a draft model in speculation"),
     ],
 )
-def test_what_does_not_go_with_tensor_parallelism_is_named(
-    settings: dict[str, object], role: Role, named: str
-) -> None:
+def test_what_does_not_go_with_tensor_parallelism_is_named(settings: dict[str, object], role: Role, named: str) -> None:
     WorkerConfig.parse({"model": "m"} | settings).refuse_parallel(role)
     with pytest.raises(StartError) as caught:
         WorkerConfig.parse({"model": "m", "tensor_parallel": 2} | settings).refuse_parallel(role)

@@ -5,25 +5,16 @@ import pytest
 from engine.messages import (
     Cancel,
     CloseLoan,
-    KvAccount,
-    Lend,
-    LendClosed,
     LendReady,
-    LendRefused,
-    LendReleased,
     LendStarting,
     LoanBlocks,
     LoanFailed,
     LoanStarted,
     OpenLoan,
     Rejected,
-    ReleaseLoan,
-    ToEngine,
     Token,
 )
 from engine.scheduler import StepBudget
-from kvtransfer.local import LocalNetwork
-from support.core_pair import Pair, moved
 from support.core_engine import (
     NOTHING_LEFT,
     TEN,
@@ -37,7 +28,8 @@ from support.core_engine import (
     starting,
     tokens_of,
 )
-from support.sim_model import LAYOUT, undisturbed
+from support.core_pair import Pair, moved
+from support.sim_model import LAYOUT
 
 
 @pytest.mark.parametrize("eager", [True, False])
