@@ -123,7 +123,7 @@ async def _dies_whole(engine: RealEngine, victim: int) -> None:
 
 
 async def test_bfloat16_is_as_near_to_float32_as_on_one_rank(make_model) -> None:  # type: ignore[no-untyped-def]
-    """The packed weights of the CPU kernels are a rank's own. Log probabilities of a prompt, of which each has noise."""
+    """The packed weights of the CPU kernels are a rank's own. By log probabilities of a prompt."""
     exact, rough = make_model("qwen2"), make_model("qwen2", dtype="bfloat16")
     of = {"truth": RealEngine("truth", exact), "one": RealEngine("one", rough)}
     of["two"] = RealEngine("two", rough, tensor_parallel=2)
