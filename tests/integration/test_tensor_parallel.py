@@ -149,10 +149,10 @@ async def test_a_stream_survives_a_rank_of_its_decode_worker(tiny_model: Path, c
         (worker,) = cluster.decode
         pids = [engine_of(worker), *ranks_of(engine_of(worker))]
         assert len(pids) == 2
-        undisturbed = await Stream(client, prompt, 300).task
+        undisturbed = await Stream(client, prompt, 100).task
         kv = undisturbed.receipt.kv
         assert (kv.moved_blocks, kv.verified_blocks, kv.loan_failure) == (6, 6, "")
-        stream = Stream(client, prompt, 300, cache_salt="again")
+        stream = Stream(client, prompt, 100, cache_salt="again")
         await stream.reached(5)
         kill(pids[1])
         await worker.process.wait()
