@@ -9,12 +9,14 @@ import itertools
 import operator
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
 from engine.bookkeeper import Bookkeeper
 from engine.lending.borrowing import BorrowingDesk, ReadLanded
 from engine.lending.desk import LendingDesk
+from engine.lending.landing import OtherRank, OwnRank
 from engine.messages import (
     Audit,
     Audited,
@@ -40,6 +42,7 @@ from engine.speculation.speculator import Speculator
 from engine.steady import SteadySteps
 from engine.tiers.tiers import Tiers
 from engine.vocabulary import Chunk, Sampled, Sequence
+from kvtransfer.ranks import BlockPart, join_endpoints
 from kvtransfer.transport import Transport
 
 Input = ToEngine | ReadLanded
@@ -74,10 +77,13 @@ class EngineCore:
         tiers: Tiers | None = None,
         clock: Callable[[], float] = time.monotonic,
         speculator: Speculator | None = None,
+        others: Seq[OtherRank] = (),
     ) -> None:
         """`emit` is called from `handle` and `step`, and must not block. `wake` is called by `post`, from whatever
         thread that runs on: there is something for `handle_posted`. `clock` says the time, in seconds. Without a
-        `speculator` nothing is guessed."""
+        `speculator` nothing is guessed. `others`: the engine's ranks beside the one whose pool `runner` has, each with
+        as many blocks of the same numbers; `runner` computes on them, too. With them there can be no `tiers`."""
+        assert not (others and tiers)
         self._runner = runner
         self._transport = transport
         self._limits = limits
@@ -87,7 +93,10 @@ class EngineCore:
         self._speculator = speculator
         self._model_fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
         self._books = Bookkeeper(runner.pool.num_blocks, runner.layout, runner, tiers, clock=clock)
-        self._borrowing = BorrowingDesk(self._books, transport, emit, self.post)
+        part = BlockPart(runner.layout.block_bytes, 0, 1 + len(others))
+        own = OwnRank(transport, part, runner.part_fingerprints)
+        self._others = others
+        self._borrowing = BorrowingDesk(self._books, transport.name, emit, self.post, own, others)
         self._lending = LendingDesk(
             self._books, self._borrowing, self._model_fingerprint, emit, limits.max_queued_loans, self._next_arrival
         )
@@ -110,7 +119,8 @@ class EngineCore:
 
     def start(self) -> Ready:
         """Register the pool; what the front announces to the world."""
-        endpoint = self._transport.register(self._runner.pool)
+        own = self._transport.register(self._runner.pool)
+        endpoint = join_endpoints([own, *(rank.endpoint for rank in self._others)])
         layout, info = self._runner.layout, self._runner.info
         return Ready(
             endpoint=endpoint,

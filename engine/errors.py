@@ -19,3 +19,11 @@ class KernelsUnavailable(EngineStartError):
 
     def __init__(self, reason: str) -> None:
         super().__init__("backend", reason)
+
+
+class RankLost(Exception):
+    """One of the engine's tensor-parallel ranks is gone, so the engine is."""
+
+    def __init__(self, rank: int, how: str) -> None:
+        super().__init__(f"rank {rank} is gone: {how}")
+        self.rank = rank

@@ -1,6 +1,6 @@
 """The shape of one KV block, which both ends of a transfer must share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -45,6 +45,11 @@ class KvLayout:
         shape = f"{self.layers},{self.kv_heads},{self.head_dim},{self.block_tokens},{self.dtype}"
         shape += ",int8" if self.quantised else ""
         return blake2b(shape.encode() + weights, digest_size=32).digest()
+
+    def part(self, ranks: int) -> "KvLayout":
+        """What each of so many tensor-parallel ranks has of a block."""
+        assert self.kv_heads % ranks == 0
+        return replace(self, kv_heads=self.kv_heads // ranks)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens, the last one perhaps partly filled."""

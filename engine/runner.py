@@ -27,10 +27,17 @@ class Runner(ABC):
     """One model with its KV memory. Used by one thread."""
 
     layout: KvLayout
+    """Of whole blocks."""
     info: ModelInfo
     pool: AnyPool
-    """[num_blocks, block_bytes] of uint8: what `execute` writes, transports move and fingerprints cover."""
+    """[num_blocks, block_bytes] of uint8: what `execute` writes, transports move and fingerprints cover. Of an engine
+    of several ranks: this rank's part of each block."""
     _fingerprints: Fingerprints | None = None
+
+    @property
+    def pool_layout(self) -> KvLayout:
+        """Of what `pool` has of each block."""
+        return self.layout
 
     def bind(self, own_cores: Sequence[int], shared_cores: Sequence[int]) -> None:  # noqa: B027 - most need nothing
         """Called once, on the thread that will call `execute`: where its threads may compute. Both may be empty."""
@@ -68,9 +75,14 @@ class Runner(ABC):
     def fingerprints(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
         """Those of `kvtransfer/fingerprint.py`, of the blocks' bytes as they are now: [len(blocks), kv_heads].
 
-        Called from any thread, also while `execute` runs. A runner whose pool is not in main memory brings its own.
+        Called from any thread, also while `execute` runs. A runner whose pool is not in main memory brings its own. One
+        of several ranks is asked only for blocks that its last step filled.
         """
         if self._fingerprints is None:
             assert isinstance(self.pool, Pool)
-            self._fingerprints = Fingerprints(self.pool.memory, self.layout.kv_heads)
+            self._fingerprints = Fingerprints(self.pool.memory, self.pool_layout.kv_heads)
         return self._fingerprints.of(blocks)
+
+    def part_fingerprints(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
+        """Of what `pool` has of the blocks, any of them: [len(blocks), KV heads of this rank]. From any thread."""
+        return self.fingerprints(blocks)

@@ -5,7 +5,7 @@ writes its own memory. What the bytes mean is not its business.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -134,19 +134,6 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Stop everything. Queued reads are cancelled; reads in flight fail once they are quiet."""
-
-
-def block_spans(pairs: Iterable[tuple[int, int]], block_bytes: int) -> list[Span]:
-    """Spans for (local block, remote block) pairs; neighbours in both pools become one span."""
-    spans: list[Span] = []
-    for local_block, remote_block in pairs:
-        local, remote = local_block * block_bytes, remote_block * block_bytes
-        last = spans[-1] if spans else None
-        if last and last.local_offset + last.length == local and last.remote_offset + last.length == remote:
-            spans[-1] = Span(last.local_offset, last.remote_offset, last.length + block_bytes)
-        else:
-            spans.append(Span(local, remote, block_bytes))
-    return spans
 
 
 def check_spans(spans: Sequence[Span], local_bytes: int, remote_bytes: int) -> None:

@@ -5,11 +5,8 @@ brought back first, and a lender is asked for what is then still missing. Each s
 own; the sequence may be computed when the last is over, however much they brought.
 """
 
-import functools
-import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -30,11 +27,11 @@ from engine.lending.borrower import (
     Release,
     Started,
 )
+from engine.lending.landing import AnyLanding, OwnRank, Rank
 from engine.lending.sources import Lender, LowerTiers, Source
 from engine.messages import FromEngine, KvAccount, LoanBlocks, LoanFailed, LoanStarted
 from engine.vocabulary import Sequence
-from kvtransfer.errors import PeerGone, TransferError
-from kvtransfer.transport import Transport
+from kvtransfer.errors import TransferError
 
 LANDING_BYTES = 32 << 20
 """So much of an announcement is one landing at most. The loop is woken once for it, and when the lender goes in its
@@ -64,53 +61,6 @@ class Wanted:
     owner: LoanOwner
 
 
-class Landing:
-    """What a machine calls one read: several reads small enough to be checked while the cache still has what they
-    brought, and one message to the loop, for which they would be many to wake for.
-
-    Reads end on whatever thread; the last to be quiet says so, once, by `on_quiet(fingerprints or None, peer_gone)`.
-    """
-
-    def __init__(
-        self,
-        blocks: Seq[int],
-        fingerprints_of: Callable[[Seq[int]], tuple[bytes, ...]],
-        on_quiet: Callable[[tuple[bytes, ...] | None, bool], None],
-    ) -> None:
-        self.blocks = blocks
-        self._fingerprints_of = fingerprints_of
-        self._on_quiet = on_quiet
-        self._reads: list[tuple[Future[None], Seq[int]]] = []
-        self._lock = threading.Lock()
-        self._num_reading = 0
-        self._arrived: dict[int, tuple[bytes, ...]] = {}
-        self._peer_gone = False
-
-    def follow(self, reads: Seq[tuple["Future[None]", Seq[int]]]) -> None:
-        """The reads, and the blocks that each fills; all of them together."""
-        self._reads, self._num_reading = list(reads), len(reads)
-        for number, (future, blocks) in enumerate(reads):
-            future.add_done_callback(functools.partial(self._quiet, number, blocks))
-
-    def withdraw(self) -> list[int]:
-        """Cancel what can be; the blocks that are still being written."""
-        return [block for future, blocks in self._reads if not (future.cancel() or future.done()) for block in blocks]
-
-    def _quiet(self, number: int, blocks: Seq[int], done: "Future[None]") -> None:
-        failure = CancelledError() if done.cancelled() else done.exception()
-        arrived = self._fingerprints_of(blocks) if failure is None else ()  # now, while it is in this core's cache
-        with self._lock:
-            if failure is None:
-                self._arrived[number] = arrived
-            self._peer_gone |= isinstance(failure, PeerGone)
-            self._num_reading -= 1
-            last = self._num_reading == 0
-        if last:
-            whole = len(self._arrived) == len(self._reads)
-            ordered = tuple(part for index in sorted(self._arrived) for part in self._arrived[index])
-            self._on_quiet(ordered if whole else None, self._peer_gone)
-
-
 @dataclass(slots=True, eq=False)
 class Loan:
     """One loan: its machine, and the reads that machine has asked for."""
@@ -118,18 +68,26 @@ class Loan:
     wanted: Wanted
     machine: Borrower
     source: Source
-    landings: dict[int, Landing] = field(default_factory=dict)
-    """By first chain index."""
-    quarantined: dict[int, list[int]] = field(default_factory=dict)
+    landings: dict[int, dict[int, AnyLanding]] = field(default_factory=dict)
+    """By first chain index, then by rank: those that are under way."""
+    quarantined: dict[int, "_Quarantined"] = field(default_factory=dict)
     """By first chain index: blocks that are nobody's until what is read there is quiet."""
+
+
+@dataclass(slots=True)
+class _Quarantined:
+    blocks: list[int]
+    writing: set[int]
+    """Ranks that still write some of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadLanded:
-    """From another thread: all reads of a landing are quiet."""
+    """From another thread: all reads of a landing are quiet on one rank."""
 
     loan: Loan
     first: int
+    rank: int
     fingerprints: tuple[bytes, ...] | None
     peer_gone: bool = False
 
@@ -140,18 +98,20 @@ class BorrowingDesk:
     def __init__(
         self,
         books: Bookkeeper,
-        transport: Transport,
+        transport_name: str,
         emit: Callable[[FromEngine], None],
         post: Callable[[ReadLanded], None],
+        own: OwnRank,
+        others: Seq[Rank] = (),
     ) -> None:
+        """`own` and `others` are the ranks of this engine, that of this process first."""
         self._books = books
-        self._transport = transport
+        self._transport_name = transport_name
         self._emit = emit
         self._post = post
+        self._own, self._others = own, others
         self._loans: dict[str, Loan] = {}
-        block_bytes = books.layout.block_bytes
-        self._landing_blocks = max(1, LANDING_BYTES // block_bytes)
-        self._read_blocks = transport.blocks_per_read(block_bytes)
+        self._landing_blocks = max(1, LANDING_BYTES // books.layout.block_bytes)
 
     @property
     def num_loans(self) -> int:
@@ -210,10 +170,16 @@ class BorrowingDesk:
         loan = message.loan
         if message.peer_gone:
             loan.source.gone()
-        if (blocks := loan.quarantined.pop(message.first, None)) is not None:
-            self._books.pool.unquarantine(blocks)
-        elif loan.landings.pop(message.first, None) is not None:
-            self._handle(loan, Landed(message.first, message.fingerprints))
+        if (quarantined := loan.quarantined.get(message.first)) is not None:
+            quarantined.writing.discard(message.rank)
+            if not quarantined.writing:
+                del loan.quarantined[message.first]
+                self._books.pool.unquarantine(quarantined.blocks)
+        elif (landing := loan.landings.get(message.first)) is not None:
+            del landing[message.rank]
+            if not landing:
+                del loan.landings[message.first]
+            self._handle(loan, Landed(message.first, message.fingerprints, message.rank))
 
     # ------------------------------------------------------------------ the sources in turn
 
@@ -223,7 +189,7 @@ class BorrowingDesk:
         count = self._books.num_restorable(wanted.keys[first:])
         if tiers is None or not count:
             return False
-        source = LowerTiers(tiers, wanted.keys[first : first + count], self._books.write_block)
+        source = LowerTiers(tiers, wanted.keys[first : first + count], self._books.write_block, self._own)
         loan = self._open(wanted, source, first, first + count)
         wanted.account.times["restore_started"] = self._books.clock()
         self._handle(loan, Started(loan.machine.end))
@@ -239,7 +205,8 @@ class BorrowingDesk:
         lender = Lender(
             sequence.request_id,
             wanted.lender_computes,
-            self._transport,
+            self._own,
+            self._others,
             self._books.layout.block_bytes,
             self._emit,
         )
@@ -249,7 +216,8 @@ class BorrowingDesk:
         return True
 
     def _open(self, wanted: Wanted, source: Source, first: int, end: int, may_be_part: bool = False) -> Loan:
-        machine = Borrower(first, end, self._landing_blocks, may_be_part)
+        ranks = 1 + len(self._others) if isinstance(source, Lender) else 1
+        machine = Borrower(first, end, self._landing_blocks, may_be_part, ranks)
         loan = self._loans[wanted.sequence.request_id] = Loan(wanted, machine, source)
         return loan
 
@@ -284,26 +252,25 @@ class BorrowingDesk:
     def _read(self, loan: Loan, first: int, block_ids: tuple[int, ...]) -> None:
         blocks = loan.wanted.sequence.blocks[first : first + len(block_ids)]
 
-        def on_quiet(fingerprints: tuple[bytes, ...] | None, peer_gone: bool) -> None:
-            self._post(ReadLanded(loan, first, fingerprints, peer_gone))
+        def on_quiet(rank: int, fingerprints: tuple[bytes, ...] | None, peer_gone: bool) -> None:
+            self._post(ReadLanded(loan, first, rank, fingerprints, peer_gone))
 
-        landing = loan.landings[first] = Landing(blocks, self._fingerprints, on_quiet)
-        parts = [slice(at, at + self._read_blocks) for at in range(0, len(blocks), self._read_blocks)]
-        landing.follow([(loan.source.read(block_ids[part], blocks[part]), blocks[part]) for part in parts])
-
-    def _fingerprints(self, blocks: Seq[int]) -> tuple[bytes, ...]:
-        return self._split(self._books.compute_fingerprints(blocks).tobytes())
+        loan.landings[first] = dict(enumerate(loan.source.land(block_ids, blocks, on_quiet)))
 
     def _abandon(self, loan: Loan, needed: bool) -> bool:
-        """Withdraw reads; False when the sequence lost blocks to a read in flight and has no others for them.
+        """Withdraw reads; False when the sequence lost blocks to a read in flight and has no others for them. A block
+        is in flight while any rank may write its part.
 
         Only a sequence that goes on is `needed` others: for one that is over they would only evict what is cached.
         """
         sequence, lost = loan.wanted.sequence, list[int]()
         for first, landing in loan.landings.items():
-            if writing := landing.withdraw():
-                loan.quarantined[first] = writing
-                lost += [first + index for index, block in enumerate(landing.blocks) if block in writing]
+            writing = {rank: blocks for rank, each in landing.items() if (blocks := each.withdraw())}
+            if writing:
+                unsafe = dict.fromkeys(block for each in writing.values() for block in each)
+                loan.quarantined[first] = _Quarantined(list(unsafe), set(writing))
+                target = sequence.blocks[first : first + self._landing_blocks]
+                lost += [index for index, block in enumerate(target, first) if block in unsafe]
         loan.landings.clear()
         return not lost or self._books.quarantine_unbound(sequence, lost, replace=needed)
 
@@ -338,7 +305,7 @@ class BorrowingDesk:
         account.lender_cached_blocks += cached
         account.lender_fetched_blocks += fetched
         account.lender_computed_blocks += count - cached - fetched
-        account.transport = self._transport.name
+        account.transport = self._transport_name
         account.times["last_bound"] = self._books.clock()
 
     def _split(self, fingerprints: bytes) -> tuple[bytes, ...]:

@@ -7,19 +7,21 @@ a block that arrived wrong.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.keys import BlockKey
+from engine.lending.landing import AnyLanding, OwnRank, Rank
 from engine.messages import CloseLoan, FromEngine, OpenLoan, ReleaseLoan
 from engine.tiers.tiers import Tiers
 from engine.tiers.work import Held
-from kvtransfer.errors import TransferError
-from kvtransfer.transport import Peer, Transport, block_spans
 
 RELEASE_BYTES = 32 << 20
 """So much, and a range out of order, may be read before the lender is told."""
+RankQuiet = Callable[[int, tuple[bytes, ...] | None, bool], None]
+"""As OnQuiet of `landing.py`, with the rank's number before it."""
 WriteBlock = Callable[[int, NDArray[np.uint8]], None]
 """write_block(block, its bytes): into the pool. Called on any thread."""
 
@@ -28,8 +30,8 @@ class Source(ABC):
     """Of one loan. Block ids mean what the source's announcements mean by them."""
 
     @abstractmethod
-    def read(self, block_ids: Sequence[int], blocks: Sequence[int]) -> "Future[None]":
-        """Read the source's `block_ids` into the pool's `blocks`; the future as `Transport.read` promises it."""
+    def land(self, block_ids: Sequence[int], blocks: Sequence[int], on_quiet: RankQuiet) -> list[AnyLanding]:
+        """Read the source's `block_ids` into the pool's `blocks`, on every rank; each says when it is done."""
 
     def release(self, first: int, count: int) -> None:  # noqa: B027 - not every source is told
         """Chain blocks [first, first + count) have been read."""
@@ -46,21 +48,24 @@ class Source(ABC):
 
 
 class Lender(Source):
-    """Another worker, reached by the front's Lend stream and read by the transport."""
+    """Another worker, reached by the front's Lend stream and read by the ranks of this engine."""
 
     def __init__(
         self,
         loan_id: str,
         may_compute: bool,
-        transport: Transport,
+        own: OwnRank,
+        others: Sequence[Rank],
         block_bytes: int,
         emit: Callable[[FromEngine], None],
     ) -> None:
+        """`others`: ranks 1 and on, where there are any. `block_bytes`: of a whole block."""
         self._loan_id = loan_id
-        self._transport = transport
+        self._own = own
+        self._ranks: list[Rank] = [own, *others]
         self._block_bytes = block_bytes
         self._emit = emit
-        self._peer: Peer | None = None
+        self._endpoint = b""
         self._unreleased: tuple[int, int] | None = None
         """First block and count of what has been read since the last ReleaseLoan."""
         self.may_compute = may_compute
@@ -74,19 +79,20 @@ class Lender(Source):
 
     def connect(self, endpoint: bytes) -> None:
         """The lender has started. Raises TransferError."""
-        self._peer = self._transport.connect(endpoint)
+        self._own.connect(endpoint)
+        self._endpoint = endpoint
 
     @property
     def lanes(self) -> tuple[str, ...]:
-        return self._peer.lanes if self._peer is not None else ()
+        """Of rank 0; the others' are of the same kind."""
+        return self._own.lanes(self._endpoint)
 
-    def read(self, block_ids: Sequence[int], blocks: Sequence[int]) -> "Future[None]":
-        assert self._peer is not None
-        spans = block_spans(zip(blocks, block_ids, strict=True), self._block_bytes)
-        try:
-            return self._transport.read(self._peer, spans, flow=self._loan_id)
-        except ValueError:  # the lender announced a block that its pool does not have
-            return _failed("announced blocks lie outside the lender's pool")
+    def land(self, block_ids: Sequence[int], blocks: Sequence[int], on_quiet: RankQuiet) -> list[AnyLanding]:
+        assert self._endpoint
+        return [
+            rank.land(self._endpoint, block_ids, blocks, self._loan_id, partial(on_quiet, number))
+            for number, rank in enumerate(self._ranks)
+        ]
 
     def release(self, first: int, count: int) -> None:
         """Said in large ranges: each is a message, and the end of the loan releases the rest."""
@@ -100,26 +106,34 @@ class Lender(Source):
             self._unreleased = None
 
     def gone(self) -> None:
-        if self._peer is not None:
-            self._transport.drop(self._peer)
+        for rank in self._ranks:
+            rank.drop(self._endpoint)
 
     def close(self) -> None:
         self._emit(CloseLoan(self._loan_id))
 
 
 class LowerTiers(Source):
-    """Blocks that this engine's pool evicted. Block ids are places in the run that the loan is of."""
+    """Blocks that this engine's pool evicted. Block ids are places in the run that the loan is of. Of an engine of one
+    rank: what a tier holds are whole blocks."""
 
-    def __init__(self, tiers: Tiers, keys: Sequence[BlockKey], write_block: WriteBlock) -> None:
+    def __init__(self, tiers: Tiers, keys: Sequence[BlockKey], write_block: WriteBlock, own: OwnRank) -> None:
         """`keys` are held by the tiers, and stay there until `close`."""
         self._tiers = tiers
         self._held: list[Held] = tiers.pin(keys)
         self._write_block = write_block
+        self._own = own
 
     def fingerprints(self) -> tuple[bytes, ...]:
         return self._tiers.fingerprints(self._held)
 
-    def read(self, block_ids: Sequence[int], blocks: Sequence[int]) -> "Future[None]":
+    def land(self, block_ids: Sequence[int], blocks: Sequence[int], on_quiet: RankQuiet) -> list[AnyLanding]:
+        def read(block_ids: Sequence[int], blocks: Sequence[int]) -> list[Future[None]]:
+            return [self._read(block_ids, blocks)]
+
+        return [self._own.follow(read, block_ids, blocks, partial(on_quiet, 0))]
+
+    def _read(self, block_ids: Sequence[int], blocks: Sequence[int]) -> "Future[None]":
         def write(index: int, content: NDArray[np.uint8]) -> None:
             self._write_block(blocks[index], content)
 
@@ -131,9 +145,3 @@ class LowerTiers(Source):
     def close(self) -> None:
         self._tiers.unpin(self._held)
         self._held = []
-
-
-def _failed(reason: str) -> "Future[None]":
-    future: Future[None] = Future()
-    future.set_exception(TransferError(reason))
-    return future

@@ -35,8 +35,9 @@ class Joined:
     """Of the thread that computes, to one core each; None where it would not help."""
 
 
-def join(model: nn.Module, pool: Tensor, layout: KvLayout, backend: Backend) -> Joined:
-    """auto: `native` on a CPU, `flashinfer` on a GPU, and `sdpa` with a warning where they cannot be had.
+def join(model: nn.Module, pool: Tensor, layout: KvLayout, backend: Backend, ranks: int = 1) -> Joined:
+    """auto: `native` on a CPU, `flashinfer` on a GPU, and `sdpa` with a warning where they cannot be had. Model and
+    layout are one of so many tensor-parallel ranks'.
 
     Raises KernelsUnavailable when they were asked for by name, EngineStartError when they are another device's.
     """
@@ -46,7 +47,8 @@ def join(model: nn.Module, pool: Tensor, layout: KvLayout, backend: Backend) -> 
     if backend == "sdpa":
         return _sdpa(pool, layout)
     try:
-        return _flashinfer(model, pool, layout) if on_gpu else _native(model, pool, layout)
+        heads = query_heads(model) // ranks
+        return _flashinfer(model, pool, layout, heads) if on_gpu else _native(model, pool, layout, heads)
     except KernelsUnavailable as error:
         if backend != "auto":
             raise
@@ -64,23 +66,23 @@ def _sdpa(pool: Tensor, layout: KvLayout) -> Joined:
     return Joined("sdpa", SdpaPagedAttention(pool, layout))
 
 
-def _native(model: nn.Module, pool: Tensor, layout: KvLayout) -> Joined:
+def _native(model: nn.Module, pool: Tensor, layout: KvLayout, heads: int) -> Joined:
     if getattr(torch, layout.dtype) not in TYPES:
         raise KernelsUnavailable(f"there are no CPU kernels for {layout.dtype}")
     kernels = Kernels()
-    attention = NativePagedAttention(kernels, pool, layout, query_heads(model))
+    attention = NativePagedAttention(kernels, pool, layout, heads)
     last_rows = use_kernels(model, kernels).last_rows
     if last_rows is not None:
         attention.trim_last_layer()
     return Joined("native", attention, kernels.argmax, last_rows, kernels.bind_threads)
 
 
-def _flashinfer(model: nn.Module, pool: Tensor, layout: KvLayout) -> Joined:
+def _flashinfer(model: nn.Module, pool: Tensor, layout: KvLayout, heads: int) -> Joined:
     from engine.torch.cuda.attention import FlashInferPagedAttention
     from engine.torch.cuda.library import load_flashinfer, prefill_kernel
     from engine.torch.cuda.modules import fuse
 
     flashinfer = load_flashinfer(layout)
-    attention = FlashInferPagedAttention(flashinfer, pool, layout, query_heads(model), prefill_kernel())
+    attention = FlashInferPagedAttention(flashinfer, pool, layout, heads, prefill_kernel())
     fuse(model, flashinfer)
     return Joined("flashinfer", attention)

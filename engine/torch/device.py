@@ -21,13 +21,19 @@ from kvtransfer.transport import AnyPool, DevicePool, Pool
 Device = Literal["auto", "cpu", "cuda"]
 
 
-def choose_device(wanted: Device) -> torch.device:
-    """auto: the GPU where there is one. Raises EngineStartError when one is asked for and there is none."""
+def choose_device(wanted: Device, rank: int | None = None) -> torch.device:
+    """auto: the GPU where there is one; of tensor-parallel ranks, each the one of its number. Raises EngineStartError
+    when one is asked for and there is none."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise EngineStartError("device", "torch sees no CUDA device here")
-    return torch.device("cuda", torch.cuda.current_device())
+    if rank is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if rank >= torch.cuda.device_count():
+        raise EngineStartError("tensor_parallel", f"rank {rank} finds {torch.cuda.device_count()} GPUs")
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,8 @@ from engine.model_dir import ModelDir
 from engine.torch.attention import refuse_unknown
 from engine.torch.lora import merge_lora
 from engine.torch.quantised import quantise_linears
+from engine.torch.ranks import RankGroup
+from engine.torch.sharding import load_shard
 from engine.variant import AS_SAVED, KvDtype, Variant
 from kvtransfer.fingerprint import WORD_BYTES
 
@@ -28,9 +30,15 @@ _names = (f"tandem_paged_{number}" for number in itertools.count())
 transformers_logging.disable_progress_bar()
 
 
-def load_model(model_dir: ModelDir, dtype: str, device: torch.device, variant: Variant = AS_SAVED) -> torch.nn.Module:
-    """The model in evaluation mode, in `dtype` ("auto": as saved), on a device. Raises ModelRefused, or
-    EngineStartError for what cannot be made of it."""
+def load_model(
+    model_dir: ModelDir,
+    dtype: str,
+    device: torch.device,
+    variant: Variant = AS_SAVED,
+    group: RankGroup | None = None,
+) -> torch.nn.Module:
+    """The model in evaluation mode, in `dtype` ("auto": as saved), on a device; with a `group`, this rank's shard of
+    it, whose `variant` is AS_SAVED. Raises ModelRefused, or EngineStartError for what cannot be made of it."""
     if variant.weights != "auto" and device.type != "cpu":
         raise EngineStartError("weights", f"{variant.weights} is computed on the CPU only, not on {device.type}")
     config = _read_config(model_dir)
@@ -38,6 +46,9 @@ def load_model(model_dir: ModelDir, dtype: str, device: torch.device, variant: V
     _refuse_by_quantisation(config, variant)
     wanted = "auto" if dtype == "auto" else getattr(torch, dtype)
     try:
+        if group is not None:
+            assert variant == AS_SAVED
+            return load_shard(model_dir.path, config, wanted, group).to(device)
         model: torch.nn.Module
         model, told = AutoModelForCausalLM.from_pretrained(
             model_dir.path, dtype=wanted, local_files_only=True, output_loading_info=True
@@ -99,6 +110,17 @@ def _quantised(layout: KvLayout, device: torch.device) -> KvLayout:
             "kv_dtype", f"int8 blocks of {shape} are no multiple of {WORD_BYTES} bytes; larger ones are"
         )
     return quantised
+
+
+def whole_layout(model: torch.nn.Module, part: KvLayout, ranks: int) -> KvLayout:
+    """Of the whole block, of which each of so many ranks has `part`. Raises ModelRefused when its plan leaves more than
+    its share on each."""
+    text = model.config.get_text_config()  # type: ignore[union-attr,operator]
+    kv_heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if part.kv_heads * ranks != kv_heads:
+        found = f"{part.kv_heads} of its {kv_heads} KV heads on each of {ranks} ranks"
+        raise ModelRefused(f"its tensor-parallel plan leaves {found}: tensor_parallel must be 1")
+    return replace(part, kv_heads=kv_heads)
 
 
 def use_attention(model: torch.nn.Module, attention: Any) -> None:

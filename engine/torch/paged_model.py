@@ -27,18 +27,22 @@ class PagedModel:
         num_blocks: int,
         backend: Backend,
         device: torch.device,
+        ranks: int = 1,
     ) -> None:
+        """`model` and `layout` are what one of so many tensor-parallel ranks has of them."""
         self.model = model
         self.layout = layout
         self.num_blocks = num_blocks
         self.memory: KvMemory = allocate(layout, num_blocks, device)
-        joined = join(model, self.memory.tensor, layout, backend)
+        joined = join(model, self.memory.tensor, layout, backend, ranks)
         self.backend, self._attention = joined.backend, joined.attention
         self.argmax, self._last_rows = joined.argmax, joined.last_rows
         self.bind_threads: Callable[[Seq[int]], None] | None = joined.bind_threads
         self.device = device
         use_attention(model, self._attention)
-        self.graphs = decode_graphs(self._attention, layout, self._forward_all, self.memory, info)
+        self.graphs = None
+        if ranks == 1:  # a sum over ranks within a graph was never tried
+            self.graphs = decode_graphs(self._attention, layout, self._forward_all, self.memory, info)
 
     @property
     def last_layer_trimmed(self) -> bool:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from engine.errors import EngineStartError
 from engine.grammar import Grammars
+from engine.layout import KvLayout
 from engine.model_dir import ModelDir
 from engine.runner import ModelInfo, Runner
 from engine.torch.backends import Backend
@@ -18,8 +19,9 @@ from engine.torch.block_bytes import BlockBytes
 from engine.torch.device import Device, choose_device
 from engine.torch.draft import DraftModel
 from engine.torch.fingerprint import TensorFingerprints
-from engine.torch.loader import kv_layout, load_model
+from engine.torch.loader import kv_layout, load_model, whole_layout
 from engine.torch.paged_model import PagedModel
+from engine.torch.ranks import Place, RankGroup
 from engine.torch.sampler import sample_chunks
 from engine.torch.scoring import PromptScorer, wants_scores
 from engine.variant import AS_SAVED, Variant
@@ -47,29 +49,37 @@ class TorchRunner(Runner):
         device: Device = "auto",
         draft: Path | None = None,
         variant: Variant = AS_SAVED,
+        place: Place | None = None,
     ) -> None:
         """`source` is a model directory; of a built model `dtype` is what it has, and its weights stay as they are.
-        `draft`: the directory of a model that guesses for it."""
-        self.device = choose_device(device)
+        `draft`: the directory of a model that guesses for it. `place`: this is one of several tensor-parallel ranks,
+        with its shard of the model and its part of each KV block; `kv_bytes` are of all of them together."""
+        self.device = choose_device(device, place.rank if place is not None else None)
+        group = RankGroup(place, self.device) if place is not None else None
         self._grammars: Grammars | None = None
         model_dir: ModelDir | None = None
         if isinstance(source, BuiltModel):
             self._model = source.model
-            self.layout = kv_layout(self._model, block_tokens, variant.kv_dtype)
+            self.layout = part = kv_layout(self._model, block_tokens, variant.kv_dtype)
             self.info = source.info
         else:
             model_dir = ModelDir.open(source)
-            self._model = load_model(model_dir, dtype, self.device, variant)
-            self.layout = kv_layout(self._model, block_tokens, variant.kv_dtype)
-            self.info = _info_of(model_dir, variant)
-            self._grammars = Grammars(model_dir)
+            self._model = load_model(model_dir, dtype, self.device, variant, group)
+            self.layout = part = kv_layout(self._model, block_tokens, variant.kv_dtype)
+            if group is not None:
+                self.layout = whole_layout(self._model, part, group.size)
+            samples = group is None or group.rank == 0
+            self.info = _info_of(model_dir, variant, known=samples)
+            self._grammars = Grammars(model_dir) if samples else None
+        self._part = part
         num_blocks = kv_bytes // self.layout.block_bytes
         if num_blocks < 1:
             raise EngineStartError("kv_memory_mib", f"less than one KV block of {self.layout.block_bytes} bytes")
-        paged = self.paged = PagedModel(self._model, self.layout, self.info, num_blocks, backend, self.device)
+        ranks = group.size if group is not None else 1
+        paged = self.paged = PagedModel(self._model, part, self.info, num_blocks, backend, self.device, ranks)
         self.pool, self.backend = paged.memory.pool, paged.backend
         self._blocks = paged.memory.byte_blocks
-        self._device_fingerprints = TensorFingerprints(self._blocks, self.layout.kv_heads) if self._on_gpu else None
+        self._device_fingerprints = TensorFingerprints(self._blocks, part.kv_heads) if self._on_gpu else None
         self._device_bytes = BlockBytes(self._blocks) if self._on_gpu else None
         self._scorer = PromptScorer(self._model, self.info.vocab_size)
         self._draft: DraftModel | None = None
@@ -84,6 +94,10 @@ class TorchRunner(Runner):
         cores = [*own_cores, *shared_cores]
         torch.set_num_threads(len(cores))  # of teams that this thread begins
         self.paged.bind_threads(cores)
+
+    @property
+    def pool_layout(self) -> KvLayout:
+        return self._part
 
     @property
     def draft_pass_s(self) -> float:
@@ -107,11 +121,23 @@ class TorchRunner(Runner):
         return sampled
 
     @torch.inference_mode()
+    def follow(self, batch: Seq[Chunk]) -> None:
+        """As `execute`, of a rank that does not sample: what it says of logits is its part, and read by nobody."""
+        scores = wants_scores(batch)
+        with self._scorer.keeping() if scores else nullcontext():
+            self.logits(batch)
+        if scores:
+            self._scorer.follow(batch)
+        if self._on_gpu:
+            torch.cuda.current_stream(self.device).synchronize()
+
+    @torch.inference_mode()
     def logits(self, batch: Seq[Chunk]) -> torch.Tensor:
         """Compute the chunks; the logits of every place of those that sample, in order: [places, vocab]."""
         return self.paged.logits(batch)
 
     def fingerprints(self, blocks: Seq[int]) -> NDArray[np.uint64]:
+        """Of one of several ranks: of its part."""
         if self._device_fingerprints is None:
             return super().fingerprints(blocks)
         return self._device_fingerprints.of(blocks)
@@ -133,9 +159,10 @@ class TorchRunner(Runner):
         return self.device.type == "cuda"
 
 
-def _info_of(model_dir: ModelDir, variant: Variant) -> ModelInfo:
+def _info_of(model_dir: ModelDir, variant: Variant, known: bool) -> ModelInfo:
+    """With the weights' fingerprint if it is to be `known`: it takes reading them all."""
     return ModelInfo(
-        weights_fingerprint=variant.fingerprint(model_dir.weights_fingerprint()),
+        weights_fingerprint=variant.fingerprint(model_dir.weights_fingerprint()) if known else b"",
         vocab_size=model_dir.vocab_size,
         max_context_tokens=model_dir.max_context_tokens,
         eos_token_ids=model_dir.eos_token_ids,

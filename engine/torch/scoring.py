@@ -67,16 +67,30 @@ class PromptScorer:
         self._hidden = None
         return answers
 
+    def follow(self, batch: Seq[Chunk]) -> None:
+        """Of a rank that has a part of the output layer: take part in what rank 0 scores."""
+        first_row = 0
+        with self._replaced(lambda *args, **options: self._hidden):
+            for chunk in batch:
+                for _ in self._slices(scored_rows(chunk, first_row)):
+                    pass
+                first_row += chunk.num_rows
+        self._hidden = None
+
     def _score(self, chunk: Chunk, rows: range) -> Iterator[TokenLogprobs]:
         sampling = chunk.sequence.sampling
         num_top = (sampling.prompt_logprobs if sampling is not None else None) or 0
-        device = self._hidden.last_hidden_state.device
         following = chunk.sequence.token_ids[chunk.scored.start + 1 : chunk.scored.stop + 1]
+        for first, logits in self._slices(rows):
+            targets = staged(following[first : first + self._slice_rows], torch.long, logits.device)
+            yield from _logprobs(logits, targets, num_top)
+
+    def _slices(self, rows: range) -> Iterator[tuple[int, Tensor]]:
+        """Logits [rows, vocab] of a few rows at a time, and which is the first of them."""
+        device = self._hidden.last_hidden_state.device
         for first in range(0, len(rows), self._slice_rows):
             part = staged(list(rows[first : first + self._slice_rows]), torch.long, device)
-            logits = self._model(input_ids=part[None], use_cache=False, logits_to_keep=part).logits[0]
-            targets = staged(following[first : first + self._slice_rows], torch.long, device)
-            yield from _logprobs(logits, targets, num_top)
+            yield first, self._model(input_ids=part[None], use_cache=False, logits_to_keep=part).logits[0]
 
     @contextmanager
     def _replaced(self, forward: Callable[..., Any]) -> Iterator[None]:

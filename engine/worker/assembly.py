@@ -1,10 +1,11 @@
 """Puts an engine together as a worker's configuration says, wherever it is to run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from engine.core import CoreLimits, EngineCore
 from engine.layout import KvLayout
+from engine.lending.landing import OtherRank
 from engine.messages import FromEngine
 from engine.runner import Runner
 from engine.scheduler import StepBudget
@@ -25,8 +26,9 @@ def open_core(
     transport: Transport,
     emit: Callable[[FromEngine], None],
     wake: Callable[[], None] = lambda: None,
+    others: Sequence[OtherRank] = (),
 ) -> EngineCore:
-    """Raises EngineStartError."""
+    """`others`: ranks beside the one that this process is. Raises EngineStartError."""
     config = spec.config
     limits = CoreLimits(
         StepBudget(config.max_batch_tokens, config.prefill_chunk(spec.role)),
@@ -35,7 +37,8 @@ def open_core(
     )
     fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
     tiers = _open_tiers(config, runner.layout, fingerprint)
-    return EngineCore(runner, transport, limits, emit, wake, tiers, speculator=_open_speculator(spec, runner))
+    speculator = _open_speculator(spec, runner)
+    return EngineCore(runner, transport, limits, emit, wake, tiers, speculator=speculator, others=others)
 
 
 def open_sim_runner(config: WorkerConfig) -> SimRunner:

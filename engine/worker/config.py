@@ -14,6 +14,7 @@ from engine.errors import EngineStartError
 from engine.sim.timing import StepTiming
 from engine.speculation.speculator import MAX_GUESSES
 from engine.variant import KvDtype, Variant, Weights
+from kvtransfer.ranks import MAX_RANKS
 
 
 class WorkerConfig(HealthSettings, MetricsSettings, DiscoverySettings, Config):
@@ -103,6 +104,11 @@ class WorkerConfig(HealthSettings, MetricsSettings, DiscoverySettings, Config):
     speculation_tokens: int = Field(default=MAX_GUESSES, ge=1, le=32)
     """Guesses for one sequence in one step, at most."""
 
+    tensor_parallel: int = Field(default=1, ge=1, le=MAX_RANKS)
+    """Processes that share the model's weights, attention heads and KV blocks, one GPU or a part of `cores` each. The
+    memory, threads and cores of these settings are those of all of them together. Must divide the model's heads; the
+    model needs a tensor-parallel plan in transformers."""
+
     transport: Literal["nixl", "ucxx"] = "nixl"
     """What moves KV between workers; all of a cluster use the same. ucxx: for machines without NIXL, or to compare; on
     one host nixl is faster, since it reads shared memory."""
@@ -152,6 +158,35 @@ class WorkerConfig(HealthSettings, MetricsSettings, DiscoverySettings, Config):
         if self.engine == "sim" and self.kv_dtype != "auto":
             raise EngineStartError("kv_dtype", "what KV of the sim engine is made of is not to be chosen")
         return Variant(weights=self.weights, kv_dtype=self.kv_dtype, lora=self.lora)
+
+    def refuse_parallel(self, role: Role) -> None:
+        """Raises EngineStartError for settings that do not go together with `tensor_parallel` above 1."""
+        if self.tensor_parallel == 1:
+            return
+        others = {
+            "engine: sim": self.engine == "sim",
+            "kv_host_memory_mib": self.kv_host_memory_mib > 0,
+            "kv_disk_dir": self.kv_disk_dir is not None,
+            f"weights: {self.weights}": self.weights != "auto",
+            f"kv_dtype: {self.kv_dtype}": self.kv_dtype != "auto",
+            "lora": self.lora is not None,
+            "a draft model in speculation": self.speculates(role) not in ("off", "ngram"),
+        }
+        if found := [name for name, is_set in others.items() if is_set]:
+            raise EngineStartError("tensor_parallel", f"{self.tensor_parallel} does not go with {', '.join(found)}")
+
+    def of_rank(self, rank: int) -> "WorkerConfig":
+        """With one rank's share of cores and threads: equally many for all, so that all compute the same sums in the
+        same order. Fewer cores than ranks are shared."""
+        ranks = self.tensor_parallel
+        if ranks == 1:
+            return self
+        cores = self.cores
+        if cores is not None and len(cores) >= ranks:
+            each = len(cores) // ranks
+            cores = cores[rank * each : (rank + 1) * each]
+        threads = max(1, (self.threads or len(self.cores or os.sched_getaffinity(0))) // ranks)
+        return self.model_copy(update={"cores": cores, "threads": threads, "shared_cores": ()})
 
     def id_for(self, role: Role) -> str:
         return self.worker_id or f"{role}-{socket.gethostname()}-{os.getpid()}"

@@ -2,14 +2,12 @@
 
 One loop on the main thread: what arrived, what was computed, what to compute next, what is to be said. It never waits
 for a slow front (see `link.py`). The runner computes on a second thread, so that handshakes do not wait for steps.
-It dies with its front: by the closed socket, or at once by the kernel when the front is killed.
+It dies with its front: by the closed socket, or at once by the kernel when the front is killed. Of an engine of several
+tensor-parallel ranks it is rank 0; the others are its children, see `ranks.py`.
 """
 
-import contextlib
-import ctypes
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
@@ -20,24 +18,22 @@ from queue import SimpleQueue
 
 from cluster.garbage import spare_the_started
 from engine.core import EngineCore
-from engine.errors import EngineStartError
+from engine.errors import EngineStartError, RankLost
 from engine.messages import FromEngine, StartFailed, ToEngine
+from engine.parallel.runner import ParallelRunner
 from engine.runner import Runner
 from engine.vocabulary import Chunk, Sampled
 from engine.worker.assembly import IDLE_TURN_S, draft_of, open_core, open_sim_runner
-from engine.worker.config import WorkerConfig
-from engine.worker.cores import stay_on, step_back
+from engine.worker.follower_process import open_rank
 from engine.worker.link import LinkWaiter, MessageLink
-from engine.worker.spec import EngineSpec
+from engine.worker.preparation import become_child, num_threads, own_transport, prepare
+from engine.worker.ranks import Ranks
+from engine.worker.spec import EngineSpec, RankSpec
 from kvtransfer.errors import TransportUnavailable
-from kvtransfer.registry import open_transport
-from kvtransfer.sysfs import use_nearest_nics
 
 log = logging.getLogger(__name__)
 
-PR_SET_PDEATHSIG = 1
-SWITCH_S = 0.0005
-"""How long the runner's Python may hold the interpreter while a message waits."""
+JOIN_POLL_S = 0.02
 
 
 class _Front:
@@ -73,26 +69,47 @@ class _Front:
 
 def main() -> None:
     """Serve the front at the other end of the socket whose descriptor is the argument."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the front decides
-    sys.setswitchinterval(SWITCH_S)
+    become_child()
     link = MessageLink(socket.socket(fileno=int(sys.argv[1])))
     spec = _receive_spec(link)
     front = _Front(link)
+    ranks: Ranks | None = None
     try:
-        _prepare(spec.config)
-        core, computer = _start(spec, front)
-    except (EngineStartError, TransportUnavailable) as error:
-        cause = str(error) if isinstance(error, EngineStartError) else f"transport: {error}"
-        front.say(StartFailed(cause))
+        spec.config.refuse_parallel(spec.role)
+        if spec.config.tensor_parallel > 1:
+            ranks = Ranks(spec, front.wake)  # before this one has stepped back, which they would inherit
+        prepare(spec.config.of_rank(0))
+        core, computer = _start(spec, front, ranks)
+    except (EngineStartError, TransportUnavailable, RankLost) as error:
+        front.say(StartFailed(str(error) if isinstance(error, EngineStartError) else _start_failure(error)))
         front.finish()
+        _leave(ranks)
         return
     spare_the_started()
-    # The front is gone, by its own end or by ours: either way there is nobody left to serve.
-    with contextlib.suppress(EOFError, ConnectionError):
-        _loop(core, computer, front)
+    try:
+        _loop(core, computer, front, ranks)
+    except (EOFError, ConnectionError):
+        pass  # the front is gone, by its own end or by ours: either way there is nobody left to serve
+    except Exception as error:
+        if ranks is None:
+            raise
+        log.error("the engine cannot go on: %s", error)  # the rank that is lost, or the sum that failed for want of it
+        os._exit(1)  # the thread that computes may wait in such a sum for good; the other ranks die with this one
     computer.stop()
     core.close()
+    _leave(ranks)
+
+
+def _start_failure(error: TransportUnavailable | RankLost) -> str:
+    field = "tensor_parallel" if isinstance(error, RankLost) else "transport"
+    return f"{field}: {error}"
+
+
+def _leave(ranks: Ranks | None) -> None:
+    """The last there is to do. With ranks the thread that computes may be in the middle of meeting them, for good."""
+    if ranks is not None:
+        ranks.close()
+        os._exit(0)
 
 
 class _Computer:
@@ -102,8 +119,9 @@ class _Computer:
     of them than cores they stop waiting actively: steps took nearly twice as long.
     """
 
-    def __init__(self, spec: EngineSpec, wake: Callable[[], None]) -> None:
+    def __init__(self, spec: EngineSpec, ranks: Ranks | None, wake: Callable[[], None]) -> None:
         self._spec = spec
+        self._ranks = ranks
         self._wake = wake
         self._made: Future[Runner] = Future()
         self._batches: SimpleQueue[list[Chunk] | None] = SimpleQueue()
@@ -113,7 +131,11 @@ class _Computer:
         self._thread.start()
 
     def runner(self) -> Runner:
-        """Waits until the model is loaded. Raises EngineStartError."""
+        """Waits until the model is loaded, on all ranks. Raises EngineStartError or RankLost."""
+        while self._ranks is not None and not (self._ranks.all_joined() and self._made.done()):
+            if self._made.done() and self._made.exception() is not None:
+                break
+            time.sleep(JOIN_POLL_S)
         return self._made.result()
 
     def start(self, batch: list[Chunk]) -> None:
@@ -137,11 +159,7 @@ class _Computer:
 
     def _run(self) -> None:
         try:
-            runner = _make_runner(self._spec)
-            config = self._spec.config
-            own = config.cores or ()
-            if _threads(config) == len(own):
-                runner.bind(own, config.shared_cores)
+            runner = _make_runner(self._spec, self._ranks)
         except BaseException as error:
             self._made.set_exception(error)
             return
@@ -154,8 +172,10 @@ class _Computer:
             self._wake()
 
 
-def _loop(core: EngineCore, computer: _Computer, front: _Front) -> None:
+def _loop(core: EngineCore, computer: _Computer, front: _Front, ranks: Ranks | None) -> None:
     while True:
+        if ranks is not None:
+            ranks.check()
         for message in front.listen(0.0 if core.busy else IDLE_TURN_S):
             core.handle(message)
         core.handle_posted()
@@ -177,48 +197,38 @@ def _receive_spec(link: MessageLink) -> EngineSpec:
     return spec
 
 
-def _prepare(config: WorkerConfig) -> None:
-    """What must be set before numerical libraries are loaded."""
-    step_back(config.niceness)
-    if config.cores:
-        stay_on(config.cores)
-    threads = _threads(config)
-    os.environ["OMP_NUM_THREADS"] = str(threads)
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    os.environ["HF_HUB_OFFLINE"] = "1"
-
-
-def _threads(config: WorkerConfig) -> int:
-    return config.threads or len(config.cores or os.sched_getaffinity(0))
-
-
-def _start(spec: EngineSpec, front: _Front) -> tuple[EngineCore, _Computer]:
-    config = spec.config
-    if config.engine == "torch" and config.device != "cpu" and (chosen := use_nearest_nics(os.environ)) is not None:
-        log.info(chosen)
-    host = config.advertise_host or config.host
-    transport = open_transport(config.transport, spec.agent_name, host, config.strict_lanes)
-    computer = _Computer(spec, front.wake)
+def _start(spec: EngineSpec, front: _Front, ranks: Ranks | None) -> tuple[EngineCore, _Computer]:
+    transport = own_transport(spec.config, spec.agent_name)
+    computer = _Computer(spec, ranks, front.wake)
     runner = computer.runner()
-    core = open_core(spec, runner, transport, front.say, front.wake)
+    others = ranks.followers if ranks is not None else ()
+    core = open_core(spec, runner, transport, front.say, front.wake, others)
     front.say(core.start())
     front.send()
     return core, computer
 
 
-def _make_runner(spec: EngineSpec) -> Runner:
+def _make_runner(spec: EngineSpec, ranks: Ranks | None) -> Runner:
+    """Bound to its cores."""
     config, draft, variant = spec.config, draft_of(spec), spec.config.variant()
     if config.engine == "sim":
         return open_sim_runner(config)
+    if ranks is not None:
+        own = open_rank(RankSpec(spec, 0, ranks.meeting))
+        ranks.met()
+        return ParallelRunner(own, ranks.followers)
     try:
         from engine.torch.runner import TorchRunner, set_threads
     except ModuleNotFoundError as error:
         raise EngineStartError("engine", f"{error}; install tandem-serving[worker]") from None
 
-    set_threads(_threads(config))
-    return TorchRunner(
+    set_threads(num_threads(config))
+    runner = TorchRunner(
         config.model, config.dtype, config.block_tokens, config.kv_bytes, config.backend, config.device, draft, variant
     )
+    if num_threads(config) == len(own_cores := config.cores or ()):
+        runner.bind(own_cores, config.shared_cores)
+    return runner
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ class LocalEngine(EngineHost):
         """Raises EngineStartError."""
         self._listener = listener
         self._loop = asyncio.get_running_loop()
+        self._spec.config.refuse_parallel(self._spec.role)
         self._runner = open_sim_runner(self._spec.config)
         transport = LocalTransport(self._network, self._spec.agent_name)
         self._core = open_core(self._spec, self._runner, transport, self._said.append, self._wake)

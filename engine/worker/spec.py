@@ -1,6 +1,7 @@
 """What an engine is told when it is started. Apart from what an engine is made of, which its front need not import."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from cluster.roles import Role
 from engine.worker.config import WorkerConfig
@@ -13,3 +14,26 @@ class EngineSpec:
     config: WorkerConfig
     role: Role
     agent_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankSpec:
+    """All that one of several ranks of an engine must be told."""
+
+    engine: EngineSpec
+    rank: int
+    meeting: Path
+    """Where the ranks find each other, see `engine/torch/ranks.py`."""
+
+    @property
+    def config(self) -> WorkerConfig:
+        """With this rank's share."""
+        return self.engine.config.of_rank(self.rank)
+
+    @property
+    def ranks(self) -> int:
+        return self.engine.config.tensor_parallel
+
+    @property
+    def agent_name(self) -> str:
+        return f"{self.engine.agent_name}-{self.rank}"

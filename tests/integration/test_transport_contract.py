@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError
 from kvtransfer.local import LocalNetwork, LocalTransport
 from kvtransfer.nixl import NixlTransport
-from kvtransfer.transport import MAX_POSTED_BYTES, Peer, Pool, Span, Transport, block_spans
+from kvtransfer.ranks import BlockPart, part_spans
+from kvtransfer.transport import MAX_POSTED_BYTES, Peer, Pool, Span, Transport
 from kvtransfer.ucxx import UcxxTransport
 
 BLOCK = 4096
@@ -330,7 +331,7 @@ def test_one_span_arrives_to_the_byte_and_nothing_else_changes(world: World) -> 
 def test_many_spans_in_one_read(world: World) -> None:
     lender = world.lender(0)
     pairs = [(own, (7 * own + 3) % LENDER_BLOCKS) for own in range(0, READER_BLOCKS, 2)]
-    spans = block_spans(pairs, BLOCK)
+    spans = part_spans(BlockPart(BLOCK), BlockPart(BLOCK), pairs)
     assert len(spans) == len(pairs)
     world.done(world.reader.read(world.reader.connect(lender.endpoint), spans))
     own, theirs = world.memory.reshape(-1, BLOCK), lender.data.reshape(-1, BLOCK)
@@ -342,7 +343,7 @@ def test_many_spans_in_one_read(world: World) -> None:
 def test_neighbours_merged_into_one_span_arrive_as_single_blocks_would(world: World) -> None:
     lender = world.lender(0)
     pairs = [(8, 3), (9, 4), (10, 5), (20, 6), (21, 7), (22, 1), (11, 2)]
-    spans = block_spans(pairs, BLOCK)
+    spans = part_spans(BlockPart(BLOCK), BlockPart(BLOCK), pairs)
     assert [span.length // BLOCK for span in spans] == [3, 2, 1, 1]
     world.done(world.reader.read(world.reader.connect(lender.endpoint), spans))
     own, theirs = world.memory.reshape(-1, BLOCK), lender.data.reshape(-1, BLOCK)

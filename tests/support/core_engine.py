@@ -62,6 +62,10 @@ class Engine:
         while self.step():
             pass
 
+    def land(self) -> bool:
+        """One of the reads that wait; False when there is none."""
+        return self.transport.step()
+
     def hear(self, *kinds: type[M]) -> list[M]:
         """Messages of these kinds, in order; the others are dropped."""
         heard: list[M] = [message for message in self.said if isinstance(message, kinds)]

@@ -33,6 +33,8 @@ from router.config import RouterConfig
         ({"model": "m", "transport": "carrier pigeon"}, "transport"),
         ({"model": "m", "kv_memory_mib": 0}, "kv_memory_mib"),
         ({"model": "m", "speculation_tokens": 0}, "speculation_tokens"),
+        ({"model": "m", "tensor_parallel": 0}, "tensor_parallel"),
+        ({"model": "m", "tensor_parallel": 65}, "tensor_parallel"),
     ],
 )
 def test_a_bad_setting_is_named(values: dict[str, object], field: str) -> None:
@@ -59,6 +61,47 @@ def test_speculation_is_of_decode_workers_of_the_torch_engine() -> None:
     with pytest.raises(StartError, match="nobody can guess") as caught:
         chosen("decode", "engine=sim", "speculation=ngram")
     assert caught.value.field == "speculation"
+
+
+@pytest.mark.parametrize(
+    ("settings", "role", "named"),
+    [
+        ({"engine": "sim"}, "decode", "engine: sim"),
+        ({"kv_host_memory_mib": 1}, "prefill", "kv_host_memory_mib"),
+        ({"kv_disk_dir": "d", "kv_host_memory_mib": 1}, "decode", "kv_host_memory_mib, kv_disk_dir"),
+        ({"speculation": "models/small"}, "decode", "a draft model in speculation"),
+    ],
+)
+def test_what_does_not_go_with_tensor_parallelism_is_named(settings: dict[str, object], role: Role, named: str) -> None:
+    WorkerConfig.parse({"model": "m"} | settings).refuse_parallel(role)
+    with pytest.raises(StartError) as caught:
+        WorkerConfig.parse({"model": "m", "tensor_parallel": 2} | settings).refuse_parallel(role)
+    assert str(caught.value) == f"tensor_parallel: 2 does not go with {named}"
+
+
+def test_what_goes_with_it() -> None:
+    config = WorkerConfig.parse({"model": "m", "tensor_parallel": 2, "speculation": "ngram"})
+    config.refuse_parallel("decode")
+    WorkerConfig.parse({"model": "m", "tensor_parallel": 2, "speculation": "models/small"}).refuse_parallel("prefill")
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads", "shares"),
+    [
+        ((0, 1, 2, 3), None, [((0, 1), 2), ((2, 3), 2)]),
+        ((0, 1, 2), None, [((0,), 1), ((1,), 1)]),
+        ((5,), None, [((5,), 1), ((5,), 1)]),
+        (None, 4, [(None, 2), (None, 2)]),
+        ((0, 1, 2, 3), 2, [((0, 1), 1), ((2, 3), 1)]),
+    ],
+)
+def test_ranks_share_cores_and_threads_equally(
+    cores: tuple[int, ...] | None, threads: int | None, shares: list[tuple[tuple[int, ...] | None, int]]
+) -> None:
+    config = WorkerConfig(model=Path(), cores=cores, threads=threads, tensor_parallel=2, shared_cores=(7,))
+    ranks = [config.of_rank(rank) for rank in range(2)]
+    assert [(rank.cores, rank.threads) for rank in ranks] == shares
+    assert {rank.shared_cores for rank in ranks} == {()}
 
 
 def test_overrides_win_over_the_file(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import pytest
 
 from kvtransfer.errors import EndpointMismatch, PeerGone
 from kvtransfer.local import LocalNetwork, LocalTransport
-from kvtransfer.transport import Pool, Span, block_spans, check_spans, max_blocks_per_read
+from kvtransfer.transport import Pool, Span, check_spans, max_blocks_per_read
 
 
 def pool_of(fill: int, num_blocks: int = 8, block_bytes: int = 4) -> Pool:
@@ -79,13 +79,6 @@ def test_close_cancels_what_is_queued() -> None:
     reader.close()
     assert future.cancelled()
     assert not reader.step()
-
-
-def test_neighbours_in_both_pools_become_one_span() -> None:
-    assert block_spans([(0, 5), (1, 6), (2, 7)], 4) == [Span(0, 20, 12)]
-    assert block_spans([(0, 5), (1, 7), (2, 8)], 4) == [Span(0, 20, 4), Span(4, 28, 8)]
-    assert block_spans([(1, 5), (0, 6)], 4) == [Span(4, 20, 4), Span(0, 24, 4)]
-    assert block_spans([], 4) == []
 
 
 @pytest.mark.parametrize(

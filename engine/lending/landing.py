@@ -1,0 +1,196 @@
+"""Reads of a loan, and who performs them: one rank of the engine, or each of several."""
+
+import functools
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from concurrent.futures import CancelledError, Future
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtransfer.errors import PeerGone, TransferError
+from kvtransfer.ranks import BlockPart, part_spans, parts_of, split_endpoint
+from kvtransfer.transport import Peer, Transport
+
+OnQuiet = Callable[[tuple[bytes, ...] | None, bool], None]
+"""on_quiet(fingerprints of what arrived, one entry per block, or None when it did not all arrive; peer_gone). Called
+once, on whatever thread."""
+ReadRun = Callable[[Seq[int], Seq[int]], list["Future[None]"]]
+"""read(block_ids, blocks): the reads that bring the one into the other."""
+Peers = list[tuple[BlockPart, Peer]]
+"""Ranks of another worker, and what each holds of a block."""
+
+
+class AnyLanding(Protocol):
+    """What a machine calls one read, on one rank."""
+
+    def withdraw(self) -> list[int]:
+        """Cancel what can be; the blocks that are still being written. It is over when `on_quiet` was called."""
+
+
+class Landing:
+    """Several reads small enough to be checked while the cache still has what they brought, and one message to the
+    loop, for which they would be many to wake for.
+
+    Reads end on whatever thread; the last to be quiet says so, once, by `on_quiet`.
+    """
+
+    def __init__(self, fingerprints_of: Callable[[Seq[int]], tuple[bytes, ...]], on_quiet: OnQuiet) -> None:
+        """`fingerprints_of` blocks: one entry for each."""
+        self._fingerprints_of = fingerprints_of
+        self._on_quiet = on_quiet
+        self._pieces: list[_Piece] = []
+        self._lock = threading.Lock()
+        self._num_reading = 0
+        self._peer_gone = False
+
+    def follow(self, pieces: Seq[tuple[Seq[int], Seq["Future[None]"]]]) -> None:
+        """Runs of blocks, and the reads that fill each; all of them together."""
+        self._pieces = [_Piece(blocks, list(reads), len(reads)) for blocks, reads in pieces]
+        self._num_reading = len(self._pieces)
+        for piece in self._pieces:
+            for read in piece.reads:
+                read.add_done_callback(functools.partial(self._quiet, piece))
+
+    @property
+    def is_quiet(self) -> bool:
+        """Nothing is read any more."""
+        return self._num_reading == 0
+
+    def withdraw(self) -> list[int]:
+        writing = list[int]()
+        for piece in self._pieces:
+            cancelled = [read.cancel() or read.done() for read in piece.reads]  # every one of them is tried
+            if not all(cancelled):
+                writing += piece.blocks
+        return writing
+
+    def _quiet(self, piece: "_Piece", done: "Future[None]") -> None:
+        failure = CancelledError() if done.cancelled() else done.exception()
+        with self._lock:
+            piece.num_reading -= 1
+            piece.failed |= failure is not None
+            self._peer_gone |= isinstance(failure, PeerGone)
+            if piece.num_reading:
+                return
+        if not piece.failed:
+            piece.arrived = self._fingerprints_of(piece.blocks)  # now, while it is in this core's cache
+        with self._lock:
+            self._num_reading -= 1
+            if self._num_reading:
+                return
+        whole = not any(piece.failed for piece in self._pieces)
+        arrived = tuple(entry for piece in self._pieces for entry in piece.arrived)
+        self._on_quiet(arrived if whole else None, self._peer_gone)
+
+
+class _Piece:
+    """A run of blocks of a landing."""
+
+    __slots__ = ("arrived", "blocks", "failed", "num_reading", "reads")
+
+    def __init__(self, blocks: Seq[int], reads: list["Future[None]"], num_reading: int) -> None:
+        self.blocks, self.reads, self.num_reading = blocks, reads, num_reading
+        self.failed = False
+        self.arrived: tuple[bytes, ...] = ()
+
+
+class Rank(ABC):
+    """One rank of this engine, as its borrowing desk sees it. It reads its part of each block into its own pool."""
+
+    @abstractmethod
+    def land(self, endpoint: bytes, block_ids: Seq[int], blocks: Seq[int], flow: str, on_quiet: OnQuiet) -> AnyLanding:
+        """Read this rank's part of the `block_ids` of the worker with that endpoint into the same part of `blocks`.
+        Never raises: what cannot be read comes quiet, failed. Reads of one `flow` take turns with others'."""
+
+    @abstractmethod
+    def drop(self, endpoint: bytes) -> None:
+        """That worker has departed: forget it."""
+
+
+class OtherRank(Rank):
+    """One whose process is another."""
+
+    endpoint: bytes
+    """Of its part of the pool, for those who borrow."""
+
+
+class OwnRank(Rank):
+    """The rank whose process this is."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        part: BlockPart,
+        fingerprints: Callable[[Seq[int]], NDArray[np.uint64]],
+    ) -> None:
+        """`fingerprints` of blocks: [blocks, this rank's KV heads]. The transport has registered this rank's pool when
+        anything lands."""
+        self._transport = transport
+        self._part = part
+        self._fingerprints = fingerprints
+        self._read_blocks = transport.blocks_per_read(part.num_bytes)
+        self._peers: dict[bytes, Peers] = {}
+        """By endpoint, until they are dropped."""
+
+    def connect(self, endpoint: bytes) -> Peers:
+        """The ranks of that worker that have something of this rank's part, which is all of it for one rank. Raises
+        TransferError."""
+        if (known := self._peers.get(endpoint)) is not None:
+            return known
+        endpoints = split_endpoint(endpoint)
+        theirs = parts_of(self._part.block_bytes, len(endpoints))
+        peers = self._peers[endpoint] = [
+            (part, self._transport.connect(own))
+            for part, own in zip(theirs, endpoints, strict=True)
+            if part_spans(self._part, part, [(0, 0)])
+        ]
+        return peers
+
+    def lanes(self, endpoint: bytes) -> tuple[str, ...]:
+        """What was read from there travelled over; empty before the first read."""
+        peers = self._peers.get(endpoint, [])
+        return tuple(dict.fromkeys(lane for _, peer in peers for lane in peer.lanes))
+
+    def land(self, endpoint: bytes, block_ids: Seq[int], blocks: Seq[int], flow: str, on_quiet: OnQuiet) -> Landing:
+        def read(block_ids: Seq[int], blocks: Seq[int]) -> list[Future[None]]:
+            try:
+                return self._read(self.connect(endpoint), block_ids, blocks, flow)
+            except TransferError as error:
+                return [failed_read(error)]
+
+        return self.follow(read, block_ids, blocks, on_quiet)
+
+    def follow(self, read: ReadRun, block_ids: Seq[int], blocks: Seq[int], on_quiet: OnQuiet) -> Landing:
+        """Land `block_ids` in `blocks` by reads of whatever kind, a run at a time, each checked when it is there."""
+        landing = Landing(self._fingerprints_of, on_quiet)
+        runs = [slice(at, at + self._read_blocks) for at in range(0, len(blocks), self._read_blocks)]
+        landing.follow([(blocks[run], read(block_ids[run], blocks[run])) for run in runs])
+        return landing
+
+    def drop(self, endpoint: bytes) -> None:
+        for _, peer in self._peers.pop(endpoint, []):
+            self._transport.drop(peer)
+
+    def _read(self, peers: Peers, block_ids: Seq[int], blocks: Seq[int], flow: str) -> list["Future[None]"]:
+        reads: list[Future[None]] = []
+        for theirs, peer in peers:
+            spans = part_spans(self._part, theirs, zip(blocks, block_ids, strict=True))
+            try:
+                reads.append(self._transport.read(peer, spans, flow))
+            except ValueError:  # the lender announced a block that its pool does not have
+                reads.append(failed_read(TransferError("announced blocks lie outside the lender's pool")))
+        return reads
+
+    def _fingerprints_of(self, blocks: Seq[int]) -> tuple[bytes, ...]:
+        return tuple(row.tobytes() for row in self._fingerprints(blocks))
+
+
+def failed_read(error: TransferError) -> "Future[None]":
+    """One that came quiet at once."""
+    future: Future[None] = Future()
+    future.set_exception(error)
+    return future

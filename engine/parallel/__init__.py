@@ -1,0 +1,1 @@
+"""An engine of several tensor-parallel ranks: what a step says to those that follow rank 0."""

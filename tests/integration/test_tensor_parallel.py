@@ -1,0 +1,210 @@
+"""Engines of several ranks, each a process with its shard of the model and its part of every block."""
+
+import asyncio
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cluster.errors import StartError
+from engine.errors import ModelRefused
+from engine.messages import Generate
+from engine.vocabulary import BeamParams, SamplingParams
+from support.long_runs import mostly_long
+from support.processes import (
+    LENDER_ALWAYS,
+    Stream,
+    alive,
+    assert_equal_answers,
+    engine_of,
+    finished,
+    running,
+    workers_joined,
+)
+from support.real_engines import RealEngine, account_of, chosen, engines, gone, greedy, kill, ranks_of
+
+FAMILIES = mostly_long(
+    ["qwen2", "qwen3_moe", "llama", "qwen3", "gemma2", "gemma3", "mistral", "mixtral"], "qwen2", "qwen3_moe"
+)
+BLOCK = 16
+LENGTHS = (1, 16, 17, 33, 70, 101)
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(1, 500), k=length)
+
+
+def requests() -> list[Generate]:
+    """Of every kind that sampling knows."""
+    plain = [greedy(f"greedy {length}", prompt_of(length, length)) for length in LENGTHS]
+    drawn: dict[str, Any] = {"max_tokens": 20, "temperature": 0.8, "seed": 7}
+    kinds = {
+        "choices": SamplingParams(**drawn, n=3, top_p=0.95),
+        "penalties": SamplingParams(**drawn, repetition_penalty=1.2, presence_penalty=0.4, top_k=40),
+        "beams": SamplingParams(max_tokens=6, n=2, beam=BeamParams(width=3)),
+        "scores": SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=2, logprobs=3),
+    }
+    prompt = tuple(prompt_of(5, 41))
+    others = [Generate(name, prompt, (), sampling, name, 0, borrow=False) for name, sampling in kinds.items()]
+    guessed = greedy("guessed", prompt_of(6, 20), 40, logit_bias=((7, 100.0),))  # easily
+    return [*plain, *others, guessed]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_two_ranks_answer_as_one_does(make_model, family: str) -> None:  # type: ignore[no-untyped-def]
+    """Everything at once, so that batches are mixed; float32, so that only the order of sums differs."""
+    model = make_model(family)
+    one = RealEngine("one", model, max_prefill_tokens=32)
+    two = RealEngine("two", model, max_prefill_tokens=32, tensor_parallel=2)
+    asked = requests()
+    async with engines(one, two):
+        assert len(two.rank_pids()) == 1
+        assert one.rank_pids() == []
+        assert two.ready.model_fingerprint == one.ready.model_fingerprint
+        assert (two.ready.block_bytes, two.ready.num_blocks) == (one.ready.block_bytes, one.ready.num_blocks)
+        for engine in (one, two):
+            await asyncio.gather(*(engine.answer(request) for request in asked))
+        for request in asked:
+            name = request.request_id
+            assert chosen(two.tokens[name]) == chosen(one.tokens[name]), name
+        scores = [engine.scored("scores") for engine in (one, two)]
+        assert len(scores[0]) == 40
+        for mine, other in zip(*scores, strict=True):
+            assert mine.top_token_ids == other.top_token_ids
+            assert mine.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert sum(token.followed_guess for token in two.tokens["guessed"]) > 0, "guesses are verified by all ranks"
+        for engine in (one, two):
+            await engine.books()
+
+
+async def test_ranks_of_unlike_numbers_lend_to_each_other(make_model) -> None:  # type: ignore[no-untyped-def]
+    """Over NIXL: 1 to 2, 2 to 1 and 2 to 2, from whoever computed a prompt to who did not."""
+    model = make_model("llama")
+    sizes = {"one": 1, "two": 2, "both": 2}
+    named = {name: RealEngine(name, model, tensor_parallel=size, threads=size) for name, size in sizes.items()}
+    pairs = [("one", "two"), ("two", "one"), ("two", "both")]
+    async with engines(*named.values()):
+        for number, (lender, borrower) in enumerate(pairs):
+            request = greedy(f"{lender} to {borrower}", prompt_of(number, 12 * BLOCK + 5))
+            moved = await named[borrower].answer(request, named[lender])
+            account = account_of(moved)
+            assert account.loan_failure == ""
+            assert (account.moved_blocks, account.mismatched_blocks) == (12, 0)
+            assert account.moved_bytes == 12 * named[borrower].ready.block_bytes
+            assert account.lanes
+            alone = replace(request, request_id="alone", cache_salt="alone")
+            expected = await named["one"].answer(alone)
+            assert chosen(moved) == chosen(expected)
+            del named["one"].tokens["alone"]
+        # What came from two ranks is lent on by one: blocks are the same whoever holds them.
+        request = greedy("on", named["one"].lent["two to one"][1].prompt)
+        moved = await named["both"].answer(request, named["one"])
+        assert account_of(moved).lender_cached_blocks == account_of(moved).moved_blocks == 12
+        for engine in named.values():
+            await engine.books()
+        await _dies_whole(named["two"], victim=0)
+        await _dies_whole(named["both"], victim=1)
+
+
+async def _dies_whole(engine: RealEngine, victim: int) -> None:
+    """One of its processes is killed in the middle of something: the others follow, and its front hears of it."""
+    pids = [engine.pid, *engine.rank_pids()]
+    engine.send(greedy("long", prompt_of(1, 40), 400))
+    while len(engine.tokens.get("long", ())) < 5:
+        await engine.news()
+    kill(pids[victim])
+    await gone(pids)
+    while not engine.end:
+        await engine.news()
+    assert "ended with code" in engine.end
+
+
+async def test_bfloat16_is_as_near_to_float32_as_on_one_rank(make_model) -> None:  # type: ignore[no-untyped-def]
+    """The packed weights of the CPU kernels are a rank's own. By log probabilities of a prompt."""
+    exact, rough = make_model("qwen2"), make_model("qwen2", dtype="bfloat16")
+    of = {"truth": RealEngine("truth", exact), "one": RealEngine("one", rough)}
+    of["two"] = RealEngine("two", rough, tensor_parallel=2)
+    asked = Generate("r", tuple(prompt_of(1, 90)), (), SamplingParams(1, prompt_logprobs=0), "", 0, borrow=False)
+    async with engines(*of.values()):
+        await asyncio.gather(*(engine.answer(asked) for engine in of.values()))
+    truth, one, two = (np.array([each.logprob for each in engine.scored("r")]) for engine in of.values())
+    assert len(truth) == 89
+    noise = np.abs(one - truth).mean()
+    assert 0 < np.abs(two - truth).mean() <= 1.5 * noise
+
+
+async def test_a_stream_survives_a_rank_of_its_decode_worker(tiny_model: Path, cluster_of: Any, audit: Any) -> None:
+    """A prefill worker of one rank lends to a decode worker of two. A follower of that dies: its worker leaves, what
+    ran there goes on elsewhere token by token, and no process is left."""
+    router = LENDER_ALWAYS | {"no_worker_grace_s": 60.0}
+    cluster = cluster_of(tiny_model, prefill=1, decode=1, router=router, device="cpu")
+    (alone,) = cluster._topology.decode
+    parallel = alone.model_copy(update={"worker_id": "parallel", "tensor_parallel": 2})
+    cluster._topology = replace(cluster._topology, decode=(parallel,))
+    prompt = prompt_of(3, 6 * BLOCK + 3)
+    async with running(cluster) as (cluster, client):
+        (worker,) = cluster.decode
+        pids = [engine_of(worker), *ranks_of(engine_of(worker))]
+        assert len(pids) == 2
+        undisturbed = await Stream(client, prompt, 100).task
+        kv = undisturbed.receipt.kv
+        assert (kv.moved_blocks, kv.verified_blocks, kv.loan_failure) == (6, 6, "")
+        stream = Stream(client, prompt, 100, cache_salt="again")
+        await stream.reached(5)
+        kill(pids[1])
+        await worker.process.wait()
+        await gone(pids)
+        assert not stream.task.done()
+        refuge = await cluster.add_worker("decode_worker", alone)
+        cluster.engines.append(engine_of(refuge))  # type: ignore[attr-defined]
+        assert_equal_answers(await finished([stream]), [undisturbed])
+        assert undisturbed.receipt.placement.decode_worker == "parallel"
+        assert stream.receipt.placement.decode_worker == alone.worker_id
+        assert stream.receipt.placement.attempt == 2
+        await workers_joined(client, 1, 1)
+        await audit(alive(cluster))
+
+
+async def test_a_model_that_cannot_be_cut_is_refused_by_the_engine(tiny_model: Path) -> None:
+    engine = RealEngine("engine", tiny_model, tensor_parallel=3)
+    with pytest.raises(StartError, match="model: tensor_parallel 3 does not divide its 4 attention heads"):
+        async with engines(engine):
+            pass
+    await gone([engine.pid])
+
+
+def _config(kind: str, **changed: Any) -> Any:
+    import transformers
+
+    small: dict[str, Any] = {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    llama_like: dict[str, Any] = small | {"intermediate_size": 128, "num_key_value_heads": 2, "pad_token_id": 0}
+    if kind == "GPT2Config":
+        return transformers.GPT2Config(vocab_size=100, n_embd=64, n_layer=2, n_head=4)
+    return getattr(transformers, kind)(**llama_like | changed)
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "reason"),
+    [
+        (("LlamaConfig", {}), 4, "tensor_parallel 4 does not divide its 2 KV heads"),
+        (("GPT2Config", {}), 2, "transformers has no tensor-parallel plan for gpt2: tensor_parallel must be 1"),
+        (("Phi3Config", {}), 2, "its tensor-parallel plan uses rowwise_split_input, which is not known here"),
+        (("LlamaConfig", {"intermediate_size": 129}), 2, "tensor_parallel 2 does not divide the 129 features of "),
+    ],
+)
+def test_models_that_cannot_be_cut(config: tuple[str, dict[str, Any]], ranks: int, reason: str) -> None:
+    from engine.torch.sharding import refuse_by_plan
+
+    kind, changed = config
+    with pytest.raises(ModelRefused, match=reason):
+        refuse_by_plan(_config(kind, **changed), ranks)
+
+
+def test_models_that_can() -> None:
+    from engine.torch.sharding import refuse_by_plan
+
+    refuse_by_plan(_config("LlamaConfig", vocab_size=101), 2)
+    refuse_by_plan(_config("MixtralConfig"), 2)

@@ -1,0 +1,213 @@
+"""Engines in processes of their own, with their messages carried by hand instead of by fronts and gRPC."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import StartError
+from cluster.roles import Role
+from engine.messages import (
+    Audit,
+    Audited,
+    CloseLoan,
+    FromEngine,
+    Generate,
+    KvAccount,
+    Lend,
+    LendClosed,
+    LendReady,
+    LendRefused,
+    LendReleased,
+    LendStarting,
+    LoanBlocks,
+    LoanFailed,
+    LoanStarted,
+    OpenLoan,
+    PromptScored,
+    Ready,
+    Rejected,
+    ReleaseLoan,
+    StartFailed,
+    ToEngine,
+    Token,
+)
+from engine.vocabulary import SamplingParams, TokenLogprobs
+from engine.worker.child_engine import ChildEngine
+from engine.worker.config import WorkerConfig
+from engine.worker.engine_client import EngineListener
+from engine.worker.spec import EngineSpec
+
+PATIENCE_S = 30.0
+
+
+class RealEngine(EngineListener):
+    """One engine, and all it said so far."""
+
+    def __init__(self, name: str, model: Path, role: Role = "decode", **settings: Any) -> None:
+        config = WorkerConfig.parse({"model": model, "kv_memory_mib": 8, "device": "cpu"} | settings)
+        self.host = ChildEngine(EngineSpec(config, role, f"{name}-{os.getpid()}-{id(self)}"))
+        self.tokens: dict[str, list[Token]] = {}
+        self.said: list[FromEngine] = []
+        self.lent: dict[str, tuple[RealEngine, Generate]] = {}
+        """By request: the engine that lends for it, and the request."""
+        self.borrowers: dict[str, RealEngine] = {}
+        self.end = ""
+        self._heard = asyncio.Event()
+        self.ready: Ready
+
+    async def start(self) -> "RealEngine":
+        """Raises StartError."""
+        self.host.start(self)
+        while True:
+            for message in self.said:
+                if isinstance(message, StartFailed):
+                    field, _, reason = message.reason.partition(": ")
+                    raise StartError(field, reason)
+                if isinstance(message, Ready):
+                    self.ready = message
+                    return self
+            assert not self.end, self.end
+            await self.news()
+
+    def heard(self, messages: Sequence[FromEngine]) -> None:
+        for message in messages:
+            match message:
+                case Token(request_id):
+                    self.tokens.setdefault(request_id, []).append(message)
+                case OpenLoan(request_id, first, end, may_compute):
+                    lender, request = self.lent[request_id]
+                    lender.borrowers[request_id] = self
+                    tokens = request.prompt[: end * self.ready.block_tokens]
+                    lender.send(Lend(request_id, tokens, first, request.cache_salt, may_compute, 0))
+                case ReleaseLoan(request_id, first, count):
+                    self.lent[request_id][0].send(LendReleased(request_id, first, count))
+                case CloseLoan(request_id):
+                    self.lent[request_id][0].send(LendClosed(request_id))
+                case LendStarting(loan_id, end, cached_end, queued_ms):
+                    started = LoanStarted(loan_id, self.ready.endpoint, end, cached_end, queued_ms)
+                    self.borrowers[loan_id].send(started)
+                case LendReady(loan_id, first, block_ids, fingerprints, fetched):
+                    self.borrowers[loan_id].send(LoanBlocks(loan_id, first, block_ids, fingerprints, fetched))
+                case LendRefused(loan_id, reason):
+                    self.borrowers[loan_id].send(LoanFailed(loan_id, reason))
+                case _:
+                    self.said.append(message)
+        self._heard.set()
+
+    def ended(self, how: str) -> None:
+        self.end = how
+        self._heard.set()
+
+    def send(self, *messages: ToEngine) -> None:
+        self.host.send(messages)
+
+    async def news(self) -> None:
+        self._heard.clear()
+        await self._heard.wait()
+
+    async def answer(self, request: Generate, lender: "RealEngine | None" = None) -> list[Token]:
+        """All that comes of it."""
+        if lender is not None:
+            self.lent[request.request_id] = lender, request
+        self.send(replace(request, borrow=lender is not None))
+        async with asyncio.timeout(PATIENCE_S):
+            while not self.over(request):
+                rejected = [message for message in self.said if isinstance(message, Rejected)]
+                assert not rejected, rejected
+                assert not self.end, self.end
+                await self.news()
+        return self.tokens[request.request_id]
+
+    def over(self, request: Generate) -> bool:
+        ends = sum(token.finish is not None for token in self.tokens.get(request.request_id, ()))
+        return ends == request.sampling.n
+
+    def scored(self, request_id: str) -> list[TokenLogprobs]:
+        """Of its prompt."""
+        found = [message for message in self.said if isinstance(message, PromptScored)]
+        return [each for message in found if message.request_id == request_id for each in message.logprobs]
+
+    async def books(self) -> Audited:
+        """Once nothing is held."""
+        while True:
+            self.send(Audit(1))
+            while not (found := [message for message in self.said if isinstance(message, Audited)]):
+                await self.news()
+            self.said.clear()
+            assert found[-1].fault == ""
+            if found[-1].held_blocks == found[-1].loans == found[-1].quarantined_blocks == 0:
+                return found[-1]
+
+    @property
+    def pid(self) -> int:
+        return self.host._process.pid
+
+    def rank_pids(self) -> list[int]:
+        """Of the other ranks."""
+        return ranks_of(self.pid)
+
+
+def ranks_of(engine: int) -> list[int]:
+    """Processes of an engine's other ranks."""
+    children = Path(f"/proc/{engine}/task/{engine}/children").read_text().split()
+    return [
+        int(child)
+        for child in children
+        if b"engine.worker.follower_process" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+
+
+@asynccontextmanager
+async def engines(*wanted: RealEngine) -> AsyncIterator[None]:
+    """All of them started together. Afterwards none of their processes is left."""
+    pids: list[int] = []
+    try:
+        starts: list[Awaitable[RealEngine]] = [engine.start() for engine in wanted]
+        await asyncio.gather(*starts)
+        for engine in wanted:
+            pids += [engine.pid, *engine.rank_pids()]
+        yield
+    finally:
+        await asyncio.gather(*(engine.host.stop() for engine in wanted))
+    await gone(pids)
+
+
+async def gone(pids: Sequence[int], within_s: float = 3.0) -> None:
+    """These processes have ended."""
+    async with asyncio.timeout(within_s):
+        while any(_lives(pid) for pid in pids):  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.01)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def greedy(request_id: str, prompt: Sequence[int], max_tokens: int = 12, **options: Any) -> Generate:
+    sampling = SamplingParams(**{"max_tokens": max_tokens, "temperature": 0} | options)
+    return Generate(request_id, tuple(prompt), (), sampling, "", 0, borrow=False)
+
+
+def account_of(tokens: Sequence[Token]) -> KvAccount:
+    (account,) = [token.account for token in tokens if token.account is not None]
+    return account
+
+
+def chosen(tokens: Sequence[Token]) -> dict[int, list[int]]:
+    """Token ids by choice."""
+    by_choice: dict[int, list[int]] = {}
+    for token in tokens:
+        by_choice.setdefault(token.choice, []).append(token.token_id)
+    return by_choice
