@@ -26,9 +26,7 @@ from support.processes import (
 )
 from support.real_engines import RealEngine, account_of, chosen, engines, gone, greedy, kill, ranks_of
 
-FAMILIES = mostly_long(
-    ["qwen2", "qwen3_moe", "llama", "qwen3", "gemma2", "gemma3", "mistral", "mixtral"], "qwen2", "qwen3_moe"
-)
+FAMILIES = mostly_long(["qwen2", "qwen3_moe", "llama", "qwen3", "gemma2", "gemma3", "mistral", "mixtral"], "qwen3_moe")
 BLOCK = 16
 LENGTHS = (1, 16, 17, 33, 70, 101)
 
