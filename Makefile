@@ -12,7 +12,7 @@ TWO := -n 2 --dist loadfile -m "not long"
 SEVERAL := tests/integration tests/helm tests/e2e/test_right.py tests/e2e/test_structured.py
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test test-long test-faults fuzz lint types unit integration helm e2e ray gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised protos check-protos install clean
+.PHONY: demo test test-long test-faults fuzz lint types unit integration helm e2e ray gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -107,6 +107,9 @@ bench-speculation: $(INSTALLED)
 
 bench-quantised: $(INSTALLED)
 	@$(BIN)/python -m bench.quantised
+
+bench-parallel: $(INSTALLED)
+	@$(BIN)/python -m bench.parallel
 
 bench-api: $(INSTALLED)
 	@$(BIN)/python -m bench.api

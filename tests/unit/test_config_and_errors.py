@@ -70,6 +70,9 @@ def test_speculation_is_of_decode_workers_of_the_torch_engine() -> None:
         ({"kv_host_memory_mib": 1}, "prefill", "kv_host_memory_mib"),
         ({"kv_disk_dir": "d", "kv_host_memory_mib": 1}, "decode", "kv_host_memory_mib, kv_disk_dir"),
         ({"speculation": "models/small"}, "decode", "a draft model in speculation"),
+        ({"weights": "int8"}, "decode", "weights: int8"),
+        ({"kv_dtype": "int8"}, "prefill", "kv_dtype: int8"),
+        ({"lora": "adapter"}, "decode", "lora"),
     ],
 )
 def test_what_does_not_go_with_tensor_parallelism_is_named(settings: dict[str, object], role: Role, named: str) -> None:
