@@ -285,7 +285,7 @@ constexpr long DEPTH = 1024;     // of a unit of work: 128 KiB of weights, so th
 constexpr long RUNS = 64;        // of units that each thread takes
 constexpr long LONG_RUNS = 8;    // and with few rows
 constexpr long BLOCK_ROWS = 256; // rows of A that one unit is used for before the next is read
-constexpr long GROUP = 32;          // of the reduction, that shares a scale of int4 weights
+constexpr long GROUP = 32;       // of the reduction, that shares a scale of int4 weights
 constexpr long BYTES_AHEAD = 2048;  // of int8 weights, fetched before they are converted
 
 inline long panels(long n) { return (n + PANEL - 1) / PANEL; }
@@ -478,21 +478,24 @@ ALWAYS_INLINE Vec add_scaled(Vec total, Vec sum, const uint8_t* scales, long j) 
 
 // Each group of a panel: its 64 scales in bfloat16, then its weights.
 struct NibbleWeights {
-    static constexpr long OPENED = GROUP, SCALES = PANEL * 2;
+    static constexpr long OPENED = 128, SCALES = PANEL * 2;
     static constexpr long FEW = 1L << 40, STEP = PANEL / 2 + SCALES / GROUP;
     static constexpr bool GROUPED = true;
     const uint8_t* packed;
     struct Room {
-        alignas(64) bfloat16 panel[GROUP * PANEL];
+        alignas(64) bfloat16 panel[OPENED * PANEL];
     };
 
-    ALWAYS_INLINE const bfloat16* open(const uint8_t* slice, long, Room& room) const {
+    ALWAYS_INLINE const bfloat16* open(const uint8_t* slice, long depth, Room& room) const {
         const NibblesToBfloat16 convert;
-        for (long k = 0; k < GROUP; k += 2) {
-            __m512i b[VECTORS];
-            convert(slice + SCALES + k * PANEL / 2, b);
-            for (long j = 0; j < VECTORS; j++) _mm512_store_si512(room.panel + k * PANEL + j * 2 * LANES, b[j]);
-        }
+        bfloat16* to = room.panel;
+        for (const uint8_t* group = slice; group < slice + depth * STEP; group += GROUP * STEP)
+            for (long k = 0; k < GROUP; k += 2, to += 2 * PANEL) {
+                __m512i b[VECTORS];
+                convert(group + SCALES + k * PANEL / 2, b);
+#pragma GCC unroll 4
+                for (long j = 0; j < VECTORS; j++) _mm512_store_si512(to + j * 2 * LANES, b[j]);
+            }
         return room.panel;
     }
 };
@@ -530,6 +533,38 @@ ALWAYS_INLINE void tile_of_nibbles(const bfloat16* a, long stride, const uint8_t
     }
 #pragma GCC unroll 3
     for (int i = 0; i < M; i++) end(i, total[i]);
+}
+
+// As `tile`, of an opened slice. A group's sums are as in `tile_of_nibbles`; totals wait in the L1 cache.
+template <int M, typename Begin, typename End>
+ALWAYS_INLINE void tile_of_groups(const bfloat16* a, long stride, const bfloat16* panel, const uint8_t* slice, long depth,
+                                  const char* ahead, long lines, Begin begin, End end) {
+    Vec total[M][VECTORS];
+    for (int i = 0; i < M; i++)
+        for (int j = 0; j < VECTORS; j++) total[i][j] = begin(i, j);
+    for (long k = 0; k < depth; k += GROUP) {
+        Vec acc[M][VECTORS] = {};
+        multiply<bfloat16, 2, M, false>(a + k, stride, panel + k * PANEL, GROUP, acc, ahead, lines);
+        ahead += GROUP / 2 * 64;
+        lines -= GROUP / 2;
+        const uint8_t* scales = slice + k * NibbleWeights::STEP;
+#pragma GCC unroll 4
+        for (int j = 0; j < VECTORS; j++)
+#pragma GCC unroll 6
+            for (int i = 0; i < M; i++) total[i][j] = add_scaled(total[i][j], acc[i][j], scales, j);
+    }
+    for (int i = 0; i < M; i++) end(i, total[i]);
+}
+
+template <typename Begin, typename End>
+inline void many_rows_of(NibbleWeights, int rows, const bfloat16* a, long stride, const bfloat16* panel,
+                         const uint8_t* slice, long depth, const char* ahead, long lines, Begin begin, End end) {
+    switch (rows) {  // more than ROWS are at least 3 each, as `for_row_groups` divides them
+        case 3: return tile_of_groups<3>(a, stride, panel, slice, depth, ahead, lines, begin, end);
+        case 4: return tile_of_groups<4>(a, stride, panel, slice, depth, ahead, lines, begin, end);
+        case 5: return tile_of_groups<5>(a, stride, panel, slice, depth, ahead, lines, begin, end);
+        case 6: return tile_of_groups<6>(a, stride, panel, slice, depth, ahead, lines, begin, end);
+    }
 }
 
 template <typename Begin, typename End>
@@ -613,19 +648,15 @@ void multiply_packed(const bfloat16* x, long x_stride, long m, Weights weights, 
                 for_row_groups(rows, [&](long r, int count, long group, long groups) {
                     const bfloat16* a = x + (row0 + r) * x_stride + k0;
                     const long line = next_lines * group / groups, lines = next_lines * (group + 1) / groups - line;
-                    tile_of<bfloat16, 2>(
-                        count, a, x_stride, opened, depth, next + line * 64, groups == 1 ? 0 : lines,
-                        [&](int i, int j) { return Weights::GROUPED ? Vec{} : begin(r + i, j); },
-                        [&](int i, const Vec* sums) {
-                            if constexpr (Weights::GROUPED) {
-                                Vec totals[VECTORS];
-                                for (int j = 0; j < VECTORS; j++)
-                                    totals[j] = add_scaled(begin(r + i, j), sums[j], slice, j);
-                                end(r + i, totals);
-                            } else {
-                                end(r + i, sums);
-                            }
-                        });
+                    const long fetched = groups == 1 ? 0 : lines;
+                    const auto begin_at = [&](int i, int j) { return begin(r + i, j); };
+                    const auto end_at = [&](int i, const Vec* sums) { end(r + i, sums); };
+                    if constexpr (Weights::GROUPED)
+                        many_rows_of(weights, count, a, x_stride, opened, slice, depth, next + line * 64, fetched,
+                                     begin_at, end_at);
+                    else
+                        tile_of<bfloat16, 2>(count, a, x_stride, opened, depth, next + line * 64, fetched, begin_at,
+                                             end_at);
                 });
             }
         }
