@@ -117,11 +117,14 @@ def quantise_linears(model: nn.Module, kind: Weights) -> None:
     ]
     _refuse_little_gain(model, kind, [layer for *_, layer in layers])
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    grouped = 0
     for parent, name, layer in layers:
-        setattr(parent, name, QuantisedLinear.of(layer, "int8" if layer is output else kind))
+        made = QuantisedLinear.of(layer, "int8" if layer is output else kind)
+        setattr(parent, name, made)
+        grouped += made.grouped
         if layer.weight is not embedding.weight:
             forget_file_pages(layer.weight.data)
-    log.info("%d linear layers have %s weights", len(layers), kind)
+    log.info("%d linear layers have int8 weights, %d have int4 weights", len(layers) - grouped, grouped)
 
 
 def _refuse_little_gain(model: nn.Module, kind: Weights, layers: list[nn.Linear]) -> None:
