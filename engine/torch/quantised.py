@@ -31,7 +31,7 @@ class QuantisedLinear(nn.Module):
     """[..., in_features] to [..., out_features], computed in float32 and rounded to the input's dtype."""
 
     values: Tensor
-    """int8 [out_features, in_features], from -127 to 127, or from -8 to 7. (The kernels pack two of those in a byte.)"""
+    """int8 [out_features, in_features], from -127 to 127, or from -8 to 7, two of which the kernels pack in a byte."""
     scales: Tensor
     """float32 [out_features], or bfloat16 [out_features, in_features / GROUP]."""
 
@@ -72,7 +72,7 @@ class QuantisedLinear(nn.Module):
         values = self.values[rows].float()
         if not self.grouped:
             return values
-        return (values.unflatten(-1, (-1, GROUP)) * self.scales[rows].float()[..., None]).flatten(-2)
+        return (values.view(len(values), -1, GROUP) * self.scales[rows].float()[..., None]).flatten(-2)
 
 
 def quantise(weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,7 +93,7 @@ def quantise_groups(weights: Tensor) -> tuple[Tensor, Tensor]:
     values, scales = torch.empty(n, k, dtype=torch.int8), torch.empty(n, k // GROUP, dtype=torch.bfloat16)
     for first in range(0, n, ROWS_AT_ONCE):
         rows = slice(first, first + ROWS_AT_ONCE)
-        groups = weights[rows].float().unflatten(-1, (-1, GROUP))
+        groups = weights[rows].float().reshape(-1, k // GROUP, GROUP)
         extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
         scale = (extreme / LOWEST_INT4).bfloat16()
         scales[rows] = scale = torch.where(scale == 0, 1.0, scale)

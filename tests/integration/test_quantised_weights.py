@@ -72,10 +72,10 @@ def test_an_int4_weight_is_its_nearest_multiple_unless_it_is_the_group_s_other_e
     values, scales = quantise_groups(weights)
     assert values.min() >= -8
     assert values.max() <= 7
-    steps = weights.float().unflatten(-1, (3, GROUP)) / scales.float()[..., None]
-    errors = (values.unflatten(-1, (3, GROUP)) - steps).abs()
+    steps = weights.float().view(5, 3, GROUP) / scales.float()[..., None]
+    errors = (values.view(5, 3, GROUP) - steps).abs()
     assert errors.le(torch.where((steps > -8) & (steps < 7.5), 0.5, 1.1)).all()
-    assert values.unflatten(-1, (3, GROUP)).amin(-1)[:3].eq(-8).all(), "the whole range is used"
+    assert values.view(5, 3, GROUP).amin(-1)[:3].eq(-8).all(), "the whole range is used"
     assert values[3].eq(0).all()
 
 
