@@ -52,8 +52,9 @@ class WorkerConfig(HealthSettings, MetricsSettings, DiscoverySettings, Config):
     """Of weights and KV; auto: as the model was saved."""
     weights: Weights = "auto"
     """Of linear layers, the output layer among them. int8: quantised while loading, on a CPU, for half the memory and
-    nearly half the time of a decode step. auto: as the model was saved. Workers exchange KV only with others whose
-    weights are the same."""
+    nearly half the time of a decode step. int4: less time still, but prompts take a quarter more than
+    as saved, and some quality is lost. auto: as the model was saved. Workers exchange KV only with others whose weights
+    are the same."""
     lora: Path | None = None
     """Directory of a LoRA adapter as PEFT saves it (adapter_config.json, adapter_model.safetensors). It is merged into
     the weights while loading, before they are quantised. Routers do not see it: all workers of a model have the same

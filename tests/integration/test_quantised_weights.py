@@ -16,12 +16,13 @@ from engine.model_dir import ModelDir
 from engine.torch.loader import load_model
 from engine.torch.native.kernels import Kernels
 from engine.torch.native.modules import PackedGatedMlp, PackedLinear
-from engine.torch.quantised import QuantisedLinear, quantise
+from engine.torch.quantised import GROUP, QuantisedLinear, quantise, quantise_groups
 from engine.torch.runner import TorchRunner
 from engine.variant import AS_SAVED, Variant
 from engine.vocabulary import Chunk, SamplingParams, Sequence
+from support.long_runs import mostly_long
 
-INT8 = Variant(weights="int8")
+INT8, INT4 = Variant(weights="int8"), Variant(weights="int4")
 ROWS = [1, 2, 3, 4, 5, 6, 7, 13, 257, 520]
 MakeModel = Callable[..., Path]
 
@@ -64,6 +65,29 @@ def test_a_weight_is_its_nearest_multiple_of_the_scale(seed: int, size: float) -
     assert made[3].eq(0).all()
 
 
+@given(st.integers(0, 1000), st.floats(1e-6, 1e6))
+def test_an_int4_weight_is_its_nearest_multiple_unless_it_is_the_group_s_other_extreme(seed: int, size: float) -> None:
+    weights = (torch.randn(5, 3 * GROUP, generator=torch.Generator().manual_seed(seed)) * size).bfloat16()
+    weights[3] = 0
+    values, scales = quantise_groups(weights)
+    assert values.min() >= -8
+    assert values.max() <= 7
+    steps = weights.float().view(5, 3, GROUP) / scales.float()[..., None]
+    errors = (values.view(5, 3, GROUP) - steps).abs()
+    assert errors.le(torch.where((steps > -8) & (steps < 7.5), 0.5, 1.1)).all()
+    assert values.view(5, 3, GROUP).amin(-1)[:3].eq(-8).all(), "the whole range is used"
+    assert values[3].eq(0).all()
+
+
+@pytest.mark.parametrize(("n", "k"), [(64, 64), (70, 96), (1, 32), (896, 4864)])
+def test_int4_is_the_same_to_the_bit_for_any_number_of_rows(kernels: Kernels, n: int, k: int) -> None:
+    x, bias = randn(520, k), randn(n, seed=3)
+    packed = kernels.pack_int4(*quantise_groups(layer(n, k).weight.data))
+    expected = kernels.linear(x, packed, bias)
+    for rows in ROWS:
+        assert torch.equal(kernels.linear(x[:rows].contiguous(), packed, bias), expected[:rows])
+
+
 @pytest.mark.parametrize(("n", "k"), [(64, 64), (70, 100), (1, 2), (130, 2050), (896, 4864)])
 @pytest.mark.parametrize("rows", ROWS)
 def test_int8_is_bfloat16_of_the_same_integers_to_the_bit(kernels: Kernels, n: int, k: int, rows: int) -> None:
@@ -73,29 +97,33 @@ def test_int8_is_bfloat16_of_the_same_integers_to_the_bit(kernels: Kernels, n: i
     assert torch.equal(kernels.linear(x, kernels.pack_int8(values, torch.ones(n)), bias), plain)
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("rows", [1, 6, 300])
-def test_linear_equals_the_reference(kernels: Kernels, rows: int, biased: bool) -> None:
-    reference = QuantisedLinear.of(layer(200, 1500, biased))
-    x = randn(1, rows, 1500)
+@pytest.mark.parametrize("rows", [1, 2, 3, 6, 300])
+def test_linear_equals_the_reference(kernels: Kernels, rows: int, biased: bool, kind: Any) -> None:
+    reference = QuantisedLinear.of(layer(200, 1504, biased), kind)
+    assert reference.grouped == (kind == "int4")
+    x = randn(1, rows, 1504)
     exact, got = reference(x.float()), PackedLinear.of(kernels, reference)(x).float()
     assert ((got - exact).abs() <= 0.005 * exact.abs() + 1e-5 * exact.abs().max()).all()
 
 
+@pytest.mark.parametrize(("kind", "k"), [("int8", 70), ("int4", 70), ("int4", 64)])
 @pytest.mark.parametrize("rows", [1, 6, 300])
-def test_gated_equals_the_reference(kernels: Kernels, rows: int) -> None:
+def test_gated_equals_the_reference(kernels: Kernels, rows: int, kind: Any, k: int) -> None:
     class Mlp(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.gate_proj, self.up_proj, self.down_proj = (
-                QuantisedLinear.of(layer(n, k, seed=seed)) for seed, (n, k) in enumerate([(96, 70), (96, 70), (70, 96)])
+                QuantisedLinear.of(layer(n, k, seed=seed), kind)
+                for seed, (n, k) in enumerate([(96, k), (96, k), (k, 96)])
             )
 
         def forward(self, x: Tensor) -> Tensor:
             out: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
             return out
 
-    mlp, x = Mlp(), randn(rows, 70)
+    mlp, x = Mlp(), randn(rows, k)
     exact, got = mlp(x.float()), PackedGatedMlp(kernels, mlp)(x).float()
     assert (got - exact).abs().max() <= 0.01 * exact.abs().max()
 
@@ -128,10 +156,11 @@ def logits_after(runner: TorchRunner, tokens: list[int], chunk: int, first_block
     return logits[0]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize("family", mostly_long(["llama", "qwen2", "gemma2"], "gemma2"))
+@pytest.mark.parametrize("variant", [INT8, INT4])
 @pytest.mark.parametrize("backend", ["native", "sdpa"])
 def test_either_backend_is_as_near_to_the_truth_as_bfloat16_can_be(
-    make_model: MakeModel, family: str, backend: str
+    make_model: MakeModel, family: str, backend: str, variant: Variant
 ) -> None:
     """The truth: the same quantised weights, computed in float32. The noise: what bfloat16 costs weights as saved."""
     path = make_model(family, dtype="bfloat16")
@@ -140,15 +169,18 @@ def test_either_backend_is_as_near_to_the_truth_as_bfloat16_can_be(
         runner = runner_of(path, dtype, variant, backend=backend)
         return torch.stack([logits_after(runner, PROMPT[: end + 1], 30) for end in range(0, 101, 10)]).double()
 
-    truth = every_logit("float32", INT8, "sdpa")
+    truth = every_logit("float32", variant, "sdpa")
     noise = (every_logit("bfloat16", AS_SAVED, "sdpa") - every_logit("float32", AS_SAVED, "sdpa")).abs().mean()
     step = (truth - every_logit("float32", AS_SAVED, "sdpa")).abs().mean()
-    assert (every_logit("bfloat16", INT8, backend) - truth).abs().mean() <= 1.3 * noise
+    assert (every_logit("bfloat16", variant, backend) - truth).abs().mean() <= 1.3 * noise
     assert step > 0, "the weights are others than the saved ones"
 
 
-def test_logits_are_the_same_to_the_bit_for_every_chunk_and_company(make_model: MakeModel, kernels: Kernels) -> None:
-    runner = runner_of(make_model("qwen2", dtype="bfloat16"), backend="native")
+@pytest.mark.parametrize("variant", [INT8, INT4])
+def test_logits_are_the_same_to_the_bit_for_every_chunk_and_company(
+    make_model: MakeModel, kernels: Kernels, variant: Variant
+) -> None:
+    runner = runner_of(make_model("qwen2", dtype="bfloat16"), variant=variant, backend="native")
     expected = logits_after(runner, PROMPT, 101)
     for chunk in (1, 4, 6, 7, 50):
         assert torch.equal(logits_after(runner, PROMPT, chunk), expected)
@@ -176,10 +208,16 @@ def test_every_linear_layer_is_quantised_and_the_embedding_is_not(
     assert torch.equal(model.lm_head.scales, scales)
 
 
+def test_int4_is_of_all_but_the_output_layer(make_model: MakeModel) -> None:
+    model = load_model(ModelDir.open(make_model("qwen2", dtype="bfloat16")), "auto", torch.device("cpu"), INT4)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantisedLinear)}
+    assert [name for name, module in layers.items() if not module.grouped] == ["lm_head"]
+
+
 def test_unlike_weights_have_unlike_fingerprints(tiny_model: Path) -> None:
-    plain, quantised = (runner_of(tiny_model, "float32", variant) for variant in (AS_SAVED, INT8))
-    assert plain.layout == quantised.layout
-    assert plain.info.weights_fingerprint != quantised.info.weights_fingerprint
+    runners = [runner_of(tiny_model, "float32", variant) for variant in (AS_SAVED, INT8, INT4)]
+    assert len({runner.layout for runner in runners}) == 1
+    assert len({runner.info.weights_fingerprint for runner in runners}) == 3
 
 
 # -------------------------------------------------------------------------------------------------------- refusals

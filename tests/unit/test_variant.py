@@ -17,8 +17,8 @@ def test_weights_as_saved_keep_their_fingerprint() -> None:
 
 
 def test_other_numbers_have_another() -> None:
-    made = [Variant(weights=kind).fingerprint(saved) for kind in ("auto", "int8") for saved in (SAVED, OTHER)]
-    assert len(set(made)) == 4
+    made = [Variant(weights=kind).fingerprint(saved) for kind in ("auto", "int8", "int4") for saved in (SAVED, OTHER)]
+    assert len(set(made)) == 6
     assert {len(each) for each in made} == {32}
     assert Variant(weights="int8").fingerprint(SAVED) == Variant(weights="int8").fingerprint(SAVED)
 

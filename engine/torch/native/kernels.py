@@ -28,7 +28,10 @@ _SIGNATURES: dict[str, list[Any]] = {
     "tandem_gated": [_POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG, _POINTER, _LONG],
     "tandem_embed": [_POINTER, _LONG, _POINTER, _LONG, _POINTER],
 }
-_INT8_SIGNATURES: dict[str, list[Any]] = {
+_QUANTISED_SIGNATURES: dict[str, list[Any]] = {
+    "tandem_pack_int4": [_POINTER, *_SIGNATURES["tandem_pack"]],
+    "tandem_linear_int4": _SIGNATURES["tandem_linear"],
+    "tandem_gated_int4": _SIGNATURES["tandem_gated"],
     "tandem_pack_int8": _SIGNATURES["tandem_pack"],
     "tandem_linear_int8": [_POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG],
     "tandem_gated_int8": [_POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG],
@@ -57,18 +60,16 @@ class AttentionShape(ctypes.Structure):
 
 
 class PackedMatrix:
-    """Weights [n, k] in the order in which they are read: bfloat16, or int8 with a scale for each of the n."""
+    """Weights [n, k] in the order in which they are read: bfloat16, int8 with a scale for each of the n, or int4 with
+    scales among them."""
 
-    __slots__ = ("k", "n", "pointer", "scales", "storage")
+    __slots__ = ("k", "kind", "n", "pointer", "scales", "storage")
 
-    def __init__(self, n: int, k: int, storage: Tensor, scales: Tensor | None = None) -> None:
+    def __init__(self, n: int, k: int, storage: Tensor, kind: str = "", scales: Tensor | None = None) -> None:
         self.n, self.k, self.storage, self.scales = n, k, storage, scales
+        self.kind = kind
+        """What the functions that read it end in."""
         self.pointer = storage.data_ptr()
-
-    @property
-    def kind(self) -> str:
-        """What the functions that read it are called by."""
-        return "" if self.scales is None else "_int8"
 
     @property
     def arguments(self) -> tuple[int, ...]:
@@ -89,18 +90,14 @@ class Kernels:
         self.multiplies_bfloat16 = level >= 1
         """The CPU has bfloat16 dot products, and with them `pack`, `linear`, `gated` and `embed`."""
         self.multiplies_int8 = level >= 2
-        """It also permutes bytes, and with that `pack_int8` and `pack_gated_int8`."""
+        """It also permutes bytes, and with that there are the functions of int8 and int4 weights."""
         names = {f"{name}_{kind}": types for name, types in _TYPED_SIGNATURES.items() for kind in TYPES.values()}
         for name in ("tandem_attention", "tandem_write_kv"):
             names |= {f"{name}_{kind}_int8": _TYPED_SIGNATURES[name] for kind in TYPES.values()}
         if self.multiplies_bfloat16:
             names |= _SIGNATURES
-            self._library.tandem_packed_bytes.argtypes = [_LONG, _LONG]
-            self._library.tandem_packed_bytes.restype = _LONG
         if self.multiplies_int8:
-            names |= _INT8_SIGNATURES
-            self._library.tandem_packed_bytes_int8.argtypes = [_LONG, _LONG]
-            self._library.tandem_packed_bytes_int8.restype = _LONG
+            names |= _QUANTISED_SIGNATURES
         names["tandem_bind"] = [_POINTER, ctypes.c_int]
         for name, types in names.items():
             function = getattr(self._library, name)
@@ -135,7 +132,7 @@ class Kernels:
     def pack_int8(self, values: Tensor, scales: Tensor) -> PackedMatrix:
         """int8 [n, k] from -127 to 127, row i of which is to be multiplied by scales[i], float32 [n]."""
         n, k = values.shape
-        packed = self._empty_matrix_int8(n, k, scales)
+        packed = self._empty_matrix(n, k, "_int8", scales)
         self._library.tandem_pack_int8(values.contiguous().data_ptr(), n, k, packed.pointer, n, 0, 0)
         return packed
 
@@ -144,10 +141,30 @@ class Kernels:
         n, k = gate[0].shape
         half = PANEL // 2
         scales = torch.stack([gate[1].view(-1, half), up[1].view(-1, half)], 1).reshape(-1)
-        packed = self._empty_matrix_int8(2 * n, k, scales)
+        packed = self._empty_matrix(2 * n, k, "_int8", scales)
         for shift, values in ((0, gate[0].contiguous()), (half, up[0].contiguous())):
             self._library.tandem_pack_int8(values.data_ptr(), n, k, packed.pointer, half, PANEL, shift)
         return packed
+
+    def pack_int4(self, values: Tensor, scales: Tensor) -> PackedMatrix:
+        """int8 [n, k] from -8 to 7, each 32 of a row with a scale, bfloat16 [n, k / 32]; k is a multiple of 32."""
+        n, k = values.shape
+        packed = self._empty_matrix(n, k, "_int4")
+        self._pack_int4(values, scales, packed, (n, 0, 0))
+        return packed
+
+    def pack_gated_int4(self, gate: tuple[Tensor, Tensor], up: tuple[Tensor, Tensor]) -> PackedMatrix:
+        """As `pack_gated_int8`."""
+        n, k = gate[0].shape
+        packed = self._empty_matrix(2 * n, k, "_int4")
+        for shift, weights in ((0, gate), (PANEL // 2, up)):
+            self._pack_int4(*weights, packed, (PANEL // 2, PANEL, shift))
+        return packed
+
+    def _pack_int4(self, values: Tensor, scales: Tensor, to: PackedMatrix, columns: tuple[int, int, int]) -> None:
+        assert scales.dtype is torch.bfloat16
+        values, scales = values.contiguous(), scales.contiguous()
+        self._library.tandem_pack_int4(values.data_ptr(), scales.data_ptr(), *values.shape, to.pointer, *columns)
 
     def linear(self, x: Tensor, weights: PackedMatrix, bias: Tensor | None) -> Tensor:
         """[..., k] @ weights.T + bias: [..., n]. `x` is contiguous bfloat16."""
@@ -241,13 +258,14 @@ class Kernels:
         )
         return out
 
-    def _empty_matrix(self, n: int, k: int) -> PackedMatrix:
-        return PackedMatrix(n, k, self._arena.take(self._library.tandem_packed_bytes(n, k)))
-
-    def _empty_matrix_int8(self, n: int, k: int, scales: Tensor) -> PackedMatrix:
-        padded = torch.zeros(-(-n // PANEL) * PANEL)
-        padded[:n] = scales
-        return PackedMatrix(n, k, self._arena.take(self._library.tandem_packed_bytes_int8(n, k)), padded)
+    def _empty_matrix(self, n: int, k: int, kind: str = "", scales: Tensor | None = None) -> PackedMatrix:
+        size = getattr(self._library, f"tandem_packed_bytes{kind}")
+        size.argtypes, size.restype = [_LONG, _LONG], _LONG
+        padded: Tensor | None = None
+        if scales is not None:
+            padded = torch.zeros(-(-n // PANEL) * PANEL)
+            padded[:n] = scales
+        return PackedMatrix(n, k, self._arena.take(size(n, k)), kind, padded)
 
 
 def _kept(pool: Tensor) -> str:

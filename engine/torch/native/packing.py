@@ -27,7 +27,7 @@ def can_pack(kernels: Kernels, module: object) -> bool:
 def pack(kernels: Kernels, linear: nn.Linear | QuantisedLinear) -> PackedMatrix:
     """The weights of a layer that `can_pack`, which is not to be used any more."""
     if isinstance(linear, QuantisedLinear):
-        return kernels.pack_int8(linear.values, linear.scales)
+        return (kernels.pack_int4 if linear.grouped else kernels.pack_int8)(linear.values, linear.scales)
     return kernels.pack(linear.weight.data)
 
 
@@ -35,6 +35,7 @@ def pack_gated(kernels: Kernels, gate: nn.Linear | QuantisedLinear, up: nn.Linea
     """Two layers of one type and size, whose products are taken together; outputs must be a multiple of 32."""
     if isinstance(gate, QuantisedLinear):
         assert isinstance(up, QuantisedLinear)
-        return kernels.pack_gated_int8((gate.values, gate.scales), (up.values, up.scales))
+        pack_both = kernels.pack_gated_int4 if gate.grouped else kernels.pack_gated_int8
+        return pack_both((gate.values, gate.scales), (up.values, up.scales))
     assert isinstance(up, nn.Linear)
     return kernels.pack_gated(gate.weight.data, up.weight.data)
