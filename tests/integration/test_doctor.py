@@ -21,6 +21,7 @@ from cluster.errors import InvalidRequest, StartError, from_rpc_error
 from cluster.rpc import Server, channel
 from engine.worker.config import WorkerConfig
 from support.certificates import Authority
+from support.long_runs import mostly_long
 from tandem.doctor.command import run_doctor
 from tandem.doctor.hosts import DoctorService
 from tandem.doctor.pairs import PairResult, measure_pairs, plan_peers, start_peers
@@ -108,7 +109,7 @@ def listening(*arguments: str) -> Iterator[str]:
         process.wait()
 
 
-@pytest.mark.parametrize("transport", ["nixl", "ucxx"])
+@pytest.mark.parametrize("transport", mostly_long(["nixl", "ucxx"], "nixl"))
 def test_other_hosts_take_part_and_say_what_they_found(transport: str) -> None:
     set_ = ("--set", "engine=sim", "--set", f"transport={transport}")
     with listening(*set_[2:]) as first, listening(*set_[2:]) as second:

@@ -13,7 +13,7 @@ from cluster.errors import StartError
 from engine.errors import ModelRefused
 from engine.messages import Generate
 from engine.vocabulary import BeamParams, SamplingParams
-from support.long_runs import mostly_long
+from support.long_runs import long, mostly_long
 from support.processes import (
     LENDER_ALWAYS,
     Stream,
@@ -120,6 +120,7 @@ async def _dies_whole(engine: RealEngine, victim: int) -> None:
     assert "ended with code" in engine.end
 
 
+@long
 async def test_bfloat16_is_as_near_to_float32_as_on_one_rank(make_model) -> None:  # type: ignore[no-untyped-def]
     """The packed weights of the CPU kernels are a rank's own. By log probabilities of a prompt."""
     exact, rough = make_model("qwen2"), make_model("qwen2", dtype="bfloat16")

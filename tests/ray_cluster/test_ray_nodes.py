@@ -68,6 +68,19 @@ print(json.dumps([(g["strategy"], g["state"], g["bundles"]) for g in there if g[
 """
 
 
+def without_room_nobody_starts(config: Path, port: int, address: str) -> None:
+    """Of more decode workers than the nodes have room for."""
+    settings = yaml.safe_load(config.read_text())
+    settings["models"][0]["decode"] = 5
+    settings["ray"] |= {"wait_s": 1.0}
+    file = config.with_name("larger.yaml")
+    file.write_text(yaml.safe_dump(settings))
+    up = tandem("up", "--config", str(file), "--port", str(port), "--no-http", address=address)
+    assert up.returncode == 2
+    assert "ray: no room within 1 s for 5 x (decoding 1), 1 x (CPU 0.001), SPREAD" in " ".join(up.stderr.split())
+    assert groups(address) == []
+
+
 def tandem(*arguments: str, address: str) -> "subprocess.CompletedProcess[str]":
     environment = os.environ | {"RAY_ADDRESS": address, "PYTHONUNBUFFERED": "1"}
     command = [str(BIN / "tandem"), *arguments]
@@ -85,6 +98,7 @@ async def test_nodes_die_and_workers_come_and_go_and_no_request_is_lost(
     nodes = [
         ray_nodes.add_node(num_cpus=1, resources={"decoding": 2}, object_store_memory=OBJECT_STORE) for _ in range(2)
     ]
+    await asyncio.to_thread(without_room_nobody_starts, config, free_port, ray_nodes.address)
     environment = os.environ | {"RAY_ADDRESS": ray_nodes.address, "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
     up = await asyncio.create_subprocess_exec(
         *(str(BIN / "tandem"), "up", "--config", str(config), "--port", str(free_port), "--no-http"),
@@ -166,15 +180,3 @@ async def test_nodes_die_and_workers_come_and_go_and_no_request_is_lost(
             up.kill()
             await up.wait()
         sys.stderr.write("".join(told))
-
-
-def test_workers_that_do_not_all_find_room_are_not_started(ray_nodes: Any, config: Path, free_port: int) -> None:
-    ray_nodes.add_node(num_cpus=1, resources={"decoding": 1}, object_store_memory=OBJECT_STORE)
-    settings = yaml.safe_load(config.read_text())
-    settings["ray"] |= {"wait_s": 1.0}
-    config.write_text(yaml.safe_dump(settings))
-    options = ("up", "--config", str(config), "--port", str(free_port), "--no-http")
-    up = tandem(*options, address=ray_nodes.address)
-    assert up.returncode == 2
-    assert "ray: no room within 1 s for 2 x (decoding 1), 1 x (CPU 0.001), SPREAD" in " ".join(up.stderr.split())
-    assert groups(ray_nodes.address) == []
