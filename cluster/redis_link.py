@@ -83,7 +83,7 @@ class RedisLink:
         cancelled = task.cancelling()
         try:
             async with asyncio.timeout(self._limit_s):
-                answer = await self._client.register_script(script)(keys=keys, args=arguments)
+                return await self._client.register_script(script)(keys=keys, args=arguments)
         except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
             raise RedisRefused("redis_url", f"Redis at {self.where} refuses this user or password: {error}") from None
         except NoScriptError as error:
@@ -96,10 +96,10 @@ class RedisLink:
         except Exception as error:  # the client library's own: no fault of it may end what goes on without Redis
             log.exception("unexpected, from Redis at %s", self.where)
             raise RedisAway(f"Redis at {self.where}: {type(error).__name__}") from error
-        # The library uses asyncio.wait_for, which up to Python 3.11 drops a cancellation that comes as the answer does.
-        if task.cancelling() > cancelled:
-            raise asyncio.CancelledError
-        return answer
+        finally:
+            # The library uses asyncio.wait_for, which up to Python 3.11 drops a cancellation that comes with an answer.
+            if task.cancelling() > cancelled:
+                raise asyncio.CancelledError
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -14,7 +14,8 @@ from cluster.errors import StartError
 from tandem.ray_settings import RaySettings
 from tandem.steps import Steps
 
-LOOK_S = 1.0
+AT_ONCE_S = 2.0
+"""That room takes where there is some."""
 
 
 class Group:
@@ -33,12 +34,12 @@ class Group:
             return
         bundles = [self._settings.bundle(module) for module in self._modules]
         self._group = placement_group(bundles, strategy=self._settings.strategy)
-        give_up_at = time.monotonic() + self._settings.wait_s
-        while not await asyncio.to_thread(self._group.wait, LOOK_S):
-            if time.monotonic() > give_up_at:
-                self.remove()
-                raise StartError("ray", self._no_room(bundles))
-            say(f"waiting for room on the Ray cluster: {_described(bundles)}")
+        if await self._is_there(min(AT_ONCE_S, self._settings.wait_s)):
+            return
+        say(f"waiting for room on the Ray cluster: {_described(bundles)}")
+        if not await self._is_there(self._settings.wait_s):
+            self.remove()
+            raise StartError("ray", self._no_room(bundles))
 
     def take(self, module: str) -> dict[str, Any]:
         """Options of an actor that runs `module`."""
@@ -54,6 +55,15 @@ class Group:
         strategy = options["scheduling_strategy"]
         if isinstance(strategy, PlacementGroupSchedulingStrategy):
             self._free.append(strategy.placement_group_bundle_index)
+
+    async def _is_there(self, within_s: float) -> bool:
+        """Asked for a second at a time: a thread that waits cannot be cancelled."""
+        give_up_at = time.monotonic() + within_s
+        while (left_s := give_up_at - time.monotonic()) > 0:
+            assert self._group is not None
+            if await asyncio.to_thread(self._group.wait, min(1.0, left_s)):
+                return True
+        return False
 
     def remove(self) -> None:
         if self._group is not None:

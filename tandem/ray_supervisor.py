@@ -33,9 +33,7 @@ class Supervisor:
     """Of one cluster."""
 
     def __init__(self, topology: Topology, settings: RaySettings, say: Steps, autoscale: bool = False) -> None:
-        """`autoscale`: workers are placed one by one, so that those that leave give back what they had. Raises
-        StartError."""
-        settings.check(autoscale)
+        """`autoscale`: workers are placed one by one, so that those that leave give back what they had."""
         self._topology = topology
         self._group = Group(settings, [] if autoscale else [module for module, _ in topology.workers()])
         self._say = say

@@ -44,4 +44,6 @@ def serve_cluster(
         except ModuleNotFoundError as error:
             raise StartError("ray", f"{error}; install tandem-serving[ray]") from None
         planner = planner_config(cluster.settings.planner, topology.router) if autoscale else None
-        run(serve(topology, steps, RaySettings.parse(cluster.settings.ray), planner, work))
+        settings = RaySettings.parse(cluster.settings.ray)
+        settings.check(autoscale)
+        run(serve(topology, steps, settings, planner, work))

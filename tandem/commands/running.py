@@ -132,6 +132,8 @@ def doctor(
     from tandem.doctor.command import listen_for_doctor, run_doctor
 
     settings = read_settings(config).worker | parse_overrides(set_ or [])
+    if listen is not None and peer:
+        raise StartError("listen", "a host that listens names no peers: those are of the one that asks")
     if listen is not None:
         return listen_for_doctor(console, settings, model, listen)
     raise typer.Exit(run_doctor(console, settings, model, workers, print_json, peer or []))

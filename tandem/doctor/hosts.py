@@ -14,7 +14,8 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -55,12 +56,13 @@ class DoctorService:
 
     async def _answers(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         try:
-            async for said in self._examine(requests, context.peer().partition(":")[2]):
-                yield json.dumps(said).encode()
+            async with aclosing(self._examine(requests, context.peer().partition(":")[2])) as answers:
+                async for said in answers:
+                    yield json.dumps(said).encode()
         except ServiceError as error:
             await context.abort_with_status(to_status(error))
 
-    async def _examine(self, requests: AsyncIterator[bytes], asker: str) -> AsyncIterator[dict[str, Any]]:
+    async def _examine(self, requests: AsyncIterator[bytes], asker: str) -> AsyncGenerator[dict[str, Any]]:
         if self._examined:
             raise Overloaded("another doctor examines this host now")
         self._examined, peer = True, None

@@ -16,6 +16,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from cluster.discovery import RouterEntry
 from cluster.errors import StartError
@@ -118,8 +119,9 @@ async def test_who_announces_is_found_and_who_is_gone_is_forgotten(redis: RedisS
     await watched.close()
 
 
+@pytest.mark.parametrize("refused", [False, True])
 async def test_a_cancellation_that_comes_with_the_answer_is_not_lost(
-    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch, refused: bool
 ) -> None:
     discovery = RedisDiscovery(redis.url, NAME, interval_s=0.0)
     sending = asyncio.Event()
@@ -131,6 +133,8 @@ async def test_a_cancellation_that_comes_with_the_answer_is_not_lost(
         sending.set()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(0.1)
+        if refused:
+            raise ResponseError("OOM command not allowed")
         return said
 
     monkeypatch.setattr(Redis, "execute_command", swallowing)

@@ -9,6 +9,7 @@ import yaml
 from cluster.errors import StartError
 from support.sim_directories import write_sim_model
 from tandem.cluster_file import read_cluster, read_settings
+from tandem.ray_settings import RaySettings
 from tandem.topology import Topology
 
 
@@ -105,3 +106,14 @@ def test_where_http_is_served(folder: Path) -> None:
     assert said.http_settings(None, off=False) == {}
     assert said.http_settings(8001, off=False) == {"http_port": 8001}
     assert said.http_settings(None, off=True) == {"http_port": None}
+
+
+@pytest.mark.parametrize(("strategy", "refused"), [("STRICT_SPREAD", True), ("STRICT_PACK", True), ("SPREAD", False)])
+def test_a_number_of_workers_that_may_change_cannot_be_placed_strictly(strategy: str, refused: bool) -> None:
+    settings = RaySettings.parse({"strategy": strategy})
+    settings.check(autoscale=False)
+    if not refused:
+        return settings.check(autoscale=True)
+    with pytest.raises(StartError) as caught:
+        settings.check(autoscale=True)
+    assert caught.value.field == "ray.strategy"
