@@ -9,9 +9,8 @@ ALLOCATED = 20_000
 def spare_the_started() -> None:
     """Once everything is loaded: no collection looks at what is there now, and collections are rare.
 
-    Nearly all that serving makes is freed by its count of references. Left alone, a router spent 7 % of its CPU on
-    collections at 200 requests a second, in pauses of up to 66 ms: modules and code alone are 60,000 objects. And a
-    simulated cluster is some 12 % quicker.
+    Nearly all that serving makes is freed by its count of references. Left alone, collections were pauses of up to
+    34 ms in a router and 66 in a process of workers: modules and code alone are 60,000 objects. docs/benchmarks.md.
     """
     gc.collect()
     gc.freeze()
