@@ -108,12 +108,11 @@ def test_where_http_is_served(folder: Path) -> None:
     assert said.http_settings(None, off=True) == {"http_port": None}
 
 
-@pytest.mark.parametrize(("strategy", "refused"), [("STRICT_SPREAD", True), ("STRICT_PACK", True), ("SPREAD", False)])
-def test_a_number_of_workers_that_may_change_cannot_be_placed_strictly(strategy: str, refused: bool) -> None:
+@pytest.mark.parametrize("strategy", ["STRICT_SPREAD", "STRICT_PACK"])
+def test_a_number_of_workers_that_may_change_cannot_be_placed_strictly(strategy: str) -> None:
+    RaySettings().check(autoscale=True)
     settings = RaySettings.parse({"strategy": strategy})
     settings.check(autoscale=False)
-    if not refused:
-        return settings.check(autoscale=True)
     with pytest.raises(StartError) as caught:
         settings.check(autoscale=True)
     assert caught.value.field == "ray.strategy"
