@@ -77,7 +77,7 @@ def qwen2_half_b(path: Path) -> Path:
 
 def sim_model(path: Path, context: int = 1 << 20) -> Path:
     """A directory with what sim workers and a router read of a model; no weights, no tokenizer."""
-    path.mkdir(exist_ok=True)
+    path.mkdir(parents=True, exist_ok=True)
     config = {"model_type": "llama", "vocab_size": SIM_VOCAB, "max_position_embeddings": context}
     (path / "config.json").write_text(json.dumps(config))
     return path

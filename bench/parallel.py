@@ -11,6 +11,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from rich.console import Console
@@ -40,7 +41,7 @@ class Measured(EngineListener):
         self.host = ChildEngine(EngineSpec(config, "prefill", f"bench-{os.getpid()}-{ranks}-{dtype}"))
         self.times: dict[str, list[float]] = {}
         self._said = asyncio.Event()
-        self._ready = False
+        self._ready = self._stopping = False
         self._count = 0
 
     def heard(self, messages: Sequence[FromEngine]) -> None:
@@ -55,7 +56,12 @@ class Measured(EngineListener):
         self._said.set()
 
     def ended(self, how: str) -> None:
-        raise SystemExit(how)
+        if not self._stopping:
+            raise SystemExit(how)
+
+    async def stop(self) -> None:
+        self._stopping = True
+        await self.host.stop()
 
     async def start(self) -> None:
         self.host.start(self)
@@ -67,8 +73,8 @@ class Measured(EngineListener):
         names = [self._ask(random.Random(number).choices(range(1000), k=16), TOKENS) for number in range(streams)]
         while any(len(self.times[name]) < TOKENS for name in names):
             await self._news()
-        gaps = [(b - a) * 1e3 for name in names for a, b in zip(self.times[name], self.times[name][1:], strict=False)]
-        return statistics.median(gaps[4:])
+        late = [pair for name in names for pair in list(pairwise(self.times[name]))[4:]]  # the first wait for prompts
+        return statistics.median((b - a) * 1e3 for a, b in late)
 
     async def prompt_ms(self) -> float:
         """From a new prompt to its first token."""
@@ -93,7 +99,6 @@ class Measured(EngineListener):
 
 async def measure(dtype: str, console: Console) -> dict[str, dict[str, list[float]]]:
     """Milliseconds by what was measured, then by ranks."""
-    OUT.mkdir(exist_ok=True)
     model = qwen2_half_b(OUT / "qwen2-0.5b")
     engines = {ranks: Measured(ranks, dtype, model) for ranks in (1, 2)}
     await asyncio.gather(*(engine.start() for engine in engines.values()))
@@ -108,8 +113,7 @@ async def measure(dtype: str, console: Console) -> dict[str, dict[str, list[floa
             for what, value in figures.items() if number else ():  # the first round warms up
                 found.setdefault(what, {}).setdefault(str(ranks), []).append(value)
     for engine in engines.values():
-        engine.ended = lambda how: None  # type: ignore[method-assign]
-        await engine.host.stop()
+        await engine.stop()
     for what, by_ranks in found.items():
         one, two = (statistics.median(by_ranks[ranks]) for ranks in ("1", "2"))
         console.print(f"{dtype} {what}: 1 rank {one:.1f} ms, 2 ranks {two:.1f} ms, ratio {two / one:.2f}")

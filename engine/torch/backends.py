@@ -12,8 +12,9 @@ from engine.errors import EngineStartError, KernelsUnavailable
 from engine.layout import KvLayout
 from engine.torch.attention import PagedAttention
 from engine.torch.native.attention import NativePagedAttention
-from engine.torch.native.kernels import TYPES, Kernels
+from engine.torch.native.kernels import QUANTISED, TYPES, Kernels, attention_part
 from engine.torch.native.modules import LastRows, use_kernels
+from engine.torch.quantised import QuantisedLinear
 from engine.torch.sampler import LIKELIEST
 from engine.torch.sdpa import SdpaPagedAttention
 
@@ -67,9 +68,13 @@ def _sdpa(pool: Tensor, layout: KvLayout) -> Joined:
 
 
 def _native(model: nn.Module, pool: Tensor, layout: KvLayout, heads: int) -> Joined:
-    if getattr(torch, layout.dtype) not in TYPES:
+    dtype: torch.dtype = getattr(torch, layout.dtype)
+    if dtype not in TYPES:
         raise KernelsUnavailable(f"there are no CPU kernels for {layout.dtype}")
-    kernels = Kernels()
+    needed = [attention_part(dtype, layout.quantised)]
+    if any(isinstance(module, QuantisedLinear) for module in model.modules()):
+        needed.append(QUANTISED)
+    kernels = Kernels(*needed)
     attention = NativePagedAttention(kernels, pool, layout, heads)
     last_rows = use_kernels(model, kernels).last_rows
     if last_rows is not None:

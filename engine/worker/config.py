@@ -12,7 +12,7 @@ from cluster.roles import Role
 from cluster.settings import DiscoverySettings, HealthSettings, MetricsSettings
 from engine.errors import EngineStartError
 from engine.sim.timing import StepTiming
-from engine.speculation.speculator import MAX_GUESSES
+from engine.speculation.speculator import MAX_GUESSES, NGRAM
 from engine.variant import KvDtype, Variant, Weights
 from kvtransfer.ranks import MAX_RANKS
 
@@ -101,7 +101,8 @@ class WorkerConfig(HealthSettings, MetricsSettings, DiscoverySettings, Config):
     """Of a decode worker: where guesses at the tokens that follow come from, which a step verifies together. ngram:
     what followed the last tokens where they occurred before, in the prompt or the output; off; or the directory of a
     draft model, a smaller one of the same vocabulary, whose KV comes on top of `kv_memory_mib`. What is sampled does
-    not depend on it; guesses that do not pay are not made. Default: ngram. The sim engine has none."""
+    not depend on it; guesses that do not pay are not made. Default: ngram. A prefill worker that becomes a decode
+    worker has ngram instead of a draft model. The sim engine has none."""
     speculation_tokens: int = Field(default=MAX_GUESSES, ge=1, le=32)
     """Guesses for one sequence in one step, at most."""
 
@@ -143,12 +144,14 @@ class WorkerConfig(HealthSettings, MetricsSettings, DiscoverySettings, Config):
         return "off" if value is False else value
 
     def speculates(self, role: Role) -> str:
-        """off, ngram, or the directory of a draft model. Raises EngineStartError."""
+        """off, ngram, or the directory of a draft model. A prefill worker may become a decode worker, for which it has
+        ngram: a draft model would take memory meanwhile. Raises EngineStartError."""
         if self.engine == "sim":
             if self.speculation not in (None, "off"):
                 raise EngineStartError("speculation", "the sim engine's tokens are hashes, which nobody can guess")
             return "off"
-        return "off" if role == "prefill" else self.speculation or "ngram"
+        chosen = self.speculation or NGRAM
+        return NGRAM if role == "prefill" and chosen != "off" else chosen
 
     def variant(self) -> Variant:
         """Raises EngineStartError where the engine has nothing to make it of."""
@@ -171,7 +174,7 @@ class WorkerConfig(HealthSettings, MetricsSettings, DiscoverySettings, Config):
             f"weights: {self.weights}": self.weights != "auto",
             f"kv_dtype: {self.kv_dtype}": self.kv_dtype != "auto",
             "lora": self.lora is not None,
-            "a draft model in speculation": self.speculates(role) not in ("off", "ngram"),
+            "a draft model in speculation": self.speculates(role) not in ("off", NGRAM),
         }
         if found := [name for name, is_set in others.items() if is_set]:
             raise EngineStartError("tensor_parallel", f"{self.tensor_parallel} does not go with {', '.join(found)}")

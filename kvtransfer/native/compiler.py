@@ -1,4 +1,4 @@
-"""Compiles a C++ source once per machine, by the machine's own compiler, and remembers the library."""
+"""Compiles C++ sources once per machine, by the machine's own compiler, and remembers the libraries."""
 
 import ctypes
 import fcntl
@@ -7,6 +7,8 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
@@ -24,12 +26,34 @@ def cache_folder(kind: str) -> Path:
     return Path(base) / "tandem" / kind
 
 
-def load_library(source: Path, extra_flags: Sequence[str] = ()) -> ctypes.CDLL:
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What becomes one library. It may include any header of its own folder."""
+
+    path: Path
+    flags: tuple[str, ...] = ()
+
+
+def load_library(source: Path) -> ctypes.CDLL:
     """The compiled `source`. Raises NotCompiled."""
-    compiler, flags = _compiler(), (*FLAGS, *extra_flags)
-    library = cache_folder("kernels") / f"{_identity(compiler, source, flags)}.so"
+    (library,) = load_libraries([Source(source)])
+    return library
+
+
+def load_libraries(sources: Sequence[Source]) -> list[ctypes.CDLL]:
+    """The compiled `sources`, in order; those that are not remembered are compiled at the same time. Raises
+    NotCompiled."""
+    compiler = _compiler()
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    with ThreadPoolExecutor(len(sources)) as pool:
+        return list(pool.map(lambda source: _load(compiler, version, source), sources))
+
+
+def _load(compiler: str, version: bytes, source: Source) -> ctypes.CDLL:
+    flags = (*FLAGS, *source.flags)
+    library = cache_folder("kernels") / f"{source.path.stem}-{_identity(version, source.path, flags)}.so"
     if not library.exists():
-        _compile([compiler, *flags, str(source)], library)
+        _compile([compiler, *flags, str(source.path)], library)
     try:
         return ctypes.CDLL(str(library))
     except OSError as error:
@@ -44,10 +68,11 @@ def _compiler() -> str:
     raise NotCompiled(f"no C++ compiler: {', '.join(wanted)} not found")
 
 
-def _identity(compiler: str, source: Path, flags: Sequence[str]) -> str:
+def _identity(version: bytes, source: Path, flags: Sequence[str]) -> str:
     """Changes with the source, the compiler and the CPU: `-march=native` makes code for this one only."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    digest = blake2b(source.read_bytes(), digest_size=12)
+    digest = blake2b(digest_size=12)
+    for file in (source, *sorted(source.parent.glob("*.h"))):
+        digest.update(file.read_bytes())
     for part in (" ".join(flags).encode(), version, _cpu().encode()):
         digest.update(part)
     return digest.hexdigest()
@@ -66,7 +91,7 @@ def _cpu() -> str:
 def _compile(command: list[str], library: Path) -> None:
     """Into place by a rename; processes that start together wait for the first."""
     library.parent.mkdir(parents=True, exist_ok=True)
-    with (library.parent / "lock").open("w") as lock:
+    with library.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if library.exists():
             return

@@ -11,7 +11,7 @@ from torch.nn.functional import linear, silu
 from engine.errors import KernelsUnavailable
 from engine.layout import KvLayout
 from engine.torch.native.attention import NativePagedAttention
-from engine.torch.native.kernels import Kernels
+from engine.torch.native.kernels import LINEAR, Kernels
 from engine.torch.native.modules import NativeRmsNorm
 from engine.torch.runner import TorchRunner
 from engine.torch.sdpa import SdpaPagedAttention
@@ -68,7 +68,7 @@ def test_columns_after_the_last_are_not_written(packs: Kernels) -> None:
     x, weights = randn(3, 64), randn(70, 64, seed=1)
     guarded = torch.full((4, 70), 7.0, dtype=torch.bfloat16)
     packed = packs.pack(weights)
-    packs._library.tandem_linear(x.data_ptr(), 64, 3, packed.pointer, 70, 64, None, guarded.data_ptr(), 70)
+    packs._function(LINEAR, "tandem_linear")(x.data_ptr(), 64, 3, packed.pointer, 70, 64, None, guarded.data_ptr(), 70)
     assert (guarded[3] == 7).all()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from engine.errors import EngineStartError, ModelRefused
 from engine.model_dir import ModelDir
 from engine.torch.loader import load_model
-from engine.torch.native.kernels import Kernels
+from engine.torch.native.kernels import QUANTISED, Kernels
 from engine.torch.native.modules import PackedGatedMlp, PackedLinear
 from engine.torch.quantised import GROUP, QuantisedLinear, quantise, quantise_groups
 from engine.torch.runner import TorchRunner
@@ -132,7 +132,7 @@ def test_columns_after_the_last_are_not_written(kernels: Kernels) -> None:
     x, packed = randn(3, 64), kernels.pack_int8(integers(70, 64), torch.ones(70))
     guarded = torch.full((4, 70), 7.0, dtype=torch.bfloat16)
     at, to = x.data_ptr(), guarded.data_ptr()
-    kernels._library.tandem_linear_int8(at, 64, 3, *packed.arguments, 70, 64, None, to, 70)
+    kernels._function(QUANTISED, "tandem_linear_int8")(at, 64, 3, *packed.arguments, 70, 64, None, to, 70)
     assert (guarded[3] == 7).all()
     assert (guarded[:3] != 7).any()
 

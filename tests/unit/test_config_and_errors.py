@@ -54,7 +54,9 @@ def test_speculation_is_of_decode_workers_of_the_torch_engine() -> None:
         return WorkerConfig.from_command_line("w", overrides).speculates(role)
 
     assert chosen("decode") == "ngram"
-    assert chosen("prefill") == "off"
+    assert chosen("prefill") == "ngram", "it may become a decode worker"
+    assert chosen("prefill", "speculation=models/small") == "ngram", "which shall not take memory meanwhile"
+    assert chosen("prefill", "speculation=off") == "off"
     assert chosen("decode", "speculation=off") == "off"
     assert chosen("decode", "speculation=models/small") == "models/small"
     assert chosen("decode", "engine=sim") == "off"

@@ -5,7 +5,8 @@ bit whoever else is in the batch and however its prompt was cut into chunks.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,39 +16,74 @@ from torch import Tensor
 from engine.errors import KernelsUnavailable
 from engine.layout import KvLayout
 from engine.torch.memory import Arena, forget_file_pages
-from kvtransfer.native.compiler import NotCompiled, load_library
+from kvtransfer.native.compiler import NotCompiled, Source, load_libraries
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+FOLDER = Path(__file__).parent
 PANEL = 64
 """Columns of a matrix that lie together once it is packed."""
+FLAGS = ("-fopenmp", "-fno-math-errno")
+"""The libraries share torch's OpenMP runtime, and with it torch's threads."""
+TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_CPP_TYPES = {"float32": "float", "bfloat16": "bfloat16"}
 
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
-_SIGNATURES: dict[str, list[Any]] = {
+_Signatures = dict[str, list[Any]]
+_LINEAR: _Signatures = {
+    "tandem_packed_bytes": [_LONG, _LONG],
     "tandem_pack": [_POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG, _LONG],
     "tandem_linear": [_POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG],
     "tandem_gated": [_POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG, _POINTER, _LONG],
     "tandem_embed": [_POINTER, _LONG, _POINTER, _LONG, _POINTER],
 }
-_QUANTISED_SIGNATURES: dict[str, list[Any]] = {
-    "tandem_pack_int4": [_POINTER, *_SIGNATURES["tandem_pack"]],
-    "tandem_linear_int4": _SIGNATURES["tandem_linear"],
-    "tandem_gated_int4": _SIGNATURES["tandem_gated"],
-    "tandem_pack_int8": _SIGNATURES["tandem_pack"],
+_QUANTISED: _Signatures = {
+    "tandem_packed_bytes_int4": [_LONG, _LONG],
+    "tandem_pack_int4": [_POINTER, *_LINEAR["tandem_pack"]],
+    "tandem_linear_int4": _LINEAR["tandem_linear"],
+    "tandem_gated_int4": _LINEAR["tandem_gated"],
+    "tandem_packed_bytes_int8": [_LONG, _LONG],
+    "tandem_pack_int8": _LINEAR["tandem_pack"],
     "tandem_linear_int8": [_POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG],
     "tandem_gated_int8": [_POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG],
 }
-_TYPED_SIGNATURES: dict[str, list[Any]] = {
+_ATTENTION: _Signatures = {
     "tandem_attention": [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _POINTER],
     "tandem_write_kv": [_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG],
+}
+_LAYERS: _Signatures = {
     "tandem_rms_norm": [_POINTER, _LONG, _LONG, _POINTER, _FLOAT, _POINTER],
     "tandem_rotate": [_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER, _LONG, _LONG],
     "tandem_argmax": [_POINTER, _LONG, _LONG, _POINTER],
 }
-TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A library of kernels: a source, and for what it is compiled."""
+
+    source: str
+    computed: str = ""
+    """Type that is computed in, where the source is for one."""
+    kept: str = ""
+    """`_int8` where what it reads is kept so."""
+
+    def compiled(self) -> Source:
+        defined = []
+        if self.computed:
+            computed = _CPP_TYPES[self.computed]
+            defined = [f"-DCOMPUTED={computed}", f"-DKEPT={'int8_t' if self.kept else computed}"]
+        return Source(FOLDER / self.source, (*FLAGS, *defined))
+
+
+LAYERS, LINEAR, QUANTISED = Part("layers.cpp"), Part("linear.cpp"), Part("quantised.cpp")
+
+
+def attention_part(dtype: torch.dtype, quantised: bool) -> Part:
+    """Attention computed in `dtype`, over a pool of the same or of int8."""
+    return Part("attention.cpp", TYPES[dtype], "_int8" if quantised else "")
 
 
 class AttentionShape(ctypes.Structure):
-    """Mirrors the struct of the same name in kernels.cpp."""
+    """Mirrors the struct of the same name in attention.cpp."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "block_tokens", "layers", "layer")),
@@ -78,44 +114,71 @@ class PackedMatrix:
 
 
 class Kernels:
-    """One loaded library. Raises KernelsUnavailable when it cannot be had."""
+    """The libraries, loaded. Whatever loads them raises KernelsUnavailable when they cannot be had."""
 
-    def __init__(self) -> None:
-        try:  # it shares torch's OpenMP runtime, and with it torch's threads
-            self._library = load_library(SOURCE, ("-fopenmp", "-fno-math-errno"))
+    def __init__(self, *parts: Part) -> None:
+        """`parts` are those that will be needed besides the ones that always are: all are compiled at the same time,
+        and others when they are first asked for."""
+        self._arena = Arena()
+        self._loaded: dict[Part, dict[str, Callable[..., Any]]] = {}
+        self._load([LAYERS, LINEAR, *parts])
+
+    @property
+    def multiplies_bfloat16(self) -> bool:
+        """The CPU has bfloat16 dot products, and with them `pack`, `linear`, `gated` and `embed`."""
+        return self._level >= 1
+
+    @property
+    def multiplies_int8(self) -> bool:
+        """It also permutes bytes, and with that there are the functions of int8 and int4 weights."""
+        return self._level >= 2
+
+    def _load(self, parts: Sequence[Part]) -> None:
+        try:
+            libraries = load_libraries([part.compiled() for part in parts])
         except NotCompiled as error:
             raise KernelsUnavailable(str(error)) from error
-        self._arena = Arena()
-        level = self._library.tandem_has_linear()
-        self.multiplies_bfloat16 = level >= 1
-        """The CPU has bfloat16 dot products, and with them `pack`, `linear`, `gated` and `embed`."""
-        self.multiplies_int8 = level >= 2
-        """It also permutes bytes, and with that there are the functions of int8 and int4 weights."""
-        names = {f"{name}_{kind}": types for name, types in _TYPED_SIGNATURES.items() for kind in TYPES.values()}
-        for name in ("tandem_attention", "tandem_write_kv"):
-            names |= {f"{name}_{kind}_int8": _TYPED_SIGNATURES[name] for kind in TYPES.values()}
-        if self.multiplies_bfloat16:
-            names |= _SIGNATURES
-        if self.multiplies_int8:
-            names |= _QUANTISED_SIGNATURES
-        names["tandem_bind"] = [_POINTER, ctypes.c_int]
-        for name, types in names.items():
-            function = getattr(self._library, name)
-            function.argtypes, function.restype = types, None
+        for part, library in zip(parts, libraries, strict=True):
+            if part == LINEAR:
+                self._level: int = library.tandem_has_linear()
+            self._loaded[part] = functions = {}
+            for name, types in self._signatures(part).items():
+                function = functions[name] = getattr(library, name)
+                function.argtypes, function.restype = types, _LONG if "_bytes" in name else None
+
+    def _signatures(self, part: Part) -> _Signatures:
+        """What the library has on this CPU."""
+        if part == LAYERS:
+            typed = {f"{name}_{kind}": types for name, types in _LAYERS.items() for kind in TYPES.values()}
+            return typed | {"tandem_bind": [_POINTER, ctypes.c_int]}
+        if part == LINEAR:
+            return _LINEAR if self.multiplies_bfloat16 else {}
+        if part == QUANTISED:
+            return _QUANTISED if self.multiplies_int8 else {}
+        return _ATTENTION
+
+    def _function(self, part: Part, name: str) -> Callable[..., Any]:
+        if part not in self._loaded:
+            self._load([part])
+        return self._loaded[part][name]
+
+    def _of_kind(self, name: str, kind: str) -> Callable[..., Any]:
+        """Of weights as saved, or of a quantised kind."""
+        return self._function(QUANTISED if kind else LINEAR, name + kind)
 
     def bind_threads(self, cores: Sequence[int]) -> None:
         """Bind the calling thread to the first core, and each thread of the teams it will begin to one of the others.
 
         Left to itself the system puts two of them on one core as soon as another process is busy on the other.
         """
-        self._library.tandem_bind((ctypes.c_int * len(cores))(*cores), len(cores))
+        self._function(LAYERS, "tandem_bind")((ctypes.c_int * len(cores))(*cores), len(cores))
 
     def pack(self, weights: Tensor) -> PackedMatrix:
         """bfloat16 [n, k], which is not to be used any more."""
         weights = weights.contiguous()
         n, k = weights.shape
         packed = self._empty_matrix(n, k)
-        self._library.tandem_pack(weights.data_ptr(), n, k, packed.pointer, n, 0, 0)
+        self._function(LINEAR, "tandem_pack")(weights.data_ptr(), n, k, packed.pointer, n, 0, 0)
         forget_file_pages(weights)
         return packed
 
@@ -125,7 +188,7 @@ class Kernels:
         half = PANEL // 2
         packed = self._empty_matrix(2 * n, k)
         for shift, weights in ((0, gate.contiguous()), (half, up.contiguous())):
-            self._library.tandem_pack(weights.data_ptr(), n, k, packed.pointer, half, PANEL, shift)
+            self._function(LINEAR, "tandem_pack")(weights.data_ptr(), n, k, packed.pointer, half, PANEL, shift)
             forget_file_pages(weights)
         return packed
 
@@ -133,7 +196,8 @@ class Kernels:
         """int8 [n, k] from -127 to 127, row i of which is to be multiplied by scales[i], float32 [n]."""
         n, k = values.shape
         packed = self._empty_matrix(n, k, "_int8", scales)
-        self._library.tandem_pack_int8(values.contiguous().data_ptr(), n, k, packed.pointer, n, 0, 0)
+        pack = self._function(QUANTISED, "tandem_pack_int8")
+        pack(values.contiguous().data_ptr(), n, k, packed.pointer, n, 0, 0)
         return packed
 
     def pack_gated_int8(self, gate: tuple[Tensor, Tensor], up: tuple[Tensor, Tensor]) -> PackedMatrix:
@@ -143,7 +207,7 @@ class Kernels:
         scales = torch.stack([gate[1].view(-1, half), up[1].view(-1, half)], 1).reshape(-1)
         packed = self._empty_matrix(2 * n, k, "_int8", scales)
         for shift, values in ((0, gate[0].contiguous()), (half, up[0].contiguous())):
-            self._library.tandem_pack_int8(values.data_ptr(), n, k, packed.pointer, half, PANEL, shift)
+            self._function(QUANTISED, "tandem_pack_int8")(values.data_ptr(), n, k, packed.pointer, half, PANEL, shift)
         return packed
 
     def pack_int4(self, values: Tensor, scales: Tensor) -> PackedMatrix:
@@ -164,13 +228,14 @@ class Kernels:
     def _pack_int4(self, values: Tensor, scales: Tensor, to: PackedMatrix, columns: tuple[int, int, int]) -> None:
         assert scales.dtype is torch.bfloat16
         values, scales = values.contiguous(), scales.contiguous()
-        self._library.tandem_pack_int4(values.data_ptr(), scales.data_ptr(), *values.shape, to.pointer, *columns)
+        pack = self._function(QUANTISED, "tandem_pack_int4")
+        pack(values.data_ptr(), scales.data_ptr(), *values.shape, to.pointer, *columns)
 
     def linear(self, x: Tensor, weights: PackedMatrix, bias: Tensor | None) -> Tensor:
         """[..., k] @ weights.T + bias: [..., n]. `x` is contiguous bfloat16."""
         rows = x.numel() // weights.k
         out = torch.empty((*x.shape[:-1], weights.n), dtype=torch.bfloat16)
-        getattr(self._library, f"tandem_linear{weights.kind}")(
+        self._of_kind("tandem_linear", weights.kind)(
             x.data_ptr(),
             weights.k,
             rows,
@@ -188,21 +253,22 @@ class Kernels:
         n = weights.n // 2
         out = torch.empty((*x.shape[:-1], n), dtype=torch.bfloat16)
         rows = x.numel() // weights.k
-        function = getattr(self._library, f"tandem_gated{weights.kind}")
+        function = self._of_kind("tandem_gated", weights.kind)
         function(x.data_ptr(), weights.k, rows, *weights.arguments, n, weights.k, out.data_ptr(), n)
         return out
 
     def embed(self, token_ids: Tensor, weights: PackedMatrix) -> Tensor:
         """Rows `token_ids` (int64, contiguous) of bfloat16 weights: [..., k]."""
         out = torch.empty((*token_ids.shape, weights.k), dtype=torch.bfloat16)
-        self._library.tandem_embed(token_ids.data_ptr(), token_ids.numel(), weights.pointer, weights.k, out.data_ptr())
+        embed = self._function(LINEAR, "tandem_embed")
+        embed(token_ids.data_ptr(), token_ids.numel(), weights.pointer, weights.k, out.data_ptr())
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """weight * x / rms(x) over the last dimension. `x` is contiguous."""
         out = torch.empty_like(x)
         n = x.shape[-1]
-        function = getattr(self._library, f"tandem_rms_norm_{TYPES[x.dtype]}")
+        function = self._function(LAYERS, f"tandem_rms_norm_{TYPES[x.dtype]}")
         function(x.data_ptr(), x.numel() // n, n, weight.data_ptr(), epsilon, out.data_ptr())
         return out
 
@@ -210,21 +276,21 @@ class Kernels:
         """Rotary embedding, in place: `heads` [1, heads, tokens, head_dim] with a contiguous last dimension, `cos`
         and `sin` contiguous [1, tokens, head_dim]."""
         _, count, tokens, head_dim = heads.shape
-        function = getattr(self._library, f"tandem_rotate_{TYPES[heads.dtype]}")
+        function = self._function(LAYERS, f"tandem_rotate_{TYPES[heads.dtype]}")
         strides = heads.stride(1), heads.stride(2)
         function(heads.data_ptr(), count, *strides, cos.data_ptr(), sin.data_ptr(), tokens, head_dim)
 
     def argmax(self, rows: Tensor) -> Tensor:
         """The first largest element of each contiguous row: int64 [rows]."""
         out = torch.empty(rows.shape[0], dtype=torch.long)
-        function = getattr(self._library, f"tandem_argmax_{TYPES[rows.dtype]}")
+        function = self._function(LAYERS, f"tandem_argmax_{TYPES[rows.dtype]}")
         function(rows.data_ptr(), rows.shape[0], rows.shape[1], out.data_ptr())
         return out
 
     def write_kv(self, shape: AttentionShape, pool: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """`key` and `value` [1, kv_heads, tokens, head_dim] to `slots`, int64 [tokens]: block * block_tokens +
         offset."""
-        getattr(self._library, f"tandem_write_kv_{TYPES[key.dtype]}{_kept(pool)}")(
+        self._function(_part_of(key, pool), "tandem_write_kv")(
             ctypes.addressof(shape),
             pool.data_ptr(),
             slots.data_ptr(),
@@ -242,11 +308,11 @@ class Kernels:
     ) -> Tensor:
         """Attention of `query` [1, heads, tokens, head_dim] over the pool: [1, tokens, heads, head_dim].
 
-        `tables` int32, `items` int64 [n, 4]: see AttentionItem in kernels.cpp. `max_rows`: the most query rows of an
+        `tables` int32, `items` int64 [n, 4]: see AttentionItem in attention.cpp. `max_rows`: the most query rows of an
         item, tokens times query heads per KV head. Tokens in no item are left undefined.
         """
         out = torch.empty((1, query.shape[2], query.shape[1], query.shape[3]), dtype=query.dtype)
-        getattr(self._library, f"tandem_attention_{TYPES[query.dtype]}{_kept(pool)}")(
+        self._function(_part_of(query, pool), "tandem_attention")(
             ctypes.addressof(shape),
             query.data_ptr(),
             pool.data_ptr(),
@@ -259,8 +325,7 @@ class Kernels:
         return out
 
     def _empty_matrix(self, n: int, k: int, kind: str = "", scales: Tensor | None = None) -> PackedMatrix:
-        size = getattr(self._library, f"tandem_packed_bytes{kind}")
-        size.argtypes, size.restype = [_LONG, _LONG], _LONG
+        size = self._of_kind("tandem_packed_bytes", kind)
         padded: Tensor | None = None
         if scales is not None:
             padded = torch.zeros(-(-n // PANEL) * PANEL)
@@ -268,9 +333,9 @@ class Kernels:
         return PackedMatrix(n, k, self._arena.take(size(n, k)), kind, padded)
 
 
-def _kept(pool: Tensor) -> str:
-    """What functions over this pool are called by: quantised KV is bytes."""
-    return "_int8" if pool.dtype is torch.uint8 else ""
+def _part_of(computed: Tensor, pool: Tensor) -> Part:
+    """Quantised KV is bytes."""
+    return attention_part(computed.dtype, pool.dtype is torch.uint8)
 
 
 def attention_shape(layout: KvLayout, heads: int) -> AttentionShape:

@@ -1,0 +1,392 @@
+// Paged attention, and what fills its pool. Compiled for one type that is computed in, COMPUTED, and one that keys and
+// values are kept in, KEPT: the same, or int8_t.
+
+#include <cstdlib>
+
+#include <omp.h>
+
+#include "microkernel.h"
+
+namespace {
+
+constexpr long TILE_KEYS = 256;  // keys of which scores are kept at a time
+
+// 16 rows of 16 four-byte words (`from_stride` words apart) to 16 columns (`to_stride` words apart).
+inline void transpose16(const uint32_t* from, long from_stride, uint32_t* to, long to_stride) {
+#if defined(__AVX512F__)
+    __m512i r[16], t[16];
+    for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(from + i * from_stride);
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+    }
+    for (int i = 0; i < 4; i++) {
+        _mm512_storeu_si512(to + i * to_stride, _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
+        _mm512_storeu_si512(to + (i + 8) * to_stride, _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
+        _mm512_storeu_si512(to + (i + 4) * to_stride, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88));
+        _mm512_storeu_si512(to + (i + 12) * to_stride, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd));
+    }
+#else
+    for (int i = 0; i < 16; i++)
+        for (int j = 0; j < 16; j++) to[j * to_stride + i] = from[i * from_stride + j];
+#endif
+}
+
+// The shape of the pool [blocks, kv_heads, layers, 2, block_tokens, head_dim] (int8 also has scales), and of one call.
+struct AttentionShape {
+    int64_t heads, kv_heads, head_dim, block_tokens, layers, layer;
+    int64_t query_head_stride, query_token_stride;  // in elements; the last dimension is contiguous
+    int64_t window;                                 // positions a token sees, its own included; 0: all
+    float scale, softcap;                           // softcap 0: none
+};
+
+// Tokens [token, token + count) of the flattened batch are positions [position, position + count) of the sequence
+// whose block table begins at tables[table].
+struct AttentionItem {
+    int64_t token, count, position, table;
+};
+
+inline long round_up(long x, long unit) { return (x + unit - 1) / unit * unit; }
+
+// Keys and values are kept as they are computed, or as int8: then the vectors of a block's head, layer, and K or V are
+// followed by their scales in bfloat16.
+template <typename P>
+inline long row_elements(const AttentionShape& s) {  // of one head and layer, K or V
+    return s.block_tokens * (s.head_dim + (sizeof(P) == 1 ? sizeof(bfloat16) : 0));
+}
+
+template <typename P>
+inline long row_of(const AttentionShape& s, long block, long kv_head) {  // that of the keys; the values' is the next
+    return ((block * s.kv_heads + kv_head) * s.layers + s.layer) * 2 * row_elements<P>(s);
+}
+
+// Memory of one thread, and the work on one item and KV head. P: what the pool has.
+template <typename T, typename P>
+class Attention {
+    typedef typename Operand<T>::Element E;
+    static constexpr long PAIR = Operand<T>::PAIR;
+    static constexpr bool QUANTISED = sizeof(P) == 1;
+
+   public:
+    Attention(const AttentionShape& shape, long max_rows)
+        : s_(shape),
+          group_(shape.heads / shape.kv_heads),
+          depth_(round_up(shape.head_dim, PANEL)),
+          to_value_(row_elements<P>(shape)) {
+        const long words = max_rows * depth_ * 2 + 2 * TILE_KEYS * depth_ + 2 * ROWS * TILE_KEYS + 4 * max_rows +
+                           LANES * depth_ + 2 * TILE_KEYS + 10 * LANES;
+        memory_ = static_cast<float*>(std::aligned_alloc(64, round_up(words * 4, 64)));
+        float* at = memory_;
+        const auto take = [&at](long count) {
+            float* taken = at;
+            at += round_up(count, LANES);
+            return taken;
+        };
+        outputs_ = take(max_rows * depth_);
+        queries_ = reinterpret_cast<E*>(take(max_rows * depth_));
+        keys_ = reinterpret_cast<E*>(take(TILE_KEYS * depth_));
+        values_ = reinterpret_cast<E*>(take(TILE_KEYS * depth_));
+        scores_ = take(ROWS * TILE_KEYS);
+        weights_ = reinterpret_cast<E*>(take(ROWS * TILE_KEYS));
+        most_ = take(max_rows);
+        total_ = take(max_rows);
+        rows_ = reinterpret_cast<E*>(take(LANES * depth_));
+        key_scales_ = take(TILE_KEYS);
+        value_scales_ = take(TILE_KEYS);
+    }
+    ~Attention() { std::free(memory_); }
+    Attention(const Attention&) = delete;
+    Attention& operator=(const Attention&) = delete;
+
+    void run(const AttentionItem& item, long kv_head, const T* query, const P* pool, const int32_t* tables, T* out) {
+        const long num_rows = item.count * group_, end = item.position + item.count;
+        read_queries(item, kv_head, query);
+        std::fill(outputs_, outputs_ + num_rows * depth_, 0.0f);
+        std::fill(most_, most_ + num_rows, -INFINITY);
+        std::fill(total_, total_ + num_rows, 0.0f);
+        const long lowest = s_.window ? std::max(0L, item.position + 1 - s_.window) : 0;
+        for (long first = lowest / TILE_KEYS * TILE_KEYS; first < end; first += TILE_KEYS) {
+            const long count = std::min(TILE_KEYS, end - first);
+            pack(pool, tables + item.table, kv_head, first, count);
+            for_row_groups(num_rows, [&](long r, int rows, long, long) { attend(item, r, rows, first); });
+        }
+        write(item, kv_head, num_rows, out);
+    }
+
+   private:
+    long position_of(const AttentionItem& item, long row) const { return item.position + row / group_; }
+
+    void read_queries(const AttentionItem& item, long kv_head, const T* query) {
+        for (long row = 0; row < item.count * group_; row++) {
+            const long head = kv_head * group_ + row % group_;
+            const T* from = query + (item.token + row / group_) * s_.query_token_stride + head * s_.query_head_stride;
+            widen_row(from, queries_ + row * depth_);
+        }
+    }
+
+    const P* key_row(const P* pool, const int32_t* table, long kv_head, long position) const {
+        return pool + row_of<P>(s_, table[position / s_.block_tokens], kv_head) + position % s_.block_tokens * s_.head_dim;
+    }
+
+    // A vector of int8, without its scale.
+    void widen_row(const int8_t* from, E* to) const {
+        long d = 0;
+        for (; d + LANES <= s_.head_dim; d += LANES) store(to + d, load(from + d));
+        for (; d < s_.head_dim; d++) to[d] = narrow<E>(float(from[d]));
+        std::memset(static_cast<void*>(to + s_.head_dim), 0, (depth_ - s_.head_dim) * sizeof(E));
+    }
+
+    // A vector as operands, zeros up to the panel's end.
+    void widen_row(const T* from, E* to) const {
+        if constexpr (sizeof(T) == sizeof(E)) {
+            std::memcpy(to, from, s_.head_dim * sizeof(E));
+        } else {
+            for (long d = 0; d < s_.head_dim; d++) to[d] = narrow<E>(widen(from[d]));
+        }
+        std::memset(static_cast<void*>(to + s_.head_dim), 0, (depth_ - s_.head_dim) * sizeof(E));
+    }
+
+    // Keys [first, first + count) to panels of 64 keys, values to panels of 64 dimensions; zeros after them.
+    void pack(const P* pool, const int32_t* table, long kv_head, long first, long count) {
+        const long words = depth_ / PAIR;
+        if constexpr (QUANTISED) read_scales(pool, table, kv_head, first, count);
+        for (long k0 = 0; k0 < round_up(count, PANEL); k0 += LANES) {
+            const long keys = std::clamp(count - k0, 0L, LANES);
+            if (k0 + LANES < count) fetch(key_row(pool, table, kv_head, first + k0 + LANES));
+            long stride;
+            const E* rows = rows_of(pool, table, kv_head, first + k0, keys, 0, stride);
+            uint32_t* panel = reinterpret_cast<uint32_t*>(keys_) + k0 / PANEL * PANEL * words + k0 % PANEL;
+            for (long w = 0; w < words; w += LANES)
+                transpose16(reinterpret_cast<const uint32_t*>(rows) + w, stride / PAIR, panel + w * PANEL, PANEL);
+            rows = rows_of(pool, table, kv_head, first + k0, keys, to_value_, stride);
+            for (long d = 0; d < depth_; d += PANEL)
+                pack_values(rows + d, stride, values_ + d * TILE_KEYS + k0 * PANEL);
+        }
+    }
+
+    void read_scales(const P* pool, const int32_t* table, long kv_head, long first, long count) {
+        for (long k = 0, run; k < count; k += run) {
+            const long offset = (first + k) % s_.block_tokens;
+            run = std::min(s_.block_tokens - offset, count - k);
+            const P* keys = key_row(pool, table, kv_head, first + k - offset);
+            widen_scales(keys, offset, run, key_scales_ + k);
+            widen_scales(keys + to_value_, offset, run, value_scales_ + k);
+        }
+        std::fill(key_scales_ + count, key_scales_ + TILE_KEYS, 0.0f);
+        std::fill(value_scales_ + count, value_scales_ + TILE_KEYS, 0.0f);
+    }
+
+    void widen_scales(const P* row, long offset, long count, float* to) const {
+        const bfloat16* from = reinterpret_cast<const bfloat16*>(row + s_.block_tokens * s_.head_dim) + offset;
+        long i = 0;
+        for (; i + LANES <= count; i += LANES) store(to + i, load(from + i));
+        for (; i < count; i++) to[i] = widen(from[i]);
+    }
+
+    // 16 rows of keys (or, `to_value` further on, values) and how far apart they are: where they lie in the pool if
+    // they lie there as operands, else copied. Zeros after `count`.
+    const E* rows_of(const P* pool, const int32_t* table, long kv_head, long first, long count, long to_value,
+                     long& stride) {
+        if constexpr (sizeof(P) == sizeof(E)) {
+            if (count == LANES && s_.head_dim == depth_ && first % s_.block_tokens + LANES <= s_.block_tokens) {
+                stride = s_.head_dim;
+                return reinterpret_cast<const E*>(key_row(pool, table, kv_head, first) + to_value);
+            }
+        }
+        stride = depth_;
+        if (count < LANES) std::memset(static_cast<void*>(rows_), 0, LANES * depth_ * sizeof(E));
+        for (long k = 0; k < count; k++)
+            widen_row(key_row(pool, table, kv_head, first + k) + to_value, rows_ + k * depth_);
+        return rows_;
+    }
+
+    // The keys and values of a block come from memory one after the other: ask for the next while this is used.
+    void fetch(const P* keys) const {
+        const long bytes = std::min(s_.block_tokens, LANES) * s_.head_dim * sizeof(P);
+        const char* at = reinterpret_cast<const char*>(keys);
+        const char* values = reinterpret_cast<const char*>(keys + to_value_);
+        for (long i = 0; i < bytes; i += 64) {
+            __builtin_prefetch(at + i, 0, 2);
+            __builtin_prefetch(values + i, 0, 2);
+        }
+    }
+
+    // 16 rows of 64 values to one panel.
+    void pack_values(const E* from, long stride, E* to) const {
+        for (long k = 0; k < LANES; k += PAIR, to += PANEL * PAIR, from += PAIR * stride) {
+            if constexpr (PAIR == 1) {
+                std::memcpy(to, from, PANEL * sizeof(E));
+            } else {
+#if defined(__AVX512BF16__)
+                const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7,
+                                                     38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+                const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+                for (long d = 0; d < PANEL; d += 2 * LANES) {
+                    const __m512i a = _mm512_loadu_si512(from + d), b = _mm512_loadu_si512(from + stride + d);
+                    _mm512_storeu_si512(to + d * 2, _mm512_permutex2var_epi16(a, low, b));
+                    _mm512_storeu_si512(to + d * 2 + 2 * LANES, _mm512_permutex2var_epi16(a, high, b));
+                }
+#endif
+            }
+        }
+    }
+
+    // One group of rows over the packed tile of keys that starts at position `first`.
+    void attend(const AttentionItem& item, long r, int rows, long first) {
+        const long visible = std::min(TILE_KEYS, position_of(item, r + rows - 1) + 1 - first);
+        if (visible <= 0) return;
+        const long span = round_up(visible, PANEL);
+        for (long k = 0; k < span; k += PANEL)
+            tile_of<E, PAIR>(
+                rows, queries_ + r * depth_, depth_, keys_ + k * depth_, depth_, nullptr, 0,
+                [](int, int) { return Vec{}; },
+                [&](int i, const Vec* sums) {
+                    for (long j = 0; j < VECTORS; j++) {
+                        const Vec sum = QUANTISED ? sums[j] * load(key_scales_ + k + j * LANES) : sums[j];
+                        store(scores_ + i * TILE_KEYS + k + j * LANES, bend(sum));
+                    }
+                });
+        float fade[ROWS];
+        for (int i = 0; i < rows; i++) fade[i] = soften(item, r + i, i, first, span);
+        for (long d = 0; d < depth_; d += PANEL)
+            tile_of<E, PAIR>(
+                rows, weights_, TILE_KEYS, values_ + d * TILE_KEYS, span, nullptr, 0,
+                [&](int i, int j) { return load(outputs_ + (r + i) * depth_ + d + j * LANES) * fade[i]; },
+                [&](int i, const Vec* sums) {
+                    for (long j = 0; j < VECTORS; j++)
+                        store(outputs_ + (r + i) * depth_ + d + j * LANES, sums[j]);
+                });
+    }
+
+    // Scores are kept as logarithms to base 2, whose exponential is cheaper.
+    Vec bend(Vec score) const {
+        constexpr float log2_e = 1.44269504f;
+        if (s_.softcap > 0) return hyperbolic_tangent(score * (s_.scale / s_.softcap)) * (s_.softcap * log2_e);
+        return score * (s_.scale * log2_e);
+    }
+
+    // Scores of row `i` of the group to weights, 2^(score - largest so far); returns what earlier outputs fade by.
+    float soften(const AttentionItem& item, long row, int i, long first, long span) {
+        float* scores = scores_ + i * TILE_KEYS;
+        E* weights = weights_ + i * TILE_KEYS;
+        const long own = position_of(item, row);
+        const long end = std::clamp(own + 1 - first, 0L, span);
+        const long begin = s_.window ? std::clamp(own + 1 - s_.window - first, 0L, end) : 0;
+        std::fill(scores, scores + begin, -INFINITY);
+        std::fill(scores + end, scores + span, -INFINITY);
+        Vec most = splat(most_[row]);
+        for (long k = 0; k < span; k += LANES) most = maximum(most, load(scores + k));
+        const float now = largest(most);
+        if (now == -INFINITY) {  // this row sees nothing up to here
+            std::fill(weights, weights + span, narrow<E>(0.0f));
+            return 1.0f;
+        }
+        Vec sums{};
+        for (long k = 0; k < span; k += LANES) {
+            const Vec weight = power_of_two<sizeof(E) == 4 ? 6 : 5>(load(scores + k) - now);
+            sums += weight;
+            store(weights + k, QUANTISED ? weight * load(value_scales_ + k) : weight);
+        }
+        const float fade = std::exp2(most_[row] - now);
+        most_[row] = now;
+        total_[row] = total_[row] * fade + sum(sums);
+        return fade;
+    }
+
+    void write(const AttentionItem& item, long kv_head, long num_rows, T* out) const {
+        for (long row = 0; row < num_rows; row++) {
+            const float share = 1.0f / total_[row];
+            const long head = kv_head * group_ + row % group_;
+            T* to = out + ((item.token + row / group_) * s_.heads + head) * s_.head_dim;
+            const float* from = outputs_ + row * depth_;
+            long d = 0;
+            for (; d + LANES <= s_.head_dim; d += LANES) store(to + d, load(from + d) * share);
+            for (; d < s_.head_dim; d++) to[d] = narrow<T>(from[d] * share);
+        }
+    }
+
+    const AttentionShape s_;
+    const long group_, depth_, to_value_;
+    float *memory_, *outputs_, *scores_, *most_, *total_, *key_scales_, *value_scales_;
+    E *queries_, *keys_, *values_, *weights_, *rows_;
+};
+
+template <typename T, typename P>
+void attention(const AttentionShape* shape, const T* query, const P* pool, const int32_t* tables,
+               const AttentionItem* items, long num_items, long max_rows, T* out) {
+#pragma omp parallel
+    {
+        Attention<T, P> worker(*shape, max_rows);
+#pragma omp for schedule(dynamic)
+        for (long i = 0; i < num_items * shape->kv_heads; i++)
+            worker.run(items[i / shape->kv_heads], i % shape->kv_heads, query, pool, tables, out);
+    }
+}
+
+// A vector into place `offset` of its row, as it is.
+template <typename T>
+inline void keep(const AttentionShape& s, const T* vector, T* row, long offset) {
+    std::memcpy(row + offset * s.head_dim, vector, s.head_dim * sizeof(T));
+}
+
+// As int8 with a scale of its own, rounded up to bfloat16, or the largest element would be clipped.
+template <typename T>
+inline void keep(const AttentionShape& s, const T* vector, int8_t* row, long offset) {
+    Vec sizes{};
+    long d = 0;
+    for (; d + LANES <= s.head_dim; d += LANES) sizes = maximum(sizes, maximum(load(vector + d), -load(vector + d)));
+    float size = largest(sizes);
+    for (; d < s.head_dim; d++) size = std::max(size, std::fabs(widen(vector[d])));
+    const float exact = size / 127.0f;
+    uint32_t bits;
+    std::memcpy(&bits, &exact, 4);
+    const bfloat16 scale{uint16_t((bits + 0xffffu) >> 16)};
+    const float divisor = widen(scale) > 0 ? widen(scale) : 1.0f;
+    int8_t* to = row + offset * s.head_dim;
+    for (d = 0; d + LANES <= s.head_dim; d += LANES) store(to + d, load(vector + d) / divisor);
+    for (; d < s.head_dim; d++) to[d] = int8_t(std::nearbyint(widen(vector[d]) / divisor));
+    std::memcpy(row + s.block_tokens * s.head_dim + offset * sizeof scale, &scale, sizeof scale);
+}
+
+// keys and values [tokens, kv_heads, head_dim], strided, to their slots: slots[t] = block * block_tokens + offset.
+template <typename T, typename P>
+void write_kv(const AttentionShape& s, P* pool, const int64_t* slots, long tokens, const T* keys, long key_head_stride,
+              long key_token_stride, const T* values, long value_head_stride, long value_token_stride) {
+#pragma omp parallel for schedule(static) if (tokens > 64)
+    for (long t = 0; t < tokens; t++)
+        for (long head = 0; head < s.kv_heads; head++) {
+            const long block = slots[t] / s.block_tokens, offset = slots[t] % s.block_tokens;
+            P* row = pool + row_of<P>(s, block, head);
+            keep(s, keys + t * key_token_stride + head * key_head_stride, row, offset);
+            keep(s, values + t * value_token_stride + head * value_head_stride, row + row_elements<P>(s), offset);
+        }
+}
+
+}  // namespace
+
+extern "C" {
+
+void tandem_attention(const AttentionShape* shape, const COMPUTED* query, const KEPT* pool, const int32_t* tables,
+                      const AttentionItem* items, long num_items, long max_rows, COMPUTED* out) {
+    attention(shape, query, pool, tables, items, num_items, max_rows, out);
+}
+
+void tandem_write_kv(const AttentionShape* shape, KEPT* pool, const int64_t* slots, long tokens, const COMPUTED* keys,
+                     long key_head_stride, long key_token_stride, const COMPUTED* values, long value_head_stride,
+                     long value_token_stride) {
+    write_kv(*shape, pool, slots, tokens, keys, key_head_stride, key_token_stride, values, value_head_stride,
+             value_token_stride);
+}
+}

@@ -1,0 +1,60 @@
+// Linear layers over bfloat16 weights, where the CPU multiplies bfloat16 itself.
+
+#include "linear.h"
+
+extern "C" {
+
+// 2 when this library multiplies bfloat16 natively, with int8 weights too; 1 without those; 0: the linear functions do
+// not exist.
+int tandem_has_linear() {
+#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+    return 2;
+#elif defined(__AVX512BF16__)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+#if defined(__AVX512BF16__)
+
+// Bytes that `tandem_pack` writes.
+long tandem_packed_bytes(long n, long k) { return panels(n) * even(k) * PANEL * 2 + 4096; }
+
+// Weights [n, k] to panels, as column `shift + (c / group) * stride + c % group` for each row c: with group = n a
+// plain matrix, with group 32 one half of a gated pair.
+void tandem_pack(const bfloat16* weights, long n, long k, bfloat16* packed, long group, long stride, long shift) {
+    const long panel_size = even(k) * PANEL;
+#pragma omp parallel for schedule(static)
+    for (long row = 0; row < n; row++) {
+        const long column = shift + row / group * stride + row % group;
+        bfloat16* to = packed + column / PANEL * panel_size + column % PANEL * 2;
+        const bfloat16* from = weights + row * k;
+        for (long i = 0; i < k; i++) to[i / 2 * PANEL * 2 + i % 2] = from[i];
+    }
+}
+
+// out[m, n] = x[m, k] @ weights.T (+ bias). Strides are in elements.
+void tandem_linear(const bfloat16* x, long x_stride, long m, const bfloat16* packed, long n, long k,
+                   const bfloat16* bias, bfloat16* out, long out_stride) {
+    multiply_packed(x, x_stride, m, PlainWeights{packed}, n, k, Plain{out, out_stride, bias, n});
+}
+
+// out[m, n] = silu(x @ gate.T) * (x @ up.T), both [n, k]; n must be a multiple of 32.
+void tandem_gated(const bfloat16* x, long x_stride, long m, const bfloat16* packed, long n, long k, bfloat16* out,
+                  long out_stride) {
+    multiply_packed(x, x_stride, m, PlainWeights{packed}, 2 * n, k, Gated{out, out_stride});
+}
+
+// out[count, k] = rows `ids` of packed weights [n, k]: an embedding that shares the output layer's memory.
+void tandem_embed(const int64_t* ids, long count, const bfloat16* packed, long k, bfloat16* out) {
+    const long panel_size = even(k) * PANEL;
+#pragma omp parallel for schedule(static)
+    for (long t = 0; t < count; t++) {
+        const bfloat16* from = packed + ids[t] / PANEL * panel_size + ids[t] % PANEL * 2;
+        for (long i = 0; i < k; i++) out[t * k + i] = from[i / 2 * PANEL * 2 + i % 2];
+    }
+}
+
+#endif
+}

@@ -1,0 +1,136 @@
+// Linear layers over packed weights, of whatever kind: where units of work go, and what becomes of their sums.
+//
+// A kind of weights says how a slice of a panel is opened, which is to say made bfloat16, for many rows to share. One
+// that is smaller than bfloat16 also multiplies few rows in its own way (`few_rows_of`).
+
+#pragma once
+
+#include <type_traits>
+
+#include <omp.h>
+
+#include "microkernel.h"
+
+#if defined(__AVX512BF16__)
+
+namespace {
+
+constexpr long DEPTH = 1024;     // of a unit of work: 128 KiB of weights, so that it and the next fit the L2 cache
+constexpr long RUNS = 64;        // of units that each thread takes
+constexpr long LONG_RUNS = 8;    // and with few rows
+constexpr long BLOCK_ROWS = 256; // rows of A that one unit is used for before the next is read
+
+inline long panels(long n) { return (n + PANEL - 1) / PANEL; }
+inline long even(long k) { return (k + 1) / 2 * 2; }
+
+// Where a panel's 64 sums go. Columns beyond `n` are not written.
+struct Plain {
+    bfloat16* out;
+    long stride;
+    const bfloat16* bias;
+    long n;
+
+    void operator()(long row, long panel, const Vec* sums) const {
+        const long first = panel * PANEL;
+        bfloat16* to = out + row * stride + first;
+        if (first + PANEL <= n) {
+            for (long j = 0; j < VECTORS; j++)
+                store(to + j * LANES, bias ? sums[j] + load(bias + first + j * LANES) : sums[j]);
+            return;
+        }
+        alignas(64) float all[PANEL];
+        for (long j = 0; j < VECTORS; j++) store(all + j * LANES, sums[j]);
+        for (long c = 0; first + c < n; c++) to[c] = narrow<bfloat16>(bias ? all[c] + widen(bias[first + c]) : all[c]);
+    }
+};
+
+// A panel holds 32 columns of the gate and the same 32 of the up projection: silu(gate) * up, 32 columns a panel.
+struct Gated {
+    bfloat16* out;
+    long stride;
+
+    void operator()(long row, long panel, const Vec* sums) const {
+        bfloat16* to = out + row * stride + panel * (PANEL / 2);
+        for (long j = 0; j < VECTORS / 2; j++) {
+            const Vec gate = sums[j];
+            store(to + j * LANES, gate / (1.0f + exponential(-gate)) * sums[j + VECTORS / 2]);
+        }
+    }
+};
+
+// Weights as they are multiplied.
+struct PlainWeights {
+    static constexpr long OPENED = DEPTH, FEW = DEPTH, STEP = PANEL;
+    static constexpr bool GROUPED = false;
+    const bfloat16* packed;
+    struct Room {};
+
+    const bfloat16* open(const bfloat16* slice, long, Room&) const { return slice; }
+};
+
+// Of the reduction, at a time: what is opened for many rows to share, or read once by few.
+template <typename Weights>
+inline long most_of(long rows) {
+    return rows > ROWS ? Weights::OPENED : Weights::FEW;
+}
+
+template <typename Weights, typename Write>
+void multiply_packed(const bfloat16* x, long x_stride, long m, Weights weights, long n, long k, Write write) {
+    typedef std::remove_cvref_t<decltype(*weights.packed)> Element;
+    const long num_panels = panels(n), panel_size = even(k) * Weights::STEP;
+    const long blocks = (m + BLOCK_ROWS - 1) / BLOCK_ROWS, units = blocks * num_panels;
+    // Units go to threads in runs, as they become free: one that loses its core for a while holds up little.
+    // Few rows wait for memory, and what is fetched ahead is what comes next in it: their runs are longer, or it would be
+    // another thread's. (Up to ROWS rows fetch nothing ahead.) So up to 12 rows cost hardly more than one.
+    const long runs = m > ROWS && m <= 3 * ROWS ? LONG_RUNS : RUNS;
+    const long run = std::max(1L, units / (runs * omp_get_max_threads()));
+#pragma omp parallel
+    {
+        alignas(64) float partial[BLOCK_ROWS * PANEL];
+        typename Weights::Room room;
+#pragma omp for schedule(dynamic, run)
+        for (long unit = 0; unit < units; unit++) {
+            const long block = unit / num_panels, panel = unit % num_panels;
+            const long row0 = m * block / blocks, rows = m * (block + 1) / blocks - row0;
+            const long most = most_of<Weights>(rows);
+            for (long k0 = 0; k0 < k; k0 += most) {
+                const long depth = std::min(most, k - k0);
+                const Element* slice = weights.packed + panel * panel_size + k0 * Weights::STEP;
+                const bool first = k0 == 0, last = k0 + depth == k;
+                const char* next = reinterpret_cast<const char*>(slice + even(depth) * Weights::STEP);
+                const long next_lines = std::min(most, last ? k : k - k0 - depth) * Weights::STEP * sizeof(Element) / 64;
+                const auto begin = [&](long row, int j) {
+                    return first ? Vec{} : load(partial + row * PANEL + j * LANES);
+                };
+                const auto end = [&](long row, const Vec* sums) {
+                    if (last) return write(row0 + row, panel, sums);
+                    for (long j = 0; j < VECTORS; j++) store(partial + row * PANEL + j * LANES, sums[j]);
+                };
+                if constexpr (sizeof(Element) == 1) {
+                    if (rows <= ROWS) {
+                        few_rows_of(weights, rows, x + row0 * x_stride + k0, x_stride, slice, depth, begin, end);
+                        continue;
+                    }
+                }
+                const bfloat16* opened = weights.open(slice, even(depth), room);
+                for_row_groups(rows, [&](long r, int count, long group, long groups) {
+                    const bfloat16* a = x + (row0 + r) * x_stride + k0;
+                    const long line = next_lines * group / groups, lines = next_lines * (group + 1) / groups - line;
+                    const long fetched = groups == 1 ? 0 : lines;
+                    const auto begin_at = [&](int i, int j) { return begin(r + i, j); };
+                    const auto end_at = [&](int i, const Vec* sums) { end(r + i, sums); };
+                    if constexpr (Weights::GROUPED)
+                        many_rows_of(weights, count, a, x_stride, opened, slice, depth, next + line * 64, fetched,
+                                     begin_at, end_at);
+                    else
+                        tile_of<bfloat16, 2>(count, a, x_stride, opened, depth, next + line * 64, fetched, begin_at,
+                                             end_at);
+                });
+            }
+        }
+    }
+}
+
+}  // namespace
+
+#endif  // __AVX512BF16__

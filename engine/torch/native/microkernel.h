@@ -1,0 +1,123 @@
+// Up to ROWS rows of A, as they lie in memory, times one panel of B: what linear layers and attention are built on.
+//
+// A panel holds 64 columns of B, reduction index by reduction index, so that it is read front to back exactly once:
+//
+//     float32    [K][64]
+//     bfloat16   [K / 2][64][2]      what one dot-product instruction (vdpbf16ps) takes
+//
+// Products are accumulated in float32. Where the CPU does not multiply bfloat16 itself, it is widened when panels are
+// packed.
+
+#pragma once
+
+#include "vectors.h"
+
+namespace {
+
+constexpr long PANEL = 64;
+constexpr long VECTORS = PANEL / LANES;
+#if defined(__AVX512F__)
+constexpr int ROWS = 6;  // 6 x 4 accumulators, 4 vectors of B and one of A: 29 of 32 registers
+#else
+constexpr int ROWS = 2;
+#endif
+
+// Sums live in registers only where the loops are part of their caller; left to judge by size, GCC gives that up in a
+// large file, and everything takes twice as long.
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
+// How elements of B lie in a panel, and what A's elements are.
+template <typename T>
+struct Operand {
+    typedef float Element;
+    static constexpr long PAIR = 1;
+};
+#if defined(__AVX512BF16__)
+template <>
+struct Operand<bfloat16> {
+    typedef bfloat16 Element;
+    static constexpr long PAIR = 2;
+};
+#endif
+
+inline Vec multiply_add(Vec acc, const float* a, const float* b) { return acc + splat(*a) * load(b); }
+#if defined(__AVX512BF16__)
+inline Vec multiply_add(Vec acc, const bfloat16* a, const bfloat16* b) {
+    int32_t two;
+    std::memcpy(&two, a, 4);
+    return (Vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32(two), (__m512bh)_mm512_loadu_si512(b));
+}
+#endif
+
+// acc[rows][PANEL] (+)= a[rows][depth] x panel. `ahead`: memory that will be read soon; a line of it is fetched with
+// each of the first `lines` steps, or two while there are more lines than steps: then MORE is set.
+template <typename E, long PAIR, int M, bool MORE>
+ALWAYS_INLINE void multiply(const E* a, long stride, const E* panel, long depth, Vec acc[][VECTORS], const char* ahead,
+                     long lines) {
+    const long steps = depth / PAIR;
+    const char* further = ahead + steps * 64;
+    for (long k = 0; k < depth; k += PAIR) {
+        if (k < lines * PAIR) {
+            __builtin_prefetch(ahead, 0, 2);
+            ahead += 64;
+        }
+        if (MORE && k < (lines - steps) * PAIR) {
+            __builtin_prefetch(further, 0, 2);
+            further += 64;
+        }
+        __builtin_prefetch(panel + PANEL * PAIR * 6, 0, 3);
+        __builtin_prefetch(panel + PANEL * PAIR * 6 + LANES * PAIR, 0, 3);
+        __builtin_prefetch(panel + PANEL * PAIR * 6 + 2 * LANES * PAIR, 0, 3);
+        __builtin_prefetch(panel + PANEL * PAIR * 6 + 3 * LANES * PAIR, 0, 3);
+#pragma GCC unroll 6
+        for (int i = 0; i < M; i++)
+#pragma GCC unroll 4
+            for (int j = 0; j < VECTORS; j++)
+                acc[i][j] = multiply_add(acc[i][j], a + i * stride + k, panel + j * LANES * PAIR);
+        panel += PANEL * PAIR;
+    }
+}
+
+// The tile's epilogue decides where sums start and where they go.
+template <typename E, long PAIR, int M, typename Begin, typename End>
+ALWAYS_INLINE void tile(const E* a, long stride, const E* panel, long depth, const char* ahead, long lines, Begin begin,
+                 End end) {
+    Vec acc[M][VECTORS];
+#pragma GCC unroll 6
+    for (int i = 0; i < M; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < VECTORS; j++) acc[i][j] = begin(i, j);
+    if (lines > depth / PAIR)
+        multiply<E, PAIR, M, true>(a, stride, panel, depth, acc, ahead, lines);
+    else
+        multiply<E, PAIR, M, false>(a, stride, panel, depth, acc, ahead, lines);
+#pragma GCC unroll 6
+    for (int i = 0; i < M; i++) end(i, acc[i]);
+}
+
+template <typename E, long PAIR, typename Begin, typename End>
+inline void tile_of(int rows, const E* a, long stride, const E* panel, long depth, const char* ahead, long lines,
+                    Begin begin, End end) {
+    switch (rows) {
+        case 1: return tile<E, PAIR, 1>(a, stride, panel, depth, ahead, lines, begin, end);
+        case 2: return tile<E, PAIR, 2>(a, stride, panel, depth, ahead, lines, begin, end);
+#if defined(__AVX512F__)
+        case 3: return tile<E, PAIR, 3>(a, stride, panel, depth, ahead, lines, begin, end);
+        case 4: return tile<E, PAIR, 4>(a, stride, panel, depth, ahead, lines, begin, end);
+        case 5: return tile<E, PAIR, 5>(a, stride, panel, depth, ahead, lines, begin, end);
+        case 6: return tile<E, PAIR, 6>(a, stride, panel, depth, ahead, lines, begin, end);
+#endif
+    }
+}
+
+// Calls body(first, count) for groups of at most ROWS rows, as even as they can be.
+template <typename Body>
+inline void for_row_groups(long rows, Body body) {
+    const long groups = (rows + ROWS - 1) / ROWS;
+    for (long g = 0; g < groups; g++) {
+        const long first = rows * g / groups;
+        body(first, int(rows * (g + 1) / groups - first), g, groups);
+    }
+}
+
+}  // namespace

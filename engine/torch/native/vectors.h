@@ -1,0 +1,159 @@
+// Vectors of 16 floats, and bfloat16, int8 and integers as what they are loaded from and stored to.
+//
+// They are GCC's, so the code compiles for any CPU; what only newer ones have is used where it is there.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr long LANES = 16;
+
+typedef float Vec __attribute__((vector_size(64)));
+typedef int32_t IntVec __attribute__((vector_size(64)));
+typedef Vec UnalignedVec __attribute__((aligned(4)));
+typedef uint16_t HalfVec __attribute__((vector_size(32)));
+typedef HalfVec UnalignedHalfVec __attribute__((aligned(2)));
+typedef uint32_t UIntVec __attribute__((vector_size(64)));
+typedef int8_t ByteVec __attribute__((vector_size(16)));
+
+struct bfloat16 {
+    uint16_t bits;
+};
+
+inline Vec splat(float x) { return Vec{} + x; }
+inline Vec load(const float* p) { return *reinterpret_cast<const UnalignedVec*>(p); }
+inline void store(float* p, Vec x) { *reinterpret_cast<UnalignedVec*>(p) = x; }
+
+inline Vec load(const bfloat16* p) {
+    const HalfVec half = *reinterpret_cast<const UnalignedHalfVec*>(p);
+    return (Vec)(__builtin_convertvector(half, UIntVec) << 16);
+}
+
+inline void store(bfloat16* p, Vec x) {
+#if defined(__AVX512BF16__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
+    const UIntVec bits = (UIntVec)x;
+    const UIntVec rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest even, as torch does
+    *reinterpret_cast<UnalignedHalfVec*>(p) = __builtin_convertvector(rounded, HalfVec);
+#endif
+}
+
+inline Vec load(const int8_t* p) {
+    ByteVec bytes;
+    std::memcpy(&bytes, p, LANES);
+    return __builtin_convertvector(bytes, Vec);
+}
+
+// Integers from -128 to 127 after rounding to the nearest, to even between two.
+inline void store(int8_t* p, Vec x) {
+    const Vec magic = splat(12582912.0f);  // 1.5 * 2^23
+    const IntVec whole = __builtin_convertvector((x + magic) - magic, IntVec);
+    const auto bytes = __builtin_convertvector(whole, ByteVec);
+    std::memcpy(p, &bytes, LANES);
+}
+
+inline float widen(float x) { return x; }
+inline float widen(bfloat16 x) {
+    const uint32_t bits = uint32_t(x.bits) << 16;
+    float out;
+    std::memcpy(&out, &bits, 4);
+    return out;
+}
+
+template <typename T>
+inline T narrow(float x);
+template <>
+inline float narrow<float>(float x) {
+    return x;
+}
+template <>
+inline bfloat16 narrow<bfloat16>(float x) {
+    bfloat16 out[LANES];
+    store(out, splat(x));
+    return out[0];
+}
+
+#if defined(__AVX512F__)
+inline float sum(Vec x) { return _mm512_reduce_add_ps((__m512)x); }
+inline float largest(Vec x) { return _mm512_reduce_max_ps((__m512)x); }
+#else
+inline float sum(Vec x) {
+    float total = 0;
+    for (int i = 0; i < LANES; i++) total += x[i];
+    return total;
+}
+
+inline float largest(Vec x) {
+    float most = x[0];
+    for (int i = 1; i < LANES; i++) most = std::max(most, x[i]);
+    return most;
+}
+#endif
+
+#if defined(__AVX512F__)
+inline Vec maximum(Vec a, Vec b) { return (Vec)_mm512_max_ps((__m512)a, (__m512)b); }
+inline Vec minimum(Vec a, Vec b) { return (Vec)_mm512_min_ps((__m512)a, (__m512)b); }
+#else
+inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
+inline Vec minimum(Vec a, Vec b) { return a < b ? a : b; }
+#endif
+
+// exp(x) to 2 units in the last place for x <= 88; 0 below -87. Cephes' way: 2^n times a polynomial.
+inline Vec exponential(Vec x) {
+    const Vec clamped = minimum(maximum(x, splat(-87.3f)), splat(88.3f));
+    const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    const Vec shifted = clamped * 1.44269504f + magic;
+    const Vec n = shifted - magic;
+    const Vec r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
+    Vec p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const Vec scale = (Vec)(((IntVec)shifted + (127 - 0x4b400000)) << 23);
+    return x < splat(-87.3f) ? Vec{} : p * scale;
+}
+
+// 2^x for x <= 0, to 3e-6 with 5 terms and 2e-7 with 6.
+template <int TERMS>
+inline Vec power_of_two(Vec x) {
+    const Vec bounded = maximum(x, splat(-126.0f));
+#if defined(__AVX512F__)
+    const Vec n = (Vec)_mm512_roundscale_ps((__m512)bounded, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    const Vec n = (bounded + 12582912.0f) - 12582912.0f;
+#endif
+    const Vec r = bounded - n;
+    Vec p = splat(TERMS == 6 ? 1.5403530e-4f : 1.3333558e-3f);
+    if (TERMS == 6) p = p * r + 1.3333558e-3f;
+    p = p * r + 9.6181291e-3f;
+    p = p * r + 5.5504109e-2f;
+    p = p * r + 2.4022651e-1f;
+    p = p * r + 6.9314718e-1f;
+    p = p * r + 1.0f;
+#if defined(__AVX512F__)
+    return (Vec)_mm512_mask_scalef_ps(_mm512_setzero_ps(), _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_GE_OQ),
+                                      (__m512)p, (__m512)n);
+#else
+    const Vec scale = (Vec)((__builtin_convertvector(n, IntVec) + 127) << 23);
+    return x < splat(-126.0f) ? Vec{} : p * scale;
+#endif
+}
+
+inline Vec hyperbolic_tangent(Vec x) {
+    return 1.0f - 2.0f / (exponential(minimum(x * 2.0f, splat(60.0f))) + 1.0f);
+}
+
+}  // namespace
