@@ -1,4 +1,5 @@
-"""The front doors, gRPC and HTTP, over the same sim workers, beside bare proxies of the same hops and sizes.
+"""The front doors, gRPC and HTTP, over the same sim workers, beside bare proxies of the same hops and sizes: gRPC in
+front of gRPC, and HTTP in front of gRPC. At saturation there is one of HTTP in front of HTTP, too, as a reference.
 
 Added latency of a first token with 100, 1,000 and 3,000 streams under way, all sides at the same rates of requests and
 tokens, in turns; and requests a second at saturation. `python -m bench.api [--quick]`: fewer streams, to try it out.
@@ -38,28 +39,26 @@ SATURATION_TOKENS = 4
 SATURATION_S = 6.0
 ROUNDS = 2
 LEAST = 0.5
+KINDS = ("grpc", "http")
+HTTP_ALONE = "HTTP, bare, in front of HTTP"
 
 Ask = Callable[[], Awaitable[float]]
 """A request from its beginning to its end: what was added to its first token, in seconds."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Sides:
     """By name."""
 
     asks: dict[str, Ask]
+    references: dict[str, Ask]
 
 
 @contextlib.asynccontextmanager
-async def bare(transport: str, step_s: float, num_tokens: int) -> AsyncIterator[str]:
-    """The address of a proxy, with its source behind it."""
-    module = (sys.executable, "-m", "bench.bare_api")
-    async with contextlib.AsyncExitStack() as stack:
-        arguments = (str(step_s), str(num_tokens))
-        source = await stack.enter_async_context(process(*module, f"{transport}-source", *arguments))
-        address = await first_line(source)
-        proxy = await stack.enter_async_context(process(*module, f"{transport}-proxy", *arguments, address))
-        yield await first_line(proxy)
+async def bare(role: str, *arguments: str) -> AsyncIterator[str]:
+    """The address of a process of `bench.bare_api`."""
+    async with process(sys.executable, "-m", "bench.bare_api", role, *arguments) as started:
+        yield await first_line(started)
 
 
 @contextlib.asynccontextmanager
@@ -70,9 +69,12 @@ async def sides(step_s: float, num_tokens: int) -> AsyncIterator[Sides]:
             sim_site({"http_port": 0}, prefill=0, decode=2, decode_worker={"sim_step_ms": step_s * 1e3} | many)
         )
         to_router = await stack.enter_async_context(channel(site.router.address))
-        proxy = await stack.enter_async_context(bare("grpc", step_s, num_tokens))
-        to_proxy = await stack.enter_async_context(channel(proxy))
-        bare_http = await stack.enter_async_context(bare("http", step_s, num_tokens))
+        load = (str(step_s), str(num_tokens))
+        grpc_source, http_source = [await stack.enter_async_context(bare(f"{kind}-source", *load)) for kind in KINDS]
+        grpc_proxy = await stack.enter_async_context(bare("grpc-proxy", *load, grpc_source))
+        http_to_grpc = await stack.enter_async_context(bare("http-to-grpc-proxy", *load, grpc_source))
+        http_proxy = await stack.enter_async_context(bare("http-proxy", *load, http_source))
+        to_proxy = await stack.enter_async_context(channel(grpc_proxy))
         session = await stack.enter_async_context(
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(600))
         )
@@ -81,8 +83,9 @@ async def sides(step_s: float, num_tokens: int) -> AsyncIterator[Sides]:
                 "gRPC": tandem_grpc(to_router, num_tokens),
                 "gRPC, bare": grpc_bare(to_proxy),
                 "HTTP": tandem_http(session, f"http://{site.router.http_address}", num_tokens),
-                "HTTP, bare": http_bare(session, f"http://{bare_http}"),
-            }
+                "HTTP, bare": http_bare(session, f"http://{http_to_grpc}"),
+            },
+            {HTTP_ALONE: http_bare(session, f"http://{http_proxy}")},
         )
 
 
@@ -193,7 +196,7 @@ async def saturate(ask: Ask) -> float:
 
 async def measure(progress: Progress, levels: tuple[int, ...]) -> dict[str, Any]:
     figures: dict[str, Any] = {}
-    task = progress.add_task("front doors", total=4 * (len(levels) + ROUNDS))
+    task = progress.add_task("front doors", total=4 * len(levels) + 5 * ROUNDS)
     for streams in levels:
         step_s = streams / TOKENS_PER_S
         async with sides(step_s, TOKENS) as found:
@@ -207,9 +210,10 @@ async def measure(progress: Progress, levels: tuple[int, ...]) -> dict[str, Any]
                 }
                 progress.advance(task)
     async with sides(0.0, SATURATION_TOKENS) as found:
-        rates: dict[str, list[float]] = {name: [] for name in found.asks}
+        asks = found.asks | found.references
+        rates: dict[str, list[float]] = {name: [] for name in asks}
         for _ in range(ROUNDS):
-            for name, ask in found.asks.items():
+            for name, ask in asks.items():
                 rates[name].append(await saturate(ask))
                 progress.advance(task)
     figures["requests/s at saturation"] = {name: max(values) for name, values in rates.items()}

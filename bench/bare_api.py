@@ -1,9 +1,10 @@
-"""What `bench.api` holds the front doors against: a source of streams, and a proxy that passes their bytes on, by gRPC
-or by HTTP, with no logic in either.
+"""What `bench.api` holds the front doors against: a source of streams, and a proxy that passes their bytes on, with no
+logic in either.
 
-`python -m bench.bare_api ROLE STEP_S NUM_TOKENS [SOURCE]` prints its address; roles are grpc-source, grpc-proxy,
-http-source and http-proxy. Messages are as long as Tandem's are. The first of a stream says how long its request waited
-for a step.
+`python -m bench.bare_api ROLE STEP_S NUM_TOKENS [SOURCE]` prints its address. Roles: grpc-source and http-source;
+grpc-proxy and http-proxy, each in front of a source of its own kind; http-to-grpc-proxy, which has the hops that
+Tandem's HTTP door has. Messages are as long as Tandem's are. The first of a stream says how long its request waited for
+a step.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import aiohttp
@@ -73,23 +74,36 @@ servers: list[Any] = []
 """Kept, or they would end."""
 
 
-async def serve_http(source: Source | None, upstream: str) -> str:
-    session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(600))
+async def events_of(source: Source) -> AsyncIterator[bytes]:
+    first = True
+    async for waited in source.waits():
+        yield b": %.6f\n" % waited + EVENT if first else EVENT
+        first = False
+
+
+async def events_by_http(session: aiohttp.ClientSession, upstream: str) -> AsyncIterator[bytes]:
+    """As the source wrote them, however many at a time."""
+    async with session.post(f"http://{upstream}/", data=b"r") as answer:
+        async for part in answer.content.iter_any():
+            yield part
+
+
+async def events_by_grpc(link: Any) -> AsyncIterator[bytes]:
+    first = True
+    async for message in link.unary_stream(METHOD)(b"q" * 80):
+        if len(message) == len(TOKEN):
+            yield b": %.6f\n" % WAITED.unpack_from(message) + EVENT if first else EVENT
+        first = False
+
+
+async def serve_http(events: Callable[[], AsyncIterator[bytes]]) -> str:
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         while (await receive()).get("more_body"):
             pass
         await send({"type": "http.response.start", "status": 200, "headers": HEAD})
-        if source is not None:
-            first = True
-            async for waited in source.waits():
-                event = b": %.6f\n" % waited + EVENT if first else EVENT
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-                first = False
-        else:
-            async with session.post(f"http://{upstream}/", data=b"r") as answer:
-                async for part in answer.content.iter_any():
-                    await send({"type": "http.response.body", "body": part, "more_body": True})
+        async for event in events():
+            await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
     options: dict[str, Any] = {"log_config": None, "log_level": "error", "access_log": False, "lifespan": "off"}
@@ -99,11 +113,26 @@ async def serve_http(source: Source | None, upstream: str) -> str:
     return f"127.0.0.1:{listening.getsockname()[1]}"
 
 
+async def serve(role: str, source: Source, upstream: str) -> str:
+    """Its address."""
+    match role:
+        case "grpc-source":
+            return await serve_grpc(source, "")
+        case "grpc-proxy":
+            return await serve_grpc(None, upstream)
+        case "http-source":
+            return await serve_http(lambda: events_of(source))
+        case "http-proxy":
+            session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(600))
+            return await serve_http(lambda: events_by_http(session, upstream))
+        case "http-to-grpc-proxy":
+            link = channel(upstream)
+            return await serve_http(lambda: events_by_grpc(link))
+    raise ValueError(role)
+
+
 async def main(role: str, step_s: float, num_tokens: int, upstream: str) -> None:
-    transport, _, part = role.partition("-")
-    source = Source(step_s, num_tokens) if part == "source" else None
-    serve = serve_grpc if transport == "grpc" else serve_http
-    print(await serve(source, upstream), flush=True)
+    print(await serve(role, Source(step_s, num_tokens), upstream), flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)  # until the benchmark closes it
 
 

@@ -212,7 +212,10 @@ def secret_of(authority: Authority, name: str, host: str) -> dict[str, bytes]:
 
 
 async def in_the_clear(address: str) -> bool:
-    """Whether anything is answered there without TLS."""
+    """Whether anything is answered there without TLS. Somebody listens."""
+    host, _, port = address.rpartition(":")
+    _, connected = await asyncio.open_connection(host, int(port))
+    connected.close()
     async with grpc.aio.insecure_channel(address) as channel:
         try:
             await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=2)

@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from tandem.doctor.pairs import PairResult, measure_pairs, plan_peers, start_pee
 HERE = Path(__file__).parent
 SIM = {"engine": "sim"}
 NUM_BYTES = 9 << 20  # more than one read
+START_S = 60.0
 
 
 def broken(mode: str) -> tuple[str, ...]:
@@ -101,6 +103,7 @@ def listening(*arguments: str) -> Iterator[str]:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=HERE.parents[1])
     assert process.stdout is not None
     try:
+        assert select.select([process.stdout], [], [], START_S)[0], "it says nothing"
         said = process.stdout.readline()
         assert said.startswith("listening at 0.0.0.0:"), said
         yield "127.0.0.1:" + said.partition(";")[0].rpartition(":")[2]
@@ -172,7 +175,6 @@ async def test_what_a_stranger_might_say_is_refused_by_name() -> None:
     service = DoctorService([], lambda *_: pytest.fail("nothing is to start"), ())
     server = Server()
     service.add_to(server.grpc)
-    port = await server.start("127.0.0.1", 0, ["tandem.v1.Doctor"])
     cases = {
         b"no json": "request",
         b"[]": "request",
@@ -182,7 +184,10 @@ async def test_what_a_stranger_might_say_is_refused_by_name() -> None:
         b'{"start": {"seed": 1, "num_bytes": 1e9}}': "start.num_bytes",
         b'{"start": {"seed": 1, "num_bytes": 268435457}}': "start.num_bytes",
     }
-    async with channel(f"127.0.0.1:{port}") as link:
+    async with AsyncExitStack() as stack:
+        port = await server.start("127.0.0.1", 0, ["tandem.v1.Doctor"])
+        stack.push_async_callback(server.stop, 0.0)
+        link = await stack.enter_async_context(channel(f"127.0.0.1:{port}"))
         for said, field in cases.items():
             call = link.stream_stream("/tandem.v1.Doctor/Examine")()
             await call.read()
@@ -198,7 +203,6 @@ async def test_what_a_stranger_might_say_is_refused_by_name() -> None:
             await second.read()
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         first.cancel()
-    await server.stop(0.0)
 
 
 def test_tables_for_people() -> None:

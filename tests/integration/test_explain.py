@@ -1,6 +1,5 @@
 """`Explain` over a real cluster: it says what placement then does."""
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,6 @@ from tandem.client import Client
 from tandem.explained import candidate_table
 
 BLOCK = 16
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    config = {"model_type": "llama", "vocab_size": 1000, "max_position_embeddings": 100_000}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    return tmp_path
 
 
 async def test_the_first_candidate_is_where_the_request_goes(

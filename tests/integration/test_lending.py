@@ -5,34 +5,19 @@ The sim engine's tokens are hashes of the KV that was read, so equal tokens mean
 """
 
 import asyncio
-import json
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from protos import inference_pb2 as pb
-from support.processes import until
+from support.processes import LENDER_ALWAYS, Stream, until
 from tandem.client import Client
 from tandem.local import stop_process
 
 VOCAB = 1000
 BLOCK = 16
-LENDER_ALWAYS = {"decode_prefill_tokens_per_s": 100.0}
-"""Computing on a decode worker costs a second a token, so that nobody wants to."""
 SIM: dict[str, Any] = {"engine": "sim", "sim_step_ms": 2.0}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("lending") / "simulated"
-    path.mkdir()
-    config = {"model_type": "llama", "vocab_size": VOCAB, "max_position_embeddings": 100_000}
-    (path / "config.json").write_text(json.dumps(config))
-    return path
 
 
 def tokens(seed: int, count: int) -> list[int]:
@@ -42,24 +27,27 @@ def tokens(seed: int, count: int) -> list[int]:
 @asynccontextmanager
 async def occupying(client: Client, prompt: list[int]) -> AsyncIterator[None]:
     """A stream that runs meanwhile, begun where nobody else runs."""
-    begun = asyncio.Event()
 
     async def idle() -> bool:
         (model,) = (await client.cluster_status()).models
         return not any(worker.running for worker in model.workers)
 
-    async def run() -> None:
-        sampling = pb.Sampling(max_tokens=4000, temperature=0, ignore_eos=True)
-        async for _ in client.generate(token_ids=prompt, sampling=sampling, timeout_s=60):
-            begun.set()
-
     await until(idle, "the router knows that nobody runs")
-    task = asyncio.ensure_future(run())
+    stream = Stream(client, prompt, 4000)
     try:
-        await begun.wait()
+        await stream.reached(1)
         yield
     finally:
-        task.cancel()
+        await stream.cancel()
+
+
+async def placed_elsewhere(client: Client, prompt: list[int], worker: str) -> None:
+    """The router has heard that a stream runs on `worker`, and would have this prompt decoded by another."""
+
+    async def elsewhere() -> bool:
+        return (await client.explain(token_ids=prompt)).candidates[0].decode_worker != worker
+
+    await until(elsewhere, "the router has heard that the stream decodes")
 
 
 async def test_a_decode_worker_lends_what_it_decoded(model: Path, cluster_of: Any, ask: Any, audit: Any) -> None:
@@ -68,13 +56,8 @@ async def test_a_decode_worker_lends_what_it_decoded(model: Path, cluster_of: An
         prompt = tokens(1, 10 * BLOCK)
         first = await ask(client, prompt, max_tokens=10 * BLOCK)
         history = [*prompt, *first.token_ids]  # of which its worker holds all that can be used, and nobody else does
-
-        async def elsewhere() -> bool:
-            best = (await client.explain(token_ids=history)).candidates[0]
-            return best.decode_worker != first.placement.decode_worker
-
         async with occupying(client, history):
-            await until(elsewhere, "the router has heard that the stream decodes")
+            await placed_elsewhere(client, history, first.placement.decode_worker)
             second = await ask(client, history, max_tokens=8)
         assert second.placement.decode_worker != first.placement.decode_worker
         assert second.placement.lender == first.placement.decode_worker, second.placement.reason
@@ -111,21 +94,17 @@ async def test_what_a_lender_fetched_is_in_the_receipt(model: Path, cluster_of: 
         prompt = tokens(6, 4 * BLOCK)
         first = await ask(client, prompt, max_tokens=20 * BLOCK)
         history = [*prompt, *first.token_ids]
-
-        async def elsewhere() -> bool:
-            best = (await client.explain(token_ids=[*history, *tokens(7, 12 * BLOCK)])).candidates[0]
-            return best.decode_worker != first.placement.decode_worker
-
+        turn = [*history, *tokens(7, 12 * BLOCK)]
         async with occupying(client, tokens(8, 4)):
-            await until(elsewhere, "the router has heard that the stream decodes")
-            second = await ask(client, [*history, *tokens(7, 12 * BLOCK)], max_tokens=8)
+            await placed_elsewhere(client, turn, first.placement.decode_worker)
+            second = await ask(client, turn, max_tokens=8)
         assert second.placement.decode_worker != first.placement.decode_worker
         assert (second.placement.lender, second.placement.source) == ("prefill-0", first.placement.decode_worker)
         kv = second.kv
         assert kv.lender_fetched_blocks >= 19
         assert kv.lender_computed_blocks <= 13
         assert kv.lender_cached_blocks + kv.lender_fetched_blocks + kv.lender_computed_blocks == kv.moved_blocks
-        alone = await ask(client, [*history, *tokens(7, 12 * BLOCK)], max_tokens=8, cache_salt="alone")
+        alone = await ask(client, turn, max_tokens=8, cache_salt="alone")
         assert second.token_ids == alone.token_ids
         await asyncio.sleep(0.1)
         await audit([worker.address for worker in cluster.workers])

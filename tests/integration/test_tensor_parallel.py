@@ -13,6 +13,7 @@ from cluster.errors import StartError
 from engine.errors import ModelRefused
 from engine.messages import Generate
 from engine.vocabulary import BeamParams, SamplingParams
+from support.core_engine import account_of
 from support.long_runs import long, mostly_long
 from support.processes import (
     LENDER_ALWAYS,
@@ -21,10 +22,12 @@ from support.processes import (
     assert_equal_answers,
     engine_of,
     finished,
+    gone,
+    ranks_of,
     running,
     workers_joined,
 )
-from support.real_engines import RealEngine, account_of, chosen, engines, gone, greedy, kill, ranks_of
+from support.real_engines import RealEngine, chosen, engines, greedy, kill
 
 FAMILIES = mostly_long(["qwen2", "qwen3_moe", "llama", "qwen3", "gemma2", "gemma3", "mistral", "mixtral"], "qwen3_moe")
 BLOCK = 16
@@ -111,13 +114,10 @@ async def _dies_whole(engine: RealEngine, victim: int) -> None:
     """One of its processes is killed in the middle of something: the others follow, and its front hears of it."""
     pids = [engine.pid, *engine.rank_pids()]
     engine.send(greedy("long", prompt_of(1, 40), 400))
-    while len(engine.tokens.get("long", ())) < 5:
-        await engine.news()
+    await engine.until(lambda: len(engine.tokens.get("long", ())) >= 5)
     kill(pids[victim])
     await gone(pids)
-    while not engine.end:
-        await engine.news()
-    assert "ended with code" in engine.end
+    assert "ended with code" in await engine.has_ended()
 
 
 @long

@@ -1,7 +1,6 @@
 """A cluster that moves KV over `ucxx`, and workers whose transport cannot be had. The sim engine: a wrong byte of KV
 would be a wrong token."""
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,6 @@ from tandem.client import Client
 
 VOCAB = 600
 SIM: dict[str, Any] = {"engine": "sim", "sim_step_ms": 1.0, "kv_memory_mib": 8}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("transport") / "mute"
-    path.mkdir()
-    config = {"model_type": "llama", "vocab_size": VOCAB, "max_position_embeddings": 100_000}
-    (path / "config.json").write_text(json.dumps(config))
-    return path
 
 
 def prompt_of(seed: int) -> list[int]:

@@ -90,9 +90,6 @@ def assert_equal_answers(disturbed: Sequence[Stream], undisturbed: Sequence[Stre
         assert one.finish.usage.prompt_tokens == other.finish.usage.prompt_tokens
 
 
-# ----------------------------------------------------------------------------------------------- processes
-
-
 class Asking:
     """Eight clients who ask for the same again and again, each time of a cache of its own, while something happens.
     Every answer is what it was when nothing happened."""
@@ -130,6 +127,9 @@ class Asking:
             number += 8
 
 
+# ----------------------------------------------------------------------------------------------- processes
+
+
 def state_of(pid: int) -> str:
     """Its letter in /proc: T is stopped; empty when there is no such process, or a dead one."""
     try:
@@ -139,15 +139,30 @@ def state_of(pid: int) -> str:
     return "" if letter in "ZX" else letter
 
 
+def children_running(pid: int, module: str) -> list[int]:
+    """Its child processes that run that module."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children if module.encode() in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
 def engine_of(role: RoleProcess) -> int:
     """The engine process behind a worker's front."""
-    children = Path(f"/proc/{role.pid}/task/{role.pid}/children").read_text().split()
-    (engine,) = [
-        int(child)
-        for child in children
-        if b"engine.worker.engine_process" in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]
+    (engine,) = children_running(role.pid, "engine.worker.engine_process")
     return engine
+
+
+def ranks_of(engine: int) -> list[int]:
+    """Processes of an engine's other ranks."""
+    return children_running(engine, "engine.worker.follower_process")
+
+
+async def gone(pids: Sequence[int], within_s: float = 3.0) -> None:
+    """These processes have ended."""
+
+    async def all_gone() -> bool:
+        return not any(state_of(pid) for pid in pids)
+
+    await until(all_gone, f"the processes {list(pids)} are gone", within_s)
 
 
 def named(cluster: LocalCluster, name: str) -> RoleProcess:
@@ -173,11 +188,7 @@ async def running(cluster: LocalCluster) -> AsyncIterator[tuple[LocalCluster, Cl
         engines += [engine_of(worker) for worker in cluster.workers]
         cluster.engines = engines  # type: ignore[attr-defined]  # tests that start more workers add theirs
         yield cluster, client
-
-    async def all_gone() -> bool:
-        return not any(state_of(pid) for pid in engines)
-
-    await until(all_gone, f"the engines {engines} are gone", 3.0)
+    await gone(engines)
 
 
 async def report_of(address: str) -> membership_pb2.AuditReport:

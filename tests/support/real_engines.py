@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,6 @@ from engine.messages import (
     CloseLoan,
     FromEngine,
     Generate,
-    KvAccount,
     Lend,
     LendClosed,
     LendReady,
@@ -41,8 +40,9 @@ from engine.worker.child_engine import ChildEngine
 from engine.worker.config import WorkerConfig
 from engine.worker.engine_client import EngineListener
 from engine.worker.spec import EngineSpec
+from support.processes import gone, ranks_of
 
-PATIENCE_S = 30.0
+PATIENCE_S, START_S = 30.0, 120.0
 
 
 class RealEngine(EngineListener):
@@ -63,16 +63,14 @@ class RealEngine(EngineListener):
     async def start(self) -> "RealEngine":
         """Raises StartError."""
         self.host.start(self)
-        while True:
-            for message in self.said:
-                if isinstance(message, StartFailed):
-                    field, _, reason = message.reason.partition(": ")
-                    raise StartError(field, reason)
-                if isinstance(message, Ready):
-                    self.ready = message
-                    return self
-            assert not self.end, self.end
-            await self.news()
+        await self.until(lambda: self._said(Ready, StartFailed), START_S)
+        for message in self.said:
+            if isinstance(message, StartFailed):
+                field, _, reason = message.reason.partition(": ")
+                raise StartError(field, reason)
+            if isinstance(message, Ready):
+                self.ready = message
+        return self
 
     def heard(self, messages: Sequence[FromEngine]) -> None:
         for message in messages:
@@ -106,21 +104,32 @@ class RealEngine(EngineListener):
     def send(self, *messages: ToEngine) -> None:
         self.host.send(messages)
 
-    async def news(self) -> None:
-        self._heard.clear()
-        await self._heard.wait()
+    async def until(self, condition: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
+        """Of what the engine has said, which lives that long."""
+        async with asyncio.timeout(patience_s):
+            while not condition():
+                assert not self.end, self.end
+                self._heard.clear()
+                await self._heard.wait()
+
+    async def has_ended(self) -> str:
+        """How."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not self.end:
+                self._heard.clear()
+                await self._heard.wait()
+        return self.end
+
+    def _said(self, *kinds: type[FromEngine]) -> bool:
+        return any(isinstance(message, kinds) for message in self.said)
 
     async def answer(self, request: Generate, lender: "RealEngine | None" = None) -> list[Token]:
         """All that comes of it."""
         if lender is not None:
             self.lent[request.request_id] = lender, request
         self.send(replace(request, borrow=lender is not None))
-        async with asyncio.timeout(PATIENCE_S):
-            while not self.over(request):
-                rejected = [message for message in self.said if isinstance(message, Rejected)]
-                assert not rejected, rejected
-                assert not self.end, self.end
-                await self.news()
+        await self.until(lambda: self.over(request) or self._said(Rejected))
+        assert not self._said(Rejected), self.said
         return self.tokens[request.request_id]
 
     def over(self, request: Generate) -> bool:
@@ -134,14 +143,15 @@ class RealEngine(EngineListener):
 
     async def books(self) -> Audited:
         """Once nothing is held."""
-        while True:
-            self.send(Audit(1))
-            while not (found := [message for message in self.said if isinstance(message, Audited)]):
-                await self.news()
-            self.said.clear()
-            assert found[-1].fault == ""
-            if found[-1].held_blocks == found[-1].loans == found[-1].quarantined_blocks == 0:
-                return found[-1]
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                self.send(Audit(1))
+                await self.until(lambda: self._said(Audited))
+                (found,) = [message for message in self.said if isinstance(message, Audited)]
+                self.said.clear()
+                assert found.fault == ""
+                if found.held_blocks == found.loans == found.quarantined_blocks == 0:
+                    return found
 
     @property
     def pid(self) -> int:
@@ -150,16 +160,6 @@ class RealEngine(EngineListener):
     def rank_pids(self) -> list[int]:
         """Of the other ranks."""
         return ranks_of(self.pid)
-
-
-def ranks_of(engine: int) -> list[int]:
-    """Processes of an engine's other ranks."""
-    children = Path(f"/proc/{engine}/task/{engine}/children").read_text().split()
-    return [
-        int(child)
-        for child in children
-        if b"engine.worker.follower_process" in Path(f"/proc/{child}/cmdline").read_bytes()
-    ]
 
 
 @asynccontextmanager
@@ -177,20 +177,6 @@ async def engines(*wanted: RealEngine) -> AsyncIterator[None]:
     await gone(pids)
 
 
-async def gone(pids: Sequence[int], within_s: float = 3.0) -> None:
-    """These processes have ended."""
-    async with asyncio.timeout(within_s):
-        while any(_lives(pid) for pid in pids):  # noqa: ASYNC110 - nobody tells
-            await asyncio.sleep(0.01)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
@@ -198,11 +184,6 @@ def kill(pid: int) -> None:
 def greedy(request_id: str, prompt: Sequence[int], max_tokens: int = 12, **options: Any) -> Generate:
     sampling = SamplingParams(**{"max_tokens": max_tokens, "temperature": 0} | options)
     return Generate(request_id, tuple(prompt), (), sampling, "", 0, borrow=False)
-
-
-def account_of(tokens: Sequence[Token]) -> KvAccount:
-    (account,) = [token.account for token in tokens if token.account is not None]
-    return account
 
 
 def chosen(tokens: Sequence[Token]) -> dict[int, list[int]]:
