@@ -5,13 +5,11 @@ called from others. Between the halves the runner computes on a thread of its ow
 handshake does not wait for steps.
 """
 
-import itertools
-import operator
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
 from engine.bookkeeper import Bookkeeper
 from engine.lending.borrowing import BorrowingDesk, ReadLanded
@@ -141,11 +139,8 @@ class EngineCore:
 
     def handle_posted(self) -> None:
         """Handle what other threads posted."""
-        while True:
-            try:
-                self.handle(self._posted.get_nowait())
-            except Empty:
-                return
+        while not self._posted.empty():  # only this takes from it
+            self.handle(self._posted.get_nowait())
 
     @property
     def busy(self) -> bool:
@@ -181,29 +176,30 @@ class EngineCore:
         now = self._books.clock()
         self._reports.step_began(now)
         for chunk in batch:
-            self._books.grow(chunk.sequence, chunk.end)
-            if chunk.sequence.sampling is not None:  # loans have ids of their own, perhaps equal to a request's
-                self._requests.computing(chunk.sequence, now)
+            sequence = chunk.sequence
+            self._books.grow(sequence, chunk.end)
+            # Loans have ids of their own, perhaps equal to a request's; who decodes was computed before.
+            if sequence.sampling is not None and not sequence.decoding:
+                self._requests.computing(sequence, now)
         self._books.begin_step(chunk.sequence for chunk in batch)
         return batch
 
     def end_step(self, batch: list[Chunk], sampled: list[Sampled]) -> None:
         """The runner's answer to `begin_step`."""
-        prompts = [not chunk.sequence.decoding for chunk in batch]
-        prompt_tokens = sum(chunk.count for chunk, is_prompt in zip(batch, prompts, strict=True) if is_prompt)
+        prompts = [chunk for chunk in batch if not chunk.sequence.decoding]
         seconds = self._reports.step_ended()
-        self._books.rates.computed(prompt_tokens, seconds)
-        if self._speculator is not None and not any(prompts):
+        if prompts:
+            self._reports.changed = True
+            self._books.rates.computed(sum(chunk.count for chunk in prompts), seconds)
+        elif self._speculator is not None:
             self._speculator.step_took(batch, sampled, seconds)
         over = set(self._books.lingering)
         self._books.end_step()
         tokens = iter(sampled)
         num_requests = self._requests.num_requests
         results = [(chunk, next(tokens) if chunk.answers else None) for chunk in batch]
-        if any(prompts):
-            self._reports.changed = True
-            # First tokens leave first: they are waited for, while those of running streams come anyway.
-            results = [*itertools.compress(results, prompts), *itertools.compress(results, map(operator.not_, prompts))]
+        if prompts:  # first tokens leave first: they are waited for, while those of running streams come anyway
+            results.sort(key=lambda result: result[0].sequence.decoding)
         for chunk, token in results:
             sequence = chunk.sequence
             if sequence in over or (sequence.sampling is not None and not self._requests.has(sequence)):
@@ -288,6 +284,8 @@ class EngineCore:
         is waited for waits for nothing but its own steps. And room that a loan takes is not taken back: an engine
         whose own requests were preempted for want of it gives none away.
         """
+        if not self._lending.num_waiting:
+            return
         short = self._requests.residency.short
         if not short:
             self._lending.start_waiting()

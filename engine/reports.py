@@ -95,21 +95,20 @@ class Reporter:
         self._reported_at = now
         self.changed = False
         residency = self._requests.residency
-        prefilling = [
-            s for s in residency.running + self._lending.started_jobs() + residency.preempted if not s.decoding
-        ]
+        running, preempted = residency.running, residency.preempted
+        prefilling = [s for s in (*running, *self._lending.started_jobs(), *preempted) if not s.decoding]
         self._emit(
             Load(
                 step=self._step_count,
-                running=len(self._requests.sequences),
+                running=self._requests.num_sequences,
                 loans=self._lending.num_loans,
                 queued_loans=self._lending.num_waiting,
                 queued_prefill_tokens=sum(s.num_remaining for s in prefilling) + self._lending.waiting_tokens(),
                 available_blocks=0 if residency.short else self._books.pool.num_available,
                 num_blocks=self._books.pool.num_blocks,
                 placements_seen=dict(self._placements_seen),
-                decoding=sum(s.decoding for s in residency.running),
-                preempted=len(residency.preempted),
+                decoding=sum(s.decoding for s in running),
+                preempted=len(preempted),
                 preemptions=residency.num_preemptions,
                 guessed=self._speculator.num_guesses if self._speculator else 0,
                 guessed_right=self._speculator.num_right if self._speculator else 0,

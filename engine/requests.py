@@ -42,6 +42,11 @@ class _Request:
     """Of chains that are over."""
     num_recomputed_over: int = 0
 
+    @property
+    def is_parted(self) -> bool:
+        """Its chains are forked from each other, now or later."""
+        return self.num_choices > 1 or self.search is not None
+
     def count_preemptions(self) -> bool:
         """Bring the account up to date; False when nothing is new."""
         before = self.account.preemptions
@@ -74,10 +79,16 @@ class RequestDesk:
         self._emit = emit
         self._next_arrival = next_arrival
         self._requests: dict[str, _Request] = {}
+        self._num_parted = 0
+        """Of those."""
 
     @property
     def num_requests(self) -> int:
         return len(self._requests)
+
+    @property
+    def num_sequences(self) -> int:
+        return sum(len(request.chains) for request in self._requests.values())
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -115,6 +126,7 @@ class RequestDesk:
         by_choice = {chain.choice: chain for chain in chains}
         request = _Request(by_choice, account, True, message.sampling.n, search)
         self._requests[message.request_id] = request
+        self._num_parted += request.is_parted
         lender = message.lender_computes if message.borrow else None
         if not self._borrowing.take(Wanted(sequence, keys, lender, account, self)):
             self.loan_over(sequence, lost_blocks=False)
@@ -123,7 +135,8 @@ class RequestDesk:
         """Those of the batch that are computed for the first time take what is cached by now: siblings that arrived
         together compute once. True when the batch is no longer what is to be computed."""
         adopted = 0
-        for sequence in (chunk.sequence for chunk in batch):
+        for chunk in batch:
+            sequence = chunk.sequence
             if sequence.sampling is not None and not sequence.decoding and not sequence.num_preemptions:
                 account = self._requests[sequence.request_id].account
                 if "compute_started" not in account.times:
@@ -165,7 +178,7 @@ class RequestDesk:
             return
         request = self._requests[sequence.request_id]
         account = request.account
-        first = sequence.num_tokens == sequence.num_prompt
+        first = len(sequence.token_ids) == sequence.num_prompt
         sequence.turn = self._next_arrival()
         if first:
             account.times.setdefault("first_token", self._books.clock())
@@ -194,6 +207,8 @@ class RequestDesk:
 
     def part(self) -> None:
         """Fork what has computed all that it shares, and beams whose candidates are all known. No step is running."""
+        if not self._num_parted:
+            return
         for lead in self.residency.forkable:
             siblings, lead.siblings = lead.siblings, []
             lead.turn = self._next_arrival()
@@ -278,7 +293,9 @@ class RequestDesk:
             account.computed_tokens = sequence.num_prompt - sequence.num_computed
 
     def _finish(self, request_id: str) -> None:
-        for chain in self._requests.pop(request_id).chains.values():
+        request = self._requests.pop(request_id)
+        self._num_parted -= request.is_parted
+        for chain in request.chains.values():
             self.residency.drop(chain)
             self._books.finish(chain)
 

@@ -128,6 +128,8 @@ class Residency:
     def make_room(self, batch: Seq[Chunk]) -> bool:
         """Promise all blocks that the batch lacks. False: one sequence had to go, and another batch must be made."""
         lacking = [self._books.num_lacking(chunk.sequence, chunk.start + chunk.count) for chunk in batch]
+        if not any(lacking):
+            return True
         if sum(lacking) <= self._books.pool.num_available:
             for chunk, count in zip(batch, lacking, strict=True):
                 if count:

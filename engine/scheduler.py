@@ -45,13 +45,17 @@ def schedule(runnable: Iterable[Sequence], budget: StepBudget) -> list[Chunk]:
 
     What does not fit the budget waits a step. The blocks of what is computed are the caller's affair.
     """
-    ordered = sorted(
-        (not s.decoding, -s.priority, s.arrival, place, s.num_remaining, s) for place, s in enumerate(runnable)
-    )
-    if not ordered:
+    sequences = list(runnable)
+    if not sequences:
         return []
-    if not ordered[-1][0] and len(ordered) <= budget.max_tokens:  # all decode, a token each: most steps
-        return [Chunk(sequence, sequence.num_computed, 1) for *_, sequence in ordered]
+    decoding = [sequence.decoding for sequence in sequences]
+    if all(decoding) and len(sequences) <= budget.max_tokens:  # a token each: most steps
+        sequences.sort(key=_rank)
+        return [Chunk(sequence, sequence.num_computed, 1) for sequence in sequences]
+    ordered = sorted(
+        (not decodes, *_rank(sequence), place, sequence.num_remaining, sequence)
+        for place, (sequence, decodes) in enumerate(zip(sequences, decoding, strict=True))
+    )
     *_, longest = min(ordered, key=lambda entry: (entry[-1].turn, entry[-1].arrival))
     share = min(longest.num_remaining, budget.guaranteed_tokens)
     left = budget.max_tokens - share
@@ -67,6 +71,10 @@ def schedule(runnable: Iterable[Sequence], budget: StepBudget) -> list[Chunk]:
         if count + own_share:
             chunks.append(Chunk(sequence, sequence.num_computed, count + own_share))
     return chunks
+
+
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    return -sequence.priority, sequence.arrival
 
 
 def max_wait_steps(budget: StepBudget, num_blocks: int, block_tokens: int) -> int:

@@ -91,6 +91,7 @@ class SimWorker:
         self._turning: Appointment | None = None
         self._stepping: Appointment | None = None
         self._idling: Appointment | None = None
+        self._turned_at = 0.0
         self._run: list[float] = []
         """When each step of the run under way ends."""
 
@@ -131,14 +132,27 @@ class SimWorker:
             self._begin_step()
         self.core.report()
         self._speak()
-        if self._idling is not None:
-            self._idling.cancel()
-        self._idling = None if self._run else self._clock.after(IDLE_TURN_S, self._wake)
+        self._turned_at = self._clock.now
+        if self._idling is None and not self._run:
+            self._idling = self._clock.after(IDLE_TURN_S, self._idle)
+
+    def _idle(self) -> None:
+        """It turns if it has not for so long; a run turns when it ends, and then this is asked for again."""
+        self._idling = None
+        if self._run:
+            return
+        due = self._turned_at + IDLE_TURN_S
+        if due > self._clock.now:
+            self._idling = self._clock.at(due, self._idle)
+        else:
+            self._wake()
 
     def _speak(self) -> None:
-        said, self._said[:] = self._said[:], []
-        for message in said:
-            self._listener.hear(self, message)
+        if self._said:
+            said = self._said[:]
+            self._said.clear()
+            for message in said:
+                self._listener.hear(self, message)
 
     # ------------------------------------------------------------------ one step
 

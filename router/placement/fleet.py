@@ -131,7 +131,8 @@ class Fleet:
         worker.draining |= load.draining
         seen = load.placements_seen.get(self.mark, 0)
         for unseen in (worker.decodes_unseen, worker.lends_unseen):
-            unseen.difference_update([placed for placed in unseen if placed.sequence <= seen])
+            if unseen:
+                unseen.difference_update([placed for placed in unseen if placed.sequence <= seen])
         if self._workers.get(worker.worker_id) is not worker:
             return
         if first:
