@@ -1,9 +1,9 @@
 """The `nixl` transport: one-sided reads by NIXL over UCX (RDMA verbs, shared memory, CUDA IPC, TCP).
 
-One thread owns all posting and polling, because posting a shared-memory read blocks until the bytes are copied,
-and because NIXL serialises calls anyway. Reads of at most MAX_POSTED_BYTES are posted per peer, so a peer that falls
-silent holds up only its own queue. NIXL cannot abort a posted read: it is quiet when it is done, failed, or the agent
-is gone.
+One thread owns all posting and polling, because posting a shared-memory read blocks until the bytes are copied, and
+because NIXL serialises calls anyway. While it has nothing to do, whoever asks for a small read posts it, which takes no
+longer than to wake somebody for it. Reads of at most MAX_POSTED_BYTES are posted per peer, so a peer that falls silent
+holds up only its own queue. NIXL cannot abort a posted read: it is quiet when it is done, failed, or the agent is gone.
 """
 
 import contextlib
@@ -28,6 +28,8 @@ from kvtransfer.ucx_lanes import LaneLog, process_lane_log
 CLOSED = "the transport was closed"
 SPIN_S = 200e-6
 """Poll without pause for so long after a post; then sleep between polls, not to take a core from the engine."""
+SMALL_BYTES = 512 << 10
+"""Of a read that may be posted by who asks for it: some 50 us of copying, over shared memory."""
 POLL_S = 100e-6
 MAX_POLL_S = 2e-3
 """The longer a read takes, the less often it is asked after; a silent peer must not keep a core busy."""
@@ -48,6 +50,17 @@ class _Job:
 @dataclass(frozen=True, slots=True)
 class _Drop:
     peer: "NixlPeer"
+
+
+@dataclass(frozen=True, slots=True)
+class _Posted:
+    """By who asked for it; the thread is to see to its end."""
+
+    job: _Job
+
+    @property
+    def peer(self) -> "NixlPeer":
+        return self.job.peer
 
 
 @dataclass(slots=True)
@@ -72,6 +85,16 @@ class _Lane:
         if not self.queued:
             return False
         return self.posted_bytes + self.queued.peek().num_bytes <= MAX_POSTED_BYTES
+
+    def add(self, job: _Job) -> None:
+        """It is posted."""
+        self.posted.append(job)
+        self.posted_bytes += job.num_bytes
+
+    def remove(self, job: _Job) -> None:
+        """It is over."""
+        self.posted.remove(job)
+        self.posted_bytes -= job.num_bytes
 
     def withdraw(self, peer: "NixlPeer | None" = None) -> None:
         """Cancel what is queued, of one peer or of all that share the agent."""
@@ -119,7 +142,9 @@ class NixlTransport(Transport):
         self._pool: AnyPool | None = None
         self._memory = Memory(0, 0)
         self._registration: Any = None
-        self._inbox: queue.SimpleQueue[_Job | _Drop | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Job | _Posted | _Drop | None] = queue.SimpleQueue()
+        self._asleep = False
+        """The thread is, until something comes."""
         self._closing = threading.Lock()  # orders `read` against `close`: nothing is queued after the stop marker
         self._closed = False
         self._in_flight: list[_Job] = []  # what was posted when the thread stopped
@@ -176,9 +201,21 @@ class NixlTransport(Transport):
                 job.future.set_exception(TransferError(CLOSED))
             elif peer.dropped:
                 job.future.set_exception(PeerGone(f"{peer.name} was dropped"))
-            else:
+            elif not self._post_now(job):
                 self._inbox.put(job)
         return job.future
+
+    def _post_now(self, job: _Job) -> bool:
+        """If it is small and nothing else is under way. Demanded lanes are the thread's affair."""
+        if job.num_bytes > SMALL_BYTES or not self._asleep or self._strict or not self._inbox.empty():
+            return False
+        job.future.set_running_or_notify_cancel()
+        state = self._begin(job)
+        if state == "PROC":
+            self._inbox.put(_Posted(job))
+        else:
+            self._end(job, state)
+        return True
 
     def drop(self, peer: Peer) -> None:
         assert isinstance(peer, NixlPeer)
@@ -217,12 +254,12 @@ class NixlTransport(Transport):
     def _run(self) -> None:
         lanes: dict[str, _Lane] = {}
         while self._take(lanes):
-            for name, lane in lanes.items():
+            for lane in lanes.values():
                 for job in tuple(lane.posted):
                     self._poll(lane, job)
                 begun = 0  # over shared memory a read is done when it is posted: other peers have their turn, too
                 while begun < MAX_POSTED_BYTES and lane.has_room:
-                    begun += self._post(name, lane)
+                    begun += self._post(lane)
             for name in [name for name, lane in lanes.items() if lane.dropped and lane.idle]:
                 self._forget_remote(name)
                 del lanes[name]
@@ -238,40 +275,46 @@ class NixlTransport(Transport):
         if any(lane.has_room for lane in lanes.values()):
             pause = 0.0  # a read over shared memory is done when it is posted: the next one waits for nothing
         timeout = None if not busy else pause
+        self._asleep = timeout is None
         while True:
             try:
                 item = self._inbox.get(timeout=timeout) if timeout != 0.0 else self._inbox.get_nowait()
             except queue.Empty:
                 return True
+            self._asleep = False
             if item is None:
                 return False
             lane = lanes.setdefault(item.peer.name, _Lane())
             if isinstance(item, _Drop):
                 lane.dropped = True
                 lane.withdraw(item.peer)
+            elif isinstance(item, _Posted):
+                lane.add(item.job)
             else:
                 lane.queued.put(item.flow, item)
             timeout = 0.0
 
-    def _post(self, peer: str, lane: _Lane) -> int:
+    def _post(self, lane: _Lane) -> int:
         """The next read, which may be over when this returns; its bytes."""
         job = lane.queued.pop()
         if not job.future.set_running_or_notify_cancel():
             return 0
-        lane.posted.append(job)
-        lane.posted_bytes += job.num_bytes
+        lane.add(job)
+        self._settle(lane, job, self._begin(job))
+        return job.num_bytes
+
+    def _begin(self, job: _Job) -> str | TransferError:
+        """Post a read, on whatever thread: what NIXL says of it, or why it cannot be."""
         try:
             with self._lock:
                 local = self._descriptors(self._memory, [(span.local_offset, span.length) for span in job.spans])
                 remote = self._descriptors(job.peer.memory, [(span.remote_offset, span.length) for span in job.spans])
-                job.handle = self._agent.initialize_xfer("READ", local, remote, peer)
-                state = self._agent.transfer(job.handle)
+                job.handle = self._agent.initialize_xfer("READ", local, remote, job.peer.name)
+                state: str = self._agent.transfer(job.handle)
         except Exception as error:
-            self._finish(lane, job, PeerGone(f"{peer}: {error}"))
-            return job.num_bytes
+            return PeerGone(f"{job.peer.name}: {error}")
         job.posted_at = time.monotonic()
-        self._settle(lane, job, state)
-        return job.num_bytes
+        return state
 
     def _descriptors(self, memory: Memory, pieces: list[tuple[int, int]]) -> Any:
         """NIXL's list of (address, length) pieces."""
@@ -280,17 +323,18 @@ class NixlTransport(Transport):
     def _poll(self, lane: _Lane, job: _Job) -> None:
         try:
             with self._lock:
-                state = self._agent.check_xfer_state(job.handle)
+                state: str | TransferError = self._agent.check_xfer_state(job.handle)
         except Exception as error:
-            self._finish(lane, job, PeerGone(str(error)))
-            return
+            state = PeerGone(str(error))
         self._settle(lane, job, state)
 
-    def _settle(self, lane: _Lane, job: _Job, state: str) -> None:
+    def _settle(self, lane: _Lane, job: _Job, state: str | TransferError) -> None:
+        if state == "PROC":
+            return
+        lane.remove(job)
         if state == "DONE":
-            self._finish(lane, job, self._refusal(lane, job))
-        elif state != "PROC":
-            self._finish(lane, job, TransferError(f"NIXL says {state}"))
+            state = self._refusal(lane, job) or state
+        self._end(job, state)
 
     def _refusal(self, lane: _Lane, job: _Job) -> TransferError | None:
         """Of the first bytes from a peer, when they came over lanes that were not demanded."""
@@ -311,16 +355,16 @@ class NixlTransport(Transport):
             with contextlib.suppress(Exception):  # NIXL's own types: it has found out by itself that the peer is gone
                 self._agent.remove_remote_agent(name)
 
-    def _finish(self, lane: _Lane, job: _Job, error: TransferError | None) -> None:
-        lane.posted.remove(job)
-        lane.posted_bytes -= job.num_bytes
+    def _end(self, job: _Job, state: str | TransferError) -> None:
+        """Its end, as NIXL or this says it. On whatever thread."""
         if job.handle is not None:
             with self._lock, contextlib.suppress(Exception):  # of a failed read; the agent keeps what it cannot free
                 job.handle.release()
             job.handle = None
-        if error is None:
+        if state == "DONE":
             job.future.set_result(None)
         else:
+            error = state if isinstance(state, TransferError) else TransferError(f"NIXL says {state}")
             job.future.set_exception(error)
 
     def _stop(self, lanes: dict[str, _Lane]) -> None:

@@ -243,6 +243,7 @@ class NixlWorld(ProcessWorld):
     def hold(self, peer: Peer, own_offset: int, hold: Callable[[], None]) -> None:
         # Added before the read can be done, since a callback of a future that is done runs on this thread.
         with self.reader._lock:
+            self.reader._asleep = False  # or this thread would post it
             self.reader.read(peer, [Span(own_offset, 0, BLOCK)]).add_done_callback(lambda _: hold())
 
 
