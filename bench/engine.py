@@ -47,26 +47,27 @@ Generate = Callable[[Sequence[int], int], AsyncIterator[float]]
 class Tandem:
     """A cluster that was started for this benchmark, with its client."""
 
-    def __init__(self, model: Path, cores: Sequence[int], num_prefill: int) -> None:
+    def __init__(self, model: Path, cores: Sequence[int], num_prefill: int, **settings: Any) -> None:
+        """`settings`: of the workers, in place of those here."""
         # vLLM guesses nothing by default, and random weights repeat themselves, which would make guesses right.
         worker: dict[str, Any] = {"model": model, "kv_memory_mib": KV_MIB, "speculation": "off"}
         if not num_prefill:
             worker["max_prefill_tokens"] = 2048  # nobody's streams to protect: throughput, as vLLM's default
         router = {"model": model, "port": 0}
-        self._cluster = LocalCluster(plan_topology(num_prefill, 1, router, worker, cores))
+        self._cluster = LocalCluster(plan_topology(num_prefill, 1, router, worker | settings, cores))
 
     async def __aenter__(self) -> "Tandem":
         await self._cluster.__aenter__()
-        self._client = Client(self._cluster.address)
+        self.client = Client(self._cluster.address)
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        await self._client.close()
+        await self.client.close()
         await self._cluster.stop()
 
     async def generate(self, token_ids: Sequence[int], max_tokens: int) -> AsyncIterator[float]:
         sampling = pb.Sampling(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-        async with aclosing(self._client.generate(token_ids=token_ids, sampling=sampling)) as messages:
+        async with aclosing(self.client.generate(token_ids=token_ids, sampling=sampling)) as messages:
             async for message in messages:
                 for _ in message.token_ids:
                     yield time.monotonic()

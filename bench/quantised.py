@@ -10,20 +10,18 @@ import asyncio
 import os
 import statistics
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
-from bench.engine import Generate, alone, batch, long_prompt, request
+from bench.engine import Tandem, alone, batch, long_prompt, request
 from bench.models import qwen2_half_b
 from bench.report import OUT, Bar, conclude
-from bench.serving import children, peak_memory_mib
 from engine.core import CoreLimits, EngineCore
 from engine.messages import Generate as Ask
 from engine.messages import Rejected
@@ -33,10 +31,7 @@ from engine.variant import AS_SAVED, Variant
 from engine.vocabulary import Chunk, SamplingParams, Sequence
 from kvtransfer.local import LocalNetwork, LocalTransport
 from protos import inference_pb2 as pb
-from tandem.client import Client
 from tandem.demo import STORYTELLER
-from tandem.local import LocalCluster
-from tandem.topology import plan_topology
 
 ROUNDS = 3
 HELD_OUT_SEED = 1_000_007
@@ -44,6 +39,8 @@ HELD_OUT_SEED = 1_000_007
 TEXTS = {512: 24, 1024: 12}
 """How many rows of how many tokens."""
 POOL_MIB = 64
+KV_MIB = 256
+"""Of each worker."""
 VARIANTS = {
     "bf16": AS_SAVED,
     "int8 weights": Variant(weights="int8"),
@@ -58,37 +55,9 @@ TTFT_BARS = {"int8": 1.1, "int4": 1.25}
 # -------------------------------------------------------------------------------------------------------------- speed
 
 
-@asynccontextmanager
-async def serving(model: Path, num_prefill: int, **settings: Any) -> AsyncIterator[tuple[LocalCluster, Client]]:
-    worker = {"model": model, "kv_memory_mib": 256, "speculation": "off", **settings}
-    if not num_prefill:
-        worker["max_prefill_tokens"] = 2048
-    cores = sorted(os.sched_getaffinity(0))
-    async with (
-        LocalCluster(plan_topology(num_prefill, 1, {"model": model, "port": 0}, worker, cores)) as cluster,
-        Client(cluster.address) as client,
-    ):
-        yield cluster, client
-
-
-def engine_peak_mib(cluster: LocalCluster) -> float:
-    return max(peak_memory_mib(child) for role in cluster.workers for child in children(role.pid))
-
-
-def generating(client: Client) -> Generate:
-    async def generate(token_ids: Any, max_tokens: int) -> AsyncIterator[float]:
-        sampling = pb.Sampling(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-        async with aclosing(client.generate(token_ids=token_ids, sampling=sampling)) as messages:
-            async for message in messages:
-                for _ in message.token_ids:
-                    yield asyncio.get_running_loop().time()
-
-    return generate
-
-
 async def speed(console: Console) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
     """Medians, by workload and kind of weights; and the engines' peak memory in MiB."""
-    model = qwen2_half_b(OUT / "qwen2-0.5b")
+    model, cores = qwen2_half_b(OUT / "qwen2-0.5b"), sorted(os.sched_getaffinity(0))
     workloads: dict[str, tuple[int, Any]] = {
         "batch 1, ms per token": (ROUNDS, alone),
         "1024-token prompt, TTFT in ms": (ROUNDS, long_prompt),
@@ -96,8 +65,10 @@ async def speed(console: Console) -> tuple[dict[str, dict[str, Any]], dict[str, 
     }
     figures: dict[str, dict[str, Any]] = {}
     async with AsyncExitStack() as stack:
-        clusters = {kind: await stack.enter_async_context(serving(model, 0, weights=kind)) for kind in KINDS}
-        sides = {kind: generating(client) for kind, (_, client) in clusters.items()}
+        clusters = {kind: Tandem(model, cores, 0, kv_memory_mib=KV_MIB, weights=kind) for kind in KINDS}
+        for tandem in clusters.values():
+            await stack.enter_async_context(tandem)
+        sides = {kind: tandem.generate for kind, tandem in clusters.items()}
         for generate in sides.values():
             await request(generate, 64, 8, 1)
         for name, (rounds, workload) in workloads.items():
@@ -107,7 +78,7 @@ async def speed(console: Console) -> tuple[dict[str, dict[str, Any]], dict[str, 
                     taken[kind].append(await workload(generate, 1000 * number))
             figures[name] = {kind: statistics.median(values) for kind, values in taken.items()} | {"all": taken}
             console.print(f"{name}: " + ", ".join(f"{kind} {figures[name][kind]:.1f}" for kind in sides))
-        peaks = {kind: engine_peak_mib(cluster) for kind, (cluster, _) in clusters.items()}
+        peaks = {kind: tandem.engine_peak_mib() for kind, tandem in clusters.items()}
     console.print(f"engine's peak memory, MiB: {peaks}")
     return figures, peaks
 
@@ -180,10 +151,11 @@ def admitted(variant: Variant) -> int:
 
 async def bytes_per_block(kv_dtype: str) -> float:
     """Of a prompt that a prefill worker computed and a decode worker read."""
-    async with serving(STORYTELLER, 1, kv_dtype=kv_dtype) as (_, client):
+    cores = sorted(os.sched_getaffinity(0))
+    async with Tandem(STORYTELLER, cores, 1, kv_memory_mib=KV_MIB, kv_dtype=kv_dtype) as tandem:
         token_ids = torch.randint(3, 2000, (1000,), generator=torch.Generator().manual_seed(1)).tolist()
         sampling = pb.Sampling(max_tokens=8, ignore_eos=True)
-        messages = [message async for message in client.generate(token_ids=token_ids, sampling=sampling)]
+        messages = [message async for message in tandem.client.generate(token_ids=token_ids, sampling=sampling)]
     kv = messages[-1].finish.receipt.kv
     assert kv.moved_blocks > 50, "little was lent"
     return float(kv.moved_bytes / kv.moved_blocks)

@@ -17,8 +17,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -27,12 +26,11 @@ from typing import Any
 from rich.console import Console
 
 from bench.copying import SMALL, copying_model
+from bench.engine import Tandem
 from bench.report import OUT, Bar, conclude
 from protos import inference_pb2 as pb
 from tandem.client import Client
 from tandem.demo import STORYTELLER, SUBJECTS
-from tandem.local import LocalCluster
-from tandem.topology import plan_topology
 
 ROUNDS = 3
 STORY_TOKENS, STORIES = 120, 4
@@ -140,15 +138,10 @@ def summary(seed: int) -> Ask:
 # ---------------------------------------------------------------------------------------------------------- measuring
 
 
-@asynccontextmanager
-async def serving(model: Path, speculation: str) -> AsyncIterator[Client]:
+def serving(model: Path, speculation: str) -> Tandem:
+    """A decode worker as users have it by default, but for its pool and `speculation`."""
     cores = sorted(os.sched_getaffinity(0))
-    worker = {"model": model, "kv_memory_mib": 256, "speculation": speculation}
-    async with (
-        LocalCluster(plan_topology(0, 1, {"model": model, "port": 0}, worker, cores)) as cluster,
-        Client(cluster.address) as client,
-    ):
-        yield client
+    return Tandem(model, cores, 0, kv_memory_mib=256, speculation=speculation, max_prefill_tokens=None)
 
 
 @dataclass(slots=True)
@@ -208,7 +201,8 @@ async def crowded(off: Client, on: Client, asks: Sequence[Ask]) -> Compared:
 
 async def measure(console: Console, model: Path, speculation: str, kinds: dict[str, Any]) -> dict[str, Compared]:
     compared: dict[str, Compared] = {}
-    async with serving(model, "off") as off, serving(model, speculation) as on:
+    async with serving(model, "off") as off_side, serving(model, speculation) as on_side:
+        off, on = off_side.client, on_side.client
         for name, (compare, asks_of) in kinds.items():
             asks = await asks_of(off)
             compared[name] = found = await compare(off, on, asks)

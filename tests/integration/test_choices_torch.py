@@ -8,54 +8,38 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from engine.core import CoreLimits, EngineCore
-from engine.messages import FromEngine, Generate, Token
+from engine.messages import Token
 from engine.scheduler import StepBudget
-from engine.torch.runner import TorchRunner
 from engine.vocabulary import BeamParams, FinishReason, SamplingParams
-from kvtransfer.local import LocalNetwork, LocalTransport
+from support.torch_engine import TorchEngine, ids, request
+from support.torch_models import random_prompts, runner_of
 
-PROMPT = tuple(torch.randint(1, 500, (37,), generator=torch.Generator().manual_seed(9)).tolist())
+(PROMPT,) = random_prompts(37, seed=9)
 SAMPLING = SamplingParams(max_tokens=20, temperature=0.9, top_p=0.95, seed=5, logprobs=2)
 ENDS = frozenset({17, 301, 402})
 
 
-class Engine:
-    def __init__(self, path: Path, num_blocks: int = 200, chunk: int = 24) -> None:
-        self.out: list[FromEngine] = []
-        size = TorchRunner(path, "float32", 16, 1 << 20).layout.block_bytes
-        self.runner = TorchRunner(path, "float32", block_tokens=16, kv_bytes=num_blocks * size)
-        limits = CoreLimits(StepBudget(2 * chunk, chunk), reserve_output_tokens=1)
-        self.core = EngineCore(self.runner, LocalTransport(LocalNetwork(), "one"), limits, self.out.append)
-        self.core.start()
-
-    def ask(self, sampling: SamplingParams, prompt: tuple[int, ...] = PROMPT, **fields: Any) -> dict[int, list[Token]]:
-        """By choice."""
-        self.core.handle(Generate("r", prompt, fields.pop("emitted", ()), sampling, "", 0, borrow=False, **fields))
-        while self.core.step():
-            assert self.core.audit().fault == ""
-        assert self.core.audit().held_blocks == 0
-        choices: dict[int, list[Token]] = {}
-        for message in self.out:
-            if isinstance(message, Token):
-                choices.setdefault(message.choice, []).append(message)
-        self.out.clear()
-        return choices
+def engine_of(path: Path, num_blocks: int | None = None) -> TorchEngine:
+    return TorchEngine(runner_of(path, num_blocks=num_blocks), StepBudget(48, 24))
 
 
-def ids(tokens: list[Token]) -> list[int]:
-    return [token.token_id for token in tokens]
+def ask(
+    engine: TorchEngine, sampling: SamplingParams, prompt: tuple[int, ...] = PROMPT, **fields: Any
+) -> dict[int, list[Token]]:
+    """By choice."""
+    said = engine.ask(request("r", prompt, sampling, **fields))
+    return {choice: tokens for (request_id, choice), tokens in said.items() if request_id == "r"}
 
 
 def test_each_choice_is_a_request_of_its_own_with_that_key(tiny_model: Path) -> None:
     """Drawn one after the other, each beside finished ones, and at once from one prompt: the same."""
-    engine = Engine(tiny_model)
-    together = engine.ask(replace(SAMPLING, n=4))
-    assert ids(together[0]) == ids(engine.ask(SAMPLING)[0])
+    engine = engine_of(tiny_model)
+    together = ask(engine, replace(SAMPLING, n=4))
+    assert ids(together[0]) == ids(ask(engine, SAMPLING)[0])
     assert len({tuple(ids(tokens)) for tokens in together.values()}) == 4
     for choice in range(1, 4):
         others = frozenset(range(4)) - {choice}
-        alone = Engine(tiny_model).ask(replace(SAMPLING, n=4), finished=others)
+        alone = ask(engine_of(tiny_model), replace(SAMPLING, n=4), finished=others)
         assert list(alone) == [choice]
         assert ids(alone[choice]) == ids(together[choice])
         for one, other in zip(alone[choice], together[choice], strict=True):
@@ -67,23 +51,23 @@ def test_each_choice_is_a_request_of_its_own_with_that_key(tiny_model: Path) -> 
 @pytest.mark.parametrize("length", [1, 16, 17, 33])
 def test_a_tiny_pool_changes_nothing(tiny_model: Path, length: int) -> None:
     sampling = replace(SAMPLING, n=3, max_tokens=30)
-    expected = Engine(tiny_model).ask(sampling, PROMPT[:length])
+    expected = ask(engine_of(tiny_model), sampling, PROMPT[:length])
     shared = (length - 1) // 16
     fewest = shared + 3 * (-(-(length + 30) // 16) - shared)
-    engine = Engine(tiny_model, num_blocks=fewest + 1)
-    engine.core.handle(Generate("other", PROMPT[1:18], (), replace(SAMPLING, max_tokens=60), "", 1, borrow=False))
-    got = engine.ask(sampling, PROMPT[:length])
-    assert engine.core._requests.residency.num_preemptions > 0
-    assert [ids(got[choice])[-30:] for choice in (1, 2)] == [ids(expected[choice]) for choice in (1, 2)]
+    engine = engine_of(tiny_model, num_blocks=fewest + 1)
+    engine.tell(request("other", PROMPT[1:18], replace(SAMPLING, max_tokens=60), priority=1))
+    got = ask(engine, sampling, PROMPT[:length])
+    assert engine.num_preemptions > 0
+    assert [ids(got[choice]) for choice in range(3)] == [ids(expected[choice]) for choice in range(3)]
 
 
 def test_what_was_emitted_is_gone_on_with(tiny_model: Path) -> None:
-    whole = Engine(tiny_model).ask(replace(SAMPLING, n=3))
+    whole = ask(engine_of(tiny_model), replace(SAMPLING, n=3))
     cuts = (3, 0, 11)
     emitted = [tuple(ids(whole[choice])[:cut]) for choice, cut in enumerate(cuts)]
-    engine = Engine(tiny_model)
-    engine.ask(SAMPLING)  # what choice 0 emitted is cached beyond what the choices share
-    rest = engine.ask(replace(SAMPLING, n=3), emitted=emitted[0], emitted_others=tuple(emitted[1:]))
+    engine = engine_of(tiny_model)
+    ask(engine, SAMPLING)  # what choice 0 emitted is cached beyond what the choices share
+    rest = ask(engine, replace(SAMPLING, n=3), emitted=emitted[0], emitted_others=tuple(emitted[1:]))
     for choice, cut in enumerate(cuts):
         assert ids(rest[choice]) == ids(whole[choice])[cut:]
 
@@ -121,16 +105,16 @@ def reference(path: Path, prompt: tuple[int, ...], sampling: SamplingParams) -> 
 def test_beams_are_those_of_transformers(
     tiny_model: Path, width: int, n: int, penalty: float, early_stopping: bool
 ) -> None:
-    engine = Engine(tiny_model)
+    engine = engine_of(tiny_model)
     stopped = 0
     for seed, length in enumerate((1, 15, 16, 17, 40)):
-        prompt = tuple(torch.randint(1, 500, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
-        likely = engine.ask(SamplingParams(max_tokens=6, temperature=0), prompt)[0]
+        (prompt,) = random_prompts(length, seed=seed)
+        likely = ask(engine, SamplingParams(max_tokens=6, temperature=0), prompt)[0]
         ends = ENDS | {likely[3].token_id}  # so that some do end before max_tokens
         beam = BeamParams(width, penalty, early_stopping)
         sampling = SamplingParams(max_tokens=12, temperature=0, n=n, beam=beam, stop_token_ids=ends)
         expected = reference(tiny_model, prompt, sampling)
-        got = engine.ask(sampling, prompt)
+        got = ask(engine, sampling, prompt)
         assert [ids(got[rank]) for rank in range(n)] == [token_ids for token_ids, _ in expected]
         for rank, (token_ids, score) in enumerate(expected):
             last = got[rank][-1]
@@ -143,12 +127,11 @@ def test_beams_are_those_of_transformers(
 
 def test_beams_in_a_tiny_pool(tiny_model: Path) -> None:
     sampling = SamplingParams(max_tokens=40, temperature=0, n=2, beam=BeamParams(4))
-    expected = Engine(tiny_model).ask(sampling)
-    engine = Engine(tiny_model, num_blocks=2 + 4 * 3)
-    engine.core.handle(Generate("o", PROMPT[1:18], (), replace(SAMPLING, max_tokens=180), "", 1, borrow=False))
+    expected = ask(engine_of(tiny_model), sampling)
+    engine = engine_of(tiny_model, num_blocks=2 + 4 * 3)
+    engine.tell(request("other", PROMPT[1:18], replace(SAMPLING, max_tokens=180), priority=1))
     for _ in range(90):
-        engine.core.step()
-    engine.out.clear()
-    got = engine.ask(sampling)
-    assert engine.core._requests.residency.num_preemptions > 0
-    assert ids(got[1]) == ids(expected[1])
+        engine.step()
+    got = ask(engine, sampling)
+    assert engine.num_preemptions > 0
+    assert [ids(got[rank]) for rank in range(2)] == [ids(expected[rank]) for rank in range(2)]

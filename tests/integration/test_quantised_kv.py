@@ -11,12 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.core import CoreLimits, EngineCore
 from engine.errors import EngineStartError
 from engine.layout import KvLayout
-from engine.messages import FromEngine, Generate, Token
 from engine.scheduler import StepBudget
-from engine.speculation.speculator import Speculator
 from engine.torch.device import allocate
 from engine.torch.kv_rows import QuantisedRows, quantise_vectors
 from engine.torch.native.attention import NativePagedAttention
@@ -25,8 +22,9 @@ from engine.torch.runner import TorchRunner
 from engine.torch.sdpa import SdpaPagedAttention
 from engine.variant import AS_SAVED, Variant
 from engine.vocabulary import Chunk, SamplingParams, Sequence
-from kvtransfer.local import LocalNetwork, LocalTransport
 from support.guessing import Recording, always
+from support.torch_engine import TorchEngine, all_ids, ids, request, requests
+from support.torch_models import VOCAB, logits_after, random_prompts, runner_of
 from tandem.client import Client
 
 KV = Variant(kv_dtype="int8")
@@ -121,33 +119,31 @@ def test_unread_memory_does_not_matter(native: bool) -> None:
 # -------------------------------------------------------------------------------------------------------- whole models
 
 
-def runner_of(path: Path, dtype: str = "float32", variant: Variant = KV, **options: Any) -> TorchRunner:
-    return TorchRunner(path, dtype, block_tokens=16, **{"kv_bytes": 4 << 20} | options, variant=variant)
-
-
 @pytest.fixture(scope="module")
 def saved(make_model: Callable[..., Path]) -> Path:
     return make_model("qwen2", dtype="bfloat16")
 
 
-PROMPT = torch.randint(1, 500, (101,), generator=torch.Generator().manual_seed(4)).tolist()
+@pytest.fixture(scope="module")
+def exact_linears() -> None:
+    if not Kernels().multiplies_int8:
+        pytest.skip("torch's linear layers do not give the same bits for every batch")
+
+
+(PROMPT,) = random_prompts(101, seed=4)
 
 
 def computed(runner: TorchRunner, chunk: int, first_block: int) -> tuple[Tensor, Tensor]:
     """Logits after PROMPT [vocab], and the bytes of its blocks."""
-    blocks = list(range(first_block, first_block + 7))
-    sequence = Sequence("a", PROMPT, 101, b"", SamplingParams(1), 0, 0, blocks=blocks)
-    for start in range(0, 101, chunk):
-        logits = runner.logits([Chunk(sequence, start, min(chunk, 101 - start))])
-    return logits[0], runner.paged.memory.byte_blocks[blocks].clone()
+    logits = logits_after(runner, PROMPT, chunk, first_block)
+    return logits, runner.paged.memory.byte_blocks[first_block : first_block + 7].clone()
 
 
+@pytest.mark.usefixtures("exact_linears")
 @pytest.mark.parametrize("variant", [KV, BOTH])
 def test_logits_and_blocks_are_the_same_to_the_bit_for_every_chunk(saved: Path, variant: Variant) -> None:
     """A vector is quantised by itself: what is kept of it does not depend on what came with it, or after it."""
-    if not Kernels().multiplies_int8:
-        pytest.skip("torch's linear layers do not give the same bits for every batch")
-    runner = runner_of(saved, "bfloat16", variant, backend="native")
+    runner = runner_of(saved, "bfloat16", variant=variant, backend="native")
     logits, blocks = computed(runner, 101, 0)
     for number, chunk in enumerate((1, 5, 16, 50)):
         other_logits, other_blocks = computed(runner, chunk, 8 * (number + 1))
@@ -156,7 +152,7 @@ def test_logits_and_blocks_are_the_same_to_the_bit_for_every_chunk(saved: Path, 
 
 
 def test_it_is_close_to_kv_as_it_was_computed_and_half_as_large(saved: Path) -> None:
-    plain, quantised = (runner_of(saved, "bfloat16", variant) for variant in (AS_SAVED, KV))
+    plain, quantised = (runner_of(saved, "bfloat16", variant=variant) for variant in (AS_SAVED, KV))
     (expected, _), (got, _) = computed(plain, 30, 0), computed(quantised, 30, 0)
     assert not torch.equal(got, expected)
     assert (got - expected).float().norm() <= 0.05 * expected.float().norm()
@@ -172,72 +168,42 @@ SAMPLING = {
     "seeded": SamplingParams(40, temperature=0.9, top_p=0.95, seed=11, ignore_eos=True),
 }
 PROMPTS = [PROMPT[:5], PROMPT[:16], PROMPT[10:41], PROMPT[50:90]]
-Said = dict[tuple[str, int], list[int]]
 
 
-class Engine:
-    def __init__(self, runner: TorchRunner, speculator: Speculator | None = None, chunk: int = 24) -> None:
-        self.out: list[FromEngine] = []
-        limits = CoreLimits(StepBudget(96, chunk), reserve_output_tokens=1)
-        self.core = EngineCore(
-            runner, LocalTransport(LocalNetwork(), "one"), limits, self.out.append, speculator=speculator
-        )
-        self.core.start()
-
-    def ask(self, sampling: SamplingParams, emitted: Said | None = None) -> Said:
-        for number, prompt in enumerate(PROMPTS):
-            before = tuple((emitted or {}).get((str(number), 0), ()))
-            self.core.handle(Generate(str(number), tuple(prompt), before, sampling, "", number % 2, borrow=False))
-        while self.core.step():
-            assert self.core.audit().fault == ""
-        said: Said = {}
-        for message in self.out:
-            if isinstance(message, Token):
-                said.setdefault((message.request_id, message.choice), []).append(message.token_id)
-        self.out.clear()
-        return said
-
-
+@pytest.mark.usefixtures("exact_linears")
 @pytest.mark.parametrize("how", sorted(SAMPLING))
 def test_speculation_preemption_prefix_hits_and_replay_change_no_token(saved: Path, how: str) -> None:
     """int8 weights and int8 KV, in bfloat16, where equal means equal to the bit."""
-    if not Kernels().multiplies_int8:
-        pytest.skip("torch's linear layers do not give the same bits for every batch")
     sampling = SAMPLING[how]
-    large = runner_of(saved, "bfloat16", BOTH)
-    engine = Engine(large)
-    expected = engine.ask(sampling)
+    large = runner_of(saved, "bfloat16", variant=BOTH)
+    engine = TorchEngine(large)
+    expected = all_ids(engine.ask(*requests(PROMPTS, sampling)))
     assert all(len(tokens) == 40 for tokens in expected.values())
-    assert engine.ask(sampling) == expected, "prefix hits"
-    assert Engine(large, always(Recording(expected, 500)), chunk=7).ask(sampling) == expected, "speculation"
-    small = runner_of(saved, "bfloat16", BOTH, kv_bytes=8 * large.layout.block_bytes)
-    crowded = Engine(small, always(Recording(expected, 500)))
-    assert crowded.ask(sampling) == expected, "preemption"
-    assert crowded.core._requests.residency.num_preemptions >= 2
+    assert all_ids(engine.ask(*requests(PROMPTS, sampling))) == expected, "prefix hits"
+    guessing = TorchEngine(large, StepBudget(96, 7), always(Recording(expected, VOCAB)))
+    assert all_ids(guessing.ask(*requests(PROMPTS, sampling))) == expected, "speculation"
+    small = runner_of(saved, "bfloat16", num_blocks=8, variant=BOTH)
+    crowded = TorchEngine(small, speculator=always(Recording(expected, VOCAB)))
+    assert all_ids(crowded.ask(*requests(PROMPTS, sampling))) == expected, "preemption"
+    assert crowded.num_preemptions >= 2
     for cut in (1, 17):
         emitted = {key: tokens[:cut] for key, tokens in expected.items()}
         rest = {key: tokens[cut:] for key, tokens in expected.items()}
-        assert Engine(large).ask(sampling, emitted) == rest, "replay after a failover"
+        assert all_ids(TorchEngine(large).ask(*requests(PROMPTS, sampling, emitted))) == rest, "replay after a failover"
 
 
 async def test_lent_over_a_real_transport(saved: Path, cluster_of: Any, ask: Any) -> None:
     """Blocks of int8, with their scales, from a prefill worker; and from host memory, when they were evicted."""
     settings = {"weights": "int8", "kv_dtype": "int8", "kv_memory_mib": 1, "kv_host_memory_mib": 8}
-    prompts = [torch.randint(1, 500, (400,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(6)]
-    local = Engine(runner_of(saved, "bfloat16", BOTH))
-    expected = []
-    for prompt in prompts:
-        sampling = SamplingParams(8, temperature=0, ignore_eos=True)
-        local.core.handle(Generate("r", tuple(prompt), (), sampling, "", 0, borrow=False))
-        while local.core.step():
-            pass
-        expected.append([message.token_id for message in local.out if isinstance(message, Token)])
-        local.out.clear()
+    prompts = [random_prompts(400, seed=number)[0] for number in range(6)]
+    local = TorchEngine(runner_of(saved, "bfloat16", variant=BOTH))
+    sampling = SamplingParams(8, temperature=0, ignore_eos=True)
+    expected = [ids(local.ask(request("r", prompt, sampling))["r", 0]) for prompt in prompts]
     async with cluster_of(saved, **settings) as cluster, Client(cluster.address) as client:
         answers = [await ask(client, prompt, ignore_eos=True) for prompt in prompts]
         assert [answer.token_ids for answer in answers] == expected
         assert all(answer.kv.moved_blocks == 24 for answer in answers)
-        assert answers[0].kv.moved_bytes == 24 * local.core._runner.layout.block_bytes
+        assert answers[0].kv.moved_bytes == 24 * local.runner.layout.block_bytes
         again = await asyncio.gather(*(ask(client, prompt, ignore_eos=True) for prompt in prompts))
         assert [answer.token_ids for answer in again] == expected
 

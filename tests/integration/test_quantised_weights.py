@@ -1,6 +1,5 @@
 """Linear layers with quantised weights: the kernels against the reference, and whole models."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,10 @@ from engine.torch.loader import load_model
 from engine.torch.native.kernels import QUANTISED, Kernels
 from engine.torch.native.modules import PackedGatedMlp, PackedLinear
 from engine.torch.quantised import GROUP, QuantisedLinear, quantise, quantise_groups
-from engine.torch.runner import TorchRunner
 from engine.variant import AS_SAVED, Variant
-from engine.vocabulary import Chunk, SamplingParams, Sequence
+from engine.vocabulary import Chunk
 from support.long_runs import mostly_long
+from support.torch_models import copy_with, in_blocks, logits_after, random_prompts, runner_of
 
 INT8, INT4 = Variant(weights="int8"), Variant(weights="int4")
 ROWS = [1, 2, 3, 4, 5, 6, 7, 13, 257, 520]
@@ -140,20 +139,7 @@ def test_columns_after_the_last_are_not_written(kernels: Kernels) -> None:
 # ---------------------------------------------------------------------------------------------------- whole models
 
 
-def runner_of(path: Path, dtype: str = "bfloat16", variant: Variant = INT8, **options: Any) -> TorchRunner:
-    return TorchRunner(path, dtype, block_tokens=16, kv_bytes=8 << 20, variant=variant, **options)
-
-
-PROMPT = torch.randint(1, 500, (101,), generator=torch.Generator().manual_seed(4)).tolist()
-
-
-def logits_after(runner: TorchRunner, tokens: list[int], chunk: int, first_block: int = 0) -> Tensor:
-    """[vocab], the prompt computed in chunks."""
-    blocks = list(range(first_block, first_block + runner.layout.blocks_for(len(tokens))))
-    sequence = Sequence("a", tokens, len(tokens), b"", SamplingParams(1), 0, 0, blocks=blocks)
-    for start in range(0, len(tokens), chunk):
-        logits = runner.logits([Chunk(sequence, start, min(chunk, len(tokens) - start))])
-    return logits[0]
+(PROMPT,) = random_prompts(101, seed=4)
 
 
 @pytest.mark.parametrize("family", mostly_long(["llama", "qwen2", "gemma2"], "gemma2"))
@@ -166,7 +152,7 @@ def test_either_backend_is_as_near_to_the_truth_as_bfloat16_can_be(
     path = make_model(family, dtype="bfloat16")
 
     def every_logit(dtype: str, variant: Variant, backend: str) -> Tensor:
-        runner = runner_of(path, dtype, variant, backend=backend)
+        runner = runner_of(path, dtype, variant=variant, backend=backend)
         return torch.stack([logits_after(runner, PROMPT[: end + 1], 30) for end in range(0, 101, 10)]).double()
 
     truth = every_logit("float32", variant, "sdpa")
@@ -180,15 +166,11 @@ def test_either_backend_is_as_near_to_the_truth_as_bfloat16_can_be(
 def test_logits_are_the_same_to_the_bit_for_every_chunk_and_company(
     make_model: MakeModel, kernels: Kernels, variant: Variant
 ) -> None:
-    runner = runner_of(make_model("qwen2", dtype="bfloat16"), variant=variant, backend="native")
+    runner = runner_of(make_model("qwen2", dtype="bfloat16"), "bfloat16", variant=variant, backend="native")
     expected = logits_after(runner, PROMPT, 101)
     for chunk in (1, 4, 6, 7, 50):
         assert torch.equal(logits_after(runner, PROMPT, chunk), expected)
-    sequences = []
-    for number in range(3):
-        blocks = list(range(20 * number, 20 * number + 7))
-        sequences.append(Sequence(str(number), PROMPT, 101, b"", SamplingParams(1), 0, 0, blocks=blocks))
-    together = runner.logits([Chunk(sequence, 0, 101) for sequence in sequences])
+    together = runner.logits([Chunk(in_blocks(runner, PROMPT, 20 * number), 0, 101) for number in range(3)])
     assert all(torch.equal(row, expected) for row in together)
 
 
@@ -215,7 +197,7 @@ def test_int4_is_of_all_but_the_output_layer(make_model: MakeModel) -> None:
 
 
 def test_unlike_weights_have_unlike_fingerprints(tiny_model: Path) -> None:
-    runners = [runner_of(tiny_model, "float32", variant) for variant in (AS_SAVED, INT8, INT4)]
+    runners = [runner_of(tiny_model, variant=variant) for variant in (AS_SAVED, INT8, INT4)]
     assert len({runner.layout for runner in runners}) == 1
     assert len({runner.info.weights_fingerprint for runner in runners}) == 3
 
@@ -223,18 +205,9 @@ def test_unlike_weights_have_unlike_fingerprints(tiny_model: Path) -> None:
 # -------------------------------------------------------------------------------------------------------- refusals
 
 
-def copy_with(path: Path, to: Path, **changes: Any) -> Path:
-    to.mkdir()
-    for file in path.iterdir():
-        (to / file.name).write_bytes(file.read_bytes())
-    config = json.loads((to / "config.json").read_text())
-    (to / "config.json").write_text(json.dumps(config | changes))
-    return to
-
-
 def test_a_model_whose_weights_are_not_in_linear_layers(make_model: MakeModel) -> None:
     with pytest.raises(EngineStartError, match=r"weights: int8 is of linear layers, which hold only \d+ %"):
-        runner_of(make_model("mixtral", dtype="bfloat16"))
+        runner_of(make_model("mixtral", dtype="bfloat16"), "bfloat16", variant=INT8)
 
 
 def test_on_a_gpu(tiny_model: Path) -> None:
@@ -254,13 +227,13 @@ def test_on_a_gpu(tiny_model: Path) -> None:
 def test_saved_quantised_by_what_is_not_here(tiny_model: Path, tmp_path: Path, method: Any, why: str) -> None:
     path = copy_with(tiny_model, tmp_path / "quantised", quantization_config=method)
     with pytest.raises(ModelRefused, match=why):
-        runner_of(path, variant=AS_SAVED)
+        runner_of(path, "bfloat16")
 
 
 def test_saved_quantised_and_quantised_again(tiny_model: Path, tmp_path: Path) -> None:
     path = copy_with(tiny_model, tmp_path / "quantised", quantization_config={"quant_method": "gptq", "bits": 4})
     with pytest.raises(EngineStartError, match="weights: the model was saved quantised, by gptq"):
-        runner_of(path)
+        runner_of(path, "bfloat16", variant=INT8)
 
 
 def test_files_that_lack_a_weight(make_model: MakeModel, tmp_path: Path) -> None:
@@ -272,7 +245,7 @@ def test_files_that_lack_a_weight(make_model: MakeModel, tmp_path: Path) -> None
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelRefused, match=r"lack 1 of its weights, model\.layers\.1\.mlp\.up_proj\.weight"):
-        runner_of(path, variant=AS_SAVED)
+        runner_of(path, "bfloat16")
 
 
 def test_a_weight_of_another_class_is_left_to_transformers(kernels: Kernels) -> None:

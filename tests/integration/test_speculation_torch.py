@@ -1,26 +1,22 @@
 """With a real model: guesses change when tokens come, and not which. float32, so that nothing else changes them."""
 
-from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from engine.core import CoreLimits, EngineCore
 from engine.errors import EngineStartError
-from engine.messages import FromEngine, Generate, Token
 from engine.model_dir import ModelDir
 from engine.scheduler import StepBudget
 from engine.speculation.speculator import DraftSource, NgramSource, Speculator
 from engine.torch.runner import TorchRunner
 from engine.vocabulary import SamplingParams
-from kvtransfer.local import LocalNetwork, LocalTransport
 from support.guessing import FreeRows, Recording, always
 from support.long_runs import long
+from support.torch_engine import Said, TorchEngine, all_ids, ids, request, requests
+from support.torch_models import VOCAB, copy_with, random_prompts, runner_of
 
-VOCAB = 500
 NEW_TOKENS = 40
 BIAS = tuple((token, 12.0) for token in range(40, 46))
 """A few tokens come again and again, so that there is something to guess."""
@@ -37,51 +33,12 @@ SAMPLING = {
     ),
     "choices": SamplingParams(NEW_TOKENS, temperature=0.7, seed=8, logit_bias=BIAS, n=3, min_p=0.02),
 }
-Said = dict[tuple[str, int], list[Token]]
+PROMPTS = random_prompts(5, 16, 31, 40, seed=1)
 
 
-class Engine:
-    def __init__(self, runner: TorchRunner, speculator: Speculator | None = None, chunk: int = 24) -> None:
-        self.out: list[FromEngine] = []
-        limits = CoreLimits(StepBudget(96, chunk), reserve_output_tokens=1)
-        transport = LocalTransport(LocalNetwork(), "one")
-        self.core = EngineCore(runner, transport, limits, self.out.append, speculator=speculator)
-        self.core.start()
-
-    def ask(self, sampling: SamplingParams, **fields: Any) -> Said:
-        """Four prompts at once; what was said by request and choice."""
-        for number, prompt in enumerate(PROMPTS):
-            self.core.handle(Generate(str(number), prompt, (), sampling, "", number % 2, borrow=False, **fields))
-        while self.core.step():
-            assert self.core.audit().fault == ""
-        assert self.core.audit().held_blocks == 0
-        said: Said = {}
-        for message in self.out:
-            if isinstance(message, Token):
-                said.setdefault((message.request_id, message.choice), []).append(message)
-        self.out.clear()
-        return said
-
-
-def _prompts() -> list[tuple[int, ...]]:
-    generator = torch.Generator().manual_seed(1)
-    return [tuple(torch.randint(1, VOCAB, (length,), generator=generator).tolist()) for length in (5, 16, 31, 40)]
-
-
-PROMPTS = _prompts()
-
-
-def ids(tokens: Seq[Token]) -> list[int]:
-    return [token.token_id for token in tokens]
-
-
-def all_ids(said: Said) -> dict[tuple[str, int], list[int]]:
-    return {key: ids(tokens) for key, tokens in said.items()}
-
-
-def runner_of(path: Path, num_blocks: int = 400, draft: Path | None = None, dtype: str = "float32") -> TorchRunner:
-    size = TorchRunner(path, dtype, 16, 1 << 20).layout.block_bytes
-    return TorchRunner(path, dtype, block_tokens=16, kv_bytes=num_blocks * size, draft=draft)
+def ask(engine: TorchEngine, how: str) -> Said:
+    """All prompts at once."""
+    return engine.ask(*requests(PROMPTS, SAMPLING[how]))
 
 
 def rights(said: Said) -> tuple[int, int]:
@@ -108,13 +65,13 @@ def runner(tiny_model: Path) -> TorchRunner:
 @pytest.fixture(scope="module")
 def plain(runner: TorchRunner) -> dict[str, Said]:
     """What is said without guesses."""
-    return {how: Engine(runner).ask(sampling) for how, sampling in SAMPLING.items()}
+    return {how: ask(TorchEngine(runner), how) for how in SAMPLING}
 
 
 @pytest.mark.parametrize("how", sorted(SAMPLING))
 def test_guesses_change_nothing_that_is_said(runner: TorchRunner, plain: dict[str, Said], how: str) -> None:
     source = Recording(all_ids(plain[how]), VOCAB, mistakes=0.3)
-    got = Engine(runner, always(source), chunk=7).ask(SAMPLING[how])
+    got = ask(TorchEngine(runner, StepBudget(96, 7), always(source)), how)
     assert_same(got, plain[how])
     num_right, num_guessed = rights(got)
     assert 0.3 < num_right / num_guessed < 0.9
@@ -122,7 +79,7 @@ def test_guesses_change_nothing_that_is_said(runner: TorchRunner, plain: dict[st
 
 @pytest.mark.parametrize("how", ["repetition", "choices"])
 def test_what_comes_again_is_guessed_by_prompt_lookup(runner: TorchRunner, plain: dict[str, Said], how: str) -> None:
-    got = Engine(runner, Speculator(NgramSource(), cost=FreeRows())).ask(SAMPLING[how])
+    got = ask(TorchEngine(runner, speculator=Speculator(NgramSource(), cost=FreeRows())), how)
     assert_same(got, plain[how])
     num_right, num_guessed = rights(got)
     assert 2 < num_right < num_guessed
@@ -132,20 +89,17 @@ def test_what_comes_again_is_guessed_by_prompt_lookup(runner: TorchRunner, plain
 def test_in_a_tiny_pool_too(tiny_model: Path, plain: dict[str, Said], how: str) -> None:
     """Preempted with guesses under way, computed anew, and guessed for again."""
     source = Recording(all_ids(plain[how]), VOCAB)
-    engine = Engine(runner_of(tiny_model, num_blocks=8), always(source))
-    assert all_ids(engine.ask(SAMPLING[how])) == all_ids(plain[how])
-    assert engine.core._requests.residency.num_preemptions >= 2
+    engine = TorchEngine(runner_of(tiny_model, num_blocks=8), speculator=always(source))
+    assert all_ids(ask(engine, how)) == all_ids(plain[how])
+    assert engine.num_preemptions >= 2
 
 
 def test_what_was_emitted_elsewhere_is_gone_on_with(runner: TorchRunner, plain: dict[str, Said]) -> None:
     said = all_ids(plain["penalised"])["2", 0]
-    engine = Engine(runner, always(Recording({("r", 0): said}, VOCAB, mistakes=0.2)))
+    engine = TorchEngine(runner, speculator=always(Recording({("r", 0): said}, VOCAB, mistakes=0.2)))
     for cut in (1, 9, 30):
-        engine.core.handle(Generate("r", PROMPTS[2], tuple(said[:cut]), SAMPLING["penalised"], "", 0, borrow=False))
-        while engine.core.step():
-            pass
-        assert ids([message for message in engine.out if isinstance(message, Token)]) == said[cut:]
-        engine.out.clear()
+        rest = engine.ask(request("r", PROMPTS[2], SAMPLING["penalised"], said[:cut]))
+        assert ids(rest["r", 0]) == said[cut:]
 
 
 def test_the_cpu_kernels_give_the_same_to_the_bit(tiny_model: Path) -> None:
@@ -153,8 +107,8 @@ def test_the_cpu_kernels_give_the_same_to_the_bit(tiny_model: Path) -> None:
     runner = runner_of(tiny_model, dtype="bfloat16")
     if runner.backend != "native" or not runner.paged.last_layer_trimmed:
         pytest.skip("this CPU has no bfloat16 kernels")
-    expected = Engine(runner).ask(SAMPLING["logprobs"])
-    got = Engine(runner, always(Recording(all_ids(expected), VOCAB))).ask(SAMPLING["logprobs"])
+    expected = ask(TorchEngine(runner), "logprobs")
+    got = ask(TorchEngine(runner, speculator=always(Recording(all_ids(expected), VOCAB))), "logprobs")
     assert rights(got)[0] > 20
     for key, tokens in got.items():
         assert [(t.token_id, t.logprobs) for t in tokens] == [(t.token_id, t.logprobs) for t in expected[key]]
@@ -169,7 +123,7 @@ def test_a_draft_model_that_is_the_model_itself_guesses_right(
 ) -> None:
     """Where the likeliest is what is sampled. Nothing else is said elsewhere."""
     runner = runner_of(tiny_model, draft=tiny_model)
-    got = Engine(runner, Speculator(DraftSource(runner), 4, FreeRows())).ask(SAMPLING[how])
+    got = ask(TorchEngine(runner, speculator=Speculator(DraftSource(runner), 4, FreeRows())), how)
     assert_same(got, plain[how])
     num_right, num_guessed = rights(got)
     assert num_guessed > 20
@@ -183,38 +137,28 @@ def test_another_draft_model_changes_nothing_even_in_a_tiny_pool(
     make_model: Any, tiny_model: Path, plain: dict[str, Said]
 ) -> None:
     runner = runner_of(tiny_model, num_blocks=8, draft=make_model("qwen3", seed=3))
-    engine = Engine(runner, Speculator(DraftSource(runner), 4, FreeRows()))
+    engine = TorchEngine(runner, speculator=Speculator(DraftSource(runner), 4, FreeRows()))
     for how in ("greedy", "seeded"):
-        assert all_ids(engine.ask(SAMPLING[how])) == all_ids(plain[how])
-    assert engine.core._requests.residency.num_preemptions >= 2
+        assert all_ids(ask(engine, how)) == all_ids(plain[how])
+    assert engine.num_preemptions >= 2
 
 
 def test_what_the_draft_model_has_read_it_need_not_read_again(tiny_model: Path) -> None:
     """Of a prompt that is cached, and of one longer than it reads in a step."""
     runner = runner_of(tiny_model, draft=tiny_model)
-    engine = Engine(runner, Speculator(DraftSource(runner), 4, FreeRows()), chunk=64)
-    prompt = tuple(torch.randint(1, VOCAB, (400,), generator=torch.Generator().manual_seed(5)).tolist())
+    engine = TorchEngine(runner, StepBudget(96, 64), Speculator(DraftSource(runner), 4, FreeRows()))
+    (prompt,) = random_prompts(400, seed=5)
     sampling = replace(SAMPLING["greedy"], max_tokens=12)
     guessed: list[list[int]] = []
     for _ in range(2):
-        engine.core.handle(Generate("r", prompt, (), sampling, "", 0, borrow=False))
-        while engine.core.step():
-            pass
-        tokens = [message for message in engine.out if isinstance(message, Token)]
+        tokens = engine.ask(request("r", prompt, sampling))["r", 0]
         guessed.append([token.guessed for token in tokens if not token.followed_guess])
-        engine.out.clear()
     assert guessed[0][:4] == [0, 0, 4, 4], "256 tokens in the first step of decoding, and the rest in the next"
     assert guessed[1][:3] == [0, 4, 4]
 
 
 def test_a_draft_model_of_other_tokens_is_refused(tiny_model: Path, make_model: Any, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.mkdir()
-    for file in make_model("qwen3", seed=3).iterdir():
-        text = file.read_bytes()
-        if file.name == "config.json":
-            text = text.replace(b'"vocab_size": 500', b'"vocab_size": 501')
-        (other / file.name).write_bytes(text)
+    other = copy_with(make_model("qwen3", seed=3), tmp_path / "other", vocab_size=501)
     assert ModelDir.open(other).vocab_size == 501
     with pytest.raises(
         EngineStartError, match=r"speculation: the vocabulary of .* has 501 tokens, the served model's 500"

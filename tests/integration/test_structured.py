@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,18 +11,18 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from engine.core import CoreLimits, EngineCore
 from engine.grammar import Grammars
-from engine.messages import Failed, FromEngine, Generate, Token
+from engine.messages import Failed, Token
 from engine.model_dir import ModelDir
 from engine.scheduler import StepBudget
 from engine.speculation.speculator import Speculator
-from engine.torch.runner import TorchRunner
 from engine.torch.sampler import sample
 from engine.vocabulary import FinishReason, SamplingParams, Sequence, StructuredOutput
-from kvtransfer.local import LocalNetwork, LocalTransport
+from support.checked_core import of_kinds
 from support.guessing import Recording, always
 from support.long_runs import mostly_long
+from support.torch_engine import TorchEngine, ids, request
+from support.torch_models import copy_with, runner_of
 
 VOCAB = 500
 """Of the model; the tokenizer has fewer."""
@@ -108,43 +108,27 @@ def text_of(model: Path) -> Callable[[list[int]], str]:
     return lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
-class Engine:
-    """One engine of this process, and what it says."""
-
-    def __init__(self, model: Path, kv_bytes: int = 16 << 20, speculator: Speculator | None = None) -> None:
-        self.said: list[FromEngine] = []
-        runner = TorchRunner(model, "float32", block_tokens=16, kv_bytes=kv_bytes)
-        transport = LocalTransport(LocalNetwork(), "one")
-        limits = CoreLimits(StepBudget(256, 64), reserve_output_tokens=16)
-        self.core = EngineCore(runner, transport, limits, self.said.append, speculator=speculator)
-        self.core.start()
-
-    def run(self, **requests: tuple[SamplingParams, tuple[int, ...]]) -> dict[str, list[Token]]:
-        """Each with what was emitted before; the tokens of each."""
-        for name, (sampling, emitted) in requests.items():
-            self.core.handle(Generate(name, PROMPT, emitted, sampling, "", 0, borrow=False))
-        while self.core.step():
-            pass
-        tokens: dict[str, list[Token]] = {name: [] for name in requests}
-        for message in self.said:
-            if isinstance(message, Token):
-                tokens[message.request_id].append(message)
-        assert self.core.audit().fault == ""
-        return tokens
-
-    def failures(self) -> dict[str, Failed]:
-        return {message.request_id: message for message in self.said if isinstance(message, Failed)}
+def engine_of(model: Path, num_blocks: int | None = None, speculator: Speculator | None = None) -> TorchEngine:
+    return TorchEngine(
+        runner_of(model, num_blocks=num_blocks), StepBudget(256, 64), speculator, reserve_output_tokens=16
+    )
 
 
 @pytest.fixture
-def engine(model: Path) -> Iterator[Engine]:
-    made = Engine(model)
-    yield made
-    made.core.close()
+def engine(model: Path) -> TorchEngine:
+    return engine_of(model)
 
 
-def ids(tokens: list[Token]) -> list[int]:
-    return [token.token_id for token in tokens]
+def ask(engine: TorchEngine, **requests: tuple[SamplingParams, tuple[int, ...]]) -> dict[str, list[Token]]:
+    """Each with what was emitted before; the tokens of each."""
+    asked = (request(name, PROMPT, sampling, emitted) for name, (sampling, emitted) in requests.items())
+    said = engine.ask(*asked)
+    return {name: said.get((name, 0), []) for name in requests}
+
+
+def failures(engine: TorchEngine) -> dict[str, Failed]:
+    """Of those that it was asked last."""
+    return {message.request_id: message for message in of_kinds(engine.said, Failed)}
 
 
 def params(name: str, **options: Any) -> SamplingParams:
@@ -152,7 +136,7 @@ def params(name: str, **options: Any) -> SamplingParams:
 
 
 @pytest.mark.parametrize("name", mostly_long(CASES, "json_schema", "choice"))
-def test_whatever_finishes_keeps_to_the_grammar(engine: Engine, text_of: Any, name: str) -> None:
+def test_whatever_finishes_keeps_to_the_grammar(engine: TorchEngine, text_of: Any, name: str) -> None:
     """Random weights at temperature 1, and hotter, and sharper: no sample breaks the grammar, and some finish."""
     options: list[dict[str, Any]] = [
         {},
@@ -167,7 +151,7 @@ def test_whatever_finishes_keeps_to_the_grammar(engine: Engine, text_of: Any, na
         for number, chosen in enumerate(options)
     }
     finished = 0
-    for tokens in engine.run(**requests).values():
+    for tokens in ask(engine, **requests).values():
         assert all(token.token_id not in EOS for token in tokens[:-1])
         if tokens[-1].finish is FinishReason.STOP:
             assert tokens[-1].token_id in EOS
@@ -176,54 +160,51 @@ def test_whatever_finishes_keeps_to_the_grammar(engine: Engine, text_of: Any, na
         else:
             assert len(tokens) == 120
     assert finished >= 5
-    assert engine.failures() == {}
+    assert failures(engine) == {}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_replay_from_any_token_goes_on_the_same(engine: Engine, model: Path, name: str) -> None:
+def test_a_replay_from_any_token_goes_on_the_same(engine: TorchEngine, model: Path, name: str) -> None:
     """As after a failover: another engine is given the tokens so far, and says what the first one said after them."""
     options = {"temperature": 0.9, "top_p": 0.95, "seed": 11, "frequency_penalty": 0.4, "logprobs": 2, "min_tokens": 3}
     sampling = params(name, **options | {"max_tokens": 60})
-    whole = engine.run(whole=(sampling, ()))["whole"]
-    other = Engine(model)
+    whole = ask(engine, whole=(sampling, ()))["whole"]
+    other = engine_of(model)
     cuts = {f"cut-{cut}": (sampling, tuple(ids(whole[:cut]))) for cut in range(len(whole))}
-    for cut, rest in enumerate(other.run(**cuts).values()):
+    for cut, rest in enumerate(ask(other, **cuts).values()):
         assert ids(rest) == ids(whole[cut:])
         assert rest[-1].finish is whole[-1].finish
-    other.core.close()
 
 
 @pytest.mark.parametrize("name", mostly_long(CASES, "regex"))
-def test_guesses_change_nothing(engine: Engine, model: Path, name: str) -> None:
+def test_guesses_change_nothing(engine: TorchEngine, model: Path, name: str) -> None:
     """Right ones, and others, which a grammar mostly forbids; after an end as well."""
     requests = {f"{seed}": (params(name, seed=seed, temperature=0.8, logprobs=1), ()) for seed in range(4)}
     requests |= {"likeliest": (params(name, temperature=0.0), ()), "plain": (SamplingParams(60, seed=4), ())}
-    expected = engine.run(**requests)
+    expected = ask(engine, **requests)
     said = {(request_id, 0): [*ids(tokens), EOS[0], 70, 71] for request_id, tokens in expected.items()}
     source = Recording(said, VOCAB, mistakes=0.2)
-    other = Engine(model, speculator=always(source))
-    got = other.run(**requests)
+    other = engine_of(model, speculator=always(source))
+    got = ask(other, **requests)
     assert {request_id: ids(tokens) for request_id, tokens in got.items()} == {
         request_id: ids(tokens) for request_id, tokens in expected.items()
     }
     assert all(got[request_id][-1].finish is tokens[-1].finish for request_id, tokens in expected.items())
     assert sum(token.followed_guess for tokens in got.values() for token in tokens) > 0
-    assert other.failures() == {}
-    other.core.close()
+    assert failures(other) == {}
 
 
-def test_preemption_changes_nothing(engine: Engine, model: Path) -> None:
+def test_preemption_changes_nothing(engine: TorchEngine, model: Path) -> None:
     """In a pool of 20 blocks eight requests, of up to eight blocks each, are computed anew again and again."""
     requests = {
         f"{name}-{seed}": (params(name, seed=seed), ()) for name in ("json_object", "grammar") for seed in range(4)
     }
-    expected = {name: ids(tokens) for name, tokens in engine.run(**requests).items()}
-    small = Engine(model, kv_bytes=20 * 8192)
-    got = small.run(**requests)
+    expected = {name: ids(tokens) for name, tokens in ask(engine, **requests).items()}
+    small = engine_of(model, num_blocks=20)
+    got = ask(small, **requests)
     assert {name: ids(tokens) for name, tokens in got.items()} == expected
     accounts = [token.account for tokens in got.values() for token in tokens if token.account is not None]
     assert any(account.preemptions for account in accounts)
-    small.core.close()
 
 
 def test_states_are_made_from_tokens_alone(model: Path) -> None:
@@ -318,20 +299,20 @@ def test_no_end_and_no_padding_where_the_output_is_not_complete(model: Path) -> 
     assert not drawn & set(EOS)
 
 
-def test_rows_without_a_grammar_are_as_if_alone(engine: Engine, model: Path) -> None:
+def test_rows_without_a_grammar_are_as_if_alone(engine: TorchEngine, model: Path) -> None:
     plain = {f"plain-{seed}": (SamplingParams(max_tokens=30, seed=seed, ignore_eos=True), ()) for seed in range(6)}
-    alone = {name: ids(tokens) for name, tokens in engine.run(**plain).items()}
-    other = Engine(model)
+    alone = {name: ids(tokens) for name, tokens in ask(engine, **plain).items()}
+    other = engine_of(model)
     company = {name: (params(name, seed=3, max_tokens=25), ()) for name in CASES}
-    together = other.run(**plain, **company)
+    together = ask(other, **plain, **company)
     assert {name: ids(together[name]) for name in plain} == alone
-    other.core.close()
 
 
-def test_a_finished_grammar_ends_the_request_whatever_holds_ends_back(engine: Engine, text_of: Any) -> None:
+def test_a_finished_grammar_ends_the_request_whatever_holds_ends_back(engine: TorchEngine, text_of: Any) -> None:
     word = StructuredOutput("regex", ("abc",))
     letters = StructuredOutput("regex", ("[a-c]+",))
-    got = engine.run(
+    got = ask(
+        engine,
         early=(SamplingParams(max_tokens=20, structured=word, min_tokens=15), ()),
         ignoring=(SamplingParams(max_tokens=20, structured=word, ignore_eos=True), ()),
         both=(SamplingParams(max_tokens=20, structured=word, ignore_eos=True, min_tokens=15), ()),
@@ -350,11 +331,11 @@ def test_a_finished_grammar_ends_the_request_whatever_holds_ends_back(engine: En
     assert [token.finish for token in got["open_biased"]][1:] == [FinishReason.STOP], "one letter, then the end"
 
 
-def test_stop_tokens_of_the_request_end_it_too(engine: Engine, model: Path, text_of: Any) -> None:
+def test_stop_tokens_of_the_request_end_it_too(engine: TorchEngine, model: Path, text_of: Any) -> None:
     b = Tokenizer.from_file(str(model / "tokenizer.json")).token_to_id("b")
     letters = StructuredOutput("regex", ("[ab]+",))
     sampling = SamplingParams(max_tokens=60, structured=letters, stop_token_ids=frozenset({b}), ignore_eos=True)
-    tokens = engine.run(one=(sampling, ()))["one"]
+    tokens = ask(engine, one=(sampling, ()))["one"]
     assert set(text_of(ids(tokens[:-1]))) <= {"a"}
     assert (tokens[-1].token_id, tokens[-1].finish) == (b, FinishReason.STOP)
 
@@ -370,48 +351,39 @@ BROKEN = {
 }
 
 
-def test_what_fails_fails_alone(engine: Engine, text_of: Any) -> None:
+def test_what_fails_fails_alone(engine: TorchEngine, text_of: Any) -> None:
     """Grammars no router would have let through, and ones that turn out too complex: the others go on."""
     rows = {name: (params(name, seed=5), ()) for name in ("choice", "regex", "json_schema")}
-    expected = {name: ids(tokens) for name, tokens in engine.run(**rows).items()}
-    engine.said.clear()
+    expected = {name: ids(tokens) for name, tokens in ask(engine, **rows).items()}
     broken = {
         f"broken {name}": (SamplingParams(max_tokens=50, structured=structured), ())
         for name, structured in BROKEN.items()
     }
     foreign = {"foreign": (params("regex"), (300, 301))}
-    got = engine.run(**broken, **rows, **foreign)
+    got = ask(engine, **broken, **rows, **foreign)
     assert {name: ids(got[name]) for name in rows} == expected
-    failures = engine.failures()
-    assert set(failures) == {*broken, *foreign}
-    for name, failed in failures.items():
+    failed_of = failures(engine)
+    assert set(failed_of) == {*broken, *foreign}
+    for name, failed in failed_of.items():
         assert failed.failure.field.startswith("sampling.structured."), name
         assert 0 < len(failed.failure.reason) < 400, name
-    assert "unclosed group" in failures["broken regex"].failure.reason
-    assert engine.core.audit().sequences == 0
+    assert "unclosed group" in failed_of["broken regex"].failure.reason
 
 
-def test_rules_thousands_deep_do_not_overflow_the_stack(engine: Engine, text_of: Any) -> None:
+def test_rules_thousands_deep_do_not_overflow_the_stack(engine: TorchEngine, text_of: Any) -> None:
     rules = "".join(f"a{number}: a{number + 1}\n" for number in range(4000))
     structured = StructuredOutput("grammar", (f'start: a0\n{rules}a4000: "deep"',))
-    tokens = engine.run(deep=(SamplingParams(max_tokens=20, structured=structured), ()))["deep"]
+    tokens = ask(engine, deep=(SamplingParams(max_tokens=20, structured=structured), ()))["deep"]
     assert text_of(ids(tokens)) == "deep"
 
 
 @pytest.mark.parametrize("lacking", ["tokenizer", "end token"])
 def test_a_model_that_can_have_none_refuses_each_request(model: Path, tmp_path: Path, lacking: str) -> None:
-    for file in model.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    if lacking == "tokenizer":
-        (tmp_path / "tokenizer.json").unlink()
-    else:
-        (tmp_path / "generation_config.json").unlink(missing_ok=True)
-        config = json.loads((tmp_path / "config.json").read_text())
-        (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
-    engine = Engine(tmp_path)
-    got = engine.run(structured=(params("choice"), ()), plain=(SamplingParams(max_tokens=4, ignore_eos=True), ()))
+    path = copy_with(model, tmp_path / "lacking", **({"eos_token_id": None} if lacking == "end token" else {}))
+    (path / ("tokenizer.json" if lacking == "tokenizer" else "generation_config.json")).unlink()
+    engine = engine_of(path)
+    got = ask(engine, structured=(params("choice"), ()), plain=(SamplingParams(max_tokens=4, ignore_eos=True), ()))
     assert len(got["plain"]) == 4
-    failed = engine.failures()["structured"]
+    failed = failures(engine)["structured"]
     assert failed.failure.field == "sampling.structured"
     assert f"no {lacking}" in failed.failure.reason
-    engine.core.close()

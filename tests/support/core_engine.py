@@ -1,34 +1,24 @@
 """An engine alone, its books checked after every move. Eight blocks of four tokens."""
 
 from collections.abc import Sequence
-from typing import TypeVar
 
-from engine.core import CoreLimits, EngineCore
-from engine.messages import (
-    FromEngine,
-    Generate,
-    KvAccount,
-    Lend,
-    LendStarting,
-    ToEngine,
-    Token,
-)
+from engine.core import CoreLimits
+from engine.messages import Generate, KvAccount, Lend, LendStarting, Token
 from engine.scheduler import StepBudget
 from engine.sim.runner import SimRunner
 from engine.vocabulary import SamplingParams
 from kvtransfer.fingerprint import fingerprint_blocks
 from kvtransfer.local import LocalNetwork, LocalTransport
+from support.checked_core import CheckedCore
 from support.sim_model import LAYOUT, VOCAB
 
 WIDE = StepBudget(64, 64)
-NOTHING_LEFT = (0, 0, 0, 0, 0)
-M = TypeVar("M")
 TEN = tuple(range(10, 20))
 TWELVE = tuple(range(10, 22))
 
 
-class Engine:
-    """An engine core, what it said, and its books checked after every move."""
+class Engine(CheckedCore):
+    """One that computes with the simulated model, and reads over a transport of this process."""
 
     def __init__(
         self,
@@ -39,52 +29,13 @@ class Engine:
         eager: bool = True,
         max_queued_loans: int = 2,
     ) -> None:
-        self.said: list[FromEngine] = []
         self.transport = LocalTransport(network or LocalNetwork(), name, eager)
         self.runner = SimRunner(LAYOUT, num_blocks, VOCAB)
         limits = CoreLimits(budget, max_queued_loans, report_interval_s=0.0, min_report_interval_s=0.0)
-        self.core = EngineCore(self.runner, self.transport, limits, self.said.append)
-        self.ready = self.core.start()
-
-    def tell(self, *messages: ToEngine) -> None:
-        for message in messages:
-            self.core.handle(message)
-        self.core.handle_posted()
-        self.check()
-
-    def step(self) -> bool:
-        self.tell()
-        worked = self.core.step()
-        self.check()
-        return worked
-
-    def run(self) -> None:
-        while self.step():
-            pass
+        super().__init__(self.runner, self.transport, limits)
 
     def land(self) -> bool:
-        """One of the reads that wait; False when there is none."""
         return self.transport.step()
-
-    def hear(self, *kinds: type[M]) -> list[M]:
-        """Messages of these kinds, in order; the others are dropped."""
-        heard: list[M] = [message for message in self.said if isinstance(message, kinds)]
-        self.said.clear()
-        return heard
-
-    def check(self) -> None:
-        assert self.core.audit().fault == ""
-
-    def held(self) -> tuple[int, int, int, int, int]:
-        """Blocks held, reserved and quarantined; sequences; loans given."""
-        audited = self.core.audit()
-        return (
-            audited.held_blocks,
-            audited.reserved_blocks,
-            audited.quarantined_blocks,
-            audited.sequences,
-            audited.loans,
-        )
 
 
 def generate(

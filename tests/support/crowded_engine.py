@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from engine.core import CoreLimits, EngineCore
 from engine.messages import (
@@ -20,11 +20,9 @@ from engine.sim.states import likeliest
 from engine.speculation.speculator import Speculator
 from engine.vocabulary import Chunk, FinishReason, SamplingParams
 from kvtransfer.local import LocalNetwork, LocalTransport
+from support.checked_core import NOTHING_LEFT, M, held, of_kinds
+from support.core_engine import WIDE
 from support.sim_model import LAYOUT, VOCAB, WIDTH, undisturbed
-
-WIDE = StepBudget(64, 64)
-NOTHING_LEFT = (0, 0, 0, 0, 0)
-M = TypeVar("M")
 
 
 def searched(prompt: Sequence[int], sampling: SamplingParams) -> list[tuple[list[int], float]]:
@@ -196,17 +194,10 @@ class Engine:
 
     def books(self) -> tuple[int, int, int, int, int]:
         """Blocks held, reserved and quarantined; requests; loans given."""
-        audited = self.core.audit()
-        return (
-            audited.held_blocks,
-            audited.reserved_blocks,
-            audited.quarantined_blocks,
-            audited.sequences,
-            audited.loans,
-        )
+        return held(self.core)
 
     def hear(self, *kinds: type[M]) -> list[M]:
-        heard: list[M] = [message for message in self.others if isinstance(message, kinds)]
+        heard = of_kinds(self.others, *kinds)
         self.others.clear()
         return heard
 

@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core import CoreLimits, EngineCore
+from engine.core import CoreLimits
 from engine.lending.landing import OtherRank, OwnRank
-from engine.messages import FromEngine
 from engine.runner import Runner
 from engine.sim.runner import SimRunner
 from engine.vocabulary import Chunk, Sampled
@@ -19,7 +18,8 @@ from kvtransfer.fingerprint import Fingerprints
 from kvtransfer.local import LocalTransport
 from kvtransfer.ranks import BlockPart
 from kvtransfer.transport import Pool, Transport
-from support.core_engine import WIDE, Engine
+from support.checked_core import CheckedCore
+from support.core_engine import WIDE
 from support.sim_model import LAYOUT, VOCAB
 
 
@@ -61,22 +61,19 @@ class ShardedSim(Runner):
             pool.memory[target] = pool.memory[source]
 
 
-class ShardedEngine(Engine):
+class ShardedEngine(CheckedCore):
     """An engine alone, its core over so many ranks, each with a transport of its own."""
 
     def __init__(self, name: str, ranks: int, open_transport: Callable[[str], Transport], num_blocks: int = 8) -> None:
-        self.said: list[FromEngine] = []
-        sharded = ShardedSim(num_blocks, ranks)
+        self.sharded = ShardedSim(num_blocks, ranks)
         self.ranks = [open_transport(f"{name}-{rank}") for rank in range(ranks)]
         others: list[OtherRank] = []
         for rank, transport in enumerate(self.ranks[1:], 1):
-            other = NearRank(transport, BlockPart(LAYOUT.block_bytes, rank, ranks), sharded.prints_of(rank))
-            other.endpoint = transport.register(sharded.pools[rank])
+            other = NearRank(transport, BlockPart(LAYOUT.block_bytes, rank, ranks), self.sharded.prints_of(rank))
+            other.endpoint = transport.register(self.sharded.pools[rank])
             others.append(other)
         limits = CoreLimits(WIDE, 2, report_interval_s=0.0, min_report_interval_s=0.0)
-        self.sharded = sharded
-        self.core = EngineCore(sharded, self.ranks[0], limits, self.said.append, others=others)
-        self.ready = self.core.start()
+        super().__init__(self.sharded, self.ranks[0], limits, others=others)
 
     def land(self) -> bool:
         """One read, of the last rank that has any."""

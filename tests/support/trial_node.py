@@ -15,6 +15,7 @@ from engine.tiers.tiers import TierConfig, Tiers
 from engine.vocabulary import BeamParams, Chunk, Sampled, SamplingParams
 from kvtransfer.fingerprint import fingerprint_blocks
 from kvtransfer.transport import Pool
+from support.checked_core import NOTHING_LEFT, held
 from support.sim_model import LAYOUT, VOCAB
 from support.slow_transport import SlowTransport
 
@@ -127,15 +128,8 @@ class Node:
 
     def check_at_rest(self) -> None:
         """Nothing is held for anybody, in the pool or below it."""
-        audited = self.core.audit()
-        left = (
-            audited.held_blocks,
-            audited.reserved_blocks,
-            audited.quarantined_blocks,
-            audited.sequences,
-            audited.loans,
-        )
-        assert left == (0, 0, 0, 0, 0), f"{self.name} holds {left} at rest"
+        left = held(self.core)
+        assert left == NOTHING_LEFT, f"{self.name} holds {left} at rest"
         assert self.core._borrowing.num_loans == 0, f"{self.name} borrows at rest"
         if self.tiers is not None:
             assert not any(self.tiers._host.slots._refs), f"{self.name}: a slot of the host tier is held at rest"

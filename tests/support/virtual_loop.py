@@ -1,4 +1,4 @@
-"""An event loop whose time passes only while nobody has anything to do, and then at once."""
+"""An event loop whose time passes only while nobody has anything to do, and then at once; turns of any loop."""
 
 import asyncio
 import selectors
@@ -31,3 +31,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 def run_virtually(main: Coroutine[Any, Any, None]) -> None:
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         runner.run(main)
+
+
+async def settle() -> None:
+    """Turns enough of the loop for whatever follows from what was done, where nobody waits for time or sockets."""
+    for _ in range(30):
+        await asyncio.sleep(0)

@@ -19,7 +19,8 @@ from engine.messages import (
 from engine.pool import Removed, Stored
 from engine.scheduler import StepBudget
 from engine.vocabulary import FinishReason, SamplingParams
-from support.core_engine import NOTHING_LEFT, TEN, TWELVE, WIDE, Engine, account_of, generate, lend, tokens_of
+from support.checked_core import NOTHING_LEFT
+from support.core_engine import TEN, TWELVE, WIDE, Engine, account_of, generate, lend, tokens_of
 from support.sim_model import LAYOUT, undisturbed
 
 # ------------------------------------------------------------------------------------------- one request

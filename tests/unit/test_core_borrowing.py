@@ -15,8 +15,8 @@ from engine.messages import (
     Token,
 )
 from engine.scheduler import StepBudget
+from support.checked_core import NOTHING_LEFT
 from support.core_engine import (
-    NOTHING_LEFT,
     TEN,
     TWELVE,
     WIDE,

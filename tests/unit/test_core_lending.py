@@ -15,8 +15,8 @@ from engine.messages import (
 )
 from engine.scheduler import StepBudget
 from engine.vocabulary import FinishReason
+from support.checked_core import NOTHING_LEFT
 from support.core_engine import (
-    NOTHING_LEFT,
     TEN,
     TWELVE,
     Engine,

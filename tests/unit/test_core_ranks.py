@@ -7,7 +7,8 @@ from engine.vocabulary import SamplingParams
 from kvtransfer.local import LocalNetwork, LocalTransport
 from kvtransfer.ranks import split_endpoint
 from kvtransfer.transport import Pool
-from support.core_engine import NOTHING_LEFT, TEN, TWELVE, Engine, account_of, generate, tokens_of
+from support.checked_core import NOTHING_LEFT
+from support.core_engine import TEN, TWELVE, account_of, generate, tokens_of
 from support.core_pair import Pair, moved
 from support.sharded_sim import ShardedEngine
 from support.sim_model import LAYOUT, undisturbed
@@ -19,7 +20,7 @@ SIZES = [(1, 1), (1, 2), (2, 1), (2, 2)]
 def pair_of(borrowers: int, lenders: int) -> Pair:
     network = LocalNetwork()
 
-    def engine(name: str, ranks: int) -> Engine:
+    def engine(name: str, ranks: int) -> ShardedEngine:
         return ShardedEngine(name, ranks, lambda rank: LocalTransport(network, rank, eager=False))
 
     return Pair(engines=(engine("borrower", borrowers), engine("lender", lenders)))

@@ -18,6 +18,7 @@ from decode_worker.connection import Connection
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
 from router.decode_link import PAUSE_AT, DecodeLink
+from support.virtual_loop import settle
 
 
 class ScriptedAttempt:
@@ -127,11 +128,6 @@ class Reader:
     def allow(self, count: int) -> None:
         for _ in range(count):
             self.allowed.release()
-
-
-async def settle() -> None:
-    for _ in range(30):
-        await asyncio.sleep(0)
 
 
 def link_of(wire: Wire) -> DecodeLink:

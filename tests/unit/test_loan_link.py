@@ -20,7 +20,7 @@ from engine.messages import LoanBlocks, LoanFailed, LoanStarted
 from engine.worker.loan_link import Loan, LoanLink
 from prefill_worker.connection import Connection
 from protos import lend_pb2 as pb
-from support.virtual_loop import run_virtually
+from support.virtual_loop import run_virtually, settle
 
 SILENCE_S = 5.0
 MINUTE_S = 60.0
@@ -146,11 +146,6 @@ class _Call:
     def cancel(self) -> None:
         self._absorbing.cancel()
         self._wire.connection.end()
-
-
-async def settle() -> None:
-    for _ in range(30):
-        await asyncio.sleep(0)
 
 
 async def test_each_gets_its_own_and_no_other() -> None:

@@ -13,7 +13,8 @@ from engine.messages import (
 )
 from engine.scheduler import StepBudget
 from engine.vocabulary import BeamParams
-from support.crowded_engine import WIDE, Engine, tokens
+from support.core_engine import WIDE
+from support.crowded_engine import Engine, tokens
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,80 @@
+"""An engine core that is driven by hand, whatever it computes with: its books are checked after every move."""
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from engine.core import CoreLimits, EngineCore
+from engine.lending.landing import OtherRank
+from engine.messages import FromEngine, ToEngine
+from engine.runner import Runner
+from engine.speculation.speculator import Speculator
+from kvtransfer.transport import Transport
+
+NOTHING_LEFT = (0, 0, 0, 0, 0)
+M = TypeVar("M")
+
+
+def held(core: EngineCore) -> tuple[int, int, int, int, int]:
+    """Blocks held, reserved and quarantined; sequences; loans given."""
+    audited = core.audit()
+    return (
+        audited.held_blocks,
+        audited.reserved_blocks,
+        audited.quarantined_blocks,
+        audited.sequences,
+        audited.loans,
+    )
+
+
+def of_kinds(messages: Iterable[FromEngine], *kinds: type[M]) -> list[M]:
+    """Those of these kinds, in order."""
+    return [message for message in messages if isinstance(message, kinds)]
+
+
+class CheckedCore:
+    """A core that was started, what it said, and its books checked after every move."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        transport: Transport,
+        limits: CoreLimits,
+        speculator: Speculator | None = None,
+        others: Sequence[OtherRank] = (),
+    ) -> None:
+        self.said: list[FromEngine] = []
+        self.core = EngineCore(runner, transport, limits, self.said.append, speculator=speculator, others=others)
+        self.ready = self.core.start()
+
+    def tell(self, *messages: ToEngine) -> None:
+        for message in messages:
+            self.core.handle(message)
+        self.core.handle_posted()
+        self.check()
+
+    def step(self) -> bool:
+        self.tell()
+        worked = self.core.step()
+        self.check()
+        return worked
+
+    def run(self) -> None:
+        while self.step():
+            pass
+
+    def land(self) -> bool:
+        """One of the reads that wait; False when there is none."""
+        raise NotImplementedError
+
+    def hear(self, *kinds: type[M]) -> list[M]:
+        """Messages of these kinds, in order; the others are dropped."""
+        heard = of_kinds(self.said, *kinds)
+        self.said.clear()
+        return heard
+
+    def check(self) -> None:
+        assert self.core.audit().fault == ""
+
+    def held(self) -> tuple[int, int, int, int, int]:
+        """Blocks held, reserved and quarantined; sequences; loans given."""
+        return held(self.core)
