@@ -86,6 +86,7 @@ class SimCluster:
         self._on_end = on_end
         self._seeds = random.Random(spec.seed)
         self.gaps = Gaps()
+        self._loads = _Loads()
         self.fronts = Fronts(self.clock, spec.message_s, self._report, self._count_gaps)
         self._numbers = count(1)
         self.hires: dict[str, Hire] = {}
@@ -218,7 +219,7 @@ class SimCluster:
 
     def _report(self, worker: SimWorker, message: CacheChanged | Load) -> None:
         said: pb.LoadReport | pb.CacheEvents
-        said = load_report(message, worker.draining) if isinstance(message, Load) else cache_events(message)
+        said = self._loads.of(worker, message) if isinstance(message, Load) else cache_events(message)
         for router in self.routers:
             self.clock.after(self.spec.event_lag_s, router.reported, worker, said)
 
@@ -232,6 +233,21 @@ class SimCluster:
         spec = self.spec
         fleet = spec.make_fleet(f"router-{number}", spec.priors, spec.learn_rates)
         return SimRouter(fleet, spec.admission, self.clock, self.fronts, spec.message_s, self.gaps)
+
+
+class _Loads:
+    """What workers report of their load, made once for as long as it stays the same."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[Load, bool, pb.LoadReport]] = {}
+
+    def of(self, worker: SimWorker, load: Load) -> pb.LoadReport:
+        last = self._last.get(worker.worker_id)
+        if last is not None and last[0] == load and last[1] == worker.draining:
+            return last[2]
+        said = load_report(load, worker.draining)
+        self._last[worker.worker_id] = load, worker.draining, said
+        return said
 
 
 def hello_of(worker: SimWorker, ready: Ready) -> pb.Hello:

@@ -145,7 +145,7 @@ class SimWorker:
         if due > self._clock.now:
             self._idling = self._clock.at(due, self._idle)
         else:
-            self._wake()
+            self._turn()
 
     def _speak(self) -> None:
         if self._said:

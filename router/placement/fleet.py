@@ -127,6 +127,9 @@ class Fleet:
                 self._arrange()
 
     def reported(self, worker: Worker, load: pb.LoadReport) -> None:
+        nothing_unseen = not (worker.decodes_unseen or worker.lends_unseen)
+        if nothing_unseen and load == worker.load:
+            return  # as most are, of a fleet that has room
         first, worker.load = worker.load is None, load
         worker.draining |= load.draining
         seen = load.placements_seen.get(self.mark, 0)

@@ -41,6 +41,7 @@ from tandem.local import RoleProcess
 BLOCK = 16
 VOCAB = 600
 SIM: dict[str, Any] = {"engine": "sim", "sim_step_ms": 8.0, "max_prefill_tokens": 32, "kv_memory_mib": 4}
+DRAIN_S = 1.5
 NO_FAILURE = {"max_attempts": 1}
 """Of a router. What is handed over counts as no failed attempt, or it would fail here."""
 
@@ -75,7 +76,7 @@ async def ended(role: RoleProcess, within_s: float) -> None:
 async def test_a_decode_worker_hands_over_what_it_cannot_finish(model, cluster_of, audit) -> None:  # type: ignore[no-untyped-def]
     """Short streams end where they are; long ones go on elsewhere, and read there what they had here."""
     router = NO_FAILURE | LENDER_ALWAYS
-    async with running(cluster_of(model, decode=2, router=router, **SIM, drain_s=1.5)) as (cluster, client):
+    async with running(cluster_of(model, decode=2, router=router, **SIM, drain_s=DRAIN_S)) as (cluster, client):
 
         def start(salt: str) -> list[Stream]:
             return [Stream(client, prompt_of(n, 200), 60 if n < 4 else 500, cache_salt=salt) for n in range(8)]
@@ -89,9 +90,10 @@ async def test_a_decode_worker_hands_over_what_it_cannot_finish(model, cluster_o
         await says_that_it_stops(leaving.address)
 
         while time.monotonic() - told_at < 1.0:  # it still serves what it has, and gets nothing new
+            serves = (await report_of(leaving.address)).requests > 0
+            assert serves or time.monotonic() - told_at >= DRAIN_S
             (new,) = await finished([Stream(client, prompt_of(100, 40), 3)])
             assert new.receipt.placement.decode_worker == "decode-1"
-        assert (await report_of(leaving.address)).requests > 0
 
         assert_equal_answers(await finished(streams), undisturbed)
         by_attempt = {n: [s for s in streams if s.receipt.placement.attempt == n] for n in (1, 2)}
