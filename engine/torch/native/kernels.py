@@ -56,9 +56,9 @@ _LAYERS: _Signatures = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """A library of kernels: a source, and for what it is compiled."""
+    """A library of kernels: a source, and for what it is compiled. There is one object for each."""
 
     source: str
     computed: str = ""
@@ -77,9 +77,16 @@ class Part:
 LAYERS, LINEAR, QUANTISED = Part("layers.cpp"), Part("linear.cpp"), Part("quantised.cpp")
 
 
+_ATTENTION_PARTS = {
+    (dtype, quantised): Part("attention.cpp", TYPES[dtype], "_int8" if quantised else "")
+    for dtype in TYPES
+    for quantised in (False, True)
+}
+
+
 def attention_part(dtype: torch.dtype, quantised: bool) -> Part:
     """Attention computed in `dtype`, over a pool of the same or of int8."""
-    return Part("attention.cpp", TYPES[dtype], "_int8" if quantised else "")
+    return _ATTENTION_PARTS[dtype, quantised]
 
 
 class AttentionShape(ctypes.Structure):
