@@ -3,6 +3,7 @@
 import functools
 import threading
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import CancelledError, Future
@@ -15,6 +16,9 @@ from kvtransfer.errors import PeerGone, TransferError
 from kvtransfer.ranks import BlockPart, part_spans, parts_of, split_endpoint
 from kvtransfer.transport import Peer, Transport
 
+MAX_PEERS = 1024
+"""Workers that a rank stays connected to. Nobody tells it of one that departs while nothing is read from it: that is
+forgotten when so many others were read from since."""
 OnQuiet = Callable[[tuple[bytes, ...] | None, bool], None]
 """on_quiet(fingerprints of what arrived, one entry per block, or None when it did not all arrive; peer_gone). Called
 once, on whatever thread."""
@@ -133,13 +137,14 @@ class OwnRank(Rank):
         self._part = part
         self._fingerprints = fingerprints
         self._read_blocks = transport.blocks_per_read(part.num_bytes)
-        self._peers: dict[bytes, Peers] = {}
-        """By endpoint, until they are dropped."""
+        self._peers: OrderedDict[bytes, Peers] = OrderedDict()
+        """By endpoint, the one that was used last at the end."""
 
     def connect(self, endpoint: bytes) -> Peers:
         """The ranks of that worker that have something of this rank's part, which is all of it for one rank. Raises
         TransferError."""
         if (known := self._peers.get(endpoint)) is not None:
+            self._peers.move_to_end(endpoint)
             return known
         endpoints = split_endpoint(endpoint)
         theirs = parts_of(self._part.block_bytes, len(endpoints))
@@ -148,6 +153,8 @@ class OwnRank(Rank):
             for part, own in zip(theirs, endpoints, strict=True)
             if part_spans(self._part, part, [(0, 0)])
         ]
+        while len(self._peers) > MAX_PEERS:
+            self.drop(next(iter(self._peers)))
         return peers
 
     def lanes(self, endpoint: bytes) -> tuple[str, ...]:

@@ -1,0 +1,39 @@
+"""Reads of one rank over the local transport: whom it stays connected to."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from engine.lending import landing
+from engine.lending.landing import OwnRank
+from kvtransfer.local import LocalNetwork, LocalTransport
+from kvtransfer.ranks import BlockPart
+from kvtransfer.transport import Pool
+
+BLOCK = 64
+
+
+def pool_of(value: int) -> Pool:
+    return Pool(np.full((4, BLOCK), value, np.uint8))
+
+
+def test_who_was_not_read_from_for_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(landing, "MAX_PEERS", 2)
+    network, pool = LocalNetwork(), pool_of(0)
+    reader = LocalTransport(network, "reader")
+    reader.register(pool)
+    rank = OwnRank(reader, BlockPart(BLOCK), lambda blocks: pool.memory[list(blocks), :8].view(np.uint64))
+    lenders = {value: LocalTransport(network, f"lender-{value}") for value in (1, 2, 3)}
+    endpoints = {value: lender.register(pool_of(value)) for value, lender in lenders.items()}
+    quiet: list[tuple[bytes, ...] | None] = []
+
+    def read_from(values: Sequence[int]) -> None:
+        for value in values:
+            rank.land(endpoints[value], [0], [1], "flow", lambda prints, gone: quiet.append(prints))
+            assert quiet.pop() == (bytes([value]) * 8,)
+
+    read_from([1, 2, 1, 3])
+    assert [rank.lanes(endpoints[value]) != () for value in (1, 2, 3)] == [True, False, True]
+    read_from([2, 3])
+    assert [rank.lanes(endpoints[value]) != () for value in (1, 2, 3)] == [False, True, True]
