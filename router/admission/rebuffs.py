@@ -14,8 +14,8 @@ FADES_S = 0.1
 @dataclass(frozen=True, slots=True)
 class _Rebuff:
     num_blocks: int
-    load: object
-    """Its report by then; the next one says more."""
+    num_reports: int
+    """It had sent by then; the next one says more."""
     until: float
 
 
@@ -27,7 +27,7 @@ class Rebuffs:
 
     def add(self, worker: Worker, num_blocks: int, now: float) -> float:
         """It had no room for so many. Returns when that will be forgotten."""
-        self._of[worker] = _Rebuff(num_blocks, worker.load, now + FADES_S)
+        self._of[worker] = _Rebuff(num_blocks, worker.num_reports, now + FADES_S)
         return now + FADES_S
 
     def column(self, fleet: Fleet, now: float) -> Ints:
@@ -36,7 +36,7 @@ class Rebuffs:
         column = np.full(len(workers.ids), np.iinfo(np.int64).max)
         for worker, rebuff in list(self._of.items()):
             there = fleet.worker(worker.worker_id) is worker and worker.worker_id in workers.row_of
-            if not there or worker.load is not rebuff.load or now >= rebuff.until:
+            if not there or worker.num_reports != rebuff.num_reports or now >= rebuff.until:
                 del self._of[worker]
             else:
                 column[workers.row_of[worker.worker_id]] = rebuff.num_blocks

@@ -32,6 +32,8 @@ class Worker:
 
     hello: pb.Hello
     load: pb.LoadReport | None = None
+    num_reports: int = 0
+    """Of load; the last of them may have said nothing new."""
     next_cache_sequence: int | None = None
     """None until the first snapshot."""
     lost: bool = False
@@ -127,8 +129,8 @@ class Fleet:
                 self._arrange()
 
     def reported(self, worker: Worker, load: pb.LoadReport) -> None:
-        nothing_unseen = not (worker.decodes_unseen or worker.lends_unseen)
-        if nothing_unseen and load == worker.load:
+        worker.num_reports += 1
+        if load == worker.load and not (worker.decodes_unseen or worker.lends_unseen):
             return  # as most are, of a fleet that has room
         first, worker.load = worker.load is None, load
         worker.draining |= load.draining
