@@ -295,7 +295,7 @@ values_of_all_kinds = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(values_of_all_kinds, words)
 def test_valid_values_render_to_valid_manifests(values: dict[str, Any], release: str) -> None:
     if "planner" in values:  # it does what autoscaling would

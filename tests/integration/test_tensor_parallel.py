@@ -167,6 +167,7 @@ async def test_a_stream_survives_a_rank_of_its_decode_worker(tiny_model: Path, c
         await audit(alive(cluster))
 
 
+@long
 async def test_a_model_that_cannot_be_cut_is_refused_by_the_engine(tiny_model: Path) -> None:
     engine = RealEngine("engine", tiny_model, tensor_parallel=3)
     with pytest.raises(StartError, match="model: tensor_parallel 3 does not divide its 4 attention heads"):
