@@ -97,7 +97,6 @@ async def events_by_grpc(link: Any) -> AsyncIterator[bytes]:
 
 
 async def serve_http(events: Callable[[], AsyncIterator[bytes]]) -> str:
-
     async def app(scope: Any, receive: Any, send: Any) -> None:
         while (await receive()).get("more_body"):
             pass

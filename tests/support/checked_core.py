@@ -1,5 +1,6 @@
 """An engine core that is driven by hand, whatever it computes with: its books are checked after every move."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
@@ -62,10 +63,6 @@ class CheckedCore:
         while self.step():
             pass
 
-    def land(self) -> bool:
-        """One of the reads that wait; False when there is none."""
-        raise NotImplementedError
-
     def hear(self, *kinds: type[M]) -> list[M]:
         """Messages of these kinds, in order; the others are dropped."""
         heard = of_kinds(self.said, *kinds)
@@ -78,3 +75,11 @@ class CheckedCore:
     def held(self) -> tuple[int, int, int, int, int]:
         """Blocks held, reserved and quarantined; sequences; loans given."""
         return held(self.core)
+
+
+class LandingCore(CheckedCore, ABC):
+    """One that reads from others, when it is told to."""
+
+    @abstractmethod
+    def land(self) -> bool:
+        """One of the reads that wait; False when there is none."""

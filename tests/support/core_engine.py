@@ -9,7 +9,7 @@ from engine.sim.runner import SimRunner
 from engine.vocabulary import SamplingParams
 from kvtransfer.fingerprint import fingerprint_blocks
 from kvtransfer.local import LocalNetwork, LocalTransport
-from support.checked_core import CheckedCore
+from support.checked_core import LandingCore
 from support.sim_model import LAYOUT, VOCAB
 
 WIDE = StepBudget(64, 64)
@@ -17,7 +17,7 @@ TEN = tuple(range(10, 20))
 TWELVE = tuple(range(10, 22))
 
 
-class Engine(CheckedCore):
+class Engine(LandingCore):
     """One that computes with the simulated model, and reads over a transport of this process."""
 
     def __init__(

@@ -20,7 +20,7 @@ from engine.messages import (
 )
 from engine.scheduler import StepBudget
 from kvtransfer.local import LocalNetwork
-from support.checked_core import NOTHING_LEFT, CheckedCore
+from support.checked_core import NOTHING_LEFT, LandingCore
 from support.core_engine import WIDE, Engine, generate, tokens_of
 from support.sim_model import undisturbed
 
@@ -33,7 +33,7 @@ class Pair:
         eager: bool = True,
         lender_budget: StepBudget = WIDE,
         may_compute: bool = True,
-        engines: tuple[CheckedCore, CheckedCore] | None = None,
+        engines: tuple[LandingCore, LandingCore] | None = None,
     ) -> None:
         """`engines`: a borrower and a lender, where they are not to be such as are made here."""
         network = LocalNetwork()

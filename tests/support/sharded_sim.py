@@ -18,7 +18,7 @@ from kvtransfer.fingerprint import Fingerprints
 from kvtransfer.local import LocalTransport
 from kvtransfer.ranks import BlockPart
 from kvtransfer.transport import Pool, Transport
-from support.checked_core import CheckedCore
+from support.checked_core import LandingCore
 from support.core_engine import WIDE
 from support.sim_model import LAYOUT, VOCAB
 
@@ -61,7 +61,7 @@ class ShardedSim(Runner):
             pool.memory[target] = pool.memory[source]
 
 
-class ShardedEngine(CheckedCore):
+class ShardedEngine(LandingCore):
     """An engine alone, its core over so many ranks, each with a transport of its own."""
 
     def __init__(self, name: str, ranks: int, open_transport: Callable[[str], Transport], num_blocks: int = 8) -> None:

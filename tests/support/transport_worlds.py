@@ -11,9 +11,10 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import ClassVar
 
@@ -46,14 +47,15 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = TIME
         time.sleep(0.002)
 
 
-class Lender:
+class Lender(ABC):
     """Somebody to read from: `data` is what its pool holds."""
 
     endpoint: bytes
     data: Bytes
 
+    @abstractmethod
     def kill(self) -> None:
-        raise NotImplementedError
+        """Its process ends, at once."""
 
 
 class LocalLender(Lender):
@@ -107,7 +109,7 @@ class ProcessLender(Lender):
             pipe.close()
 
 
-class World:
+class World(ABC):
     """A reader, its memory, and lenders to read from."""
 
     reader: Transport
@@ -118,23 +120,21 @@ class World:
         self.memory: Bytes = np.full(num_bytes, UNTOUCHED, np.uint8)
         self.pool = Pool(self.memory.reshape(1, -1))
 
+    @abstractmethod
     def lender(self, number: int) -> Lender:
         """A lender that lives as long as the tests."""
-        raise NotImplementedError
 
+    @abstractmethod
     def mortal(self) -> Lender:
         """A lender of this test's own, to be killed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def done(self, future: "Future[None]") -> None:
         """Wait for it; raises what it failed with."""
-        raise NotImplementedError
 
-    @contextmanager
-    def held(self, peer: Peer, own_offset: int) -> Iterator[None]:
+    @abstractmethod
+    def held(self, peer: Peer, own_offset: int) -> AbstractContextManager[None]:
         """Nothing is posted meanwhile. Writes the first block of `peer` at `own_offset`."""
-        raise NotImplementedError
-        yield
 
     def untouched(self, first: int = 0, end: int | None = None) -> bool:
         return bool((self.memory[first:end] == UNTOUCHED).all())
@@ -186,8 +186,9 @@ class ProcessWorld(World):
         self.reader = self.open()
         self.reader.register(self.pool)
 
+    @abstractmethod
     def open(self) -> Transport:
-        raise NotImplementedError
+        """A reader of this transport."""
 
     def lender(self, number: int) -> Lender:
         return self._lenders[number]
@@ -199,9 +200,9 @@ class ProcessWorld(World):
     def done(self, future: "Future[None]") -> None:
         future.result(TIMEOUT_S)
 
+    @abstractmethod
     def hold(self, peer: Peer, own_offset: int, hold: Callable[[], None]) -> None:
         """Have the thread that posts call `hold`, after it wrote the first block of `peer` at `own_offset`."""
-        raise NotImplementedError
 
     @contextmanager
     def held(self, peer: Peer, own_offset: int) -> Iterator[None]:
