@@ -12,6 +12,7 @@ from engine.errors import EngineStartError, KernelsUnavailable
 from engine.layout import KvLayout
 from engine.torch.attention import PagedAttention
 from engine.torch.native.attention import NativePagedAttention
+from engine.torch.native.decoder_layer import use_native_layers
 from engine.torch.native.kernels import QUANTISED, TYPES, Kernels, attention_part
 from engine.torch.native.modules import LastRows, use_kernels
 from engine.torch.quantised import QuantisedLinear
@@ -79,6 +80,7 @@ def _native(model: nn.Module, pool: Tensor, layout: KvLayout, heads: int) -> Joi
     last_rows = use_kernels(model, kernels).last_rows
     if last_rows is not None:
         attention.trim_last_layer()
+    use_native_layers(model, kernels, attention)
     return Joined("native", attention, kernels.argmax, last_rows, kernels.bind_threads)
 
 

@@ -6,10 +6,12 @@ time limit will compile in an engine too, which has more stack to do it with.
 """
 
 import asyncio
-import contextlib
 import json
+import socket
+import subprocess
 import sys
 from collections import OrderedDict
+from dataclasses import dataclass
 
 from cluster.errors import InvalidRequest, Unavailable
 from engine.model_dir import ModelDir
@@ -20,6 +22,30 @@ START_S = 60.0
 MAX_REMEMBERED = 128
 
 
+@dataclass(frozen=True, slots=True)
+class GrammarProcess:
+    """It, and the socket that is its standard input and output."""
+
+    process: "subprocess.Popen[bytes]"
+    answers: asyncio.StreamReader
+    questions: asyncio.StreamWriter
+
+    @classmethod
+    async def start(cls, model_dir: ModelDir) -> "GrammarProcess":
+        """Not by asyncio: uvloop forks where subprocess uses vfork, and the forked process begins with gRPC's handlers,
+        which crashed one in 50 of a busy router's."""
+        ours, its = socket.socketpair()
+        with its:
+            process = _spawn(model_dir, its)
+        return cls(process, *await asyncio.open_connection(sock=ours))
+
+    async def end(self) -> int:
+        """Kill it; the status it ended with, which may be from before."""
+        self.process.kill()
+        self.questions.close()
+        return await asyncio.to_thread(self.process.wait)
+
+
 class GrammarChecker:
     """One process, started with the first grammar and again after it died. Grammars wait for each other."""
 
@@ -27,7 +53,7 @@ class GrammarChecker:
         self._model_dir = model_dir
         self._limit_s = limit_s
         self._turn = asyncio.Lock()
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: GrammarProcess | None = None
         self._refusal: InvalidRequest | None = None
         """Of every grammar, for a model that can have none."""
         self._remembered: OrderedDict[StructuredOutput, InvalidRequest | None] = OrderedDict()
@@ -47,17 +73,16 @@ class GrammarChecker:
         """End the process."""
         process, self._process = self._process, None
         if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+            await process.end()
 
     async def _ask(self, structured: StructuredOutput) -> InvalidRequest | None:
         question = json.dumps({"kind": structured.kind, "texts": structured.texts})
         answered = False
+        if self._process is not None and self._process.process.poll() is not None:
+            await self.close()  # it died of something else, while nothing was asked
         try:
             process = self._process or await self._start()
-            assert process.stdin is not None
-            process.stdin.write(f"{question}\n".encode())
+            process.questions.write(f"{question}\n".encode())
             fault = await self._answer(process, self._limit_s)
             answered = True
         except TimeoutError:
@@ -72,30 +97,29 @@ class GrammarChecker:
             self._remembered.popitem(last=False)
         return fault
 
-    async def _start(self) -> asyncio.subprocess.Process:
+    async def _start(self) -> GrammarProcess:
         """Raises InvalidRequest when this model can have no structured output."""
-        self._process = process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "router.models.grammar_process",
-            str(self._model_dir.path),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
+        self._process = process = await GrammarProcess.start(self._model_dir)
         try:
             self._refusal = await self._answer(process, START_S)
-        except (EOFError, TimeoutError):
-            raise Unavailable("the process that checks grammars does not start") from None
+        except TimeoutError:
+            raise Unavailable(f"the process that checks grammars says nothing for {START_S:g} s") from None
+        except (EOFError, ConnectionError):
+            raise Unavailable(f"the process that checks grammars ended with {await process.end()} at once") from None
         if self._refusal is not None:
             raise self._refusal
         return process
 
-    async def _answer(self, process: asyncio.subprocess.Process, limit_s: float) -> InvalidRequest | None:
-        """The next line. Raises EOFError when the process has died."""
-        assert process.stdout is not None
+    async def _answer(self, process: GrammarProcess, limit_s: float) -> InvalidRequest | None:
+        """The next line. Raises EOFError or ConnectionError when the process has died."""
         async with asyncio.timeout(limit_s):
-            line = await process.stdout.readline()
+            line = await process.answers.readline()
         if not line:
             raise EOFError
         answer = json.loads(line)
         return InvalidRequest(answer["field"], answer["message"]) if answer else None
+
+
+def _spawn(model_dir: ModelDir, answers_to: socket.socket) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "router.models.grammar_process", str(model_dir.path)]
+    return subprocess.Popen(command, stdin=answers_to.fileno(), stdout=answers_to.fileno())

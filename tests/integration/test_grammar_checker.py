@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import json
+import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from cluster.errors import InvalidRequest
 from engine.model_dir import ModelDir
@@ -95,6 +97,31 @@ async def test_a_client_that_goes_does_not_shift_the_answers() -> None:
             with contextlib.suppress(asyncio.CancelledError, InvalidRequest):
                 await bad
             await checker.check(StructuredOutput("regex", (f"{number}",)))
+
+
+def test_a_router_is_not_forked_for_it() -> None:
+    """By its event loop it would be, and gRPC's handlers would run in the fork: now and then they crash."""
+    forks: list[None] = []
+    os.register_at_fork(before=lambda: forks.append(None))
+
+    async def check() -> None:
+        async with checking() as checker:
+            await checker.check(GOOD)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(check())
+    assert not forks
+
+
+async def test_one_that_died_while_nothing_was_asked_is_started_again() -> None:
+    async with checking() as checker:
+        await checker.check(GOOD)
+        first = checker._process
+        assert first is not None
+        first.process.kill()
+        first.process.wait()
+        await checker.check(StructuredOutput("regex", ("b+",)))
+        assert checker._process not in (None, first)
 
 
 async def test_a_model_without_an_end_token_is_told_so_once(tmp_path: Path) -> None:

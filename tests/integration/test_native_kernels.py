@@ -50,6 +50,17 @@ def test_linear(packs: Kernels, n: int, k: int, rows: int, biased: bool) -> None
     assert_rounded(got, exact)
 
 
+@pytest.mark.parametrize(("n", "k"), [(64, 64), (70, 100), (130, 2050)])
+@pytest.mark.parametrize("rows", [1, 7, 300])
+@pytest.mark.parametrize("biased", [False, True])
+def test_adding_is_what_torch_adds_to_the_bit(packs: Kernels, n: int, k: int, rows: int, biased: bool) -> None:
+    x, packed, bias = randn(rows, k), packs.pack(randn(n, k, seed=1)), randn(n, seed=2) if biased else None
+    before = randn(rows, n, seed=3)
+    after = before.clone()
+    packs.add_linear(after, x, packed, bias)
+    assert torch.equal(after, before + packs.linear(x, packed, bias))
+
+
 @pytest.mark.parametrize(("n", "k"), [(32, 64), (96, 100), (4864, 896)])
 @pytest.mark.parametrize("rows", [1, 9, 300])
 def test_gated(packs: Kernels, n: int, k: int, rows: int) -> None:
@@ -68,8 +79,10 @@ def test_columns_after_the_last_are_not_written(packs: Kernels) -> None:
     x, weights = randn(3, 64), randn(70, 64, seed=1)
     guarded = torch.full((4, 70), 7.0, dtype=torch.bfloat16)
     packed = packs.pack(weights)
-    packs._function(LINEAR, "tandem_linear")(x.data_ptr(), 64, 3, packed.pointer, 70, 64, None, guarded.data_ptr(), 70)
-    assert (guarded[3] == 7).all()
+    linear_kernel = packs._function(LINEAR, "tandem_linear")
+    for adds in (False, True):
+        linear_kernel(x.data_ptr(), 64, 3, packed.pointer, 70, 64, None, guarded.data_ptr(), 70, adds)
+        assert (guarded[3] == 7).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

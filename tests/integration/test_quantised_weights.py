@@ -131,8 +131,9 @@ def test_columns_after_the_last_are_not_written(kernels: Kernels) -> None:
     x, packed = randn(3, 64), kernels.pack_int8(integers(70, 64), torch.ones(70))
     guarded = torch.full((4, 70), 7.0, dtype=torch.bfloat16)
     at, to = x.data_ptr(), guarded.data_ptr()
-    kernels._function(QUANTISED, "tandem_linear_int8")(at, 64, 3, *packed.arguments, 70, 64, None, to, 70)
-    assert (guarded[3] == 7).all()
+    for adds in (False, True):
+        kernels._function(QUANTISED, "tandem_linear_int8")(at, 64, 3, *packed.arguments, 70, 64, None, to, 70, adds)
+        assert (guarded[3] == 7).all()
     assert (guarded[:3] != 7).any()
 
 

@@ -26,12 +26,12 @@ FLAGS = ("-fopenmp", "-fno-math-errno")
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _CPP_TYPES = {"float32": "float", "bfloat16": "bfloat16"}
 
-_POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
+_POINTER, _LONG, _FLOAT, _BOOL = ctypes.c_void_p, ctypes.c_long, ctypes.c_float, ctypes.c_bool
 _Signatures = dict[str, list[Any]]
 _LINEAR: _Signatures = {
     "tandem_packed_bytes": [_LONG, _LONG],
     "tandem_pack": [_POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG, _LONG],
-    "tandem_linear": [_POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG],
+    "tandem_linear": [_POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG, _BOOL],
     "tandem_gated": [_POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG, _POINTER, _LONG],
     "tandem_embed": [_POINTER, _LONG, _POINTER, _LONG, _POINTER],
 }
@@ -42,7 +42,7 @@ _QUANTISED: _Signatures = {
     "tandem_gated_int4": _LINEAR["tandem_gated"],
     "tandem_packed_bytes_int8": [_LONG, _LONG],
     "tandem_pack_int8": _LINEAR["tandem_pack"],
-    "tandem_linear_int8": [_POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG],
+    "tandem_linear_int8": [_POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG, _BOOL],
     "tandem_gated_int8": [_POINTER, _LONG, _LONG, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG],
 }
 _ATTENTION: _Signatures = {
@@ -240,20 +240,27 @@ class Kernels:
 
     def linear(self, x: Tensor, weights: PackedMatrix, bias: Tensor | None) -> Tensor:
         """[..., k] @ weights.T + bias: [..., n]. `x` is contiguous bfloat16."""
-        rows = x.numel() // weights.k
         out = torch.empty((*x.shape[:-1], weights.n), dtype=torch.bfloat16)
+        self._linear(x, weights, bias, out, False)
+        return out
+
+    def add_linear(self, to: Tensor, x: Tensor, weights: PackedMatrix, bias: Tensor | None) -> None:
+        """to += what `linear` returns. Both are contiguous bfloat16."""
+        self._linear(x, weights, bias, to, True)
+
+    def _linear(self, x: Tensor, weights: PackedMatrix, bias: Tensor | None, out: Tensor, adds: bool) -> None:
         self._of_kind("tandem_linear", weights.kind)(
             x.data_ptr(),
             weights.k,
-            rows,
+            x.numel() // weights.k,
             *weights.arguments,
             weights.n,
             weights.k,
             None if bias is None else bias.data_ptr(),
             out.data_ptr(),
             weights.n,
+            adds,
         )
-        return out
 
     def gated(self, x: Tensor, weights: PackedMatrix) -> Tensor:
         """silu(x @ gate.T) * (x @ up.T): [..., n]. `x` is contiguous bfloat16."""

@@ -23,24 +23,36 @@ constexpr long BLOCK_ROWS = 256; // rows of A that one unit is used for before t
 inline long panels(long n) { return (n + PANEL - 1) / PANEL; }
 inline long even(long k) { return (k + 1) / 2 * 2; }
 
-// Where a panel's 64 sums go. Columns beyond `n` are not written.
+// Where a panel's 64 sums go, or what they are added to once they are rounded. Columns beyond `n` are not written.
 struct Plain {
     bfloat16* out;
     long stride;
     const bfloat16* bias;
     long n;
+    bool adds;
 
     void operator()(long row, long panel, const Vec* sums) const {
         const long first = panel * PANEL;
         bfloat16* to = out + row * stride + first;
         if (first + PANEL <= n) {
-            for (long j = 0; j < VECTORS; j++)
-                store(to + j * LANES, bias ? sums[j] + load(bias + first + j * LANES) : sums[j]);
+            for (long j = 0; j < VECTORS; j++) {
+                const Vec sum = bias ? sums[j] + load(bias + first + j * LANES) : sums[j];
+                store(to + j * LANES, adds ? load(to + j * LANES) + rounded(sum) : sum);
+            }
             return;
         }
         alignas(64) float all[PANEL];
         for (long j = 0; j < VECTORS; j++) store(all + j * LANES, sums[j]);
-        for (long c = 0; first + c < n; c++) to[c] = narrow<bfloat16>(bias ? all[c] + widen(bias[first + c]) : all[c]);
+        for (long c = 0; first + c < n; c++) {
+            const bfloat16 sum = narrow<bfloat16>(bias ? all[c] + widen(bias[first + c]) : all[c]);
+            to[c] = adds ? narrow<bfloat16>(widen(to[c]) + widen(sum)) : sum;
+        }
+    }
+
+    static Vec rounded(Vec sum) {
+        bfloat16 narrowed[LANES];
+        store(narrowed, sum);
+        return load(narrowed);
     }
 };
 

@@ -52,9 +52,9 @@ class PackedLinear(nn.Module):
     def __init__(self, kernels: Kernels, packed: PackedMatrix, bias: Tensor | None) -> None:
         super().__init__()
         self.packed = packed
+        self.bias = bias
         self.last_rows: LastRows | None = None
         self._kernels = kernels
-        self._bias = bias
 
     @classmethod
     def of(cls, kernels: Kernels, linear: nn.Linear | QuantisedLinear) -> "PackedLinear":
@@ -66,7 +66,7 @@ class PackedLinear(nn.Module):
         return self._compute(x)
 
     def _compute(self, x: Tensor) -> Tensor:
-        return self._kernels.linear(x.contiguous(), self.packed, self._bias)
+        return self._kernels.linear(x.contiguous(), self.packed, self.bias)
 
 
 class PackedEmbedding(nn.Module):
@@ -87,18 +87,18 @@ class PackedGatedMlp(nn.Module):
     def __init__(self, kernels: Kernels, mlp: nn.Module) -> None:
         super().__init__()
         gate, up, down = (_linear(mlp, name) for name in ("gate_proj", "up_proj", "down_proj"))
+        self.gated = pack_gated(kernels, gate, up)
+        self.down = pack(kernels, down)
         self.last_rows: LastRows | None = None
         self._kernels = kernels
-        self._gated = pack_gated(kernels, gate, up)
-        self._down = pack(kernels, down)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.last_rows is not None:
-            return self.last_rows.only(x, self._compute, self._down.n)
+            return self.last_rows.only(x, self._compute, self.down.n)
         return self._compute(x)
 
     def _compute(self, x: Tensor) -> Tensor:
-        return self._kernels.linear(self._kernels.gated(x.contiguous(), self._gated), self._down, None)
+        return self._kernels.linear(self._kernels.gated(x.contiguous(), self.gated), self.down, None)
 
 
 class NativeRmsNorm(nn.Module):

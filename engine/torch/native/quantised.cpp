@@ -290,9 +290,9 @@ void tandem_pack_int8(const int8_t* weights, long n, long k, uint8_t* packed, lo
 
 // As `tandem_linear`; column c of the packed weights is multiplied by scales[c].
 void tandem_linear_int8(const bfloat16* x, long x_stride, long m, const uint8_t* packed, const float* scales, long n,
-                        long k, const bfloat16* bias, bfloat16* out, long out_stride) {
+                        long k, const bfloat16* bias, bfloat16* out, long out_stride, bool adds) {
     multiply_packed(x, x_stride, m, ByteWeights{packed}, n, k,
-                    Scaled<Plain>{Plain{out, out_stride, bias, n}, scales});
+                    Scaled<Plain>{Plain{out, out_stride, bias, n, adds}, scales});
 }
 
 // Bytes that `tandem_pack_int4` writes; they must be zero before. `k` is a multiple of the group.
@@ -320,8 +320,8 @@ void tandem_pack_int4(const int8_t* weights, const bfloat16* scales, long n, lon
 }
 
 void tandem_linear_int4(const bfloat16* x, long x_stride, long m, const uint8_t* packed, long n, long k,
-                        const bfloat16* bias, bfloat16* out, long out_stride) {
-    multiply_packed(x, x_stride, m, NibbleWeights{packed}, n, k, Plain{out, out_stride, bias, n});
+                        const bfloat16* bias, bfloat16* out, long out_stride, bool adds) {
+    multiply_packed(x, x_stride, m, NibbleWeights{packed}, n, k, Plain{out, out_stride, bias, n, adds});
 }
 
 void tandem_gated_int4(const bfloat16* x, long x_stride, long m, const uint8_t* packed, long n, long k, bfloat16* out,
