@@ -11,8 +11,8 @@ from engine.worker.config import WorkerConfig
 from router.config import RouterConfig
 from router.models.config import ModelEntry
 
-DECODE_NICENESS = 4
-"""Of two engines on one core, the one that decodes gets 30 %. Measured: docs/benchmarks.md."""
+DECODE_NICENESS = 3
+"""Of two engines on one core, the one that decodes gets a third. Measured: docs/benchmarks.md."""
 MODULES = {"prefill": "prefill_worker", "decode": "decode_worker"}
 
 
