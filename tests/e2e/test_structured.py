@@ -67,7 +67,7 @@ def check_hero(told: Told) -> None:
 
 
 async def test_the_storyteller_keeps_to_a_schema_across_a_failover(cluster_of, audit) -> None:  # type: ignore[no-untyped-def]
-    seeds = range(8)
+    seeds = range(5)
     async with cluster_of(STORYTELLER, decode=2, dtype="float32") as cluster, Client(cluster.address) as client:
         undisturbed = await heroes(client, seeds)
         for told in undisturbed:

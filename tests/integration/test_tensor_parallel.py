@@ -135,6 +135,7 @@ async def test_bfloat16_is_as_near_to_float32_as_on_one_rank(make_model) -> None
     assert 0 < np.abs(two - truth).mean() <= 1.5 * noise
 
 
+@long
 async def test_a_stream_survives_a_rank_of_its_decode_worker(tiny_model: Path, cluster_of: Any, audit: Any) -> None:
     """A prefill worker of one rank lends to a decode worker of two. A follower of that dies: its worker leaves, what
     ran there goes on elsewhere token by token, and no process is left."""
