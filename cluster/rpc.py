@@ -51,11 +51,17 @@ class Server:
     """One grpc.aio server with health and reflection. Not serving until `mark_serving`."""
 
     def __init__(
-        self, credentials: Credentials | None = None, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
+        self,
+        credentials: Credentials | None = None,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        max_connection_s: float | None = None,
     ) -> None:
-        """With `credentials` it speaks TLS, and to nobody in the clear."""
+        """With `credentials` it speaks TLS, and to nobody in the clear. After `max_connection_s` a connection takes no
+        more calls, and its client opens another."""
         # Without so_reuseport=0 a second process would silently share a port in use.
         options = [*_KEEPALIVE, *_ALLOW_PINGS, *_SIZES, ("grpc.so_reuseport", 0)]
+        if max_connection_s is not None:
+            options.append(("grpc.max_connection_age_ms", round(max_connection_s * 1e3)))
         self.grpc = grpc.aio.server(options=options, interceptors=interceptors)
         self._credentials = credentials
         self._health = health.aio.HealthServicer()

@@ -28,6 +28,10 @@ class RouterConfig(SecuritySettings, ModelsConfig, HealthSettings, MetricsSettin
     """Host that workers reach this router by when they find it in Redis, when it is not `host`."""
     drain_s: NonNegativeFloat = 30.0
     """Told to stop, the router lets its streams finish for so long, and then ends them."""
+    max_connection_s: PositiveFloat | None = None
+    """A client's connection takes new requests for so long, give or take a tenth; then the client opens another one,
+    and nothing under way is disturbed. For routers behind one address: one that was taken from it for longer than this
+    is asked no more, and can be stopped without refusing anybody. Default: connections last."""
 
     default_deadline_s: PositiveFloat = 600.0
     """For requests that bring none."""

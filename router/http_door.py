@@ -27,7 +27,7 @@ async def open_http(
     inference: InferenceService,
 ) -> OpenAiServer:
     """Serving; to be closed. Raises StartError."""
-    http = OpenAiServer(config.host, port, credentials)
+    http = OpenAiServer(config.host, port, credentials, config.max_connection_s)
     app = make_app(serving, models, requests, keys, config.default_deadline_s)
     add_console(app, keys, inference.status, serving.recent)
     await http.start(guarded(app, keys))

@@ -13,7 +13,7 @@ from cluster.errors import StartError, TandemError
 from cluster.metrics import MetricsServer, new_registry
 from cluster.process import Addresses
 from cluster.rpc import Server
-from cluster.tls import Trust
+from cluster.tls import Credentials, Trust
 from protos import membership_pb2_grpc as pb_grpc
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
@@ -112,7 +112,7 @@ async def start_router(config: RouterConfig) -> Router:
         models = serve_models(config, files, gate, incarnation, member)
         for model in models:
             parts.push_async_callback(model.close)
-        server, requests = Server(public, [KeyInterceptor(keys)] if keys.required else []), Drain()
+        server, requests = _public_server(config, public, keys), Drain()
         registry.register(ClusterCollector(models, gate))
         samples, tracing = Samples(config), Tracing(config)
         parts.push_async_callback(samples.close)
@@ -178,6 +178,10 @@ def serve_models(
         dispatchers.append(Dispatcher(fleet, config, gate.tenants, on_end=on_end))
         models.append(ServedModel(each, fleet, dispatchers[-1], config.grammar_limit_s, trust))
     return ServedModels(models, config.default_model)
+
+
+def _public_server(config: RouterConfig, credentials: Credentials | None, keys: ApiKeys) -> Server:
+    return Server(credentials, [KeyInterceptor(keys)] if keys.required else [], config.max_connection_s)
 
 
 def _nothing() -> None:

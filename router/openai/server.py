@@ -1,6 +1,8 @@
 """The HTTP server of the public API: limits on what a client may send before it is heard."""
 
 import asyncio
+import math
+from functools import partial
 from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
@@ -23,9 +25,13 @@ CLOSED = "the handler is closed"
 class OpenAiServer(HttpServer):
     """Of the public API."""
 
-    def __init__(self, host: str, port: int, credentials: Credentials | None = None) -> None:
-        """`port` 0 lets the system choose. Raises StartError."""
-        super().__init__(host, port, "http_port", credentials, http=_Protocol, timeout_keep_alive=KEEP_ALIVE_S)
+    def __init__(
+        self, host: str, port: int, credentials: Credentials | None = None, max_connection_s: float | None = None
+    ) -> None:
+        """`port` 0 lets the system choose. A connection older than `max_connection_s` ends with its next answer.
+        Raises StartError."""
+        protocol = partial(_Protocol, max_connection_s)
+        super().__init__(host, port, "http_port", credentials, http=protocol, timeout_keep_alive=KEEP_ALIVE_S)
 
     async def start(self, app: Any) -> None:
         await super().start(_told_gently(app))
@@ -51,8 +57,9 @@ def _told_gently(app: Any) -> Any:
 class _Protocol(HttpToolsProtocol):
     """With limits on the head of a request, and their answers in OpenAI's form."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(self, max_connection_s: float | None, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self._old_at = math.inf if max_connection_s is None else self.loop.time() + max_connection_s
         self._in_head = True
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
@@ -84,6 +91,8 @@ class _Protocol(HttpToolsProtocol):
             self._refusal = 431, f"path and headers may have {MAX_HEAD_BYTES} bytes at most"
             raise ValueError(self._refusal)  # uvicorn makes a refusal of it
         super().on_headers_complete()
+        if self.loop.time() >= self._old_at:
+            self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
         self._in_head, self._head_bytes = True, 0

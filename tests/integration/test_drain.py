@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from openai import AsyncOpenAI
 
 from cluster.errors import Draining, ServiceError
 from cluster.rpc import channel
@@ -35,6 +36,7 @@ from support.processes import (
     workers_joined,
 )
 from support.redis_server import RedisServer
+from support.service_address import ServiceAddress
 from tandem.client import Client
 from tandem.local import RoleProcess
 
@@ -241,6 +243,53 @@ async def test_a_router_finishes_its_streams_and_takes_no_more(model, cluster_of
             assert_equal_answers(await finished(streams), undisturbed)
             await ended(leaving, 5)
             await audit(alive(cluster))
+
+
+async def test_routers_behind_one_address_are_replaced_one_by_one_under_load(  # type: ignore[no-untyped-def]
+    model, cluster_of, audit, tmp_path
+) -> None:
+    """A rolling update as Kubernetes does it: a router that is to go is taken from the address, then waited for, then
+    told. Clients know that address only, and hold their connections. None of their requests fails; those that are under
+    way end where they began."""
+    async with RedisServer(tmp_path) as redis, ServiceAddress().open() as grpc, ServiceAddress().open() as http:
+        settings = {"redis_url": redis.url}
+        router = settings | {"drain_s": 20, "http_port": 0, "max_connection_s": 0.5}
+        cluster = cluster_of(model, router=router, routers=2, **(SIM | {"sim_step_ms": 3.0}), **settings)
+        async with running(cluster), Client(grpc.address) as client:
+            grpc.ready, http.ready = list(cluster.addresses), [each.http_address for each in cluster.routers]
+            wanted = [(prompt_of(seed, 40 + 30 * seed), 30 + 100 * (seed % 3)) for seed in range(6)]
+            asking = await Asking.begin(client, wanted)
+            completing = asyncio.ensure_future(complete_for_ever(http.address, prompt_of(1, 30)))
+            for config in cluster._topology.routers:
+                leaving = cluster.routers.pop(0)
+                grpc.ready.remove(leaving.address)
+                http.ready.remove(leaving.http_address)
+                await asyncio.sleep(0.8)  # connections that there are go on to be used until they are old
+                leaving.process.send_signal(signal.SIGTERM)
+                await ended(leaving, 10)
+                successor = await cluster.add_router(config)
+                grpc.ready.append(successor.address)
+                http.ready.append(successor.http_address)
+                await until_it_serves(successor.address)
+                asking.check()
+                assert not completing.done(), completing.result()
+            await asking.end()
+            completing.cancel()
+            assert set(asking.attempts) == {1}
+            await audit(alive(cluster))
+
+
+async def complete_for_ever(address: str, prompt: list[int]) -> None:
+    async with AsyncOpenAI(base_url=f"http://{address}/v1", api_key="none", max_retries=0) as openai:
+        while True:
+            answer = await openai.completions.create(model="", prompt=prompt, max_tokens=5)
+            assert answer.choices[0].finish_reason == "length"
+
+
+async def until_it_serves(address: str) -> None:
+    """Placed requests need workers, which have to join it first."""
+    async with Client(address) as client:
+        await workers_joined(client, 1, 1)
 
 
 async def test_a_router_ends_what_takes_too_long(model, cluster_of, audit) -> None:  # type: ignore[no-untyped-def]
