@@ -6,6 +6,9 @@ from hashlib import blake2b
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SCALE_BYTES = 2
 """Of a quantised vector's scale, a bfloat16."""
+KV_FORMAT = 1
+"""Raised with every change of how blocks are laid out, named (`keys.py`) or fingerprinted: what was made by one version
+is then neither moved to nor brought back by another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,7 @@ class KvLayout:
         """What two workers must share before blocks move between them: weights, layout and dtype. 32 bytes."""
         shape = f"{self.layers},{self.kv_heads},{self.head_dim},{self.block_tokens},{self.dtype}"
         shape += ",int8" if self.quantised else ""
+        shape += f",{KV_FORMAT}"
         return blake2b(shape.encode() + weights, digest_size=32).digest()
 
     def part(self, ranks: int) -> "KvLayout":

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
@@ -32,6 +33,8 @@ from protos import membership_pb2_grpc as pb_grpc
 log = logging.getLogger(__name__)
 ASK_S = 5.0
 """For a router to answer."""
+BLIND_TURNS = 3
+"""In which it saw nothing: then it is not ready."""
 
 
 class PlannerConfig(HealthSettings, MetricsSettings, DiscoverySettings, PolicyConfig):
@@ -175,7 +178,12 @@ class Planner:
         self._told = told
         self._watch = Watch(config, member_of(config))
         self._state: State | None = None
+        self._looked_at = -math.inf
         self._tasks = [asyncio.ensure_future(self._follow()), asyncio.ensure_future(self._run())]
+
+    def ready(self) -> bool:
+        """It sees what it sizes: it did in one of its last turns."""
+        return time.monotonic() - self._looked_at <= BLIND_TURNS * self._config.every_s
 
     async def failed(self) -> TandemError:
         """Nothing that happens around it ends a planner; only a mistake in here does."""
@@ -217,6 +225,7 @@ class Planner:
         except TandemError as error:
             self._failed("observe", error)
             return
+        self._looked_at = time.monotonic()
         before, policy = self._state, self._config
         if not self._executor.scales:
             there = sum(seen.pool(role).serving for role in ROLES)
@@ -264,13 +273,16 @@ async def start_planner(config: PlannerConfig, executor: Executor | None = None)
         parts.push_async_callback(discovery.close)
         await discovery.start()
         await metrics.start(registry)
+        health = None
         if config.health_port is not None:
             health = Server()
             await health.start(config.host, config.health_port, [], "health_port")
             parts.push_async_callback(health.stop, 0)
-            await health.mark_serving(lambda: True)
         told = PlannerMetrics(registry, config.model)
-        return Planner(config, executor, discovery, metrics, told, parts.pop_all())
+        planner = Planner(config, executor, discovery, metrics, told, parts.pop_all())
+        if health is not None:
+            await health.mark_serving(planner.ready)
+        return planner
 
 
 def _executor(config: PlannerConfig) -> Executor:

@@ -308,6 +308,7 @@ class Hello(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     LENDS_FIELD_NUMBER: _builtins.int
     RESERVE_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.bytes
     role: Global___Role.ValueType
@@ -327,6 +328,8 @@ class Hello(_message.Message):
     """This worker's transport can read from and be read by others."""
     reserve_output_tokens: _builtins.int
     """Output for which a new request is promised blocks, at most. 0: for all of max_tokens."""
+    protocol: _builtins.int
+    """Of cluster/protocol.py: must equal the router's."""
     def __init__(
         self,
         *,
@@ -344,10 +347,11 @@ class Hello(_message.Message):
         transport: _builtins.str = ...,
         lends: _builtins.bool = ...,
         reserve_output_tokens: _builtins.int = ...,
+        protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "config_fingerprint", b"config_fingerprint", "incarnation", b"incarnation", "lends", b"lends", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "reserve_output_tokens", b"reserve_output_tokens", "role", b"role", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "config_fingerprint", b"config_fingerprint", "incarnation", b"incarnation", "lends", b"lends", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "protocol", b"protocol", "reserve_output_tokens", b"reserve_output_tokens", "role", b"role", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

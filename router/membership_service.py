@@ -6,7 +6,8 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from cluster.errors import AlreadyThere, InvalidRequest, ServiceError, to_status
+from cluster.errors import AlreadyThere, Incompatible, InvalidRequest, ServiceError, to_status
+from cluster.protocol import PROTOCOL
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 from router.models.served_model import ServedModel, ServedModels
@@ -130,7 +131,11 @@ def _lose(worker: Worker) -> None:
 
 
 def _check(hello: pb.Hello) -> None:
-    """Raises InvalidRequest for what placement could not work with: it would fail every client's request."""
+    """Raises Incompatible for a worker of another version's protocol, and InvalidRequest for what placement could not
+    work with: it would fail every client's request."""
+    if hello.protocol != PROTOCOL:
+        worker = f"worker {hello.worker_id} speaks version {hello.protocol} of the internal protocol"
+        raise Incompatible(f"{worker}, this router version {PROTOCOL}", "protocol")
     for field in ("worker_id", "address", "incarnation", "model_fingerprint"):
         if not getattr(hello, field):
             raise InvalidRequest(field, "is empty")

@@ -13,6 +13,7 @@ from cluster.drain import Drain
 from cluster.errors import Draining, TandemError
 from cluster.metrics import MetricsServer, new_registry
 from cluster.process import Addresses
+from cluster.protocol import PROTOCOL
 from cluster.roles import ON_WIRE, Role
 from cluster.rpc import Server
 from cluster.tls import Member, member_of
@@ -256,4 +257,5 @@ def _hello(context: WorkerContext, address: str) -> pb.Hello:
         transport=ready.transport,
         lends=True,
         reserve_output_tokens=context.config.reserve_output_tokens,
+        protocol=PROTOCOL,
     )

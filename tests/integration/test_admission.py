@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import InvalidRequest, Overloaded, to_proto
+from cluster.protocol import PROTOCOL
 from cluster.rpc import Server, channel
 from engine.model_dir import ModelDir
 from protos import decode_pb2, decode_pb2_grpc, membership_pb2, membership_pb2_grpc
@@ -178,6 +179,7 @@ async def joined(router: str, address: str, model: ModelDir) -> None:
     async def messages() -> AsyncIterator[membership_pb2.WorkerMessage]:
         yield membership_pb2.WorkerMessage(
             hello=membership_pb2.Hello(
+                protocol=PROTOCOL,
                 worker_id="refuser",
                 incarnation=b"1",
                 role=membership_pb2.ROLE_DECODE,

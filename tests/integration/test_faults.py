@@ -20,6 +20,7 @@ import grpc
 import pytest
 
 from cluster.errors import DeadlineExceeded, ServiceError, Unavailable
+from cluster.protocol import PROTOCOL
 from cluster.rpc import Server, channel
 from engine.model_dir import ModelDir
 from protos import decode_pb2, decode_pb2_grpc, membership_pb2, membership_pb2_grpc
@@ -352,6 +353,7 @@ async def test_a_worker_that_dies_after_its_last_word_costs_nothing(model) -> No
         shape = {"block_tokens": BLOCK, "num_blocks": 100, "block_bytes": 2048, "max_context_tokens": 1000}
         yield membership_pb2.WorkerMessage(
             hello=membership_pb2.Hello(
+                protocol=PROTOCOL,
                 worker_id="treacherous",
                 incarnation=b"x" * 16,
                 role=membership_pb2.ROLE_DECODE,

@@ -10,7 +10,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.rpc import LIVENESS, READINESS
 from engine.worker.config import WorkerConfig
+from planner.runtime import PlannerConfig
 from support.processes import Stream, engine_of, finished, pause, until
+from support.redis_server import free_port
 from tandem.client import Client
 from tandem.local import start_role, stop_process
 
@@ -55,6 +57,25 @@ async def test_ready_is_who_can_serve(model: Path, cluster_of: Any) -> None:
         await until_ready(cluster.address, False)  # its only decode worker takes nothing more
         assert await says(cluster.address, LIVENESS)
         await finished([stream])
+
+
+async def test_who_is_cut_off_is_alive_and_not_ready(model: Path, cluster_of: Any) -> None:
+    """A worker and a planner whose only router dies."""
+    async with cluster_of(model, prefill=0, decode=1, engine="sim") as cluster:
+        port = free_port()
+        routers = (cluster.router.joined_at,)
+        config = PlannerConfig(routers=routers, host="127.0.0.1", every_s=0.2, metrics_port=0, health_port=port)
+        planner = await start_role("planner", "planner", config)
+        try:
+            both = cluster.decode[0].address, f"127.0.0.1:{port}"
+            for address in both:
+                await until_ready(address, True)
+            cluster.router.process.kill()
+            for address in both:
+                await until_ready(address, False)
+                assert await says(address, LIVENESS)
+        finally:
+            await stop_process(planner.process)
 
 
 async def test_an_engine_that_hangs_is_not_ready(model: Path, cluster_of: Any) -> None:

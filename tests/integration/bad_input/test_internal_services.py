@@ -19,6 +19,7 @@ from cluster.errors import (
     ServiceError,
     from_proto,
 )
+from cluster.protocol import PROTOCOL
 from engine.keys import pack_tokens
 from protos import decode_pb2, decode_pb2_grpc, lend_pb2, lend_pb2_grpc, membership_pb2, membership_pb2_grpc
 from protos import inference_pb2 as pb
@@ -355,6 +356,16 @@ async def test_a_hello_that_would_break_placement(site: Site, name: str, value: 
     error = await join(site, hello(site, **{name: value}))
     assert isinstance(error, InvalidRequest)
     assert error.field == name
+
+
+@pytest.mark.parametrize("other", [0, PROTOCOL + 1])
+async def test_joining_with_another_protocol(site: Site, other: int) -> None:
+    """0: of before versions were told."""
+    error = await join(site, hello(site, protocol=other))
+    assert isinstance(error, Incompatible)
+    assert error.field == "protocol"
+    assert f"this router version {PROTOCOL}" in error.message
+    await only_one_decode_worker(site)
 
 
 async def test_joining_with_another_models_config(site: Site) -> None:
