@@ -59,6 +59,25 @@ async def test_ready_is_who_can_serve(model: Path, cluster_of: Any) -> None:
         await finished([stream])
 
 
+async def test_who_is_busy_is_alive_and_ready(model: Path, cluster_of: Any) -> None:
+    """More streams than it can run at once, steps as short as they can be."""
+    settings = {"engine": "sim", "sim_step_ms": 0.0, "kv_memory_mib": 1, "reserve_output_tokens": 400}
+    async with cluster_of(model, prefill=0, decode=1, **settings) as cluster, Client(cluster.address) as client:
+        addresses = [cluster.address, cluster.decode[0].address]
+        for address in addresses:
+            await until_ready(address, True)
+        streams = [Stream(client, [1, 2, number], 400) for number in range(100)]
+        await streams[0].reached(1)
+        probes = 0
+        while not all(stream.task.done() for stream in streams):
+            for address in addresses:
+                assert await says(address, LIVENESS)
+                assert await says(address, READINESS)
+            probes += 1
+        await finished(streams)
+        assert probes >= 3
+
+
 async def test_who_is_cut_off_is_alive_and_not_ready(model: Path, cluster_of: Any) -> None:
     """A worker and a planner whose only router dies."""
     async with cluster_of(model, prefill=0, decode=1, engine="sim") as cluster:

@@ -17,6 +17,7 @@ from support.processes import (
     Asking,
     Stream,
     alive,
+    engine_of,
     finished,
     named,
     running,
@@ -51,6 +52,7 @@ async def test_workers_change_roles_under_load_and_no_answer_changes(model, clus
         shapes = [(seed, 60 + 60 * seed, 20 + 150 * (seed % 3)) for seed in range(6)]
         asking = await Asking.begin(client, [(prompt_of(seed, length), count) for seed, length, count in shapes])
         handed_over = 0
+        engines = [engine_of(worker) for worker in cluster.workers]
         for name, role in (("decode-1", "prefill"), ("prefill-0", "decode"), ("decode-1", "decode")):
             await asyncio.sleep(0.3)
             handed_over += await switch_role(named(cluster, name).address, role, None)
@@ -62,6 +64,7 @@ async def test_workers_change_roles_under_load_and_no_answer_changes(model, clus
             "prefill-0": "decode",
             "prefill-1": "prefill",
         }
+        assert [engine_of(worker) for worker in cluster.workers] == engines, "their weights and caches stay"
         await workers_joined(client, 1, 3)
         await asking.end()
         assert handed_over > 0
