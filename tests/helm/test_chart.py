@@ -14,6 +14,7 @@ import yaml
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from cluster.roles import ROLES
 from engine.worker.config import WorkerConfig
 from planner.runtime import PlannerConfig
 from router.config import RouterConfig
@@ -22,10 +23,16 @@ from support.chart import CHART, EXAMPLES, ROOT, helm, needs_helm, pod_specs, re
 pytestmark = needs_helm
 KUBERNETES = ("1.31", "1.34", "1.37")
 ALL = [None, *EXAMPLES]
-HPA = {"enabled": True, "minReplicas": 1, "maxReplicas": 9, "target": "0.8"}
+HPA: dict[str, Any] = {"enabled": True, "minReplicas": 2, "maxReplicas": 9, "target": "0.8"}
 AUTOSCALED = {"name": "a", "source": {"configMap": {}}, "decode": {"replicas": 1, "autoscaling": HPA}}
+
 OPERATORS = {"ServiceMonitor", "PrometheusRule"}
 """Kinds of others, of which Kubernetes has no schema."""
+
+
+def keeping(available: int, **pool: Any) -> dict[str, Any]:
+    """A model with a PodDisruptionBudget."""
+    return {"name": "a", "source": {"configMap": {}}, "decode": {"minAvailable": available, **pool}}
 
 
 def name_of(values: Path | None) -> str:
@@ -74,8 +81,49 @@ def check_rules(manifests: list[dict[str, Any]]) -> None:
             assert {"startupProbe", "readinessProbe", "livenessProbe"} <= set(container), name
 
 
+def least_pods(manifests: list[dict[str, Any]], selector: dict[str, str]) -> int:
+    """That there may be of those with these labels, whoever sizes their pool."""
+    named = {(manifest["kind"], manifest["metadata"]["name"]): manifest for manifest in manifests}
+    least = {
+        key: manifest["spec"].get("replicas")
+        for key, manifest in named.items()
+        if key[0] in ("Deployment", "StatefulSet")
+        and selector.items() <= manifest["spec"]["template"]["metadata"]["labels"].items()
+    }
+    for key, manifest in named.items():
+        if key[0] == "HorizontalPodAutoscaler":
+            target = manifest["spec"]["scaleTargetRef"]
+            if (target["kind"], target["name"]) in least:
+                least[target["kind"], target["name"]] = manifest["spec"]["minReplicas"]
+        elif key[0] == "ConfigMap" and "planner.yaml" in manifest["data"]:
+            config = PlannerConfig.parse(config_of(manifests, key[1], "planner"))
+            for role in ROLES:
+                if (pool := ("Deployment", getattr(config.kubernetes, role))) in least:
+                    least[pool] = config.pool(role).min_workers
+    counts = [count for count in least.values() if count is not None]
+    assert len(counts) == len(least), "nobody says how many there are"
+    return sum(counts)
+
+
+def check_budgets(manifests: list[dict[str, Any]]) -> None:
+    """Nodes can be drained: of what a PodDisruptionBudget selects at least one pod may always go."""
+    for manifest in manifests:
+        if manifest["kind"] == "PodDisruptionBudget":
+            spec = manifest["spec"]
+            assert 0 < spec["minAvailable"] < least_pods(manifests, spec["selector"]["matchLabels"]), manifest
+
+
 def test_every_pod_keeps_the_rules(example: Path | None) -> None:
     check_rules(render(example))
+    check_budgets(render(example))
+
+
+def test_a_canary_has_no_budget_of_its_own() -> None:
+    pool = {"replicas": 4, "minAvailable": 3, "canary": {"replicas": 1}}
+    manifests = render({"models": [{"name": "a", "source": {"configMap": {}}, "decode": pool}]}, release="x")
+    (budget,) = [manifest for manifest in manifests if manifest["kind"] == "PodDisruptionBudget"]
+    assert budget["metadata"]["name"] == "x-a-decode"
+    assert least_pods(manifests, budget["spec"]["selector"]["matchLabels"]) == 4, "not the canary's, too"
 
 
 def test_alive_and_ready_are_different_questions(example: Path | None) -> None:
@@ -86,8 +134,35 @@ def test_alive_and_ready_are_different_questions(example: Path | None) -> None:
             assert container["readinessProbe"]["grpc"]["service"] == "readiness"
             assert container["livenessProbe"]["grpc"]["service"] == "liveness"
             config = config_of(render(example), name, container["name"])
-            assert spec["terminationGracePeriodSeconds"] >= config["drain_s"] + 15
+            assert spec["terminationGracePeriodSeconds"] >= waits_before_stopping(container) + config["drain_s"] + 15
             assert config["drain_s"] > 0
+
+
+def waits_before_stopping(container: dict[str, Any]) -> int:
+    """Seconds of its preStop hook, which runs `sleep`: the images have it, since they are Debian's and Ubuntu's."""
+    if (hook := container.get("lifecycle", {}).get("preStop")) is None:
+        return 0
+    command, seconds = hook["exec"]["command"]
+    assert command == "sleep"
+    return int(seconds)
+
+
+def test_routers_serve_on_until_nobody_is_sent_to_them(example: Path | None) -> None:
+    specs = pod_specs(render(example))
+    (router,) = [container for _, spec in specs for container in spec["containers"] if container["name"] == "router"]
+    assert waits_before_stopping(router) == 5
+    workers = [container for _, spec in specs for container in spec["containers"] if container["name"] == "worker"]
+    assert all(waits_before_stopping(worker) == 0 for worker in workers), "no client comes to them through a Service"
+
+
+def test_how_long_a_router_serves_on_is_a_value() -> None:
+    for seconds, grace in ((12, 87), (0, 75)):
+        (spec,) = [
+            spec for name, spec in pod_specs(render({"router": {"preStopSeconds": seconds}})) if "router" in name
+        ]
+        assert waits_before_stopping(spec["containers"][0]) == seconds
+        assert spec["terminationGracePeriodSeconds"] == grace
+        assert seconds or "lifecycle" not in spec["containers"][0]
 
 
 def config_of(manifests: list[dict[str, Any]], name: str, container: str) -> dict[str, Any]:
@@ -128,6 +203,30 @@ def test_the_rendered_settings_are_settings(example: Path | None) -> None:
         ({"router": {"config": {"api_keys": []}}}, "router.config.api_keys: is set by the chart"),
         ({"planner": {"enabled": True, "config": {"routers": []}}}, "planner.config.routers: is set by the chart"),
         ({"planner": {"enabled": True}, "models": [AUTOSCALED]}, "planner.enabled: a.decode has autoscaling too"),
+        ({"router": {"minAvailable": 1}}, "router.minAvailable: 1 is not below replicas, 1"),
+        (
+            {
+                "router": {"replicas": 9, "minAvailable": 2, "autoscaling": {"enabled": True}},
+                "redis": {"enabled": True},
+            },
+            "router.minAvailable: 2 is not below autoscaling.minReplicas, 2",
+        ),
+        ({"models": [keeping(2, replicas=2)]}, "models: a.decode.minAvailable: 2 is not below replicas, 2"),
+        (
+            {"models": [keeping(2, replicas=4, autoscaling=HPA)]},
+            "models: a.decode.minAvailable: 2 is not below autoscaling.minReplicas, 2",
+        ),
+        (
+            {"models": [keeping(1, replicas=4)], "planner": {"enabled": True}},
+            "models: a.decode.minAvailable: 1 is not below planner.config.decode.min_workers, 1",
+        ),
+        (
+            {
+                "models": [keeping(2, replicas=4)],
+                "planner": {"enabled": True, "config": {"decode": {"min_workers": 2}}},
+            },
+            "models: a.decode.minAvailable: 2 is not below planner.config.decode.min_workers, 2",
+        ),
     ],
 )
 def test_wrong_values_are_refused_by_name(change: dict[str, Any], said: str) -> None:
@@ -276,7 +375,7 @@ values_of_all_kinds = st.fixed_dictionaries(
                 "runtimeClassName": words,
             },
         ),
-        "planner": st.just({"enabled": True}),
+        "planner": st.just({"enabled": True, "config": {"prefill": {"min_workers": 2}, "decode": {"min_workers": 2}}}),
         "redis": st.sampled_from([{"enabled": True}, {"url": "redis://x:1/0", "passwordSecret": "s"}, {}]),
         "networkPolicy": st.fixed_dictionaries({"enabled": st.booleans()}),
         "tls": st.fixed_dictionaries(
@@ -298,14 +397,21 @@ values_of_all_kinds = st.fixed_dictionaries(
 @settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(values_of_all_kinds, words)
 def test_valid_values_render_to_valid_manifests(values: dict[str, Any], release: str) -> None:
-    if "planner" in values:  # it does what autoscaling would
-        for pool in (model.get(role, {}) for model in values["models"] for role in ("prefill", "decode")):
+    for pool in (model[role] for model in values["models"] for role in ROLES if role in model):
+        if "planner" in values:  # it does what autoscaling would
             pool.pop("autoscaling", None)
+        least = 2 if "planner" in values else HPA["minReplicas"] if "autoscaling" in pool else pool["replicas"]
+        if "minAvailable" in pool:
+            pool["minAvailable"] = min(pool["minAvailable"], max(least - 1, 0))
+    if (router := values.get("router", {})).get("minAvailable"):
+        router["minAvailable"] = min(router["minAvailable"], router["replicas"] - 1)
     manifests = render(values, release=release)
     for manifest in manifests:
         if manifest["kind"] not in OPERATORS:
-            kubernetes_validate.validate(manifest, KUBERNETES[-1], strict=True)
+            for version in KUBERNETES:
+                kubernetes_validate.validate(manifest, version, strict=True)
     check_rules(manifests)
+    check_budgets(manifests)
 
 
 def test_the_readme_is_what_the_values_say() -> None:

@@ -51,6 +51,13 @@ redis://{{ include "tandem.name" . }}-redis:6379/0
 {{- $routers | toJson -}}
 {{- end -}}
 
+{{- /* Of a PodDisruptionBudget: where as many must stay as there may be, no node is ever drained. */ -}}
+{{- define "tandem.drainable" -}}
+{{- if ge (int .minAvailable) (int .pods) -}}
+{{- fail (printf "%s.minAvailable: %d is not below %s, %d: no node with one of these pods could ever be drained" .of (int .minAvailable) .value (int .pods)) -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "tandem.containerSecurity" -}}
 allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
