@@ -1,6 +1,7 @@
 """The chart as the real helm renders it: valid for Kubernetes, and by our own rules."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -33,6 +34,24 @@ OPERATORS = {"ServiceMonitor", "PrometheusRule"}
 def keeping(available: int, **pool: Any) -> dict[str, Any]:
     """A model with a PodDisruptionBudget."""
     return {"name": "a", "source": {"configMap": {}}, "decode": {"minAvailable": available, **pool}}
+
+
+WRONG = {"config": {"kv_memory_mb": 1}}
+MISSPELT: list[tuple[dict[str, Any], str]] = [
+    *(({part: WRONG}, f"'/{part}/config") for part in ("router", "worker", "planner")),
+    ({"models": [keeping(0, **WRONG)]}, "'/models/0/decode/config"),
+    ({"models": [keeping(0) | {"prefill": WRONG}]}, "'/models/0/prefill/config"),
+    ({"models": [keeping(0, canary={"replicas": 1, **WRONG})]}, "'/models/0/decode/canary/config"),
+    ({"models": [keeping(0) | {"prefill": {"canary": {"replicas": 1, **WRONG}}}]}, "'/models/0/prefill/canary/config"),
+    ({"models": [keeping(0) | {"serving": WRONG["config"]}]}, "'/models/0/serving"),
+]
+"""And where helm finds it."""
+WITH_PASSWORD = (
+    "redis://:sesame@redis:6379/0",
+    "rediss://user:sesame@redis",
+    "redis://:open/sesame@redis",
+    "redis://redis:6379/0?password=sesame",
+)
 
 
 def name_of(values: Path | None) -> str:
@@ -203,6 +222,19 @@ def test_the_rendered_settings_are_settings(example: Path | None) -> None:
         ({"router": {"config": {"api_keys": []}}}, "router.config.api_keys: is set by the chart"),
         ({"planner": {"enabled": True, "config": {"routers": []}}}, "planner.config.routers: is set by the chart"),
         ({"planner": {"enabled": True}, "models": [AUTOSCALED]}, "planner.enabled: a.decode has autoscaling too"),
+        *((change, f"{at}': additional properties 'kv_memory_mb' not allowed") for change, at in MISSPELT),
+        ({"worker": {"config": {"kv_memory_mib": "much"}}}, "'/worker/config/kv_memory_mib': got string, want integer"),
+        ({"worker": {"config": {"device": "gpu"}}}, "'/worker/config/device': value must be one of"),
+        ({"router": {"config": {"model_rules": [{"task": []}]}}}, "'/router/config/model_rules/0'"),
+        (
+            {"models": [{"name": "a", "source": {"configMap": {}}, "serving": {"path": "/x"}, "decode": {}}]},
+            "'path' not",
+        ),
+        ({"worker": {"config": {"transport": "ucxx"}}}, "config.transport of a worker: ucxx listens on"),
+        (
+            {"models": [keeping(0, replicas=1, canary={"replicas": 1, "config": {"transport": "ucxx"}})]},
+            "config.transport of a worker: ucxx listens on",
+        ),
         ({"router": {"minAvailable": 1}}, "router.minAvailable: 1 is not below replicas, 1"),
         (
             {
@@ -414,9 +446,40 @@ def test_valid_values_render_to_valid_manifests(values: dict[str, Any], release:
     check_budgets(manifests)
 
 
-def test_the_readme_is_what_the_values_say() -> None:
-    script = ROOT / "helm" / "render_readme.py"
-    assert subprocess.run([sys.executable, script, "--check"], check=False, timeout=60).returncode == 0
+@pytest.mark.parametrize("name", ["render_readme.py", "render_schema.py"])
+def test_what_is_made_of_values_and_settings_is_up_to_date(name: str) -> None:
+    command, env = [sys.executable, str(ROOT / "helm" / name), "--check"], os.environ | {"PYTHONPATH": str(ROOT)}
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=env)
+    assert answer.returncode == 0, answer.stderr
+
+
+def test_what_pods_would_take_is_not_refused() -> None:
+    """YAML reads `off` as false, and the worker takes it so."""
+    worker = {"speculation": False, "threads": 2, "lora": "/models/adapter", "cores": [0, 1], "peer_silence_s": 5}
+    tenants = {"a": {"max_running": 2}}
+    rules = [{"name": "drafts", "tasks": ["draft"], "models": ["storyteller"], "max_ttft_ms": 0.5}]
+    manifests = render({"worker": {"config": worker}, "router": {"config": {"tenants": tenants, "model_rules": rules}}})
+    taken = WorkerConfig.parse(config_of(manifests, "demo-storyteller-decode", "worker"))
+    assert (taken.speculation, taken.threads, taken.cores) == ("off", 2, (0, 1))
+    assert RouterConfig.parse(config_of(manifests, "demo-router", "router")).tenants["a"].max_running == 2
+
+
+@pytest.mark.parametrize("url", WITH_PASSWORD)
+def test_a_password_in_a_url_is_refused_and_not_repeated(url: str) -> None:
+    answer = template({"redis": {"url": url}})
+    assert answer.returncode != 0
+    assert "with the key `password`, which redis.passwordSecret names" in answer.stderr
+    assert "sesame" not in answer.stderr
+
+
+def test_a_user_of_redis_is_no_secret() -> None:
+    manifests = render({"redis": {"url": "rediss://tandem@redis:6379/0", "passwordSecret": "s"}})
+    assert config_of(manifests, "demo-router", "router")["redis_url"] == "rediss://tandem@redis:6379/0"
+
+
+def test_a_transport_on_any_port_goes_without_a_network_policy() -> None:
+    manifests = render({"worker": {"config": {"transport": "ucxx"}}, "networkPolicy": {"enabled": False}})
+    assert config_of(manifests, "demo-storyteller-decode", "worker")["transport"] == "ucxx"
 
 
 def documented(values: Any, path: tuple[str, ...] = ()) -> Iterator[str]:

@@ -33,6 +33,9 @@ app.kubernetes.io/instance: '{{ .Release.Name }}'
 
 {{- define "tandem.redisUrl" -}}
 {{- if and .Values.redis.enabled .Values.redis.url }}{{ fail "redis: either enabled or url" }}{{ end -}}
+{{- if regexMatch "//[^@]*:.*@|[?&]password=" .Values.redis.url -}}
+{{- fail "redis.url: has a password in it, which everybody who may read ConfigMaps would see: it belongs in a secret, with the key `password`, which redis.passwordSecret names" -}}
+{{- end -}}
 {{- if .Values.redis.enabled -}}
 redis://{{ include "tandem.name" . }}-redis:6379/0
 {{- else -}}
