@@ -301,7 +301,6 @@ def test_gpus_rdma_and_a_canary() -> None:
     decode, canary = specs["demo-llama-3-1-70b-decode"], specs["demo-llama-3-1-70b-decode-canary"]
     assert decode["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 1
     assert decode["containers"][0]["resources"]["limits"]["rdma/hca"] == 1
-    assert decode["containers"][0]["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
     assert [spec["containers"][0]["image"] for spec in (decode, canary)] == [
         "tandem-worker:0.1.0",
         "tandem-worker:0.1.1",
@@ -313,6 +312,34 @@ def test_gpus_rdma_and_a_canary() -> None:
     assert {"port": 20000, "endPort": 20999, "protocol": "TCP"} in ports
     (env,) = [e for e in decode["containers"][0]["env"] if e["name"] == "UCX_TCP_PORT_RANGE"]
     assert env["value"] == "20000-20999"
+
+
+def is_guaranteed(spec: dict[str, Any]) -> bool:
+    """Whether it is of the class that kubelet aligns devices and cores for."""
+    resources = [container["resources"] for container in [*spec.get("initContainers", []), *spec["containers"]]]
+    kinds = ("cpu", "memory")
+    return all(
+        each["requests"].get(kind) == each["limits"].get(kind) is not None for each in resources for kind in kinds
+    )
+
+
+def test_kubelet_may_align_gpus_nics_and_cores() -> None:
+    specs = dict(pod_specs(render(ROOT / "helm" / "examples" / "gpu-rdma.yaml")))
+    assert not is_guaranteed(specs["demo-router"])
+    with_gpus = [
+        spec for spec in specs.values() if "nvidia.com/gpu" in spec["containers"][0].get("resources", {})["limits"]
+    ]
+    assert len(with_gpus) == 3
+    for spec in with_gpus:
+        assert is_guaranteed(spec)
+        assert float(spec["containers"][0]["resources"]["limits"]["cpu"]).is_integer()
+
+
+def test_a_capability_where_it_is_asked_for() -> None:
+    for asked, added in ((True, ["IPC_LOCK"]), (False, None)):
+        specs = dict(pod_specs(render({"worker": {"ipcLock": asked}})))
+        capabilities = specs["demo-storyteller-decode"]["containers"][0]["securityContext"]["capabilities"]
+        assert (capabilities.get("add"), capabilities["drop"]) == (added, ["ALL"])
 
 
 def test_a_planner_may_size_the_pools_of_its_model_and_nothing_else() -> None:
@@ -498,11 +525,21 @@ def test_every_value_is_documented() -> None:
         assert f"| `{name}` |" in readme, name
 
 
-def test_alerts_and_dashboard_ask_for_metrics_that_exist() -> None:
+def test_alerts_dashboard_and_autoscalers_ask_for_metrics_that_exist() -> None:
     manual = (ROOT / "docs" / "metrics.md").read_text()
     known = {name.removesuffix("_total") for name in re.findall(r"`(tandem_[a-z0-9_]+)`", manual)}
-    for name in ("alerts.yaml", "dashboard.json"):
-        asked = set(re.findall(r"tandem_[a-z0-9_]+", (CHART / "files" / name).read_text()))
-        assert asked
-        for metric in asked:
+    asked = {
+        name: set(re.findall(r"tandem_[a-z0-9_]+", (CHART / "files" / name).read_text()))
+        for name in ("alerts.yaml", "dashboard.json")
+    }
+    pool = {"replicas": 2, "autoscaling": HPA}
+    model = {"name": "a", "source": {"configMap": {}}, "prefill": pool, "decode": pool}
+    scalers = [m for m in render({"models": [model]}) if m["kind"] == "HorizontalPodAutoscaler"]
+    assert len(scalers) == 2
+    for scaler in scalers:
+        (metric,) = scaler["spec"]["metrics"]
+        asked[scaler["metadata"]["name"]] = {metric["pods"]["metric"]["name"]}
+    for name, metrics in asked.items():
+        assert metrics
+        for metric in metrics:
             assert re.sub("_(total|bucket|sum|count)$", "", metric) in known, f"{name}: {metric}"
