@@ -15,7 +15,8 @@ HEAD = """# The chart `tandem`
 Routers, prefill and decode workers of one or several models. How to deploy, and why it is as it is, says
 [docs/kubernetes.md](../../docs/kubernetes.md); examples are in [helm/examples](../examples).
 
-A wrong key is refused with its name (`values.schema.json`). This table is made from the comments of `values.yaml`.
+A wrong key is refused with its name (`values.schema.json`), also one of a `config`. This
+table is made from the comments of `values.yaml`.
 
 | value | default | what |
 | --- | --- | --- |

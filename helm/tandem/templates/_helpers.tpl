@@ -33,6 +33,9 @@ app.kubernetes.io/instance: '{{ .Release.Name }}'
 
 {{- define "tandem.redisUrl" -}}
 {{- if and .Values.redis.enabled .Values.redis.url }}{{ fail "redis: either enabled or url" }}{{ end -}}
+{{- if regexMatch "//[^@]*:.*@|[?&]password=" .Values.redis.url -}}
+{{- fail "redis.url: has a password in it, which everybody who may read ConfigMaps would see: it belongs in a secret, with the key `password`, which redis.passwordSecret names" -}}
+{{- end -}}
 {{- if .Values.redis.enabled -}}
 redis://{{ include "tandem.name" . }}-redis:6379/0
 {{- else -}}
@@ -49,6 +52,13 @@ redis://{{ include "tandem.name" . }}-redis:6379/0
 {{- $routers = append $routers (printf "%s-router-%d.%s-routers:%d" $name $number $name $port) -}}
 {{- end -}}
 {{- $routers | toJson -}}
+{{- end -}}
+
+{{- /* Of a PodDisruptionBudget: where as many must stay as there may be, no node is ever drained. */ -}}
+{{- define "tandem.drainable" -}}
+{{- if ge (int .minAvailable) (int .pods) -}}
+{{- fail (printf "%s.minAvailable: %d is not below %s, %d: no node with one of these pods could ever be drained" .of (int .minAvailable) .value (int .pods)) -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "tandem.containerSecurity" -}}

@@ -1,0 +1,91 @@
+"""Writes the settings of routers, workers and planners into helm/tandem/values.schema.json, from the classes that read
+them: `render_schema.py [--check]`. A misspelt setting is then refused by helm, and not by a pod that starts and fails.
+
+What it writes are the schema's `definitions`; all else in that file is written by hand.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from cluster.config import Config
+from engine.worker.config import WorkerConfig
+from planner.runtime import PlannerConfig
+from router.config import RouterConfig
+from router.models.config import ModelEntry
+
+CHART = Path(__file__).parent / "tandem"
+PATH = CHART / "values.schema.json"
+KEPT = (
+    "type", "enum", "const", "pattern", "minLength", "maxLength", "minimum", "maximum", "exclusiveMinimum",
+    "exclusiveMaximum", "items", "additionalProperties", "required",
+)  # fmt: skip
+"""Of pydantic's schemas; titles, defaults and formats are left out."""
+
+
+def main() -> None:
+    schema = json.loads(PATH.read_text())
+    schema["definitions"] = definitions()
+    text = json.dumps(schema, indent=1) + "\n"
+    if "--check" in sys.argv:
+        if PATH.read_text() != text:
+            sys.exit(f"{PATH} does not have the settings that there are: run helm/render_schema.py")
+    else:
+        PATH.write_text(text)
+
+
+def definitions() -> dict[str, Any]:
+    """By name; what templates set themselves is of any type there, so that they can say that they set it."""
+    serving = of_settings(ModelEntry, set())
+    for key in ("path", "name"):  # are what `source` and `name` beside it say
+        del serving["properties"][key]
+    serving.pop("required")
+    return {
+        "routerConfig": of_settings(RouterConfig, set_by("router.yaml")),
+        "workerConfig": of_settings(WorkerConfig, set_by("workers.yaml")),
+        "plannerConfig": of_settings(PlannerConfig, set_by("planner.yaml")),
+        "serving": serving,
+    }
+
+
+def set_by(template: str) -> set[str]:
+    """Settings that this template refuses to be given."""
+    (names,) = re.findall(r"range \$key := list ((?:\"\w+\" ?)+)\}\}", (CHART / "templates" / template).read_text())
+    return set(re.findall(r"\w+", names))
+
+
+def of_settings(settings: type[Config], set_by_chart: set[str]) -> dict[str, Any]:
+    """Of an object with these settings and no others."""
+    unknown = set_by_chart - set(settings.model_fields)
+    assert not unknown, f"{settings.__name__} has no {unknown}"
+    schema = settings.model_json_schema()
+    validators = settings.__pydantic_decorators__.field_validators.values()
+    read_otherwise = {field for each in validators if each.info.mode == "before" for field in each.info.fields}
+    for key in set_by_chart | read_otherwise:
+        schema["properties"][key] = {}
+    schema["required"] = sorted(set(schema.get("required", [])) - set_by_chart)
+    return simplified(schema, schema.get("$defs", {}))
+
+
+def simplified(schema: dict[str, Any], named: dict[str, Any]) -> dict[str, Any]:
+    """With what it refers to in its place."""
+    if "$ref" in schema:
+        return simplified(named[schema["$ref"].rpartition("/")[2]], named)
+    if "anyOf" in schema:
+        first, *others = schema["anyOf"]
+        assert others == [{"type": "null"}], schema
+        said = simplified(first, named)
+        return {**said, "type": [said["type"], "null"]}
+    said = {key: schema[key] for key in KEPT if schema.get(key) not in (None, [])}
+    for key in ("items", "additionalProperties"):
+        if isinstance(said.get(key), dict):
+            said[key] = simplified(said[key], named)
+    if "properties" in schema:
+        said["properties"] = {name: simplified(each, named) for name, each in schema["properties"].items()}
+    return said
+
+
+if __name__ == "__main__":
+    main()
