@@ -8,7 +8,7 @@ VLLM_VENV := .venv-vllm
 ROUTERS_VENV := .venv-routers
 HELM := .helm/helm
 # Most tests wait for processes of theirs: two at a time, each file in one process.
-TWO := -n 2 --dist loadfile -m "not long"
+TWO := -n 2 --dist loadfile -m "not long" --durations 15 --durations-min 5
 SEVERAL := tests/integration tests/helm tests/e2e/test_right.py tests/e2e/test_structured.py
 PROTOS := $(wildcard protos/*.proto)
 

@@ -167,18 +167,22 @@ def waits_before_stopping(container: dict[str, Any]) -> int:
 
 
 def test_routers_serve_on_until_nobody_is_sent_to_them(example: Path | None) -> None:
-    specs = pod_specs(render(example))
-    (router,) = [container for _, spec in specs for container in spec["containers"] if container["name"] == "router"]
-    assert waits_before_stopping(router) == 5
+    """Neither by the Service nor by a connection that a client has: gRPC's last up to a tenth longer than they may."""
+    manifests = render(example)
+    specs = pod_specs(manifests)
+    ((name, router),) = [(n, c) for n, spec in specs for c in spec["containers"] if c["name"] == "router"]
+    oldest_s = 1.1 * config_of(manifests, name, "router")["max_connection_s"]
+    assert waits_before_stopping(router) == 25 > oldest_s + 1
     workers = [container for _, spec in specs for container in spec["containers"] if container["name"] == "worker"]
     assert all(waits_before_stopping(worker) == 0 for worker in workers), "no client comes to them through a Service"
 
 
 def test_how_long_a_router_serves_on_is_a_value() -> None:
     for seconds, grace in ((12, 87), (0, 75)):
-        (spec,) = [
-            spec for name, spec in pod_specs(render({"router": {"preStopSeconds": seconds}})) if "router" in name
-        ]
+        manifests = render({"router": {"preStopSeconds": seconds}})
+        ((name, spec),) = [(name, spec) for name, spec in pod_specs(manifests) if "router" in name]
+        config = RouterConfig.parse(config_of(manifests, name, "router"))
+        assert config.max_connection_s == (pytest.approx(0.8 * seconds) if seconds else None)
         assert waits_before_stopping(spec["containers"][0]) == seconds
         assert spec["terminationGracePeriodSeconds"] == grace
         assert seconds or "lifecycle" not in spec["containers"][0]
