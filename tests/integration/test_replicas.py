@@ -165,7 +165,7 @@ async def test_redis_is_killed_hung_and_restarted_empty_under_load(  # type: ign
         await load.answered(10)
 
         await redis.kill()
-        await load.answered(60)
+        await load.answered(30)
         await redis.start()
         await load.answered(10)
 
@@ -175,7 +175,7 @@ async def test_redis_is_killed_hung_and_restarted_empty_under_load(  # type: ign
         await until(lambda: announced(3), "everybody has announced himself again")
 
         await redis.hang()
-        await load.answered(60)
+        await load.answered(30)
         redis.wake()
         await load.answered(10)
 
