@@ -309,6 +309,7 @@ class Hello(_message.Message):
     LENDS_FIELD_NUMBER: _builtins.int
     RESERVE_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
+    TRAFFIC_SHARE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.bytes
     role: Global___Role.ValueType
@@ -330,6 +331,8 @@ class Hello(_message.Message):
     """Output for which a new request is promised blocks, at most. 0: for all of max_tokens."""
     protocol: _builtins.int
     """Of cluster/protocol.py: must equal the router's."""
+    traffic_share: _builtins.float
+    """Of its model's requests, those that it and others that say so are for. 0: all that the others do not take."""
     def __init__(
         self,
         *,
@@ -348,10 +351,11 @@ class Hello(_message.Message):
         lends: _builtins.bool = ...,
         reserve_output_tokens: _builtins.int = ...,
         protocol: _builtins.int = ...,
+        traffic_share: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "config_fingerprint", b"config_fingerprint", "incarnation", b"incarnation", "lends", b"lends", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "protocol", b"protocol", "reserve_output_tokens", b"reserve_output_tokens", "role", b"role", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "config_fingerprint", b"config_fingerprint", "incarnation", b"incarnation", "lends", b"lends", "max_context_tokens", b"max_context_tokens", "model", b"model", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "protocol", b"protocol", "reserve_output_tokens", b"reserve_output_tokens", "role", b"role", "traffic_share", b"traffic_share", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -23,6 +23,7 @@ def demand_of(
     block_tokens: int,
     block_bytes: int,
     largest_pool: int,
+    lot: float = 1.0,
 ) -> Demand:
     """`to_score`: log probabilities of the prompt are still to come, so all of it is computed.
 
@@ -41,7 +42,7 @@ def demand_of(
         )
     num_usable = 0 if to_score else (len(chains[0]) - 1) // block_tokens
     lengths = tuple(map(len, chains))
-    return Demand(len(chains[0]), num_usable, total, block_tokens, block_bytes, lengths, end, shared)
+    return Demand(len(chains[0]), num_usable, total, block_tokens, block_bytes, lengths, end, shared, lot)
 
 
 def num_outputs(sampling: pb.Sampling) -> int:

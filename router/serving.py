@@ -22,7 +22,7 @@ from router.models.served_model import ServedModel, ServedModels
 from router.needs import chains_of
 from router.placement.candidates import Candidate
 from router.placement.core import Decision
-from router.placement.demand import Demand
+from router.placement.demand import Demand, lot_of
 from router.placement.explain import explain
 from router.placement.fleet import Placed, Worker
 from router.samples import Samples
@@ -193,7 +193,7 @@ class Serving:
         unfinished = [choice.token_ids for choice in emitted.choices if not choice.finished]
         to_score = sampling.HasField("prompt_logprobs") and emitted.num_prompt_logprobs < len(prompt) - 1
         chains = chains_of(prompt, sampling, unfinished)
-        return ticket.model.needs(prompt, sampling, ticket.cache_salt, chains, to_score)
+        return ticket.model.needs(prompt, sampling, ticket.cache_salt, chains, to_score, lot_of(ticket.request_id))
 
 
 def _count(ticket: Ticket, emitted: Emitted, watched: Watched) -> None:

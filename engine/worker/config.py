@@ -88,6 +88,10 @@ class WorkerConfig(HealthSettings, MetricsSettings, DiscoverySettings, Config):
     reserve_output_tokens: PositiveInt = 256
     """KV blocks promised to a request beyond its prompt are for this many tokens at most. What it generates beyond
     takes blocks as they are available, and where none is, somebody is preempted and computed anew later."""
+    traffic_share: float | None = Field(default=None, gt=0, lt=1)
+    """For canaries: the share of its model's requests that workers which say this get together, each pool of its role
+    for itself. They get no others while other workers could serve those; a request of theirs that they have no room for
+    goes to the others. Default: no canary."""
     cores: tuple[int, ...] | None = None
     """CPU cores the engine process is pinned to. Engines that share cores unpinned slow each other several times
     over."""

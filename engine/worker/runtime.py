@@ -258,4 +258,5 @@ def _hello(context: WorkerContext, address: str) -> pb.Hello:
         lends=True,
         reserve_output_tokens=context.config.reserve_output_tokens,
         protocol=PROTOCOL,
+        traffic_share=context.config.traffic_share or 0.0,
     )

@@ -36,6 +36,7 @@ class Room:
         starts = workers.starts
         pools = workers.num_blocks[starts]
         equal = len(workers.reserves) == 1 and bool(len(pools)) and int(pools.min()) == int(pools.max())
+        equal = equal and not workers.with_canaries
         return cls(
             workers=workers,
             available=available,
@@ -74,8 +75,10 @@ def first_to_free(demand: Demand, workers: Workers, batch_block_share: float, ke
     pools = workers.num_blocks
     headroom = np.ceil((1 - batch_block_share) * pools).astype(np.int64)
     needed = np.minimum(promised[workers.reserve_of] + headroom, pools)
-    able = workers.starts & (pools >= demand.num_total_blocks)
+    could = workers.starts & (pools >= demand.num_total_blocks)
+    able = could.copy()
     able[list(kept)] = False
+    able = workers.in_share(able, could, demand.lot)
     if not able.any():
         return None
     missing = np.maximum(0, needed - workers.available_blocks)

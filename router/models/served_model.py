@@ -119,13 +119,14 @@ class ServedModel:
         cache_salt: str,
         chains: Sequence[Sequence[int]],
         to_score: bool,
+        lot: float = 1.0,
     ) -> tuple[Demand, list[BlockKey]]:
         """What `chains`, the tokens there are of each choice, take; and the keys of the blocks that may come from
         elsewhere. A decode worker must be there. Raises InvalidRequest for what no pool could hold."""
         workers = self.decode_workers()
-        hello = workers[0].hello
+        hello = _hello_for(workers, lot)
         largest = max(worker.hello.num_blocks for worker in workers)
-        demand = demand_of(prompt, sampling, chains, to_score, hello.block_tokens, hello.block_bytes, largest)
+        demand = demand_of(prompt, sampling, chains, to_score, hello.block_tokens, hello.block_bytes, largest, lot)
         usable = chains[0][: demand.num_usable_blocks * demand.block_tokens]
         root = root_key(hello.model_fingerprint, cache_salt)
         return demand, block_keys(root, usable, demand.block_tokens)
@@ -139,6 +140,13 @@ class ServedModel:
         else:
             ttft_s = self.fleet.least_ttft_s(demand, keys)
         return None if ttft_s is None else self.dispatcher.expected_wait_s(priority, demand) + ttft_s
+
+
+def _hello_for(workers: Sequence[Worker], lot: float) -> membership_pb2.Hello:
+    """Keys name blocks of one version's weights: a canary's for what is drawn for canaries, else the others'; where
+    there is none of these, any."""
+    share = max(worker.hello.traffic_share for worker in workers)
+    return min(workers, key=lambda worker: (worker.hello.traffic_share > 0) != (lot < share)).hello
 
 
 class ServedModels:

@@ -45,15 +45,15 @@ class Decision:
 
 
 def startable(demand: Demand, workers: Workers, available: Ints | None = None) -> Bools:
-    """[W]: the decode workers that can start the request now, with `available` blocks if not all that are.
+    """[W]: the decode workers that can start the request now, with `available` blocks if not all that are; of these
+    canaries or the others, as its lot says.
 
     A worker that could not hold the whole request would refuse it for good.
     """
     promised = np.array([demand.num_promised_blocks(reserve) for reserve in workers.reserves], np.int64)
     there = workers.available_blocks if available is None else available
-    able: Bools = workers.starts & (there >= promised[workers.reserve_of])
-    able &= workers.num_blocks >= demand.num_total_blocks
-    return able
+    could: Bools = workers.starts & (workers.num_blocks >= demand.num_total_blocks)
+    return workers.in_share(could & (there >= promised[workers.reserve_of]), could, demand.lot)
 
 
 def place(demand: Demand, workers: Workers, hits: Hits, rates: Rates, available: Ints | None = None) -> Decision | None:
@@ -152,7 +152,7 @@ class _Matrices:
         those of their sources, -1 for none."""
         demand, workers, rates = self._demand, self._workers, self._rates
         usable = demand.num_usable_blocks
-        lenders = np.flatnonzero(~workers.decodes & ~workers.draining & (workers.num_blocks >= usable))
+        lenders = np.flatnonzero(workers.computing_lenders(usable, demand.lot))
         if not len(lenders) or self._own.min() == usable:
             return None
         sources, have, read_s = self._sources(lenders)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,8 @@ class Demand:
     """Prompt and max_tokens."""
     shared_tokens: int = 0
     """Of the prompt, those whose full blocks the choices share."""
+    lot: float = 1.0
+    """In [0, 1), drawn for the request: below a canary's share of the traffic it is for the canary. 1: for none."""
 
     def num_promised_blocks(self, reserve_output_tokens: int) -> int:
         """What a worker that promises so much output must have to start it now; 0: all of it."""
@@ -29,6 +32,11 @@ class Demand:
             return self.num_total_blocks
         ends = [min(self.max_chain_tokens, tokens + reserve_output_tokens) for tokens in self.chain_tokens]
         return num_blocks_of(ends, self.shared_tokens, self.block_tokens)
+
+
+def lot_of(request_id: str) -> float:
+    """The same for each attempt of a request, at any router."""
+    return int.from_bytes(blake2b(request_id.encode(), digest_size=6).digest()) / 2**48
 
 
 def num_blocks_of(ends: Sequence[int], shared_tokens: int, block_tokens: int) -> int:

@@ -31,6 +31,7 @@ def _ways(demand: Demand, workers: Workers, hits: Hits, sources: Sequence[int | 
     """`sources`: for each worker, from whom it would read as a lender that computes."""
     usable = demand.num_usable_blocks
     own = min(int(hits.held[decode]), usable)
+    computing = workers.computing_lenders(usable, demand.lot)
     yield Way(decode)
     if own == usable:
         return
@@ -39,6 +40,5 @@ def _ways(demand: Demand, workers: Workers, hits: Hits, sources: Sequence[int | 
             continue
         if min(int(hits.held[lender]), usable) > own:
             yield Way(decode, lender)
-        computes = not workers.decodes[lender] and not workers.draining[lender]
-        if computes and workers.num_blocks[lender] >= usable:
+        if computing[lender]:
             yield Way(decode, lender, computes=True, source=sources[lender])

@@ -310,6 +310,7 @@ class Fleet:
             num_blocks=load.num_blocks,
             reserve_output_tokens=reserve,
             draining=worker.draining,
+            traffic_share=worker.hello.traffic_share,
         )
 
 

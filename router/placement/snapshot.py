@@ -25,6 +25,8 @@ class WorkerView:
     """As in its Hello."""
     draining: bool = False
     """It takes no request, and computes for none; what it holds can be read."""
+    traffic_share: float = 0.0
+    """As in its Hello."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,11 +49,30 @@ class Workers:
     """The different values of reserve_output_tokens there are."""
     reserve_of: Ints
     """Which of them."""
+    traffic_shares: Floats
+    """0: no canary."""
+    with_canaries: bool
 
     @property
     def starts(self) -> Bools:
         """[W]: decode workers that are to stay, on which requests may start."""
         return self.decodes & ~self.draining
+
+    def computing_lenders(self, num_blocks: int, lot: float) -> Bools:
+        """[W]: prefill workers that may compute so many blocks for a request of this lot."""
+        could: Bools = ~self.decodes & ~self.draining & (self.num_blocks >= num_blocks)
+        return self.in_share(could, could, lot)
+
+    def in_share(self, able: Bools, could: Bools, lot: float) -> Bools:
+        """[W]: those of the `able` that a request of this lot is for. A canary's goes to the others where no canary is
+        able; the others' to canaries only where nobody else `could` ever serve it."""
+        if not self.with_canaries:
+            return able
+        canaries = self.traffic_shares > 0
+        if lot < self.traffic_shares[could].max(initial=0):
+            wanted: Bools = able & canaries
+            return wanted if wanted.any() else able
+        return able & ~canaries if (could & ~canaries).any() else able
 
     @classmethod
     def of(cls, views: Sequence[WorkerView]) -> "Workers":
@@ -73,6 +94,8 @@ class Workers:
             num_blocks=_column(view.num_blocks for view in views),
             reserves=tuple(reserves),
             reserve_of=_column(reserves.index(view.reserve_output_tokens) for view in views),
+            traffic_shares=np.array([view.traffic_share for view in views], np.float64),
+            with_canaries=any(view.traffic_share for view in views),
         )
 
 

@@ -1,8 +1,9 @@
 """Placement by matrices against the same model one candidate at a time, and against a plain one written anew here."""
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -11,12 +12,14 @@ from hypothesis import strategies as st
 from numpy.random import Generator, default_rng
 
 from router.placement.core import place
-from router.placement.demand import Demand
+from router.placement.demand import Demand, lot_of
 from router.placement.explain import explain
 from router.placement.rates import Floats, Priors, Rates
 from router.placement.snapshot import Hits, Workers, WorkerView
 
 PRIORS = Priors(1000, 100, 1e6, 0.01, 0.002, 0.001)
+SHARES = {"a": 0.0, "b": 0.1, "c": 0.0}
+"""Of the traffic: one canary among others."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     """Small numbers, so that ties are common."""
+    canaries = draw(st.booleans())
     names = draw(st.lists(st.sampled_from([f"w{number}" for number in range(9)]), max_size=9, unique=True))
     views = [
         WorkerView(
@@ -51,12 +55,14 @@ def cases(draw: st.DrawFn) -> Case:
             num_blocks=draw(st.sampled_from([8, 100])),
             reserve_output_tokens=draw(st.sampled_from([0, 8])),
             draining=draw(st.sampled_from([False, False, False, True])),
+            traffic_share=draw(st.sampled_from([0.0, 0.0, 0.2, 0.5])) if canaries else 0.0,
         )
         for name in names
     ]
     usable = draw(st.sampled_from([0, 1, 10]))
     tokens = 4 * usable + draw(st.integers(1, 4))
-    demand = Demand(tokens, usable, usable + 9, 4, draw(st.sampled_from([100, 1000, 100_000])), (tokens,), tokens + 30)
+    block_bytes, lot = draw(st.sampled_from([100, 1000, 100_000])), draw(st.sampled_from([0.1, 0.3, 0.7, 1.0]))
+    demand = Demand(tokens, usable, usable + 9, 4, block_bytes, (tokens,), tokens + 30, lot=lot)
     held = {name: draw(st.integers(0, usable)) for name in names if draw(st.booleans())}
     due = {name: max(held.get(name, 0), draw(st.integers(0, usable))) for name in names if draw(st.booleans())}
     return Case(demand, views, held, held | due)
@@ -117,6 +123,15 @@ def test_terms_add_up(case: Case, seed: int) -> None:
 # ---------------------------------------------------------------------------- written anew, with one rate for all
 
 
+def theirs(lot: float, able: list[WorkerView], could: list[WorkerView]) -> list[WorkerView]:
+    """Whom a request of this lot is for."""
+    canaries = [view for view in able if view.traffic_share]
+    others = [view for view in able if not view.traffic_share]
+    if any(lot < view.traffic_share for view in could):
+        return canaries or others
+    return others if any(not view.traffic_share for view in could) else canaries
+
+
 def plain_costs(case: Case) -> Iterator[tuple[float, str, str, bool, str | None]]:
     """(cost, decode, lender or "", computes, source) of every way; the lender's source is who holds most."""
     demand, usable = case.demand, case.demand.num_usable_blocks
@@ -132,19 +147,19 @@ def plain_costs(case: Case) -> Iterator[tuple[float, str, str, bool, str | None]
         queue_s = PRIORS.step_s + decode.queued_prefill_tokens / PRIORS.decode_prefill_tokens_per_s
         return loan_s + queue_s + own_s + decode.decoding * own_s + decode.running * PRIORS.stream_delay_s
 
-    for decode in case.views:
-        promised = demand.num_promised_blocks(decode.reserve_output_tokens)
-        if not decode.decodes or decode.draining or decode.available_blocks < promised:
-            continue
-        if decode.num_blocks < demand.num_total_blocks:
-            continue
+    could = [view for view in case.views if view.decodes and not view.draining]
+    could = [view for view in could if view.num_blocks >= demand.num_total_blocks]
+    able = [view for view in could if view.available_blocks >= demand.num_promised_blocks(view.reserve_output_tokens)]
+    computing = [view for view in case.views if not view.decodes and not view.draining and view.num_blocks >= usable]
+    computing = theirs(demand.lot, computing, computing)
+    for decode in theirs(demand.lot, able, could):
         yield cost_s(decode, 0.0, held(decode)), decode.worker_id, "", False, None
         alike = [view for view in case.views if view is not decode and view.fingerprint == decode.fingerprint]
         for lender in alike if held(decode) < usable else []:
             if held(lender) > held(decode):
                 loan_s = moved_s(held(lender) - held(decode))
                 yield cost_s(decode, loan_s, held(lender)), decode.worker_id, lender.worker_id, False, None
-            if lender.decodes or lender.draining or lender.num_blocks < usable:
+            if lender not in computing:
                 continue
             have, read_s, source = case.due.get(lender.worker_id, 0), 0.0, None
             others = [view for view in alike if view is not lender] + [decode]
@@ -202,3 +217,25 @@ def test_nobody_is_there() -> None:
     hits = Hits.of(workers, {})
     assert place(Demand(5, 1, 2, 4, 100), workers, hits, Rates.uniform(0, PRIORS)) is None
     assert explain(Demand(5, 1, 2, 4, 100), workers, hits, Rates.uniform(0, PRIORS)) == []
+
+
+def test_a_canary_gets_its_share_and_no_request_waits_for_it() -> None:
+    ids = [f"request {number}" for number in range(2000)]
+    lots = {request_id: lot_of(request_id) for request_id in ids}
+    assert all(0 <= lot < 1 for lot in lots.values())
+    views = [WorkerView(name, True, b"m", 0, 0, 0, 100, 100, traffic_share=share) for name, share in SHARES.items()]
+
+    def placed(views: list[WorkerView]) -> Counter[str]:
+        workers, counts = Workers.of(views), Counter[str]()
+        for lot in lots.values():
+            decision = place(Demand(5, 0, 2, 4, 100, lot=lot), workers, Hits.of(workers, {}), Rates.uniform(3, PRIORS))
+            counts["none" if decision is None else "canary" if SHARES[decision.decode_id] else "others"] += 1
+        return counts
+
+    assert placed(views)["canary"] == pytest.approx(200, abs=60)
+    full = [replace(view, available_blocks=0) if SHARES[view.worker_id] else view for view in views]
+    assert placed(full) == {"others": 2000}
+    others_full = [view if SHARES[view.worker_id] else replace(view, available_blocks=0) for view in views]
+    assert placed(others_full)["none"] == placed(views)["others"], "what is not the canary's waits for the others"
+    leaving = [view if SHARES[view.worker_id] else replace(view, draining=True) for view in views]
+    assert placed(leaving) == {"canary": 2000}, "there is nobody else"
