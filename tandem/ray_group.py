@@ -16,6 +16,7 @@ from tandem.steps import Steps
 
 AT_ONCE_S = 2.0
 """That room takes where there is some."""
+MEANING = {"STRICT_SPREAD": " (each on a node of its own)", "STRICT_PACK": " (all on one node)"}
 
 
 class Group:
@@ -99,7 +100,8 @@ class Group:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         there = _described([{name: amount for name, amount in node.items() if _of_interest(name)} for node in nodes])
         return (
-            f"no room within {self._settings.wait_s:g} s for {_described(bundles)}, {self._settings.strategy}; "
+            f"no room within {self._settings.wait_s:g} s for {_described(bundles)}, {self._settings.strategy}"
+            f"{MEANING.get(self._settings.strategy, '')}; "
             f"the nodes have, used or not, {there}"
         )
 

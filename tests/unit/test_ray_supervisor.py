@@ -17,7 +17,7 @@ from planner.executors.executor import ExecutorFailed
 from protos import inference_pb2 as pb
 from support.virtual_loop import run_virtually
 from tandem.ray_control import Order
-from tandem.ray_planner import RayExecutor
+from tandem.ray_planner import RayExecutor, planner_config
 from tandem.ray_role import Role
 from tandem.ray_settings import RaySettings
 from tandem.ray_supervisor import JOIN_TIMEOUT_S, LONG_ENOUGH_S, LONGEST_WAIT_S, Ground, Supervisor
@@ -360,6 +360,24 @@ def test_the_planner_switches_roles() -> None:
             await executor.switch([worker("prefill-1")], "prefill")
         assert await executor.sizes() == {"prefill": 1, "decode": 2}
         await executor.close()
+
+    virtually(world, scene)
+
+
+def test_the_last_decode_worker_is_not_to_be_ended() -> None:
+    topology = of(1, 1)
+    with pytest.raises(StartError) as caught:
+        planner_config({"decode": {"min_workers": 0}}, topology.router)
+    assert caught.value.field == "planner.decode.min_workers"
+    assert "at least 1 on Ray: tandem up never ends the last decode worker" in caught.value.reason
+    assert planner_config({"prefill": {"min_workers": 0}}, topology.router).prefill.min_workers == 0
+    world = World(topology)
+
+    async def scene() -> None:
+        with pytest.raises(TandemError, match="decode=0: nothing would be served; tandem down ends the cluster"):
+            await world.supervisor.perform(Order(1, "scale", {"decode": 0}))
+        await world.supervisor.perform(Order(2, "scale", {"prefill": 0}))
+        assert world.machine.workers() == ["decode-0"]
 
     virtually(world, scene)
 
