@@ -69,7 +69,7 @@ JOIN = """
 import asyncio, json, sys, ray
 ray.init(sys.argv[1], log_to_driver=False)
 """
-NO_SPARE_ROOM = """
+LEAVES_NOTHING = """
 from tandem.ray_group import Group
 from tandem.ray_settings import RaySettings
 settings = RaySettings.parse({"prefill": {"num_gpus": 1.5}, "decode": {"num_gpus": 0.5}})
@@ -78,6 +78,9 @@ assert asyncio.run(group.spare("prefill_worker")) is None
 room = asyncio.run(group.spare("decode_worker"))
 assert room["num_gpus"] == 0.5
 group.give_back(room)
+of_one = Group(settings, ["decode_worker"])
+asyncio.run(of_one.reserve(print))
+of_one.give_back(of_one.take("decode_worker"))
 """
 GROUPS = """
 there = ray.util.placement_group_table().values()
@@ -220,7 +223,7 @@ async def test_nodes_die_and_workers_come_and_go_and_no_request_is_lost(
             for stream, undisturbed in zip(streams, reference, strict=True):
                 assert stream.token_ids == undisturbed.token_ids
             assert await worker_names(client) == ["decode-1", "prefill-1"]
-            own, of_all = await asyncio.to_thread(groups, ray_nodes.address, NO_SPARE_ROOM)
+            own, of_all = await asyncio.to_thread(groups, ray_nodes.address, LEAVES_NOTHING)
             assert sorted(map(len, (own[2], of_all[2]))) == [1, 3], "the only prefill worker has followed beside it"
 
             wrong = await asyncio.to_thread(tandem, "scale", "decode=0", address=ray_nodes.address)
