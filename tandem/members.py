@@ -15,10 +15,16 @@ from protos import membership_pb2_grpc as pb_grpc
 POLL_S = 0.02
 
 
-async def members_of(address: str, trust: Trust | None, timeout_s: float) -> tuple[int, int]:
-    """Prefill and decode workers. `address` is where workers join. Raises ServiceError."""
+async def workers_at(address: str, trust: Trust | None, timeout_s: float) -> set[str]:
+    """Addresses of the workers to which that router sends requests. `address` is where workers join. Raises
+    ServiceError."""
     async with channel(address, trust) as link:
-        return await _ask(pb_grpc.MembershipStub(link), timeout_s)
+        try:
+            loads = await pb_grpc.MembershipStub(link).Loads(pb.LoadsRequest(), timeout=timeout_s, wait_for_ready=True)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+    workers = (worker for model in loads.models for worker in model.workers)
+    return {worker.address for worker in workers if worker.heard and not worker.draining}
 
 
 async def await_members(address: str, trust: Trust | None, num_prefill: int, num_decode: int, timeout_s: float) -> None:

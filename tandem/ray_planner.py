@@ -61,7 +61,10 @@ def planner_config(settings: dict[str, Any], router: RouterConfig) -> PlannerCon
     config = PlannerConfig.parse(tls | {"routers": ("127.0.0.1:1",)} | settings)
     config.check()
     if config.decode.min_workers < 1:
-        raise StartError("planner.decode.min_workers", "must be at least 1: tandem up keeps something to serve with")
+        reason = (
+            "must be at least 1 on Ray: tandem up never ends the last decode worker, without which nothing is served"
+        )
+        raise StartError("planner.decode.min_workers", reason)
     return config
 
 

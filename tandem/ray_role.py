@@ -89,6 +89,8 @@ class Role:
     options: dict[str, Any]
     of_node: dict[str, str] = field(default_factory=dict)
     handle: Any = None
+    at: str = ""
+    """Its gRPC address, since it started last."""
     leaving: bool = False
     """Its end is wanted."""
 
@@ -102,6 +104,8 @@ class Role:
                 if attempt == ATTEMPTS:
                     raise StartError(self.name, f"its actor died: {_first_line(error)}") from None
                 await asyncio.sleep(BETWEEN_ATTEMPTS_S)
+            except ray.exceptions.RayError as error:
+                raise StartError(self.name, _first_line(error)) from None
         raise AssertionError("the last attempt raises")
 
     async def _start(self) -> Addresses:
@@ -112,6 +116,7 @@ class Role:
             cause = error.cause
             at, reason = (cause.field, cause.reason) if isinstance(cause, StartError) else ("start", str(cause))
             raise StartError(f"{self.name}: {at}", reason) from None
+        self.at = where.grpc
         return where
 
     async def ending(self) -> str:

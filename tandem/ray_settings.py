@@ -45,9 +45,13 @@ class RaySettings(Config):
 
     def bundle(self, module: str) -> dict[str, float]:
         """What it is to have, as a placement group says it."""
+        return self.wants(module) or {"CPU": LEAST_CPUS}
+
+    def wants(self, module: str) -> dict[str, float]:
+        """The same, empty of one that is to have nothing."""
         wanted = self._resources(module)
         bundle = {"CPU": wanted.num_cpus, "GPU": wanted.num_gpus, **wanted.resources}
-        return {name: amount for name, amount in bundle.items() if amount} or {"CPU": LEAST_CPUS}
+        return {name: amount for name, amount in bundle.items() if amount}
 
     def _resources(self, module: str) -> RoleResources:
         return self.prefill if module == "prefill_worker" else self.decode

@@ -1,17 +1,18 @@
 """Keeps the roles of a cluster running as Ray actors: starts them, starts again what dies, scales, restarts in turn."""
 
 import asyncio
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.errors import StartError, TandemError
+from cluster.errors import StartError, TandemError, Unavailable
 from cluster.process import Addresses
-from cluster.tls import member_of
+from cluster.tls import Trust, member_of
 from engine.worker.config import WorkerConfig
-from tandem.members import await_members, members_of
+from tandem.members import workers_at
 from tandem.ray_control import Order
 from tandem.ray_group import Group
 from tandem.ray_role import Role
@@ -19,7 +20,7 @@ from tandem.ray_settings import RaySettings
 from tandem.steps import Steps
 from tandem.topology import MODULES, Topology
 
-JOIN_TIMEOUT_S = 60.0
+JOIN_TIMEOUT_S, LOOK_FOR_IT_EVERY_S = 60.0, 0.1
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 """Before what died is started again; it doubles each time."""
 LOOK_EVERY_S = 10.0
@@ -29,15 +30,42 @@ LONG_ENOUGH_S = 60.0
 UNPINNED: dict[str, Any] = {"cores": None, "shared_cores": (), "niceness": 0}
 
 
+class Ground:
+    """What a supervisor stands on: Ray's actors and nodes, and what routers say."""
+
+    def role(self, *arguments: Any) -> Role:
+        """As `Role` takes them."""
+        return Role(*arguments)
+
+    def several_hosts(self) -> bool:
+        return len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}) > 1
+
+    def here(self) -> Any:
+        """Where the driver is, as a scheduling strategy."""
+        return drivers_node()
+
+    async def workers_at(self, router: str, trust: Trust | None) -> set[str]:
+        """Addresses of the workers that serve, as that router sees it. Raises ServiceError."""
+        return await workers_at(router, trust, JOIN_TIMEOUT_S)
+
+
 class Supervisor:
     """Of one cluster."""
 
-    def __init__(self, topology: Topology, settings: RaySettings, say: Steps, autoscale: bool = False) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        settings: RaySettings,
+        say: Steps,
+        autoscale: bool = False,
+        ground: Ground | None = None,
+    ) -> None:
         """`autoscale`: workers are placed one by one, so that those that leave give back what they had."""
         self._topology = topology
+        self._ground = ground or Ground()
         self._group = Group(settings, [] if autoscale else [module for module, _ in topology.workers()])
         self._say = say
-        self._several_hosts = len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}) > 1
+        self._several_hosts = self._ground.several_hosts()
         self._joined_at: tuple[str, ...] = ()
         """Of the routers, by workers."""
         self._trust = member_of(topology.router)
@@ -52,11 +80,11 @@ class Supervisor:
 
     async def start_routers(self) -> list[Addresses]:
         """On the driver's own node, where clients know them; started again they have the same ports."""
-        here, started = drivers_node(), []
+        here, started = self._ground.here(), []
         for config in self._topology.routers:
             options = {"num_cpus": 0, "scheduling_strategy": here}
             of_node = {"host": ""} if self._several_hosts and config.host == "127.0.0.1" else {}
-            role = Role(config.router_id or "router", "router", config, options, of_node)
+            role = self._ground.role(config.router_id or "router", "router", config, options, of_node)
             self._roles[role.name] = role
             where = await role.start()
             role.config = config.model_copy(update=_ports_of(where))
@@ -78,7 +106,7 @@ class Supervisor:
             update |= UNPINNED
             of_node = {"host": "", "advertise_host": ""}
         config = config.model_copy(update=update)
-        return Role(config.worker_id, module, config, self._group.take(module), of_node)
+        return self._ground.role(config.worker_id, module, config, self._group.take(module), of_node)
 
     # ------------------------------------------------------------------ keeping
 
@@ -105,21 +133,22 @@ class Supervisor:
         await asyncio.gather(*(role.stop() for role in self._roles.values()))
         self._group.remove()
 
-    def _keep(self, role: Role) -> None:
-        self._keeping[role] = asyncio.ensure_future(self._keep_one(role))
+    def _keep(self, role: Role, cause: str = "") -> None:
+        self._keeping[role] = asyncio.ensure_future(self._keep_one(role, cause))
         self._changed.set()
 
-    async def _keep_one(self, role: Role) -> None:
-        """Until its end is wanted, or it was told to stop by a call."""
+    async def _keep_one(self, role: Role, cause: str = "") -> None:
+        """Until its end is wanted, or it was told to stop by a call. `cause`: of one that does not run, why."""
         loop, wait_s = asyncio.get_running_loop(), FIRST_WAIT_S
         while True:
-            began_at = loop.time()
-            cause = await role.ending()
+            if not cause:
+                began_at = loop.time()
+                cause = await role.ending()
+                wait_s = FIRST_WAIT_S if loop.time() - began_at > LONG_ENOUGH_S else wait_s
             if not cause and not role.leaving:
                 self._group.give_back(role.options)
             if role.leaving or not cause:
                 break
-            wait_s = FIRST_WAIT_S if loop.time() - began_at > LONG_ENOUGH_S else wait_s
             while cause and not role.leaving:
                 self._say(f"{role.name}: {cause}; starting it again in {wait_s:g} s")
                 role.kill()
@@ -217,20 +246,74 @@ class Supervisor:
             raise TandemError("; ".join(map(str, failures)))
 
     async def _restart(self) -> None:
-        """Every worker, one at a time, and each only once the one before has joined again."""
+        """Every worker, one at a time, and each only once the one before has joined again. The only one of its role
+        leaves when another one has joined, where there is room for two."""
+        await self._look()
         workers = [role for role in self._roles.values() if role.module != "router"]
         for role in workers:
-            before = await self._joined()
-            await role.leave()
-            again = Role(role.name, role.module, role.config, role.options, role.of_node)
-            await self._add([again])
-            await await_members(self._joined_at[0], self._trust, *before, JOIN_TIMEOUT_S)
+            if role.leaving or self._roles.get(role.name) is not role:  # told to stop meanwhile, by a call
+                continue
+            alone = await self._is_alone(role)
+            options = await self._group.spare(role.module) if alone else None
+            if options is not None:
+                await self._follow(role, options)
+                continue
+            if alone:
+                self._say(f"{role.name}: no room for another one beside it; nobody does its work until it is back")
+            await self._start_anew(role)
         self._say(f"{len(workers)} workers restarted")
         self._say.done()
 
-    async def _joined(self) -> tuple[int, int]:
-        """Prefill and decode workers."""
-        return await members_of(self._joined_at[0], self._trust, JOIN_TIMEOUT_S)
+    async def _is_alone(self, role: Role) -> bool:
+        """Nobody else of its model and role is served with."""
+        serving = await self._ground.workers_at(self._joined_at[0], self._trust)
+        others = (each for each in self._roles.values() if each is not role and each.module == role.module)
+        return not any(each.at in serving and each.config.model == role.config.model for each in others)
+
+    async def _follow(self, role: Role, options: dict[str, Any]) -> None:
+        """By another one, of a name of its own: `role` goes on if that does not come. Raises TandemError."""
+        prefix = role.name.rpartition("-")[0]
+        name = next(name for number in itertools.count() if (name := f"{prefix}-{number}") not in self._roles)
+        config = role.config.model_copy(update={"worker_id": name})
+        follower = self._ground.role(name, role.module, config, options, role.of_node)
+        await self._add([follower])
+        try:
+            await self._joined(follower)
+        except TandemError:
+            await follower.stop()
+            self._group.give_back(options)
+            raise
+        self._say(f"{role.name} is followed by {name}")
+        await role.leave()
+        self._group.give_back(role.options)
+
+    async def _start_anew(self, role: Role) -> None:
+        """In its own place, once it has left. If it does not start it is tried again and again. Raises TandemError."""
+        await role.leave()
+        again = self._ground.role(role.name, role.module, role.config, role.options, role.of_node)
+        self._starting.append(again)
+        cause = ""
+        try:
+            await again.start()
+        except StartError as error:
+            cause = str(error)
+        finally:
+            self._starting.remove(again)
+        self._roles[again.name] = again
+        self._keep(again, cause)
+        if cause:
+            raise TandemError(f"{cause}; it is tried again, and who was to follow is not restarted")
+        await self._joined(again)
+
+    async def _joined(self, role: Role) -> None:
+        """Returns when every router knows it. Raises ServiceError."""
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + JOIN_TIMEOUT_S
+        for router in self._joined_at:
+            while role.at not in await self._ground.workers_at(router, self._trust):
+                if loop.time() > give_up_at:
+                    raise Unavailable(f"{role.name} has not joined the router at {router} within {JOIN_TIMEOUT_S:g} s")
+                await asyncio.sleep(LOOK_FOR_IT_EVERY_S)
 
     async def _look(self) -> None:
         await asyncio.gather(*(role.look() for role in self._roles.values() if role.module != "router"))

@@ -171,6 +171,7 @@ def _routers(router: dict[str, Any], num_routers: int) -> tuple[RouterConfig, ..
             | {"router_id": f"{name}-{number}", "port": first.port + number if first.port else 0}
             | {"http_port": first.http_port + number if first.http_port else first.http_port}
             | {"internal_port": first.internal_port + number if first.internal_port else first.internal_port}
+            | {"metrics_port": first.metrics_port + number if first.metrics_port else first.metrics_port}
         )
         for number in range(num_routers)
     )

@@ -1,8 +1,11 @@
-"""A Ray cluster of several nodes: a node that dies under load, workers added and taken away, restarted in turn."""
+"""A Ray cluster of several nodes: a router and a node that die under load, workers added and taken away, restarted in
+turn."""
 
 import asyncio
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from cluster.errors import Unavailable
 from support.processes import Stream, finished, until
 from tandem.client import Client
 
@@ -39,45 +43,63 @@ def ray_nodes() -> Iterator[Any]:
 
 @pytest.fixture
 def config(model: Path, tmp_path: Path) -> Path:
-    """Of sim workers, whose prefill workers Ray puts anywhere, and decode workers on the two nodes."""
+    """Of sim workers, each of which wants what the two nodes have and the head has not."""
     file = tmp_path / "cluster.yaml"
     settings = {
         "models": [{"path": str(model), "prefill": 1, "decode": 2}],
         "worker": {"engine": "sim", "sim_step_ms": 5.0, "kv_memory_mib": 16},
-        "ray": {"decode": {"resources": {"decoding": 1}}},
+        "ray": {"decode": {"resources": {"decoding": 1}}, "prefill": {"num_gpus": 0.5}},
     }
     file.write_text(yaml.safe_dump(settings))
     return file
 
 
-def groups(address: str) -> list[tuple[str, str, dict[str, float]]]:
-    """Of those that are there: strategy, state, and what each bundle has."""
-    command = [sys.executable, "-c", GROUPS, address]
+Groups = list[tuple[str, str, dict[str, dict[str, float]]]]
+
+
+def groups(address: str, script: str = "") -> Groups:
+    """Of those that are there, once `script` has run: strategy, state, and what each bundle has."""
+    command = [sys.executable, "-c", JOIN + script + GROUPS, address]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    said: list[tuple[str, str, dict[str, float]]] = [
-        tuple(entry) for entry in json.loads(answer.stdout.splitlines()[-1])
-    ]
+    said: Groups = [tuple(entry) for entry in json.loads(answer.stdout.splitlines()[-1])]
     return said
 
 
-GROUPS = """
-import json, sys, ray
+JOIN = """
+import asyncio, json, sys, ray
 ray.init(sys.argv[1], log_to_driver=False)
+"""
+LEAVES_NOTHING = """
+from tandem.ray_group import Group
+from tandem.ray_settings import RaySettings
+settings = RaySettings.parse({"prefill": {"num_gpus": 1.5}, "decode": {"num_gpus": 0.5}})
+group = Group(settings, [])
+assert asyncio.run(group.spare("prefill_worker")) is None
+room = asyncio.run(group.spare("decode_worker"))
+assert room["num_gpus"] == 0.5
+group.give_back(room)
+of_one = Group(settings, ["decode_worker"])
+asyncio.run(of_one.reserve(print))
+of_one.give_back(of_one.take("decode_worker"))
+"""
+GROUPS = """
 there = ray.util.placement_group_table().values()
 print(json.dumps([(g["strategy"], g["state"], g["bundles"]) for g in there if g["state"] != "REMOVED"]))
 """
 
 
 def without_room_nobody_starts(config: Path, port: int, address: str) -> None:
-    """Of more decode workers than the nodes have room for."""
+    """Three workers, each of which is to have a node of its own."""
     settings = yaml.safe_load(config.read_text())
-    settings["models"][0]["decode"] = 5
-    settings["ray"] |= {"wait_s": 1.0}
+    settings["ray"] |= {"strategy": "STRICT_SPREAD", "wait_s": 1.0}
     file = config.with_name("larger.yaml")
     file.write_text(yaml.safe_dump(settings))
     up = tandem("up", "--config", str(file), "--port", str(port), "--no-http", address=address)
     assert up.returncode == 2
-    assert "ray: no room within 1 s for 5 x (decoding 1), 1 x (CPU 0.001), SPREAD" in " ".join(up.stderr.split())
+    said = " ".join(up.stderr.split())
+    wanted = "2 x (decoding 1), 1 x (GPU 0.5), STRICT_SPREAD (each on a node of its own)"
+    assert f"ray: no room within 1 s for {wanted}; the nodes have, used or not, " in said
+    assert "2 x (CPU 1, GPU 1, decoding 2)" in said
     assert groups(address) == []
 
 
@@ -85,6 +107,18 @@ def tandem(*arguments: str, address: str) -> "subprocess.CompletedProcess[str]":
     environment = os.environ | {"RAY_ADDRESS": address, "PYTHONUNBUFFERED": "1"}
     command = [str(BIN / "tandem"), *arguments]
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+
+def listener(port: int) -> int:
+    """Id of the process that listens there."""
+    tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table]
+    sockets = {f"socket:[{row[9]}]" for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port}
+    for file in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # it is closed by now
+            if os.readlink(file) in sockets:
+                return int(file.parts[2])
+    raise AssertionError(f"nobody listens at port {port}")
 
 
 async def worker_names(client: Client) -> list[str]:
@@ -95,13 +129,12 @@ async def worker_names(client: Client) -> list[str]:
 async def test_nodes_die_and_workers_come_and_go_and_no_request_is_lost(
     ray_nodes: Any, config: Path, free_port: int
 ) -> None:
-    nodes = [
-        ray_nodes.add_node(num_cpus=1, resources={"decoding": 2}, object_store_memory=OBJECT_STORE) for _ in range(2)
-    ]
+    of_node = {"num_cpus": 1, "num_gpus": 1, "resources": {"decoding": 2}, "object_store_memory": OBJECT_STORE}
+    nodes = [ray_nodes.add_node(**of_node) for _ in range(2)]
     await asyncio.to_thread(without_room_nobody_starts, config, free_port, ray_nodes.address)
-    environment = os.environ | {"RAY_ADDRESS": ray_nodes.address, "PYTHONUNBUFFERED": "1", "COLUMNS": "200"}
+    environment = os.environ | {"RAY_ADDRESS": ray_nodes.address, "PYTHONUNBUFFERED": "1", "COLUMNS": "500"}
     up = await asyncio.create_subprocess_exec(
-        *(str(BIN / "tandem"), "up", "--config", str(config), "--port", str(free_port), "--no-http"),
+        *(str(BIN / "tandem"), "up", "--config", str(config), "--port", str(free_port), "--no-http", "--routers", "2"),
         env=environment,
         cwd=ROOT,
         stdout=asyncio.subprocess.PIPE,
@@ -117,7 +150,8 @@ async def test_nodes_die_and_workers_come_and_go_and_no_request_is_lost(
 
     listening = asyncio.ensure_future(listen())
     try:
-        async with Client(f"127.0.0.1:{free_port}") as client:
+        first, second = f"127.0.0.1:{free_port}", f"127.0.0.1:{free_port + 1}"
+        async with Client(first, second) as client, Client(second, first) as of_second, Client(first) as of_first:
 
             async def there() -> bool:
                 return any("serving at" in line for line in told)
@@ -126,8 +160,28 @@ async def test_nodes_die_and_workers_come_and_go_and_no_request_is_lost(
             assert await worker_names(client) == ["decode-0", "decode-1", "prefill-0"]
             ((strategy, _, bundles),) = await asyncio.to_thread(groups, ray_nodes.address)
             assert strategy == "SPREAD"
-            assert sorted(bundle.get("decoding", 0.0) for bundle in bundles.values()) == [0, 1, 1]
+            wanted = [{"GPU": 0.5}, {"decoding": 1.0}, {"decoding": 1.0}]
+            assert sorted(bundles.values(), key=lambda bundle: sorted(bundle.items())) == wanted
             reference = await finished([Stream(client, range(n, n + 40), 400) for n in range(4)])
+
+            streams = [Stream(of_second, range(n, n + 40), 400) for n in range(4)]
+            await asyncio.gather(*(stream.reached(5) for stream in streams))
+            os.kill(killed := listener(free_port), signal.SIGKILL)
+            streams += [Stream(client, range(n, n + 40), 400) for n in range(4)]
+            await finished(streams)
+            for stream, undisturbed in zip(streams, reference + reference, strict=True):
+                assert stream.token_ids == undisturbed.token_ids
+
+            async def router_again() -> bool:
+                try:
+                    return await worker_names(of_first) == ["decode-0", "decode-1", "prefill-0"]
+                except Unavailable:
+                    return False
+
+            await until(router_again, "the router runs again where it was", 60)
+            assert listener(free_port) != killed
+            assert any("router-0: " in line and "starting it again in 0.5 s" in line for line in told)
+            await finished([Stream(of_first, range(40), 40)])
 
             streams = [Stream(client, range(n, n + 40), 400) for n in range(4)]
             await asyncio.gather(*(stream.reached(5) for stream in streams))
@@ -141,17 +195,15 @@ async def test_nodes_die_and_workers_come_and_go_and_no_request_is_lost(
                 return await worker_names(client) == ["decode-0", "decode-1", "prefill-0"]
 
             await until(again, "the worker that died runs on the other node", 60)
-            assert any("starting it again in 0.5 s" in line for line in told)
+            assert any("decode-" in line and "starting it again in 0.5 s" in line for line in told)
 
-            ray_nodes.add_node(num_cpus=1, resources={"decoding": 2}, object_store_memory=OBJECT_STORE)
+            ray_nodes.add_node(**of_node)
             streams = [Stream(client, range(n, n + 40), 400) for n in range(4)]
             scaled = await asyncio.to_thread(tandem, "scale", "decode=3", "prefill=2", address=ray_nodes.address)
             assert scaled.returncode == 0, scaled.stderr
             assert await worker_names(client) == ["decode-0", "decode-1", "decode-2", "prefill-0", "prefill-1"]
             scaled = await asyncio.to_thread(tandem, "scale", "decode=1", address=ray_nodes.address)
             assert scaled.returncode == 0, scaled.stderr
-            restarted = await asyncio.to_thread(tandem, "restart", address=ray_nodes.address)
-            assert restarted.returncode == 0, restarted.stderr
             await finished(streams)
             for stream, undisturbed in zip(streams, reference, strict=True):
                 assert stream.token_ids == undisturbed.token_ids
@@ -163,6 +215,16 @@ async def test_nodes_die_and_workers_come_and_go_and_no_request_is_lost(
             scaled = await asyncio.to_thread(tandem, "scale", "decode=1", address=ray_nodes.address)
             assert scaled.returncode == 0, scaled.stderr
             assert await worker_names(client) == ["decode-0", "prefill-0"]
+
+            streams = [Stream(client, range(n, n + 40), 400) for n in range(4)]
+            restarted = await asyncio.to_thread(tandem, "restart", address=ray_nodes.address)
+            assert restarted.returncode == 0, restarted.stderr
+            await finished(streams)
+            for stream, undisturbed in zip(streams, reference, strict=True):
+                assert stream.token_ids == undisturbed.token_ids
+            assert await worker_names(client) == ["decode-1", "prefill-1"]
+            own, of_all = await asyncio.to_thread(groups, ray_nodes.address, LEAVES_NOTHING)
+            assert sorted(map(len, (own[2], of_all[2]))) == [1, 3], "the only prefill worker has followed beside it"
 
             wrong = await asyncio.to_thread(tandem, "scale", "decode=0", address=ray_nodes.address)
             assert wrong.returncode == 2

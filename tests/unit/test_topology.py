@@ -59,6 +59,7 @@ def test_engines_that_share_one_core_anyway_get_it_once() -> None:
 @pytest.mark.parametrize(
     ("first", "expected"), [(8000, [8000, 8001, 8002]), (0, [0, 0, 0]), (None, [None, None, None])]
 )
-def test_each_of_several_routers_has_its_http_port(first: int | None, expected: list[int | None]) -> None:
-    topology = plan_topology(1, 1, SETTINGS | {"http_port": first}, SETTINGS, [0], num_routers=3)
-    assert [router.http_port for router in topology.routers] == expected
+@pytest.mark.parametrize("name", ["http_port", "metrics_port"])
+def test_each_of_several_routers_has_its_port(name: str, first: int | None, expected: list[int | None]) -> None:
+    topology = plan_topology(1, 1, SETTINGS | {name: first}, SETTINGS, [0], num_routers=3)
+    assert [getattr(router, name) for router in topology.routers] == expected
