@@ -145,6 +145,13 @@ def test_a_canary_has_no_budget_of_its_own() -> None:
     assert least_pods(manifests, budget["spec"]["selector"]["matchLabels"]) == 4, "not the canary's, too"
 
 
+def test_a_share_is_the_canarys_and_not_the_pools() -> None:
+    manifests = render({"models": [keeping(0, replicas=3, canary={"replicas": 1, "share": 0.05})]}, release="x")
+    pools = [config_of(manifests, f"x-a-{pool}", "worker") for pool in ("decode", "decode-canary")]
+    assert [config.get("traffic_share") for config in pools] == [None, 0.05]
+    assert WorkerConfig.parse(pools[1]).traffic_share == 0.05
+
+
 def test_alive_and_ready_are_different_questions(example: Path | None) -> None:
     for name, spec in pod_specs(render(example)):
         for container in spec["containers"]:
@@ -402,7 +409,9 @@ pools = st.fixed_dictionaries(
         "tag": words,
         "spreadOver": st.sampled_from(["", "topology.kubernetes.io/zone"]),
         "config": st.just({"block_tokens": 32}),
-        "canary": st.fixed_dictionaries({"replicas": st.integers(1, 3)}, optional={"tag": words}),
+        "canary": st.fixed_dictionaries(
+            {"replicas": st.integers(1, 3)}, optional={"tag": words, "share": st.sampled_from([0.01, 0.5])}
+        ),
         "autoscaling": st.just(HPA),
         "nodeSelector": st.dictionaries(words, words, max_size=2),
         "env": st.just([{"name": "UCX_LOG_LEVEL", "value": "warn"}]),

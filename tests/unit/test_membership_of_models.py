@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cluster.protocol import PROTOCOL
 from protos import membership_pb2 as pb
 from router import membership_service
 from router.config import RouterConfig
@@ -44,7 +45,7 @@ class Member:
             "num_blocks": 10,
             "block_bytes": 100,
         }
-        self.says.put_nowait(pb.WorkerMessage(hello=pb.Hello(**(values | hello))))
+        self.says.put_nowait(pb.WorkerMessage(hello=pb.Hello(protocol=PROTOCOL, **(values | hello))))
         self.stream = service.Join(self._messages(), Context())
 
     async def _messages(self) -> AsyncIterator[pb.WorkerMessage]:
