@@ -28,6 +28,10 @@ class RouterConfig(SecuritySettings, ModelsConfig, HealthSettings, MetricsSettin
     """Host that workers reach this router by when they find it in Redis, when it is not `host`."""
     drain_s: NonNegativeFloat = 30.0
     """Told to stop, the router lets its streams finish for so long, and then ends them."""
+    ready_without_workers: bool = False
+    """It is ready also while no decode worker is there, for pools that may be scaled to zero: an address that leads to
+    ready routers only would else lead nowhere, and no request could call the pool back. Requests wait for a worker for
+    `no_worker_grace_s`."""
     max_connection_s: PositiveFloat | None = None
     """A client's connection takes new requests for so long, give or take a tenth; then the client opens another one,
     and nothing under way is disturbed. For routers behind one address: one that was taken from it for longer than this

@@ -28,7 +28,7 @@ async def open_http(
 ) -> OpenAiServer:
     """Serving; to be closed. Raises StartError."""
     http = OpenAiServer(config.host, port, credentials, config.max_connection_s)
-    app = make_app(serving, models, requests, keys, config.default_deadline_s)
+    app = make_app(serving, models, requests, keys, config)
     add_console(app, keys, inference.status, serving.recent)
     await http.start(guarded(app, keys))
     return http

@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 
 from cluster.drain import Drain
 from cluster.errors import ServiceError, UnknownModel
+from router.config import RouterConfig
 from router.models.served_model import ServedModel, ServedModels
 from router.openai.answers import ChatAnswer, CompletionAnswer
 from router.openai.caller import caller_of
@@ -21,13 +22,13 @@ from router.security.api_keys import ApiKeys
 from router.serving import Serving
 
 
-def make_app(serving: Serving, models: ServedModels, drain: Drain, keys: ApiKeys, default_deadline_s: float) -> FastAPI:
+def make_app(serving: Serving, models: ServedModels, drain: Drain, keys: ApiKeys, config: RouterConfig) -> FastAPI:
     """`drain` holds the requests under way, those by gRPC too."""
     # Its own pages would say nothing: bodies are read in `fields.py`, whose errors are OpenAI's.
     app = FastAPI(openapi_url=None)
     started_at = int(time.time())
-    completions = Endpoint(serving, drain, keys, read_completion, CompletionAnswer, default_deadline_s)
-    chats = Endpoint(serving, drain, keys, read_chat, ChatAnswer, default_deadline_s)
+    completions = Endpoint(serving, drain, keys, read_completion, CompletionAnswer, config.default_deadline_s)
+    chats = Endpoint(serving, drain, keys, read_chat, ChatAnswer, config.default_deadline_s)
     app.router.add_route("/v1/completions", completions, methods=["POST"])  # type: ignore[arg-type]  # they are ASGI
     app.router.add_route("/v1/chat/completions", chats, methods=["POST"])  # type: ignore[arg-type]
 
@@ -50,7 +51,7 @@ def make_app(serving: Serving, models: ServedModels, drain: Drain, keys: ApiKeys
 
     async def ready(request: Request) -> Response:
         workers = {model.name: len(model.decode_workers()) for model in models}
-        is_ready = not drain.draining and any(workers.values())
+        is_ready = not drain.draining and (config.ready_without_workers or models.any_decode_worker)
         status = "ready" if is_ready else "draining" if drain.draining else "no decode worker"
         return JSONResponse({"status": status, "decode_workers": workers}, 200 if is_ready else 503)
 

@@ -152,6 +152,20 @@ def test_a_share_is_the_canarys_and_not_the_pools() -> None:
     assert WorkerConfig.parse(pools[1]).traffic_share == 0.05
 
 
+def test_a_decode_pool_that_may_be_of_zero_can_come_back() -> None:
+    def routers(**config: Any) -> dict[str, Any]:
+        return {"planner": {"enabled": True, "config": {"decode": {"min_workers": 0}}}, "router": {"config": config}}
+
+    config = RouterConfig.parse(config_of(render(routers()), "demo-router", "router"))
+    assert config.ready_without_workers
+    assert config.no_worker_grace_s == 90, "longer than a worker takes to start"
+    usual = RouterConfig.parse(config_of(render({"planner": {"enabled": True}}), "demo-router", "router"))
+    assert not usual.ready_without_workers
+    refused = template(routers(no_worker_grace_s=60))
+    assert refused.returncode != 0
+    assert "router.config.no_worker_grace_s: 60 s, in which no worker can start" in refused.stderr
+
+
 def test_alive_and_ready_are_different_questions(example: Path | None) -> None:
     for name, spec in pod_specs(render(example)):
         for container in spec["containers"]:

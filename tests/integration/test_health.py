@@ -5,23 +5,13 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
 from cluster.rpc import LIVENESS, READINESS
 from engine.worker.config import WorkerConfig
 from planner.runtime import PlannerConfig
-from support.processes import Stream, engine_of, finished, pause, until
+from support.processes import Stream, engine_of, finished, pause, says, until
 from support.redis_server import free_port
 from tandem.client import Client
 from tandem.local import start_role, stop_process
-
-
-async def says(address: str, service: str) -> bool:
-    async with grpc.aio.insecure_channel(address) as link:
-        request = health_pb2.HealthCheckRequest(service=service)
-        answer = await health_pb2_grpc.HealthStub(link).Check(request, timeout=5)
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 async def until_ready(address: str, ready: bool) -> None:

@@ -1,6 +1,7 @@
 """The planner's process: over real routers, and over an API server that speaks Kubernetes' scale subresource."""
 
 import asyncio
+import json
 import random
 import urllib.request
 from collections.abc import Callable
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 
 from cluster.errors import StartError
+from cluster.rpc import READINESS
 from planner.executors.executor import ExecutorFailed
 from planner.executors.kubernetes import KubernetesConfig, KubernetesExecutor
 from planner.runtime import PlannerConfig, start_planner
-from support.processes import Stream, finished, running, until
+from support.processes import Stream, engine_of, finished, running, says, until, workers_joined
 from support.scale_api import ScaleApi
 from tandem.local import start_role, stop_process
 
@@ -137,6 +139,40 @@ async def test_pools_on_kubernetes_grow_under_load_though_calls_fail(model, clus
                 await planner.stop()
 
 
+async def test_a_pool_of_none_comes_back_with_the_next_request(model, cluster_of, account) -> None:  # type: ignore[no-untyped-def]
+    """Kubernetes is played here: what the planner wants is stopped and started. Routers stay ready meanwhile, or nobody
+    would be led to them."""
+    router = {"ready_without_workers": True, "no_worker_grace_s": 60.0, "http_port": 0}
+    with ScaleApi("a-token", d=1) as api:
+        async with running(cluster_of(model, prefill=0, decode=1, router=router, **NARROW)) as (cluster, client):
+            config = PlannerConfig.parse(
+                QUICK
+                | {"routers": [cluster.router.joined_at], "executor": "kubernetes", "decode": {"min_workers": 0}}
+                | {"kubernetes": {"api_server": api.url, "account_dir": account, "decode": "d"}}
+            )
+            planner = await start_planner(config)
+            try:
+
+                async def wants(count: int) -> bool:
+                    return api.replicas["serving", "d"] == count
+
+                await until(lambda: wants(0), "nobody asks, and nobody is needed")
+                (worker,) = cluster.decode
+                await stop_process(worker.process)
+                await workers_joined(client, 0, 0)
+                assert await says(cluster.address, READINESS)
+                said = json.loads(await got(f"http://{cluster.router.http_address}/ready"))
+                assert said == {"status": "ready", "decode_workers": {model.name: 0}}
+                stream = Stream(client, prompt_of(1, 40), 20)
+                await until(lambda: wants(1), "somebody asks")
+                assert not stream.task.done()
+                again = await cluster.add_worker("decode_worker", cluster._topology.decode[0])
+                cluster.engines.append(engine_of(again))
+                await finished([stream])
+            finally:
+                await planner.stop()
+
+
 async def test_roles_follow_the_load_where_no_worker_comes_or_goes(model, cluster_of, audit) -> None:  # type: ignore[no-untyped-def]
     """Three prefill workers and one decode worker, and nothing but long answers."""
     async with running(cluster_of(model, prefill=3, decode=1, **NARROW)) as (cluster, client):
@@ -190,10 +226,14 @@ def cluster_model(path: Path) -> str:
     return path.name
 
 
-async def metrics_of(address: str) -> dict[str, float]:
-    def scrape() -> str:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
+async def got(url: str) -> str:
+    def get() -> str:
+        with urllib.request.urlopen(url, timeout=5) as answer:
             return str(answer.read().decode())
 
-    lines = (await asyncio.to_thread(scrape)).splitlines()
+    return await asyncio.to_thread(get)
+
+
+async def metrics_of(address: str) -> dict[str, float]:
+    lines = (await got(f"http://{address}/metrics")).splitlines()
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}

@@ -9,6 +9,9 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from cluster.errors import ServiceError
 from cluster.rpc import channel
 from protos import inference_pb2 as pb
@@ -189,6 +192,14 @@ async def running(cluster: LocalCluster) -> AsyncIterator[tuple[LocalCluster, Cl
         cluster.engines = engines  # type: ignore[attr-defined]  # tests that start more workers add theirs
         yield cluster, client
     await gone(engines)
+
+
+async def says(address: str, service: str) -> bool:
+    """Of a service, LIVENESS or READINESS, by gRPC's health protocol."""
+    async with grpc.aio.insecure_channel(address) as link:
+        request = health_pb2.HealthCheckRequest(service=service)
+        answer = await health_pb2_grpc.HealthStub(link).Check(request, timeout=5)
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 async def report_of(address: str) -> membership_pb2.AuditReport:
