@@ -68,11 +68,11 @@ async def test_what_is_offered_is_what_is_served_and_what_is_logged(
 
 async def test_text_has_about_as_many_tokens_as_it_should(cluster_of: Any) -> None:
     async with cluster_of(STORYTELLER, prefill=0, decode=1) as cluster:
-        load = Load(profile_named("short-chat"), concurrency=4, most=12, scale=0.3)
+        load = Load(profile_named("short-chat"), concurrency=4, most=8, scale=0.15)
         report = await run_bench(
             quiet(), GrpcDoor([cluster.address], "", 600, as_text=True), load, Wanted(Slo(60.0, 60.0))
         )
-    assert report.results.finished == 12
+    assert report.results.finished == 8
     assert report.most_under_way == 4
 
 
