@@ -139,7 +139,9 @@ async def start_router(config: RouterConfig) -> Router:
             parts.push_async_callback(http.close)
         await metrics.start(registry)
         for each in servers:
-            await each.mark_serving(lambda: config.ready_without_workers or models.any_decode_worker)
+            await each.mark_serving(
+                lambda: config.ready_without_workers or any(model.decode_workers() for model in models)
+            )
         held = parts.pop_all()
     joined_at = f"{config.advertise_host or config.host}:{internal_port}"
     discovery.announce(RouterEntry(config.id(), joined_at, incarnation.hex()))

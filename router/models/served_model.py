@@ -193,11 +193,6 @@ class ServedModels:
             raise InvalidRequest("model", f"is empty, and several are served: {self._names()}; or say {AUTO!r}")
         return next(iter(self)), "the only one served"
 
-    @property
-    def any_decode_worker(self) -> bool:
-        """Of any of them."""
-        return any(model.decode_workers() for model in self)
-
     def of_worker(self, hello: membership_pb2.Hello) -> ServedModel:
         """The one that it serves: of several of one config and tokenizer, that of its name. Raises Incompatible."""
         equal = [model for model in self if model.config_fingerprint == hello.config_fingerprint]

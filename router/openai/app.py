@@ -51,7 +51,7 @@ def make_app(serving: Serving, models: ServedModels, drain: Drain, keys: ApiKeys
 
     async def ready(request: Request) -> Response:
         workers = {model.name: len(model.decode_workers()) for model in models}
-        is_ready = not drain.draining and (config.ready_without_workers or models.any_decode_worker)
+        is_ready = not drain.draining and (config.ready_without_workers or any(workers.values()))
         status = "ready" if is_ready else "draining" if drain.draining else "no decode worker"
         return JSONResponse({"status": status, "decode_workers": workers}, 200 if is_ready else 503)
 

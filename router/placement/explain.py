@@ -7,7 +7,7 @@ import numpy as np
 from router.placement.candidates import Candidate, Way, assess, best_source
 from router.placement.core import startable
 from router.placement.demand import Demand
-from router.placement.rates import Rates
+from router.placement.rates import Bools, Rates
 from router.placement.snapshot import Hits, Workers
 
 
@@ -19,19 +19,21 @@ def explain(demand: Demand, workers: Workers, hits: Hits, rates: Rates) -> list[
     if not workers.ids:
         return []
     sources = [best_source(demand, workers, hits, rates, lender) for lender in range(len(workers.ids))]
+    computing = workers.computing_lenders(demand.num_usable_blocks, demand.lot)
     candidates = [
         assess(demand, workers, hits, rates, way)
         for decode in np.flatnonzero(startable(demand, workers))
-        for way in _ways(demand, workers, hits, sources, int(decode))
+        for way in _ways(demand, workers, hits, computing, sources, int(decode))
     ]
     return sorted(candidates, key=lambda candidate: candidate.order)
 
 
-def _ways(demand: Demand, workers: Workers, hits: Hits, sources: Sequence[int | None], decode: int) -> Iterator[Way]:
-    """`sources`: for each worker, from whom it would read as a lender that computes."""
+def _ways(
+    demand: Demand, workers: Workers, hits: Hits, computing: Bools, sources: Sequence[int | None], decode: int
+) -> Iterator[Way]:
+    """`computing`: lenders that may. `sources`: for each worker, from whom it would read as a lender that computes."""
     usable = demand.num_usable_blocks
     own = min(int(hits.held[decode]), usable)
-    computing = workers.computing_lenders(usable, demand.lot)
     yield Way(decode)
     if own == usable:
         return
