@@ -3,199 +3,59 @@
 `python -m bench.known_results [NAME]`: all cases, or those whose name has NAME in it.
 
 Goodput is DistServe's: the highest rate at which 90 % of the requests keep TTFT and ITL, for each GPU, or for each USD
-where the GPUs differ. It is found by raising or lowering the rate of one and the same trace by RATIO, from where
-`tandem plan`'s formulas put it; of several splits the best counts. Clusters of both kinds are about equally
-large or dear. Both sides have the same router and the same engine.
+where the GPUs differ. It is found to within RATIO by halving what lies between a rate that is kept and one that is not,
+of one and the same trace, from where `tandem plan`'s formulas put it; of several splits the best counts. Clusters of
+both kinds are about equally large or dear, but for those that are as DistServe's artifact has them. Both sides have the
+same router and the same engine, but where the two engines' steps are those that DistServe's authors measured.
 
 Two things called aggregated. The papers held theirs against engines that computed a prompt in one step, all running
 streams waiting (`whole prompts`); today's, ours too, compute it in chunks beside them (`chunks`).
-
-DistServe (OSDI 24, table 1): OPT on A100, ShareGPT (chat) and LongBench (summaries), its SLOs. Splitwise (ISCA 24):
-Llama 2 70B on machines of 8 GPUs, the lengths of Azure's coding and conversation services, p90 SLOs of 3 x the TTFT
-and 1.5 x the TBT of a request alone on a machine of 8 A100; prefill on H100 and decode on A100 there. Lengths are
-lognormal by the means that they state, not their traces.
 """
 
 import dataclasses
 import math
-import random
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 
+from bench.known_cases import CASES, Case, with_whole_prompts
 from bench.report import Bar, conclude
-from simulator.gpus import GPUS
-from simulator.model_shape import DEFAULT_CONFIG, ModelShape, open_shape, shape_of
-from simulator.plan.check import requests_of
 from simulator.plan.load import Load
 from simulator.plan.search import GOAL, apart_of
 from simulator.plan.together import Together
 from simulator.replay import Scenario, Setup, bill, replay
 from simulator.report import MARGIN
-from simulator.request import TraceRequest
-from simulator.results import Slo
 
 RATIO = 1.1
-WHOLE = 8192
-"""Prompt tokens of a step: longer than the prompts."""
-OPT = DEFAULT_CONFIG | {"vocab_size": 50272, "tie_word_embeddings": True, "torch_dtype": "float16"}
-
-
-def opt(name: str, layers: int, heads: int, hidden: int) -> ModelShape:
-    """Its MLP has two matrices of 4 x hidden, where `shape_of` counts three: so two thirds of that."""
-    sizes = {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads}
-    return shape_of(name, OPT | sizes | {"hidden_size": hidden, "intermediate_size": 8 * hidden // 3})
-
-
-LLAMA = open_shape(None)
-LLAMA_70B = shape_of(
-    "Llama 2 70B",
-    DEFAULT_CONFIG
-    | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
-    | {"vocab_size": 32000},
-)
-OPT_13B, OPT_66B = opt("OPT 13B", 40, 40, 5120), opt("OPT 66B", 64, 72, 9216)
-A100, H100, A10 = GPUS["A100"], GPUS["H100"], GPUS["A10"]
-MAX_RAISES = 8
-
-
-@dataclass(frozen=True)
-class Case:
-    """A setting, and the sign that was found there."""
-
-    name: str
-    setup: Setup
-    load: Load
-    """Its rate is looked for, unless `fixed`."""
-    together: int
-    """Workers of the aggregated cluster."""
-    splits: tuple[tuple[int, int], ...]
-    gains: bool
-    """Says the literature, over whole prompts; where it says no gain, over chunks too."""
-    count: int = 400
-    """Requests, at least; more where streams last long."""
-    fixed: bool = False
-    requests: Callable[[Load, int], Iterator[TraceRequest]] = requests_of
-
-
-def agents(load: Load, count: int) -> Iterator[TraceRequest]:
-    """Coding agents: 60 sessions, each turn 1,024 tokens longer than the last, from 6,144 to 22,528, then anew.
-    All of them are as large as the KV pools of two H100."""
-    rng, at_s = random.Random(0), 0.0
-    sessions = [(place, rng.randrange(6, 22)) for place in range(60)]
-    for number in range(count):
-        at_s += rng.expovariate(load.rate)
-        place = rng.randrange(len(sessions))
-        name, size = sessions[place]
-        hash_ids = tuple(name * 64 + block for block in range(size))
-        yield TraceRequest(number, at_s, 1024 * size, round(load.output), hash_ids, 1024)
-        sessions[place] = (name, size + 1) if size < 22 else (name + len(sessions), 6)
-
-
-CASES = (
-    Case(
-        "DistServe, summaries: OPT 66B, 15 s, 150 ms",
-        Setup(OPT_66B, A100, gpus=4, tp=4, slo=Slo(15, 0.15)),
-        Load(1, 1700, 90),
-        together=4,
-        splits=((2, 2), (3, 1)),
-        gains=True,
-    ),
-    Case(
-        "DistServe, summaries, a stricter SLO: 15 s, 60 ms",
-        Setup(OPT_66B, A100, gpus=4, tp=4, slo=Slo(15, 0.06)),
-        Load(1, 1700, 90),
-        together=4,
-        splits=((2, 2), (3, 1)),
-        gains=True,
-    ),
-    Case(
-        "DistServe, chat: OPT 13B, 0.25 s, 100 ms",
-        Setup(OPT_13B, A100, gpus=4, slo=Slo(0.25, 0.1)),
-        Load(1, 300, 200, variation=0.8),
-        together=4,
-        splits=((2, 2),),
-        gains=True,
-    ),
-    Case(
-        "DistServe, chat, a stricter SLO: OPT 66B, 1 s, 60 ms",
-        Setup(OPT_66B, A100, gpus=4, tp=4, slo=Slo(1.0, 0.06)),
-        Load(1, 300, 200, variation=0.8),
-        together=4,
-        splits=((2, 2),),
-        gains=True,
-    ),
-    Case(
-        "Splitwise, coding: Llama 2 70B, per USD",
-        Setup(LLAMA_70B, H100, gpus=8, tp=8, decode_gpu=A100, slo=Slo(0.9, 0.026)),
-        Load(1, 2048, 28, variation=0.8),
-        together=4,
-        splits=((3, 1), (4, 1)),
-        gains=True,
-    ),
-    Case(
-        "Splitwise, conversation: Llama 2 70B, per USD",
-        Setup(LLAMA_70B, H100, gpus=8, tp=8, decode_gpu=A100, slo=Slo(0.54, 0.026)),
-        Load(1, 1155, 211, variation=0.8),
-        together=4,
-        splits=((2, 1), (3, 2)),
-        gains=True,
-    ),
-    Case(
-        "long prompts, strict ITL: Llama 3.1 8B, 1 s, 12 ms",
-        Setup(LLAMA, H100, gpus=4, slo=Slo(1.0, 0.012)),
-        Load(1, 3000, 200),
-        together=4,
-        splits=((2, 2),),
-        gains=True,
-    ),
-    Case(
-        "short prompts: Llama 3.1 8B, 1 s, 100 ms",
-        Setup(LLAMA, A10, gpus=3, slo=Slo(1.0, 0.1)),
-        Load(1, 100, 150),
-        together=3,
-        splits=((1, 2), (2, 1)),
-        gains=False,
-    ),
-    Case(
-        "low load: one request/s of 1,000 + 200 tokens",
-        Setup(LLAMA, H100, gpus=1, slo=Slo(1.0, 0.05)),
-        Load(1, 1000, 200),
-        together=1,
-        splits=((1, 1),),
-        gains=False,
-        fixed=True,
-    ),
-    Case(
-        "coding agents, KV pools full: 95 % of a prompt seen before",
-        Setup(LLAMA, H100, gpus=2, slo=Slo(1.0, 0.04)),
-        Load(2.5, 14_000, 200, hit_rate=0.9, variation=0.0),
-        together=2,
-        splits=((1, 1),),
-        gains=False,
-        count=400,
-        fixed=True,
-        requests=agents,
-    ),
-)
+LEAST = 0.02
+"""Requests/s for each worker: who does not keep the SLO at that keeps it at no rate."""
 
 
 def goodput(case: Case, setup: Setup, scenario: Scenario) -> float:
     """Requests/s that keep the SLO, at the highest rate at which GOAL of them do; 0: at none that was tried."""
     if case.fixed:
         return case.load.rate * kept(case, setup, scenario, case.load.rate)
-    rate = planned(setup, scenario, case.load)
-    within = kept(case, setup, scenario, rate) >= GOAL
-    for _ in range(MAX_RAISES):
-        tried = rate * RATIO if within else rate / RATIO
-        if (kept(case, setup, scenario, tried) >= GOAL) != within:
-            return rate if within else tried
-        rate = tried
-    return rate if within else 0.0
+    workers = scenario.prefill + scenario.decode
+
+    def within(rate: float) -> bool:
+        return kept(case, setup, scenario, rate) >= GOAL
+
+    low = high = max(LEAST * workers, planned(setup, scenario, case.load))
+    if within(low):
+        while within(high := 2 * high):
+            low = high
+    else:
+        while not within(low := low / 2):
+            high = low
+            if low < LEAST * workers:
+                return 0.0
+    while high / low > RATIO:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if within(middle) else (low, middle)
+    return low
 
 
 def kept(case: Case, setup: Setup, scenario: Scenario, rate: float) -> float:
@@ -219,9 +79,11 @@ def planned(setup: Setup, scenario: Scenario, load: Load) -> float:
 
 def measure(case: Case, advance: Callable[[], object]) -> dict[str, Any]:
     """Goodput for each USD an hour, and for each GPU, of all clusters of a case."""
-    whole = dataclasses.replace(case.setup, decode_chunk=WHOLE)
-    together = Scenario("aggregated", 0, case.together)
-    clusters = {"whole prompts": (whole, together), "chunks": (case.setup, together)}
+    own, together = case.own or case.setup, Scenario("aggregated", 0, case.together)
+    clusters = {
+        "whole prompts": (with_whole_prompts(own), together),
+        "chunks": (own, together),
+    }
     for prefill, decode in case.splits:
         clusters[f"{prefill}P:{decode}D"] = (case.setup, Scenario("disaggregated", prefill, decode))
     figures: dict[str, dict[str, float]] = {}
@@ -230,19 +92,28 @@ def measure(case: Case, advance: Callable[[], object]) -> dict[str, Any]:
         gpus, usd_per_hour = bill(setup, scenario)
         figures[name] = {"per_s": found, "per_gpu": found / gpus, "per_usd": 3600 * found / usd_per_hour}
         advance()
+
+    def over(name: str) -> float:
+        """A cluster of no goodput counts as if it had that of the least rate tried."""
+        gpus, usd_per_hour = bill(*clusters[name])
+        least = LEAST * case.together / (gpus if unit == "per_gpu" else usd_per_hour / 3600)
+        return figures[best][unit] / max(least, figures[name][unit])
+
     unit = "per_usd" if case.setup.decode_gpu is not None else "per_gpu"
     best = max((name for name in figures if name.endswith("D")), key=lambda name: figures[name][unit])
     return {
         "clusters": figures,
         "best split": best,
         "unit": unit,
-        "over whole prompts": figures[best][unit] / figures["whole prompts"][unit],
-        "over chunks": figures[best][unit] / figures["chunks"][unit],
+        "over whole prompts": over("whole prompts"),
+        "over chunks": over("chunks"),
     }
 
 
 def bars_of(case: Case, measured: dict[str, Any]) -> Iterator[Bar]:
     """The sign that the literature found."""
+    if case.gains is None:
+        return
     if case.gains:
         name = f"{case.name}: goodput {measured['best split']} / aggregated, whole prompts"
         yield Bar(name, measured["over whole prompts"], 1 + MARGIN, at_least=True)
