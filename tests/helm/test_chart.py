@@ -1,57 +1,36 @@
 """The chart as the real helm renders it: valid for Kubernetes, and by our own rules."""
 
 import json
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
-import yaml
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 
-from cluster.roles import ROLES
 from engine.worker.config import WorkerConfig
 from planner.runtime import PlannerConfig
 from router.config import RouterConfig
-from support.chart import CHART, EXAMPLES, ROOT, helm, needs_helm, pod_specs, render, template
+from support.chart import (
+    CHART,
+    EXAMPLES,
+    HPA,
+    KUBERNETES,
+    ROOT,
+    check_budgets,
+    check_rules,
+    check_schema,
+    config_of,
+    helm,
+    keeping,
+    least_pods,
+    needs_helm,
+    pod_specs,
+    render,
+    template,
+)
 
 pytestmark = needs_helm
-KUBERNETES = ("1.31", "1.34", "1.37")
 ALL = [None, *EXAMPLES]
-HPA: dict[str, Any] = {"enabled": True, "minReplicas": 2, "maxReplicas": 9, "target": "0.8"}
-AUTOSCALED = {"name": "a", "source": {"configMap": {}}, "decode": {"replicas": 1, "autoscaling": HPA}}
-
-OPERATORS = {"ServiceMonitor", "PrometheusRule"}
-"""Kinds of others, of which Kubernetes has no schema."""
-
-
-def keeping(available: int, **pool: Any) -> dict[str, Any]:
-    """A model with a PodDisruptionBudget."""
-    return {"name": "a", "source": {"configMap": {}}, "decode": {"minAvailable": available, **pool}}
-
-
-WRONG = {"config": {"kv_memory_mb": 1}}
-MISSPELT: list[tuple[dict[str, Any], str]] = [
-    *(({part: WRONG}, f"'/{part}/config") for part in ("router", "worker", "planner")),
-    ({"models": [keeping(0, **WRONG)]}, "'/models/0/decode/config"),
-    ({"models": [keeping(0) | {"prefill": WRONG}]}, "'/models/0/prefill/config"),
-    ({"models": [keeping(0, canary={"replicas": 1, **WRONG})]}, "'/models/0/decode/canary/config"),
-    ({"models": [keeping(0) | {"prefill": {"canary": {"replicas": 1, **WRONG}}}]}, "'/models/0/prefill/canary/config"),
-    ({"models": [keeping(0) | {"serving": WRONG["config"]}]}, "'/models/0/serving"),
-]
-"""And where helm finds it."""
-WITH_PASSWORD = (
-    "redis://:sesame@redis:6379/0",
-    "rediss://user:sesame@redis",
-    "redis://:open/sesame@redis",
-    "redis://redis:6379/0?password=sesame",
-)
 
 
 def name_of(values: Path | None) -> str:
@@ -71,65 +50,7 @@ def test_lint(example: Path | None) -> None:
 
 @pytest.mark.parametrize("version", KUBERNETES)
 def test_manifests_are_what_kubernetes_takes(example: Path | None, version: str) -> None:
-    for manifest in render(example):
-        if manifest["kind"] not in OPERATORS:
-            kubernetes_validate.validate(manifest, version, strict=True)
-
-
-def check_rules(manifests: list[dict[str, Any]]) -> None:
-    """Of every pod and its containers."""
-    names = [(manifest["kind"], manifest["metadata"]["name"]) for manifest in manifests]
-    assert len(names) == len(set(names)), "two of one name"
-    for name, spec in pod_specs(manifests):
-        assert spec["automountServiceAccountToken"] is False, name
-        assert spec["securityContext"]["runAsNonRoot"] is True, name
-        for container in [*spec.get("initContainers", []), *spec["containers"]]:
-            tag = container["image"].rpartition(":")[2]
-            assert tag
-            assert tag != "latest"
-            security = container["securityContext"]
-            assert security["readOnlyRootFilesystem"] is True
-            assert security["allowPrivilegeEscalation"] is False
-            assert security["capabilities"]["drop"] == ["ALL"]
-            assert {"cpu", "memory"} <= set(container["resources"]["limits"]), name
-            said = json.dumps([container.get("command"), container.get("args")])
-            assert not re.search("password|secret|token=", said.replace("REDIS_PASSWORD", ""), re.I), said
-        if name.endswith("-test"):
-            continue
-        for container in spec["containers"]:
-            assert {"startupProbe", "readinessProbe", "livenessProbe"} <= set(container), name
-
-
-def least_pods(manifests: list[dict[str, Any]], selector: dict[str, str]) -> int:
-    """That there may be of those with these labels, whoever sizes their pool."""
-    named = {(manifest["kind"], manifest["metadata"]["name"]): manifest for manifest in manifests}
-    least = {
-        key: manifest["spec"].get("replicas")
-        for key, manifest in named.items()
-        if key[0] in ("Deployment", "StatefulSet")
-        and selector.items() <= manifest["spec"]["template"]["metadata"]["labels"].items()
-    }
-    for key, manifest in named.items():
-        if key[0] == "HorizontalPodAutoscaler":
-            target = manifest["spec"]["scaleTargetRef"]
-            if (target["kind"], target["name"]) in least:
-                least[target["kind"], target["name"]] = manifest["spec"]["minReplicas"]
-        elif key[0] == "ConfigMap" and "planner.yaml" in manifest["data"]:
-            config = PlannerConfig.parse(config_of(manifests, key[1], "planner"))
-            for role in ROLES:
-                if (pool := ("Deployment", getattr(config.kubernetes, role))) in least:
-                    least[pool] = config.pool(role).min_workers
-    counts = [count for count in least.values() if count is not None]
-    assert len(counts) == len(least), "nobody says how many there are"
-    return sum(counts)
-
-
-def check_budgets(manifests: list[dict[str, Any]]) -> None:
-    """Nodes can be drained: of what a PodDisruptionBudget selects at least one pod may always go."""
-    for manifest in manifests:
-        if manifest["kind"] == "PodDisruptionBudget":
-            spec = manifest["spec"]
-            assert 0 < spec["minAvailable"] < least_pods(manifests, spec["selector"]["matchLabels"]), manifest
+    check_schema(render(example), version)
 
 
 def test_every_pod_keeps_the_rules(example: Path | None) -> None:
@@ -209,12 +130,6 @@ def test_how_long_a_router_serves_on_is_a_value() -> None:
         assert seconds or "lifecycle" not in spec["containers"][0]
 
 
-def config_of(manifests: list[dict[str, Any]], name: str, container: str) -> dict[str, Any]:
-    (found,) = [m for m in manifests if m["kind"] == "ConfigMap" and m["metadata"]["name"] == name]
-    config: dict[str, Any] = yaml.safe_load(found["data"][f"{container}.yaml"])
-    return config
-
-
 def test_the_rendered_settings_are_settings(example: Path | None) -> None:
     manifests = render(example)
     for name, spec in pod_specs(manifests):
@@ -225,77 +140,6 @@ def test_the_rendered_settings_are_settings(example: Path | None) -> None:
             WorkerConfig.parse(config_of(manifests, name, "worker"))
         elif container["name"] == "planner":
             PlannerConfig.parse(config_of(manifests, name, "planner")).check()
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"router": {"replica": 3}}, "'replica' not allowed"),
-        ({"router": {"replicas": "three"}}, "/router/replicas"),
-        ({"worker": {"gpu": 1}}, "'gpu' not allowed"),
-        ({"models": []}, "/models"),
-        ({"models": [{"name": "A b", "source": {"pvc": {"claimName": "x"}}, "decode": {}}]}, "/models/0/name"),
-        ({"models": [{"name": "a", "source": {}, "decode": {}}]}, "/models/0/source"),
-        ({"image": {"tag": "latest"}}, "/image/tag"),
-        ({"router": {"config": {"port": 1}}}, "router.config.port: is set by the chart"),
-        ({"worker": {"config": {"model": "x"}}}, "config.model of a worker: is set by the chart"),
-        ({"redis": {"enabled": True, "url": "redis://x"}}, "redis: either enabled or url"),
-        ({"router": {"autoscaling": {"enabled": True}}}, "router.autoscaling: needs redis"),
-        ({"tls": {"metricsCaSecret": "x"}}, "tls.metricsCaSecret: means nothing without tls.memberSecret"),
-        ({"tls": {"secret": "x"}}, "'secret' not allowed"),
-        ({"worker": {"config": {"tls_key": "x"}}}, "config.tls_key of a worker: is set by the chart"),
-        ({"router": {"config": {"api_keys": []}}}, "router.config.api_keys: is set by the chart"),
-        ({"planner": {"enabled": True, "config": {"routers": []}}}, "planner.config.routers: is set by the chart"),
-        ({"planner": {"enabled": True}, "models": [AUTOSCALED]}, "planner.enabled: a.decode has autoscaling too"),
-        *((change, f"{at}': additional properties 'kv_memory_mb' not allowed") for change, at in MISSPELT),
-        ({"worker": {"config": {"kv_memory_mib": "much"}}}, "'/worker/config/kv_memory_mib': got string, want integer"),
-        ({"worker": {"config": {"device": "gpu"}}}, "'/worker/config/device': value must be one of"),
-        ({"router": {"config": {"model_rules": [{"task": []}]}}}, "'/router/config/model_rules/0'"),
-        (
-            {"models": [{"name": "a", "source": {"configMap": {}}, "serving": {"path": "/x"}, "decode": {}}]},
-            "'path' not",
-        ),
-        ({"worker": {"config": {"transport": "ucxx"}}}, "config.transport of a worker: ucxx listens on"),
-        (
-            {"models": [keeping(0, replicas=1, canary={"replicas": 1, "config": {"transport": "ucxx"}})]},
-            "config.transport of a worker: ucxx listens on",
-        ),
-        ({"router": {"minAvailable": 1}}, "router.minAvailable: 1 is not below replicas, 1"),
-        (
-            {
-                "router": {"replicas": 9, "minAvailable": 2, "autoscaling": {"enabled": True}},
-                "redis": {"enabled": True},
-            },
-            "router.minAvailable: 2 is not below autoscaling.minReplicas, 2",
-        ),
-        ({"models": [keeping(2, replicas=2)]}, "models: a.decode.minAvailable: 2 is not below replicas, 2"),
-        (
-            {"models": [keeping(2, replicas=4, autoscaling=HPA)]},
-            "models: a.decode.minAvailable: 2 is not below autoscaling.minReplicas, 2",
-        ),
-        (
-            {"models": [keeping(1, replicas=4)], "planner": {"enabled": True}},
-            "models: a.decode.minAvailable: 1 is not below planner.config.decode.min_workers, 1",
-        ),
-        (
-            {
-                "models": [keeping(2, replicas=4)],
-                "planner": {"enabled": True, "config": {"decode": {"min_workers": 2}}},
-            },
-            "models: a.decode.minAvailable: 2 is not below planner.config.decode.min_workers, 2",
-        ),
-    ],
-)
-def test_wrong_values_are_refused_by_name(change: dict[str, Any], said: str) -> None:
-    answer = template(change)
-    assert answer.returncode != 0
-    assert said in answer.stderr
-
-
-def test_two_models_of_one_name_are_refused() -> None:
-    model = {"source": {"configMap": {}}, "decode": {"replicas": 1}}
-    answer = template({"models": [model | {"name": "a.b"}, model | {"name": "a-b"}]})
-    assert "models: two are called" in answer.stderr
 
 
 def test_workers_know_every_router_by_its_own_name() -> None:
@@ -375,8 +219,7 @@ def test_a_planner_may_size_the_pools_of_its_model_and_nothing_else() -> None:
     ]
     manifests = render({"planner": {"enabled": True, "config": policy}, "models": models}, release="x")
     check_rules(manifests)
-    for manifest in manifests:
-        kubernetes_validate.validate(manifest, KUBERNETES[-1], strict=True)
+    check_schema(manifests, KUBERNETES[-1])
     config = PlannerConfig.parse(config_of(manifests, "x-a-1-planner", "planner"))
     config.check()
     assert (config.model, config.executor, config.decode.max_workers) == ("a.1", "kubernetes", 16)
@@ -412,144 +255,6 @@ def test_a_changed_setting_restarts_whom_it_concerns() -> None:
         "demo-storyteller-prefill",
         "demo-storyteller-decode",
     }
-
-
-words = st.text("abcdefghijklmnopqrstuvwxyz", min_size=1, max_size=12)
-pools = st.fixed_dictionaries(
-    {"replicas": st.integers(0, 9)},
-    optional={
-        "gpus": st.integers(0, 8),
-        "minAvailable": st.integers(0, 3),
-        "tag": words,
-        "spreadOver": st.sampled_from(["", "topology.kubernetes.io/zone"]),
-        "config": st.just({"block_tokens": 32}),
-        "canary": st.fixed_dictionaries(
-            {"replicas": st.integers(1, 3)}, optional={"tag": words, "share": st.sampled_from([0.01, 0.5])}
-        ),
-        "autoscaling": st.just(HPA),
-        "nodeSelector": st.dictionaries(words, words, max_size=2),
-        "env": st.just([{"name": "UCX_LOG_LEVEL", "value": "warn"}]),
-    },
-)
-sources = st.sampled_from(
-    [
-        {"pvc": {"claimName": "models", "path": "a/b"}},
-        {"pvc": {"claimName": "models"}},
-        {"hostPath": {"path": "/srv"}},
-        {"image": {"reference": "registry/model:1"}},
-        {"download": {"image": "curl:1", "command": ["sh", "-c", "true"], "size": "1Gi", "secret": "s"}},
-        {"configMap": {}},
-    ]
-)
-values_of_all_kinds = st.fixed_dictionaries(
-    {
-        "models": st.lists(
-            st.fixed_dictionaries({"name": words, "source": sources, "decode": pools}, optional={"prefill": pools}),
-            min_size=1,
-            max_size=3,
-            unique_by=lambda model: model["name"],
-        )
-    },
-    optional={
-        "router": st.fixed_dictionaries({"replicas": st.integers(1, 4)}, optional={"minAvailable": st.integers(0, 2)}),
-        "worker": st.fixed_dictionaries(
-            {},
-            optional={
-                "ipcLock": st.booleans(),
-                "ucxTransports": words,
-                "extraResources": st.just({"rdma/hca": 2}),
-                "runtimeClassName": words,
-            },
-        ),
-        "planner": st.just({"enabled": True, "config": {"prefill": {"min_workers": 2}, "decode": {"min_workers": 2}}}),
-        "redis": st.sampled_from([{"enabled": True}, {"url": "redis://x:1/0", "passwordSecret": "s"}, {}]),
-        "networkPolicy": st.fixed_dictionaries({"enabled": st.booleans()}),
-        "tls": st.fixed_dictionaries(
-            {"memberSecret": st.just("m")},
-            optional={
-                "serverName": words,
-                "publicSecret": st.just("p"),
-                "publicCa": st.booleans(),
-                "clientCaSecret": st.just("c"),
-                "metricsCaSecret": st.just("s"),
-            },
-        ),
-        "apiKeys": st.sampled_from([{}, {"secret": "k"}, {"secret": "k", "testSecret": "t"}]),
-        "monitoring": st.fixed_dictionaries({"serviceMonitor": st.booleans(), "dashboard": st.booleans()}),
-    },
-)
-
-
-@settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-@given(values_of_all_kinds, words)
-def test_valid_values_render_to_valid_manifests(values: dict[str, Any], release: str) -> None:
-    for pool in (model[role] for model in values["models"] for role in ROLES if role in model):
-        if "planner" in values:  # it does what autoscaling would
-            pool.pop("autoscaling", None)
-        least = 2 if "planner" in values else HPA["minReplicas"] if "autoscaling" in pool else pool["replicas"]
-        if "minAvailable" in pool:
-            pool["minAvailable"] = min(pool["minAvailable"], max(least - 1, 0))
-    if (router := values.get("router", {})).get("minAvailable"):
-        router["minAvailable"] = min(router["minAvailable"], router["replicas"] - 1)
-    manifests = render(values, release=release)
-    for manifest in manifests:
-        if manifest["kind"] not in OPERATORS:
-            for version in KUBERNETES:
-                kubernetes_validate.validate(manifest, version, strict=True)
-    check_rules(manifests)
-    check_budgets(manifests)
-
-
-@pytest.mark.parametrize("name", ["render_readme.py", "render_schema.py"])
-def test_what_is_made_of_values_and_settings_is_up_to_date(name: str) -> None:
-    command, env = [sys.executable, str(ROOT / "helm" / name), "--check"], os.environ | {"PYTHONPATH": str(ROOT)}
-    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=env)
-    assert answer.returncode == 0, answer.stderr
-
-
-def test_what_pods_would_take_is_not_refused() -> None:
-    """YAML reads `off` as false, and the worker takes it so."""
-    worker = {"speculation": False, "threads": 2, "lora": "/models/adapter", "cores": [0, 1], "peer_silence_s": 5}
-    tenants = {"a": {"max_running": 2}}
-    rules = [{"name": "drafts", "tasks": ["draft"], "models": ["storyteller"], "max_ttft_ms": 0.5}]
-    manifests = render({"worker": {"config": worker}, "router": {"config": {"tenants": tenants, "model_rules": rules}}})
-    taken = WorkerConfig.parse(config_of(manifests, "demo-storyteller-decode", "worker"))
-    assert (taken.speculation, taken.threads, taken.cores) == ("off", 2, (0, 1))
-    assert RouterConfig.parse(config_of(manifests, "demo-router", "router")).tenants["a"].max_running == 2
-
-
-@pytest.mark.parametrize("url", WITH_PASSWORD)
-def test_a_password_in_a_url_is_refused_and_not_repeated(url: str) -> None:
-    answer = template({"redis": {"url": url}})
-    assert answer.returncode != 0
-    assert "with the key `password`, which redis.passwordSecret names" in answer.stderr
-    assert "sesame" not in answer.stderr
-
-
-def test_a_user_of_redis_is_no_secret() -> None:
-    manifests = render({"redis": {"url": "rediss://tandem@redis:6379/0", "passwordSecret": "s"}})
-    assert config_of(manifests, "demo-router", "router")["redis_url"] == "rediss://tandem@redis:6379/0"
-
-
-def test_a_transport_on_any_port_goes_without_a_network_policy() -> None:
-    manifests = render({"worker": {"config": {"transport": "ucxx"}}, "networkPolicy": {"enabled": False}})
-    assert config_of(manifests, "demo-storyteller-decode", "worker")["transport"] == "ucxx"
-
-
-def documented(values: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
-    """Every value that is no mapping, or one that is free-form."""
-    for name, value in values.items():
-        if isinstance(value, dict) and value and name not in ("resources", "podSecurityContext"):
-            yield from documented(value, (*path, name))
-        else:
-            yield ".".join((*path, name))
-
-
-def test_every_value_is_documented() -> None:
-    readme = (CHART / "README.md").read_text()
-    values = yaml.safe_load((CHART / "values.yaml").read_text())
-    for name in documented(values):
-        assert f"| `{name}` |" in readme, name
 
 
 def test_alerts_dashboard_and_autoscalers_ask_for_metrics_that_exist() -> None:

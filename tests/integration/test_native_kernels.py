@@ -16,6 +16,7 @@ from engine.torch.native.modules import NativeRmsNorm
 from engine.torch.runner import TorchRunner
 from engine.torch.sdpa import SdpaPagedAttention
 from engine.vocabulary import Chunk, SamplingParams, Sequence
+from support.torch_models import need_bfloat16_products
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +26,7 @@ def kernels() -> Kernels:
 
 @pytest.fixture
 def packs(kernels: Kernels) -> Kernels:
-    if not kernels.multiplies_bfloat16:
-        pytest.skip("no bfloat16 dot products on this CPU: linear layers are torch's")
+    need_bfloat16_products(kernels)
     return kernels
 
 

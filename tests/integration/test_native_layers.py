@@ -14,15 +14,14 @@ from engine.torch.native.kernels import Kernels
 from engine.torch.runner import TorchRunner
 from engine.variant import Variant
 from engine.vocabulary import Chunk
-from support.torch_models import in_blocks, random_prompts, runner_of
+from support.torch_models import in_blocks, need_bfloat16_products, random_prompts, runner_of
 
 LAYERS = 3
 
 
 @pytest.fixture(autouse=True)
 def multiplies() -> None:
-    if not Kernels().multiplies_bfloat16:
-        pytest.skip("no bfloat16 dot products on this CPU: linear layers are torch's")
+    need_bfloat16_products(Kernels())
 
 
 def num_native(runner: TorchRunner) -> int:

@@ -15,7 +15,7 @@ from engine.torch.native.kernels import Kernels
 from engine.vocabulary import SamplingParams, TokenLogprobs
 from support.checked_core import of_kinds
 from support.torch_engine import TorchEngine, ids, request
-from support.torch_models import random_prompts, runner_of
+from support.torch_models import need_bfloat16_products, random_prompts, runner_of
 
 (PROMPT,) = random_prompts(70, seed=4)
 TOP = 3
@@ -82,8 +82,7 @@ def test_no_chunk_size_changes_them_and_nothing_cached_is_used(
 
 
 def test_the_kernels_give_the_same_to_the_bit(make_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not Kernels().multiplies_bfloat16:
-        pytest.skip("no bfloat16 dot products on this CPU: linear layers are torch's")
+    need_bfloat16_products(Kernels())
     path = make_model("qwen2", dtype="bfloat16")
     whole = engine_of(path, 200, "bfloat16", backend="native")
     whole.ask(scored("a"))

@@ -1,18 +1,27 @@
-"""The chart, rendered by the real helm."""
+"""The chart, rendered by the real helm, and what holds of all that is rendered."""
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 
+from cluster.roles import ROLES
+from planner.runtime import PlannerConfig
+
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "helm" / "tandem"
+KUBERNETES = ("1.31", "1.34", "1.37")
+HPA: dict[str, Any] = {"enabled": True, "minReplicas": 2, "maxReplicas": 9, "target": "0.8"}
+OPERATORS = {"ServiceMonitor", "PrometheusRule"}
+"""Kinds of others, of which Kubernetes has no schema."""
 EXAMPLES = sorted((ROOT / "helm" / "examples").glob("*.yaml"))
 
 
@@ -59,3 +68,77 @@ def pod_specs(manifests: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]
         elif manifest["kind"] == "Pod":
             found.append((manifest["metadata"]["name"], manifest["spec"]))
     return found
+
+
+def keeping(available: int, **pool: Any) -> dict[str, Any]:
+    """A model with a PodDisruptionBudget."""
+    return {"name": "a", "source": {"configMap": {}}, "decode": {"minAvailable": available, **pool}}
+
+
+def config_of(manifests: list[dict[str, Any]], name: str, container: str) -> dict[str, Any]:
+    (found,) = [m for m in manifests if m["kind"] == "ConfigMap" and m["metadata"]["name"] == name]
+    config: dict[str, Any] = yaml.safe_load(found["data"][f"{container}.yaml"])
+    return config
+
+
+def check_schema(manifests: list[dict[str, Any]], version: str) -> None:
+    """They are what that version of Kubernetes takes."""
+    for manifest in manifests:
+        if manifest["kind"] not in OPERATORS:
+            kubernetes_validate.validate(manifest, version, strict=True)
+
+
+def check_rules(manifests: list[dict[str, Any]]) -> None:
+    """Of every pod and its containers."""
+    names = [(manifest["kind"], manifest["metadata"]["name"]) for manifest in manifests]
+    assert len(names) == len(set(names)), "two of one name"
+    for name, spec in pod_specs(manifests):
+        assert spec["automountServiceAccountToken"] is False, name
+        assert spec["securityContext"]["runAsNonRoot"] is True, name
+        for container in [*spec.get("initContainers", []), *spec["containers"]]:
+            tag = container["image"].rpartition(":")[2]
+            assert tag
+            assert tag != "latest"
+            security = container["securityContext"]
+            assert security["readOnlyRootFilesystem"] is True
+            assert security["allowPrivilegeEscalation"] is False
+            assert security["capabilities"]["drop"] == ["ALL"]
+            assert {"cpu", "memory"} <= set(container["resources"]["limits"]), name
+            said = json.dumps([container.get("command"), container.get("args")])
+            assert not re.search("password|secret|token=", said.replace("REDIS_PASSWORD", ""), re.I), said
+        if name.endswith("-test"):
+            continue
+        for container in spec["containers"]:
+            assert {"startupProbe", "readinessProbe", "livenessProbe"} <= set(container), name
+
+
+def least_pods(manifests: list[dict[str, Any]], selector: dict[str, str]) -> int:
+    """That there may be of those with these labels, whoever sizes their pool."""
+    named = {(manifest["kind"], manifest["metadata"]["name"]): manifest for manifest in manifests}
+    least = {
+        key: manifest["spec"].get("replicas")
+        for key, manifest in named.items()
+        if key[0] in ("Deployment", "StatefulSet")
+        and selector.items() <= manifest["spec"]["template"]["metadata"]["labels"].items()
+    }
+    for key, manifest in named.items():
+        if key[0] == "HorizontalPodAutoscaler":
+            target = manifest["spec"]["scaleTargetRef"]
+            if (target["kind"], target["name"]) in least:
+                least[target["kind"], target["name"]] = manifest["spec"]["minReplicas"]
+        elif key[0] == "ConfigMap" and "planner.yaml" in manifest["data"]:
+            config = PlannerConfig.parse(config_of(manifests, key[1], "planner"))
+            for role in ROLES:
+                if (pool := ("Deployment", getattr(config.kubernetes, role))) in least:
+                    least[pool] = config.pool(role).min_workers
+    counts = [count for count in least.values() if count is not None]
+    assert len(counts) == len(least), "nobody says how many there are"
+    return sum(counts)
+
+
+def check_budgets(manifests: list[dict[str, Any]]) -> None:
+    """Nodes can be drained: of what a PodDisruptionBudget selects at least one pod may always go."""
+    for manifest in manifests:
+        if manifest["kind"] == "PodDisruptionBudget":
+            spec = manifest["spec"]
+            assert 0 < spec["minAvailable"] < least_pods(manifests, spec["selector"]["matchLabels"]), manifest

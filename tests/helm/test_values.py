@@ -1,0 +1,256 @@
+"""The chart's values: which are refused and how, that all others render, and that each is documented."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from cluster.roles import ROLES
+from engine.worker.config import WorkerConfig
+from router.config import RouterConfig
+from support.chart import (
+    CHART,
+    HPA,
+    KUBERNETES,
+    ROOT,
+    check_budgets,
+    check_rules,
+    check_schema,
+    config_of,
+    keeping,
+    needs_helm,
+    render,
+    template,
+)
+
+pytestmark = needs_helm
+AUTOSCALED = {"name": "a", "source": {"configMap": {}}, "decode": {"replicas": 1, "autoscaling": HPA}}
+WRONG = {"config": {"kv_memory_mb": 1}}
+MISSPELT: list[tuple[dict[str, Any], str]] = [
+    *(({part: WRONG}, f"'/{part}/config") for part in ("router", "worker", "planner")),
+    ({"models": [keeping(0, **WRONG)]}, "'/models/0/decode/config"),
+    ({"models": [keeping(0) | {"prefill": WRONG}]}, "'/models/0/prefill/config"),
+    ({"models": [keeping(0, canary={"replicas": 1, **WRONG})]}, "'/models/0/decode/canary/config"),
+    ({"models": [keeping(0) | {"prefill": {"canary": {"replicas": 1, **WRONG}}}]}, "'/models/0/prefill/canary/config"),
+    ({"models": [keeping(0) | {"serving": WRONG["config"]}]}, "'/models/0/serving"),
+]
+"""And where helm finds it."""
+WITH_PASSWORD = (
+    "redis://:sesame@redis:6379/0",
+    "rediss://user:sesame@redis",
+    "redis://:open/sesame@redis",
+    "redis://redis:6379/0?password=sesame",
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"router": {"replica": 3}}, "'replica' not allowed"),
+        ({"router": {"replicas": "three"}}, "/router/replicas"),
+        ({"worker": {"gpu": 1}}, "'gpu' not allowed"),
+        ({"models": []}, "/models"),
+        ({"models": [{"name": "A b", "source": {"pvc": {"claimName": "x"}}, "decode": {}}]}, "/models/0/name"),
+        ({"models": [{"name": "a", "source": {}, "decode": {}}]}, "/models/0/source"),
+        ({"image": {"tag": "latest"}}, "/image/tag"),
+        ({"router": {"config": {"port": 1}}}, "router.config.port: is set by the chart"),
+        ({"worker": {"config": {"model": "x"}}}, "config.model of a worker: is set by the chart"),
+        ({"redis": {"enabled": True, "url": "redis://x"}}, "redis: either enabled or url"),
+        ({"router": {"autoscaling": {"enabled": True}}}, "router.autoscaling: needs redis"),
+        ({"tls": {"metricsCaSecret": "x"}}, "tls.metricsCaSecret: means nothing without tls.memberSecret"),
+        ({"tls": {"secret": "x"}}, "'secret' not allowed"),
+        ({"worker": {"config": {"tls_key": "x"}}}, "config.tls_key of a worker: is set by the chart"),
+        ({"router": {"config": {"api_keys": []}}}, "router.config.api_keys: is set by the chart"),
+        ({"planner": {"enabled": True, "config": {"routers": []}}}, "planner.config.routers: is set by the chart"),
+        ({"planner": {"enabled": True}, "models": [AUTOSCALED]}, "planner.enabled: a.decode has autoscaling too"),
+        *((change, f"{at}': additional properties 'kv_memory_mb' not allowed") for change, at in MISSPELT),
+        ({"worker": {"config": {"kv_memory_mib": "much"}}}, "'/worker/config/kv_memory_mib': got string, want integer"),
+        ({"worker": {"config": {"device": "gpu"}}}, "'/worker/config/device': value must be one of"),
+        ({"router": {"config": {"model_rules": [{"task": []}]}}}, "'/router/config/model_rules/0'"),
+        (
+            {"models": [{"name": "a", "source": {"configMap": {}}, "serving": {"path": "/x"}, "decode": {}}]},
+            "'path' not",
+        ),
+        ({"worker": {"config": {"transport": "ucxx"}}}, "config.transport of a worker: ucxx listens on"),
+        (
+            {"models": [keeping(0, replicas=1, canary={"replicas": 1, "config": {"transport": "ucxx"}})]},
+            "config.transport of a worker: ucxx listens on",
+        ),
+        ({"router": {"minAvailable": 1}}, "router.minAvailable: 1 is not below replicas, 1"),
+        (
+            {
+                "router": {"replicas": 9, "minAvailable": 2, "autoscaling": {"enabled": True}},
+                "redis": {"enabled": True},
+            },
+            "router.minAvailable: 2 is not below autoscaling.minReplicas, 2",
+        ),
+        ({"models": [keeping(2, replicas=2)]}, "models: a.decode.minAvailable: 2 is not below replicas, 2"),
+        (
+            {"models": [keeping(2, replicas=4, autoscaling=HPA)]},
+            "models: a.decode.minAvailable: 2 is not below autoscaling.minReplicas, 2",
+        ),
+        (
+            {"models": [keeping(1, replicas=4)], "planner": {"enabled": True}},
+            "models: a.decode.minAvailable: 1 is not below planner.config.decode.min_workers, 1",
+        ),
+        (
+            {
+                "models": [keeping(2, replicas=4)],
+                "planner": {"enabled": True, "config": {"decode": {"min_workers": 2}}},
+            },
+            "models: a.decode.minAvailable: 2 is not below planner.config.decode.min_workers, 2",
+        ),
+    ],
+)
+def test_wrong_values_are_refused_by_name(change: dict[str, Any], said: str) -> None:
+    answer = template(change)
+    assert answer.returncode != 0
+    assert said in answer.stderr
+
+
+def test_two_models_of_one_name_are_refused() -> None:
+    model = {"source": {"configMap": {}}, "decode": {"replicas": 1}}
+    answer = template({"models": [model | {"name": "a.b"}, model | {"name": "a-b"}]})
+    assert "models: two are called" in answer.stderr
+
+
+@pytest.mark.parametrize("name", ["render_readme.py", "render_schema.py"])
+def test_what_is_made_of_values_and_settings_is_up_to_date(name: str) -> None:
+    command, env = [sys.executable, str(ROOT / "helm" / name), "--check"], os.environ | {"PYTHONPATH": str(ROOT)}
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=env)
+    assert answer.returncode == 0, answer.stderr
+
+
+def test_what_pods_would_take_is_not_refused() -> None:
+    """YAML reads `off` as false, and the worker takes it so."""
+    worker = {"speculation": False, "threads": 2, "lora": "/models/adapter", "cores": [0, 1], "peer_silence_s": 5}
+    tenants = {"a": {"max_running": 2}}
+    rules = [{"name": "drafts", "tasks": ["draft"], "models": ["storyteller"], "max_ttft_ms": 0.5}]
+    manifests = render({"worker": {"config": worker}, "router": {"config": {"tenants": tenants, "model_rules": rules}}})
+    taken = WorkerConfig.parse(config_of(manifests, "demo-storyteller-decode", "worker"))
+    assert (taken.speculation, taken.threads, taken.cores) == ("off", 2, (0, 1))
+    assert RouterConfig.parse(config_of(manifests, "demo-router", "router")).tenants["a"].max_running == 2
+
+
+@pytest.mark.parametrize("url", WITH_PASSWORD)
+def test_a_password_in_a_url_is_refused_and_not_repeated(url: str) -> None:
+    answer = template({"redis": {"url": url}})
+    assert answer.returncode != 0
+    assert "with the key `password`, which redis.passwordSecret names" in answer.stderr
+    assert "sesame" not in answer.stderr
+
+
+def test_a_user_of_redis_is_no_secret() -> None:
+    manifests = render({"redis": {"url": "rediss://tandem@redis:6379/0", "passwordSecret": "s"}})
+    assert config_of(manifests, "demo-router", "router")["redis_url"] == "rediss://tandem@redis:6379/0"
+
+
+def test_a_transport_on_any_port_goes_without_a_network_policy() -> None:
+    manifests = render({"worker": {"config": {"transport": "ucxx"}}, "networkPolicy": {"enabled": False}})
+    assert config_of(manifests, "demo-storyteller-decode", "worker")["transport"] == "ucxx"
+
+
+def documented(values: Any, path: tuple[str, ...] = ()) -> Iterator[str]:
+    """Every value that is no mapping, or one that is free-form."""
+    for name, value in values.items():
+        if isinstance(value, dict) and value and name not in ("resources", "podSecurityContext"):
+            yield from documented(value, (*path, name))
+        else:
+            yield ".".join((*path, name))
+
+
+def test_every_value_is_documented() -> None:
+    readme = (CHART / "README.md").read_text()
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    for name in documented(values):
+        assert f"| `{name}` |" in readme, name
+
+
+words = st.text("abcdefghijklmnopqrstuvwxyz", min_size=1, max_size=12)
+pools = st.fixed_dictionaries(
+    {"replicas": st.integers(0, 9)},
+    optional={
+        "gpus": st.integers(0, 8),
+        "minAvailable": st.integers(0, 3),
+        "tag": words,
+        "spreadOver": st.sampled_from(["", "topology.kubernetes.io/zone"]),
+        "config": st.just({"block_tokens": 32}),
+        "canary": st.fixed_dictionaries(
+            {"replicas": st.integers(1, 3)}, optional={"tag": words, "share": st.sampled_from([0.01, 0.5])}
+        ),
+        "autoscaling": st.just(HPA),
+        "nodeSelector": st.dictionaries(words, words, max_size=2),
+        "env": st.just([{"name": "UCX_LOG_LEVEL", "value": "warn"}]),
+    },
+)
+sources = st.sampled_from(
+    [
+        {"pvc": {"claimName": "models", "path": "a/b"}},
+        {"pvc": {"claimName": "models"}},
+        {"hostPath": {"path": "/srv"}},
+        {"image": {"reference": "registry/model:1"}},
+        {"download": {"image": "curl:1", "command": ["sh", "-c", "true"], "size": "1Gi", "secret": "s"}},
+        {"configMap": {}},
+    ]
+)
+values_of_all_kinds = st.fixed_dictionaries(
+    {
+        "models": st.lists(
+            st.fixed_dictionaries({"name": words, "source": sources, "decode": pools}, optional={"prefill": pools}),
+            min_size=1,
+            max_size=3,
+            unique_by=lambda model: model["name"],
+        )
+    },
+    optional={
+        "router": st.fixed_dictionaries({"replicas": st.integers(1, 4)}, optional={"minAvailable": st.integers(0, 2)}),
+        "worker": st.fixed_dictionaries(
+            {},
+            optional={
+                "ipcLock": st.booleans(),
+                "ucxTransports": words,
+                "extraResources": st.just({"rdma/hca": 2}),
+                "runtimeClassName": words,
+            },
+        ),
+        "planner": st.just({"enabled": True, "config": {"prefill": {"min_workers": 2}, "decode": {"min_workers": 2}}}),
+        "redis": st.sampled_from([{"enabled": True}, {"url": "redis://x:1/0", "passwordSecret": "s"}, {}]),
+        "networkPolicy": st.fixed_dictionaries({"enabled": st.booleans()}),
+        "tls": st.fixed_dictionaries(
+            {"memberSecret": st.just("m")},
+            optional={
+                "serverName": words,
+                "publicSecret": st.just("p"),
+                "publicCa": st.booleans(),
+                "clientCaSecret": st.just("c"),
+                "metricsCaSecret": st.just("s"),
+            },
+        ),
+        "apiKeys": st.sampled_from([{}, {"secret": "k"}, {"secret": "k", "testSecret": "t"}]),
+        "monitoring": st.fixed_dictionaries({"serviceMonitor": st.booleans(), "dashboard": st.booleans()}),
+    },
+)
+
+
+@settings(max_examples=12, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(values_of_all_kinds, words)
+def test_valid_values_render_to_valid_manifests(values: dict[str, Any], release: str) -> None:
+    for pool in (model[role] for model in values["models"] for role in ROLES if role in model):
+        if "planner" in values:  # it does what autoscaling would
+            pool.pop("autoscaling", None)
+        least = 2 if "planner" in values else HPA["minReplicas"] if "autoscaling" in pool else pool["replicas"]
+        if "minAvailable" in pool:
+            pool["minAvailable"] = min(pool["minAvailable"], max(least - 1, 0))
+    if (router := values.get("router", {})).get("minAvailable"):
+        router["minAvailable"] = min(router["minAvailable"], router["replicas"] - 1)
+    manifests = render(values, release=release)
+    for version in KUBERNETES:
+        check_schema(manifests, version)
+    check_rules(manifests)
+    check_budgets(manifests)
