@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from engine.worker.config import WorkerConfig
+from planner.config import PoolConfig
 from planner.runtime import PlannerConfig
 from router.config import RouterConfig
 from support.chart import (
@@ -30,6 +31,10 @@ from support.chart import (
 )
 
 pytestmark = needs_helm
+PLANNED = {
+    "start_s": PlannerConfig.model_fields["start_s"].default,
+    "min_workers": PoolConfig.model_fields["min_workers"].default,
+}
 ALL = [None, *EXAMPLES]
 
 
@@ -79,12 +84,20 @@ def test_a_decode_pool_that_may_be_of_zero_can_come_back() -> None:
 
     config = RouterConfig.parse(config_of(render(routers()), "demo-router", "router"))
     assert config.ready_without_workers
-    assert config.no_worker_grace_s == 90, "longer than a worker takes to start"
+    assert config.no_worker_grace_s == PLANNED["start_s"] + 30, "longer than a worker takes to start"
     usual = RouterConfig.parse(config_of(render({"planner": {"enabled": True}}), "demo-router", "router"))
     assert not usual.ready_without_workers
-    refused = template(routers(no_worker_grace_s=60))
+    refused = template(routers(no_worker_grace_s=PLANNED["start_s"]))
     assert refused.returncode != 0
     assert "router.config.no_worker_grace_s: 60 s, in which no worker can start" in refused.stderr
+
+
+def test_templates_know_what_a_planner_takes_for_granted() -> None:
+    """What they compare others with, where values do not say it."""
+    for name in ("router", "workers"):
+        text = (CHART / "templates" / f"{name}.yaml").read_text()
+        asked = re.findall(r"start_s \| default (\d+)", text) + re.findall(r"min_workers (\d+) \(hasKey", text)
+        assert {float(found) for found in asked} == {PLANNED["start_s"] if name == "router" else PLANNED["min_workers"]}
 
 
 def test_alive_and_ready_are_different_questions(example: Path | None) -> None:

@@ -14,6 +14,7 @@ from router.placement.demand import Demand
 from router.placement.fleet import Fleet, Worker
 from router.placement.rates import Priors
 from router.tenant_gate import TenantGate
+from support.virtual_loop import settle
 
 PRIORS = Priors(1000, 100, 1e6, 0.01, 0.001, 0.001)
 
@@ -40,11 +41,6 @@ def make(available: int, **config: Any) -> tuple[Fleet, Worker, Dispatcher]:
     worker = fleet.joined(pb.Hello(worker_id="d0", role=pb.ROLE_DECODE))
     fleet.reported(worker, pb.LoadReport(available_blocks=available, num_blocks=100))
     return fleet, worker, Dispatcher(fleet, AdmissionConfig(**config), clock=Clock())
-
-
-async def settle() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
 
 
 async def test_what_fits_starts_at_once_and_counts() -> None:
