@@ -51,7 +51,9 @@ def _goodput(run: Run) -> str:
 def tables_of(runs: Sequence[Run], setup: Setup) -> list[Table]:
     """How long things took, and what they came to: a row for each run."""
     slo = f"TTFT {setup.slo.ttft_s:g} s, ITL {setup.slo.itl_s * 1e3:g} ms"
-    title = f"{setup.model.name} on {setup.gpus} x {setup.gpu.name}, SLO: {slo}"
+    title = f"{setup.hardware_name}, SLO: {slo}"
+    if setup.calibration is not None and setup.calibration.caveat:
+        title += f"\n{setup.calibration.caveat}"
     names = [f"{name}\n{share}" for name in ("TTFT s", "ITL ms", "E2E s") for share in SHOWN]
     times = _table(title, [name if name.endswith("p50") else "\n" + name[-3:] for name in names])
     sums = _table(
@@ -63,7 +65,7 @@ def tables_of(runs: Sequence[Run], setup: Setup) -> list[Table]:
             "cache\nhits",
             "GB\nmoved",
             "refused\n",
-            "USD per M\nout tokens",
+            *(["USD per M\nout tokens"] if setup.priced else []),
         ],
     )
     best = _best(runs)
@@ -83,7 +85,7 @@ def tables_of(runs: Sequence[Run], setup: Setup) -> list[Table]:
             f"{results.hit_rate:.1%}",
             f"{results.moved_bytes / 1e9:,.0f}",
             lost,
-            f"{results.usd_per_million_output_tokens:.2f}",
+            *([f"{results.usd_per_million_output_tokens:.2f}"] if setup.priced else []),
             style=style,
         )
     return [times, sums, *(_sizes(run) for run in runs if run.sizes)]
@@ -110,16 +112,18 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 
 
 def as_json(runs: Sequence[Run], setup: Setup, trace: str) -> dict[str, Any]:
-    """All of it; what is not a number is null. The same run gives the same."""
-    return {
-        "trace": trace,
-        "verdict": verdict(runs),
-        "setup": finite(dataclasses.asdict(setup)),
-        "runs": [
-            {"name": run.scenario.name, **finite(dataclasses.asdict(run)), "within_slo": run.results.kept_share}
-            for run in runs
-        ],
-    }
+    """All of it; what is not a number is null, and so is what a calibration says nothing of: model, GPU and cost. The
+    same run gives the same."""
+    said = finite(dataclasses.asdict(setup))
+    if setup.calibration is not None:
+        said |= {"model": None, "gpu": None}
+    told = []
+    for run in runs:
+        figures = {**finite(dataclasses.asdict(run)), "within_slo": finite(run.results.kept_share)}
+        if not setup.priced:
+            figures["results"]["usd_per_million_output_tokens"] = None
+        told.append({"name": run.scenario.name, **figures})
+    return {"trace": trace, "verdict": verdict(runs), "setup": said, "runs": told}
 
 
 def write_json(path: Path, runs: Sequence[Run], setup: Setup, trace: str) -> None:

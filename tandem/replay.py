@@ -16,6 +16,7 @@ from simulator.plot import open_figures, write_plot
 from simulator.replay import MODES, POLICIES, Mode, Policy, Run, Scenario, Setup, replay
 from simulator.report import tables_of, verdict, write_json
 from simulator.request import TraceRequest
+from tandem.outputs import check_outputs
 
 _Word = TypeVar("_Word", bound=str)
 
@@ -32,6 +33,9 @@ def compare(
 ) -> list[Run]:
     """Run them all, print the table and the verdict, and write what was asked for. `name` is the trace's. Raises
     BadTrace and BadSetup."""
+    check_outputs(json=json_path, png=png_path, log_decisions=log_path)
+    if log_path is not None and not any(_logged(scenario) for scenario in found):
+        raise BadSetup("log_decisions", "nothing would be logged: only ours, aggregated or conditional, is")
     if png_path is not None:
         open_figures()  # so that a missing matplotlib is said before, and not after, the work
     spare_the_started()
@@ -57,6 +61,12 @@ def compare(
         write_plot(png_path, runs, setup, name)
         console.print(f"picture: {png_path}")
     return runs
+
+
+def refuse_beside_calibration(options: Sequence[str]) -> None:
+    """The file says what they would. Raises BadSetup."""
+    if options:
+        raise BadSetup(options[0], "says a calibration for itself: leave it out, or --calibration")
 
 
 def parse_splits(texts: Sequence[str]) -> list[tuple[int, int]]:
@@ -117,10 +127,14 @@ def _advance(progress: Progress, task: TaskID) -> Callable[[float], None]:
     return lambda at_s: progress.update(task, completed=at_s)
 
 
+def _logged(scenario: Scenario) -> bool:
+    return scenario.policy == "ours" and scenario.mode != "disaggregated"
+
+
 @contextlib.contextmanager
 def _fleet_maker(scenario: Scenario, log_path: Path | None) -> Iterator[FleetMaker | None]:
     """With `log_path`, decisions of placement are appended there."""
-    if log_path is None or scenario.policy != "ours" or scenario.mode == "disaggregated":
+    if log_path is None or not _logged(scenario):
         yield None
         return
     with log_path.open("a") as log:

@@ -1,13 +1,21 @@
 """When requests are sent, and from when their times count."""
 
 import asyncio
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import pytest
 
 from cluster.errors import InvalidRequest, Overloaded, Unavailable
 from protos import inference_pb2 as pb
+from simulator.errors import BadSetup, BadTrace
 from simulator.request import Fate, TraceRequest
+from simulator.traces.reading import Trace, Window
+from tandem.loadgen.command import LeftOut, Load
 from tandem.loadgen.doors import Door, OnTokens, _error, _read_event
 from tandem.loadgen.drive import Asked, Drive
 
@@ -33,6 +41,30 @@ class Behind(Door):
         for count in (1, 1, 3):
             on_tokens(count)
         return pb.Finish(usage=pb.Usage(prompt_tokens=4, completion_tokens=5, cached_tokens=2))
+
+
+def load_of(tmp_path: Path, lengths: list[int], **changes: Any) -> Load:
+    path = tmp_path / "t"
+    rows = [{"timestamp": 1000 * n, "input_length": length, "output_length": 10} for n, length in enumerate(lengths)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Load(trace=Trace(path, Window()), most=changes.pop("most", 100), **changes)
+
+
+def test_requests_of_a_trace_that_are_too_long_are_counted(tmp_path: Path) -> None:
+    load = load_of(tmp_path, [100, 991, 300, 990, 5000])
+    assert load.left_out(1000) == LeftOut(2, 5)
+    assert [request.input_tokens for request in load.requests(1000)] == [100, 300, 990]
+    assert load_of(tmp_path, [5000, 100, 100, 5000], most=2).left_out(1000) == LeftOut(1, 3)
+    assert load_of(tmp_path, [5000, 100, 100, 5000], duration_s=1.5).left_out(1000) == LeftOut(1, 2)
+    with pytest.raises(BadSetup, match="all of its 2 requests are longer than the context, 1000 tokens"):
+        load_of(tmp_path, [1000, 2000]).left_out(1000)
+
+
+@pytest.mark.parametrize("name", ["rate", "scale"])
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+def test_a_load_that_cannot_be_offered(tmp_path: Path, name: str, value: float) -> None:
+    with pytest.raises(BadSetup, match=f"{name}: .* is not above 0"):
+        load_of(tmp_path, [100], **{name: value})
 
 
 def requests(count: int, gap_s: float = 0.0) -> list[TraceRequest]:
@@ -96,6 +128,16 @@ async def test_errors_end_a_request_and_not_the_run(error: Exception, fate: Fate
     door.open.set()
     await Drive(door, over.append).open_loop(requests(3), asyncio.get_running_loop().time())
     assert [(asked.outcome.fate, asked.outcome.reason) for asked in over] == 3 * [(fate, reason)]
+
+
+async def test_a_trace_that_is_bad_from_some_line_on_says_so() -> None:
+    def bad() -> Iterator[TraceRequest]:
+        yield from requests(1)
+        raise BadTrace(Path("t"), 2, "is bad")
+
+    for run in (lambda drive: drive.open_loop(bad(), 0.0), lambda drive: drive.closed_loop(bad(), 2)):
+        with pytest.raises(BadTrace, match="line 2"):
+            await run(Drive(Behind(), lambda _: None))
 
 
 async def test_a_mistake_of_ours_ends_the_run() -> None:

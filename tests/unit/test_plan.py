@@ -4,6 +4,7 @@ import json
 import math
 import os
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -52,13 +53,18 @@ def test_a_load_that_cannot_be(field: str, value: float) -> None:
 def test_lengths_have_their_mean(mean: float, variation: float) -> None:
     lengths = Lengths(mean, variation)
     assert lengths.mean_of(float) == pytest.approx(mean, rel=1e-3)
-    assert list(lengths.quantiles) == sorted(lengths.quantiles)
+    assert sum(share for share, _ in lengths.parts) == pytest.approx(1)
+    assert all(after >= before * (1 - 1e-6) for (_, before), (_, after) in pairwise(lengths.parts))
 
 
-def test_lengths_vary_as_they_should() -> None:
-    """All but what is beyond the last of the quantiles."""
-    square = Lengths(1000, 0.5).mean_of(lambda tokens: tokens**2)
-    assert math.sqrt(square / 1e6 - 1) == pytest.approx(0.5, rel=0.05)
+@pytest.mark.parametrize("variation", [0.5, 1.0, 2.0, 3.0])
+def test_lengths_vary_as_they_should(variation: float) -> None:
+    """Long tails too: with a few longest ones cut off, lines would be shorter than they are."""
+    lengths = Lengths(1000, variation)
+    assert lengths.square == pytest.approx(1e6 * (1 + variation**2))
+    assert lengths.mean_of(lambda tokens: tokens**2) == pytest.approx(lengths.square, rel=0.02)
+    below = sum(share for share, length in lengths.parts if length <= lengths.quantile(0.9))
+    assert below == pytest.approx(0.9, abs=0.03)
 
 
 def test_waits_of_one_server_are_known_exactly() -> None:
