@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from cluster.roles import Role
 from engine.layout import KvLayout
 from engine.sim.timing import StepTiming, StepWork, Timing
-from simulator.errors import BadSetup
+from simulator.errors import SHOWN, BadSetup
 
 LONGEST_S = 3600.0
 """Of a term of a step's time."""
@@ -102,7 +102,7 @@ class Calibration(BaseModel):
             raise BadSetup("calibration", f"{path}: {error.strerror}") from None
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
+            where = ".".join(map(str, first["loc"]))[:SHOWN]
             raise BadSetup("calibration", f"{path}: {where}: {first['msg']}") from None
 
     def write(self, path: Path) -> None:

@@ -17,7 +17,7 @@ from router.placement.rates import Priors
 from simulator.autoscale import Autoscale, Autoscaler, Sizes
 from simulator.calibration import Calibration
 from simulator.cluster import START_S, ClusterSpec, Failure, FleetMaker, SimCluster, plain_fleet
-from simulator.errors import BadSetup, check_above_0
+from simulator.errors import BadSetup, check_above_0, shown
 from simulator.gpus import Gpu, Roofline
 from simulator.model_shape import ModelShape
 from simulator.policies import AlwaysLend, LeastLoaded, PrefixHash, RoundRobin
@@ -180,7 +180,12 @@ def scenarios(
     names = {name for scenario in found for name, _ in scenario.workers}
     for failure in setup.failures:
         if failure.worker_id not in names or not 0 <= failure.at_s < math.inf:
-            raise BadSetup("kill", f"{failure.worker_id!r} at {failure.at_s} s: there are {', '.join(sorted(names))}")
+            there = sorted(names)
+            known = ", ".join(there if len(there) <= 8 else [*there[:4], "...", *there[-4:]])
+            raise BadSetup("kill", f"{shown(failure.worker_id)} at {failure.at_s:g} s: there are {known}")
+    killed = [failure.worker_id for failure in setup.failures]
+    if twice := next((name for name in killed if killed.count(name) > 1), None):
+        raise BadSetup("kill", f"{twice} dies only once")
     return found
 
 

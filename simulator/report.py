@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ MARGIN = 0.03
 
 def verdict(runs: Sequence[Run]) -> str:
     """Whether to disaggregate, by goodput under the SLO for each GPU, our own routing on both sides."""
+    if runs and not any(run.results.finished for run in runs):
+        reasons = sum((Counter(run.reasons) for run in runs), Counter[str]())
+        return f"Nothing was served: {reasons.most_common(1)[0][0]}" if reasons else "Nothing was served"
     ours = [run for run in runs if run.scenario.policy == "ours" and run.scenario.autoscale is None]
     together = _best([run for run in ours if run.scenario.mode == "aggregated"])
     apart = _best([run for run in ours if run.scenario.mode != "aggregated"])

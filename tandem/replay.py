@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from cluster.garbage import spare_the_started
 from simulator.cluster import Failure, FleetMaker
 from simulator.decision_log import LoggedFleet
-from simulator.errors import BadSetup
+from simulator.errors import BadSetup, shown
 from simulator.plot import open_figures, write_plot
 from simulator.replay import MODES, POLICIES, Mode, Policy, Run, Scenario, Setup, replay
 from simulator.report import tables_of, verdict, write_json
@@ -75,7 +75,7 @@ def parse_splits(texts: Sequence[str]) -> list[tuple[int, int]]:
     for text in texts:
         prefill, colon, decode = text.partition(":")
         if not (colon and prefill.isdecimal() and decode.isdecimal()):
-            raise BadSetup("split", f"{text!r} is not PREFILL:DECODE, such as 2:6")
+            raise BadSetup("split", f"{shown(text)} is not PREFILL:DECODE, such as 2:6")
         splits.append((int(prefill), int(decode)))
     return splits
 
@@ -98,7 +98,7 @@ def parse_failures(texts: Sequence[str]) -> tuple[Failure, ...]:
         try:
             failures.append(Failure(float(at_s), worker_id))
         except ValueError:
-            raise BadSetup("kill", f"{text!r} is not WORKER@SECONDS, such as decode-0000@60") from None
+            raise BadSetup("kill", f"{shown(text)} is not WORKER@SECONDS, such as decode-0000@60") from None
     return tuple(failures)
 
 
@@ -106,7 +106,7 @@ def _one_of(field: str, word: str, known: tuple[_Word, ...]) -> _Word:
     for each in known:
         if each == word:
             return each
-    raise BadSetup(field, f"{word!r} is not known; known are {', '.join(known)}")
+    raise BadSetup(field, f"{shown(word)} is not known; known are {', '.join(known)}")
 
 
 def _last_arrival_s(console: Console, trace: Iterable[TraceRequest], name: str) -> float:

@@ -197,6 +197,8 @@ def bench(
     from tandem.loadgen.doors import Door, GrpcDoor, HttpDoor
 
     check_above_0("timeout", timeout)
+    check_above_0("vocab_size", vocab_size, or_0=True)
+    check_above_0("context", context, or_0=True)
     load = Load(
         profile=None if trace else profile_named(profile),
         trace=Trace(trace, Window(rate=rate, start_s=start, spread_s=spread, seed=seed)) if trace else None,

@@ -5,18 +5,21 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from cluster.errors import InvalidRequest, Overloaded, Unavailable
+from cluster.errors import InvalidRequest, Overloaded, StartError, Unavailable
 from protos import inference_pb2 as pb
 from simulator.errors import BadSetup, BadTrace
 from simulator.request import Fate, TraceRequest
 from simulator.traces.reading import Trace, Window
+from tandem.cli import app
+from tandem.loadgen import command
 from tandem.loadgen.command import LeftOut, Load
-from tandem.loadgen.doors import Door, OnTokens, _error, _read_event
+from tandem.loadgen.doors import Door, HttpDoor, OnTokens, _error, _read_event
 from tandem.loadgen.drive import Asked, Drive
 
 
@@ -169,6 +172,48 @@ def test_events_of_a_server_that_counts_and_of_one_that_does_not() -> None:
     assert (came, seen) == ([3, 1], 4)
     with pytest.raises(Unavailable):
         _read_event({"error": {"message": "gone", "code": 503}}, finish, seen, came.append)
+
+
+@pytest.mark.parametrize("url", ["foo", "ftp://a", "http://", "http://a:99999", "", 99 * "x"])
+def test_an_address_that_is_none(url: str) -> None:
+    with pytest.raises(StartError, match="is no address such as http://"):
+        HttpDoor(url, "", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--gpus", "0"], "gpus: 0 is not above 0"),
+        (["--gpus", "-2"], "gpus: -2 is not above 0"),
+        (["--timeout", "nan"], "timeout: nan is not above 0"),
+        (["--timeout", "-1"], "timeout: -1 is not above 0"),
+        (["--price", "nan"], "price: nan is not at least 0"),
+        (["--rate", "0"], "rate: 0 is not above 0"),
+        (["--scale", "-1"], "scale: -1 is not above 0"),
+        (["--http", "foo"], "http: 'foo' is no address"),
+        (["--log", "/nonexistent/x"], "log: /nonexistent/x: there is no directory"),
+        (["--json", "."], "json: .: is a directory"),
+    ],
+)
+def test_the_command_with_a_bad_option(options: list[str], said: str) -> None:
+    done = CliRunner().invoke(app, ["bench", "--requests", "1", *options])
+    assert isinstance(done.exception, StartError)
+    assert said in str(done.exception)
+
+
+def test_the_command_spreads_a_traces_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[Load] = []
+
+    async def offered(_: object, __: object, load: Load, ___: object) -> Any:
+        loads.append(load)
+        return SimpleNamespace(exit_code=1)
+
+    monkeypatch.setattr(command, "run_bench", offered)
+    load_of(tmp_path, [100])
+    done = CliRunner().invoke(app, ["bench", str(tmp_path / "t"), "--spread", "3", "--requests", "9"])
+    assert done.exit_code == 1  # nothing was served
+    assert loads[0].trace is not None
+    assert loads[0].trace.window.spread_s == 3.0
 
 
 def test_what_an_http_status_means() -> None:

@@ -202,6 +202,23 @@ def test_what_no_number_of_gpus_mends(gpu: str, slo: tuple[float, float], load: 
     assert all(reason.startswith(said) for reason in made.why_not.values())
 
 
+@pytest.mark.parametrize("rate", [4e5, 1e6])
+def test_more_workers_than_a_plan_counts_are_said_to_be(rate: float) -> None:
+    made = plan(setup_of("H100", 1.0, 0.05), Load(rate, 8000, 500))
+    assert "would take more than 16,384 of them in a pool" in made.advice
+    assert made.advice.startswith(("Nothing keeps the SLO: workers: ", "Nothing to compare: workers: "))
+
+
+def test_own_gpus_cost_nothing_and_are_counted() -> None:
+    load = Load(20, 2000, 200)
+    free, paid = (plan(setup_of("H100", 1, 0.05, usd_per_gpu_hour=price), load) for price in (0.0, 3.0))
+    for one, other in ((free.apart, paid.apart), (free.together, paid.together)):
+        assert one is not None
+        assert other is not None
+        assert (one.gpus, one.usd_per_hour) == (other.gpus, 0.0)
+    assert free.advice == "Do not disaggregate: 3 GPUs instead of 2 GPUs, +50%"
+
+
 def test_a_large_model_takes_tensor_parallelism() -> None:
     large = shape_of(
         "70B",
@@ -311,6 +328,12 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--rate", "0"], "rate: 0 is not above 0 to 1e+06"),
         (["--simulate", "-1"], "simulate: -1 is not at least 0"),
         (["--block-tokens", "0"], "block_tokens: 0 is not at least 1"),
+        (["--price", "-1"], "price: -1 is not at least 0"),
+        (["--price", "inf"], "price: inf is not at least 0"),
+        (["--itl", "nan"], "itl: nan is not above 0"),
+        (["--ttft", "-1"], "ttft: -1 is not above 0"),
+        (["--json", "/nonexistent/x"], "json: /nonexistent/x: there is no directory /nonexistent"),
+        (["--json", "."], "json: .: is a directory"),
     ],
 )
 def test_the_command_with_a_bad_option(options: list[str], said: str) -> None:

@@ -297,6 +297,17 @@ def test_the_command_with_a_planner(tmp_path: Path) -> None:
         (["--autoscale", "0"], "autoscale: 0 is not at least 1"),
         (["--autoscale", "2", "--worker-start", "-1"], "worker_start: -1.0 is not a time"),
         (["--swing", "0.5"], "swing: 0.5 is not at least 1"),
+        (["--kill", "decode-0000@1", "--kill", "decode-0000@2"], "kill: decode-0000 dies only once"),
+        (["--modes", 1000 * "x"], "x... is not known"),
+        (["--split", "2:2"], "split: 2:2 are not 2 workers"),
+        (["--routers", "0"], "routers: 0 is not at least 1"),
+        (["--tp", "2", "--gpus", "3"], "tp: 3 GPUs are no whole number"),
+        (["--tp", "3", "--gpus", "3"], "tp: 3 does not divide the 32 heads of Llama 3.1 8B"),
+        (["--duration", "0"], "duration: 0.0 is not"),
+        (["--png", "/nonexistent/x"], "png: /nonexistent/x: there is no directory"),
+        (["--log-decisions", "."], "log_decisions: .: is a directory"),
+        (["--log-decisions", "log", "--modes", "disaggregated"], "log_decisions: nothing would be logged"),
+        (["--log-decisions", "log", "--policies", "round-robin"], "log_decisions: nothing would be logged"),
     ],
 )
 def test_the_command_with_a_bad_option(tmp_path: Path, options: list[str], said: str) -> None:
@@ -351,6 +362,18 @@ def test_a_death_on_demand(tmp_path: Path) -> None:
     (run,) = json.loads(figures.read_text())["runs"]
     assert run["results"]["finished"] == 20
     assert run["results"]["placed_again"] > 0
+    at_once = CliRunner().invoke(app, ["replay", str(trace), "--gpus", "2", "--kill", "decode-0000@0"])
+    assert at_once.exit_code == 0, at_once.output
+
+
+def test_prompts_longer_than_a_models_context_are_refused(tmp_path: Path) -> None:
+    config = DEFAULT_CONFIG | {"max_position_embeddings": 800}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    trace = write_trace(tmp_path / "t.jsonl")
+    options = ["--gpus", "2", "--modes", "aggregated", "--model", str(tmp_path)]
+    done = CliRunner().invoke(app, ["replay", str(trace), *options])
+    assert done.exit_code == 0, done.output
+    assert "4 x longer than the model's context of 800 tokens" in done.output
 
 
 def test_the_picture(tmp_path: Path) -> None:
@@ -369,4 +392,5 @@ def test_nothing_finished_is_no_number() -> None:
     refused = replay(SETUP, Scenario("aggregated", 0, 4), [TraceRequest(0, 0.0, 1 << 23, 1)])
     assert refused.results.refused == 1
     assert math.isnan(refused.results.ttft_s.mean)
+    assert verdict([refused, refused]) == "Nothing was served: larger than every pool"
     assert as_json([refused], SETUP, "t")["runs"][0]["results"]["ttft_s"]["mean"] is None
