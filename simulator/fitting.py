@@ -139,7 +139,7 @@ def calibrate(
         few = f"fewer than {LEAST_ROWS} transfers in this log, so that links are not measured"
         raise BadSetup("nic_gbps", f"{few}: say --nic-gbps or --gpu")
     if prefill is None:
-        notes["prefill"] = "as decode: nobody computed for others"
+        notes["prefill"] = "as decode: hardly anything was computed for others"
     if num_blocks is None:
         notes["num_blocks"] = "256 MiB, a worker's default"
     latency_s, bytes_per_s = link

@@ -144,7 +144,7 @@ def write_json(path: Path, report: Report) -> None:
 def write_plot(path: Path, report: Report) -> None:
     """First tokens over the run's time, all times as distributions, and where they went. Raises BadSetup without
     matplotlib."""
-    figure = open_figures()(figsize=(14, 4.2), dpi=150, facecolor="white", layout="constrained")
+    figure = open_figures()(figsize=(14, 4.5), dpi=150, facecolor="white", layout="constrained")
     over_time, stages = figure.subplots(1, 2, width_ratios=(3, 2))
     due, ttft = np.array(report.first_tokens or [(0.0, math.nan)]).T
     over_time.plot(due, 1e3 * ttft, ".", markersize=3, alpha=0.5, color="#1f77b4")
@@ -168,7 +168,7 @@ def write_plot(path: Path, report: Report) -> None:
     results = report.results
     figure.suptitle(
         f"{report.title}: {report.offered_per_s:.3g} requests/s offered"
-        f"{f' ({report.left_out_in_words})' if report.left_out else ''}, {results.kept_share:.1%} within the SLO, "
+        f"{f' ({report.left_out_in_words})' if report.left_out else ''}\n{results.kept_share:.1%} within the SLO, "
         f"TTFT p50 {1e3 * results.ttft_s.p50:.3g} p99 {1e3 * results.ttft_s.p99:.3g} ms, "
         f"between tokens p50 {1e3 * results.itl_s.p50:.3g} p99 {1e3 * results.itl_s.p99:.3g} ms",
         fontsize=11,
