@@ -98,7 +98,8 @@ class GenerateRequest(_message.Message):
     """Requests share cached KV only with requests of the same salt."""
     max_ttft_ms: _builtins.float
     """The first token is worthless after so many milliseconds, counted from the request's arrival: a time limit for it,
-    beside the call's deadline. Above 0. A request that is predicted to miss it is refused at once.
+    beside the call's deadline. Above 0. A request that is predicted to miss it behind others is refused at once; where
+    no prompt is queued it is served, whatever is predicted.
     """
     task: _builtins.str
     """What it is for, such as "code". The model must be said to be good at it, or at anything. Empty: nothing in particular."""

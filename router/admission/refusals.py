@@ -56,6 +56,7 @@ def displaced(priority: int, by: int, retry_after_s: float) -> Refusal:
 
 def predicted_miss(wait_s: float, ttft_s: float, left_s: float) -> Refusal:
     """It could be there `left_s` from now at the latest."""
+    left_s = max(0.0, left_s)
     message = (
         f"predicted to wait {wait_s:.3g} s and then to need {ttft_s:.3g} s for the first token, "
         f"which must come within {left_s:.3g} s"
