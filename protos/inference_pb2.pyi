@@ -1217,7 +1217,7 @@ class BatchResult(_message.Message):
 
     @_builtins.property
     def finish(self) -> Global___Finish:
-        """Of the request as a whole: the `finish` that ended its stream."""
+        """Of the request as a whole: the `finish` that ended its stream, with the completion tokens of all choices."""
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 import math
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cluster.errors import DeadlineExceeded, Forbidden, InvalidRequest
 from engine.structured import read_structured
@@ -41,7 +41,11 @@ class Ticket:
     """Seconds of the monotonic clock, as are the others."""
     claim: Claim
     finish: pb.Finish | None = None
-    """The last one, once it ended well."""
+    """The last one, once it ended well: with its receipt, and the usage and reason of the choice that ended last."""
+    num_output_tokens: int = 0
+    """Of all choices, once it ended."""
+    reasons: list[pb.FinishReason.ValueType] = field(default_factory=list)
+    """Why each choice ended, by its index."""
 
     @property
     def most_tokens(self) -> int:

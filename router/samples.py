@@ -61,7 +61,7 @@ class Samples:
             "tenant": request.tenant,
             "session_id": request.session_id,
             "prompt_tokens": len(ticket.prompt),
-            "completion_tokens": finish.usage.completion_tokens,
+            "completion_tokens": ticket.num_output_tokens,
             "receipt": MessageToDict(finish.receipt, preserving_proto_field_name=True),
         }
         if self._settings.sample_texts:

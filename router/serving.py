@@ -108,7 +108,8 @@ class Serving:
             raise
         if ticket.finish is not None:
             watched.finished(ticket.finish)
-            self.recent.add(time.time(), ticket.finish, watched.ttft_s, time.monotonic() - ticket.arrived_at)
+            total_s = time.monotonic() - ticket.arrived_at
+            self.recent.add(time.time(), ticket.finish, ticket.num_output_tokens, watched.ttft_s, total_s)
             self._tracing.finished(ticket, watched.ttft_s)
             if sampled:
                 self._samples.served(ticket, kept)
@@ -201,11 +202,15 @@ def _count(ticket: Ticket, emitted: Emitted, watched: Watched) -> None:
     choices."""
     if emitted.empty:
         return
-    usage = ticket.finish.usage if ticket.finish is not None else None
-    known = usage is not None and ticket.sampling.n == 1
-    num_output = usage.completion_tokens if usage is not None and known else emitted.num_tokens
-    watched.over(len(ticket.prompt), num_output)
-    ticket.model.costs.used(len(ticket.prompt), num_output, usage is not None, auto=bool(ticket.verdicts))
+    finish = ticket.finish
+    if finish is not None and ticket.sampling.n == 1:
+        ticket.num_output_tokens, ticket.reasons = finish.usage.completion_tokens, [finish.reason]
+    else:
+        ticket.num_output_tokens = emitted.num_tokens
+        ticket.reasons = [choice.reason for choice in emitted.choices if choice.reason is not None]
+    num_prompt, num_output = len(ticket.prompt), ticket.num_output_tokens
+    watched.over(num_prompt, num_output)
+    ticket.model.costs.used(num_prompt, num_output, finish is not None, auto=bool(ticket.verdicts))
 
 
 def _learn(ticket: Ticket, placed: Placed, last_message: bytes, first_message_s: float) -> None:

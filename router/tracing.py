@@ -97,8 +97,8 @@ class Tracing:
             **self._of_request(ticket),
             "gen_ai.response.model": ticket.model.name,
             "gen_ai.usage.input_tokens": finish.usage.prompt_tokens,
-            "gen_ai.usage.output_tokens": finish.usage.completion_tokens,
-            "gen_ai.response.finish_reasons": [REASONS.get(finish.reason, "other")],
+            "gen_ai.usage.output_tokens": ticket.num_output_tokens,
+            "gen_ai.response.finish_reasons": [REASONS.get(reason, "other") for reason in ticket.reasons],
             "tandem.cached_tokens": finish.usage.cached_tokens,
             "tandem.ttft_ms": ttft_s * 1e3,
         }

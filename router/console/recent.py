@@ -16,6 +16,7 @@ class _Ended:
     number: int
     at: float
     finish: pb.Finish
+    num_output_tokens: int
     total_s: float
     ttft_s: float
 
@@ -27,10 +28,10 @@ class Recent:
         self._ended: deque[_Ended] = deque(maxlen=most)
         self._count = 0
 
-    def add(self, at: float, finish: pb.Finish, ttft_s: float, total_s: float) -> None:
-        """`at`: when it ended, seconds since the epoch."""
+    def add(self, at: float, finish: pb.Finish, num_output_tokens: int, ttft_s: float, total_s: float) -> None:
+        """`at`: when it ended, seconds since the epoch; `num_output_tokens`: of all choices."""
         if finish.HasField("receipt"):
-            self._ended.append(_Ended(self._count, at, finish, total_s, ttft_s))
+            self._ended.append(_Ended(self._count, at, finish, num_output_tokens, total_s, ttft_s))
             self._count += 1
 
     def since(self, number: int) -> list[dict[str, Any]]:
@@ -46,7 +47,7 @@ def _as_json(ended: _Ended) -> dict[str, Any]:
         "ttft_ms": ended.ttft_s * 1e3,
         "total_ms": ended.total_s * 1e3,
         "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
+        "completion_tokens": ended.num_output_tokens,
         "cached_tokens": usage.cached_tokens,
         "receipt": MessageToDict(receipt, preserving_proto_field_name=True),
     }

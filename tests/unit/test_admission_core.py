@@ -312,6 +312,20 @@ def test_long_prompts_leave_lenders_to_short_ones() -> None:
     assert [bound(site, waiting) for waiting in long] == [True, True, False]
 
 
+@pytest.mark.parametrize(
+    ("lenders", "share", "left", "long"),
+    [
+        *((1, 0.75, 3, 1), (2, 0.75, 3, 1), (4, 0.75, 3, 2), (5, 0.75, 3, 2), (8, 0.75, 3, 5), (16, 0.75, 3, 12)),
+        *((8, 1.0, 0, 8), (8, 0.25, 0, 2), (8, 0.0, 0, 1)),
+    ],
+)
+def test_so_many_lenders_may_compute_long_prompts(lenders: int, share: float, left: int, long: int) -> None:
+    site = Site([1_000_000], lenders, long_prompt_lender_share=share, short_prompt_lenders=left, max_lender_queue_s=100)
+    asked = [site.ask(2000, usable=1999) for _ in range(lenders + 1)]
+    computing = {site.running[waiting].lender for waiting in asked if bound(site, waiting)}
+    assert len(computing) == long
+
+
 # --------------------------------------------------------------------------------------- predicted misses
 
 
