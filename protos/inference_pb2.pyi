@@ -299,7 +299,7 @@ class Sampling(_message.Message):
     """Subtract this times how often a token was seen in the output. In [-2, 2]. Default 0."""
     min_tokens: _builtins.int
     """Neither the model's end token nor a stop token is sampled before so many tokens, unless `structured` leaves nothing
-    else. Default 0.
+    else, and no stop string is looked for in them. Default 0.
     """
     prompt_logprobs: _builtins.int
     """Return log probabilities of each prompt token but the first, and of this many likeliest ones at its place, at most
@@ -1647,6 +1647,8 @@ Global___LinkStatus: _TypeAlias = LinkStatus  # noqa: Y015
 
 @_typing.final
 class FeedbackRequest(_message.Message):
+    """One of the three beside the id, at least. Kept with the tenant and the name of the key that it came with."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int

@@ -17,6 +17,8 @@ from router.openai.request import Asked
 from router.openai.tool_calls import ToolCall, ToolCallParser
 
 DONE = b"data: [DONE]\n\n"
+PLAIN = b',"logprobs":null,"finish_reason":null}]'
+"""How the choice of an event ends that says nothing but text."""
 REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
 
@@ -44,7 +46,7 @@ class Answer(ABC):
         self._scored: dict[int, list[pb.TokenLogprobs]] = {}
         self._num_open = len(asked.requests) * asked.choices_per_prompt
         self._end = b',"usage":null}\n\n' if asked.include_usage else b"}\n\n"
-        self._plain = self.after + b',"logprobs":null,"finish_reason":null}]' + self._end
+        self._plain = self.after + PLAIN + self._end
 
     def begin(self, number: int, served: Served) -> None:
         """A prompt was checked."""
@@ -82,12 +84,12 @@ class Answer(ABC):
         if not choice.begun:
             choice.begun = True
             if first := self.first(choice):
-                events = choice.head + first + self._plain
+                events = choice.head + first + self._only_text(choice)
         if message.token_ids or message.text:
             events += self._news(choice, message)
         if message.HasField("finish"):
             if choice.parser is not None:
-                events += self._pieces(choice, choice.parser.finish(), self._plain)
+                events += self._pieces(choice, choice.parser.finish(), self._only_text(choice))
             self._finish(number, choice, message.finish)
             events += self._last(choice)
         return events
@@ -112,7 +114,7 @@ class Answer(ABC):
             else:
                 call = {"index": len(choice.calls)} | self._call(choice, piece)
                 events.append(choice.head + f'"delta":{{"tool_calls":[{compact(call)}]'.encode() + after)
-            after = self._plain
+            after = self._only_text(choice)
         return b"".join(events)
 
     def _detailed(self, choice: Choice, message: pb.GenerateResponse) -> bytes:
@@ -121,6 +123,10 @@ class Answer(ABC):
         token_ids = f',"token_ids":{compact(list(message.token_ids))}' if self._asked.token_ids else ""
         said = f',"logprobs":{compact(logprobs)},"finish_reason":null{token_ids}}}]'
         return self.after + said.encode() + self._so_far(choice)
+
+    def _only_text(self, choice: Choice) -> bytes:
+        """What follows the text where there is nothing else to say."""
+        return self.after + PLAIN + self._so_far(choice) if self._asked.continuous_usage else self._plain
 
     def _so_far(self, choice: Choice) -> bytes:
         """What an event ends with: what was used by then, where each is to say so."""
@@ -141,11 +147,11 @@ class Answer(ABC):
         prompt = f',"prompt_token_ids":{compact(choice.served.prompt)}' if self._asked.token_ids else ""
         event = choice.head + self.nothing + f"{reasons}{prompt}}}]".encode()
         if self._num_open:
-            return event + self._end
+            return event + self._so_far(choice)
         if not self._asked.include_usage:
-            return event + self._receipts_field() + self._end + DONE
+            return event + self._receipts_field() + self._so_far(choice) + DONE
         top = f'data: {self._top(self.chunk_name, choice.served.model)},"choices":[],"usage":{compact(self.usage())}'
-        return event + self._end + top.encode() + self._receipts_field() + b"}\n\n" + DONE
+        return event + self._so_far(choice) + top.encode() + self._receipts_field() + b"}\n\n" + DONE
 
     # -------------------------------------------------------------------------------------- whole answers
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -20,7 +20,7 @@ from router.openai.errors import error_answer
 from router.openai.exchange import ClientGone, Exchange
 from router.openai.fields import parse_object
 from router.openai.merging import merged
-from router.openai.request import Asked
+from router.openai.request import NAMES, Asked
 from router.security.api_keys import ApiKeys
 from router.serving import Serving
 
@@ -52,7 +52,7 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
-        names: Mapping[str, str] = {}
+        names = NAMES
         try:
             traceparent.set(from_headers(exchange.headers))
             caller = caller_of(exchange.headers, self._keys)

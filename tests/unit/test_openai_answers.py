@@ -106,9 +106,11 @@ def test_usage_in_every_event() -> None:
     asked = asked_for(stream=True, include_usage=True, continuous_usage=True)
     *events, last, _ = events_of(answer_of(CompletionAnswer, asked), said("a", 1, 2), said("b", 3), end())
     so_far = [event["usage"] and event["usage"]["completion_tokens"] for event in events]
-    assert so_far == [2, 3, None]
+    assert so_far == [2, 3, 3]
     assert events[0]["usage"] == {"prompt_tokens": 2, "total_tokens": 4, "completion_tokens": 2}
     assert last["usage"]["completion_tokens"] == 3
+    role, *_ = events_of(answer_of(ChatAnswer, asked), said("a", 1), end())
+    assert role["usage"] == {"prompt_tokens": 2, "total_tokens": 2, "completion_tokens": 0}
 
 
 @pytest.mark.parametrize(("match", "reason"), [("end", "end"), ("17", 17), ("", None)])
