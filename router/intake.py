@@ -15,6 +15,7 @@ from router.models.chooser import Chosen, ModelChooser
 from router.models.config import AUTO
 from router.models.served_model import ServedModel, ServedModels
 from router.needs import num_outputs
+from router.placement.core import Decision
 from router.reading import read
 from router.security.api_keys import Principal
 from router.validation import check_names, check_quality, check_time_limit
@@ -42,6 +43,8 @@ class Ticket:
     claim: Claim
     finish: pb.Finish | None = None
     """The last one, once it ended well: with its receipt, and the usage and reason of the choice that ended last."""
+    decision: Decision | None = None
+    """Of its last attempt."""
     num_output_tokens: int = 0
     """Of all choices, once it ended."""
     reasons: list[pb.FinishReason.ValueType] = field(default_factory=list)

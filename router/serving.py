@@ -109,7 +109,9 @@ class Serving:
         if ticket.finish is not None:
             watched.finished(ticket.finish)
             total_s = time.monotonic() - ticket.arrived_at
-            self.recent.add(time.time(), ticket.finish, ticket.num_output_tokens, watched.ttft_s, total_s)
+            self.recent.add(
+                time.time(), ticket.finish, ticket.decision, ticket.num_output_tokens, watched.ttft_s, total_s
+            )
             self._tracing.finished(ticket, watched.ttft_s)
             if sampled:
                 self._samples.served(ticket, kept)
@@ -184,6 +186,7 @@ class Serving:
         demand, keys = await self._needs(ticket, emitted)
         ticket.claim.streaming = not emitted.empty
         placed, decision = await ticket.model.dispatcher.place(ticket.claim, demand, keys)
+        ticket.decision = decision
         return placed, decision, time.monotonic()
 
     async def _needs(self, ticket: Ticket, emitted: Emitted) -> tuple[Demand, list[BlockKey]]:
