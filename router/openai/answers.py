@@ -53,7 +53,7 @@ class Answer(ABC):
         per_prompt = self._asked.choices_per_prompt
         for index in range(number * per_prompt, (number + 1) * per_prompt):
             head = f'data: {self._top(self.chunk_name, served.model)},"choices":[{{"index":{index},'
-            parser = ToolCallParser() if self._asked.tools else None
+            parser = ToolCallParser(self._asked.forced_calls) if self._asked.tools else None
             choice = Choice(index, served, head.encode(), parser, CompletionLogprobs(len(served.echo)))
             self._choices[index] = choice
             if not self._asked.stream and served.echo:

@@ -20,7 +20,7 @@ from router.openai.errors import error_answer
 from router.openai.exchange import ClientGone, Exchange
 from router.openai.fields import parse_object
 from router.openai.merging import merged
-from router.openai.request import NAMES, Asked
+from router.openai.request import Asked
 from router.security.api_keys import ApiKeys
 from router.serving import Serving
 
@@ -52,7 +52,7 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
-        names = NAMES
+        names: Mapping[str, str] = {"tenant": "x-tenant"}  # a tenant can be refused before the body is read
         try:
             traceparent.set(from_headers(exchange.headers))
             caller = caller_of(exchange.headers, self._keys)

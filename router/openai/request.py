@@ -36,6 +36,8 @@ class Asked:
     """Of completions: the texts begin with their prompts."""
     tools: bool = False
     """Of chats: calls of tools are looked for."""
+    forced_calls: bool = False
+    """And the text can be nothing else."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

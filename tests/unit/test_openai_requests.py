@@ -117,6 +117,10 @@ def test_what_tool_choice_does() -> None:
             pb.StructuredOutput(json_schema='{"type": "null"}'),
         ),
         ({"structured_outputs": {"json": "{}"}}, pb.StructuredOutput(json_schema="{}")),
+        (
+            {"structured_outputs": {"json": {"type": "null"}, "disable_any_whitespace": True}},
+            pb.StructuredOutput(json_schema='{"type": "null", "x-guidance": {"whitespace_flexible": false}}'),
+        ),
         ({"structured_outputs": {"choice": ["a", "b"]}}, pb.StructuredOutput(choice=["a", "b"])),
         ({"guided_regex": "a+"}, pb.StructuredOutput(regex="a+")),
         ({"guided_grammar": "start: x"}, pb.StructuredOutput(grammar="start: x")),
@@ -163,6 +167,10 @@ BAD_CHATS: list[tuple[str, dict[str, Any]]] = [
     ("response_format.json_schema", {"response_format": {"type": "json_schema"}}),
     ("response_format.json_schema.schema", {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}),
     ("structured_outputs", {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}),
+    (
+        "structured_outputs.disable_any_whitespace",
+        {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
+    ),
     ("structured_outputs.whitespace_pattern", {"structured_outputs": {"regex": "a", "whitespace_pattern": "b"}}),
 ]
 
