@@ -12,7 +12,7 @@ from google.protobuf.json_format import MessageToDict
 
 from protos import inference_pb2 as pb
 from router.openai.choice import Choice, Served, compact, quoted
-from router.openai.logprobs import CompletionLogprobs, chat_logprobs, joined, prompt_logprobs
+from router.openai.logprobs import CompletionLogprobs, chat_logprobs, echoed, joined, prompt_logprobs
 from router.openai.request import Asked
 from router.openai.tool_calls import ToolCall, ToolCallParser
 
@@ -160,6 +160,12 @@ class Answer(ABC):
         if message.prompt_logprobs:
             self._scored.setdefault(number, []).extend(message.prompt_logprobs)
         choice = self._choice(number, message)
+        if self._asked.only_echo:
+            if message.HasField("finish"):
+                message.finish.usage.completion_tokens = 0
+                message.finish.reason = pb.FINISH_REASON_LENGTH
+                self._finish(number, choice, message.finish)
+            return
         pieces: list[str | ToolCall] = choice.parser.push(message.text) if choice.parser else [message.text]
         if message.logprobs:
             choice.logprobs.append(self.message_logprobs(choice, message))
@@ -183,13 +189,15 @@ class Answer(ABC):
         return said.encode() + self._receipts_field() + b"}"
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        served = choice.served
-        said = {"index": choice.index, **self.whole_content(choice), "logprobs": self.whole_logprobs(choice.logprobs)}
+        served, parts = choice.served, choice.logprobs
+        scored = self._scored.get(choice.index // self._asked.choices_per_prompt)
+        if self._asked.echo_logprobs:
+            parts = [echoed(served.prompt, scored or (), served.text_of), *parts]
+        said = {"index": choice.index, **self.whole_content(choice), "logprobs": self.whole_logprobs(parts)}
         said |= {"finish_reason": choice.reason, "stop_reason": choice.stop_reason}
         if self._asked.token_ids:
             said |= {"token_ids": choice.token_ids, "prompt_token_ids": served.prompt}
-        scored = self._scored.get(choice.index // self._asked.choices_per_prompt)
-        if scored is not None:
+        if scored is not None and not self._asked.echo_logprobs:
             said["prompt_logprobs"] = prompt_logprobs(served.prompt, scored, served.text_of)
         return said
 

@@ -81,6 +81,19 @@ async def test_a_text_is_what_grpc_says(site: Site) -> None:
     of_ids = await site.openai.completions.create(**asked | {"prompt": prompt_ids}, echo=True)
     assert of_ids.choices[0].text.endswith(text)
     assert of_ids.choices[0].text.removesuffix(text).endswith(PROMPT), "its begin token is shown too"
+    # As evaluations do it: a text's likelihood is that of its tokens, whoever said them.
+    said = await site.openai.completions.create(**asked, logprobs=1)
+    scored = await site.openai.completions.create(
+        model="teller", prompt=[*prompt_ids, *token_ids], max_tokens=0, echo=True, logprobs=1
+    )
+    expected, found = said.choices[0].logprobs, scored.choices[0].logprobs
+    assert expected is not None
+    assert found is not None
+    assert found.token_logprobs is not None
+    assert found.token_logprobs[0] is None
+    assert found.token_logprobs[-40:] == pytest.approx(expected.token_logprobs, abs=0.05)
+    assert scored.usage is not None
+    assert scored.usage.completion_tokens == 0
 
 
 async def test_several_prompts_and_choices_stay_apart(site: Site) -> None:

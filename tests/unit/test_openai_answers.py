@@ -153,6 +153,24 @@ def test_log_probabilities_of_both_kinds() -> None:
     assert streamed[2]["choices"][0]["prompt_token_ids"] == [1, 2]
 
 
+def test_echoed_log_probabilities_begin_with_the_prompts() -> None:
+    scored = [pb.TokenLogprobs(logprob=-3.0, top_token_ids=[5], top_logprobs=[-0.25])]
+    messages = [pb.GenerateResponse(prompt_logprobs=scored), said("ab", 3, logprobs=(-1.0,)), end()]
+    options: Any = {"echo": True, "echo_logprobs": True}
+    whole = whole_of(answer_of(CompletionAnswer, asked_for(**options), echo="<1><2>"), *messages)
+    assert whole["choices"][0]["text"] == "<1><2>ab"
+    assert whole["choices"][0]["logprobs"] == {
+        "tokens": ["<1>", "<2>", "<3>"],
+        "token_logprobs": [None, -3.0, -1.0],
+        "top_logprobs": [None, {"<5>": -0.25, "<2>": -3.0}, {"<9>": -0.5, "<3>": -1.0}],
+        "text_offset": [0, 3, 6],
+    }
+    only = whole_of(answer_of(CompletionAnswer, asked_for(only_echo=True, **options), echo="<1><2>"), *messages)
+    assert only["choices"][0]["text"] == "<1><2>"
+    assert only["choices"][0]["logprobs"]["token_logprobs"] == [None, -3.0]
+    assert (only["choices"][0]["finish_reason"], only["usage"]["completion_tokens"]) == ("length", 0)
+
+
 def test_prompt_log_probabilities() -> None:
     scored = [pb.TokenLogprobs(logprob=-3.0, top_token_ids=[5], top_logprobs=[-0.25])]
     messages = [pb.GenerateResponse(prompt_logprobs=scored), said("a"), end()]

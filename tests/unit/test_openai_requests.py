@@ -218,6 +218,18 @@ def test_a_bad_completion_names_its_field(field: str, value: Any) -> None:
     assert caught.value.field == field
 
 
+def test_a_prompt_may_be_scored_and_nothing_said() -> None:
+    asked = completion(prompt=[1, 2], echo=True, logprobs=3, max_tokens=0)
+    sampling = sampling_of(asked)
+    assert (sampling.prompt_logprobs, sampling.logprobs, sampling.max_tokens) == (3, 3, 1)
+    assert asked.echo
+    assert asked.echo_logprobs
+    assert asked.only_echo
+    for options in ({"logprobs": 0}, {"max_tokens": 0}):
+        with pytest.raises(InvalidRequest, match="echo: with logprobs or max_tokens 0"):
+            completion(echo=True, stream=True, **options)
+
+
 def test_what_asks_for_nothing_is_accepted() -> None:
     for name in HARMLESS:
         completion(**{name: "whatever"})
