@@ -220,7 +220,9 @@ async def start_worker(
         undo.push_async_callback(engine.stop)
         lenders = Lenders(engine, ready.model_fingerprint, ready.block_tokens, config.peer_silence_s, member)
         requests, loans = Drain(), Drain()
-        say_role = register(registry, worker_id, role, model_dir.name, ready, lambda: engine.last_load)
+        say_role = register(
+            registry, worker_id, role, model_dir.name, ready, lambda: engine.last_load, lambda: engine.last_kv
+        )
         roles = RoleSwitch(role, config, engine, say_role)
         context = WorkerContext(
             config, roles, worker_id, incarnation, model_dir, engine, ready, lenders, requests, loans
