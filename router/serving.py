@@ -105,6 +105,7 @@ class Serving:
             raise
         except (asyncio.CancelledError, GeneratorExit):
             watched.left()
+            self._tracing.cancelled(ticket, arrived_at)
             raise
         if ticket.finish is not None:
             watched.finished(ticket.finish)
