@@ -44,6 +44,9 @@ class Client:
         self._addresses = [part.strip() for address in addresses for part in address.split(",")]
         if not all(self._addresses) or not self._addresses:
             raise InvalidRequest("address", "host:port of a router is missing")
+        for name, value in (("address", "".join(self._addresses)), ("api_key", api_key)):
+            if not (value.isascii() and value.isprintable()):
+                raise InvalidRequest(name, "must be printable ASCII")
         self._channels = [channel(address, tls) for address in self._addresses]
         self._stubs = [pb_grpc.InferenceStub(link) for link in self._channels]
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()

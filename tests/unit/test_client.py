@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from tandem.call_span import CallSpan
-from tandem.client import Metadata
+from tandem.client import Metadata, Target
 from tandem.sync_client import SyncClient
 
 
@@ -38,6 +39,14 @@ class Answer:
 
     def cancel(self) -> None:
         """It is over."""
+
+
+@pytest.mark.parametrize(("address", "key", "field"), [("b\udcff:1", "", "address"), ("b:1", "b\udcffd", "api_key")])
+def test_what_cannot_be_sent_is_named(address: str, key: str, field: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"must be printable ASCII") as caught:
+        Target(address, key).client()
+    assert caught.value.field == field
+    assert "\udcff" not in str(caught.value)
 
 
 @pytest.fixture
