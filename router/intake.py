@@ -5,6 +5,7 @@ import secrets
 import time
 from dataclasses import dataclass, field
 
+from cluster import logs
 from cluster.errors import DeadlineExceeded, Forbidden, InvalidRequest
 from engine.structured import read_structured
 from protos import inference_pb2 as pb
@@ -80,6 +81,8 @@ class Intake:
         models = self._models.only(principal.models)
         model, why = asked_for(self._models, request.model, principal)
         check_names(request)
+        name = request.request_id or secrets.token_hex(8)
+        logs.request_id.set(name)
         request.tenant = principal.tenant_for(request.tenant)
         cache_salt = isolated(request) if self._config.isolate_tenants else request.cache_salt
         check_time_limit(request)
@@ -97,7 +100,7 @@ class Intake:
         first_token_s = request.max_ttft_ms / 1e3 if request.HasField("max_ttft_ms") else math.inf
         return Ticket(
             request=request,
-            request_id=request.request_id or secrets.token_hex(8),
+            request_id=name,
             model=chosen.model,
             model_reason=why,
             verdicts=chosen.verdicts,

@@ -105,6 +105,7 @@ class Serving:
             raise
         except (asyncio.CancelledError, GeneratorExit):
             watched.left()
+            self._tracing.cancelled(ticket, arrived_at)
             raise
         if ticket.finish is not None:
             watched.finished(ticket.finish)
@@ -139,6 +140,7 @@ class Serving:
         attempt, failures = 1, 0
         while True:
             placed, decision, placed_at = await self._place(ticket, emitted)
+            log.debug("attempt %d at %s, lender %s", attempt, decision.decode_id, decision.lender_id or "none")
             try:
                 internal = decode_request(ticket, emitted, placed, decision, attempt, placed_at, time.monotonic())
                 messages = run_attempt(model.links.to(placed.decode), internal, ticket.remaining_s())
@@ -157,7 +159,7 @@ class Serving:
             except Retriable as failure:
                 if emitted.finished:
                     return
-                log.info("%s: attempt %d failed: %s", ticket.request_id, attempt, failure)
+                log.info("attempt %d failed: %s", attempt, failure)
                 if isinstance(failure.cause, Draining):
                     model.fleet.drains(placed.decode)  # nothing failed: it hands the request over, once
                     attempt += 1
