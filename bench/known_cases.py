@@ -16,6 +16,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from bench.traces import CONVERSATION, TICK_S
 from engine.sim.timing import StepTiming
 from simulator.calibration import Calibration
 from simulator.gpus import GPUS
@@ -25,6 +26,7 @@ from simulator.plan.load import Load
 from simulator.replay import Setup
 from simulator.request import TraceRequest
 from simulator.results import Slo
+from simulator.traces.reading import Trace, Window
 
 WHOLE = 8192
 """Prompt tokens of a step: longer than the prompts."""
@@ -62,13 +64,15 @@ class Case:
     """Workers of the aggregated cluster."""
     splits: tuple[tuple[int, int], ...]
     gains: bool | None
-    """Says the literature, over whole prompts; where it says no gain, over chunks too. None: it does not say."""
+    """Says the literature, over `gains_over`; where it says no gain, over chunks too. None: it does not say."""
     count: int = 400
     """Requests, at least; more where streams last long."""
     fixed: bool = False
     requests: Callable[[Load, int], Iterator[TraceRequest]] = requests_of
     own: Setup | None = None
     """The aggregated cluster's."""
+    gains_over: str = "whole prompts"
+    """What a gain is held against: "chunks" where no paper's baseline is meant."""
 
 
 def chat(load: Load, count: int) -> Iterator[TraceRequest]:
@@ -101,6 +105,11 @@ def agents(load: Load, count: int) -> Iterator[TraceRequest]:
         hash_ids = tuple(name * 64 + block for block in range(size))
         yield TraceRequest(number, at_s, 1024 * size, round(load.output), hash_ids, 1024)
         sessions[place] = (name, size + 1) if size < 22 else (name + len(sessions), 6)
+
+
+def mooncake(load: Load, count: int) -> Iterator[TraceRequest]:
+    """The first of its chat service's real trace, at 0.7 of their rate; `load` only says what that is."""
+    return iter(Trace(CONVERSATION, Window(rate=0.7, most=count, spread_s=TICK_S)))
 
 
 def steps(prefill_ms: tuple[float, float, float], decode_ms: tuple[float, float, float]) -> StepTiming:
@@ -245,6 +254,17 @@ CASES = (
         together=4,
         splits=((2, 2),),
         gains=True,
+    ),
+    Case(
+        "Mooncake's chat, strict ITL: Llama 3.1 8B on 8 A100, 8 s, 22 ms",
+        Setup(LLAMA, A100, gpus=8, slo=Slo(8, 0.022)),
+        Load(1.99, 14_276, 365),
+        together=8,
+        splits=((5, 3), (4, 4)),
+        gains=True,
+        fixed=True,
+        requests=mooncake,
+        gains_over="chunks",
     ),
     Case(
         "short prompts: Llama 3.1 8B, 1 s, 100 ms",

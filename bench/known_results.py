@@ -115,8 +115,8 @@ def bars_of(case: Case, measured: dict[str, Any]) -> Iterator[Bar]:
     if case.gains is None:
         return
     if case.gains:
-        name = f"{case.name}: goodput {measured['best split']} / aggregated, whole prompts"
-        yield Bar(name, measured["over whole prompts"], 1 + MARGIN, at_least=True)
+        name = f"{case.name}: goodput {measured['best split']} / aggregated, {case.gains_over}"
+        yield Bar(name, measured[f"over {case.gains_over}"], 1 + MARGIN, at_least=True)
     else:
         yield Bar(f"{case.name}: goodput / aggregated, chunks", measured["over chunks"], 1 + MARGIN)
 

@@ -37,7 +37,7 @@ BLOCK_TOKENS, NUM_BLOCKS = 512, 10_000
 UTILISATION = 0.8
 CHUNK = 2048
 SLOW_TOKENS_PER_S = 10.0
-EAGER = AdmissionConfig(max_lender_queue_s=1e9, long_prompt_lender_share=1.0)
+EAGER = AdmissionConfig(max_lender_queue_s=1e9, long_prompt_lender_share=1.0, short_prompt_lenders=0)
 """Everything starts at once."""
 
 

@@ -69,16 +69,23 @@ class UnknownModel(ServiceError):
 
 
 class Overloaded(ServiceError):
-    """No room: now, or (`permanent`) ever. `retry_after_s`: when there may be, where that is known."""
+    """No room: now, or (`permanent`) ever. `retry_after_s`: when there may be, where that is known. `limit`: which of
+    whose limits was reached, such as ("tenant:a", "requests_per_s: 5"), where it is one that somebody set."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
     def __init__(
-        self, message: str, field: str = "", permanent: bool = False, retry_after_s: float | None = None
+        self,
+        message: str,
+        field: str = "",
+        permanent: bool = False,
+        retry_after_s: float | None = None,
+        limit: tuple[str, str] | None = None,
     ) -> None:
         super().__init__(message, field)
         self.permanent = permanent
         self.retry_after_s = retry_after_s
+        self.limit = limit
 
 
 class Unavailable(ServiceError):
@@ -164,6 +171,10 @@ def to_proto(error: ServiceError) -> status_pb2.Status:
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(round(min(error.retry_after_s, MAX_RETRY_AFTER_S) * 1e9))
         _add(status, error_details_pb2.RetryInfo(retry_delay=delay))
+    if isinstance(error, Overloaded) and error.limit is not None:
+        subject, description = error.limit
+        reached = error_details_pb2.QuotaFailure.Violation(subject=subject, description=description)
+        _add(status, error_details_pb2.QuotaFailure(violations=[reached]))
     if isinstance(error, Draining):
         _add(status, error_details_pb2.ErrorInfo(reason=DRAINING, domain=DOMAIN))
     return status
@@ -182,8 +193,10 @@ def from_proto(status: status_pb2.Status) -> ServiceError:
 def _typed(code: grpc.StatusCode, message: str, details: Iterable[any_pb2.Any]) -> ServiceError:
     field, permanent, draining = "", False, False
     retry_after_s: float | None = None
+    limit: tuple[str, str] | None = None
     for detail in details:
         bad, info, retry = error_details_pb2.BadRequest(), error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+        quota = error_details_pb2.QuotaFailure()
         if detail.Unpack(bad) and bad.field_violations:
             field, message = bad.field_violations[0].field, bad.field_violations[0].description
         elif detail.Unpack(info):
@@ -191,10 +204,12 @@ def _typed(code: grpc.StatusCode, message: str, details: Iterable[any_pb2.Any]) 
             draining |= info.reason == DRAINING
         elif detail.Unpack(retry):
             retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+        elif detail.Unpack(quota) and quota.violations:
+            limit = quota.violations[0].subject, quota.violations[0].description
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return InvalidRequest(field, message)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return Overloaded(message, field, permanent, retry_after_s)
+        return Overloaded(message, field, permanent, retry_after_s, limit)
     kind = Draining if draining else _KINDS.get(code)
     if kind is not None:
         return kind(message, field)

@@ -1,14 +1,92 @@
-"""Log lines of every process: one format, to standard error."""
+"""Log lines of every process: to standard error, as text or as JSON, with the id of the request that a line is of.
 
+No prompt, no completion and no secret is ever logged.
+"""
+
+import json
 import logging
 import os
 import sys
+from collections.abc import Mapping
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any
+
+from cluster.errors import StartError
+from cluster.settings import LogSettings
+from cluster.trace_context import trace_id
+
+VARIABLE = "TANDEM_LOG"
+LEVELS = ("debug", "info", "warning", "error")
+OURS = (
+    "cluster", "decode_worker", "engine", "kvtransfer", "planner", "prefill_worker", "router", "simulator", "tandem",
+)  # fmt: skip
+"""Packages whose loggers follow `log_level`; those of libraries never say less than a warning."""
+
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+"""Of the request that the current task serves; empty where it serves none."""
 
 
-def set_up(process: str) -> None:
-    """`TANDEM_LOG` sets the level, warning by default. No prompt and no completion is ever logged."""
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=os.environ.get("TANDEM_LOG", "warning").upper(),
-        format=f"%(asctime)s %(levelname)s {process} %(name)s: %(message)s",
-    )
+def set_up(role: str, name: str, settings: LogSettings) -> None:
+    """Of a process of this role and name. The environment's TANDEM_LOG goes before `log_level`. Raises StartError."""
+    level = level_of(settings, os.environ)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter((JsonLines if settings.log_format == "json" else TextLines)(role, name))
+    logging.basicConfig(handlers=[handler], level=max(level, logging.WARNING), force=True)
+    for package in OURS:
+        logging.getLogger(package).setLevel(level)
+
+
+def level_of(settings: LogSettings, environment: Mapping[str, str]) -> int:
+    """Of `logging`. Raises StartError for a TANDEM_LOG that is no level."""
+    wanted = environment.get(VARIABLE, "").strip().lower() or settings.log_level
+    if wanted not in LEVELS:
+        raise StartError(VARIABLE, f"{wanted!r} is no level; levels are {', '.join(LEVELS)}")
+    return logging.getLevelNamesMapping()[wanted.upper()]
+
+
+def of(name: str) -> dict[str, str]:
+    """`extra` of a line about this request, where a task serves many."""
+    return {"request_id": name}
+
+
+def _request_id_of(record: logging.LogRecord) -> str:
+    return str(getattr(record, "request_id", "") or request_id.get())
+
+
+class TextLines(logging.Formatter):
+    """Time, level, process, logger, and in brackets the request's id."""
+
+    def __init__(self, role: str, name: str) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(process_name)s %(name)s%(of_request)s: %(message)s")
+        self._process = f"{role} {name}" if name != role else role
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # logging's
+        of_request = _request_id_of(record)
+        if not of_request.isprintable():  # a client chose it, and a line's end in it would forge a line
+            of_request = repr(of_request)
+        record.process_name = self._process
+        record.of_request = f" [{of_request}]" if of_request else ""
+        return super().formatMessage(record)
+
+
+class JsonLines(logging.Formatter):
+    """An object a line. `request_id`, `trace_id` and `exception` only where there is one."""
+
+    def __init__(self, role: str, name: str) -> None:
+        super().__init__()
+        self._process = {"role": role, "process": name}
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            **self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+            "request_id": _request_id_of(record),
+            "trace_id": trace_id(),
+            "exception": self.formatException(record.exc_info) if record.exc_info else "",
+        }
+        may_lack = ("request_id", "trace_id", "exception")
+        return json.dumps({key: value for key, value in line.items() if value or key not in may_lack})

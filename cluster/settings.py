@@ -1,8 +1,20 @@
 """Settings that processes of several roles have, beside their own."""
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, Field
+
+
+class LogSettings(BaseModel):
+    """Of every process."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "warning"
+    """What is logged, to standard error. The environment variable TANDEM_LOG goes before it. Libraries never log less
+    than a warning."""
+    log_format: Literal["text", "json"] = "text"
+    """json: an object a line, with ts, level, role, process, logger, message, and where there is one request_id,
+    trace_id and exception."""
 
 
 class TlsSettings(BaseModel):

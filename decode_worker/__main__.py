@@ -18,9 +18,9 @@ def add_services(server: Any, context: WorkerContext) -> list[str]:
 
 
 def main() -> int:
-    set_up("decode")
     try:
         config = WorkerConfig.from_command_line("decode_worker")
+        set_up("decode", config.id_for("decode"), config)
     except StartError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from tokenizers import Tokenizer
 
 from cluster.errors import Draining, Incompatible, ServiceError
+from cluster.logs import of
 from decode_worker.generation import Generation
 from decode_worker.placed_request import check_request, engine_request, lead_tokens
 from engine.messages import Cancel
@@ -41,6 +42,7 @@ class Attempt:
         check_request(request, ready.vocab_size, context.config.engine)
         self._engine = context.engine
         self._engine_id = engine_id
+        self._request_id = request.request_id
         self._on_news = on_news
         self._generation = Generation(request, tokenizer, context.worker_id, ready.block_tokens)
         self._loan = Borrowing(context.lenders, engine_id, request.lender.worker, lambda: _chain(request))
@@ -85,7 +87,7 @@ class Attempt:
         except ServiceError as failure:
             self.failure = failure
         except Exception as error:  # a mistake in here ends this request, and not all that the engine speaks of
-            log.exception("%s failed", self._engine_id)
+            log.exception("%s failed", self._engine_id, extra=of(self._request_id))
             self.failure = ServiceError(f"the decode worker failed: {error!r}")
         for choice in self._generation.take_stopped():
             self._engine.send(Cancel(self._engine_id, choice))

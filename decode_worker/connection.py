@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 
 from cluster.errors import DeadlineExceeded, InvalidRequest, ServiceError, to_proto
+from cluster.logs import of
 from cluster.waker import Waker
 from decode_worker.attempt import Attempt
 from protos import decode_pb2 as pb
@@ -104,7 +105,7 @@ class Connection:
         except ServiceError as refusal:
             served.refusal = refusal
         except Exception as error:  # a mistake in here ends this request, and not all of the connection
-            log.exception("request %s failed", placed.request.request_id)
+            log.exception("a request failed", extra=of(placed.request.request_id))
             served.refusal = ServiceError(f"the decode worker failed: {error!r}")
         if served.attempt is None:
             self._has_news(served)

@@ -132,7 +132,7 @@ class Generation:
         """An earlier attempt streamed tokens and text: skip just that much of the text they make."""
         request = self._request
         token_ids, num_chars = emitted_of(request, index)
-        stream = TextStream(tokenizer, request.prompt_token_ids, request.sampling.stop)
+        stream = TextStream(tokenizer, request.prompt_token_ids, request.sampling.stop, request.sampling.min_tokens)
         text = "".join(stream.push(token_id) for token_id in token_ids)
         num_known = len(token_ids) if request.sampling.HasField("beam_width") else 0
         choice = _Choice(index, stream, len(token_ids), num_known, index in request.finished_choices)

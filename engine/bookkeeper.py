@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.keys import BlockKey, block_keys
+from engine.kv_counts import KvCounts
 from engine.layout import KvLayout
 from engine.pool import BlockPool, CacheEvent, Evicted, Removed, Stored
 from engine.rates import WorkRates
@@ -48,6 +49,7 @@ class Bookkeeper:
         self.layout = layout
         self.tiers = tiers
         self.rates = rates or WorkRates()
+        self.counts = KvCounts()
         self._memory = memory
         self.compute_fingerprints = memory.fingerprints
         self.write_block = memory.write_block

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.pool import CacheEvent
 from engine.scheduler import StepBudget
@@ -295,6 +296,29 @@ class CacheChanged:
     snapshot: bool = False
 
 
+class TierUse(NamedTuple):
+    """One tier of KV, in blocks; see `engine/kv_counts.py`."""
+
+    tier: str
+    blocks: int
+    """That it has room for; 0 of what other workers have."""
+    used: int
+    """That hold something, in use or kept."""
+    queries: int
+    hits: int
+
+
+class KvUse(NamedTuple):
+    """Where KV is and where it was found; counters are since the engine started."""
+
+    tiers: tuple[TierUse, ...]
+    read_bytes: int
+    """From other workers, verified."""
+    read_s: float
+    """Time in which reads from other workers were under way."""
+    mismatched: int
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """Sent by the step loop a few times a second, so that its absence means a hung engine."""
@@ -316,6 +340,8 @@ class Load:
     guessed: int = 0
     """Tokens that were guessed and verified, since the engine started."""
     guessed_right: int = 0
+    kv: KvUse | None = None
+    """None: as in the report before."""
 
 
 @dataclass(frozen=True, slots=True)

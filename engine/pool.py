@@ -72,6 +72,11 @@ class BlockPool:
         return len(self._free) + len(self._cached) - self._reserved
 
     @property
+    def num_filled(self) -> int:
+        """Blocks that hold something: all that are not free."""
+        return self.num_blocks - len(self._free)
+
+    @property
     def num_held(self) -> int:
         """Blocks with at least one reference."""
         return self.num_blocks - len(self._free) - len(self._cached) - len(self._quarantined)

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.bookkeeper import Bookkeeper
+from engine.kv_counts import POOL, REMOTE
 from engine.lending.desk import LendingDesk
-from engine.messages import CacheChanged, FromEngine, Load, PlacementMark
+from engine.messages import CacheChanged, FromEngine, KvUse, Load, PlacementMark, TierUse
 from engine.requests import RequestDesk
 from engine.speculation.speculator import Speculator
 
@@ -42,6 +43,7 @@ class Reporter:
         self._speculator = speculator
         self._cache_sequence = 0
         self._placements_seen: dict[str, int] = {}
+        self._kv_said: KvUse | None = None
         self._reported_at = 0.0
         self._step_began_at = 0.0
         self._step_count = 0
@@ -112,5 +114,22 @@ class Reporter:
                 preemptions=residency.num_preemptions,
                 guessed=self._speculator.num_guesses if self._speculator else 0,
                 guessed_right=self._speculator.num_right if self._speculator else 0,
+                kv=self._news_of_kv(now),
             )
         )
+
+    def _news_of_kv(self, now: float) -> KvUse | None:
+        """None where there is none."""
+        books, counts = self._books, self._books.counts
+        room: dict[str, tuple[int, int]] = {POOL: (books.pool.num_blocks, books.pool.num_filled)}
+        if books.tiers is not None:
+            room |= books.tiers.occupancy
+        tiers = tuple(
+            TierUse(tier, *room.get(tier, (0, 0)), counts.queries.get(tier, 0), counts.hits.get(tier, 0))
+            for tier in (*room, REMOTE)
+        )
+        use = KvUse(tiers, counts.read_bytes, counts.read_s(now), counts.num_mismatched)
+        if use == self._kv_said:
+            return None
+        self._kv_said = use
+        return use

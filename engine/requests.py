@@ -23,6 +23,7 @@ from engine.beams import BeamSearch
 from engine.bookkeeper import Bookkeeper
 from engine.choices import chains_of, num_blocks_at_most, search_of
 from engine.keys import root_key
+from engine.kv_counts import POOL
 from engine.lending.borrowing import BorrowingDesk, Wanted
 from engine.messages import Failed, FromEngine, Generate, KvAccount, PromptScored, Rejected, Token
 from engine.residency import Residency
@@ -122,6 +123,7 @@ class RequestDesk:
                 reason += f", {waiting} preempted requests wait for some"
             self._reject(message.request_id, reason, permanent=False)
             return
+        self._books.counts.looked(POOL, len(keys), len(sequence.blocks))
         account = KvAccount(reused_blocks=len(sequence.blocks), times={"admitted": self._books.clock()})
         by_choice = {chain.choice: chain for chain in chains}
         request = _Request(by_choice, account, True, message.sampling.n, search)
@@ -141,6 +143,7 @@ class RequestDesk:
                 account = self._requests[sequence.request_id].account
                 if "compute_started" not in account.times:
                     found = self._books.adopt(sequence)
+                    self._books.counts.found(POOL, found)
                     account.reused_blocks += found
                     account.computed_blocks -= found
                     account.computed_tokens -= found * self._books.layout.block_tokens

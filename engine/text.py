@@ -35,13 +35,18 @@ class TextStream:
     """Text of one completion, as it becomes certain.
 
     Text that could still turn out to be the beginning of a stop string is held back; `push` returns what is
-    certain, and `stopped` names the stop string once it was found. It is not part of the text.
+    certain, and `stopped` names the stop string once it was found. It is not part of the text. One that is complete
+    within the first `min_tokens` tokens is text like any other.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int], stop: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, prompt: Sequence[int], stop: Sequence[str], min_tokens: int = 0
+    ) -> None:
         self._tokenizer = tokenizer
         self._stream = DecodeStream(ids=list(prompt[-CONTEXT_TOKENS:]), skip_special_tokens=True)
         self._stop = tuple(stop)
+        self._too_early = min_tokens
+        """Tokens more at which nothing stops."""
         self._held = ""
         self.stopped = ""
 
@@ -50,16 +55,17 @@ class TextStream:
         if self._tokenizer is None or self.stopped:
             return ""
         self._held += self._stream.step(self._tokenizer, token_id) or ""
-        return self._certain()
+        early, self._too_early = self._too_early > 0, max(0, self._too_early - 1)
+        return self._certain(early)
 
     def finish(self) -> str:
         """No more tokens: what was held back."""
         held, self._held = self._held, ""
         return "" if self.stopped else held
 
-    def _certain(self) -> str:
+    def _certain(self, early: bool) -> str:
         found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
-        if found:
+        if found and not early:
             at, self.stopped = min(found)
             text, self._held = self._held[:at], ""
             return text

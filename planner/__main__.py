@@ -9,9 +9,9 @@ from planner.runtime import PlannerConfig, start_planner
 
 
 def main() -> int:
-    set_up("planner")
     try:
         config = PlannerConfig.from_command_line("planner")
+        set_up("planner", "planner", config)
     except StartError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

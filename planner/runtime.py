@@ -18,7 +18,7 @@ from cluster.metrics import MetricsServer, new_registry
 from cluster.process import Addresses
 from cluster.roles import ROLES, Role
 from cluster.rpc import Server, channel
-from cluster.settings import DiscoverySettings, HealthSettings, MetricsSettings
+from cluster.settings import DiscoverySettings, HealthSettings, LogSettings, MetricsSettings
 from cluster.tls import Trust, member_of
 from planner.config import PolicyConfig
 from planner.executors.executor import Executor, ExecutorFailed, NoExecutor
@@ -37,7 +37,7 @@ BLIND_TURNS = 3
 """In which it saw nothing: then it is not ready."""
 
 
-class PlannerConfig(HealthSettings, MetricsSettings, DiscoverySettings, PolicyConfig):
+class PlannerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettings, PolicyConfig):
     """Sizes the pools of one model."""
 
     routers: tuple[str, ...] = ()

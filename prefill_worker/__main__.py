@@ -11,9 +11,9 @@ from engine.worker.runtime import start_worker
 
 
 def main() -> int:
-    set_up("prefill")
     try:
         config = WorkerConfig.from_command_line("prefill_worker")
+        set_up("prefill", config.id_for("prefill"), config)
     except StartError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -4,6 +4,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 
 from cluster.errors import InvalidRequest, ServiceError, Unavailable, to_proto
+from cluster.logs import of
 from cluster.waker import Waker
 from engine.worker.engine_client import EngineClient
 from engine.worker.pulse import Pulse
@@ -85,7 +86,7 @@ class Connection:
         except ServiceError as refusal:
             self._refuse(number, refusal)
         except Exception as error:  # a mistake in here ends this loan, and not all of the connection
-            log.exception("a loan for %s failed", want.request_id)
+            log.exception("a loan failed", extra=of(want.request_id))
             self._refuse(number, ServiceError(f"the lender failed: {error!r}"))
         else:
             if not self._loans:

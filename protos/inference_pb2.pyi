@@ -12,7 +12,8 @@ Errors are ordinary gRPC statuses with `google.rpc.Status` details in the traile
   INVALID_ARGUMENT    a field is out of its limits; details hold a BadRequest naming the field
   NOT_FOUND           the model is not served here
   RESOURCE_EXHAUSTED  the request can never fit; or the queue is full, a limit of the tenant is reached, or the first
-                      token is predicted to come too late: details may hold a RetryInfo saying when to try again
+                      token is predicted to come too late: details may hold a RetryInfo saying when to try again, and
+                      of a tenant's limit a QuotaFailure with the tenant and the limit
   UNAUTHENTICATED     an API key is needed, as metadata `authorization: Bearer KEY`, and none that is known was given
   PERMISSION_DENIED   the model, or the tenant, is not that of the key
   UNAVAILABLE         no worker could serve it now; safe to retry
@@ -98,7 +99,8 @@ class GenerateRequest(_message.Message):
     """Requests share cached KV only with requests of the same salt."""
     max_ttft_ms: _builtins.float
     """The first token is worthless after so many milliseconds, counted from the request's arrival: a time limit for it,
-    beside the call's deadline. Above 0. A request that is predicted to miss it is refused at once.
+    beside the call's deadline. Above 0. A request that is predicted to miss it behind others is refused at once; where
+    no prompt is queued it is served, whatever is predicted.
     """
     task: _builtins.str
     """What it is for, such as "code". The model must be said to be good at it, or at anything. Empty: nothing in particular."""
@@ -298,7 +300,7 @@ class Sampling(_message.Message):
     """Subtract this times how often a token was seen in the output. In [-2, 2]. Default 0."""
     min_tokens: _builtins.int
     """Neither the model's end token nor a stop token is sampled before so many tokens, unless `structured` leaves nothing
-    else. Default 0.
+    else, and no stop string is looked for in them. Default 0.
     """
     prompt_logprobs: _builtins.int
     """Return log probabilities of each prompt token but the first, and of this many likeliest ones at its place, at most
@@ -1216,7 +1218,7 @@ class BatchResult(_message.Message):
 
     @_builtins.property
     def finish(self) -> Global___Finish:
-        """Of the request as a whole: the `finish` that ended its stream."""
+        """Of the request as a whole: the `finish` that ended its stream, with the completion tokens of all choices."""
 
     def __init__(
         self,
@@ -1562,6 +1564,8 @@ class WorkerStatus(_message.Message):
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     DECODE_PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     HEARD_FIELD_NUMBER: _builtins.int
+    ASKED_BLOCKS_FIELD_NUMBER: _builtins.int
+    HIT_BLOCKS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
     """"prefill" or "decode"."""
@@ -1585,6 +1589,9 @@ class WorkerStatus(_message.Message):
     decode_prefill_tokens_per_s: _builtins.float
     heard: _builtins.bool
     """Its engine has reported: what a report says is known."""
+    asked_blocks: _builtins.int
+    """Blocks of prompts that this router had it compute or lend, since it joined; and those of them that it had already."""
+    hit_blocks: _builtins.int
     def __init__(
         self,
         *,
@@ -1605,10 +1612,12 @@ class WorkerStatus(_message.Message):
         prefill_tokens_per_s: _builtins.float = ...,
         decode_prefill_tokens_per_s: _builtins.float = ...,
         heard: _builtins.bool = ...,
+        asked_blocks: _builtins.int = ...,
+        hit_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "available_blocks", b"available_blocks", "block_tokens", b"block_tokens", "cached_blocks", b"cached_blocks", "decode_prefill_tokens_per_s", b"decode_prefill_tokens_per_s", "decoding", b"decoding", "draining", b"draining", "heard", b"heard", "loans", b"loans", "num_blocks", b"num_blocks", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_loans", b"queued_loans", "queued_prefill_tokens", b"queued_prefill_tokens", "role", b"role", "running", b"running", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "asked_blocks", b"asked_blocks", "available_blocks", b"available_blocks", "block_tokens", b"block_tokens", "cached_blocks", b"cached_blocks", "decode_prefill_tokens_per_s", b"decode_prefill_tokens_per_s", "decoding", b"decoding", "draining", b"draining", "heard", b"heard", "hit_blocks", b"hit_blocks", "loans", b"loans", "num_blocks", b"num_blocks", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_loans", b"queued_loans", "queued_prefill_tokens", b"queued_prefill_tokens", "role", b"role", "running", b"running", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1646,6 +1655,8 @@ Global___LinkStatus: _TypeAlias = LinkStatus  # noqa: Y015
 
 @_typing.final
 class FeedbackRequest(_message.Message):
+    """One of the three beside the id, at least. Kept with the tenant and the name of the key that it came with."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int

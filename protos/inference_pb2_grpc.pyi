@@ -12,7 +12,8 @@ Errors are ordinary gRPC statuses with `google.rpc.Status` details in the traile
   INVALID_ARGUMENT    a field is out of its limits; details hold a BadRequest naming the field
   NOT_FOUND           the model is not served here
   RESOURCE_EXHAUSTED  the request can never fit; or the queue is full, a limit of the tenant is reached, or the first
-                      token is predicted to come too late: details may hold a RetryInfo saying when to try again
+                      token is predicted to come too late: details may hold a RetryInfo saying when to try again, and
+                      of a tenant's limit a QuotaFailure with the tenant and the limit
   UNAUTHENTICATED     an API key is needed, as metadata `authorization: Bearer KEY`, and none that is known was given
   PERMISSION_DENIED   the model, or the tenant, is not that of the key
   UNAVAILABLE         no worker could serve it now; safe to retry

@@ -10,9 +10,9 @@ from router.runtime import start_router
 
 
 def main() -> int:
-    set_up("router")
     try:
         config = RouterConfig.from_command_line("router")
+        set_up("router", config.id(), config)
     except StartError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

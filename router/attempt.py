@@ -28,7 +28,12 @@ class EmittedChoice:
     token_ids: list[int] = field(default_factory=list)
     num_chars: int = 0
     """Of text. Python's and the worker's count: code points."""
-    finished: bool = False
+    reason: public_pb.FinishReason.ValueType | None = None
+    """Of its end, once it ended."""
+
+    @property
+    def finished(self) -> bool:
+        return self.reason is not None
 
 
 class Emitted:
@@ -80,7 +85,8 @@ class Emitted:
             choice = self._choices[message.index]
             choice.token_ids += message.token_ids
             choice.num_chars += len(message.text)
-            choice.finished |= message.HasField("finish")
+            if message.HasField("finish"):
+                choice.reason = message.finish.reason
         self._unread.clear()
         self._unread_bytes = 0
 

@@ -35,7 +35,9 @@ class _Gathered:
         choice.logprobs.extend(response.logprobs)
         if response.HasField("finish"):
             choice.reason, choice.stop_match = response.finish.reason, response.finish.stop_match
+            num_tokens = self.finish.usage.completion_tokens + response.finish.usage.completion_tokens
             self.finish.CopyFrom(response.finish)
+            self.finish.usage.completion_tokens = num_tokens
 
 
 async def generate_batch(batch: pb.GenerateBatchRequest, generate: Generate) -> AsyncGenerator[pb.BatchResult]:

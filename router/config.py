@@ -6,14 +6,16 @@ from pathlib import Path
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from cluster.settings import DiscoverySettings, HealthSettings, MetricsSettings
+from cluster.settings import DiscoverySettings, HealthSettings, LogSettings, MetricsSettings
 from router.admission.config import AdmissionConfig
 from router.models.config import ModelsConfig
 from router.placement.rates import Priors
 from router.security.config import SecuritySettings
 
 
-class RouterConfig(SecuritySettings, ModelsConfig, HealthSettings, MetricsSettings, DiscoverySettings, AdmissionConfig):
+class RouterConfig(
+    SecuritySettings, ModelsConfig, HealthSettings, MetricsSettings, LogSettings, DiscoverySettings, AdmissionConfig
+):
     """The global router; which models it serves is set by the keys of ModelsConfig, what waits, for how long, by those
     of AdmissionConfig, and who may use it by those of SecuritySettings."""
 

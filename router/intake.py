@@ -3,8 +3,9 @@
 import math
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from cluster import logs
 from cluster.errors import DeadlineExceeded, Forbidden, InvalidRequest
 from engine.structured import read_structured
 from protos import inference_pb2 as pb
@@ -15,6 +16,7 @@ from router.models.chooser import Chosen, ModelChooser
 from router.models.config import AUTO
 from router.models.served_model import ServedModel, ServedModels
 from router.needs import num_outputs
+from router.placement.core import Decision
 from router.reading import read
 from router.security.api_keys import Principal
 from router.validation import check_names, check_quality, check_time_limit
@@ -41,7 +43,13 @@ class Ticket:
     """Seconds of the monotonic clock, as are the others."""
     claim: Claim
     finish: pb.Finish | None = None
-    """The last one, once it ended well."""
+    """The last one, once it ended well: with its receipt, and the usage and reason of the choice that ended last."""
+    decision: Decision | None = None
+    """Of its last attempt."""
+    num_output_tokens: int = 0
+    """Of all choices, once it ended."""
+    reasons: list[pb.FinishReason.ValueType] = field(default_factory=list)
+    """Why each choice ended, by its index."""
 
     @property
     def most_tokens(self) -> int:
@@ -73,6 +81,8 @@ class Intake:
         models = self._models.only(principal.models)
         model, why = asked_for(self._models, request.model, principal)
         check_names(request)
+        name = request.request_id or secrets.token_hex(8)
+        logs.request_id.set(name)
         request.tenant = principal.tenant_for(request.tenant)
         cache_salt = isolated(request) if self._config.isolate_tenants else request.cache_salt
         check_time_limit(request)
@@ -90,7 +100,7 @@ class Intake:
         first_token_s = request.max_ttft_ms / 1e3 if request.HasField("max_ttft_ms") else math.inf
         return Ticket(
             request=request,
-            request_id=request.request_id or secrets.token_hex(8),
+            request_id=name,
             model=chosen.model,
             model_reason=why,
             verdicts=chosen.verdicts,

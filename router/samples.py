@@ -1,7 +1,8 @@
 """Samples of real traffic for evaluations: some requests with their receipts, and what people said of answers.
 
 Off unless `samples_file` is set. A line of JSON each: `{"request": ...}` with the receipt, and `{"feedback": ...}`;
-both have the request's id. Texts are kept only where `sample_texts` says so: else there are their lengths.
+both have the request's id, and the tenant that asked or rated (with keys, the key's name too). Texts are kept only
+where `sample_texts` says so: else there are their lengths.
 """
 
 import asyncio
@@ -15,10 +16,11 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from cluster.errors import InvalidRequest, NotSetUp, StartError
+from cluster.errors import InvalidRequest, NotSetUp, Overloaded, StartError
 from protos import inference_pb2 as pb
 from router.config import RouterConfig
 from router.intake import Ticket
+from router.security.api_keys import Principal
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +63,7 @@ class Samples:
             "tenant": request.tenant,
             "session_id": request.session_id,
             "prompt_tokens": len(ticket.prompt),
-            "completion_tokens": finish.usage.completion_tokens,
+            "completion_tokens": ticket.num_output_tokens,
             "receipt": MessageToDict(finish.receipt, preserving_proto_field_name=True),
         }
         if self._settings.sample_texts:
@@ -77,8 +79,9 @@ class Samples:
     def keeps_texts(self) -> bool:
         return self._settings.sample_texts
 
-    def feedback(self, feedback: pb.FeedbackRequest) -> None:
-        """Raises InvalidRequest, and NotSetUp where nothing is kept."""
+    def feedback(self, feedback: pb.FeedbackRequest, principal: Principal) -> None:
+        """Kept with who says so: request ids are the clients' own, and not known here. Raises InvalidRequest, NotSetUp
+        where nothing is kept, and Overloaded while too much waits to be written."""
         if self._settings.samples_file is None:
             raise NotSetUp("samples_file is not set: this router keeps no feedback")
         if not feedback.request_id:
@@ -88,20 +91,27 @@ class Samples:
         for field in ("request_id", "corrected_text", "comment"):
             if len(getattr(feedback, field)) > MAX_TEXT_CHARS:
                 raise InvalidRequest(field, f"longer than {MAX_TEXT_CHARS} characters")
-        self._write({"feedback": MessageToDict(feedback, preserving_proto_field_name=True) | {"at": time.time()}})
+        if not (feedback.HasField("rating") or feedback.corrected_text or feedback.comment):
+            raise InvalidRequest("rating", "one of rating, corrected_text and comment must be set")
+        said = MessageToDict(feedback, preserving_proto_field_name=True)
+        who = {"tenant": principal.tenant or "", "key": principal.name}
+        if not self._write({"feedback": said | who | {"at": time.time()}}):
+            raise Overloaded(f"{MAX_UNWRITTEN} lines wait to be written", retry_after_s=1.0)
 
     async def close(self) -> None:
         """Once all is written."""
         await asyncio.to_thread(self._thread.shutdown)
 
-    def _write(self, line: dict[str, Any]) -> None:
+    def _write(self, line: dict[str, Any]) -> bool:
+        """False: it is dropped."""
         with self._lock:
             if self._unwritten >= MAX_UNWRITTEN:
                 self.num_dropped += 1
-                return
+                return False
             self._unwritten += 1
         text = json.dumps(line, separators=(",", ":")) + "\n"
         self._thread.submit(self._append, text)
+        return True
 
     def _append(self, text: str) -> None:
         assert self._settings.samples_file is not None

@@ -153,7 +153,7 @@ class InferenceService:
         return cluster_status(self._router_id, self._drain.draining, self._models, self._started_at)
 
     async def Feedback(self, request: pb.FeedbackRequest, context: Any) -> pb.FeedbackResponse:
-        self._samples.feedback(request)
+        self._samples.feedback(request, self._principal(context))
         return pb.FeedbackResponse()
 
 

@@ -105,10 +105,14 @@ class Serving:
             raise
         except (asyncio.CancelledError, GeneratorExit):
             watched.left()
+            self._tracing.cancelled(ticket, arrived_at)
             raise
         if ticket.finish is not None:
             watched.finished(ticket.finish)
-            self.recent.add(time.time(), ticket.finish, watched.ttft_s, time.monotonic() - ticket.arrived_at)
+            total_s = time.monotonic() - ticket.arrived_at
+            self.recent.add(
+                time.time(), ticket.finish, ticket.decision, ticket.num_output_tokens, watched.ttft_s, total_s
+            )
             self._tracing.finished(ticket, watched.ttft_s)
             if sampled:
                 self._samples.served(ticket, kept)
@@ -136,6 +140,7 @@ class Serving:
         attempt, failures = 1, 0
         while True:
             placed, decision, placed_at = await self._place(ticket, emitted)
+            log.debug("attempt %d at %s, lender %s", attempt, decision.decode_id, decision.lender_id or "none")
             try:
                 internal = decode_request(ticket, emitted, placed, decision, attempt, placed_at, time.monotonic())
                 messages = run_attempt(model.links.to(placed.decode), internal, ticket.remaining_s())
@@ -154,7 +159,7 @@ class Serving:
             except Retriable as failure:
                 if emitted.finished:
                     return
-                log.info("%s: attempt %d failed: %s", ticket.request_id, attempt, failure)
+                log.info("attempt %d failed: %s", attempt, failure)
                 if isinstance(failure.cause, Draining):
                     model.fleet.drains(placed.decode)  # nothing failed: it hands the request over, once
                     attempt += 1
@@ -183,6 +188,7 @@ class Serving:
         demand, keys = await self._needs(ticket, emitted)
         ticket.claim.streaming = not emitted.empty
         placed, decision = await ticket.model.dispatcher.place(ticket.claim, demand, keys)
+        ticket.decision = decision
         return placed, decision, time.monotonic()
 
     async def _needs(self, ticket: Ticket, emitted: Emitted) -> tuple[Demand, list[BlockKey]]:
@@ -201,11 +207,15 @@ def _count(ticket: Ticket, emitted: Emitted, watched: Watched) -> None:
     choices."""
     if emitted.empty:
         return
-    usage = ticket.finish.usage if ticket.finish is not None else None
-    known = usage is not None and ticket.sampling.n == 1
-    num_output = usage.completion_tokens if usage is not None and known else emitted.num_tokens
-    watched.over(len(ticket.prompt), num_output)
-    ticket.model.costs.used(len(ticket.prompt), num_output, usage is not None, auto=bool(ticket.verdicts))
+    finish = ticket.finish
+    if finish is not None and ticket.sampling.n == 1:
+        ticket.num_output_tokens, ticket.reasons = finish.usage.completion_tokens, [finish.reason]
+    else:
+        ticket.num_output_tokens = emitted.num_tokens
+        ticket.reasons = [choice.reason for choice in emitted.choices if choice.reason is not None]
+    num_prompt, num_output = len(ticket.prompt), ticket.num_output_tokens
+    watched.over(num_prompt, num_output)
+    ticket.model.costs.used(num_prompt, num_output, finish is not None, auto=bool(ticket.verdicts))
 
 
 def _learn(ticket: Ticket, placed: Placed, last_message: bytes, first_message_s: float) -> None:

@@ -55,6 +55,8 @@ def _worker(fleet: Fleet, worker: Worker) -> pb.WorkerStatus:
         cached_blocks=max(0, worker.num_cached),
         block_tokens=hello.block_tokens,
         transport=hello.transport,
+        asked_blocks=worker.asked_blocks,
+        hit_blocks=worker.hit_blocks,
     )
     if load is not None:
         status.heard = True

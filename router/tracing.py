@@ -26,6 +26,7 @@ BETWEEN = "in transit"
 """The name of what no stage accounts for."""
 SHORT_S = 1e-6
 MAX_TRACERS = 1024
+CANCELLED = "CANCELLED"
 AT_LENDER = ("lender queue", "lender prefill")
 REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
@@ -97,8 +98,8 @@ class Tracing:
             **self._of_request(ticket),
             "gen_ai.response.model": ticket.model.name,
             "gen_ai.usage.input_tokens": finish.usage.prompt_tokens,
-            "gen_ai.usage.output_tokens": finish.usage.completion_tokens,
-            "gen_ai.response.finish_reasons": [REASONS.get(finish.reason, "other")],
+            "gen_ai.usage.output_tokens": ticket.num_output_tokens,
+            "gen_ai.response.finish_reasons": [REASONS.get(reason, "other") for reason in ticket.reasons],
             "tandem.cached_tokens": finish.usage.cached_tokens,
             "tandem.ttft_ms": ttft_s * 1e3,
         }
@@ -125,6 +126,15 @@ class Tracing:
         attributes = {"error.type": error.code.name} | (self._of_request(ticket) if ticket is not None else {})
         root, _ = self._root(now_ns - span_ns, attributes)
         root.set_status(Status(StatusCode.ERROR, str(error)))
+        root.end(now_ns)
+
+    def cancelled(self, ticket: Ticket | None, arrived_at: float) -> None:
+        """Its client left, or it was ended, now: no error of ours."""
+        if self._processor is None or not self._wanted():
+            return
+        now_ns, span_ns = time.time_ns(), round((time.monotonic() - arrived_at) * 1e9)
+        attributes = {"error.type": CANCELLED} | (self._of_request(ticket) if ticket is not None else {})
+        root, _ = self._root(now_ns - span_ns, attributes)
         root.end(now_ns)
 
     async def close(self) -> None:

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from protos import inference_pb2 as pb
 from tandem.client import Target
+from tandem.tables import NamesTable, uncut
 
 _TERMS = {
     "read": "source_read_ms",
@@ -21,6 +21,8 @@ _TERMS = {
     "cost": "cost_ms",
 }
 """Heading, and field of PlacementCandidate."""
+_EXPENDABLE = ("source", "blocks", "delay", "read", "own queue", "queue", "tail", "transfer", "compute")
+"""Where the terminal is narrow: TTFT and cost stay."""
 
 
 async def show_explanation(
@@ -31,7 +33,8 @@ async def show_explanation(
         explanation = await client.explain(prompt, sampling=sampling, **asked)
     console.print(f"model {explanation.model}: {explanation.model_reason}", markup=False)
     if explanation.models:
-        console.print(model_table(explanation.models))
+        with uncut(console):
+            console.print(model_table(explanation.models))
     words = (
         f"{explanation.prompt_tokens} prompt tokens, {explanation.usable_blocks} blocks that may come from elsewhere"
     )
@@ -39,38 +42,36 @@ async def show_explanation(
     if not explanation.candidates:
         console.print("no decode worker can start it now: it would wait")
         return
-    console.print(candidate_table(explanation.candidates[:most]))
+    with uncut(console):
+        console.print(candidate_table(explanation.candidates[:most]))
     console.print(f"ms; {explanation.num_candidates} compared, the first would be chosen", style="dim")
 
 
-def model_table(models: Sequence[pb.ModelCandidate]) -> Table:
+def model_table(models: Sequence[pb.ModelCandidate]) -> NamesTable:
     """An estimated number of tokens has a ~."""
-    table = Table("model", "fit", box=None)
-    for heading in ("tokens", "price", "TTFT ms"):
-        table.add_column(heading, justify="right")
-    table.add_column("verdict")
-    for model in models:
-        table.add_row(
+    rows = [
+        (
             *(model.model, "yes" if model.fit else "no"),
             f"{'' if model.counted else '~'}{model.prompt_tokens}",
             f"{model.price:.6g}",
             f"{model.ttft_ms:.1f}" if model.HasField("ttft_ms") else "",
             model.verdict,
         )
-    return table
+        for model in models
+    ]
+    return NamesTable(("model", "fit"), ("tokens", "price", "TTFT ms", "verdict"), rows, text=["verdict"], box=None)
 
 
-def candidate_table(candidates: Sequence[pb.PlacementCandidate]) -> Table:
-    """Milliseconds; a term of 0 is left blank."""
-    table = Table("decode", "lender", "source", box=None)
-    for heading in ("blocks", *_TERMS):
-        table.add_column(heading, justify="right")
+def candidate_table(candidates: Sequence[pb.PlacementCandidate]) -> NamesTable:
+    """Milliseconds; a term of 0 is left blank, and so is who is not needed."""
+    rows = []
     for candidate in candidates:
         holds = candidate.lender and not candidate.lender_computes
         lender = f"{candidate.lender} (holds)" if holds else candidate.lender
         terms = [getattr(candidate, field) for field in _TERMS.values()]
-        table.add_row(
-            *(candidate.decode_worker, lender or "-", candidate.source or "-", str(candidate.blocks)),
+        row = (
+            *(candidate.decode_worker, lender, candidate.source, str(candidate.blocks)),
             *(f"{term:.1f}" if term else "" for term in terms),
         )
-    return table
+        rows.append(row)
+    return NamesTable(("decode", "lender", "source"), ("blocks", *_TERMS), rows, _EXPENDABLE, box=None)

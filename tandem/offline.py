@@ -64,7 +64,10 @@ async def run_batch(
     outcome = Outcome(len(done & names))
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with contextlib.ExitStack() as stack:
-        file = stack.enter_context(target.open("a"))
+        try:
+            file = stack.enter_context(target.open("a"))
+        except OSError as error:
+            raise StartError("output", f"cannot write {target}: {error.strerror}") from None
         progress = stack.enter_context(Progress(*columns, TimeRemainingColumn(), console=console))
         task = progress.add_task(source.name, total=len(names), completed=outcome.done_before)
         lines = (line for line in lines_of(source) if line.name not in done)

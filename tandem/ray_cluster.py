@@ -83,11 +83,11 @@ async def _serve(
     started = await supervisor.start_routers()
     addresses = [where.grpc for where in started]
     say(f"loading the model into {topology.num_workers} workers")
-    await supervisor.start_workers()
+    of_workers = await supervisor.start_workers()
     for where, config in zip(started, topology.routers, strict=True):
         workers = len(topology.prefill), len(topology.decode)
         await await_members(where.joined_at, member_of(config), *workers, JOIN_TIMEOUT_S)
-    _say_where(started, topology, say)
+    _say_where(started, of_workers, topology, say)
     joined_at = [where.joined_at for where in started]
     planner = None if planning is None else await start_ray_planner(planning, supervisor, joined_at, topology.models)
     if planner is not None:
@@ -112,15 +112,17 @@ async def _serve(
             await planner.stop()
 
 
-def _say_where(started: Sequence[Addresses], topology: Topology, say: Steps) -> None:
+def _say_where(started: Sequence[Addresses], of_workers: list[str], topology: Topology, say: Steps) -> None:
+    """`of_workers`: where their metrics are."""
     say(f"serving at {', '.join(where.grpc for where in started)}; Ctrl-C stops")
     config = topology.router
     scheme = "https" if config.tls_cert or config.tls_public_cert else "http"
     if http := [f"{scheme}://{where.http}/v1" for where in started if where.http]:
         say(f"OpenAI-compatible API at {', '.join(http)}")
     scheme = "https" if config.tls_cert else "http"
-    if metrics := [f"{scheme}://{where.metrics}/metrics" for where in started if where.metrics]:
-        say(f"metrics at {', '.join(metrics)}")
+    metrics = [f"{scheme}://{where.metrics}/metrics" for where in started if where.metrics]
+    if metrics or of_workers:
+        say(f"metrics at {', '.join([*metrics, *of_workers])}")
 
 
 async def _obey(supervisor: Supervisor, cluster_name: str, say: Steps, stop: asyncio.Event) -> None:

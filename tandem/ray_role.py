@@ -8,6 +8,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
+from cluster import roles
 from cluster.config import Config
 from cluster.errors import StartError, TandemError
 from cluster.process import Addresses
@@ -28,9 +29,6 @@ class RoleActor:
     async def start(self, module: str, config: Config, of_node: dict[str, str]) -> Addresses:
         """Where it serves. `of_node`: settings that are to be this node's address. A failure travels to the driver as
         its text."""
-        from cluster.logs import set_up
-
-        set_up(module)
         if of_node:
             config = config.model_copy(update=dict.fromkeys(of_node, ray.util.get_node_ip_address()))
         self._role = await _start_role(module, config)
@@ -69,14 +67,19 @@ class RoleActor:
 
 
 async def _start_role(module: str, config: Any) -> Any:
+    from cluster.logs import set_up
+
     if module == "router":
         from router.runtime import start_router
 
+        set_up("router", config.id(), config)
         return await start_router(config)
     from decode_worker.__main__ import add_services
     from engine.worker.runtime import start_worker
 
-    return await start_worker(config, "prefill" if module == "prefill_worker" else "decode", add_services)
+    role: roles.Role = "prefill" if module == "prefill_worker" else "decode"
+    set_up(role, config.id_for(role), config)
+    return await start_worker(config, role, add_services)
 
 
 @dataclass(slots=True, eq=False)

@@ -92,12 +92,19 @@ class Supervisor:
         self._joined_at = tuple(where.joined_at for where in started)
         return started
 
-    async def start_workers(self) -> None:
-        """Raises StartError."""
+    async def start_workers(self) -> list[str]:
+        """Where the metrics are of those that have any, with their names. Raises StartError."""
         await self._group.reserve(self._say)
         roles = [self._worker(module, config) for module, config in self._topology.workers()]
         self._roles |= {role.name: role for role in roles}
-        await asyncio.gather(*(role.start() for role in roles))
+        started = await asyncio.gather(*(role.start() for role in roles))
+        return [said for role, where in zip(roles, started, strict=True) if (said := _metrics_of(role, where))]
+
+    async def _start(self, role: Role) -> None:
+        """One more, or one again: where its metrics are now is said. Raises StartError."""
+        if said := _metrics_of(role, await role.start()):
+            self._say(f"metrics at {said}")
+            self._say.done()
 
     def _worker(self, module: str, config: WorkerConfig) -> Role:
         update: dict[str, Any] = {"routers": self._joined_at}
@@ -167,7 +174,7 @@ class Supervisor:
         if role.leaving:
             return ""
         try:
-            await role.start()
+            await self._start(role)
         except StartError as error:
             return str(error)
         if role.leaving:  # told so while it started, when there was nothing to tell
@@ -230,7 +237,7 @@ class Supervisor:
         roles = list(roles)
         self._starting += roles
         try:
-            outcomes = await asyncio.gather(*(role.start() for role in roles), return_exceptions=True)
+            outcomes = await asyncio.gather(*(self._start(role) for role in roles), return_exceptions=True)
         finally:
             self._starting = [role for role in self._starting if role not in roles]
         failures = []
@@ -294,7 +301,7 @@ class Supervisor:
         self._starting.append(again)
         cause = ""
         try:
-            await again.start()
+            await self._start(again)
         except StartError as error:
             cause = str(error)
         finally:
@@ -349,6 +356,12 @@ class Supervisor:
 def drivers_node() -> Any:
     """For what must not be where the driver is not: it would be gone with another node."""
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
+def _metrics_of(role: Role, where: Addresses) -> str:
+    """Empty of one that has none."""
+    scheme = "https" if role.config.tls_cert else "http"
+    return f"{scheme}://{where.metrics}/metrics ({role.name})" if where.metrics else ""
 
 
 def _ports_of(where: Addresses) -> dict[str, int]:

@@ -17,6 +17,7 @@ from cluster.errors import StartError, TandemError
 from cluster.logs import set_up
 from cluster.process import run_role
 from cluster.roles import Role
+from cluster.settings import LogSettings
 from decode_worker.__main__ import add_services
 from engine.worker.config import WorkerConfig
 from engine.worker.local_engine import LocalEngine
@@ -79,7 +80,7 @@ class SimPool:
         await asyncio.gather(*(self.kill(worker_id) for worker_id in list(self.workers)))
 
 
-class SimPoolConfig(Config):
+class SimPoolConfig(LogSettings, Config):
     """A process of sim workers."""
 
     model: Path
@@ -150,9 +151,9 @@ async def start_pool(config: SimPoolConfig) -> _Process:
 
 
 def main() -> int:
-    set_up("sim")
     try:
         config = SimPoolConfig.from_command_line("tandem.sim_pool")
+        set_up("sim", config.name, config)
     except StartError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

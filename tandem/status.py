@@ -2,33 +2,38 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from cluster.errors import ServiceError
 from protos import inference_pb2 as pb
 from tandem.client import Target
 from tandem.receipts import format_bytes
+from tandem.tables import NamesTable, uncut
 
 MAX_LINKS = 8
 """Shown, the slowest first."""
+STYLE: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
+"""Of tables."""
 
 
 async def show_status(console: Console, target: Target) -> None:
     """Raises ServiceError."""
     async with target.client() as client:
-        console.print(view(await client.cluster_status()))
+        shown = view(await client.cluster_status())
+    with uncut(console):
+        console.print(shown)
 
 
 async def follow(console: Console, target: Target, interval_s: float) -> None:
     """Until it is interrupted. A router that is away for a while is waited for."""
     before: pb.ClusterStatusResponse | None = None
     async with target.client() as client:
-        with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        with uncut(console), Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
             while True:
                 try:
                     status = await client.cluster_status()
@@ -68,15 +73,12 @@ def _model(model: pb.ModelStatus, before: pb.ModelStatus | None, span_s: float) 
     return parts
 
 
-def _workers(workers: Sequence[pb.WorkerStatus]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("worker", "role"):
-        table.add_column(heading)
-    for heading in ("running", "decoding", "loans", "prompt tokens queued", "KV taken", "cached", "prefill tokens/s"):
-        table.add_column(heading, justify="right")
+def _workers(workers: Sequence[pb.WorkerStatus]) -> NamesTable:
+    figures = ("running", "decoding", "loans", "prompt tokens queued", "KV taken", "cached", "prefill tokens/s")
+    rows = []
     for worker in workers:
         speed = worker.decode_prefill_tokens_per_s if worker.role == "decode" else worker.prefill_tokens_per_s
-        table.add_row(
+        row = (
             worker.worker_id + (" (draining)" if worker.draining else ""),
             worker.role,
             str(worker.running),
@@ -87,18 +89,17 @@ def _workers(workers: Sequence[pb.WorkerStatus]) -> Table:
             f"{worker.cached_blocks:,}",
             f"{speed:,.0f}",
         )
-    return table
+        rows.append(row)
+    expendable = ("decoding", "prefill tokens/s", "cached", "role", "loans", "prompt tokens queued", "KV taken")
+    return NamesTable(("worker", "role"), figures, rows, expendable, **STYLE)
 
 
-def _links(links: Sequence[pb.LinkStatus]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("KV read by")
-    table.add_column("from")
-    for heading in ("a second", "and ms each"):
-        table.add_column(heading, justify="right")
-    for link in sorted(links, key=lambda link: link.bytes_per_s)[:MAX_LINKS]:
-        table.add_row(link.borrower, link.lender, format_bytes(int(link.bytes_per_s)), f"{link.overhead_ms:.1f}")
-    return table
+def _links(links: Sequence[pb.LinkStatus]) -> NamesTable:
+    shown = sorted(links, key=lambda link: link.bytes_per_s)[:MAX_LINKS]
+    rows = [
+        (link.borrower, link.lender, format_bytes(int(link.bytes_per_s)), f"{link.overhead_ms:.1f}") for link in shown
+    ]
+    return NamesTable(("KV read by", "from"), ("a second", "and ms each"), rows, ("and ms each",), **STYLE)
 
 
 def _duration(seconds: float) -> str:

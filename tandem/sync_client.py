@@ -59,11 +59,11 @@ class SyncClient:
     def tokenize(self, text: str | None = None, **options: Any) -> list[int]:
         return self._wait(self._client.tokenize(text, **options))
 
-    def list_models(self) -> list[pb.Model]:
-        return self._wait(self._client.list_models())
+    def list_models(self, **options: Any) -> list[pb.Model]:
+        return self._wait(self._client.list_models(**options))
 
-    def cluster_status(self) -> pb.ClusterStatusResponse:
-        return self._wait(self._client.cluster_status())
+    def cluster_status(self, **options: Any) -> pb.ClusterStatusResponse:
+        return self._wait(self._client.cluster_status(**options))
 
     def feedback(self, request_id: str, **options: Any) -> None:
         self._wait(self._client.feedback(request_id, **options))

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from engine.bookkeeper import Bookkeeper
 from engine.keys import BlockKey
+from engine.kv_counts import DISK, HOST, REMOTE
 from engine.lending.borrower import (
     Abandon,
     Allocate,
@@ -168,6 +169,8 @@ class BorrowingDesk:
 
     def landed(self, message: ReadLanded) -> None:
         loan = message.loan
+        if isinstance(loan.source, Lender):
+            self._books.counts.read_ends(self._books.clock())
         if message.peer_gone:
             loan.source.gone()
         if (quarantined := loan.quarantined.get(message.first)) is not None:
@@ -186,15 +189,24 @@ class BorrowingDesk:
     def _restore(self, wanted: Wanted) -> bool:
         """From the tiers, if they hold what comes next."""
         tiers, first = self._books.tiers, len(wanted.sequence.keys)
-        count = self._books.num_restorable(wanted.keys[first:])
-        if tiers is None or not count:
+        if tiers is None or first >= len(wanted.keys):
             return False
+        count = self._books.num_restorable(wanted.keys[first:])
         source = LowerTiers(tiers, wanted.keys[first : first + count], self._books.write_block, self._own)
+        self._looked_below(len(wanted.keys) - first, source)
+        if not count:
+            return False
         loan = self._open(wanted, source, first, first + count)
         wanted.account.times["restore_started"] = self._books.clock()
         self._handle(loan, Started(loan.machine.end))
         self._handle(loan, Announced(first, tuple(range(count)), source.fingerprints()))
         return True
+
+    def _looked_below(self, num_blocks: int, source: LowerTiers) -> None:
+        """What is there and would take longer to bring back than to compute counts as not found."""
+        in_host, on_disk = source.num_held(HOST), source.num_held(DISK)
+        self._books.counts.looked(HOST, num_blocks, in_host)
+        self._books.counts.looked(DISK, num_blocks - in_host, on_disk)
 
     def _borrow(self, wanted: Wanted) -> bool:
         """From the lender, if there is one and something is missing."""
@@ -211,6 +223,7 @@ class BorrowingDesk:
             self._emit,
         )
         loan = self._open(wanted, lender, first, len(wanted.keys), may_be_part=not wanted.lender_computes)
+        self._books.counts.looked(REMOTE, len(wanted.keys) - first, 0)
         wanted.account.times["loan_opened"] = self._books.clock()
         lender.open(first, loan.machine.end)
         return True
@@ -255,6 +268,8 @@ class BorrowingDesk:
         def on_quiet(rank: int, fingerprints: tuple[bytes, ...] | None, peer_gone: bool) -> None:
             self._post(ReadLanded(loan, first, rank, fingerprints, peer_gone))
 
+        if isinstance(loan.source, Lender):
+            self._books.counts.reads_begin(1 + len(self._others), self._books.clock())
         loan.landings[first] = dict(enumerate(loan.source.land(block_ids, blocks, on_quiet)))
 
     def _abandon(self, loan: Loan, needed: bool) -> bool:
@@ -278,6 +293,8 @@ class BorrowingDesk:
         wanted, account = loan.wanted, loan.wanted.account
         del self._loans[wanted.sequence.request_id]
         account.mismatched_blocks += mismatched
+        if isinstance(loan.source, Lender):
+            self._books.counts.num_mismatched += mismatched
         if failure and not cancelled:
             account.loan_failure = failure
             loan.source.spoiled(wanted.keys[loan.machine.bound_end])
@@ -302,6 +319,8 @@ class BorrowingDesk:
         fetched = max(0, min(end, loan.source.fetched_end) - max(first, loan.source.cached_end))
         account.moved_blocks += count
         account.moved_bytes += count * self._books.layout.block_bytes
+        self._books.counts.found(REMOTE, count)
+        self._books.counts.read_bytes += count * self._books.layout.block_bytes
         account.lender_cached_blocks += cached
         account.lender_fetched_blocks += fetched
         account.lender_computed_blocks += count - cached - fetched

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from engine.bookkeeper import Bookkeeper
 from engine.keys import BlockKey, block_keys, root_key
+from engine.kv_counts import POOL
 from engine.lending.borrowing import BorrowingDesk, Wanted
 from engine.lending.lender import (
     Action,
@@ -211,6 +212,7 @@ class LendingDesk:
         )
         if not self._books.start(job, keys, len(keys)):
             return False
+        self._books.counts.looked(POOL, len(loan.keys), len(job.blocks))
         loan.job, loan.fetching = job, True
         cached = tuple(job.blocks[request.first_block :])
         self._perform(request.loan_id, lambda machine: machine.handle(Start(cached, end)))

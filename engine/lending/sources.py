@@ -124,6 +124,10 @@ class LowerTiers(Source):
         self._write_block = write_block
         self._own = own
 
+    def num_held(self, tier: str) -> int:
+        """Of its blocks, those that are read from there."""
+        return sum(item.tier == tier for item in self._held)
+
     def fingerprints(self) -> tuple[bytes, ...]:
         return self._tiers.fingerprints(self._held)
 

@@ -174,6 +174,13 @@ class Tiers:
         return [Stored(block.parent, (block.key,)) for block in held.values()]
 
     @property
+    def occupancy(self) -> dict[str, tuple[int, int]]:
+        """Of each tier there is: slots, and of these such as hold a block that can be found. The host's may be only
+        what the disk is written from."""
+        self._settle()
+        return {name: (slots.num_slots, slots.num_named) for name, slots in self._slots.items()}
+
+    @property
     def counters(self) -> TierCounters:
         self._settle()
         host_blocks = self._host.slots.num_named

@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from cluster.config import Config
 from cluster.roles import Role
-from cluster.settings import DiscoverySettings, HealthSettings, MetricsSettings
+from cluster.settings import DiscoverySettings, HealthSettings, LogSettings, MetricsSettings
 from engine.errors import EngineStartError
 from engine.sim.timing import StepTiming
 from engine.speculation.speculator import MAX_GUESSES, NGRAM
@@ -17,7 +17,7 @@ from engine.variant import KvDtype, Variant, Weights
 from kvtransfer.ranks import MAX_RANKS
 
 
-class WorkerConfig(HealthSettings, MetricsSettings, DiscoverySettings, Config):
+class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettings, Config):
     """A prefill or decode worker."""
 
     model: Path

@@ -13,6 +13,7 @@ from engine.messages import (
     Audited,
     CacheChanged,
     FromEngine,
+    KvUse,
     LendReady,
     LendRefused,
     LendStarting,
@@ -65,6 +66,7 @@ class EngineClient(EngineListener):
         self._dead = False
         self.last_load: Load | None = None
         """What it reported last."""
+        self.last_kv: KvUse | None = None
         self._heard_at = -math.inf
         self._ready: asyncio.Future[Ready]
         self.died: asyncio.Future[TandemError]
@@ -136,6 +138,7 @@ class EngineClient(EngineListener):
                 case Load() | CacheChanged():
                     if isinstance(message, Load):
                         self.last_load, self._heard_at = message, time.monotonic()
+                        self.last_kv = message.kv or self.last_kv
                     for watcher in tuple(self._watchers):
                         watcher(message)
                 case Ready():

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 
 from cluster.garbage import spare_the_started
+from cluster.logs import set_up
 from engine.core import EngineCore
 from engine.errors import EngineStartError, RankLost
 from engine.messages import FromEngine, StartFailed, ToEngine
@@ -74,6 +75,7 @@ def main() -> None:
     spec = _receive_spec(link)
     front = _Front(link)
     ranks: Ranks | None = None
+    set_up(spec.role, f"{spec.worker_id}/engine", spec.config)
     try:
         spec.config.refuse_parallel(spec.role)
         if spec.config.tensor_parallel > 1:

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from cluster.garbage import spare_the_started
+from cluster.logs import set_up
 from engine.errors import EngineStartError
 from engine.lending.landing import Landing, OwnRank
 from engine.parallel.messages import Answer, Copy, Drop, FromFollower, Joined, Land, Landed, NotJoined, Withdraw
@@ -90,6 +91,7 @@ def main() -> None:
     reads, steps = (Connection(int(descriptor)) for descriptor in sys.argv[1:3])
     spec: RankSpec = reads.recv()
     rank0 = _Rank0(reads)
+    set_up(spec.engine.role, f"{spec.engine.worker_id}/rank {spec.rank}", spec.config)
     try:
         prepare(spec.config)
         transport = own_transport(spec.config, spec.agent_name)

@@ -6,11 +6,13 @@ What the lender says goes to the engine, and the engine's releases go back.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from typing import NamedTuple
 
 import grpc
 from google.rpc import status_pb2
 
 from cluster.errors import from_proto, from_rpc_error
+from cluster.logs import of
 from cluster.rpc import MAX_MESSAGE_BYTES
 from cluster.waker import Waker
 from engine.messages import LoanBlocks, LoanFailed, LoanStarted, ToEngine
@@ -24,6 +26,15 @@ FRAME_BYTES = 4 << 20
 """A frame takes no more loans beyond this; the next one takes them."""
 MARGIN_BYTES = 1 << 10
 """What a frame has beside a loan."""
+
+
+class _Told(NamedTuple):
+    """Who is told how a loan goes."""
+
+    engine_id: str
+    """The engine's name of who borrows."""
+    request_id: str
+    """The client's."""
 
 
 class LoanLink:
@@ -42,8 +53,7 @@ class LoanLink:
         self._name = name
         self._engine = engine
         self._on_broken = on_broken
-        self._loans: dict[int, str] = {}
-        """The engine's names."""
+        self._loans: dict[int, _Told] = {}
         self._numbers = 0
         self._leaving: dict[int, list[pb.LoanRequest]] = {}
         """Not sent yet, by loan."""
@@ -64,15 +74,15 @@ class LoanLink:
     def open(self, engine_id: str, want: pb.Want) -> "Loan":
         """How it goes the engine is told, also when it cannot even be asked for."""
         self._numbers += 1
-        loan = Loan(self, self._numbers)
+        loan, told = Loan(self, self._numbers), _Told(engine_id, want.request_id)
         if want.ByteSize() > MAX_MESSAGE_BYTES - MARGIN_BYTES:
-            self._tell_failed(engine_id, f"{want.ByteSize()} bytes of tokens are more than a message takes")
+            self._tell_failed(told, f"{want.ByteSize()} bytes of tokens are more than a message takes")
         elif self.broken:
-            self._tell_failed(engine_id, "the stream to the lender is broken")
+            self._tell_failed(told, "the stream to the lender is broken")
         else:
             if not self._loans:
                 self._pulse.start()
-            self._loans[loan.number] = engine_id
+            self._loans[loan.number] = told
             self.say(pb.LoanRequest(number=loan.number, want=want))
         return loan
 
@@ -95,8 +105,8 @@ class LoanLink:
         if self.broken:
             return
         self.broken = True
-        for engine_id in self._loans.values():
-            self._tell_failed(engine_id, failure)
+        for told in self._loans.values():
+            self._tell_failed(told, failure)
         if self._loans:
             self._pulse.stop()
         self._loans.clear()
@@ -106,15 +116,15 @@ class LoanLink:
         self._waker.wake()
         self._on_broken()
 
-    def _forget(self, number: int) -> str:
-        engine_id = self._loans.pop(number)
+    def _forget(self, number: int) -> "_Told":
+        told = self._loans.pop(number)
         if not self._loans:
             self._pulse.stop()
-        return engine_id
+        return told
 
-    def _tell_failed(self, engine_id: str, failure: str) -> None:
-        log.info("loan of %s from %s failed: %s", engine_id, self._name, failure)
-        self._engine.send(LoanFailed(engine_id, failure))
+    def _tell_failed(self, told: "_Told", failure: str) -> None:
+        log.info("loan of %s from %s failed: %s", told.engine_id, self._name, failure, extra=of(told.request_id))
+        self._engine.send(LoanFailed(told.engine_id, failure))
 
     def _beat(self) -> None:
         self._due = True
@@ -154,8 +164,9 @@ class LoanLink:
             self._pulse.heard()
         told: list[ToEngine] = []
         for response in frame.responses:
-            if (engine_id := self._loans.get(response.number)) is None:
+            if (loan := self._loans.get(response.number)) is None:
                 continue  # closed meanwhile
+            engine_id = loan.engine_id
             match response.WhichOneof("message"):
                 case "starting":
                     said = response.starting

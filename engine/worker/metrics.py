@@ -9,7 +9,8 @@ from prometheus_client import CollectorRegistry, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.messages import Load, Ready
+from engine.kv_counts import REMOTE
+from engine.messages import KvUse, Load, Ready
 
 log = logging.getLogger(__name__)
 
@@ -17,8 +18,9 @@ log = logging.getLogger(__name__)
 class EngineCollector(Collector):
     """By the report that the engine sends a few times a second."""
 
-    def __init__(self, last_load: Callable[[], Load | None]) -> None:
+    def __init__(self, last_load: Callable[[], Load | None], last_kv: Callable[[], KvUse | None]) -> None:
         self._last_load = last_load
+        self._last_kv = last_kv
 
     def describe(self) -> Iterable[Metric]:
         """Nothing until it is asked."""
@@ -50,6 +52,31 @@ class EngineCollector(Collector):
         }
         for name, (about, value) in guesses.items():
             yield CounterMetricFamily(f"tandem_engine_{name}", about, value=float(value))
+        if (kv := self._last_kv()) is not None:
+            yield from _of_kv(kv)
+
+
+def _of_kv(kv: KvUse) -> Iterator[Metric]:
+    blocks = GaugeMetricFamily("tandem_engine_kv_tier_blocks", "That it has room for.", labels=("tier",))
+    used = GaugeMetricFamily("tandem_engine_kv_tier_blocks_used", "That hold something.", labels=("tier",))
+    queries = CounterMetricFamily("tandem_engine_kv_tier_queries", "Blocks that it was asked for.", labels=("tier",))
+    hits = CounterMetricFamily("tandem_engine_kv_tier_hits", "Of those, found there.", labels=("tier",))
+    for each in kv.tiers:
+        if each.blocks:
+            blocks.add_metric((each.tier,), each.blocks)
+            used.add_metric((each.tier,), each.used)
+        queries.add_metric((each.tier,), each.queries)
+        hits.add_metric((each.tier,), each.hits)
+    yield from (blocks, used, queries, hits)
+    verified = sum(each.hits for each in kv.tiers if each.tier == REMOTE)
+    reads = {
+        "kv_transfer_bytes": ("Read from other workers, and verified.", kv.read_bytes),
+        "kv_transfer_seconds": ("In which such reads were under way.", kv.read_s),
+        "kv_blocks_verified": ("From other workers, with the right fingerprint.", verified),
+        "kv_blocks_mismatched": ("With a wrong one; none of them was used.", kv.mismatched),
+    }
+    for name, (about, value) in reads.items():
+        yield CounterMetricFamily(f"tandem_engine_{name}", about, value=float(value))
 
 
 class GpuCollector(Collector):
@@ -121,6 +148,7 @@ def register(
     model: str,
     ready: Ready,
     last_load: Callable[[], Load | None],
+    last_kv: Callable[[], KvUse | None],
 ) -> Callable[[str], None]:
     """Everything of one worker. What is returned is to be told its role whenever that changes."""
     info = Info("tandem_worker", "Who this is.", registry=registry)
@@ -130,7 +158,7 @@ def register(
         info.info({"worker": worker_id, "role": role, "model_name": model, "transport": ready.transport} | block)
 
     say(role)
-    registry.register(EngineCollector(last_load))
+    registry.register(EngineCollector(last_load, last_kv))
     if (nvml := open_nvml()) is not None:
         registry.register(GpuCollector(nvml))
     return say

@@ -215,12 +215,14 @@ async def start_worker(
         metrics, registry = MetricsServer(config.host, config), new_registry()
         undo.push_async_callback(metrics.close)
         await discovery.start()  # before the model is loaded for nothing
-        engine = EngineClient(host_engine(EngineSpec(config, role, f"{worker_id}-{incarnation.hex()}")))
+        engine = EngineClient(host_engine(EngineSpec(config, role, f"{worker_id}-{incarnation.hex()}", worker_id)))
         ready = await engine.start()
         undo.push_async_callback(engine.stop)
         lenders = Lenders(engine, ready.model_fingerprint, ready.block_tokens, config.peer_silence_s, member)
         requests, loans = Drain(), Drain()
-        say_role = register(registry, worker_id, role, model_dir.name, ready, lambda: engine.last_load)
+        say_role = register(
+            registry, worker_id, role, model_dir.name, ready, lambda: engine.last_load, lambda: engine.last_kv
+        )
         roles = RoleSwitch(role, config, engine, say_role)
         context = WorkerContext(
             config, roles, worker_id, incarnation, model_dir, engine, ready, lenders, requests, loans

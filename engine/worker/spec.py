@@ -14,6 +14,8 @@ class EngineSpec:
     config: WorkerConfig
     role: Role
     agent_name: str
+    worker_id: str = ""
+    """For log lines: whose engine it is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ What holds at the end of every event:
     `no_worker_grace_s` it is refused.
 8.  Batch (classes below 0) leaves 1 - `batch_block_share` of each worker's blocks free at its start; what is larger
     than the share starts on a worker that is otherwise empty. Long prompts together occupy at most
-    `long_prompt_lender_share` of the lenders, at least one.
+    `long_prompt_lender_share` of the lenders, and leave `short_prompt_lenders` of them or half; at least one is theirs.
 9.  An idle cluster always starts. Room is tried before anything is predicted, and a request that has room is refused
     only where prompts are queued at its workers. So no figure, however wrong, refuses at a cluster with nothing queued.
     And the wait of the first in line is never predicted: it is what the next prediction is learnt from.

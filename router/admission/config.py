@@ -1,6 +1,6 @@
 """Settings of queueing and admission."""
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from cluster.config import Config
 
@@ -46,6 +46,8 @@ class AdmissionConfig(Config):
     """A prompt that a lender is predicted to compute for longer is a long one."""
     long_prompt_lender_share: float = Field(default=0.75, ge=0, le=1)
     """Of the lenders: those that may compute long prompts at a time; at least one may."""
+    short_prompt_lenders: NonNegativeInt = 3
+    """Lenders, or half of them where that is less, that may not, whatever the share."""
     max_passed_s: PositiveFloat = 5.0
     """A request without room that others passed for so long gets a worker kept for it."""
     max_passed_tokens: PositiveInt = 200_000

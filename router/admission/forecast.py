@@ -38,6 +38,8 @@ class Forecast:
     _at: float = 0.0
     _stream_s: float | None = None
     """Of a started request, for each token of output that it was promised blocks for."""
+    _promised: float = 0.0
+    """Such tokens, the mean."""
 
     @property
     def anybody_waits(self) -> bool:
@@ -47,13 +49,17 @@ class Forecast:
     def ended(self, waiting: Waiting, seconds: float) -> None:
         """It ran for so long, well or not."""
         if waiting.num_output_tokens:
-            seen_s = seconds / waiting.num_output_tokens
-            before_s = seen_s if self._stream_s is None else self._stream_s
-            self._stream_s = before_s + (seen_s - before_s) / STREAMS_SEEN
+            promised = waiting.num_output_tokens
+            seen_s = seconds / promised
+            if self._stream_s is None:
+                self._stream_s, self._promised = seen_s, promised
+            self._stream_s += (seen_s - self._stream_s) / STREAMS_SEEN
+            self._promised += (promised - self._promised) / STREAMS_SEEN
 
     def stream_s(self, waiting: Waiting) -> float:
-        """Predicted from start to end; 0 while nothing is known."""
-        return (self._stream_s or 0.0) * waiting.num_output_tokens
+        """Predicted from start to end; 0 while nothing is known. Who may say more than others did is taken to say no
+        more than they: `max_tokens` is mostly a bound that nobody reaches."""
+        return (self._stream_s or 0.0) * min(waiting.num_output_tokens, self._promised)
 
     def advance(self, now: float) -> None:
         """Those who waited after the last event have waited until now."""

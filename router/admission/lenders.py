@@ -35,8 +35,14 @@ class Lenders:
         if not self._is_long(decision, workers, rates):
             return False
         busy = {lender_id for placed, lender_id in self._long.items() if not placed.started}
-        allowed = max(1, int(self._config.long_prompt_lender_share * int((~workers.decodes).sum())))
-        return decision.lender_id not in busy and len(busy) >= allowed
+        return decision.lender_id not in busy and len(busy) >= self._allowed(int((~workers.decodes).sum()))
+
+    def _allowed(self, num_lenders: int) -> int:
+        """To compute long prompts at a time. A fleet of few needs more than a part of one for the short ones: of four,
+        with three for long prompts half as many requests were in time (docs/benchmarks.md)."""
+        config = self._config
+        left = min(config.short_prompt_lenders, -(-num_lenders // 2))
+        return max(1, min(int(config.long_prompt_lender_share * num_lenders), num_lenders - left))
 
     def started(self, placed: Placed, decision: Decision, workers: Workers, rates: Rates) -> None:
         if decision.lender_id is not None and self._is_long(decision, workers, rates):

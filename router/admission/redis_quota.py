@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from contextvars import Context
 from dataclasses import dataclass
 
 from cluster.errors import StartError
@@ -139,7 +140,8 @@ class RedisLedger:
     def _lost(self, error: RedisFailure) -> None:
         if self._probing is None:
             log.warning("this router counts tenants' tokens alone until Redis is back: %s", error)
-            self._probing = asyncio.ensure_future(self._probe())
+            # Of no request, though one found it out.
+            self._probing = asyncio.get_running_loop().create_task(self._probe(), context=Context())
 
     async def _probe(self) -> None:
         while True:

@@ -56,6 +56,7 @@ def displaced(priority: int, by: int, retry_after_s: float) -> Refusal:
 
 def predicted_miss(wait_s: float, ttft_s: float, left_s: float) -> Refusal:
     """It could be there `left_s` from now at the latest."""
+    left_s = max(0.0, left_s)
     message = (
         f"predicted to wait {wait_s:.3g} s and then to need {ttft_s:.3g} s for the first token, "
         f"which must come within {left_s:.3g} s"
@@ -90,8 +91,9 @@ def no_worker(num_blocks: int, largest: int | None, grace_s: float) -> Refusal:
 
 def over_limit(reason: Reason, tenant: str, limit: str, asked: str, retry_after_s: float) -> Refusal:
     """Infinite `retry_after_s`: never."""
+    reached = f"tenant:{tenant}", f"{reason}: {limit}"
     if retry_after_s == float("inf"):
         message = f"{reason} of tenant {tenant!r} is {limit}, and this one is {asked}: it can never be admitted"
-        return Refusal(reason, Overloaded(message, permanent=True))
-    error = Overloaded(f"tenant {tenant!r} is at its {reason} of {limit}", retry_after_s=retry_after_s)
+        return Refusal(reason, Overloaded(message, permanent=True, limit=reached))
+    error = Overloaded(f"tenant {tenant!r} is at its {reason} of {limit}", retry_after_s=retry_after_s, limit=reached)
     return Refusal(reason, error)

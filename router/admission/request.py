@@ -84,9 +84,16 @@ class Waiting:
 
     @property
     def latest_first_token(self) -> float:
-        """For it to be in time, and the rest too. Who has had tokens goes on as long as it may."""
+        """For it to be in time, and the rest too. Who has had tokens goes on as long as it may; so does a request whose
+        rest would be too long wherever it began: how much it will say is a guess, of which `max_tokens` is the bound.
+        """
         claim = self.claim
-        return claim.deadline if claim.streaming else min(claim.first_token_by, claim.deadline - self.stream_s)
+        if claim.streaming:
+            return claim.deadline
+        for_the_rest = claim.deadline - self.stream_s
+        if for_the_rest < claim.arrived_at + self.least_ttft_s:
+            for_the_rest = claim.deadline
+        return min(claim.first_token_by, for_the_rest)
 
 
 def cost_of(demand: Demand, reserve_output_tokens: int) -> int:

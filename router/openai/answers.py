@@ -12,11 +12,13 @@ from google.protobuf.json_format import MessageToDict
 
 from protos import inference_pb2 as pb
 from router.openai.choice import Choice, Served, compact, quoted
-from router.openai.logprobs import CompletionLogprobs, chat_logprobs, joined, prompt_logprobs
+from router.openai.logprobs import CompletionLogprobs, chat_logprobs, echoed, joined, prompt_logprobs
 from router.openai.request import Asked
 from router.openai.tool_calls import ToolCall, ToolCallParser
 
 DONE = b"data: [DONE]\n\n"
+PLAIN = b',"logprobs":null,"finish_reason":null}]'
+"""How the choice of an event ends that says nothing but text."""
 REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
 
@@ -44,14 +46,14 @@ class Answer(ABC):
         self._scored: dict[int, list[pb.TokenLogprobs]] = {}
         self._num_open = len(asked.requests) * asked.choices_per_prompt
         self._end = b',"usage":null}\n\n' if asked.include_usage else b"}\n\n"
-        self._plain = self.after + b',"logprobs":null,"finish_reason":null}]' + self._end
+        self._plain = self.after + PLAIN + self._end
 
     def begin(self, number: int, served: Served) -> None:
         """A prompt was checked."""
         per_prompt = self._asked.choices_per_prompt
         for index in range(number * per_prompt, (number + 1) * per_prompt):
             head = f'data: {self._top(self.chunk_name, served.model)},"choices":[{{"index":{index},'
-            parser = ToolCallParser() if self._asked.tools else None
+            parser = ToolCallParser(self._asked.forced_calls) if self._asked.tools else None
             choice = Choice(index, served, head.encode(), parser, CompletionLogprobs(len(served.echo)))
             self._choices[index] = choice
             if not self._asked.stream and served.echo:
@@ -82,12 +84,12 @@ class Answer(ABC):
         if not choice.begun:
             choice.begun = True
             if first := self.first(choice):
-                events = choice.head + first + self._plain
+                events = choice.head + first + self._only_text(choice)
         if message.token_ids or message.text:
             events += self._news(choice, message)
         if message.HasField("finish"):
             if choice.parser is not None:
-                events += self._pieces(choice, choice.parser.finish(), self._plain)
+                events += self._pieces(choice, choice.parser.finish(), self._only_text(choice))
             self._finish(number, choice, message.finish)
             events += self._last(choice)
         return events
@@ -112,7 +114,7 @@ class Answer(ABC):
             else:
                 call = {"index": len(choice.calls)} | self._call(choice, piece)
                 events.append(choice.head + f'"delta":{{"tool_calls":[{compact(call)}]'.encode() + after)
-            after = self._plain
+            after = self._only_text(choice)
         return b"".join(events)
 
     def _detailed(self, choice: Choice, message: pb.GenerateResponse) -> bytes:
@@ -121,6 +123,10 @@ class Answer(ABC):
         token_ids = f',"token_ids":{compact(list(message.token_ids))}' if self._asked.token_ids else ""
         said = f',"logprobs":{compact(logprobs)},"finish_reason":null{token_ids}}}]'
         return self.after + said.encode() + self._so_far(choice)
+
+    def _only_text(self, choice: Choice) -> bytes:
+        """What follows the text where there is nothing else to say."""
+        return self.after + PLAIN + self._so_far(choice) if self._asked.continuous_usage else self._plain
 
     def _so_far(self, choice: Choice) -> bytes:
         """What an event ends with: what was used by then, where each is to say so."""
@@ -141,11 +147,11 @@ class Answer(ABC):
         prompt = f',"prompt_token_ids":{compact(choice.served.prompt)}' if self._asked.token_ids else ""
         event = choice.head + self.nothing + f"{reasons}{prompt}}}]".encode()
         if self._num_open:
-            return event + self._end
+            return event + self._so_far(choice)
         if not self._asked.include_usage:
-            return event + self._receipts_field() + self._end + DONE
+            return event + self._receipts_field() + self._so_far(choice) + DONE
         top = f'data: {self._top(self.chunk_name, choice.served.model)},"choices":[],"usage":{compact(self.usage())}'
-        return event + self._end + top.encode() + self._receipts_field() + b"}\n\n" + DONE
+        return event + self._so_far(choice) + top.encode() + self._receipts_field() + b"}\n\n" + DONE
 
     # -------------------------------------------------------------------------------------- whole answers
 
@@ -154,6 +160,12 @@ class Answer(ABC):
         if message.prompt_logprobs:
             self._scored.setdefault(number, []).extend(message.prompt_logprobs)
         choice = self._choice(number, message)
+        if self._asked.only_echo:
+            if message.HasField("finish"):
+                message.finish.usage.completion_tokens = 0
+                message.finish.reason = pb.FINISH_REASON_LENGTH
+                self._finish(number, choice, message.finish)
+            return
         pieces: list[str | ToolCall] = choice.parser.push(message.text) if choice.parser else [message.text]
         if message.logprobs:
             choice.logprobs.append(self.message_logprobs(choice, message))
@@ -177,13 +189,15 @@ class Answer(ABC):
         return said.encode() + self._receipts_field() + b"}"
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        served = choice.served
-        said = {"index": choice.index, **self.whole_content(choice), "logprobs": self.whole_logprobs(choice.logprobs)}
+        served, parts = choice.served, choice.logprobs
+        scored = self._scored.get(choice.index // self._asked.choices_per_prompt)
+        if self._asked.echo_logprobs:
+            parts = [echoed(served.prompt, scored or (), served.text_of), *parts]
+        said = {"index": choice.index, **self.whole_content(choice), "logprobs": self.whole_logprobs(parts)}
         said |= {"finish_reason": choice.reason, "stop_reason": choice.stop_reason}
         if self._asked.token_ids:
             said |= {"token_ids": choice.token_ids, "prompt_token_ids": served.prompt}
-        scored = self._scored.get(choice.index // self._asked.choices_per_prompt)
-        if scored is not None:
+        if scored is not None and not self._asked.echo_logprobs:
             said["prompt_logprobs"] = prompt_logprobs(served.prompt, scored, served.text_of)
         return said
 

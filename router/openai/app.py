@@ -50,10 +50,12 @@ def make_app(serving: Serving, models: ServedModels, drain: Drain, keys: ApiKeys
         return JSONResponse({"status": "alive"})
 
     async def ready(request: Request) -> Response:
-        workers = {model.name: len(model.decode_workers()) for model in models}
-        is_ready = not drain.draining and (config.ready_without_workers or any(workers.values()))
-        status = "ready" if is_ready else "draining" if drain.draining else "no decode worker"
-        return JSONResponse({"status": status, "decode_workers": workers}, 200 if is_ready else 503)
+        has_workers = any(model.decode_workers() for model in models)
+        is_ready = not drain.draining and (config.ready_without_workers or has_workers)
+        said: dict[str, Any] = {"status": "ready" if is_ready else "draining" if drain.draining else "no decode worker"}
+        if not keys.required:  # else the models are for who has a key for them
+            said["decode_workers"] = {model.name: len(model.decode_workers()) for model in models}
+        return JSONResponse(said, 200 if is_ready else 503)
 
     for path, answer in (
         ("/v1/models", list_models),

@@ -33,7 +33,7 @@ def read_chat(body: dict[str, Any], caller: Caller) -> Asked:
     request.messages.extend(_message(message, f"messages[{place}]") for place, message in enumerate(messages))
     request.tools.extend(tools)
     asked.requests.append(request)
-    asked.tools = bool(tools) and options.parse_calls
+    asked.tools, asked.forced_calls = bool(tools) and options.parse_calls, options.forced_calls
     check_choices(asked, "n")
     return asked
 
@@ -165,6 +165,7 @@ def _read_tool_choice(fields: Fields, options: Options, functions: list[Function
     single = several is False or choice != "required"
     options.sampling.structured.grammar = call_grammar(candidates, single)
     options.names["structured"] = "tools"
+    options.forced_calls = True
 
 
 def _named(fields: Fields, functions: list[Function]) -> Function:

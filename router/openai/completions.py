@@ -21,11 +21,19 @@ def read_completion(body: dict[str, Any], caller: Caller) -> Asked:
     if (logprobs := fields.integer("logprobs", -INT32, INT32 - 1)) is not None:
         options.sampling.logprobs = logprobs
     prompts = _prompts(fields.take("prompt"))
+    echo = fields.boolean("echo")
+    only_echo = echo and options.sampling.HasField("max_tokens") and options.sampling.max_tokens == 0
+    if only_echo:
+        options.sampling.max_tokens = 1  # an engine says at least one; it is left out of the answer
     request, asked = common(fields, caller, options)
-    if fields.boolean("echo"):
-        if options.sampling.HasField("logprobs"):
-            raise InvalidRequest("echo", "is not supported together with logprobs; prompt_logprobs is")
-        asked.echo = True
+    asked.echo, asked.only_echo = echo, only_echo
+    asked.echo_logprobs = echo and options.sampling.HasField("logprobs")
+    if asked.stream and (only_echo or asked.echo_logprobs):
+        raise fields.refuse(
+            "echo", "with logprobs or max_tokens 0 comes with the whole answer only, and not as a stream"
+        )
+    if asked.echo_logprobs and not request.sampling.HasField("prompt_logprobs"):
+        request.sampling.prompt_logprobs = request.sampling.logprobs
     fields.finish()
     for number, prompt in enumerate(prompts):
         one = pb.GenerateRequest()

@@ -8,6 +8,7 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
+from cluster import logs
 from cluster.drain import Drain
 from cluster.errors import DeadlineExceeded, InvalidRequest, ServiceError
 from cluster.trace_context import from_headers, traceparent
@@ -52,11 +53,12 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
-        names: Mapping[str, str] = {}
+        names: Mapping[str, str] = {"tenant": "x-tenant"}  # a tenant can be refused before the body is read
         try:
             traceparent.set(from_headers(exchange.headers))
             caller = caller_of(exchange.headers, self._keys)
             exchange.request_id = caller.request_id
+            logs.request_id.set(caller.request_id)
             body = await exchange.body()
             if len(body) <= INLINE_BYTES:
                 asked = self._asked(body, caller)
@@ -71,7 +73,7 @@ class Endpoint:
         except ServiceError as error:
             await exchange.fail(error_answer(error, names))
         except Exception:  # a mistake in here ends this request, in the form its client knows
-            log.exception("request %s failed", exchange.request_id)
+            log.exception("a request failed", extra=logs.of(exchange.request_id))
             await exchange.fail(error_answer(ServiceError("the router failed; its log says why"), names))
 
     def _asked(self, body: bytes, caller: Caller) -> Asked:

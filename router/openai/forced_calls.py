@@ -10,6 +10,8 @@ from cluster.errors import InvalidRequest
 from router.openai.tool_calls import CLOSE, OPEN
 
 ANY_ARGUMENTS = {"type": "object"}
+COMPACT = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+"""llguidance's: else a model that is not sure may write blanks and new lines until `max_tokens`. As models write it."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -33,7 +35,7 @@ def call_grammar(functions: Sequence[Function], single: bool) -> str:
             raise InvalidRequest(f"tools[{number}].function.name", f"must be {limits} for a call of it to be forced")
         before = f'{OPEN}\n{{"name": "{function.name}", "arguments": '
         after = f"}}\n{CLOSE}"
-        schema = ANY_ARGUMENTS if function.parameters is None else function.parameters
+        schema = COMPACT | (ANY_ARGUMENTS if function.parameters is None else function.parameters)
         rules.append(f"call_{number}: {json.dumps(before)} arguments_{number} {json.dumps(after)}")
         rules.append(f"arguments_{number}: %json {json.dumps(schema)}")
     return "\n".join(rules)

@@ -48,6 +48,17 @@ class CompletionLogprobs:
         }
 
 
+def echoed(prompt: Sequence[int], scored: Sequence[pb.TokenLogprobs], text_of: TokenText) -> dict[str, list[Any]]:
+    """Of a prompt, in the same form; of its first token nothing is known."""
+    first = pb.GenerateResponse(token_ids=prompt[:1], logprobs=[pb.TokenLogprobs()])
+    rest = pb.GenerateResponse(token_ids=prompt[1:], logprobs=scored)
+    counted = CompletionLogprobs(0)
+    whole = joined([counted.of(first, text_of), counted.of(rest, text_of)])
+    assert whole is not None
+    whole["token_logprobs"][0] = whole["top_logprobs"][0] = None
+    return whole
+
+
 def joined(parts: Iterable[dict[str, list[Any]]]) -> dict[str, list[Any]] | None:
     """Of several messages of one choice, as one; None of none."""
     whole: dict[str, list[Any]] | None = None

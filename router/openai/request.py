@@ -34,8 +34,14 @@ class Asked:
     deadline_s: float | None = None
     echo: bool = False
     """Of completions: the texts begin with their prompts."""
+    echo_logprobs: bool = False
+    """And so do their log probabilities."""
+    only_echo: bool = False
+    """Nothing is to be generated: what is, because an engine says at least one token, is left out."""
     tools: bool = False
     """Of chats: calls of tools are looked for."""
+    forced_calls: bool = False
+    """And the text can be nothing else."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -21,7 +21,8 @@ KINDS = {
     "json_object": "json_object",
 }
 """Of structured output: vLLM's names, and ours."""
-NEUTRAL_FORMS = ("disable_any_whitespace", "disable_additional_properties")
+COMPACT = {"x-guidance": {"whitespace_flexible": False}}
+"""llguidance's, in a schema: JSON without whitespace."""
 
 
 @dataclass(slots=True)
@@ -33,6 +34,8 @@ class Options:
     """Of fields that are called otherwise here: ours, and the client's."""
     parse_calls: bool = True
     """Calls of tools are looked for in the output, where there are tools."""
+    forced_calls: bool = False
+    """And it can be nothing else."""
 
 
 def read_sampling(fields: Fields, most_tokens: tuple[str, ...], default_max_tokens: int | None) -> Options:
@@ -115,11 +118,24 @@ def _response_format(fields: Fields) -> pb.StructuredOutput | None:
 
 def _structured_outputs(fields: Fields) -> list[pb.StructuredOutput | None]:
     forms = [_form(fields, theirs, ours) for theirs, ours in KINDS.items()]
-    for name in NEUTRAL_FORMS:
-        if fields.boolean(name):
-            raise fields.refuse(name, "is not supported")
+    if fields.boolean("disable_additional_properties"):
+        raise fields.refuse("disable_additional_properties", "is not supported: say it in the schema")
+    if fields.boolean("disable_any_whitespace"):
+        forms = [form and _without_whitespace(form, fields) for form in forms]
     fields.finish()
     return forms
+
+
+def _without_whitespace(form: pb.StructuredOutput, fields: Fields) -> pb.StructuredOutput:
+    if form.json_object:
+        return pb.StructuredOutput(json_schema=json.dumps({"type": "object"} | COMPACT))
+    if not form.HasField("json_schema"):
+        raise fields.refuse("disable_any_whitespace", "means nothing without json or json_object")
+    try:
+        schema = json.loads(form.json_schema)
+    except ValueError:
+        return form  # who compiles it says what is wrong
+    return pb.StructuredOutput(json_schema=json.dumps(schema | COMPACT)) if isinstance(schema, dict) else form
 
 
 def _form(fields: Fields, name: str, kind: str) -> pb.StructuredOutput | None:

@@ -5,6 +5,7 @@ The form is the one that Hermes and Qwen models write, and others after them: <t
 """
 
 import json
+import re
 from dataclasses import dataclass
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -14,6 +15,8 @@ def _no_number(name: str) -> float:
     raise ValueError(f"{name} is no JSON")
 
 
+_BEGUN = re.compile(r'\s*\{"name": "([^"]*)", "arguments": (.*)', re.DOTALL)
+"""A call whose form was forced, and which is not complete."""
 _DECODER = json.JSONDecoder(strict=False, parse_constant=_no_number)
 
 
@@ -33,10 +36,12 @@ class _CutOff(Exception):
 class ToolCallParser:
     """Of one choice. Text that may belong to a call is held back; whitespace next to a call is dropped.
 
-    What comes out depends on the text alone, and not on the pieces it came in.
+    What comes out depends on the text alone, and not on the pieces it came in. Where calls are `forced`, one that is
+    cut off by a limit is a call with what there is of its arguments.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, forced: bool = False) -> None:
+        self._forced = forced
         self._held = ""
         self._opening: str | None = None
         """Within a call: what stood before its content, in case it is none."""
@@ -64,6 +69,8 @@ class ToolCallParser:
             call = _read(content)
         except _CutOff:
             call = None
+        if call is None and self._forced and (begun := _BEGUN.match(content)):
+            call = ToolCall(begun[1], begun[2])
         if call is None:
             return [opening + held]
         self.num_calls += 1

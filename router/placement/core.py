@@ -12,7 +12,7 @@ and the cheapest wins. `candidates.py` says the same for one candidate; here are
 operations, so that both give the same floating point numbers and so the same ties.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -22,6 +22,19 @@ from router.placement.candidates import Candidate, Way, assess
 from router.placement.demand import Demand
 from router.placement.rates import Bools, Floats, Ints, Rates
 from router.placement.snapshot import Hits, Workers
+
+FEW = 5
+"""Of the ways not chosen, the cheapest that are remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """A way that was not chosen."""
+
+    decode_id: str
+    lender_id: str | None
+    lender_computes: bool
+    cost_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +55,8 @@ class Decision:
     cost_s: float
     num_candidates: int
     reason: str
+    rivals: tuple[Rival, ...] = field(default=(), compare=False)
+    """The next best, of few."""
 
 
 def startable(demand: Demand, workers: Workers, available: Ints | None = None) -> Bools:
@@ -66,7 +81,7 @@ def place(demand: Demand, workers: Workers, hits: Hits, rates: Rates, available:
     rows = np.flatnonzero(startable(demand, workers, available))
     if not len(rows):
         return None
-    way, num_candidates = _Matrices(demand, workers, hits, rates, rows).cheapest()
+    way, num_candidates, rivals = _Matrices(demand, workers, hits, rates, rows).cheapest()
     best = assess(demand, workers, hits, rates, way)
     return Decision(
         decode_id=best.decode_id,
@@ -79,6 +94,7 @@ def place(demand: Demand, workers: Workers, hits: Hits, rates: Rates, available:
         cost_s=best.cost_s,
         num_candidates=num_candidates,
         reason=_reason(demand, workers, hits, way, best),
+        rivals=rivals,
     )
 
 
@@ -96,11 +112,12 @@ class _Matrices:
         self._decoding = workers.decoding[rows]
         self._crowding_s = workers.running[rows] * rates.stream_delay_s[rows]
 
-    def cheapest(self) -> tuple[Way, int]:
-        """It, and of how many."""
+    def cheapest(self) -> tuple[Way, int, tuple[Rival, ...]]:
+        """It, of how many, and the next ones."""
         alone_s = self._cost_s(0.0, self._own_s(self._own), self._queue_s)
         at = int(alone_s.argmin())
         found = [(float(alone_s[at]), at, -1, False, -1)]
+        near = [(float(alone_s[few]), int(few), -1, False) for few in _few(alone_s)]
         num_candidates = len(self._rows)
         for candidates in (self._reading(), self._computing()):
             if candidates is not None:
@@ -110,13 +127,28 @@ class _Matrices:
                 source = -1 if sources is None else int(sources[lender])
                 best = float(cost_s[decode, lender])
                 found.append((best, decode, int(lenders[lender]), sources is not None, source))
-        _, decode, lender, computes, source = min(found)
-        return Way(
+                for few in _few(cost_s.reshape(-1)):
+                    decode, lender = divmod(int(few), len(lenders))
+                    near.append((float(cost_s[decode, lender]), decode, int(lenders[lender]), sources is not None))
+        _, decode, lender, computes, source = chosen = min(found)
+        way = Way(
             int(self._rows[decode]),
             lender if lender >= 0 else None,
             computes,
             source if source >= 0 else None,
-        ), num_candidates
+        )
+        return way, num_candidates, self._rivals(near, chosen[:4])
+
+    def _rivals(
+        self, near: list[tuple[float, int, int, bool]], chosen: tuple[float, int, int, bool]
+    ) -> tuple[Rival, ...]:
+        """The first of those near the chosen one, by cost."""
+        ids = self._workers.ids
+        return tuple(
+            Rival(ids[self._rows[decode]], ids[lender] if lender >= 0 else None, computes, cost_s)
+            for cost_s, decode, lender, computes in sorted(near)[: FEW + 1]
+            if (cost_s, decode, lender, computes) != chosen and cost_s < np.inf
+        )[:FEW]
 
     def _own_s(self, num_blocks: Floats) -> Floats:
         """[D]: of the decode workers themselves, when they have so many blocks each."""
@@ -193,6 +225,13 @@ class _Matrices:
             np.where(worth, have + gain[each, best], have),
             np.where(worth, read_s[each, best], 0.0),
         )
+
+
+def _few(cost_s: Floats) -> Ints:
+    """Places of the FEW + 1 least, in no order."""
+    if len(cost_s) <= FEW + 1:
+        return np.arange(len(cost_s))
+    return np.argpartition(cost_s, FEW)[: FEW + 1]
 
 
 _Item = TypeVar("_Item", bound=np.generic)

@@ -45,6 +45,10 @@ class Worker:
     """Likewise as a lender, until their first token."""
     num_cached: int = 0
     """Blocks that it said it holds."""
+    asked_blocks: int = 0
+    """Of prompts that it was to compute or lend, in streams that ended well."""
+    hit_blocks: int = 0
+    """Of those, what it had already."""
     draining: bool = False
     """It was told to stop: it takes nothing more, and can be read. For good."""
 
@@ -218,6 +222,12 @@ class Fleet:
         """
         if ttft_s is not None:
             self.ttft_scores.add(placed.predicted_ttft_s, ttft_s)
+        kv = finish.receipt.kv
+        placed.decode.asked_blocks += kv.reused_blocks + kv.moved_blocks + kv.computed_blocks
+        placed.decode.hit_blocks += kv.reused_blocks
+        if placed.lender is not None:
+            placed.lender.asked_blocks += kv.moved_blocks
+            placed.lender.hit_blocks += kv.lender_cached_blocks
         if not self._learn_rates:
             return
         load, before, lender = placed.decode.load, placed.decode_before, placed.lender_before

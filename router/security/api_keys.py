@@ -171,7 +171,7 @@ def entry_for(
         expires = datetime.now(UTC) + timedelta(days=days)
         entry["expires"] = expires.isoformat(timespec="seconds")
     ApiKey.parse(entry)
-    return yaml.safe_dump([entry], sort_keys=False, default_flow_style=None, width=1000)
+    return "- " + yaml.safe_dump(entry, sort_keys=False, default_flow_style=True, width=100_000)
 
 
 def _by_hash(keys: Iterable[ApiKey]) -> dict[str, ApiKey]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tandem.commands.clusters import run_cluster
-from tandem.commands.common import Model, OfModel, asking, console, run
+from tandem.commands.common import Model, OfModel, asking, console, out_file, run
 
 if TYPE_CHECKING:
     from tandem.client import Target
@@ -166,7 +166,10 @@ def chat(
 def batch(
     target: "Target",
     source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="a GenerateRequest as JSON on each line")],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="OUT.jsonl", help="answers, in the order they come")],
+    out: Annotated[
+        Path,
+        out_file("--out", "-o", metavar="OUT.jsonl", help="answers, in the order they come"),
+    ],
     concurrency: Annotated[int, typer.Option(help="requests at a time", min=1)] = 32,
     timeout: Annotated[float, typer.Option(help="seconds, of a request")] = 600.0,
     priority: Annotated[int, typer.Option(help="of lines that say none; below 0 leaves room for others")] = -1,

@@ -11,17 +11,53 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from cluster.errors import StartError
+
 console = Console(highlight=False)
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+
+def _ascii(param: typer.CallbackParam, value: str) -> str:
+    """What goes into the head of a call. Raises StartError; the value may be a secret and is not in it."""
+    if not (value.isascii() and value.isprintable()):
+        raise StartError(f"{param.opts[0]} (or {param.envvar})", "must be printable ASCII")
+    return value
+
+
+def out_file(*names: str, help: str, metavar: str = "FILE") -> Any:  # noqa: A002  # typer's word
+    """An option: where to write. That nobody can is said before the work that it is for, and not after."""
+    return typer.Option(*names, metavar=metavar, help=help, callback=_writable)
+
+
+def _writable(param: typer.CallbackParam, value: Path | None) -> Path | None:
+    """Raises StartError."""
+    if value is None:
+        return None
+    if value.is_dir():
+        raise StartError(param.opts[0], f"cannot write {value}: it is a directory")
+    if not value.parent.is_dir():
+        raise StartError(param.opts[0], f"cannot write {value}: there is no directory {value.parent}")
+    if not os.access(value if value.exists() else value.parent, os.W_OK):
+        raise StartError(param.opts[0], f"cannot write {value}: permission denied")
+    return value
+
+
 Address = Annotated[
-    str, typer.Option("--address", "-a", envvar="TANDEM_ADDRESS", help="host:port of a router, or of several: a,b")
+    str,
+    typer.Option(
+        *("--address", "-a"),
+        envvar="TANDEM_ADDRESS",
+        help="host:port of a router, or of several: a,b",
+        callback=_ascii,
+    ),
 ]
 ACCESS = "Access"
 ApiKey = Annotated[
     str,
     typer.Option(
         envvar="TANDEM_API_KEY",
+        callback=_ascii,
         help="where the cluster asks for one; better in the environment: others can read a command line",
         rich_help_panel=ACCESS,
     ),

@@ -146,7 +146,9 @@ app.add_typer(keys, name="keys")
 @keys.command()
 def new(
     name: Annotated[str, typer.Option(help="by which logs call it")],
-    tenant: Annotated[str, typer.Option(help="whose limits and quota its requests count against")] = "",
+    tenant: Annotated[
+        str | None, typer.Option(help="whose limits, quota and cache its requests count against; default: its name")
+    ] = None,
     model: Annotated[list[str] | None, typer.Option(help="that it may use; repeatable; default: all")] = None,
     operator: Annotated[bool, typer.Option("--operator", help="it may see the whole cluster: status, console")] = False,
     days: Annotated[float | None, typer.Option(help="until it expires; default: never", min=0)] = None,
@@ -157,4 +159,9 @@ def new(
     key = new_key()
     console.print(f"# the key, for whoever is to use it; it is kept nowhere\n{key}", soft_wrap=True, markup=False)
     console.print("# the entry, for api_keys_file", markup=False)
-    console.print(entry_for(key, name, tenant, model or [], days, operator), end="", soft_wrap=True, markup=False)
+    console.print(
+        entry_for(key, name, name if tenant is None else tenant, model or [], days, operator),
+        end="",
+        soft_wrap=True,
+        markup=False,
+    )

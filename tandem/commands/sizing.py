@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 import uvloop
 
-from tandem.commands.common import Model, asking, console, run
+from tandem.commands.common import Model, asking, console, out_file, run
 
 if TYPE_CHECKING:
     from tandem.client import Target
 
 app = typer.Typer()
+JsonOut = Annotated[Path | None, out_file("--json", help="write all figures")]
 
 
 @app.command(name="plan")
@@ -30,7 +31,7 @@ def plan_cluster(
     price: Annotated[float | None, typer.Option(help="USD per GPU and hour, any; default: a table's")] = None,
     block_tokens: Annotated[int, typer.Option(help="tokens of a KV block")] = 64,
     simulate: Annotated[int, typer.Option(help="try the plan with so many requests in virtual time")] = 0,
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="write all figures")] = None,
+    json_path: JsonOut = None,
 ) -> None:
     """How many GPUs, and should I disaggregate? The smallest cluster of each kind that keeps the SLO for nine of ten
     requests, with the arithmetic.
@@ -95,9 +96,9 @@ def replay_trace(
     swing: Annotated[float, typer.Option(help="the rate's highest, of its lowest: a sine, the lowest first")] = 1.0,
     period: Annotated[float, typer.Option(help="of that, in seconds after --rate")] = 3600.0,
     seed: Annotated[int, typer.Option(help="the same seed gives the same figures")] = 0,
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="write all figures")] = None,
-    png: Annotated[Path | None, typer.Option(metavar="FILE", help="draw the comparison; needs matplotlib")] = None,
-    log_decisions: Annotated[Path | None, typer.Option(metavar="FILE", help="append placement's decisions")] = None,
+    json_path: JsonOut = None,
+    png: Annotated[Path | None, out_file(help="draw the comparison; needs matplotlib")] = None,
+    log_decisions: Annotated[Path | None, out_file(help="append placement's decisions")] = None,
 ) -> None:
     """Should I disaggregate? Replay a trace through clusters that do not exist, with the router and the engine that do.
 
@@ -178,10 +179,11 @@ def bench(
     gpus: Annotated[int | None, typer.Option(help="of the cluster; default: as many as workers")] = None,
     price: Annotated[float | None, typer.Option(help="USD per GPU and hour")] = None,
     seed: Annotated[int, typer.Option(help="the same seed offers the same")] = 0,
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="write all figures")] = None,
-    png: Annotated[Path | None, typer.Option(metavar="FILE", help="draw them; needs matplotlib")] = None,
+    json_path: JsonOut = None,
+    png: Annotated[Path | None, out_file(help="draw them; needs matplotlib")] = None,
     log: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="write requests and receipts, for replay and calibrate")
+        Path | None,
+        out_file(help="write requests and receipts, for replay and calibrate"),
     ] = None,
 ) -> None:
     """Load a live cluster, and see what its clients see.

@@ -62,7 +62,13 @@ async def test_the_page_shows_workers_links_and_requests(model: Path, cluster_of
         async with aiohttp.ClientSession() as session, session.get(f"{url}/data") as answer:
             said = await answer.text()
             assert "default-src 'none'" in answer.headers["content-security-policy"]
-        assert [each["number"] for each in json.loads(said)["requests"]] == [0, 1, 2]
+        requests = json.loads(said)["requests"]
+        assert [each["number"] for each in requests] == [0, 1, 2]
+        chosen, other = requests[0]["ways"]
+        assert (chosen["lender"], other["lender"]) == ("prefill-0", "")
+        assert chosen["cost_ms"] < other["cost_ms"]
+        assert "decode-0 alone: cost" in page, "and what was not chosen"
+        assert "% hits" in page
 
 
 async def test_each_is_told_once_and_nothing_of_what_was_said(cluster_of: Any) -> None:

@@ -41,6 +41,7 @@ async def test_a_batch_gives_each_its_own_result_and_its_own_error(model: Path, 
         assert isinstance(wrong, InvalidRequest)
         assert wrong.field == "token_ids"
         assert [len(results[9].choices), len(results[3].choices)] == [3, 1]
+        assert [results[number].finish.usage.completion_tokens for number in (9, 3)] == [12, 4]
         alone = (await finished([Stream(client, list(range(3, 43)), 4)]))[0]
         assert list(results[3].choices[0].token_ids) == alone.token_ids
         assert results[3].choices[0].reason == pb.FINISH_REASON_LENGTH
@@ -134,17 +135,23 @@ async def test_samples_and_feedback_are_kept(cluster_of: Any, tmp_path: Path) ->
             await client.feedback("r1", rating=2)
         with pytest.raises(InvalidRequest, match="request_id"):
             await client.feedback("")
+        with pytest.raises(InvalidRequest, match="one of rating, corrected_text and comment"):
+            await client.feedback("r1")
+        three = pb.Sampling(max_tokens=6, n=3, temperature=0)
+        [piece async for piece in client.generate("Twice", sampling=three, request_id="r2")]
 
         async def written() -> bool:
-            return kept.read_text().count("\n") == 2
+            return kept.read_text().count("\n") == 3
 
-        await until(written, "both are written")
-    first, second = (json.loads(line) for line in kept.read_text().splitlines())
+        await until(written, "all are written")
+    first, second, third = (json.loads(line) for line in kept.read_text().splitlines())
     assert first["request"]["request_id"] == second["feedback"]["request_id"] == "r1"
     assert first["request"]["output"] == ["".join(piece.text for piece in pieces)]
     assert first["request"]["prompt"] == {"text": "Once"}
     assert first["request"]["receipt"]["kv"]["computed_blocks"] == 1
     assert second["feedback"]["corrected_text"] == "Twice"
+    assert (second["feedback"]["tenant"], second["feedback"]["key"]) == ("", "")
+    assert third["request"]["completion_tokens"] == 18, "of all choices"
 
 
 async def test_a_batch_file_is_worked_through_however_often_it_is_begun(

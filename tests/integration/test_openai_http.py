@@ -81,6 +81,19 @@ async def test_a_text_is_what_grpc_says(site: Site) -> None:
     of_ids = await site.openai.completions.create(**asked | {"prompt": prompt_ids}, echo=True)
     assert of_ids.choices[0].text.endswith(text)
     assert of_ids.choices[0].text.removesuffix(text).endswith(PROMPT), "its begin token is shown too"
+    # As evaluations do it: a text's likelihood is that of its tokens, whoever said them.
+    said = await site.openai.completions.create(**asked, logprobs=1)
+    scored = await site.openai.completions.create(
+        model="teller", prompt=[*prompt_ids, *token_ids], max_tokens=0, echo=True, logprobs=1
+    )
+    expected, found = said.choices[0].logprobs, scored.choices[0].logprobs
+    assert expected is not None
+    assert found is not None
+    assert found.token_logprobs is not None
+    assert found.token_logprobs[0] is None
+    assert found.token_logprobs[-40:] == pytest.approx(expected.token_logprobs, abs=0.05)
+    assert scored.usage is not None
+    assert scored.usage.completion_tokens == 0
 
 
 async def test_several_prompts_and_choices_stay_apart(site: Site) -> None:
@@ -166,13 +179,17 @@ async def test_structured_output_in_all_its_words(site: Site) -> None:
     create = site.openai.chat.completions.create
     common: Any = {"model": "teller", "messages": CHAT, "max_tokens": 60, "seed": 3}
     forms: Any = {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": schema}}
-    by_format, as_object, by_regex, by_choice, parsed = await asyncio.gather(
+    dense = {"structured_outputs": {"json": schema, "disable_any_whitespace": True}}
+    by_format, as_object, by_regex, by_choice, parsed, compact = await asyncio.gather(
         create(**common, response_format=forms),
         create(**common | {"max_tokens": 3}, response_format={"type": "json_object"}),
         create(**common, extra_body={"structured_outputs": {"regex": "[a-c]{3}"}}),
         create(**common, extra_body={"guided_choice": ["a fox", "an owl"]}),
         site.openai.chat.completions.parse(**common, response_format=Hero),
+        create(**common, extra_body=dense),
     )
+    said = compact.choices[0].message.content or ""
+    assert said == json.dumps(json.loads(said), separators=(",", ":"), ensure_ascii=False)
     assert list(json.loads(by_format.choices[0].message.content or "")) == ["a"]
     assert (as_object.choices[0].message.content or "").lstrip().startswith("{")
     assert re.fullmatch("[a-c]{3}", by_regex.choices[0].message.content or "")
@@ -192,6 +209,11 @@ async def test_a_forced_call_and_its_answer(site: Site) -> None:
     arguments = json.loads(forced.function.arguments)
     assert arguments["kind"] in ("fox", "owl")
     assert 1 <= arguments["count"] <= 9
+    assert forced.function.arguments == json.dumps(arguments), "no blanks and new lines without end"
+    cut = (await create(**common | {"max_tokens": made.usage.completion_tokens - 12}, tool_choice=named)).choices[0]
+    (unfinished,) = cut.message.tool_calls or []
+    assert (cut.finish_reason, cut.message.content, unfinished.function.name) == ("length", None, "find_animal")
+    assert forced.function.arguments.startswith(unfinished.function.arguments)
     # As a stream, whose parts the client puts together itself.
     async with site.openai.chat.completions.stream(**common, tool_choice=named) as stream:
         streamed = (await stream.get_final_completion()).choices[0]

@@ -53,7 +53,7 @@ async def test_no_log_has_what_is_private(
             kill_worker(cluster.decode[0])
             answers += await asyncio.gather(*going)
         body = {"prompt": MARKER, "max_tokens": 40, "temperature": 0, "cache_salt": SALT}
-        headers = {"authorization": f"Bearer {KEY}"}
+        headers = {"authorization": f"Bearer {KEY}", "x-request-id": "cmpl-in-the-log"}
         for content in (
             body,
             body | {"tools": [MARKER]},
@@ -67,7 +67,9 @@ async def test_no_log_has_what_is_private(
         wrong = {"authorization": "Bearer tk-a-wrong-one"}
         assert (await asyncio.to_thread(call, cluster.router.http_address, "/v1/completions", body, wrong))[0] == 401
     logged = capsys.readouterr().err
-    assert "DEBUG" in logged
+    assert "DEBUG router" in logged
+    assert " [cmpl-in-the-log]: attempt 1 at " in logged
+    assert "grpc._cython" not in logged, "libraries stay at warning"
     assert "joined" in logged
     assert len(answers) == 10
     tokens = json.dumps([ord(letter) for letter in MARKER])

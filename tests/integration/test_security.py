@@ -246,6 +246,8 @@ async def test_no_key_no_service(site: Site) -> None:
     for path in ("/metrics", "/docs", "/no/such/path"):
         assert (await asyncio.to_thread(site.https, address, site.visitor, path))[0] == 401, "closed unless opened"
     assert (await asyncio.to_thread(site.https, address, site.visitor, "/health"))[0] == 200
+    status, said = await asyncio.to_thread(site.https, address, site.visitor, "/ready")
+    assert (status, json.loads(said)) == (200, {"status": "ready"}), "and no models' names"
     async with channel(site.cluster.address, site.visitor) as link:
         for method in ("/tandem.v1.Inference/NoSuchMethod", "/tandem.internal.v1.Membership/Members"):
             assert isinstance(await refusal(link.unary_unary(method)(b"", timeout=5)), Unauthenticated)

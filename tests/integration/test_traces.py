@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,17 @@ import aiohttp
 import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from cluster.errors import InvalidRequest
 from cluster.rpc import channel
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
 from support.processes import until
+from tandem.client import Client
+from tandem.sync_client import SyncClient
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
@@ -111,3 +117,71 @@ async def test_a_collector_that_is_not_there_harms_nobody(model: Path, cluster_o
         request = pb.GenerateRequest(token_ids=range(30), sampling=pb.Sampling(max_tokens=4))
         tokens = [t async for m in pb_grpc.InferenceStub(link).Generate(request) for t in m.token_ids]
     assert len(tokens) == 4
+
+
+def _spans_of_client(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
+    """Of this process, as if the program had set OpenTelemetry up."""
+    provider, kept = TracerProvider(), InMemorySpanExporter()
+    provider.add_span_processor(SimpleSpanProcessor(kept))
+    monkeypatch.setattr("opentelemetry.trace.get_tracer", provider.get_tracer)
+    return kept
+
+
+async def test_the_client_begins_the_trace(model: Path, cluster_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = _spans_of_client(monkeypatch)
+    sampling = pb.Sampling(max_tokens=4, temperature=0)
+    async with collecting() as (collector, endpoint):
+        cluster = cluster_of(model, prefill=0, decode=1, router={"otlp_endpoint": endpoint}, engine="sim")
+        async with cluster, Client(cluster.address) as client:
+
+            def by_sync_client() -> None:
+                with SyncClient(cluster.address) as sync:
+                    list(sync.generate(token_ids=range(20), sampling=sampling))
+
+            async for _ in client.generate(token_ids=range(30), sampling=sampling, session_id="s", request_id="mine"):
+                pass
+            await asyncio.to_thread(by_sync_client)
+            requests = [pb.GenerateRequest(token_ids=range(9), sampling=sampling)] * 2
+            async for _ in client.generate_batch(requests):
+                pass
+            with pytest.raises(InvalidRequest):
+                async for _ in client.generate(token_ids=[5000]):
+                    pass
+            long = client.generate(token_ids=range(30), metadata=(("traceparent", TRACEPARENT),))
+            async with aclosing(long):
+                await anext(long)
+        await collector.until_ended(6)  # the router has said all it had when it left
+    single, sync, batch, failed, left = kept.get_finished_spans()
+    roots = {}
+    for _, root in collector.spans:
+        if root.name == "generate":
+            roots.setdefault((root.trace_id.hex(), root.parent_span_id.hex()), []).append(root)
+
+    def under(span: Any) -> list[Any]:
+        return roots.pop((f"{span.context.trace_id:032x}", f"{span.context.span_id:016x}"))
+
+    assert [len(under(span)) for span in (single, sync, batch, failed)] == [1, 1, 2, 1]
+    ((parent, (cancelled,)),) = roots.items()
+    assert parent == (TRACE, PARENT), "what the caller says goes before the span"
+    attributes = {each.key: each.value.string_value for each in cancelled.attributes}
+    assert attributes["error.type"] == "CANCELLED"
+    assert single.attributes is not None
+    assert dict(single.attributes) == {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "tandem",
+        "gen_ai.request.model": "",
+        "server.address": cluster.address,
+        "tandem.request_id": "mine",
+        "gen_ai.conversation.id": "s",
+        "gen_ai.request.max_tokens": 4,
+        "gen_ai.request.temperature": 0.0,
+        "gen_ai.response.finish_reasons": ("length",),
+        "gen_ai.usage.input_tokens": 30,
+        "gen_ai.usage.output_tokens": 4,
+    }
+    assert [(span.attributes or {}).get("error.type") for span in (sync, batch, failed, left)] == [
+        None,
+        None,
+        "INVALID_ARGUMENT",
+        "CANCELLED",
+    ]

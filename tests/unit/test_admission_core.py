@@ -312,6 +312,20 @@ def test_long_prompts_leave_lenders_to_short_ones() -> None:
     assert [bound(site, waiting) for waiting in long] == [True, True, False]
 
 
+@pytest.mark.parametrize(
+    ("lenders", "share", "left", "long"),
+    [
+        *((1, 0.75, 3, 1), (2, 0.75, 3, 1), (4, 0.75, 3, 2), (5, 0.75, 3, 2), (8, 0.75, 3, 5), (16, 0.75, 3, 12)),
+        *((8, 1.0, 0, 8), (8, 0.25, 0, 2), (8, 0.0, 0, 1)),
+    ],
+)
+def test_so_many_lenders_may_compute_long_prompts(lenders: int, share: float, left: int, long: int) -> None:
+    site = Site([1_000_000], lenders, long_prompt_lender_share=share, short_prompt_lenders=left, max_lender_queue_s=100)
+    asked = [site.ask(2000, usable=1999) for _ in range(lenders + 1)]
+    computing = {site.running[waiting].lender for waiting in asked if bound(site, waiting)}
+    assert len(computing) == long
+
+
 # --------------------------------------------------------------------------------------- predicted misses
 
 
@@ -406,11 +420,38 @@ def test_the_whole_deadline_counts_the_stream_too() -> None:
         site.end(stream)
     arrive(1000)
     hasty, patient = arrive(9.9), arrive(15)
-    assert site.refusal(hasty) is not None
+    assert hasty in site.waiting, "it may stop before it has said all that it may say"
     site.wait(4.9)
     assert patient in site.waiting
     site.wait(0.2)
-    assert site.refusal(patient) is not None
+    assert site.refusal(patient) is not None, "it could have been in time"
+    assert hasty in site.waiting
+    site.wait(5)
+    assert site.refusal(hasty) is not None
+
+
+def test_what_a_request_may_say_is_not_what_it_will_say() -> None:
+    """Streams that may have 100 tokens last for 10 s. Behind a queued prompt comes one that may have 1,900."""
+    site = Site([10_000])
+
+    def arrive(output: int, deadline: float) -> Waiting:
+        demand = Demand(4, 0, 1 + output // 4, BLOCK, 100, (4,), 4 + output)
+        claim = Claim("", 0, site.now, site.now + deadline)
+        waiting, outcomes = site.admission.arrived(claim, demand, [], site.now)
+        site.waiting[waiting] = None
+        site._absorb(outcomes)
+        return waiting
+
+    for _ in range(100):
+        stream = arrive(100, 1000)
+        site.fleet.started(site.running[stream])
+        site.wait(10)
+        site.end(stream)
+    site.report("d0", 10_000, queued_tokens=100)
+    assert site.is_running(arrive(1900, deadline=15))
+    refusal = site.refusal(arrive(100, deadline=10.5))
+    assert refusal is not None
+    assert "within 0.5 s" in str(refusal.error)
 
 
 def test_a_stream_under_way_waits_until_its_very_deadline() -> None:

@@ -20,6 +20,7 @@ from cluster.roles import Role
 from engine.errors import ModelRefused
 from engine.model_dir import ModelDir
 from engine.worker.config import WorkerConfig
+from router.admission.refusals import Reason, over_limit
 from router.config import RouterConfig
 
 
@@ -163,6 +164,14 @@ def test_errors_keep_their_type_and_field_across_the_wire() -> None:
     assert not busy.permanent
     assert busy.retry_after_s is None
     assert isinstance(over_the_wire(Unavailable("gone")), Unavailable)
+
+
+def test_a_limit_that_was_reached_is_named_across_the_wire() -> None:
+    refusal = over_limit(Reason.REQUEST_RATE, "a", "5", "1 request", 0.25)
+    got = over_the_wire(refusal.error)
+    assert isinstance(got, Overloaded)
+    assert got.limit == ("tenant:a", "requests_per_s: 5")
+    assert over_the_wire(Overloaded("full")).limit is None
 
 
 @pytest.mark.parametrize("retry_after_s", [0.0, 0.05, 12.345678901, 86_400.0, 1e8])

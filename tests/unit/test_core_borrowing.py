@@ -2,20 +2,29 @@
 
 import pytest
 
+from engine.core import CoreLimits, EngineCore
+from engine.kv_counts import KvCounts
 from engine.messages import (
     Cancel,
     CloseLoan,
+    FromEngine,
+    KvUse,
     LendReady,
     LendStarting,
+    Load,
     LoanBlocks,
     LoanFailed,
     LoanStarted,
     OpenLoan,
     Rejected,
+    TierUse,
     Token,
 )
 from engine.scheduler import StepBudget
-from support.checked_core import NOTHING_LEFT
+from engine.sim.runner import SimRunner
+from engine.tiers.tiers import TierConfig, Tiers
+from kvtransfer.local import LocalNetwork, LocalTransport
+from support.checked_core import NOTHING_LEFT, LandingCore
 from support.core_engine import (
     TEN,
     TWELVE,
@@ -29,7 +38,7 @@ from support.core_engine import (
     tokens_of,
 )
 from support.core_pair import Pair, moved
-from support.sim_model import LAYOUT
+from support.sim_model import LAYOUT, VOCAB
 
 
 @pytest.mark.parametrize("eager", [True, False])
@@ -192,3 +201,59 @@ def test_messages_of_a_loan_that_is_over_are_ignored() -> None:
     )
     assert pair.borrower.hear(Token, Rejected, CloseLoan) == []
     pair.check_served("r", 1)
+
+
+def _uses(engine: LandingCore) -> list[KvUse | None]:
+    return [load.kv for load in engine.hear(Load)]
+
+
+def test_what_was_found_where_is_counted_and_said_once() -> None:
+    pair = Pair()
+    engine = pair.borrower
+    engine.tell(generate("warm", TEN, 1))
+    engine.run()
+    pair.submit("r", (*TWELVE, 1, 2))
+    pair.run()
+    pair.check_served("r")
+    engine.tell(generate("again", TEN, 1))
+    engine.run()
+    *_, last = filter(None, _uses(engine))
+    # Of 2 + 3 + 2 blocks that may come from elsewhere 0 + 2 + 2 were here, and one came; of the pool's, 3 are named.
+    pool, remote = TierUse("pool", 8, 3, 7, 4), TierUse("remote", 0, 0, 1, 1)
+    assert (last.tiers, last.read_bytes, last.mismatched) == ((pool, remote), LAYOUT.block_bytes, 0)
+    engine.core.report()
+    assert _uses(engine) == [None], "it is no news"
+
+
+def test_time_in_which_several_reads_are_under_way_counts_once() -> None:
+    counts = KvCounts()
+    counts.reads_begin(2, 10.0)
+    counts.reads_begin(1, 11.0)
+    assert counts.read_s(11.5) == 1.5
+    for now in (12.0, 12.0, 13.0):
+        counts.read_ends(now)
+    assert counts.read_s(20.0) == 3.0
+    counts.reads_begin(1, 30.0)
+    counts.read_ends(30.5)
+    assert counts.read_s(31.0) == 3.5
+
+
+def test_what_the_tiers_below_the_pool_had_is_counted() -> None:
+    runner = SimRunner(LAYOUT, 4, VOCAB)
+    fingerprint = LAYOUT.fingerprint(runner.info.weights_fingerprint)
+    config = TierConfig(8 * LAYOUT.block_bytes, None, 0)
+    tiers = Tiers(config, LAYOUT.block_bytes, LAYOUT.kv_heads, fingerprint, threaded=False)
+    said: list[FromEngine] = []
+    limits = CoreLimits(WIDE, report_interval_s=0.0, min_report_interval_s=0.0)
+    core = EngineCore(runner, LocalTransport(LocalNetwork(), "one"), limits, said.append, tiers=tiers)
+    core.start()
+    others = range(500, 514)
+    for name, prompt in (("first", (*TWELVE, 1, 2)), ("evicts", others), ("again", (*TWELVE, 1, 2))):
+        core.handle(generate(name, tuple(prompt), 1))
+        while core.step() or tiers.step():
+            core.handle_posted()
+    *_, last = (message.kv for message in said if isinstance(message, Load) and message.kv is not None)
+    found = {each.tier: each[1:] for each in last.tiers}
+    assert found["pool"] == (4, 3, 9, 0)
+    assert found["host"] == (8, 6, 9, 3), "the last request's chain came back; the pool and the first two had nothing"
+    assert (found["remote"], last.read_bytes) == ((0, 0, 0, 0), 0)

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from cluster.errors import Overloaded
-from engine.messages import Load
+from engine.messages import KvUse, Load, TierUse
 from engine.worker.metrics import EngineCollector, GpuCollector
 from planner.runtime import PlannerMetrics
 from protos import inference_pb2 as pb
@@ -165,19 +165,35 @@ def test_what_a_gpu_has_is_told_and_what_it_lacks_is_not(registry: CollectorRegi
     assert [of("energy_joules_total", gpu) for gpu in (0, 1)] == [42, None]
 
 
+KV = KvUse((TierUse("pool", 40, 12, 100, 60), TierUse("remote", 0, 0, 40, 30)), 5000, 0.25, 1)
+
+
 def test_an_engine_that_has_reported_and_one_that_has_not(registry: CollectorRegistry) -> None:
     loads: list[Load | None] = [None]
-    registry.register(EngineCollector(lambda: loads[0]))
+    used: list[KvUse | None] = [None]
+    registry.register(EngineCollector(lambda: loads[0], lambda: used[0]))
     assert generate_latest(registry) == b""
     loads[0] = Load(7, 3, 1, 2, 500, 30, 40, {}, decoding=2)
     assert registry.get_sample_value("tandem_engine_kv_cache_usage_ratio") == pytest.approx(0.25)
     assert registry.get_sample_value("tandem_engine_steps_total") == 7
+    used[0] = KV
+
+    def of(name: str, tier: str) -> float | None:
+        return registry.get_sample_value(f"tandem_engine_kv_tier_{name}", {"tier": tier})
+
+    names = "blocks", "blocks_used", "queries_total", "hits_total"
+    assert [of(name, "pool") for name in names] == [40, 12, 100, 60]
+    assert [of(name, "remote") for name in names] == [None, None, 40, 30]
+    names = "bytes", "seconds"
+    assert [registry.get_sample_value(f"tandem_engine_kv_transfer_{name}_total") for name in names] == [5000, 0.25]
+    names = "verified", "mismatched"
+    assert [registry.get_sample_value(f"tandem_engine_kv_blocks_{name}_total") for name in names] == [30, 1]
 
 
 def test_every_metric_stands_in_the_manual(registry: CollectorRegistry, watched: Watched) -> None:
     watched.message()
     watched.finished(finish())
-    registry.register(EngineCollector(lambda: Load(7, 3, 1, 2, 500, 30, 40, {})))
+    registry.register(EngineCollector(lambda: Load(7, 3, 1, 2, 500, 30, 40, {}), lambda: KV))
     registry.register(GpuCollector(Nvml()))
     PlannerMetrics(registry, "m")
     documented = set(re.findall(r"`(tandem_[a-z0-9_]+)`", MANUAL.read_text()))

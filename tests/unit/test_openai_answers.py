@@ -106,9 +106,11 @@ def test_usage_in_every_event() -> None:
     asked = asked_for(stream=True, include_usage=True, continuous_usage=True)
     *events, last, _ = events_of(answer_of(CompletionAnswer, asked), said("a", 1, 2), said("b", 3), end())
     so_far = [event["usage"] and event["usage"]["completion_tokens"] for event in events]
-    assert so_far == [2, 3, None]
+    assert so_far == [2, 3, 3]
     assert events[0]["usage"] == {"prompt_tokens": 2, "total_tokens": 4, "completion_tokens": 2}
     assert last["usage"]["completion_tokens"] == 3
+    role, *_ = events_of(answer_of(ChatAnswer, asked), said("a", 1), end())
+    assert role["usage"] == {"prompt_tokens": 2, "total_tokens": 2, "completion_tokens": 0}
 
 
 @pytest.mark.parametrize(("match", "reason"), [("end", "end"), ("17", 17), ("", None)])
@@ -149,6 +151,24 @@ def test_log_probabilities_of_both_kinds() -> None:
     assert streamed[1]["choices"][0]["logprobs"] == text["logprobs"]
     assert streamed[1]["choices"][0]["token_ids"] == [3, 4]
     assert streamed[2]["choices"][0]["prompt_token_ids"] == [1, 2]
+
+
+def test_echoed_log_probabilities_begin_with_the_prompts() -> None:
+    scored = [pb.TokenLogprobs(logprob=-3.0, top_token_ids=[5], top_logprobs=[-0.25])]
+    messages = [pb.GenerateResponse(prompt_logprobs=scored), said("ab", 3, logprobs=(-1.0,)), end()]
+    options: Any = {"echo": True, "echo_logprobs": True}
+    whole = whole_of(answer_of(CompletionAnswer, asked_for(**options), echo="<1><2>"), *messages)
+    assert whole["choices"][0]["text"] == "<1><2>ab"
+    assert whole["choices"][0]["logprobs"] == {
+        "tokens": ["<1>", "<2>", "<3>"],
+        "token_logprobs": [None, -3.0, -1.0],
+        "top_logprobs": [None, {"<5>": -0.25, "<2>": -3.0}, {"<9>": -0.5, "<3>": -1.0}],
+        "text_offset": [0, 3, 6],
+    }
+    only = whole_of(answer_of(CompletionAnswer, asked_for(only_echo=True, **options), echo="<1><2>"), *messages)
+    assert only["choices"][0]["text"] == "<1><2>"
+    assert only["choices"][0]["logprobs"]["token_logprobs"] == [None, -3.0]
+    assert (only["choices"][0]["finish_reason"], only["usage"]["completion_tokens"]) == ("length", 0)
 
 
 def test_prompt_log_probabilities() -> None:

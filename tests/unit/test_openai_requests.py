@@ -117,6 +117,10 @@ def test_what_tool_choice_does() -> None:
             pb.StructuredOutput(json_schema='{"type": "null"}'),
         ),
         ({"structured_outputs": {"json": "{}"}}, pb.StructuredOutput(json_schema="{}")),
+        (
+            {"structured_outputs": {"json": {"type": "null"}, "disable_any_whitespace": True}},
+            pb.StructuredOutput(json_schema='{"type": "null", "x-guidance": {"whitespace_flexible": false}}'),
+        ),
         ({"structured_outputs": {"choice": ["a", "b"]}}, pb.StructuredOutput(choice=["a", "b"])),
         ({"guided_regex": "a+"}, pb.StructuredOutput(regex="a+")),
         ({"guided_grammar": "start: x"}, pb.StructuredOutput(grammar="start: x")),
@@ -163,6 +167,10 @@ BAD_CHATS: list[tuple[str, dict[str, Any]]] = [
     ("response_format.json_schema", {"response_format": {"type": "json_schema"}}),
     ("response_format.json_schema.schema", {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}),
     ("structured_outputs", {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}),
+    (
+        "structured_outputs.disable_any_whitespace",
+        {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
+    ),
     ("structured_outputs.whitespace_pattern", {"structured_outputs": {"regex": "a", "whitespace_pattern": "b"}}),
 ]
 
@@ -208,6 +216,18 @@ def test_a_bad_completion_names_its_field(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
         completion(**{field: value})
     assert caught.value.field == field
+
+
+def test_a_prompt_may_be_scored_and_nothing_said() -> None:
+    asked = completion(prompt=[1, 2], echo=True, logprobs=3, max_tokens=0)
+    sampling = sampling_of(asked)
+    assert (sampling.prompt_logprobs, sampling.logprobs, sampling.max_tokens) == (3, 3, 1)
+    assert asked.echo
+    assert asked.echo_logprobs
+    assert asked.only_echo
+    for options in ({"logprobs": 0}, {"max_tokens": 0}):
+        with pytest.raises(InvalidRequest, match="echo: with logprobs or max_tokens 0"):
+            completion(echo=True, stream=True, **options)
 
 
 def test_what_asks_for_nothing_is_accepted() -> None:

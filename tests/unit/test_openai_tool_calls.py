@@ -109,3 +109,18 @@ def test_pieces_do_not_matter(text: str, data: st.DataObject) -> None:
     assert parse(*text) == whole
     if not any(isinstance(item, ToolCall) for item in whole):
         assert "".join(map(str, whole)) == text, "without a call every character stays"
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('{"name": "f", "arguments": {"a": "b', '{"a": "b'),
+        ('\n{"name": "f", "arguments": {"a": [1, ', '{"a": [1, '),
+        ('\n{"name": "f", "arguments": ', ""),
+        ('\n{"name": "f", "arguments": {}}\n</tool_', "{}"),
+    ],
+)
+def test_a_forced_call_that_is_cut_off_is_a_call(text: str, arguments: str) -> None:
+    parser = ToolCallParser(forced=True)
+    assert parser.push(OPEN + text) + parser.finish() == [ToolCall("f", arguments)]
+    assert ToolCallParser(forced=True).push("no call") == ["no call"]

@@ -48,7 +48,8 @@ class Actor(Role):
         self._machine.num_started += 1
         self.at = f"{self.name}:{self._machine.num_started}"
         asyncio.get_running_loop().call_later(JOIN_S, self._join)
-        return Addresses(self.at)
+        metrics_at = f"{self.name}:{9000 + self._machine.num_started}" if self.config.metrics_port == 0 else ""
+        return Addresses(self.at, metrics=metrics_at)
 
     def _join(self) -> None:
         if self.name not in self._machine.lost and not self._ended.done():
@@ -133,6 +134,7 @@ class World:
 
     def __init__(self, topology: Topology, settings: RaySettings | None = None) -> None:
         self.machine, self._said = Machine(), io.StringIO()
+        self.metrics_at: list[str] = []
         say = Steps(Console(file=self._said, width=200), "")
         self.supervisor = Supervisor(topology, settings or RaySettings(), say, autoscale=True, ground=self.machine)
 
@@ -143,7 +145,7 @@ class World:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         await self.supervisor.start_routers()
-        await self.supervisor.start_workers()
+        self.metrics_at = await self.supervisor.start_workers()
         await asyncio.sleep(2 * JOIN_S)
         keeping = asyncio.ensure_future(self.supervisor.keep())
         await asyncio.sleep(1)
@@ -166,6 +168,23 @@ def virtually(world: World, scene: Callable[[], Awaitable[None]]) -> None:
             await scene()
 
     run_virtually(play())
+
+
+def test_where_metrics_are_is_said_of_each_worker_that_starts() -> None:
+    world = World(plan_topology(1, 1, {"model": "m"}, {"model": "m", "metrics_port": 0}, [0], 1))
+
+    async def scene() -> None:
+        assert world.metrics_at == [
+            "http://decode-0:9002/metrics (decode-0)",
+            "http://prefill-0:9003/metrics (prefill-0)",
+        ]
+        await world.supervisor.perform(Order(1, "scale", {"decode": 2}))
+        world.machine.named("decode-0").end("its engine died")
+        await asyncio.sleep(LOAD_S + 5)
+
+    virtually(world, scene)
+    for said in ("http://decode-1:9004/metrics (decode-1)", "http://decode-0:9005/metrics (decode-0)"):
+        assert f"metrics at {said}\n" in world.said
 
 
 # ---------------------------------------------------------------------- restarting

@@ -1,5 +1,6 @@
 """Placement by matrices against the same model one candidate at a time, and against a plain one written anew here."""
 
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.random import Generator, default_rng
 
-from router.placement.core import place
+from router.placement.core import FEW, place
 from router.placement.demand import Demand, lot_of
 from router.placement.explain import explain
 from router.placement.rates import Floats, Priors, Rates
@@ -97,6 +98,9 @@ def test_the_decision_is_the_cheapest_of_what_explain_lists(case: Case, seed: in
     best = candidates[0]
     assert candidates == sorted(candidates, key=lambda candidate: candidate.order)
     assert decision.num_candidates == len(candidates)
+    assert [rival.cost_s for rival in decision.rivals] == [other.cost_s for other in candidates[1 : 1 + FEW]]
+    listed = {(one.decode_id, one.lender_id, one.lender_computes, one.cost_s) for one in candidates[1:]}
+    assert {dataclasses.astuple(rival) for rival in decision.rivals} <= listed
     assert (decision.decode_id, decision.lender_id, decision.lender_computes, decision.source_id) == (
         *(best.decode_id, best.lender_id),
         *(best.lender_computes, best.source_id),

@@ -63,18 +63,21 @@ def test_without_a_tokenizer_there_is_no_text() -> None:
 
 @given(
     st.text(st.sampled_from("abE N\u00e9\u4e2d"), max_size=40),
-    st.lists(st.sampled_from(["END", "b", "\u4e2dE"]), max_size=2),
+    st.lists(st.sampled_from(["END", "b", "bb", "\u4e2dE"]), max_size=2),
+    st.integers(0, 12),
 )
-def test_all_pieces_together_are_the_text_up_to_the_first_stop(text: str, stops: list[str]) -> None:
-    stream = TextStream(TOKENIZER, encode("a"), stops)
+def test_all_pieces_together_are_the_text_up_to_the_first_stop(text: str, stops: list[str], early: int) -> None:
+    """Of those that are complete only after `min_tokens` tokens, which are bytes here."""
+    stream = TextStream(TOKENIZER, encode("a"), stops, early)
     got = "".join(stream.push(token_id) for token_id in encode(text)) + stream.finish()
-    cuts = [text.find(stop) for stop in stops if stop in text]
-    if not cuts:
-        assert got == text
-    else:
-        # The stop string that is complete first ends the text; of those, the one that begins first.
-        ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
-        assert got == text[: min(text.find(s) for s in stops if s in text and text.find(s) + len(s) == min(ends))]
+    found = [
+        (at + len(stop), at)
+        for stop in stops
+        for at in range(len(text))
+        if text.startswith(stop, at) and len(text[: at + len(stop)].encode()) > early
+    ]
+    # The stop string that is complete first ends the text; of those, the one that begins first.
+    assert got == (text[: min(found)[1]] if found else text)
 
 
 @pytest.mark.parametrize("length", [1, 3, 5])

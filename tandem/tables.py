@@ -1,0 +1,101 @@
+"""Tables whose names stay whole, however narrow the terminal is: names that are cut cannot be told apart."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+PIPE_CELLS = 1000
+"""Of a line that no terminal shows: more than any table has."""
+
+
+@contextlib.contextmanager
+def uncut(console: Console) -> Iterator[None]:
+    """What is printed within to something else than a terminal has no width to keep to."""
+    if console.is_terminal:
+        yield
+        return
+    width, console.width = console.width, PIPE_CELLS
+    try:
+        yield
+    finally:
+        console.width = width
+
+
+class NamesTable:
+    """Columns of names, then others. Where it is too wide, words of the others wrap; then those of `expendable` go that
+    are empty, and then those that stand first there. What went is said below."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        others: Sequence[str],
+        rows: Sequence[Sequence[str]],
+        expendable: Sequence[str] = (),
+        text: Sequence[str] = (),
+        **style: Any,
+    ) -> None:
+        """`names` and `others`: headings. A row has a cell for each of both. `text`: those of the others that are no
+        figures. `style`: as Table takes it."""
+        self._names = names
+        self._headings = [*names, *others]
+        self._rows = rows
+        self._expendable = expendable
+        self._left = {*names, *text}
+        self._style = style
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        empty = {heading for heading in self._headings if not any(self._cells(heading))}
+        order = sorted(self._expendable, key=lambda heading: heading not in empty)  # stable
+        gone = 0
+        while not (table := self._fitting(order[:gone], console, options)) and gone < len(order):
+            gone += 1
+        yield table or self._table(self._least(order))
+        if left_out := [heading for heading in order[:gone] if heading not in empty]:
+            yield Text(f"in a wider window: {', '.join(left_out)}", style="dim")
+
+    def _fitting(self, left_out: Sequence[str], console: Console, options: ConsoleOptions) -> Table | None:
+        """Every column as wide as its longest word, and what is left to those that lack least for their longest cell;
+        None where that does not fit."""
+        widths = self._least(left_out)
+        wide = Measurement.get(console, options.update_width(PIPE_CELLS), self._table(widths)).minimum
+        spare = options.max_width - wide
+        if spare < 0:
+            return None
+        longest = {heading: max(map(cell_len, [heading, *self._cells(heading)])) for heading in widths}
+        lacking = {heading: longest[heading] - width for heading, width in widths.items()}
+        for heading in sorted(widths, key=lambda heading: lacking[heading]):
+            given = min(spare, lacking[heading])
+            widths[heading] += given
+            spare -= given
+        return self._table(widths)
+
+    def _least(self, left_out: Sequence[str]) -> dict[str, int]:
+        """By heading. Names have no words: they stay on one line."""
+        return {
+            heading: max(
+                cell_len(word)
+                for cell in [*self._cells(heading), heading]
+                for word in ([cell] if heading in self._names else cell.split(" "))
+            )
+            for heading in self._headings
+            if heading not in left_out
+        }
+
+    def _table(self, widths: Mapping[str, int]) -> Table:
+        table = Table(**self._style)
+        for heading, width in widths.items():
+            justify: JustifyMethod = "left" if heading in self._left else "right"
+            table.add_column(heading, justify=justify, width=width, overflow="fold")
+        for cells in zip(*map(self._cells, widths), strict=True):
+            table.add_row(*map(Text, cells))
+        return table
+
+    def _cells(self, heading: str) -> list[str]:
+        at = self._headings.index(heading)
+        return [row[at] for row in self._rows]

@@ -1,0 +1,41 @@
+"""The command line: what is wrong with an option is one line that names it."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem import cli
+
+
+def _said(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """To standard error; its exit code is 2."""
+    monkeypatch.setattr(sys, "argv", ["tandem", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "option"), [("TANDEM_API_KEY", "--api-key"), ("TANDEM_ADDRESS", "--address")])
+def test_what_no_call_can_carry(
+    name: str, option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(os.environb, name.encode(), b"b\xffd")
+    said = _said(["generate", "hi"], monkeypatch, capsys)
+    assert said == f"error: {option} (or {name}): must be printable ASCII\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("batch in.jsonl -o", "--out"), ("bench --json", "--json"), ("bench --log", "--log"), ("replay x --png", "--png")],
+)
+def test_a_file_that_cannot_be_written(
+    command: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "no" / "x"
+    said = _said([*command.split(), str(missing)], monkeypatch, capsys)
+    assert said == f"error: {option}: cannot write {missing}: there is no directory {missing.parent}\n"
+    said = _said([*command.split(), str(tmp_path)], monkeypatch, capsys)
+    assert said == f"error: {option}: cannot write {tmp_path}: it is a directory\n"
