@@ -18,14 +18,12 @@ from simulator.plan.load import Load
 from simulator.plan.search import GOAL, Option, Plan, plan
 from simulator.replay import Setup
 from simulator.report import finite
-from tandem.outputs import check_outputs
 
 
 def make_plan(console: Console, setup: Setup, load: Load, num_simulated: int, json_path: Path | None) -> Plan:
     """Compute it, print it, try it with so many requests, and write what was asked for. Raises BadSetup."""
     if num_simulated < 0:
         raise BadSetup("simulate", f"{num_simulated} is not at least 0")
-    check_outputs(json=json_path)
     made = plan(setup, load)
     slo = f"TTFT {setup.slo.ttft_s:g} s, ITL {setup.slo.itl_s * 1e3:g} ms, both kept by {GOAL:.0%} of the requests"
     console.print(f"{setup.model.name}, {slo}", style="bold")

@@ -16,7 +16,6 @@ from simulator.plot import open_figures, write_plot
 from simulator.replay import MODES, POLICIES, Mode, Policy, Run, Scenario, Setup, replay
 from simulator.report import tables_of, verdict, write_json
 from simulator.request import TraceRequest
-from tandem.outputs import check_outputs
 
 _Word = TypeVar("_Word", bound=str)
 
@@ -33,7 +32,6 @@ def compare(
 ) -> list[Run]:
     """Run them all, print the table and the verdict, and write what was asked for. `name` is the trace's. Raises
     BadTrace and BadSetup."""
-    check_outputs(json=json_path, png=png_path, log_decisions=log_path)
     if log_path is not None and not any(_logged(scenario) for scenario in found):
         raise BadSetup("log_decisions", "nothing would be logged: only ours, aggregated or conditional, is")
     if png_path is not None:

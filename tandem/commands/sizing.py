@@ -235,7 +235,7 @@ def bench(
 @app.command()
 def calibrate(
     log: Annotated[Path, typer.Argument(help="of `tandem bench --log`")],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="for `tandem replay --calibration`")],
+    out: Annotated[Path, out_file("--out", "-o", help="for `tandem replay --calibration`")],
     blocks: Annotated[int | None, typer.Option(help="of a worker's pool; default: 256 MiB of them", min=1)] = None,
     prefill_chunk: Annotated[int, typer.Option(help="max_prefill_tokens of the prefill workers", min=1)] = 512,
     decode_chunk: Annotated[int, typer.Option(help="and of the decode workers", min=1)] = 128,
@@ -256,13 +256,11 @@ def calibrate(
     from simulator.model_shape import open_shape
     from simulator.traces.reading import served_of
     from tandem.calibrated import show_calibration
-    from tandem.outputs import check_outputs
 
     nic_bytes_per_s = None if nic_gbps is None else nic_gbps * 1e9 / 8
     if nic_bytes_per_s is None and gpu is not None:
         nic_bytes_per_s = gpu_named(gpu).nic_bytes_per_s
     kv_token_bytes = None if model is None else open_shape(model).kv_bytes_per_token
-    check_outputs(out=out)
     given = Given(kv_token_bytes, block_bytes, nic_bytes_per_s)
     found = fit(served_of(log), blocks, prefill_chunk, decode_chunk, given)
     found.write(out)

@@ -22,7 +22,6 @@ from simulator.workloads import Profile, evenly, poisson, requests_of
 from tandem.loadgen.doors import Door
 from tandem.loadgen.drive import Asked, Drive
 from tandem.loadgen.report import Receipts, Report, tables_of, write_json, write_plot
-from tandem.outputs import check_outputs
 
 BEGIN_S = 0.2
 """Until the first request may be due, so that it is not sent late."""
@@ -134,7 +133,6 @@ async def run_bench(console: Console, door: Door, load: Load, wanted: Wanted) ->
     """Offer the load, and tell what came of it. Raises ServiceError, StartError, BadSetup and BadTrace.
 
     Cancelled, it reports what is over by then."""
-    check_outputs(json=wanted.json_path, png=wanted.png_path, log=wanted.log_path)
     if wanted.png_path is not None:
         open_figures()
     async with door, contextlib.AsyncExitStack() as stack:

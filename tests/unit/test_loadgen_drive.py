@@ -191,8 +191,8 @@ def test_an_address_that_is_none(url: str) -> None:
         (["--rate", "0"], "rate: 0 is not above 0"),
         (["--scale", "-1"], "scale: -1 is not above 0"),
         (["--http", "foo"], "http: 'foo' is no address"),
-        (["--log", "/nonexistent/x"], "log: /nonexistent/x: there is no directory"),
-        (["--json", "."], "json: .: is a directory"),
+        (["--log", "/nonexistent/x"], "there is no directory /nonexistent"),
+        (["--json", "."], "--json: cannot write .: it is a directory"),
     ],
 )
 def test_the_command_with_a_bad_option(options: list[str], said: str) -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from cluster.errors import StartError
 from simulator.errors import BadSetup
 from simulator.gpus import GPUS, gpu_named
 from simulator.model_shape import DEFAULT_CONFIG, open_shape, shape_of
@@ -332,11 +333,12 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--price", "inf"], "price: inf is not at least 0"),
         (["--itl", "nan"], "itl: nan is not above 0"),
         (["--ttft", "-1"], "ttft: -1 is not above 0"),
-        (["--json", "/nonexistent/x"], "json: /nonexistent/x: there is no directory /nonexistent"),
-        (["--json", "."], "json: .: is a directory"),
+        (["--json", "/nonexistent/x"], "--json: cannot write /nonexistent/x: there is no directory /nonexistent"),
+        (["--json", "."], "--json: cannot write .: it is a directory"),
+        (["--json", 300 * "x"], "File name too long"),
     ],
 )
 def test_the_command_with_a_bad_option(options: list[str], said: str) -> None:
     done = CliRunner().invoke(app, [*OPTIONS, *options])
-    assert isinstance(done.exception, BadSetup)
+    assert isinstance(done.exception, StartError)
     assert said in str(done.exception)

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from cluster.errors import StartError
 from engine.sim.timing import StepTiming, StepWork
 from simulator.calibration import Calibration
 from simulator.cluster import SimCluster
@@ -304,8 +305,8 @@ def test_the_command_with_a_planner(tmp_path: Path) -> None:
         (["--tp", "2", "--gpus", "3"], "tp: 3 GPUs are no whole number"),
         (["--tp", "3", "--gpus", "3"], "tp: 3 does not divide the 32 heads of Llama 3.1 8B"),
         (["--duration", "0"], "duration: 0.0 is not"),
-        (["--png", "/nonexistent/x"], "png: /nonexistent/x: there is no directory"),
-        (["--log-decisions", "."], "log_decisions: .: is a directory"),
+        (["--png", "/nonexistent/x"], "there is no directory /nonexistent"),
+        (["--log-decisions", "."], "--log-decisions: cannot write .: it is a directory"),
         (["--log-decisions", "log", "--modes", "disaggregated"], "log_decisions: nothing would be logged"),
         (["--log-decisions", "log", "--policies", "round-robin"], "log_decisions: nothing would be logged"),
     ],
@@ -314,7 +315,7 @@ def test_the_command_with_a_bad_option(tmp_path: Path, options: list[str], said:
     trace = write_trace(tmp_path / "t.jsonl", 2)
     done = CliRunner().invoke(app, ["replay", str(trace), "--gpus", "2", *options])
     assert done.exit_code != 0
-    assert isinstance(done.exception, BadSetup)
+    assert isinstance(done.exception, StartError)
     assert said in str(done.exception)
 
 
