@@ -30,13 +30,12 @@ from simulator.traces.reading import Trace, Window
 
 WHOLE = 8192
 """Prompt tokens of a step: longer than the prompts."""
-OPT = DEFAULT_CONFIG | {"vocab_size": 50272, "tie_word_embeddings": True, "torch_dtype": "float16"}
+OPT = {"model_type": "opt", "vocab_size": 50272, "torch_dtype": "float16"}
 
 
 def opt(name: str, layers: int, heads: int, hidden: int) -> ModelShape:
-    """Its MLP has two matrices of 4 x hidden, where `shape_of` counts three: so two thirds of that."""
-    sizes = {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads}
-    return shape_of(name, OPT | sizes | {"hidden_size": hidden, "intermediate_size": 8 * hidden // 3})
+    sizes = {"num_hidden_layers": layers, "num_attention_heads": heads, "ffn_dim": 4 * hidden}
+    return shape_of(name, OPT | sizes | {"hidden_size": hidden})
 
 
 LLAMA = open_shape(None)

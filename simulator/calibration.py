@@ -2,16 +2,22 @@
 
 import math
 from dataclasses import dataclass
+from dataclasses import fields as fields_of
 from pathlib import Path
 from statistics import NormalDist
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from cluster.roles import Role
 from engine.layout import KvLayout
 from engine.sim.timing import StepTiming, StepWork, Timing
-from simulator.errors import BadSetup
+from simulator.errors import SHOWN, BadSetup
+
+LONGEST_S = 3600.0
+"""Of a term of a step's time."""
+Seconds = Annotated[float, Field(ge=0, le=3600)]
+Count = Annotated[int, Field(ge=1, le=1 << 40)]
 
 
 class Fit(BaseModel):
@@ -23,7 +29,7 @@ class Fit(BaseModel):
     """Measurements."""
     error: float
     """Median of |measured / fitted - 1|."""
-    jitter: NonNegativeFloat = 0.0
+    jitter: Annotated[float, Field(ge=0, le=10)] = 0.0
     """Standard deviation of the logarithm of one step's time: what else there is on its machine."""
 
 
@@ -44,6 +50,12 @@ class Jittered:
         return seconds * math.exp(self.jitter * _NORMAL.inv_cdf(share / (1 << 32)) - self.jitter**2 / 2)
 
 
+_IN_WORDS = {
+    "block_bytes": "bytes of a block",
+    "nic_bytes_per_s": "links",
+    "prefill": "steps of prefill workers",
+    "num_blocks": "KV pools",
+}
 _NORMAL = NormalDist()
 _ODD, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
@@ -56,20 +68,30 @@ class Calibration(BaseModel):
     decode: StepTiming
     prefill: StepTiming | None = None
     """None: nobody lent what it computed."""
-    nic_bytes_per_s: PositiveFloat
-    read_latency_s: NonNegativeFloat
-    message_s: NonNegativeFloat
+    nic_bytes_per_s: Annotated[float, Field(gt=0, le=1e15)]
+    read_latency_s: Seconds
+    message_s: Seconds
     """From one process to the next."""
-    event_lag_s: NonNegativeFloat = 0.02
+    event_lag_s: Seconds = 0.02
     """Workers tell routers every so often what has changed."""
-    block_tokens: PositiveInt
-    block_bytes: PositiveInt
-    num_blocks: PositiveInt
+    block_tokens: Count
+    block_bytes: Count
+    num_blocks: Count
     """Of each worker's pool."""
-    prefill_chunk: PositiveInt = 512
-    decode_chunk: PositiveInt = 128
+    prefill_chunk: Count = 512
+    decode_chunk: Count = 128
     """Prompt tokens of a step: the workers' `max_prefill_tokens`."""
     fits: dict[str, Fit] = {}
+    not_measured: dict[str, str] = {}
+    """Fields that were given or assumed, and by whom."""
+
+    @field_validator("decode", "prefill")
+    @classmethod
+    def _takes_a_time(cls, timing: StepTiming | None) -> StepTiming | None:
+        for name in [field.name for field in fields_of(StepTiming)] if timing else ():
+            if not 0 <= (value := getattr(timing, name)) <= LONGEST_S:
+                raise ValueError(f"{name} is {value:g}, not 0 to {LONGEST_S:g} s")
+        return timing
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -80,11 +102,17 @@ class Calibration(BaseModel):
             raise BadSetup("calibration", f"{path}: {error.strerror}") from None
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
+            where = ".".join(map(str, first["loc"]))[:SHOWN]
             raise BadSetup("calibration", f"{path}: {where}: {first['msg']}") from None
 
     def write(self, path: Path) -> None:
         path.write_text(self.model_dump_json(indent=1) + "\n")
+
+    @property
+    def caveat(self) -> str:
+        """What was not measured, in words; empty where all was."""
+        told = "; ".join(f"{_IN_WORDS.get(name, name)}: {said}" for name, said in self.not_measured.items())
+        return f"not measured: {told}" if told else ""
 
     def timing(self, role: Role) -> Timing:
         if role == "prefill" and self.prefill is not None:

@@ -109,15 +109,16 @@ class SimCluster:
         while self.clock.now < START_S:
             self.clock.step()
         for failure in self.spec.failures:
-            self.clock.at(START_S + failure.at_s, self.kill, failure.worker_id)
+            self.clock.at(max(START_S + failure.at_s, self.clock.now), self.kill, failure.worker_id)
         arrivals = iter(trace)
         self._arrive(arrivals, on_progress)
         while self.num_under_way:
             self.clock.step()
 
     def kill(self, worker_id: str) -> None:
-        """Its machine has lost its power."""
-        self._end(self.workers[worker_id], self.spec.message_s)
+        """Its machine has lost its power, unless it is gone."""
+        if (worker := self.workers.get(worker_id)) is not None:
+            self._end(worker, self.spec.message_s)
 
     # ------------------------------------------------------------------ others than at the beginning
 

@@ -1,5 +1,6 @@
 """What a user of the simulator can get wrong."""
 
+import math
 from pathlib import Path
 
 from cluster.errors import StartError, TandemError
@@ -17,3 +18,21 @@ class BadTrace(TandemError):
 
 class BadSetup(StartError):
     """An option is at fault, or does not go with the others."""
+
+
+SHOWN = 60
+"""Characters of a bad value that an error repeats."""
+
+
+def shown(value: object) -> str:
+    """As Python writes it, cut where it is long."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**SHOWN:
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value[: SHOWN + 1] if isinstance(value, str | bytes | list | tuple) else value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def check_above_0(field: str, value: float | None, or_0: bool = False) -> None:
+    """A finite number; None is none. Raises BadSetup."""
+    if value is not None and not (0 < value < math.inf or (or_0 and value == 0)):
+        raise BadSetup(field, f"{value:g} is not {'at least' if or_0 else 'above'} 0")

@@ -40,6 +40,10 @@ DISTURBED = 5.0
 """Times the median error: what is off by more counts as if it were off by this much (Huber's weights)."""
 FASTEST_BYTES_PER_S = 1e12
 """Where transfers take no time that depends on their size."""
+READ_LATENCY_S = 20e-6
+"""Of a link that was not measured."""
+MAX_MS = 1e8
+"""Of a stage: more than a day is no time of a request."""
 POOL_BYTES = 256 << 20
 """A worker's default."""
 
@@ -71,10 +75,40 @@ class _Row:
     work: tuple[float, float, float, float, float]
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a log cannot say of a cluster where nothing moved. What is given stands, whatever was measured."""
+
+    kv_token_bytes: float | None = None
+    block_bytes: int | None = None
+    """Whatever a block's tokens are."""
+    nic_bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, option in (("block_bytes", "block_bytes"), ("nic_bytes_per_s", "nic_gbps")):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise BadSetup(option, f"{value:g} is not above 0")
+
+    def of_block(self, block_tokens: int) -> int | None:
+        """Bytes of a block, as far as they are known."""
+        if self.block_bytes is not None or self.kv_token_bytes is None:
+            return self.block_bytes
+        return round(self.kv_token_bytes * block_tokens)
+
+
+NOTHING = Given()
+
+
 def calibrate(
-    log: Iterable[Served], num_blocks: int | None = None, prefill_chunk: int = 512, decode_chunk: int = 128
+    log: Iterable[Served],
+    num_blocks: int | None = None,
+    prefill_chunk: int = 512,
+    decode_chunk: int = 128,
+    given: Given = NOTHING,
 ) -> Calibration:
-    """`num_blocks`: of a worker's pool; default: 256 MiB of blocks. Raises BadSetup where the log says too little."""
+    """`num_blocks`: of a worker's pool; default: 256 MiB of blocks. Raises BadSetup where the log says too little: what
+    is neither measured nor given is named."""
     timed = [each for served in log if (each := _timed(served)) is not None]
     if len(timed) < LEAST_ROWS:
         raise BadSetup("log", f"{len(timed)} undisturbed requests with receipts are less than {LEAST_ROWS}")
@@ -87,9 +121,28 @@ def calibrate(
         prefill, fits["prefill"] = _fit(prefill_rows)
     kv = [each.served.receipt.kv for each in timed]
     block_tokens = max(each.block_tokens for each in kv)
+    notes: dict[str, str] = {}
     moved = [each for each in kv if each.moved_blocks]
-    block_bytes = moved[0].moved_bytes // moved[0].moved_blocks if moved else block_tokens
-    latency_s, bytes_per_s = _link(timed, prefill_chunk, block_bytes)
+    if (block_bytes := given.of_block(block_tokens)) is not None:
+        notes["block_bytes"] = "given"
+    elif moved:
+        block_bytes = moved[0].moved_bytes // moved[0].moved_blocks
+    else:
+        raise BadSetup(
+            "block_bytes", "no KV moved in this log, so that it is not measured: say --block-bytes or --model"
+        )
+    link = _link(timed, prefill_chunk, block_bytes)
+    if given.nic_bytes_per_s is not None:
+        notes["nic_bytes_per_s"] = "given"
+        link = (link[0] if link else READ_LATENCY_S, given.nic_bytes_per_s)
+    elif link is None:
+        few = f"fewer than {LEAST_ROWS} transfers in this log, so that links are not measured"
+        raise BadSetup("nic_gbps", f"{few}: say --nic-gbps or --gpu")
+    if prefill is None:
+        notes["prefill"] = "as decode: hardly anything was computed for others"
+    if num_blocks is None:
+        notes["num_blocks"] = "256 MiB, a worker's default"
+    latency_s, bytes_per_s = link
     return Calibration(
         decode=decode,
         prefill=prefill,
@@ -102,14 +155,20 @@ def calibrate(
         prefill_chunk=prefill_chunk,
         decode_chunk=decode_chunk,
         fits=fits,
+        not_measured=notes,
     )
 
 
 def _timed(served: Served) -> _Timed | None:
-    """None of what was disturbed, or has no stages. The client's first token ties both clocks together."""
+    """None of what was disturbed, or has no stages or impossible ones. The client's first token ties both clocks
+    together."""
     receipt = served.receipt
     kv = receipt.kv
     if receipt.placement.attempt != 1 or kv.loan_failure or kv.preemptions or kv.mismatched_blocks:
+        return None
+    if not kv.block_tokens or any(
+        not (abs(stage.start_ms) < MAX_MS and 0 <= stage.duration_ms < MAX_MS) for stage in receipt.stages
+    ):
         return None
     spans = {stage.name: (stage.start_ms / 1e3, (stage.start_ms + stage.duration_ms) / 1e3) for stage in receipt.stages}
     if "prompt tail" not in spans or "decode" not in spans:
@@ -186,8 +245,8 @@ def _prefill_row(period: Sequence[_Timed], chunk: int) -> _Row:
     return _Row(done_at - begin, (steps, sum(tokens_of_steps), pairs, 0, 0))
 
 
-def _link(timed: Sequence[_Timed], chunk: int, block_bytes: int) -> tuple[float, float]:
-    """Seconds until the first byte, and bytes a second: of what was read last."""
+def _link(timed: Sequence[_Timed], chunk: int, block_bytes: int) -> tuple[float, float] | None:
+    """Seconds until the first byte, and bytes a second: of what was read last. None: too few were."""
     rows = []
     for each in timed:
         kv = each.served.receipt.kv
@@ -199,7 +258,7 @@ def _link(timed: Sequence[_Timed], chunk: int, block_bytes: int) -> tuple[float,
         if end > begin:
             rows.append(_Row(end - begin, (1, last, 0, 0, 0)))
     if len(rows) < LEAST_ROWS:
-        return 0.0, FASTEST_BYTES_PER_S
+        return None
     line, _ = _fit(rows)
     return line.step_s, 1 / max(line.prompt_token_s, 1 / FASTEST_BYTES_PER_S)
 

@@ -23,7 +23,7 @@ them on large prompts and large batches (MFU of 40 to 60 % and 70 to 85 % of the
 from dataclasses import dataclass, field
 
 from engine.sim.timing import StepWork
-from simulator.errors import BadSetup
+from simulator.errors import BadSetup, shown
 from simulator.model_shape import ModelShape
 
 COMPUTE = 0.5
@@ -68,7 +68,7 @@ def gpu_named(name: str) -> Gpu:
     try:
         return GPUS[name.upper()]
     except KeyError:
-        raise BadSetup("gpu", f"{name!r} is not known; known are {', '.join(GPUS)}") from None
+        raise BadSetup("gpu", f"{shown(name)} is not known; known are {', '.join(GPUS)}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelRefused
+from engine.layout import DTYPE_BYTES
 from engine.model_dir import ModelDir
-from simulator.errors import BadSetup
+from simulator.errors import BadSetup, shown
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
+MOST = 1 << 30
+"""Of any number that a config says."""
 DEFAULT_CONFIG: dict[str, Any] = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -19,6 +22,16 @@ DEFAULT_CONFIG: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 """Of Llama 3.1 8B, for who names no model."""
+_TWO_MATRICES = frozenset(
+    ("opt", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "codegen", "bloom", "falcon", "phi", "starcoder2", "nemotron")
+)
+"""Model types whose MLP has no gate: a matrix in and one out, where others have three."""
+_TIED = frozenset(
+    ("opt", "gpt2", "gpt_bigcode", "bloom", "falcon", "starcoder2", "cohere", "cohere2", "gemma", "gemma2", "gemma3")
+) | {"gemma3_text", "gemma3n", "gemma3n_text"}
+"""Model types whose output layer is their embeddings unless they say otherwise."""
+_TOP = ("quantization_config", "tie_word_embeddings", "torch_dtype", "dtype", "model_type")
+"""What a config with a `text_config` may say beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +44,7 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     dtype_bytes: int
+    """Of a weight that is not quantised, and of embeddings."""
     params: int
     """All of them."""
     active_params: int
@@ -39,14 +53,43 @@ class ModelShape:
     """Of all routed experts, in all layers."""
     experts: int = 0
     experts_per_token: int = 0
+    embedding_params: int = 0
+    """Of all of them: embeddings and the output layer."""
+    layer_bits: int | None = None
+    """Of a weight of a quantised layer, scales aside; None: as `dtype_bytes`."""
+    max_context_tokens: int | None = None
+    """None: it does not say."""
 
     @property
     def weight_bytes(self) -> int:
-        return self.params * self.dtype_bytes
+        layers = self.params - self.embedding_params
+        return round(self.embedding_params * self.dtype_bytes + layers * self._layer_bytes)
+
+    @property
+    def weights_in_words(self) -> str:
+        """How many bytes there are of each."""
+        if self.layer_bits is None:
+            return f"{self.params / 1e9:.2f} G parameters x {self.dtype_bytes} B"
+        layers, rest = (self.params - self.embedding_params) / 1e9, self.embedding_params / 1e9
+        return f"{layers:.2f} G parameters x {self._layer_bytes:g} B + {rest:.2f} G x {self.dtype_bytes} B"
+
+    @property
+    def kv_dtype(self) -> str:
+        """What keys and values are kept and moved in: those of narrower weights too are computed in 16 bits."""
+        return "float32" if self.dtype_bytes == 4 else "bfloat16"
+
+    @property
+    def kv_dtype_bytes(self) -> int:
+        return DTYPE_BYTES[self.kv_dtype]
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_dtype_bytes
+
+    @property
+    def _layer_bytes(self) -> float:
+        """Of a weight in a layer."""
+        return self.dtype_bytes if self.layer_bits is None else self.layer_bits / 8
 
     @property
     def attention_flops_per_pair(self) -> int:
@@ -58,7 +101,7 @@ class ModelShape:
         if not self.experts:
             return float(self.weight_bytes)
         missed = (1 - self.experts_per_token / self.experts) ** num_tokens
-        return self.dtype_bytes * (self.params - self.expert_params * missed)
+        return self.weight_bytes - self._layer_bytes * self.expert_params * missed
 
 
 def open_shape(path: Path | None) -> ModelShape:
@@ -71,28 +114,36 @@ def open_shape(path: Path | None) -> ModelShape:
         raise BadSetup("model", str(error)) from None
     config = model_dir.config
     nested = config.get("text_config")
-    return shape_of(model_dir.name, nested if isinstance(nested, dict) else config)
+    if isinstance(nested, dict):
+        config = {name: config[name] for name in _TOP if name in config} | nested
+    return shape_of(model_dir.name, config)
 
 
 def shape_of(name: str, config: dict[str, Any]) -> ModelShape:
     """Of a config.json. Raises BadSetup naming what it lacks."""
+    if config.get("kv_lora_rank"):
+        raise BadSetup("model", "config.json: kv_lora_rank: latent attention (MLA) is not known to the simulator")
+    kind = str(config.get("model_type") or "")
     hidden, layers = _number(config, "hidden_size", "n_embd"), _number(config, "num_hidden_layers", "n_layer")
     heads = _number(config, "num_attention_heads", "n_head")
-    kv_heads = _number(config, "num_key_value_heads", default=heads)
+    if heads > hidden:
+        raise BadSetup("model", f"config.json: {heads} heads of a hidden size of {hidden}")
+    kv_heads = _number(config, "num_key_value_heads", default=_default_kv_heads(config, kind, heads))
     head_dim = _number(config, "head_dim", default=hidden // heads)
-    inner = _number(config, "intermediate_size", "n_inner", default=4 * hidden)
-    experts = _number(config, "num_local_experts", "num_experts", "n_routed_experts", default=0)
-    per_token = _number(config, "num_experts_per_tok", default=0)
+    inner = _number(config, "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", default=4 * hidden)
+    experts = _number(config, "num_local_experts", "num_experts", "n_routed_experts", default=0, least=0)
+    per_token = _number(config, "num_experts_per_tok", default=0, least=0)
     dtype = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
-    if dtype not in _DTYPE_BYTES:
-        raise BadSetup("model", f"config.json: torch_dtype {dtype!r} is none of {', '.join(_DTYPE_BYTES)}")
+    if not isinstance(dtype, str) or dtype not in _DTYPE_BYTES:
+        raise BadSetup("model", f"config.json: torch_dtype {shown(dtype)} is none of {', '.join(_DTYPE_BYTES)}")
     if bool(experts) != bool(per_token) or per_token > experts:
         raise BadSetup("model", f"config.json: {experts} experts, of which a token is sent to {per_token}")
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-    dense = 0 if experts else 3 * hidden * inner
+    dense = 0 if experts else (2 if kind in _TWO_MATRICES else 3) * hidden * inner
     expert = 3 * hidden * _number(config, "moe_intermediate_size", default=inner) if experts else 0
     vocabulary = _number(config, "vocab_size") * hidden
-    embeddings = vocabulary if config.get("tie_word_embeddings") else 2 * vocabulary
+    tied = config.get("tie_word_embeddings")
+    embeddings = vocabulary if (kind in _TIED if tied is None else tied) else 2 * vocabulary
     common = layers * (attention + dense)
     return ModelShape(
         name=name,
@@ -106,14 +157,49 @@ def shape_of(name: str, config: dict[str, Any]) -> ModelShape:
         expert_params=layers * experts * expert,
         experts=experts,
         experts_per_token=per_token,
+        embedding_params=embeddings,
+        layer_bits=_layer_bits(config.get("quantization_config")),
+        max_context_tokens=_number(config, "max_position_embeddings", "n_positions", default=0) or None,
     )
 
 
-def _number(config: dict[str, Any], *names: str, default: int | None = None) -> int:
+def _default_kv_heads(config: dict[str, Any], kind: str, heads: int) -> int:
+    """Of a config that does not say it as most do."""
+    if kind == "falcon" and config.get("new_decoder_architecture"):
+        return _number(config, "num_kv_heads", default=heads)
+    multi_query = kind in ("falcon", "gpt_bigcode") and config.get("multi_query") is not False
+    return 1 if multi_query else heads
+
+
+def _layer_bits(quantised: Any) -> int | None:
+    """Of a weight, by `quantization_config`; None: there is none. Raises BadSetup for a method that is not known."""
+    if quantised is None:
+        return None
+    values = quantised if isinstance(quantised, dict) else {}
+    method = str(values.get("quant_method") or "").lower()
+    if not method and (values.get("load_in_4bit") or values.get("load_in_8bit")):
+        method = "bitsandbytes"
+    match method:
+        case "gptq" | "awq":
+            return _number(values, "bits", "w_bit", default=4)
+        case "bitsandbytes":
+            return 4 if values.get("load_in_4bit") else 8
+        case "fp8" | "fbgemm_fp8":
+            return 8
+        case "compressed-tensors":
+            groups = values.get("config_groups")
+            first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
+            weights = first.get("weights") if isinstance(first, dict) else None
+            return _number(weights if isinstance(weights, dict) else {}, "num_bits")
+    known = "gptq, awq, bitsandbytes, fp8, fbgemm_fp8, compressed-tensors"
+    raise BadSetup("model", f"config.json: quantization_config: quant_method {shown(method)} is none of {known}")
+
+
+def _number(config: dict[str, Any], *names: str, default: int | None = None, least: int = 1) -> int:
     for name in names:
         if (value := config.get(name)) is not None:
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0 or (default is None and value < 1):
-                raise BadSetup("model", f"config.json: {name} is {value!r}")
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST:
+                raise BadSetup("model", f"config.json: {name} is {shown(value)}")
             return value
     if default is None:
         raise BadSetup("model", f"config.json does not say {names[0]}")

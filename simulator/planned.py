@@ -2,7 +2,7 @@
 
 import math
 
-from engine.sim.timing import StepWork
+from engine.sim.timing import StepWork, Timing
 from planner.config import PolicyConfig, PoolConfig
 from simulator.autoscale import Autoscale
 from simulator.errors import BadSetup
@@ -21,7 +21,14 @@ def autoscaled(setup: Setup, most: int, start_s: float) -> Scenario:
 
 def policy_of(setup: Setup, most: int, start_s: float = 60.0) -> PolicyConfig:
     """A planner's, which begins with what an operator would know of his GPUs; `most` workers in each pool."""
-    priors, decode = priors_of(setup, apart=True), roofline_of(setup, "decode", apart=True)
+    decode: Timing
+    if (measured := setup.calibration) is not None:
+        chunk, decode = measured.prefill_chunk, measured.timing("decode")
+        prompt = StepWork(prompt_tokens=chunk, prompt_pairs=chunk * (chunk + 1) // 2)
+        prefill_tokens_per_s = chunk / max(1e-9, measured.timing("prefill").seconds_of(prompt))
+    else:
+        decode = roofline_of(setup, "decode", apart=True)
+        prefill_tokens_per_s = priors_of(setup, apart=True).prefill_tokens_per_s
     one, two = (decode.seconds_of(StepWork(streams=count, context_tokens=4096 * count)) for count in (1, 2))
     pool = PoolConfig(max_workers=most)
     return PolicyConfig(
@@ -30,7 +37,7 @@ def policy_of(setup: Setup, most: int, start_s: float = 60.0) -> PolicyConfig:
         ttft_s=setup.slo.ttft_s,
         itl_s=setup.slo.itl_s,
         start_s=start_s,
-        prefill_tokens_per_s=priors.prefill_tokens_per_s,
-        step_s=one,
-        stream_delay_s=two - one,
+        prefill_tokens_per_s=prefill_tokens_per_s,
+        step_s=max(1e-6, one),
+        stream_delay_s=max(1e-6, two - one),
     )

@@ -17,12 +17,13 @@ from router.placement.rates import Priors
 from simulator.autoscale import Autoscale, Autoscaler, Sizes
 from simulator.calibration import Calibration
 from simulator.cluster import START_S, ClusterSpec, Failure, FleetMaker, SimCluster, plain_fleet
-from simulator.errors import BadSetup
+from simulator.errors import BadSetup, check_above_0, shown
 from simulator.gpus import Gpu, Roofline
 from simulator.model_shape import ModelShape
 from simulator.policies import AlwaysLend, LeastLoaded, PrefixHash, RoundRobin
 from simulator.request import Outcome, TraceRequest
 from simulator.results import Results, Slo, Tally
+from simulator.runner import UNLIMITED_CONTEXT
 from simulator.worker import WorkerSpec
 
 Mode = Literal["aggregated", "disaggregated", "conditional"]
@@ -31,6 +32,8 @@ MODES: tuple[Mode, ...] = ("aggregated", "disaggregated", "conditional")
 POLICIES: tuple[Policy, ...] = ("ours", "round-robin", "least-loaded", "prefix-hash")
 MAX_BATCH_TOKENS = 8192
 DEFAULT_SLO = Slo(1.0, 0.05)
+_OPTIONS = {"num_routers": "routers", "event_lag_s": "lag"}
+"""What a person calls them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,8 @@ class Setup:
     calibration: Calibration | None = None
     """A live cluster's: its workers stand for `gpus`, its figures for what `gpu` and `model` would be taken to do, for
     its own blocks, chunks, messages and lag, and for what an operator would know: routers begin with their defaults."""
+    calibration_name: str = ""
+    """Whence it is."""
     num_routers: int = 1
     message_s: float = 0.0005
     event_lag_s: float = 0.01
@@ -70,18 +75,36 @@ class Setup:
     def __post_init__(self) -> None:
         for name in ("gpus", "tp", "block_tokens", "prefill_chunk", "decode_chunk", "num_routers"):
             if getattr(self, name) < 1:
-                raise BadSetup(name, f"{getattr(self, name)} is not at least 1")
+                raise BadSetup(_OPTIONS.get(name, name), f"{getattr(self, name)} is not at least 1")
         for name in ("message_s", "event_lag_s"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise BadSetup(name, f"{getattr(self, name)} is not a time")
+            if not 0 <= (value := getattr(self, name)) < math.inf:
+                raise BadSetup(_OPTIONS.get(name, name), f"{1e3 * value:g} ms is not a time")
+        check_above_0("price", self.usd_per_gpu_hour, or_0=True)
         if self.decode_tp is not None and self.decode_tp < 1:
             raise BadSetup("decode_tp", f"{self.decode_tp} is not at least 1")
+        for name in ("tp", "decode_tp"):
+            if self.calibration is None and self.model.heads % (tp := getattr(self, name) or 1):
+                raise BadSetup(name, f"{tp} does not divide the {self.model.heads} heads of {self.model.name}")
         if self.gpus % self.tp:
             raise BadSetup("tp", f"{self.gpus} GPUs are no whole number of workers of {self.tp}")
 
     @property
     def workers(self) -> int:
         return self.gpus // self.tp
+
+    @property
+    def hardware_name(self) -> str:
+        """What all clusters of a comparison are made of, for people."""
+        if self.calibration is not None:
+            whence = f" of {self.calibration_name}" if self.calibration_name else ""
+            return f"{self.workers} workers as those{whence or ' of a live cluster'}"
+        return f"{self.model.name} on {self.gpus} x {self.gpu.name}"
+
+    @property
+    def priced(self) -> bool:
+        """Somebody said what a GPU costs: the table of GPUs, or who asks; what a calibration is of costs nobody knows
+        what."""
+        return self.calibration is None or self.usd_per_gpu_hour is not None
 
     @property
     def price(self) -> float:
@@ -139,7 +162,7 @@ def scenarios(
     for prefill, decode in wanted:
         if prefill < 1 or decode < 1 or prefill + decode != setup.workers:
             raise BadSetup(
-                "splits",
+                "split",
                 f"{prefill}:{decode} are not {setup.workers} workers, the number of those not split, at least 1 each",
             )
     if not wanted:
@@ -157,7 +180,12 @@ def scenarios(
     names = {name for scenario in found for name, _ in scenario.workers}
     for failure in setup.failures:
         if failure.worker_id not in names or not 0 <= failure.at_s < math.inf:
-            raise BadSetup("kill", f"{failure.worker_id!r} at {failure.at_s} s: there are {', '.join(sorted(names))}")
+            there = sorted(names)
+            known = ", ".join(there if len(there) <= 8 else [*there[:4], "...", *there[-4:]])
+            raise BadSetup("kill", f"{shown(failure.worker_id)} at {failure.at_s:g} s: there are {known}")
+    killed = [failure.worker_id for failure in setup.failures]
+    if twice := next((name for name in killed if killed.count(name) > 1), None):
+        raise BadSetup("kill", f"{twice} dies only once")
     return found
 
 
@@ -197,7 +225,8 @@ def replay(
         scaler.begin()
     cluster.run(trace, on_progress)
     gpu_seconds, usd = paid(setup, scenario, cluster, START_S + tally.duration_s)
-    results = tally.results(cluster.gaps, gpu_seconds, usd)
+    while_they_came, _ = paid(setup, scenario, cluster, START_S + tally.arrivals_s)
+    results = tally.results(cluster.gaps, gpu_seconds, usd, while_they_came)
     busy: dict[str, float] = {}
     for role in ("prefill", "decode"):
         workers = [worker for worker in cluster.workers.values() if worker.spec.role == role]
@@ -289,12 +318,13 @@ def spec_of(setup: Setup, role: Role, apart: bool) -> WorkerSpec:
         return _measured_spec(setup.calibration, role)
     model = setup.model
     # All heads as one: a block has as many bytes, and one fingerprint.
-    layout = KvLayout(model.layers, 1, model.kv_heads * model.head_dim, setup.block_tokens, _dtype(model))
+    layout = KvLayout(model.layers, 1, model.kv_heads * model.head_dim, setup.block_tokens, model.kv_dtype)
     chunk = setup.prefill_chunk if role == "prefill" else setup.decode_chunk
     roofline = roofline_of(setup, role, apart)
     limits = CoreLimits(StepBudget(max(MAX_BATCH_TOKENS, chunk), chunk))
     num_blocks = roofline.num_blocks(setup.block_tokens)
-    return WorkerSpec(role, layout, num_blocks, roofline, limits, nic_bytes_per_s(roofline))
+    context = model.max_context_tokens or UNLIMITED_CONTEXT
+    return WorkerSpec(role, layout, num_blocks, roofline, limits, nic_bytes_per_s(roofline), max_context_tokens=context)
 
 
 def _measured_spec(measured: Calibration, role: Role) -> WorkerSpec:
@@ -309,10 +339,6 @@ def _measured_spec(measured: Calibration, role: Role) -> WorkerSpec:
         measured.nic_bytes_per_s,
         measured.read_latency_s,
     )
-
-
-def _dtype(model: ModelShape) -> str:
-    return {2: "bfloat16", 4: "float32"}[max(2, model.dtype_bytes)]
 
 
 def _fleet_of(scenario: Scenario) -> FleetMaker:

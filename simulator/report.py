@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ MARGIN = 0.03
 
 def verdict(runs: Sequence[Run]) -> str:
     """Whether to disaggregate, by goodput under the SLO for each GPU, our own routing on both sides."""
+    if runs and not any(run.results.finished for run in runs):
+        reasons = sum((Counter(run.reasons) for run in runs), Counter[str]())
+        return f"Nothing was served: {reasons.most_common(1)[0][0]}" if reasons else "Nothing was served"
     ours = [run for run in runs if run.scenario.policy == "ours" and run.scenario.autoscale is None]
     together = _best([run for run in ours if run.scenario.mode == "aggregated"])
     apart = _best([run for run in ours if run.scenario.mode != "aggregated"])
@@ -51,7 +55,9 @@ def _goodput(run: Run) -> str:
 def tables_of(runs: Sequence[Run], setup: Setup) -> list[Table]:
     """How long things took, and what they came to: a row for each run."""
     slo = f"TTFT {setup.slo.ttft_s:g} s, ITL {setup.slo.itl_s * 1e3:g} ms"
-    title = f"{setup.model.name} on {setup.gpus} x {setup.gpu.name}, SLO: {slo}"
+    title = f"{setup.hardware_name}, SLO: {slo}"
+    if setup.calibration is not None and setup.calibration.caveat:
+        title += f"\n{setup.calibration.caveat}"
     names = [f"{name}\n{share}" for name in ("TTFT s", "ITL ms", "E2E s") for share in SHOWN]
     times = _table(title, [name if name.endswith("p50") else "\n" + name[-3:] for name in names])
     sums = _table(
@@ -63,7 +69,7 @@ def tables_of(runs: Sequence[Run], setup: Setup) -> list[Table]:
             "cache\nhits",
             "GB\nmoved",
             "refused\n",
-            "USD per M\nout tokens",
+            *(["USD per M\nout tokens"] if setup.priced else []),
         ],
     )
     best = _best(runs)
@@ -83,7 +89,7 @@ def tables_of(runs: Sequence[Run], setup: Setup) -> list[Table]:
             f"{results.hit_rate:.1%}",
             f"{results.moved_bytes / 1e9:,.0f}",
             lost,
-            f"{results.usd_per_million_output_tokens:.2f}",
+            *([f"{results.usd_per_million_output_tokens:.2f}"] if setup.priced else []),
             style=style,
         )
     return [times, sums, *(_sizes(run) for run in runs if run.sizes)]
@@ -110,16 +116,18 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 
 
 def as_json(runs: Sequence[Run], setup: Setup, trace: str) -> dict[str, Any]:
-    """All of it; what is not a number is null. The same run gives the same."""
-    return {
-        "trace": trace,
-        "verdict": verdict(runs),
-        "setup": finite(dataclasses.asdict(setup)),
-        "runs": [
-            {"name": run.scenario.name, **finite(dataclasses.asdict(run)), "within_slo": run.results.kept_share}
-            for run in runs
-        ],
-    }
+    """All of it; what is not a number is null, and so is what a calibration says nothing of: model, GPU and cost. The
+    same run gives the same."""
+    said = finite(dataclasses.asdict(setup))
+    if setup.calibration is not None:
+        said |= {"model": None, "gpu": None}
+    told = []
+    for run in runs:
+        figures = {**finite(dataclasses.asdict(run)), "within_slo": finite(run.results.kept_share)}
+        if not setup.priced:
+            figures["results"]["usd_per_million_output_tokens"] = None
+        told.append({"name": run.scenario.name, **figures})
+    return {"trace": trace, "verdict": verdict(runs), "setup": said, "runs": told}
 
 
 def write_json(path: Path, runs: Sequence[Run], setup: Setup, trace: str) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from simulator.errors import check_above_0
 from simulator.gaps import Gaps
 from simulator.request import Fate, Outcome
 
@@ -19,6 +20,11 @@ class Slo:
     ttft_s: float
     itl_s: float
     """Mean between its tokens."""
+
+    def __post_init__(self) -> None:
+        """Raises BadSetup."""
+        check_above_0("ttft", self.ttft_s)
+        check_above_0("itl", self.itl_s)
 
     def kept(self, outcome: Outcome) -> bool:
         return outcome.ttft_s <= self.ttft_s and outcome.itl_s <= self.itl_s
@@ -57,6 +63,9 @@ class Results:
     failed: int
     duration_s: float
     """From the trace's beginning to the last token."""
+    arrivals_s: float
+    """From there to the last arrival: the same for all clusters that a trace is replayed on. Of requests that come all
+    at once, the SLO's TTFT."""
     gpu_hours: float
     """That were paid for in that time."""
     input_tokens: int
@@ -70,11 +79,14 @@ class Results:
     ttft_s: Spread
     itl_s: Spread
     """Between any two tokens of one stream."""
+    request_itl_s: Spread
+    """Likewise, the mean of each request that has two: what the SLO is about."""
     e2e_s: Spread
     kept: int
     """Requests that kept the SLO."""
     goodput_per_gpu: float
-    """Of those, per second and GPU."""
+    """Of those, per second in which requests came, and per GPU that was held in it. What the last few streams take is
+    no part of it: one long output would decide."""
     usd_per_million_output_tokens: float
     hit_rate: float
     """Reused tokens of prompts' tokens."""
@@ -91,10 +103,10 @@ class Tally:
     def __init__(self, slo: Slo, began_at: float) -> None:
         self._slo = slo
         self._began_at = began_at
-        self._ttft_s, self._e2e_s = array("d"), array("d")
+        self._ttft_s, self._itl_s, self._e2e_s = array("d"), array("d"), array("d")
         self._fates = dict.fromkeys(Fate, 0)
         self._kept = self._input = self._output = self._reused = self._moved = self._again = 0
-        self._last_at = began_at
+        self._last_at = self._last_sent_at = began_at
         self.reasons: dict[str, int] = {}
         """Of refusals and failures."""
 
@@ -102,11 +114,14 @@ class Tally:
         assert outcome.fate is not None
         self._fates[outcome.fate] += 1
         self._again += max(0, outcome.num_attempts - 1)
+        self._last_sent_at = max(self._last_sent_at, outcome.sent_at)
         if outcome.fate is not Fate.FINISHED:
             self.reasons[outcome.reason] = self.reasons.get(outcome.reason, 0) + 1
             return
         self._ttft_s.append(outcome.ttft_s)
         self._e2e_s.append(outcome.e2e_s)
+        if outcome.num_emitted > 1:
+            self._itl_s.append(outcome.itl_s)
         self._kept += self._slo.kept(outcome)
         self._input += outcome.request.input_tokens
         self._output += outcome.num_emitted
@@ -119,8 +134,13 @@ class Tally:
         """From the beginning to the last token."""
         return self._last_at - self._began_at
 
-    def results(self, gaps: Gaps, gpu_seconds: float, usd: float) -> Results:
-        """`usd`: what those were paid."""
+    @property
+    def arrivals_s(self) -> float:
+        """From the beginning to the last arrival, but no less than the SLO's TTFT."""
+        return max(self._last_sent_at - self._began_at, self._slo.ttft_s)
+
+    def results(self, gaps: Gaps, gpu_seconds: float, usd: float, gpu_seconds_of_arrivals: float) -> Results:
+        """`usd`: what those were paid. The last: what of them was held in `arrivals_s`."""
         duration_s = self.duration_s
         return Results(
             requests=sum(self._fates.values()),
@@ -128,6 +148,7 @@ class Tally:
             refused=self._fates[Fate.REFUSED],
             failed=self._fates[Fate.FAILED],
             duration_s=duration_s,
+            arrivals_s=self.arrivals_s,
             gpu_hours=gpu_seconds / 3600,
             input_tokens=self._input,
             output_tokens=self._output,
@@ -136,9 +157,10 @@ class Tally:
             placed_again=self._again,
             ttft_s=Spread.of(self._ttft_s),
             itl_s=Spread.of_gaps(gaps),
+            request_itl_s=Spread.of(self._itl_s),
             e2e_s=Spread.of(self._e2e_s),
             kept=self._kept,
-            goodput_per_gpu=self._kept / gpu_seconds if gpu_seconds else 0.0,
+            goodput_per_gpu=self._kept / gpu_seconds_of_arrivals if gpu_seconds_of_arrivals else 0.0,
             usd_per_million_output_tokens=usd / self._output * 1e6 if self._output else math.inf,
             hit_rate=self._reused / self._input if self._input else 0.0,
         )

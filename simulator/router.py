@@ -130,6 +130,11 @@ class SimRouter:
             result.reason = "no decode worker is there"
             self._finish(result, Fate.FAILED, on_end)
             return
+        context = next(iter(self._decoders.values())).max_context_tokens
+        if request.input_tokens + request.output_tokens > context:
+            result.reason = f"longer than the model's context of {context} tokens"
+            self._finish(result, Fate.REFUSED, on_end)
+            return
         prompt = tuple(request.tokens())
         try:
             demand, keys = self._needs(prompt, prompt, request.output_tokens)

@@ -14,6 +14,9 @@ from kvtransfer.transport import DevicePool
 FIRST_OUTPUT_TOKEN = 1 << 31
 """Tokens of prompts are below. A request's own are this and its seed, so that no two requests generate the same."""
 
+UNLIMITED_CONTEXT = 1 << 31
+"""Of a model that does not say how long its context is."""
+
 
 def output_token(seed: int) -> int:
     """What a request of this seed samples, always."""
@@ -29,9 +32,9 @@ def token_of(sequence: Chain) -> int:
 class BytelessRunner(Runner):
     """All blocks have the same fingerprint, there being nothing in them: a real check is that of the `sim` engine."""
 
-    def __init__(self, layout: KvLayout, num_blocks: int) -> None:
+    def __init__(self, layout: KvLayout, num_blocks: int, max_context_tokens: int = UNLIMITED_CONTEXT) -> None:
         self.layout = layout
-        self.info = ModelInfo(b"simulated", 1 << 32, 1 << 31, eos_token_ids=frozenset())
+        self.info = ModelInfo(b"simulated", 1 << 32, max_context_tokens, eos_token_ids=frozenset())
         self.pool = DevicePool(address=0, num_blocks=num_blocks, block_bytes=layout.block_bytes, device=0)
         self._sampled: dict[int, Sampled] = {}
 

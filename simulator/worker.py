@@ -21,7 +21,7 @@ from engine.sim.timing import StepWork, Timing
 from engine.vocabulary import Chunk
 from engine.vocabulary import Sequence as Chain
 from simulator.clock import Appointment, VirtualClock
-from simulator.runner import BytelessRunner, token_of
+from simulator.runner import UNLIMITED_CONTEXT, BytelessRunner, token_of
 from simulator.transport import VirtualTransport
 
 IDLE_TURN_S = 0.251
@@ -42,6 +42,8 @@ class WorkerSpec:
     nic_bytes_per_s: float
     read_latency_s: float = 20e-6
     """From the post of a read to its first byte."""
+    max_context_tokens: int = UNLIMITED_CONTEXT
+    """Of the model."""
 
 
 class Listener(ABC):
@@ -85,7 +87,7 @@ class SimWorker:
         self._clock = clock
         self._listener = listener
         self._skip = skip
-        self._runner = BytelessRunner(spec.layout, spec.num_blocks)
+        self._runner = BytelessRunner(spec.layout, spec.num_blocks, spec.max_context_tokens)
         self._said: list[FromEngine] = []
         self.core = EngineCore(self._runner, transport, spec.limits, self._said.append, self._wake, clock=clock.time)
         self._turning: Appointment | None = None

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from simulator.errors import BadSetup
+from simulator.errors import BadSetup, shown
 from simulator.request import MAX_HASH_ID, TraceRequest
 
 HASH_TOKENS = 16
@@ -92,7 +92,7 @@ def profile_named(name: str) -> Profile:
     try:
         return PROFILES[name]
     except KeyError:
-        raise BadSetup("profile", f"{name!r} is not known; known are {', '.join(PROFILES)}") from None
+        raise BadSetup("profile", f"{shown(name)} is not known; known are {', '.join(PROFILES)}") from None
 
 
 def poisson(rate: float, seed: int = 0) -> Iterator[float]:

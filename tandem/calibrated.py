@@ -24,4 +24,6 @@ def show_calibration(console: Console, found: Calibration, path: Path) -> None:
         f"a message {1e6 * found.message_s:.0f} us, a read {1e6 * found.read_latency_s:.0f} us and "
         f"{found.nic_bytes_per_s / 1e9:.3g} GB/s, blocks of {found.block_tokens} tokens and {found.block_bytes:,} bytes"
     )
+    if found.caveat:
+        console.print(found.caveat, style="yellow")
     console.print(f"calibration: {path}")

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from cluster.garbage import spare_the_started
 from simulator.cluster import Failure, FleetMaker
 from simulator.decision_log import LoggedFleet
-from simulator.errors import BadSetup
+from simulator.errors import BadSetup, shown
 from simulator.plot import open_figures, write_plot
 from simulator.replay import MODES, POLICIES, Mode, Policy, Run, Scenario, Setup, replay
 from simulator.report import tables_of, verdict, write_json
@@ -32,6 +32,8 @@ def compare(
 ) -> list[Run]:
     """Run them all, print the table and the verdict, and write what was asked for. `name` is the trace's. Raises
     BadTrace and BadSetup."""
+    if log_path is not None and not any(_logged(scenario) for scenario in found):
+        raise BadSetup("log_decisions", "nothing would be logged: only ours, aggregated or conditional, is")
     if png_path is not None:
         open_figures()  # so that a missing matplotlib is said before, and not after, the work
     spare_the_started()
@@ -59,13 +61,19 @@ def compare(
     return runs
 
 
+def refuse_beside_calibration(options: Sequence[str]) -> None:
+    """The file says what they would. Raises BadSetup."""
+    if options:
+        raise BadSetup(options[0], "says a calibration for itself: leave it out, or --calibration")
+
+
 def parse_splits(texts: Sequence[str]) -> list[tuple[int, int]]:
     """Raises BadSetup."""
     splits = []
     for text in texts:
         prefill, colon, decode = text.partition(":")
         if not (colon and prefill.isdecimal() and decode.isdecimal()):
-            raise BadSetup("split", f"{text!r} is not PREFILL:DECODE, such as 2:6")
+            raise BadSetup("split", f"{shown(text)} is not PREFILL:DECODE, such as 2:6")
         splits.append((int(prefill), int(decode)))
     return splits
 
@@ -88,7 +96,7 @@ def parse_failures(texts: Sequence[str]) -> tuple[Failure, ...]:
         try:
             failures.append(Failure(float(at_s), worker_id))
         except ValueError:
-            raise BadSetup("kill", f"{text!r} is not WORKER@SECONDS, such as decode-0000@60") from None
+            raise BadSetup("kill", f"{shown(text)} is not WORKER@SECONDS, such as decode-0000@60") from None
     return tuple(failures)
 
 
@@ -96,7 +104,7 @@ def _one_of(field: str, word: str, known: tuple[_Word, ...]) -> _Word:
     for each in known:
         if each == word:
             return each
-    raise BadSetup(field, f"{word!r} is not known; known are {', '.join(known)}")
+    raise BadSetup(field, f"{shown(word)} is not known; known are {', '.join(known)}")
 
 
 def _last_arrival_s(console: Console, trace: Iterable[TraceRequest], name: str) -> float:
@@ -117,10 +125,14 @@ def _advance(progress: Progress, task: TaskID) -> Callable[[float], None]:
     return lambda at_s: progress.update(task, completed=at_s)
 
 
+def _logged(scenario: Scenario) -> bool:
+    return scenario.policy == "ours" and scenario.mode != "disaggregated"
+
+
 @contextlib.contextmanager
 def _fleet_maker(scenario: Scenario, log_path: Path | None) -> Iterator[FleetMaker | None]:
     """With `log_path`, decisions of placement are appended there."""
-    if log_path is None or scenario.policy != "ours" or scenario.mode == "disaggregated":
+    if log_path is None or not _logged(scenario):
         yield None
         return
     with log_path.open("a") as log:

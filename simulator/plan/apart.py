@@ -136,7 +136,7 @@ class Apart:
         if self.link_utilisation >= 1:
             return 0.0
         wait, limit_s = self.prefill.line.waiting, self.prefill.setup.slo.ttft_s
-        return self.prefill.load.prompts.mean_of(
+        return self.prefill.load.prompts.share_of(
             lambda prompt: 1 - wait.share_over(limit_s - self.unqueued_s(prompt)),
         )
 

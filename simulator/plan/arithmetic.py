@@ -56,12 +56,10 @@ def sections(plan: Plan) -> list[Section]:
 
 def _given(setup: Setup, load: Load) -> Iterator[Line]:
     model, outputs = setup.model, load.outputs
-    yield Line(
-        "weights", f"{model.params / 1e9:.2f} G parameters x {model.dtype_bytes} B", model.weight_bytes / 1e9, "GB"
-    )
-    shape = f"2 x {model.layers} layers x {model.kv_heads} KV heads x {model.head_dim} x {model.dtype_bytes} B"
+    yield Line("weights", model.weights_in_words, model.weight_bytes / 1e9, "GB")
+    shape = f"2 x {model.layers} layers x {model.kv_heads} KV heads x {model.head_dim} x {model.kv_dtype_bytes} B"
     yield Line("KV of a token", shape, model.kv_bytes_per_token / 1e3, "kB")
-    square = outputs.mean_of(lambda tokens: tokens**2)
+    square = outputs.square
     how = f"prompt {load.prompt:,.0f} + E[output²] / 2 E[output] = {square:,.0f} / {2 * load.output:,.0f}"
     yield Line("tokens of a stream at any moment", how, load.context, "")
     kv = load.context * model.kv_bytes_per_token / 1e9

@@ -83,22 +83,21 @@ class PromptLine:
 def line_of(steps: PromptSteps, prompts: Lengths, rate: float, workers: int) -> PromptLine:
     """While a step runs the next ones come, and share the step after it: as many as come within a step that is as long
     as so many make it."""
-    packed = [steps.packed(prompt)[0] for prompt in prompts.quantiles]
-    packed_s = sum(packed) / len(packed)
+    packed_s = prompts.mean_of(lambda prompt: steps.packed(prompt)[0])
     fixed_s = max(0.0, prompts.mean_of(lambda prompt: steps.alone(prompt)[0]) - packed_s)
     utilisation = rate * packed_s / workers
     most = max(1.0, steps.chunk / steps.computed(prompts.mean))
     together = most if utilisation >= 1 else min(most, max(1.0, rate / workers * fixed_s / (1 - utilisation)))
-    services = [_shared(steps, prompt, together) for prompt in prompts.quantiles]
-    service_s = sum(seconds for seconds, _ in services) / len(services)
-    variation2 = sum(seconds**2 for seconds in packed) / len(packed) / packed_s**2 - 1
+    service_s = prompts.mean_of(lambda prompt: _shared(steps, prompt, together)[0])
+    num_steps = prompts.mean_of(lambda prompt: _shared(steps, prompt, together)[1])
+    variation2 = prompts.mean_of(lambda prompt: steps.packed(prompt)[0] ** 2) / packed_s**2 - 1
     return PromptLine(
         steps=steps,
         packed_s=packed_s,
         fixed_s=fixed_s,
         together=together,
         service_s=service_s,
-        num_steps=sum(count for _, count in services) / len(services),
+        num_steps=num_steps,
         variation2=max(0.0, variation2),
         busy=min(1.0, rate * service_s / workers),
         waiting=waiting(rate, workers, packed_s, max(0.0, variation2)),

@@ -7,6 +7,7 @@ from simulator.errors import BadSetup
 from simulator.gpus import Gpu, Roofline
 from simulator.plan.apart import Apart, DecodePool, PrefillPool
 from simulator.plan.load import Load
+from simulator.plan.prompts import PromptLine
 from simulator.plan.streams import Streams
 from simulator.plan.together import Together
 from simulator.replay import Scenario, Setup, bill
@@ -16,7 +17,8 @@ GOAL = 0.9
 """Of the requests: so many keep the TTFT and the ITL."""
 TPS = (1, 2, 4, 8)
 MAX_WORKERS = 1 << 14
-"""Of a pool. What so many do not keep, no number does."""
+"""Of a pool. What so many do not keep, no number does, unless they are too few for the load."""
+_TOO_MANY = "workers: "
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,18 @@ class Plan:
         """In one sentence."""
         if self.apart is None and self.together is None:
             return f"Nothing keeps the SLO: {self.why_not['aggregated']}"
+        if too_many := next((why for why in self.why_not.values() if why.startswith(_TOO_MANY)), ""):
+            return f"Nothing to compare: {too_many}"
         if self.together is None:
             return f"Disaggregate: without, no cluster keeps the SLO: {self.why_not['aggregated']}"
         if self.apart is None:
             return f"Do not disaggregate: with it no cluster keeps the SLO: {self.why_not['disaggregated']}"
-        change = self.apart.usd_per_hour / self.together.usd_per_hour - 1
-        apart, together = (f"{each.usd_per_hour:,.2f} USD an hour" for each in (self.apart, self.together))
+        if self.together.usd_per_hour:
+            change = self.apart.usd_per_hour / self.together.usd_per_hour - 1
+            apart, together = (f"{each.usd_per_hour:,.2f} USD an hour" for each in (self.apart, self.together))
+        else:  # the GPUs are somebody's own
+            change = self.apart.gpus / self.together.gpus - 1
+            apart, together = (f"{each.gpus:,} GPUs" for each in (self.apart, self.together))
         if change < -MARGIN:
             return f"Disaggregate: {apart} instead of {together}, {change:+.0%}"
         if change > MARGIN:
@@ -71,8 +79,8 @@ def plan(setup: Setup, load: Load) -> Plan:
 
 
 def _best(why_not: dict[str, str], kind: str, found: Iterable[Option]) -> Option | None:
-    """The cheapest, of equal ones that of the least TP."""
-    best = min(found, key=lambda option: option.usd_per_hour, default=None)
+    """The cheapest, of equal ones that of the fewest GPUs, and of those that of the least TP."""
+    best = min(found, key=lambda option: (option.usd_per_hour, option.gpus), default=None)
     if best is not None:
         why_not.pop(kind, None)
     return best
@@ -108,15 +116,15 @@ def _smallest_apart(setup: Setup, load: Load) -> tuple[int, int] | None:
     least_prefill = smallest(lambda count: apart_of(setup, load, count, MAX_WORKERS).kept)
     least_decode = smallest(lambda count: apart_of(setup, load, MAX_WORKERS, count).kept)
     assert least_decode is not None
-    found: list[tuple[float, int, int]] = []
+    found: list[tuple[float, int, int, int]] = []
     for decode in range(least_decode, least_decode + max(3, least_decode // 4)):
         prefill = smallest(lambda count: apart_of(setup, load, count, decode).kept)  # noqa: B023
         if prefill is not None:
-            _, usd_per_hour = bill(setup, Scenario("disaggregated", prefill, decode))
-            found.append((usd_per_hour, prefill, decode))
+            gpus, usd_per_hour = bill(setup, Scenario("disaggregated", prefill, decode))
+            found.append((usd_per_hour, gpus, prefill, decode))
         if prefill == least_prefill:
             break
-    return min(found)[1:] if found else None
+    return min(found)[2:] if found else None
 
 
 def smallest(kept_by: Callable[[int], float]) -> int | None:
@@ -158,21 +166,27 @@ def _option(model: Apart | Together, setup: Setup, scenario: Scenario) -> Option
 
 
 def _why_together(endless: Together) -> str:
-    return _why(endless, f"TP {endless.setup.tp}", endless.streams)
+    full = endless.line.waiting.full or endless.overloaded
+    return _why(endless, f"TP {endless.setup.tp}", endless.streams, endless.line_at(1.0), endless.held, full)
 
 
 def _why_apart(endless: Apart) -> str:
     setup = endless.setup
-    return _why(endless, f"TP {setup.tp} for prefill, {setup.decode_tp} for decode", endless.decode.streams)
+    tp, line = f"TP {setup.tp} for prefill, {setup.decode_tp} for decode", endless.prefill.line
+    full = line.waiting.full or endless.decode.overloaded or endless.link_utilisation >= 1
+    return _why(endless, tp, endless.decode.streams, line, endless.decode.held(endless.ttft_s), full)
 
 
-def _why(endless: Apart | Together, tp: str, streams: Streams) -> str:
-    """What no number of workers mends: the part that is kept least."""
+def _why(endless: Apart | Together, tp: str, streams: Streams, line: PromptLine, held: float, full: bool) -> str:
+    """What no number of workers mends: the part that is kept least; or that MAX_WORKERS are too few, where they are
+    `full` or do not have room for what is `held`, and a request alone would keep the SLO."""
     slo, load = endless.setup.slo, endless.load
-    parts = endless.parts
+    prompt, parts = load.prompts.quantile(GOAL), endless.parts
+    possible = line.steps.alone(prompt)[0] <= slo.ttft_s and streams.step_s(1) <= slo.itl_s
+    if possible and streams.fit >= 1 and (full or held > MAX_WORKERS * streams.fit):
+        return f"{_TOO_MANY}{load.rate:g} requests/s would take more than {MAX_WORKERS:,} of them in a pool ({tp})"
     match min(parts, key=lambda name: parts[name]):
         case "ttft":
-            prompt = load.prompts.quantile(GOAL)
             alone_s = endless.unqueued_s(prompt)
             return (
                 f"ttft: a prompt of {prompt:,.0f} tokens (p90) alone takes {alone_s:.3g} s, not {slo.ttft_s:g} ({tp})"

@@ -54,7 +54,7 @@ class Streams:
     def kept_memory(self, workers: int, held: float, batch: float) -> float:
         """Of requests: who finds room at once where so many hold some, on all workers together. A sequence is whole on
         one worker; one that no worker could hold finds none."""
-        fitting = self.load.prompts.mean_of(lambda prompt: float(prompt + self.load.output <= self.pool_tokens))
+        fitting = self.load.prompts.share_of(lambda prompt: float(prompt + self.load.output <= self.pool_tokens))
         return fitting * share_within(workers * math.floor(self.fit), held, self.swing(batch))
 
     def largest(self, itl_s: float) -> float:

@@ -101,7 +101,7 @@ class Together:
             return 1.0
         if self.overloaded or not self.streams.largest(self.setup.slo.itl_s):
             return 0.0
-        return self.load.outputs.mean_of(lambda output: sum(self._kept_itl(output, z) for z in SPREAD) / len(SPREAD))
+        return self.load.outputs.share_of(lambda output: sum(self._kept_itl(output, z) for z in SPREAD) / len(SPREAD))
 
     def _kept_itl(self, output: float, deviations: float) -> float:
         """Of outputs of that length, where the batch is so many standard deviations larger than in the mean.
@@ -119,8 +119,8 @@ class Together:
     @cached_property
     def _delays(self) -> tuple[float, float]:
         """By one prompt: the mean, and the mean of squares."""
-        delays = [self.delay_s(prompt) for prompt in self.load.prompts.quantiles]
-        return sum(delays) / len(delays), sum(delay**2 for delay in delays) / len(delays)
+        prompts = self.load.prompts
+        return prompts.mean_of(self.delay_s), prompts.mean_of(lambda prompt: self.delay_s(prompt) ** 2)
 
     def unqueued_s(self, prompt: float) -> float:
         """Of a prompt's first token, without the wait for other prompts; it waits for the step that runs."""
@@ -131,7 +131,7 @@ class Together:
     @cached_property
     def kept_ttft(self) -> float:
         limit_s = self.setup.slo.ttft_s
-        return self.load.prompts.mean_of(lambda prompt: 1 - self.share_over(limit_s - self.unqueued_s(prompt)))
+        return self.load.prompts.share_of(lambda prompt: 1 - self.share_over(limit_s - self.unqueued_s(prompt)))
 
     @cached_property
     def ttft_s(self) -> float:

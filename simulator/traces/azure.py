@@ -1,10 +1,14 @@
-"""Azure's CSV: `TIMESTAMP,ContextTokens,GeneratedTokens`, times as `2023-11-16 18:15:46.6805900`."""
+"""Azure's CSV: `TIMESTAMP,ContextTokens,GeneratedTokens`, times as `2023-11-16 18:15:46.6805900`, or with a zone, as
+`2024-05-10 00:00:00.009930+00:00`; without one they are UTC."""
 
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
+from simulator.errors import shown
 from simulator.traces.row import BadRow, Row, tokens_of
 
+_TIME = re.compile(r"(?P<second>[0-9][^.]{0,30}?)(\.(?P<fraction>[0-9]{1,30}))?(?P<zone>Z|[+-][0-9]{2}:?[0-9]{2})?")
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
@@ -21,13 +25,16 @@ def _whole(name: str, cell: str) -> int:
     try:
         return int(cell)
     except ValueError:
-        raise BadRow(f"{name} is {cell!r}, not a whole number") from None
+        raise BadRow(f"{name} is {shown(cell)}, not a whole number") from None
 
 
 def _seconds(cell: str) -> float:
-    head, _, fraction = cell.strip().partition(".")
+    found = _TIME.fullmatch(cell.strip())
     try:
-        seconds = datetime.fromisoformat(head).replace(tzinfo=UTC).timestamp()
-        return seconds + (int(fraction[:9]) / 10 ** len(fraction[:9]) if fraction else 0.0)
+        if found is None:
+            raise ValueError
+        at = datetime.fromisoformat(found["second"] + (found["zone"] or ""))
+        at = at if at.tzinfo else at.replace(tzinfo=UTC)
+        return at.timestamp() + (float(f"0.{found['fraction']}") if found["fraction"] else 0.0)
     except (ValueError, OverflowError):
-        raise BadRow(f"TIMESTAMP is {cell!r}, not a time such as 2023-11-16 18:15:46.6805900") from None
+        raise BadRow(f"TIMESTAMP is {shown(cell)}, not a time such as 2023-11-16 18:15:46.6805900") from None

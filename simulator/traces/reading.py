@@ -21,6 +21,7 @@ _JSON_FORMATS: dict[str, tuple[str, Callable[[dict[str, Any]], Row]]] = {
     "receipts": ("prompt_tokens", receipts.read_row),
 }
 """By name: a field that no other format has, and the reader of a line."""
+_PACKED = ((b"\x1f\x8b", "gzip"), (b"\x28\xb5\x2f\xfd", "zstd"), (b"PK\x03\x04", "zip"), (b"BZh", "bzip2"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Window:
         for name, least in (("rate", 1e-6), ("duration_s", 1e-9), ("start_s", 0.0), ("spread_s", 0.0)):
             value = getattr(self, name)
             if not (value >= least) or (value == math.inf and name != "duration_s"):
-                raise BadSetup(name, f"{value} is not at least {least:g}")
+                raise BadSetup(name.removesuffix("_s"), f"{value} is not at least {least:g}")
         if self.most is not None and self.most < 1:
             raise BadSetup("requests", f"{self.most} is not at least 1")
 
@@ -51,7 +52,7 @@ class Window:
 def served_of(path: Path) -> Iterator[Served]:
     """All of a log of receipts, receipts included. Raises BadTrace."""
     trace = Trace(path, Window())
-    with path.open("rb") as file:
+    with trace.open() as file:
         for number, line in trace.lines(file):
             try:
                 yield receipts.read_served(parse_object(line))
@@ -64,8 +65,11 @@ class Trace:
 
     def __init__(self, path: Path, window: Window) -> None:
         """Raises BadTrace when there is no such file."""
-        if not path.is_file():
-            raise BadTrace(path, 0, "is no file")
+        try:
+            if not path.is_file():
+                raise BadTrace(path, 0, "is no file")
+        except OSError as error:
+            raise BadTrace(path, 0, error.strerror or str(error)) from None
         self.path = path
         self.window = window
 
@@ -113,10 +117,17 @@ class Trace:
                 self.path, 0, "has no request in the window asked for" if first_s is not None else "is empty"
             )
 
+    def open(self) -> BinaryIO:
+        """To read bytes. Raises BadTrace."""
+        try:
+            return self.path.open("rb")
+        except OSError as error:
+            raise BadTrace(self.path, 0, error.strerror or str(error)) from None
+
     def rows(self) -> Iterator[Row]:
         """All of them, in order. Raises BadTrace."""
         last_s = -math.inf
-        with self.path.open("rb") as file:
+        with self.open() as file:
             for number, row in self._numbered(file):
                 if row.at_s < last_s:
                     raise BadTrace(self.path, number, f"comes {last_s - row.at_s:g} s before the line above it")
@@ -140,6 +151,8 @@ class Trace:
         number = 0
         while line := file.readline(MAX_LINE_BYTES + 1):
             number += 1
+            if number == 1 and (packed := next((name for magic, name in _PACKED if line.startswith(magic)), "")):
+                raise BadTrace(self.path, 0, f"is compressed ({packed}): unpack it first")
             if len(line) > MAX_LINE_BYTES:
                 raise BadTrace(self.path, number, f"is longer than {MAX_LINE_BYTES} bytes")
             try:

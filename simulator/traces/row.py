@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from simulator.errors import shown
 from simulator.request import MAX_HASH_ID
 
 MAX_TOKENS = 1 << 24
@@ -41,7 +42,7 @@ def seconds_of(values: dict[str, Any], name: str, unit_s: float) -> float:
     """A time, at least 0. Raises BadRow."""
     value = _present(values, name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e15:
-        raise BadRow(f"{name} is {value!r}, not a time")
+        raise BadRow(f"{name} is {shown(value)}, not a time")
     return value * unit_s
 
 
@@ -63,9 +64,9 @@ def hash_ids_of(values: dict[str, Any], name: str, input_tokens: int, hash_token
 def _whole(values: dict[str, Any], name: str, least: int, most: int) -> int:
     value = _present(values, name)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise BadRow(f"{name} is {value!r}, not a whole number")
+        raise BadRow(f"{name} is {shown(value)}, not a whole number")
     if not least <= value <= most:
-        raise BadRow(f"{name} is {value}, not {least} to {most}")
+        raise BadRow(f"{name} is {shown(value)}, not {least} to {most}")
     return value
 
 

@@ -34,13 +34,21 @@ def _writable(param: typer.CallbackParam, value: Path | None) -> Path | None:
     """Raises StartError."""
     if value is None:
         return None
-    if value.is_dir():
-        raise StartError(param.opts[0], f"cannot write {value}: it is a directory")
-    if not value.parent.is_dir():
-        raise StartError(param.opts[0], f"cannot write {value}: there is no directory {value.parent}")
-    if not os.access(value if value.exists() else value.parent, os.W_OK):
-        raise StartError(param.opts[0], f"cannot write {value}: permission denied")
+    if reason := _in_the_way(value):
+        raise StartError(param.opts[0], f"cannot write {value}: {reason}")
     return value
+
+
+def _in_the_way(path: Path) -> str:
+    """Of writing there; empty: nothing."""
+    try:
+        if path.is_dir():
+            return "it is a directory"
+        if not path.parent.is_dir():
+            return f"there is no directory {path.parent}"
+        return "" if os.access(path if path.exists() else path.parent, os.W_OK) else "permission denied"
+    except OSError as error:  # a folder that may not be entered, a name that is too long
+        return error.strerror or str(error)
 
 
 Address = Annotated[

@@ -61,8 +61,8 @@ def plan_cluster(
 def replay_trace(
     trace: Annotated[Path, typer.Argument(help="Mooncake's JSON lines, Azure's CSV, or a log of receipts")],
     gpus: Annotated[int, typer.Option(help="of every cluster that is compared")] = 8,
-    gpu: Annotated[str, typer.Option(help="B200, H200, H100, A100, L40S, A10 or L4")] = "H100",
-    tp: Annotated[int, typer.Option(help="GPUs of one worker")] = 1,
+    gpu: Annotated[str | None, typer.Option(help="B200, H200, H100, A100, L40S, A10 or L4; default: H100")] = None,
+    tp: Annotated[int | None, typer.Option(help="GPUs of one worker; default: 1")] = None,
     model: Annotated[Path | None, typer.Option(help="directory with a config.json; default: Llama 3.1 8B")] = None,
     modes: Annotated[str, typer.Option(help="who computes prompts")] = "aggregated,disaggregated,conditional",
     split: Annotated[list[str] | None, typer.Option(metavar="P:D", help="workers of each role; repeatable")] = None,
@@ -76,12 +76,17 @@ def replay_trace(
     duration: Annotated[float | None, typer.Option(help="and what comes so much later than that")] = None,
     requests: Annotated[int | None, typer.Option(help="at most so many")] = None,
     spread: Annotated[float, typer.Option(help="seconds: each request comes up to so much later, by chance")] = 0.0,
-    price: Annotated[float | None, typer.Option(help="USD per GPU and hour; default: a table's")] = None,
+    price: Annotated[
+        float | None, typer.Option(help="USD per GPU and hour; default: a table's; of a worker, with --calibration")
+    ] = None,
     routers: Annotated[int, typer.Option(help="each with a view of its own")] = 1,
-    lag: Annotated[float, typer.Option(help="milliseconds until a router hears of a cache or a load")] = 10.0,
-    block_tokens: Annotated[int, typer.Option(help="tokens of a KV block")] = 64,
+    lag: Annotated[
+        float | None, typer.Option(help="milliseconds until a router hears of a cache or a load; default: 10")
+    ] = None,
+    block_tokens: Annotated[int | None, typer.Option(help="tokens of a KV block; default: 64")] = None,
     calibration: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="workers as `tandem calibrate` found them, instead of a GPU's")
+        Path | None,
+        typer.Option(metavar="FILE", help="--gpus workers as `tandem calibrate` found them, instead of a GPU's"),
     ] = None,
     kill: Annotated[list[str] | None, typer.Option(metavar="WORKER@S", help="it dies then; repeatable")] = None,
     autoscale: Annotated[
@@ -107,19 +112,30 @@ def replay_trace(
     from simulator.results import Slo
     from simulator.traces.reading import Trace, Window
     from simulator.traces.swing import Swing
-    from tandem.replay import compare, parse_failures, parse_modes, parse_policies, parse_splits
+    from tandem.replay import (
+        compare,
+        parse_failures,
+        parse_modes,
+        parse_policies,
+        parse_splits,
+        refuse_beside_calibration,
+    )
 
+    if calibration is not None:
+        theirs = {"gpu": gpu, "model": model, "tp": tp, "lag": lag, "block_tokens": block_tokens}
+        refuse_beside_calibration([name for name, value in theirs.items() if value is not None])
     setup = Setup(
         model=open_shape(model),
-        gpu=gpu_named(gpu),
+        gpu=gpu_named("H100" if gpu is None else gpu),
         gpus=gpus,
-        tp=tp,
+        tp=1 if tp is None else tp,
         slo=Slo(ttft, itl / 1e3),
         usd_per_gpu_hour=price,
-        block_tokens=block_tokens,
+        block_tokens=64 if block_tokens is None else block_tokens,
         calibration=Calibration.read(calibration) if calibration else None,
+        calibration_name=calibration.name if calibration else "",
         num_routers=routers,
-        event_lag_s=lag / 1e3,
+        event_lag_s=0.01 if lag is None else lag / 1e3,
         failures=parse_failures(kill or []),
         seed=seed,
     )
@@ -148,6 +164,7 @@ def bench(
     even: Annotated[bool, typer.Option("--even", help="equal gaps between requests, instead of Poisson")] = False,
     concurrency: Annotated[int | None, typer.Option(help="so many at a time, instead of a rate")] = None,
     start: Annotated[float, typer.Option(help="of a trace: leave out what comes before, in seconds")] = 0.0,
+    spread: Annotated[float, typer.Option(help="of a trace, seconds: each comes up to so much later, by chance")] = 0.0,
     duration: Annotated[float | None, typer.Option(help="seconds of requests")] = None,
     requests: Annotated[int | None, typer.Option(help="at most so many")] = None,
     warmup: Annotated[float, typer.Option(help="seconds at the beginning that are not counted")] = 0.0,
@@ -174,15 +191,19 @@ def bench(
     In an open loop, times count from when a request was due, whenever it was sent. Everything is greedy and as long as
     the profile or the trace says (`ignore_eos`).
     """
+    from simulator.errors import check_above_0
     from simulator.results import Slo
     from simulator.traces.reading import Trace, Window
     from simulator.workloads import profile_named
     from tandem.loadgen.command import Load, Wanted, run_bench
     from tandem.loadgen.doors import Door, GrpcDoor, HttpDoor
 
+    check_above_0("timeout", timeout)
+    check_above_0("vocab_size", vocab_size, or_0=True)
+    check_above_0("context", context, or_0=True)
     load = Load(
         profile=None if trace else profile_named(profile),
-        trace=Trace(trace, Window(rate=rate, start_s=start, seed=seed)) if trace else None,
+        trace=Trace(trace, Window(rate=rate, start_s=start, spread_s=spread, seed=seed)) if trace else None,
         rate=rate,
         even=even,
         concurrency=concurrency,
@@ -201,22 +222,46 @@ def bench(
     else:
         door = GrpcDoor(target.address.split(","), model, timeout, tenant, as_text is True, target.api_key, target.tls)
     wanted = Wanted(Slo(ttft, itl / 1e3), gpus, price, json_path, png, log)
-    run(run_bench(console, door, load, wanted), uvloop.new_event_loop)
+    exit_codes: list[int] = []
+
+    async def offer() -> None:
+        exit_codes.append((await run_bench(console, door, load, wanted)).exit_code)
+
+    run(offer(), uvloop.new_event_loop)
+    if any(exit_codes):
+        raise typer.Exit(exit_codes[0])
 
 
 @app.command()
 def calibrate(
     log: Annotated[Path, typer.Argument(help="of `tandem bench --log`")],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="for `tandem replay --calibration`")],
+    out: Annotated[Path, out_file("--out", "-o", help="for `tandem replay --calibration`")],
     blocks: Annotated[int | None, typer.Option(help="of a worker's pool; default: 256 MiB of them", min=1)] = None,
     prefill_chunk: Annotated[int, typer.Option(help="max_prefill_tokens of the prefill workers", min=1)] = 512,
     decode_chunk: Annotated[int, typer.Option(help="and of the decode workers", min=1)] = 128,
+    block_bytes: Annotated[int | None, typer.Option(help="of a KV block, where none moved")] = None,
+    nic_gbps: Annotated[float | None, typer.Option(help="Gbit/s of a worker's NIC, where hardly any KV moved")] = None,
+    model: Annotated[Path | None, typer.Option(help="directory with a config.json, instead of --block-bytes")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="H100 and the like, instead of --nic-gbps: one such GPU's NIC")
+    ] = None,
 ) -> None:
-    """Learn from the receipts of a live cluster how long its steps, its transfers and its messages take."""
+    """Learn from the receipts of a live cluster how long its steps, its transfers and its messages take.
+
+    An aggregated cluster transfers nothing: what a transfer would take there must be said.
+    """
+    from simulator.fitting import Given
     from simulator.fitting import calibrate as fit
+    from simulator.gpus import gpu_named
+    from simulator.model_shape import open_shape
     from simulator.traces.reading import served_of
     from tandem.calibrated import show_calibration
 
-    found = fit(served_of(log), blocks, prefill_chunk, decode_chunk)
+    nic_bytes_per_s = None if nic_gbps is None else nic_gbps * 1e9 / 8
+    if nic_bytes_per_s is None and gpu is not None:
+        nic_bytes_per_s = gpu_named(gpu).nic_bytes_per_s
+    kv_token_bytes = None if model is None else open_shape(model).kv_bytes_per_token
+    given = Given(kv_token_bytes, block_bytes, nic_bytes_per_s)
+    found = fit(served_of(log), blocks, prefill_chunk, decode_chunk, given)
     found.write(out)
     show_calibration(console, found, out)

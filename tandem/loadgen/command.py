@@ -12,7 +12,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from simulator.errors import BadSetup
+from simulator.errors import BadSetup, check_above_0
 from simulator.plot import open_figures
 from simulator.request import Fate, TraceRequest
 from simulator.results import Slo, Spread, Tally
@@ -25,6 +25,14 @@ from tandem.loadgen.report import Receipts, Report, tables_of, write_json, write
 
 BEGIN_S = 0.2
 """Until the first request may be due, so that it is not sent late."""
+
+
+@dataclass(slots=True)
+class LeftOut:
+    """Requests of a trace that are not sent: they are longer than the model's context."""
+
+    count: int = 0
+    of: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +56,38 @@ class Load:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        check_above_0("rate", self.rate)
+        check_above_0("scale", self.scale)
         if self.concurrency is not None and self.concurrency < 1:
             raise BadSetup("concurrency", f"{self.concurrency} is not at least 1")
         for name in ("duration_s", "most"):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
-                raise BadSetup({"most": "requests"}.get(name, name), f"{value} is not above 0")
+                raise BadSetup({"most": "requests"}.get(name, "duration"), f"{value} is not above 0")
         if not 0 <= self.warmup_s < (self.duration_s or math.inf):
             raise BadSetup("warmup", f"{self.warmup_s} s of {self.duration_s} s")
         if self.trace is None and self.duration_s is None and self.most is None:
             raise BadSetup("duration", "how long? Say it, or a number of requests")
+
+    def left_out(self, context: int) -> LeftOut:
+        """Reads a trace once, so that what is wrong with it is said before anything is sent. Raises BadTrace, and
+        BadSetup where nothing would be left."""
+        if self.trace is None:
+            return LeftOut()
+        found = LeftOut()
+        for request in self._in_time(self.trace):
+            if found.of - found.count == self.most:
+                break
+            found.of += 1
+            found.count += request.input_tokens + request.output_tokens > context
+        if found.count == found.of:
+            raise BadSetup("trace", f"all of its {found.of} requests are longer than the context, {context} tokens")
+        return found
+
+    def _in_time(self, found: Iterable[TraceRequest]) -> Iterable[TraceRequest]:
+        if self.duration_s is None or self.concurrency is not None:
+            return found
+        last_s = self.duration_s
+        return takewhile(lambda each: each.arrival_s < last_s, found)
 
     @property
     def name(self) -> str:
@@ -74,10 +105,7 @@ class Load:
         else:
             assert self.trace is not None
             found = (each for each in self.trace if each.input_tokens + each.output_tokens <= context)
-        if self.duration_s is not None and self.concurrency is None:
-            last_s = self.duration_s
-            found = takewhile(lambda each: each.arrival_s < last_s, found)
-        for number, request in enumerate(found):
+        for number, request in enumerate(self._in_time(found)):
             if number == self.most:
                 break
             yield request
@@ -96,6 +124,10 @@ class Wanted:
     log_path: Path | None = None
     """For requests with their receipts: `tandem replay` and `tandem calibrate` read it."""
 
+    def __post_init__(self) -> None:
+        check_above_0("gpus", self.gpus)
+        check_above_0("price", self.usd_per_gpu_hour, or_0=True)
+
 
 async def run_bench(console: Console, door: Door, load: Load, wanted: Wanted) -> Report:
     """Offer the load, and tell what came of it. Raises ServiceError, StartError, BadSetup and BadTrace.
@@ -104,12 +136,14 @@ async def run_bench(console: Console, door: Door, load: Load, wanted: Wanted) ->
     if wanted.png_path is not None:
         open_figures()
     async with door, contextlib.AsyncExitStack() as stack:
+        left_out = await asyncio.to_thread(load.left_out, door.max_context_tokens)
         log = stack.enter_context(wanted.log_path.open("w")) if wanted.log_path else None
         count = _Count(load, wanted, log)
         progress = stack.enter_context(_progress(console))
         drive = Drive(door, count.ended, load.warmup_s)
         await _offer(load, door, drive, count, progress)
         report = count.report(drive, f"{load.name} at {door.model}", door.num_workers)
+    report.left_out, report.requests_of_trace = left_out.count, left_out.of
     for table in tables_of(report):
         console.print(table)
     if wanted.json_path is not None:
@@ -146,6 +180,7 @@ async def _offer(load: Load, door: Door, drive: Drive, count: "_Count", progress
         current = asyncio.current_task()
         assert current is not None
         current.uncancel()
+        count.interrupted = True
         count.reasons["(interrupted: those under way are not counted)"] = 1
     finally:
         shows.cancel()
@@ -165,6 +200,7 @@ class _Count:
         self._load, self._wanted, self._log = load, wanted, log
         self.begins_at = 0.0
         self.num_over = 0
+        self.interrupted = False
         self.reasons: dict[str, int] = {}
         self._tally: Tally | None = None
         self._receipts = Receipts()
@@ -194,7 +230,8 @@ class _Count:
         tally = self._tally or Tally(self._wanted.slo, self.begins_at)
         gpus, price = self._wanted.gpus or num_workers or 1, self._wanted.usd_per_gpu_hour
         gpu_seconds = gpus * tally.duration_s
-        results = tally.results(drive.sent.gaps, gpu_seconds, gpu_seconds / 3600 * (price or 0.0))
+        usd = gpu_seconds / 3600 * (price or 0.0)
+        results = tally.results(drive.sent.gaps, gpu_seconds, usd, gpus * tally.arrivals_s)
         due_s = max(drive.sent.last_due_at - self.begins_at - self._load.warmup_s, 1e-9)
         return Report(
             title=title,
@@ -208,6 +245,7 @@ class _Count:
             reasons=tally.reasons | self.reasons,
             first_tokens=self._first_tokens,
             priced=price is not None,
+            interrupted=self.interrupted,
         )
 
 

@@ -6,12 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 from google.protobuf.json_format import ParseDict, ParseError
 
 from cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded, ServiceError, StartError, Unavailable
 from cluster.tls import Visitor
 from protos import inference_pb2 as pb
+from simulator.errors import shown
 from simulator.request import TraceRequest
 from tandem.client import Client
 from tandem.loadgen.prompts import Words, sample, token_ids
@@ -138,8 +140,9 @@ class HttpDoor(Door):
         tls: Visitor | None = None,
     ) -> None:
         """`receipts`: ask Tandem for them. `vocab_size` is needed where prompts go as token ids. Where the server does
-        not say how long the model's context is, `max_context_tokens` must."""
-        self._url = url.rstrip("/").removesuffix("/v1")
+        not say how long the model's context is, `max_context_tokens` must. Raises StartError for a bad
+        `url`."""
+        self._url = _base_of(url)
         self.model = model
         self._timeout_s = timeout_s
         self._headers = headers or {}
@@ -183,13 +186,14 @@ class HttpDoor(Door):
                 if answer.status != 200:
                     raise _error(answer.status, await answer.read(), answer.headers)
                 served = (await answer.json())["data"]
-        except (self._http.ClientError, ValueError, KeyError) as error:
-            raise Unavailable(f"{self._url}/v1/models: {error!r}") from None
-        found = [model for model in served if not self.model or model["id"] == self.model]
+            served = [(model["id"], int(model.get("max_model_len") or 0)) for model in served]
+        except (self._http.ClientError, ValueError, KeyError, TypeError, AttributeError, TimeoutError) as error:
+            raise Unavailable(f"{self._url}/v1/models: {error!r:.200}") from None
+        found = [model for model in served if not self.model or model[0] == self.model]
         if len(found) != 1:
-            raise StartError("model", f"name the one to be tried: {', '.join(model['id'] for model in served)}")
-        self.model = found[0]["id"]
-        self.max_context_tokens = self.max_context_tokens or int(found[0].get("max_model_len") or 0)
+            raise StartError("model", f"name the one to be tried: {', '.join(name for name, _ in served)}")
+        self.model = found[0][0]
+        self.max_context_tokens = self.max_context_tokens or found[0][1]
         if not self.max_context_tokens:
             raise StartError("context", f"{self._url} does not say how long {self.model}'s context is: say it")
         if self._as_text:
@@ -227,6 +231,18 @@ class HttpDoor(Door):
         if finish.usage.completion_tokens > seen:
             on_tokens(finish.usage.completion_tokens - seen)
         return finish
+
+
+def _base_of(url: str) -> str:
+    """Without the API's own path. Raises StartError."""
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        good = False
+    if not good:
+        raise StartError("http", f"{shown(url)} is no address such as http://127.0.0.1:8000")
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def _read_event(event: dict[str, Any], finish: pb.Finish, seen: int, on_tokens: OnTokens) -> int:

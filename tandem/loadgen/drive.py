@@ -1,12 +1,13 @@
 """Sends requests when they are due, and keeps the times at which their tokens came."""
 
 import asyncio
+import contextlib
 import math
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from cluster.errors import Overloaded, ServiceError
+from cluster.errors import Overloaded, ServiceError, TandemError
 from protos import inference_pb2 as pb
 from simulator.gaps import Gaps
 from simulator.request import Fate, Outcome, TraceRequest
@@ -59,28 +60,32 @@ class Drive:
 
     async def open_loop(self, requests: Iterable[TraceRequest], begins_at: float) -> None:
         """Each at its time after `begins_at`, of the event loop's clock; returns when all are over. Cancelled, it
-        cancels those under way, which are then no part of the result."""
+        cancels those under way, which are then no part of the result. Raises what `requests` does."""
         loop = asyncio.get_running_loop()
         self._counts_from = begins_at + self._warmup_s
-        async with asyncio.TaskGroup() as group:
-            for request in requests:
-                due_at = begins_at + request.arrival_s
-                ahead_s = due_at - loop.time()
-                await asyncio.sleep(ahead_s if ahead_s > SLEEP_AT_LEAST_S else 0)  # one that is behind lets answers in
-                if due_at >= self._counts_from:
-                    self.sent.late_s.append(max(0.0, loop.time() - due_at))
-                self._start(group, request, due_at)
+        with _unwrapped():
+            async with asyncio.TaskGroup() as group:
+                for request in requests:
+                    due_at = begins_at + request.arrival_s
+                    ahead_s = due_at - loop.time()
+                    await asyncio.sleep(
+                        ahead_s if ahead_s > SLEEP_AT_LEAST_S else 0
+                    )  # one that is behind lets answers in
+                    if due_at >= self._counts_from:
+                        self.sent.late_s.append(max(0.0, loop.time() - due_at))
+                    self._start(group, request, due_at)
 
     async def closed_loop(self, requests: Iterable[TraceRequest], concurrency: int, until: float = math.inf) -> None:
         """`concurrency` at a time, none after `until`; their own times are not looked at."""
         loop, room = asyncio.get_running_loop(), asyncio.Semaphore(concurrency)
         self._counts_from = loop.time() + self._warmup_s
-        async with asyncio.TaskGroup() as group:
-            for request in requests:
-                await room.acquire()
-                if loop.time() >= until:
-                    break
-                self._start(group, request, loop.time()).add_done_callback(lambda _: room.release())
+        with _unwrapped():
+            async with asyncio.TaskGroup() as group:
+                for request in requests:
+                    await room.acquire()
+                    if loop.time() >= until:
+                        break
+                    self._start(group, request, loop.time()).add_done_callback(lambda _: room.release())
 
     def _start(self, group: asyncio.TaskGroup, request: TraceRequest, sent_at: float) -> "asyncio.Task[None]":
         self.num_under_way += 1
@@ -118,6 +123,18 @@ class Drive:
         finally:
             self.num_under_way -= 1
         self._on_end(asked)
+
+
+@contextlib.contextmanager
+def _unwrapped() -> Iterator[None]:
+    """An error of whoever made the requests, without the group that it leaves a TaskGroup in."""
+    try:
+        yield
+    except ExceptionGroup as group:
+        theirs, others = group.split(TandemError)
+        if theirs is None or others is not None:
+            raise
+        raise theirs.exceptions[0] from None
 
 
 def _read(outcome: Outcome, finish: pb.Finish) -> None:

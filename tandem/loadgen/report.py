@@ -68,6 +68,23 @@ class Report:
     first_tokens: Sequence[tuple[float, float]]
     """Of each request that finished: when it was due, since the beginning, and its TTFT; seconds."""
     priced: bool = True
+    left_out: int = 0
+    """Requests of the trace that were longer than the model's context, and so not sent,"""
+    requests_of_trace: int = 0
+    """of so many."""
+    interrupted: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        """Of the command: 130 after Ctrl-C, 1 where nothing was served."""
+        return 130 if self.interrupted else int(not self.results.finished)
+
+    @property
+    def left_out_in_words(self) -> str:
+        """Empty where none was."""
+        if not self.left_out:
+            return ""
+        return f"{self.left_out:,} of {self.requests_of_trace:,} left out: longer than the context"
 
 
 def tables_of(report: Report) -> list[Table]:
@@ -103,6 +120,8 @@ def as_json(report: Report) -> dict[str, Any]:
         "results": finite(dataclasses.asdict(report.results)) | {"within_slo": finite(report.results.kept_share)},
         "late_s": finite(dataclasses.asdict(report.late)),
         "most_under_way": report.most_under_way,
+        "left_out": {"longer_than_context": report.left_out, "of": report.requests_of_trace},
+        "interrupted": report.interrupted,
         "reasons": report.reasons,
         "receipts": {
             "count": receipts.count,
@@ -125,7 +144,7 @@ def write_json(path: Path, report: Report) -> None:
 def write_plot(path: Path, report: Report) -> None:
     """First tokens over the run's time, all times as distributions, and where they went. Raises BadSetup without
     matplotlib."""
-    figure = open_figures()(figsize=(14, 4.2), dpi=150, facecolor="white", layout="constrained")
+    figure = open_figures()(figsize=(14, 4.5), dpi=150, facecolor="white", layout="constrained")
     over_time, stages = figure.subplots(1, 2, width_ratios=(3, 2))
     due, ttft = np.array(report.first_tokens or [(0.0, math.nan)]).T
     over_time.plot(due, 1e3 * ttft, ".", markersize=3, alpha=0.5, color="#1f77b4")
@@ -148,7 +167,8 @@ def write_plot(path: Path, report: Report) -> None:
             axes.spines[side].set_visible(False)
     results = report.results
     figure.suptitle(
-        f"{report.title}: {report.offered_per_s:.3g} requests/s offered, {results.kept_share:.1%} within the SLO, "
+        f"{report.title}: {report.offered_per_s:.3g} requests/s offered"
+        f"{f' ({report.left_out_in_words})' if report.left_out else ''}\n{results.kept_share:.1%} within the SLO, "
         f"TTFT p50 {1e3 * results.ttft_s.p50:.3g} p99 {1e3 * results.ttft_s.p99:.3g} ms, "
         f"between tokens p50 {1e3 * results.itl_s.p50:.3g} p99 {1e3 * results.itl_s.p99:.3g} ms",
         fontsize=11,
@@ -166,6 +186,7 @@ def _facts(report: Report) -> dict[str, str]:
         "requests": f"{results.finished} finished, {results.refused} refused, {results.failed} failed; "
         f"{report.offered_per_s:.4g}/s offered, {results.finished / span_s:.4g}/s finished, "
         f"at most {report.most_under_way} under way",
+        **({"of the trace": report.left_out_in_words} if report.left_out else {}),
         "tokens": f"{results.input_tokens / span_s:,.0f} in/s, {results.output_tokens / span_s:,.0f} out/s",
         f"within the SLO ({slo})": f"{results.kept_share:.1%}; "
         f"goodput {results.goodput_per_gpu:.4g}/s for each of {report.num_gpus} GPUs or workers",

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from cluster.errors import StartError
 from simulator.calibration import Calibration
+from simulator.errors import BadSetup
 from simulator.results import Slo
 from simulator.traces.reading import Trace, Window
 from simulator.workloads import profile_named
@@ -87,7 +88,27 @@ async def test_interrupted_it_reports_what_is_over(model: Path, cluster_of: Any)
         running.cancel()
         report = await running
     assert 0 < report.results.finished < 100
+    assert report.exit_code == 130
     assert "interrupted" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+async def test_requests_longer_than_the_context_are_left_out_and_said_to_be(
+    model: Path, cluster_of: Any, tmp_path: Path
+) -> None:
+    trace, figures, picture = tmp_path / "trace", tmp_path / "figures.json", tmp_path / "picture.png"
+    rows = [{"timestamp": 0, "input_length": length, "output_length": 5} for length in (100, 1 << 20, 200)]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    console = quiet()
+    async with cluster_of(model, prefill=0, decode=1, **TIMING) as cluster:
+        load, door = Load(trace=Trace(trace, Window()), most=9), GrpcDoor([cluster.address], "", 60)
+        report = await run_bench(console, door, load, Wanted(Slo(5.0, 1.0), None, None, figures, picture))
+    assert (report.results.finished, report.left_out, report.requests_of_trace, report.exit_code) == (2, 1, 3, 0)
+    assert "1 of 3 left out: longer than the context" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert json.loads(figures.read_text())["left_out"] == {"longer_than_context": 1, "of": 3}
+    trace.write_text(json.dumps(rows[1]) + "\n")
+    async with cluster_of(model, prefill=0, decode=1, **TIMING) as cluster:
+        with pytest.raises(BadSetup, match="all of its 1 requests are longer"):
+            await run_bench(console, GrpcDoor([cluster.address], "", 60), load, Wanted(Slo(5.0, 1.0)))
 
 
 async def test_a_model_that_is_not_served_is_named(model: Path, cluster_of: Any) -> None:

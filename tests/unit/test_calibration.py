@@ -12,7 +12,7 @@ from engine.sim.timing import StepTiming, StepWork
 from simulator.calibration import Calibration, Jittered
 from simulator.cluster import SimCluster
 from simulator.errors import BadSetup
-from simulator.fitting import calibrate
+from simulator.fitting import Given, calibrate
 from simulator.request import Outcome, TraceRequest
 from simulator.traces.reading import served_of
 from simulator.traces.receipts import Served, write_served
@@ -65,10 +65,37 @@ def test_the_timing_of_both_roles_is_found_again() -> None:
     assert all(fit.error < 0.1 for fit in found.fits.values())
 
 
-def test_without_lenders_there_is_nothing_to_say_of_them() -> None:
-    found = calibrate(served(0, 2), decode_chunk=64)
+def test_what_an_aggregated_cluster_cannot_say_of_transfers_is_asked_for() -> None:
+    log = served(0, 1)
+    with pytest.raises(BadSetup, match=r"block_bytes: no KV moved .* say --block-bytes or --model"):
+        calibrate(log, decode_chunk=64)
+    with pytest.raises(BadSetup, match=r"nic_gbps: fewer than 8 transfers .* say --nic-gbps or --gpu"):
+        calibrate(log, decode_chunk=64, given=Given(block_bytes=1 << 20))
+    found = calibrate(log, decode_chunk=64, given=Given(kv_token_bytes=131_072.0, nic_bytes_per_s=25e9))
     assert found.prefill is None
     assert found.timing("prefill") == found.timing("decode")
+    assert (found.block_bytes, found.nic_bytes_per_s) == (16 * 131_072, 25e9)
+    assert found.num_blocks == (256 << 20) // found.block_bytes
+    assert found.not_measured.keys() == {"block_bytes", "nic_bytes_per_s", "prefill", "num_blocks"}
+    assert found.caveat.startswith("not measured: bytes of a block: given; links: given; steps of prefill workers")
+
+
+@pytest.mark.parametrize("given", [{"block_bytes": 0}, {"nic_bytes_per_s": math.nan}, {"nic_bytes_per_s": -1.0}])
+def test_what_is_given_must_be_above_0(given: dict[str, float]) -> None:
+    with pytest.raises(BadSetup, match="is not above 0"):
+        Given(**given)  # type: ignore[arg-type]
+
+
+def test_receipts_of_no_use_are_passed_over() -> None:
+    log = served(2, 2)
+    for each, (start_ms, duration_ms) in zip(log, [(0.0, -1.0), (math.nan, 1.0), (0.0, math.inf)], strict=False):
+        each.receipt.stages[0].start_ms, each.receipt.stages[0].duration_ms = start_ms, duration_ms
+    log[3].receipt.ClearField("kv")
+    assert calibrate(log, 2000, 256, 64) == calibrate(log[4:], 2000, 256, 64)
+    for each in log:
+        each.receipt.ClearField("kv")
+    with pytest.raises(BadSetup, match="log: 0 undisturbed"):
+        calibrate(log)
 
 
 def test_jitter_is_one_on_average_and_the_same_again() -> None:
@@ -119,6 +146,10 @@ def test_it_survives_its_file_and_so_does_the_log(tmp_path: Path) -> None:
         ({"num_blocks": 0}, "num_blocks"),
         ({"blocks": 3}, "blocks"),
         ({"decode": {"step_s": "x"}}, "decode.step_s"),
+        ({"decode": {"step_s": -1}}, "step_s is -1, not 0 to 3600 s"),
+        ({"prefill": {"step_s": 1e400}}, "step_s is inf"),
+        ({"message_s": 1e400}, "message_s"),
+        ({"nic_bytes_per_s": 0}, "nic_bytes_per_s"),
     ],
 )
 def test_a_wrong_file_is_refused_by_field(tmp_path: Path, change: dict[str, object], said: str) -> None:

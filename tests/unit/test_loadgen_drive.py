@@ -1,14 +1,25 @@
 """When requests are sent, and from when their times count."""
 
 import asyncio
-from types import TracebackType
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace, TracebackType
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from cluster.errors import InvalidRequest, Overloaded, Unavailable
+from cluster.errors import InvalidRequest, Overloaded, StartError, Unavailable
 from protos import inference_pb2 as pb
+from simulator.errors import BadSetup, BadTrace
 from simulator.request import Fate, TraceRequest
-from tandem.loadgen.doors import Door, OnTokens, _error, _read_event
+from simulator.traces.reading import Trace, Window
+from tandem.cli import app
+from tandem.loadgen import command
+from tandem.loadgen.command import LeftOut, Load
+from tandem.loadgen.doors import Door, HttpDoor, OnTokens, _error, _read_event
 from tandem.loadgen.drive import Asked, Drive
 
 
@@ -33,6 +44,30 @@ class Behind(Door):
         for count in (1, 1, 3):
             on_tokens(count)
         return pb.Finish(usage=pb.Usage(prompt_tokens=4, completion_tokens=5, cached_tokens=2))
+
+
+def load_of(tmp_path: Path, lengths: list[int], **changes: Any) -> Load:
+    path = tmp_path / "t"
+    rows = [{"timestamp": 1000 * n, "input_length": length, "output_length": 10} for n, length in enumerate(lengths)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Load(trace=Trace(path, Window()), most=changes.pop("most", 100), **changes)
+
+
+def test_requests_of_a_trace_that_are_too_long_are_counted(tmp_path: Path) -> None:
+    load = load_of(tmp_path, [100, 991, 300, 990, 5000])
+    assert load.left_out(1000) == LeftOut(2, 5)
+    assert [request.input_tokens for request in load.requests(1000)] == [100, 300, 990]
+    assert load_of(tmp_path, [5000, 100, 100, 5000], most=2).left_out(1000) == LeftOut(1, 3)
+    assert load_of(tmp_path, [5000, 100, 100, 5000], duration_s=1.5).left_out(1000) == LeftOut(1, 2)
+    with pytest.raises(BadSetup, match="all of its 2 requests are longer than the context, 1000 tokens"):
+        load_of(tmp_path, [1000, 2000]).left_out(1000)
+
+
+@pytest.mark.parametrize("name", ["rate", "scale"])
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+def test_a_load_that_cannot_be_offered(tmp_path: Path, name: str, value: float) -> None:
+    with pytest.raises(BadSetup, match=f"{name}: .* is not above 0"):
+        load_of(tmp_path, [100], **{name: value})
 
 
 def requests(count: int, gap_s: float = 0.0) -> list[TraceRequest]:
@@ -98,6 +133,16 @@ async def test_errors_end_a_request_and_not_the_run(error: Exception, fate: Fate
     assert [(asked.outcome.fate, asked.outcome.reason) for asked in over] == 3 * [(fate, reason)]
 
 
+async def test_a_trace_that_is_bad_from_some_line_on_says_so() -> None:
+    def bad() -> Iterator[TraceRequest]:
+        yield from requests(1)
+        raise BadTrace(Path("t"), 2, "is bad")
+
+    for run in (lambda drive: drive.open_loop(bad(), 0.0), lambda drive: drive.closed_loop(bad(), 2)):
+        with pytest.raises(BadTrace, match="line 2"):
+            await run(Drive(Behind(), lambda _: None))
+
+
 async def test_a_mistake_of_ours_ends_the_run() -> None:
     door = Behind(ZeroDivisionError())
     door.open.set()
@@ -127,6 +172,48 @@ def test_events_of_a_server_that_counts_and_of_one_that_does_not() -> None:
     assert (came, seen) == ([3, 1], 4)
     with pytest.raises(Unavailable):
         _read_event({"error": {"message": "gone", "code": 503}}, finish, seen, came.append)
+
+
+@pytest.mark.parametrize("url", ["foo", "ftp://a", "http://", "http://a:99999", "", 99 * "x"])
+def test_an_address_that_is_none(url: str) -> None:
+    with pytest.raises(StartError, match="is no address such as http://"):
+        HttpDoor(url, "", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--gpus", "0"], "gpus: 0 is not above 0"),
+        (["--gpus", "-2"], "gpus: -2 is not above 0"),
+        (["--timeout", "nan"], "timeout: nan is not above 0"),
+        (["--timeout", "-1"], "timeout: -1 is not above 0"),
+        (["--price", "nan"], "price: nan is not at least 0"),
+        (["--rate", "0"], "rate: 0 is not above 0"),
+        (["--scale", "-1"], "scale: -1 is not above 0"),
+        (["--http", "foo"], "http: 'foo' is no address"),
+        (["--log", "/nonexistent/x"], "there is no directory /nonexistent"),
+        (["--json", "."], "--json: cannot write .: it is a directory"),
+    ],
+)
+def test_the_command_with_a_bad_option(options: list[str], said: str) -> None:
+    done = CliRunner().invoke(app, ["bench", "--requests", "1", *options])
+    assert isinstance(done.exception, StartError)
+    assert said in str(done.exception)
+
+
+def test_the_command_spreads_a_traces_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[Load] = []
+
+    async def offered(_: object, __: object, load: Load, ___: object) -> Any:
+        loads.append(load)
+        return SimpleNamespace(exit_code=1)
+
+    monkeypatch.setattr(command, "run_bench", offered)
+    load_of(tmp_path, [100])
+    done = CliRunner().invoke(app, ["bench", str(tmp_path / "t"), "--spread", "3", "--requests", "9"])
+    assert done.exit_code == 1  # nothing was served
+    assert loads[0].trace is not None
+    assert loads[0].trace.window.spread_s == 3.0
 
 
 def test_what_an_http_status_means() -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from cluster.errors import StartError
 from simulator.errors import BadSetup
 from simulator.gpus import GPUS, gpu_named
 from simulator.model_shape import DEFAULT_CONFIG, open_shape, shape_of
@@ -52,13 +54,18 @@ def test_a_load_that_cannot_be(field: str, value: float) -> None:
 def test_lengths_have_their_mean(mean: float, variation: float) -> None:
     lengths = Lengths(mean, variation)
     assert lengths.mean_of(float) == pytest.approx(mean, rel=1e-3)
-    assert list(lengths.quantiles) == sorted(lengths.quantiles)
+    assert sum(share for share, _ in lengths.parts) == pytest.approx(1)
+    assert all(after >= before * (1 - 1e-6) for (_, before), (_, after) in pairwise(lengths.parts))
 
 
-def test_lengths_vary_as_they_should() -> None:
-    """All but what is beyond the last of the quantiles."""
-    square = Lengths(1000, 0.5).mean_of(lambda tokens: tokens**2)
-    assert math.sqrt(square / 1e6 - 1) == pytest.approx(0.5, rel=0.05)
+@pytest.mark.parametrize("variation", [0.5, 1.0, 2.0, 3.0])
+def test_lengths_vary_as_they_should(variation: float) -> None:
+    """Long tails too: with a few longest ones cut off, lines would be shorter than they are."""
+    lengths = Lengths(1000, variation)
+    assert lengths.square == pytest.approx(1e6 * (1 + variation**2))
+    assert lengths.mean_of(lambda tokens: tokens**2) == pytest.approx(lengths.square, rel=0.02)
+    below = sum(share for share, length in lengths.parts if length <= lengths.quantile(0.9))
+    assert below == pytest.approx(0.9, abs=0.03)
 
 
 def test_waits_of_one_server_are_known_exactly() -> None:
@@ -196,6 +203,23 @@ def test_what_no_number_of_gpus_mends(gpu: str, slo: tuple[float, float], load: 
     assert all(reason.startswith(said) for reason in made.why_not.values())
 
 
+@pytest.mark.parametrize("rate", [4e5, 1e6])
+def test_more_workers_than_a_plan_counts_are_said_to_be(rate: float) -> None:
+    made = plan(setup_of("H100", 1.0, 0.05), Load(rate, 8000, 500))
+    assert "would take more than 16,384 of them in a pool" in made.advice
+    assert made.advice.startswith(("Nothing keeps the SLO: workers: ", "Nothing to compare: workers: "))
+
+
+def test_own_gpus_cost_nothing_and_are_counted() -> None:
+    load = Load(20, 2000, 200)
+    free, paid = (plan(setup_of("H100", 1, 0.05, usd_per_gpu_hour=price), load) for price in (0.0, 3.0))
+    for one, other in ((free.apart, paid.apart), (free.together, paid.together)):
+        assert one is not None
+        assert other is not None
+        assert (one.gpus, one.usd_per_hour) == (other.gpus, 0.0)
+    assert free.advice == "Do not disaggregate: 3 GPUs instead of 2 GPUs, +50%"
+
+
 def test_a_large_model_takes_tensor_parallelism() -> None:
     large = shape_of(
         "70B",
@@ -305,9 +329,16 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--rate", "0"], "rate: 0 is not above 0 to 1e+06"),
         (["--simulate", "-1"], "simulate: -1 is not at least 0"),
         (["--block-tokens", "0"], "block_tokens: 0 is not at least 1"),
+        (["--price", "-1"], "price: -1 is not at least 0"),
+        (["--price", "inf"], "price: inf is not at least 0"),
+        (["--itl", "nan"], "itl: nan is not above 0"),
+        (["--ttft", "-1"], "ttft: -1 is not above 0"),
+        (["--json", "/nonexistent/x"], "--json: cannot write /nonexistent/x: there is no directory /nonexistent"),
+        (["--json", "."], "--json: cannot write .: it is a directory"),
+        (["--json", 300 * "x"], "File name too long"),
     ],
 )
 def test_the_command_with_a_bad_option(options: list[str], said: str) -> None:
     done = CliRunner().invoke(app, [*OPTIONS, *options])
-    assert isinstance(done.exception, BadSetup)
+    assert isinstance(done.exception, StartError)
     assert said in str(done.exception)

@@ -239,5 +239,6 @@ def test_what_a_planner_is_given_by_the_command_is_checked() -> None:
 def test_a_fixed_fleet_is_paid_for_all_the_time() -> None:
     requests = list(itertools.islice(swinging(60), 60))
     run = replay(SETUP, Scenario("conditional", 1, 1), requests)
+    assert run.results.arrivals_s == pytest.approx(requests[-1].arrival_s)
     assert run.results.gpu_hours == pytest.approx(2 * run.results.duration_s / 3600)
-    assert run.results.goodput_per_gpu == pytest.approx(run.results.kept / run.results.duration_s / 2)
+    assert run.results.goodput_per_gpu == pytest.approx(run.results.kept / run.results.arrivals_s / 2)

@@ -11,16 +11,18 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from engine.sim.timing import StepWork
+from cluster.errors import StartError
+from engine.sim.timing import StepTiming, StepWork
+from simulator.calibration import Calibration
 from simulator.cluster import SimCluster
 from simulator.decision_log import LoggedFleet, decide_again
 from simulator.errors import BadSetup
 from simulator.gpus import GPUS, Roofline, gpu_named
 from simulator.model_shape import DEFAULT_CONFIG, open_shape, shape_of
 from simulator.planned import autoscaled
-from simulator.replay import Scenario, Setup, replay, scenarios
+from simulator.replay import Scenario, Setup, replay, scenarios, spec_of
 from simulator.report import as_json, tables_of, verdict
-from simulator.request import TraceRequest
+from simulator.request import Outcome, TraceRequest
 from simulator.results import Slo
 from support.virtual_cluster import cluster_spec, random_requests
 from tandem.cli import app
@@ -45,9 +47,67 @@ def test_the_shape_of_a_mixture_of_experts() -> None:
     assert many == pytest.approx(shape.weight_bytes)
 
 
+OPT_13B = {
+    "model_type": "opt",
+    "hidden_size": 5120,
+    "ffn_dim": 20480,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+    "vocab_size": 50272,
+    "torch_dtype": "float16",
+}
+GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None, "vocab_size": 50257}
+
+
+@pytest.mark.parametrize(
+    ("config", "params"),
+    [
+        (OPT_13B, 12.84e9),
+        (GPT2, 123.5e6),
+        (OPT_13B | {"tie_word_embeddings": False}, 13.10e9),
+        (DEFAULT_CONFIG | {"model_type": "gemma2"}, 7.50e9),
+        (DEFAULT_CONFIG | {"model_type": "falcon", "multi_query": True, "num_key_value_heads": None}, 5.39e9),
+    ],
+)
+def test_parameters_of_other_families(config: dict[str, object], params: float) -> None:
+    assert shape_of("x", config).params == pytest.approx(params, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("quantised", "bits"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, 4),
+        ({"quant_method": "awq", "w_bit": 4}, 4),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 8),
+        ({"load_in_4bit": True}, 4),
+        ({"quant_method": "fp8"}, 8),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}, 8),
+    ],
+)
+def test_quantised_layers_have_fewer_bytes_and_embeddings_do_not(quantised: dict[str, object], bits: int) -> None:
+    shape = shape_of("x", DEFAULT_CONFIG | {"quantization_config": quantised})
+    rest = 2 * 128256 * 4096
+    assert shape.weight_bytes == (shape.params - rest) * bits // 8 + rest * 2
+    assert shape.weight_bytes_read(1) == shape.weight_bytes
+    assert shape.kv_bytes_per_token == LLAMA.kv_bytes_per_token
+
+
+def test_eight_bit_weights_have_the_same_kv_in_memory_and_on_links() -> None:
+    setup = replace(SETUP, model=shape_of("x", DEFAULT_CONFIG | {"torch_dtype": "float8_e4m3fn"}))
+    assert setup.model.weight_bytes == LLAMA.weight_bytes // 2
+    layout = spec_of(setup, "decode", apart=True).layout
+    assert layout.block_bytes == setup.model.kv_bytes_per_token * setup.block_tokens
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        ({"kv_lora_rank": 512}, "kv_lora_rank: latent attention"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ({"head_dim": 0}, "head_dim is 0"),
+        ({"num_attention_heads": 8192}, "8192 heads of a hidden size of 4096"),
+        ({"torch_dtype": 9 * "int3"}, "torch_dtype 'int3int3"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quant_method 'hqq' is none of gptq"),
         ({"hidden_size": None}, "does not say hidden_size"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
         ({"vocab_size": "many"}, "vocab_size is 'many'"),
@@ -111,6 +171,26 @@ def test_a_comparison_as_a_person_sees_it() -> None:
     assert json.dumps(again) == json.dumps(as_json(runs, SETUP, "t"))
     cost = runs[0].results.usd_per_million_output_tokens
     assert cost == pytest.approx(4 * 3.0 * runs[0].results.duration_s / 3600 / runs[0].results.output_tokens * 1e6)
+
+
+def test_a_long_last_output_decides_nothing() -> None:
+    """Goodput is of the time in which requests come, the same for all clusters."""
+    trace = [TraceRequest(number, 0.5 * number, 200, 20) for number in range(11)]
+    slow = [*trace[:-1], replace(trace[-1], output_tokens=2000)]
+    ordinary, straggling = (replay(SETUP, Scenario("aggregated", 0, 4), each).results for each in (trace, slow))
+    assert straggling.duration_s > 2 * ordinary.duration_s
+    assert straggling.kept == ordinary.kept == 11
+    assert straggling.goodput_per_gpu == ordinary.goodput_per_gpu == pytest.approx(11 / 5.0 / 4)
+    at_once = replay(SETUP, Scenario("aggregated", 0, 4), [replace(each, arrival_s=0.0) for each in trace]).results
+    assert at_once.arrivals_s == SETUP.slo.ttft_s
+
+
+def test_what_is_drawn_beside_the_slo_is_what_it_is_about() -> None:
+    """The mean of each request; a single token has none."""
+    trace = [TraceRequest(0, 0.0, 200, 1), TraceRequest(1, 5.0, 200, 40)]
+    outcomes: list[Outcome] = []
+    results = replay(SETUP, Scenario("aggregated", 0, 4), trace, on_end=outcomes.append).results
+    assert results.request_itl_s.p50 == results.request_itl_s.p99 == outcomes[-1].itl_s
 
 
 def test_verdicts() -> None:
@@ -214,18 +294,65 @@ def test_the_command_with_a_planner(tmp_path: Path) -> None:
         (["--kill", "nobody@1"], "nobody"),
         (["--gpus", "0"], "gpus: 0 is not at least 1"),
         (["--rate", "0"], "rate: 0.0 is not"),
-        (["--lag", "-1"], "event_lag_s"),
+        (["--lag", "-1"], "lag: -1 ms"),
         (["--autoscale", "0"], "autoscale: 0 is not at least 1"),
         (["--autoscale", "2", "--worker-start", "-1"], "worker_start: -1.0 is not a time"),
         (["--swing", "0.5"], "swing: 0.5 is not at least 1"),
+        (["--kill", "decode-0000@1", "--kill", "decode-0000@2"], "kill: decode-0000 dies only once"),
+        (["--modes", 1000 * "x"], "x... is not known"),
+        (["--split", "2:2"], "split: 2:2 are not 2 workers"),
+        (["--routers", "0"], "routers: 0 is not at least 1"),
+        (["--tp", "2", "--gpus", "3"], "tp: 3 GPUs are no whole number"),
+        (["--tp", "3", "--gpus", "3"], "tp: 3 does not divide the 32 heads of Llama 3.1 8B"),
+        (["--duration", "0"], "duration: 0.0 is not"),
+        (["--png", "/nonexistent/x"], "there is no directory /nonexistent"),
+        (["--log-decisions", "."], "--log-decisions: cannot write .: it is a directory"),
+        (["--log-decisions", "log", "--modes", "disaggregated"], "log_decisions: nothing would be logged"),
+        (["--log-decisions", "log", "--policies", "round-robin"], "log_decisions: nothing would be logged"),
     ],
 )
 def test_the_command_with_a_bad_option(tmp_path: Path, options: list[str], said: str) -> None:
     trace = write_trace(tmp_path / "t.jsonl", 2)
     done = CliRunner().invoke(app, ["replay", str(trace), "--gpus", "2", *options])
     assert done.exit_code != 0
-    assert isinstance(done.exception, BadSetup)
+    assert isinstance(done.exception, StartError)
     assert said in str(done.exception)
+
+
+CALIBRATION = Calibration(
+    decode=StepTiming(0.004, 1e-5),
+    nic_bytes_per_s=1e9,
+    read_latency_s=1e-5,
+    message_s=1e-4,
+    block_tokens=16,
+    block_bytes=1 << 16,
+    num_blocks=2000,
+    not_measured={"block_bytes": "given"},
+)
+
+
+def test_a_calibration_is_what_is_replayed_and_what_is_said(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    trace, figures, found = write_trace(tmp_path / "t.jsonl"), tmp_path / "out.json", tmp_path / "mine.json"
+    CALIBRATION.write(found)
+    options = ["--gpus", "2", "--modes", "aggregated", "--calibration", str(found), "--json", str(figures)]
+    runner = CliRunner()
+    done = runner.invoke(app, ["replay", str(trace), *options, "--autoscale", "2", "--png", str(tmp_path / "p.png")])
+    assert done.exit_code == 0, done.output
+    assert "2 workers as those of mine.json" in done.output
+    assert "not measured: bytes of a block: given" in done.output
+    assert "H100" not in done.output
+    assert "USD" not in done.output
+    said = json.loads(figures.read_text())
+    assert (said["setup"]["gpu"], said["setup"]["calibration_name"]) == (None, "mine.json")
+    assert said["setup"]["calibration"]["not_measured"] == {"block_bytes": "given"}
+    assert said["runs"][0]["results"]["usd_per_million_output_tokens"] is None
+    priced = runner.invoke(app, ["replay", str(trace), *options, "--price", "2"])
+    assert "USD" in priced.output
+    for option, value in (("gpu", "B200"), ("tp", "1"), ("lag", "500"), ("block-tokens", "64"), ("model", "x")):
+        refused = runner.invoke(app, ["replay", str(trace), *options, f"--{option}", value])
+        assert isinstance(refused.exception, BadSetup)
+        assert str(refused.exception).startswith(f"{option.replace('-', '_')}: says a calibration")
 
 
 def test_a_death_on_demand(tmp_path: Path) -> None:
@@ -236,6 +363,18 @@ def test_a_death_on_demand(tmp_path: Path) -> None:
     (run,) = json.loads(figures.read_text())["runs"]
     assert run["results"]["finished"] == 20
     assert run["results"]["placed_again"] > 0
+    at_once = CliRunner().invoke(app, ["replay", str(trace), "--gpus", "2", "--kill", "decode-0000@0"])
+    assert at_once.exit_code == 0, at_once.output
+
+
+def test_prompts_longer_than_a_models_context_are_refused(tmp_path: Path) -> None:
+    config = DEFAULT_CONFIG | {"max_position_embeddings": 800}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    trace = write_trace(tmp_path / "t.jsonl")
+    options = ["--gpus", "2", "--modes", "aggregated", "--model", str(tmp_path)]
+    done = CliRunner().invoke(app, ["replay", str(trace), *options])
+    assert done.exit_code == 0, done.output
+    assert "4 x longer than the model's context of 800 tokens" in done.output
 
 
 def test_the_picture(tmp_path: Path) -> None:
@@ -254,4 +393,5 @@ def test_nothing_finished_is_no_number() -> None:
     refused = replay(SETUP, Scenario("aggregated", 0, 4), [TraceRequest(0, 0.0, 1 << 23, 1)])
     assert refused.results.refused == 1
     assert math.isnan(refused.results.ttft_s.mean)
+    assert verdict([refused, refused]) == "Nothing was served: larger than every pool"
     assert as_json([refused], SETUP, "t")["runs"][0]["results"]["ttft_s"]["mean"] is None

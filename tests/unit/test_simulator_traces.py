@@ -1,5 +1,6 @@
 """Traces: three formats, what is wrong with them, and how much of one is in memory."""
 
+import gzip
 import io
 import json
 import tracemalloc
@@ -48,6 +49,20 @@ def test_azure(tmp_path: Path) -> None:
     assert (first.input_tokens, first.output_tokens, first.hash_ids) == (374, 44, ())
     assert second.arrival_s == pytest.approx(4.314579, abs=1e-6)
     assert not set(first.tokens()) & set(second.tokens())
+
+
+def test_azure_with_a_zone(tmp_path: Path) -> None:
+    path = mooncake(
+        tmp_path / "t.csv",
+        "TIMESTAMP,ContextTokens,GeneratedTokens",
+        "2024-05-10 00:00:00.009930+00:00,2162,5",
+        "2024-05-10 00:00:01+00:00,2399,6",
+        "2024-05-10 02:00:01.5+02:00,76,15",
+        "2024-05-10 00:00:02.25Z,76,15",
+        "2024-05-10 00:00:03,76,15",
+    )
+    arrivals = [request.arrival_s for request in read(path)]
+    assert arrivals == pytest.approx([0.0, 0.99007, 1.49007, 2.24007, 2.99007], abs=1e-6)
 
 
 def test_receipts_are_read_as_they_were_written(tmp_path: Path) -> None:
@@ -114,6 +129,12 @@ def test_a_bad_line_is_named(tmp_path: Path, second: object, reason: str) -> Non
         (b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,many,2\n", 2, "ContextTokens is 'many'"),
         (b'{"a": 1}\n', 1, "no known format"),
         (b"{" + 17 * (1 << 20) * b" ", 1, "is longer than"),
+        (gzip.compress(b"{}"), 0, r"is compressed \(gzip\): unpack it first"),
+        (
+            b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46," + 100_000 * b"x" + b",2\n",
+            2,
+            r"x\.\.\., not",
+        ),
     ],
 )
 def test_a_file_that_is_no_trace(tmp_path: Path, content: bytes, line: int, reason: str) -> None:
@@ -122,6 +143,20 @@ def test_a_file_that_is_no_trace(tmp_path: Path, content: bytes, line: int, reas
     with pytest.raises(BadTrace, match=reason) as caught:
         read(path)
     assert caught.value.line == line
+    assert len(str(caught.value)) < 400
+
+
+def test_a_file_that_may_not_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    trace = Trace(mooncake(tmp_path / "t", GOOD), Window())
+    monkeypatch.setattr(Path, "open", forbidden)
+    with pytest.raises(BadTrace, match="Permission denied"):
+        list(trace)
+    monkeypatch.setattr(Path, "is_file", forbidden)
+    with pytest.raises(BadTrace, match="Permission denied"):
+        Trace(tmp_path / "t", Window())
 
 
 def test_no_file(tmp_path: Path) -> None:
