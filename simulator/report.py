@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from rich import box
 from rich.table import Table
 
-from simulator.replay import Run, Setup
+from simulator.replay import MODES, Run, Setup
 
 SHOWN = ("p50", "p95", "p99")
 MOMENTS = 24
@@ -109,7 +109,7 @@ def _sizes(run: Run) -> Table:
 
 def _table(title: str, columns: Sequence[str]) -> Table:
     table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("\ncluster")
+    table.add_column("\ncluster", min_width=max(map(len, MODES)))
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True, min_width=max(map(len, [*name.split("\n"), "00.00"])))
     return table
