@@ -1,5 +1,6 @@
 """A trace through several clusters of the same GPUs: who computes prompts, how many do, and who chooses."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from cluster.roles import Role
 from engine.core import CoreLimits
 from engine.layout import KvLayout
 from engine.scheduler import StepBudget
-from engine.sim.timing import StepWork
+from engine.sim.timing import StepTiming, StepWork
 from engine.worker.config import WorkerConfig
 from router.admission.config import AdmissionConfig
 from router.config import RouterConfig
@@ -31,6 +32,8 @@ Policy = Literal["ours", "round-robin", "least-loaded", "prefix-hash"]
 MODES: tuple[Mode, ...] = ("aggregated", "disaggregated", "conditional")
 POLICIES: tuple[Policy, ...] = ("ours", "round-robin", "least-loaded", "prefix-hash")
 MAX_BATCH_TOKENS = 8192
+LEAST_S = 1e-6
+"""Of what is assumed: no time at all would be no rate."""
 DEFAULT_SLO = Slo(1.0, 0.05)
 _OPTIONS = {"num_routers": "routers", "event_lag_s": "lag"}
 """What a person calls them."""
@@ -59,7 +62,7 @@ class Setup:
     """Of a decode worker's: its running streams wait for it."""
     calibration: Calibration | None = None
     """A live cluster's: its workers stand for `gpus`, its figures for what `gpu` and `model` would be taken to do, for
-    its own blocks, chunks, messages and lag, and for what an operator would know: routers begin with their defaults."""
+    its own blocks, chunks, messages and lag, and for what its routers have learnt."""
     calibration_name: str = ""
     """Whence it is."""
     num_routers: int = 1
@@ -267,7 +270,7 @@ def cluster_spec(setup: Setup, scenario: Scenario, make_fleet: FleetMaker | None
         priors = priors_of(setup, scenario.apart)
         message_s, event_lag_s = setup.message_s, setup.event_lag_s
     else:
-        priors = RouterConfig.model_construct().priors()
+        priors = learnt_by(measured)
         message_s, event_lag_s = measured.message_s, measured.event_lag_s
     return ClusterSpec(
         workers=workers,
@@ -303,7 +306,26 @@ def priors_of(setup: Setup, apart: bool) -> Priors:
         kv_bytes_per_s=min(nic_bytes_per_s(prefill), nic_bytes_per_s(decode)),
         loan_overhead_s=0.003,
         step_s=decode.seconds_of(StepWork(streams=1, context_tokens=1)),
-        stream_delay_s=max(1e-6, decode.seconds_of(StepWork(streams=64, context_tokens=64 * 2048)) / 64 * 0.1),
+        stream_delay_s=max(LEAST_S, decode.seconds_of(StepWork(streams=64, context_tokens=64 * 2048)) / 64 * 0.1),
+    )
+
+
+def learnt_by(measured: Calibration) -> Priors:
+    """What the routers of that cluster assume by now: they saw the same receipts. Of a loan's overhead only their
+    default is known."""
+
+    def tokens_per_s(timing: StepTiming, chunk: int) -> float:
+        spent_s = timing.seconds_of(StepWork(chunk, chunk * (chunk + 1) // 2)) - timing.step_s
+        return chunk / max(spent_s, LEAST_S)
+
+    decode, prefill = measured.decode, measured.prefill or measured.decode
+    return dataclasses.replace(
+        RouterConfig.model_construct().priors(),
+        prefill_tokens_per_s=tokens_per_s(prefill, measured.prefill_chunk),
+        decode_prefill_tokens_per_s=tokens_per_s(decode, measured.decode_chunk),
+        kv_bytes_per_s=measured.nic_bytes_per_s,
+        step_s=max(decode.step_s, LEAST_S),
+        stream_delay_s=max(decode.stream_s, LEAST_S),
     )
 
 

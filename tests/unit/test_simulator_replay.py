@@ -20,7 +20,7 @@ from simulator.errors import BadSetup
 from simulator.gpus import GPUS, Roofline, gpu_named
 from simulator.model_shape import DEFAULT_CONFIG, open_shape, shape_of
 from simulator.planned import autoscaled
-from simulator.replay import Scenario, Setup, replay, scenarios, spec_of
+from simulator.replay import Scenario, Setup, learnt_by, replay, scenarios, spec_of
 from simulator.report import as_json, tables_of, verdict
 from simulator.request import Outcome, TraceRequest
 from simulator.results import Slo
@@ -329,6 +329,18 @@ CALIBRATION = Calibration(
     num_blocks=2000,
     not_measured={"block_bytes": "given"},
 )
+
+
+def test_routers_of_a_calibrated_cluster_know_how_fast_it_is() -> None:
+    timing = StepTiming(step_s=0.01, prompt_token_s=1e-4, stream_s=2e-4)
+    lent = StepTiming(step_s=0.02, prompt_token_s=5e-5)
+    warm = learnt_by(CALIBRATION.model_copy(update={"decode": timing, "prefill": lent, "nic_bytes_per_s": 5e8}))
+    assert warm.decode_prefill_tokens_per_s == pytest.approx(10_000)
+    assert warm.prefill_tokens_per_s == pytest.approx(20_000)
+    assert (warm.step_s, warm.stream_delay_s, warm.kv_bytes_per_s) == (0.01, 2e-4, 5e8)
+    idle = learnt_by(CALIBRATION.model_copy(update={"decode": StepTiming(), "prefill": None}))
+    assert 0 < idle.step_s < 1e-3
+    assert 0 < idle.prefill_tokens_per_s < math.inf
 
 
 def test_a_calibration_is_what_is_replayed_and_what_is_said(tmp_path: Path) -> None:
