@@ -311,19 +311,21 @@ def priors_of(setup: Setup, apart: bool) -> Priors:
 
 
 def learnt_by(measured: Calibration) -> Priors:
-    """What the routers of that cluster assume by now: they saw the same receipts. Of a loan's overhead only their
-    default is known."""
+    """What the routers of that cluster assume by now: they saw the same receipts. Of a loan's overhead their default is
+    taken, and what a lender's step costs more than another: there is one figure for both."""
 
     def tokens_per_s(timing: StepTiming, chunk: int) -> float:
         spent_s = timing.seconds_of(StepWork(chunk, chunk * (chunk + 1) // 2)) - timing.step_s
         return chunk / max(spent_s, LEAST_S)
 
     decode, prefill = measured.decode, measured.prefill or measured.decode
+    defaults = RouterConfig.model_construct().priors()
     return dataclasses.replace(
-        RouterConfig.model_construct().priors(),
+        defaults,
         prefill_tokens_per_s=tokens_per_s(prefill, measured.prefill_chunk),
         decode_prefill_tokens_per_s=tokens_per_s(decode, measured.decode_chunk),
         kv_bytes_per_s=measured.nic_bytes_per_s,
+        loan_overhead_s=defaults.loan_overhead_s + max(0.0, prefill.step_s - decode.step_s),
         step_s=max(decode.step_s, LEAST_S),
         stream_delay_s=max(decode.stream_s, LEAST_S),
     )
