@@ -81,6 +81,8 @@ class Calibration(BaseModel):
     prefill_chunk: Count = 512
     decode_chunk: Count = 128
     """Prompt tokens of a step: the workers' `max_prefill_tokens`."""
+    decode_prompts: bool = True
+    """Its decode workers computed prompts, and not their ends only: so its routers have seen how fast they do."""
     fits: dict[str, Fit] = {}
     not_measured: dict[str, str] = {}
     """Fields that were given or assumed, and by whom."""

@@ -67,6 +67,11 @@ class _Timed:
         return self.served.receipt.kv.computed_tokens
 
 
+END_BLOCKS = 2
+"""Of a prompt, that a decode worker computes whoever lends the rest: one at most, and who computes more on average
+computes whole prompts, too."""
+
+
 @dataclass(slots=True)
 class _Row:
     """A measurement: `work` has an amount for each of TERMS."""
@@ -154,6 +159,7 @@ def calibrate(
         num_blocks=num_blocks or max(1, POOL_BYTES // block_bytes),
         prefill_chunk=prefill_chunk,
         decode_chunk=decode_chunk,
+        decode_prompts=sum(each.tail_tokens for each in timed) > END_BLOCKS * block_tokens * len(timed),
         fits=fits,
         not_measured=notes,
     )

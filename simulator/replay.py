@@ -311,8 +311,9 @@ def priors_of(setup: Setup, apart: bool) -> Priors:
 
 
 def learnt_by(measured: Calibration) -> Priors:
-    """What the routers of that cluster assume by now: they saw the same receipts. Of a loan's overhead their default is
-    taken, and what a lender's step costs more than another: there is one figure for both."""
+    """What the routers of that cluster assume by now: they saw the same receipts, and of what they did not see their
+    defaults stand. Of a loan's overhead that is taken, and what a lender's step costs more than another: there is one
+    figure for both."""
 
     def tokens_per_s(timing: StepTiming, chunk: int) -> float:
         spent_s = timing.seconds_of(StepWork(chunk, chunk * (chunk + 1) // 2)) - timing.step_s
@@ -323,7 +324,11 @@ def learnt_by(measured: Calibration) -> Priors:
     return dataclasses.replace(
         defaults,
         prefill_tokens_per_s=tokens_per_s(prefill, measured.prefill_chunk),
-        decode_prefill_tokens_per_s=tokens_per_s(decode, measured.decode_chunk),
+        decode_prefill_tokens_per_s=(
+            tokens_per_s(decode, measured.decode_chunk)
+            if measured.decode_prompts
+            else defaults.decode_prefill_tokens_per_s
+        ),
         kv_bytes_per_s=measured.nic_bytes_per_s,
         loan_overhead_s=defaults.loan_overhead_s + max(0.0, prefill.step_s - decode.step_s),
         step_s=max(decode.step_s, LEAST_S),

@@ -339,6 +339,8 @@ def test_routers_of_a_calibrated_cluster_know_how_fast_it_is() -> None:
     assert warm.prefill_tokens_per_s == pytest.approx(20_000)
     assert (warm.step_s, warm.stream_delay_s, warm.kv_bytes_per_s) == (0.01, 2e-4, 5e8)
     assert warm.loan_overhead_s == pytest.approx(0.003 + 0.01), "a lender's step is dearer by that"
+    unseen = learnt_by(CALIBRATION.model_copy(update={"decode": timing, "decode_prompts": False}))
+    assert unseen.decode_prefill_tokens_per_s == 1000, "their default"
     idle = learnt_by(CALIBRATION.model_copy(update={"decode": StepTiming(), "prefill": None}))
     assert 0 < idle.step_s < 1e-3
     assert 0 < idle.prefill_tokens_per_s < math.inf
