@@ -118,23 +118,23 @@ class Tracing:
 
     def failed(self, ticket: Ticket | None, arrived_at: float, error: ServiceError) -> None:
         """It ended with an error, now. `arrived_at`: of the monotonic clock."""
+        self._cut_short(ticket, arrived_at, error.code.name, str(error))
+
+    def cancelled(self, ticket: Ticket | None, arrived_at: float) -> None:
+        """Its client left, or it was ended, now: no error of ours."""
+        self._cut_short(ticket, arrived_at, CANCELLED, "")
+
+    def _cut_short(self, ticket: Ticket | None, arrived_at: float, kind: str, failure: str) -> None:
+        """The span of the whole alone. `failure`: what we failed at; empty: nothing."""
         if self._processor is None or not self._wanted():
             return
         from opentelemetry.trace import Status, StatusCode
 
         now_ns, span_ns = time.time_ns(), round((time.monotonic() - arrived_at) * 1e9)
-        attributes = {"error.type": error.code.name} | (self._of_request(ticket) if ticket is not None else {})
+        attributes = {"error.type": kind} | (self._of_request(ticket) if ticket is not None else {})
         root, _ = self._root(now_ns - span_ns, attributes)
-        root.set_status(Status(StatusCode.ERROR, str(error)))
-        root.end(now_ns)
-
-    def cancelled(self, ticket: Ticket | None, arrived_at: float) -> None:
-        """Its client left, or it was ended, now: no error of ours."""
-        if self._processor is None or not self._wanted():
-            return
-        now_ns, span_ns = time.time_ns(), round((time.monotonic() - arrived_at) * 1e9)
-        attributes = {"error.type": CANCELLED} | (self._of_request(ticket) if ticket is not None else {})
-        root, _ = self._root(now_ns - span_ns, attributes)
+        if failure:
+            root.set_status(Status(StatusCode.ERROR, failure))
         root.end(now_ns)
 
     async def close(self) -> None:

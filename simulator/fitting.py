@@ -44,6 +44,9 @@ READ_LATENCY_S = 20e-6
 """Of a link that was not measured."""
 MAX_MS = 1e8
 """Of a stage: more than a day is no time of a request."""
+END_BLOCKS = 2
+"""Of a prompt, that a decode worker computes whoever lends the rest: one at most, and who computes more on average
+computes whole prompts, too."""
 POOL_BYTES = 256 << 20
 """A worker's default."""
 
@@ -65,11 +68,6 @@ class _Timed:
     @property
     def tail_tokens(self) -> int:
         return self.served.receipt.kv.computed_tokens
-
-
-END_BLOCKS = 2
-"""Of a prompt, that a decode worker computes whoever lends the rest: one at most, and who computes more on average
-computes whole prompts, too."""
 
 
 @dataclass(slots=True)

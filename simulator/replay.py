@@ -297,12 +297,9 @@ def priors_of(setup: Setup, apart: bool) -> Priors:
     """What an operator who knows his GPUs would write into the router's settings."""
     prefill, decode = (roofline_of(setup, role, apart) for role in ("prefill", "decode"))
 
-    def tokens_per_s(roofline: Roofline, chunk: int) -> float:
-        return chunk / (roofline.seconds_of(StepWork(chunk, chunk * (chunk + 1) // 2)) - roofline.step_s)
-
     return Priors(
-        prefill_tokens_per_s=tokens_per_s(prefill, setup.prefill_chunk),
-        decode_prefill_tokens_per_s=tokens_per_s(decode, setup.decode_chunk),
+        prefill_tokens_per_s=_tokens_per_s(prefill, setup.prefill_chunk),
+        decode_prefill_tokens_per_s=_tokens_per_s(decode, setup.decode_chunk),
         kv_bytes_per_s=min(nic_bytes_per_s(prefill), nic_bytes_per_s(decode)),
         loan_overhead_s=0.003,
         step_s=decode.seconds_of(StepWork(streams=1, context_tokens=1)),
@@ -315,17 +312,13 @@ def learnt_by(measured: Calibration) -> Priors:
     defaults stand. Of a loan's overhead that is taken, and what a lender's step costs more than another: there is one
     figure for both."""
 
-    def tokens_per_s(timing: StepTiming, chunk: int) -> float:
-        spent_s = timing.seconds_of(StepWork(chunk, chunk * (chunk + 1) // 2)) - timing.step_s
-        return chunk / max(spent_s, LEAST_S)
-
     decode, prefill = measured.decode, measured.prefill or measured.decode
     defaults = RouterConfig.model_construct().priors()
     return dataclasses.replace(
         defaults,
-        prefill_tokens_per_s=tokens_per_s(prefill, measured.prefill_chunk),
+        prefill_tokens_per_s=_tokens_per_s(prefill, measured.prefill_chunk),
         decode_prefill_tokens_per_s=(
-            tokens_per_s(decode, measured.decode_chunk)
+            _tokens_per_s(decode, measured.decode_chunk)
             if measured.decode_prompts
             else defaults.decode_prefill_tokens_per_s
         ),
@@ -334,6 +327,12 @@ def learnt_by(measured: Calibration) -> Priors:
         step_s=max(decode.step_s, LEAST_S),
         stream_delay_s=max(decode.stream_s, LEAST_S),
     )
+
+
+def _tokens_per_s(timing: Roofline | StepTiming, chunk: int) -> float:
+    """Of a prompt in such chunks, beside what every step takes."""
+    spent_s = timing.seconds_of(StepWork(chunk, chunk * (chunk + 1) // 2)) - timing.step_s
+    return chunk / max(spent_s, LEAST_S)
 
 
 def nic_bytes_per_s(roofline: Roofline) -> float:

@@ -68,9 +68,8 @@ class Drive:
                 for request in requests:
                     due_at = begins_at + request.arrival_s
                     ahead_s = due_at - loop.time()
-                    await asyncio.sleep(
-                        ahead_s if ahead_s > SLEEP_AT_LEAST_S else 0
-                    )  # one that is behind lets answers in
+                    # One that is behind lets answers in.
+                    await asyncio.sleep(ahead_s if ahead_s > SLEEP_AT_LEAST_S else 0)
                     if due_at >= self._counts_from:
                         self.sent.late_s.append(max(0.0, loop.time() - due_at))
                     self._start(group, request, due_at)

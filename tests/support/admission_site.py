@@ -86,7 +86,10 @@ class Site:
         """`first_token_by` and `deadline` count from now."""
         absolute: dict[str, Any] = {name: self.now + seconds for name, seconds in times.items()}
         claim = claim or Claim(tenant, priority, self.now, **absolute)
-        waiting, outcomes = self.admission.arrived(claim, demand_of(num_blocks, usable), self._keys(usable), self.now)
+        return self.arrive(claim, demand_of(num_blocks, usable), self._keys(usable))
+
+    def arrive(self, claim: Claim, demand: Demand, keys: Sequence[bytes] = ()) -> Waiting:
+        waiting, outcomes = self.admission.arrived(claim, demand, keys, self.now)
         self.waiting[waiting] = None
         self._absorb(outcomes)
         return waiting

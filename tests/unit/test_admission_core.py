@@ -407,11 +407,7 @@ def test_the_whole_deadline_counts_the_stream_too() -> None:
     demand = Demand(4, 0, 11, BLOCK, 100, (4,), 44)
 
     def arrive(deadline: float) -> Waiting:
-        claim = Claim("", 0, site.now, site.now + deadline)
-        waiting, outcomes = site.admission.arrived(claim, demand, [], site.now)
-        site.waiting[waiting] = None
-        site._absorb(outcomes)
-        return waiting
+        return site.arrive(Claim("", 0, site.now, site.now + deadline), demand)
 
     for _ in range(100):
         stream = arrive(1000)
@@ -436,11 +432,7 @@ def test_what_a_request_may_say_is_not_what_it_will_say() -> None:
 
     def arrive(output: int, deadline: float) -> Waiting:
         demand = Demand(4, 0, 1 + output // 4, BLOCK, 100, (4,), 4 + output)
-        claim = Claim("", 0, site.now, site.now + deadline)
-        waiting, outcomes = site.admission.arrived(claim, demand, [], site.now)
-        site.waiting[waiting] = None
-        site._absorb(outcomes)
-        return waiting
+        return site.arrive(Claim("", 0, site.now, site.now + deadline), demand)
 
     for _ in range(100):
         stream = arrive(100, 1000)
