@@ -91,7 +91,7 @@ async def test_each_kind_and_each_refusal(cluster_of, audit) -> None:  # type: i
             tell(
                 client, Told(), structured=pb.StructuredOutput(grammar='start: "<" W ("," W){2} ">"\nW: /[a-z]{2,5}/')
             ),
-            tell(client, Told(), structured=None, max_tokens=20),
+            tell(client, Told(), structured=None, max_tokens=20, ignore_eos=True),
         )
         assert choice.text in ("the fox", "the owl")
         assert re.fullmatch("[A-Z][a-z]{2,8} said: [0-9]{3}", regex.text)
