@@ -18,6 +18,7 @@ runs out. `free + cached >= reserved` always holds.
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.keys import BlockKey
 
@@ -40,8 +41,7 @@ class Removed:
 CacheEvent = Stored | Removed
 
 
-@dataclass(frozen=True, slots=True)
-class Evicted:
+class Evicted(NamedTuple):
     """A cached block that is about to be reused."""
 
     block: int

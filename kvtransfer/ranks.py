@@ -97,12 +97,16 @@ def part_spans(own: BlockPart, theirs: BlockPart, pairs: Iterable[tuple[int, int
     if first >= end:
         return []
     local, remote, length = first - own.start, first - theirs.start, end - first
+    local_step, remote_step = own.num_bytes, theirs.num_bytes
     spans: list[Span] = []
+    begun_to = begun_at = end_to = end_at = -1
     for local_block, remote_block in pairs:
-        to, at = local_block * own.num_bytes + local, remote_block * theirs.num_bytes + remote
-        last = spans[-1] if spans else None
-        if last and last.local_offset + last.length == to and last.remote_offset + last.length == at:
-            spans[-1] = Span(last.local_offset, last.remote_offset, last.length + length)
-        else:
-            spans.append(Span(to, at, length))
+        to, at = local_block * local_step + local, remote_block * remote_step + remote
+        if to != end_to or at != end_at:
+            if end_to >= 0:
+                spans.append(Span(begun_to, begun_at, end_to - begun_to))
+            begun_to, begun_at = to, at
+        end_to, end_at = to + length, at + length
+    if end_to >= 0:
+        spans.append(Span(begun_to, begun_at, end_to - begun_to))
     return spans

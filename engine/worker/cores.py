@@ -10,8 +10,11 @@ from engine.errors import EngineStartError
 AUTOGROUP = Path("/proc/self/autogroup")
 
 
-def stay_on(cores: Sequence[int]) -> None:
-    """Every thread of this process, from now on. Raises EngineStartError."""
+def stay_on(cores: Sequence[int] | None) -> None:
+    """This thread, which computes, and those that it makes. Threads that move KV, or wait for messages, take whatever
+    core is idle. None: wherever it likes. Raises EngineStartError."""
+    if not cores:
+        return
     try:
         os.sched_setaffinity(0, cores)
     except OSError:
