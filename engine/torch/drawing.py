@@ -61,7 +61,7 @@ def _draw_filtered(scaled: Tensor, params: Seq[SamplingParams], target: Tensor) 
     total = (scaled - most).exp_().sum(-1, keepdim=True, dtype=torch.float64)
     probs, complete = _filter((values - most).double().exp(), total, params)
     # The cut must lie before the last candidate, and before others that are as likely: who of them is one is chance.
-    kept = (probs > 0).sum(-1, keepdim=True)
+    kept = (probs > 0).sum(-1, keepdim=True).clamp(min=1)
     covered = complete & (values.gather(-1, kept - 1) > values[:, -1:])[:, 0]
     tokens = token_ids.gather(-1, _invert(probs, target)[:, None])[:, 0]
     if not bool(covered.all()):
@@ -109,7 +109,7 @@ def _invert(weights: Tensor, target: Tensor) -> Tensor:
     block, rest = _find(sums, target * sums.sum(-1))
     inside = blocks[torch.arange(rows, device=weights.device), block].double()
     place, _ = _find(inside, rest)
-    return block * BLOCK + place
+    return (block * BLOCK + place).clamp(max=count - 1)  # of a row that is no numbers, any
 
 
 def _find(weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:

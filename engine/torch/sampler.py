@@ -25,8 +25,13 @@ from torch import Tensor
 from engine.grammar import Grammars, TokenMasks
 from engine.torch.device import read_back, staged
 from engine.torch.drawing import draw
-from engine.vocabulary import AnyPlace, Chunk, Sampled, SamplingParams, TokenLogprobs, verified
+from engine.vocabulary import AnyPlace, Chunk, Failure, Sampled, SamplingParams, TokenLogprobs, verified
 
+LEAST_TEMPERATURE = 1e-5
+"""Below it the likeliest token is taken: nothing else would be drawn, and quotients would leave float32."""
+LEAST_REPETITION_PENALTY = 1e-6
+"""What divides by less is no number any more in float32, and what is multiplied by less is none either."""
+NO_NUMBERS = Failure("model", "its logits are no finite numbers; dtype float16 may be too small for it")
 _WORD = 32
 LIKELIEST: Callable[[Tensor], Tensor] = partial(torch.argmax, dim=-1)
 
@@ -70,20 +75,22 @@ def sample(
     """
     params = [_params(place) for place in places]
     if all(_plain(place, sampling) for place, sampling in zip(places, params, strict=True)):
-        return [Sampled(token) for token in read_back(argmax(logits))]
+        return [_of_token(token) for token in read_back(_finite(argmax(logits), logits))]
     masks = _masks(places, params, grammars)  # first: a GPU is still busy with the logits meanwhile
     logits = logits.float()
     allowed = logits if masks is None else _mask(logits, masks)
     adjusted = _adjust(allowed, places, params, eos_token_ids)
-    tokens = argmax(adjusted)
-    drawing = [row for row, sampling in enumerate(params) if sampling.temperature > 0]
+    likeliest = argmax(adjusted)
+    tokens = likeliest.clone()
+    drawing = [row for row, sampling in enumerate(params) if not _greedy(sampling)]
     if drawing:
         targets = [uniform(params[row].seed, places[row].num_tokens, places[row].choice) for row in drawing]
         at = staged(drawing, torch.long, logits.device)
         rows = adjusted if len(drawing) == len(params) else adjusted[at]
         tokens[at] = draw(rows, [params[row] for row in drawing], targets)
+    tokens = torch.where(_finite(likeliest, adjusted) < 0, -1, tokens)
     sampled: list[Sampled | None] = [
-        Sampled(token, _logprobs(logits[row], token, sampling.logprobs))
+        _of_token(token) if token < 0 else Sampled(token, _logprobs(logits[row], token, sampling.logprobs))
         for row, (token, sampling) in enumerate(zip(read_back(tokens), params, strict=True))
     ]
     if masks is not None:
@@ -99,12 +106,25 @@ def _params(place: AnyPlace) -> SamplingParams:
     return place.sampling
 
 
+def _greedy(sampling: SamplingParams) -> bool:
+    return sampling.temperature < LEAST_TEMPERATURE
+
+
+def _finite(tokens: Tensor, logits: Tensor) -> Tensor:
+    """The likeliest tokens of rows, [rows]; -1 where the logit of one is no finite number."""
+    return torch.where(logits.gather(-1, tokens[:, None])[:, 0].isfinite(), tokens, -1)
+
+
+def _of_token(token: int) -> Sampled:
+    return Sampled(token) if token >= 0 else Sampled(-1, failure=NO_NUMBERS)
+
+
 def _plain(place: AnyPlace, sampling: SamplingParams) -> bool:
     """Nothing but the likeliest token is wanted, and nothing changes which that is."""
     changed = sampling.logit_bias or sampling.repetition_penalty != 1 or sampling.structured is not None
     penalised = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
     early = place.num_sampled < sampling.min_tokens
-    return sampling.temperature == 0 and sampling.logprobs is None and not (changed or penalised or early)
+    return _greedy(sampling) and sampling.logprobs is None and not (changed or penalised or early)
 
 
 def _masks(places: Seq[AnyPlace], params: Seq[SamplingParams], grammars: Grammars | None) -> TokenMasks | None:
@@ -155,8 +175,8 @@ def _adjust_row(
         row[list(token_ids)] += torch.tensor(biases, dtype=row.dtype, device=row.device)
     if sampling.repetition_penalty != 1:
         seen = torch.tensor(sorted(set(place.token_ids)), device=row.device)
-        values = row[seen]
-        row[seen] = torch.where(values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty)
+        values, penalty = row[seen], max(sampling.repetition_penalty, LEAST_REPETITION_PENALTY)
+        row[seen] = torch.where(values > 0, values / penalty, values * penalty)
     if penalised and (counts := Counter(place.output_token_ids)):
         seen = torch.tensor(list(counts), device=row.device)
         times = torch.tensor(list(counts.values()), dtype=row.dtype, device=row.device)
