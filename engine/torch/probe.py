@@ -28,6 +28,7 @@ class Call:
     key: Tensor
     """[1, kv_heads, tokens, head_dim], as the value."""
     value: Tensor
+    window: int | None
 
 
 class _Spy:
@@ -84,7 +85,7 @@ class _Spy:
             raise ModelRefused(
                 f"its mask has a window of {of_mask[0]}, and the layer it is for one of {sliding_window}"
             )
-        self.calls.append(Call(int(module.layer_idx), key, value))  # type: ignore[arg-type]
+        self.calls.append(Call(int(module.layer_idx), key, value, sliding_window))  # type: ignore[arg-type]
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
@@ -93,8 +94,17 @@ def layers_of(model: torch.nn.Module) -> list[Call]:
     spy = _Spy()
     use_attention(model, spy.attention, spy.mask)
     _run(model, [0, 0], [0, 1])
+    _refuse_windows_of_caches(model, spy.calls)
     _refuse_other_ways(model)
     return spy.calls
+
+
+def _refuse_windows_of_caches(model: torch.nn.Module, calls: list[Call]) -> None:
+    """Without `layer_types`, transformers' own caches forget all beyond the window, whatever layers ask for."""
+    config = model.config.get_text_config()  # type: ignore[union-attr,operator]
+    window = getattr(config, "sliding_window", None)
+    if window is not None and getattr(config, "layer_types", None) is None and any(c.window is None for c in calls):
+        raise ModelRefused(f"it has a window of {window}, which is not told to attention")
 
 
 def _refuse_other_ways(model: torch.nn.Module) -> None:

@@ -121,6 +121,13 @@ def test_a_window_that_only_the_mask_has(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_a_window_that_only_a_cache_has(tmp_path: Path) -> None:
+    sizes = {name: value for name, value in DENSE.items() if name != "intermediate_size"}
+    save(tf.MoshiConfig(**sizes, ffn_dim=64, sliding_window=24), tmp_path)
+    with pytest.raises(ModelRefused, match="a window of 24, which is not told to attention"):
+        load(tmp_path)
+
+
 def after_the_one_before(self: Any, x: torch.Tensor) -> torch.Tensor:
     return x.roll(1, dims=1)
 
