@@ -23,7 +23,7 @@ def load_tokenizer(model_dir: ModelDir) -> Tokenizer | None:
         return None
     from transformers import AutoTokenizer  # converts older formats; slow to import
 
-    slow = AutoTokenizer.from_pretrained(model_dir.path, local_files_only=True)
+    slow = AutoTokenizer.from_pretrained(model_dir.path, local_files_only=True, trust_remote_code=False)
     converted: Tokenizer = slow.backend_tokenizer
     return converted
 

@@ -47,7 +47,7 @@ def load_model(
             return load_shard(model_dir.path, config, wanted, group).to(device)
         model: torch.nn.Module
         model, told = AutoModelForCausalLM.from_pretrained(
-            model_dir.path, dtype=wanted, local_files_only=True, output_loading_info=True
+            model_dir.path, dtype=wanted, local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise ModelRefused(f"transformers cannot load it: {error}") from error
@@ -94,8 +94,10 @@ def whole_layout(model: torch.nn.Module, part: KvLayout, ranks: int) -> KvLayout
 
 def _read_config(model_dir: ModelDir) -> Any:
     try:
-        return AutoConfig.from_pretrained(model_dir.path, local_files_only=True)
+        return AutoConfig.from_pretrained(model_dir.path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
+        if "trust_remote_code" in str(error):
+            raise ModelRefused("it needs code that lies in its directory, which is never run") from error
         raise ModelRefused(f"unsupported architecture or config: {error}") from error
 
 

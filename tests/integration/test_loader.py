@@ -49,6 +49,15 @@ def test_unknown_architectures(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_code_in_a_model_directory(tmp_path: Path) -> None:
+    """Nobody is asked whether it shall be run, either."""
+    config = {"model_type": "telepathy", "auto_map": {"AutoConfig": "strange.Strange", "AutoModelForCausalLM": "a.B"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "strange.py").write_text("raise SystemExit('this was run')")
+    with pytest.raises(ModelRefused, match="needs code that lies in its directory, which is never run"):
+        load(tmp_path)
+
+
 def test_state_space_models(tmp_path: Path) -> None:
     save(tf.MambaConfig(**SMALL, state_size=4, conv_kernel=2), tmp_path)
     with pytest.raises(ModelRefused, match="linear_attention"):
