@@ -119,7 +119,7 @@ def _tokens_of(model_dir: ModelDir) -> LLTokenizer:
     tokenizer = load_tokenizer(model_dir)
     if tokenizer is None:
         raise InvalidRequest(FIELD, "this model has no tokenizer, so its tokens cannot be told apart by their text")
-    eos_token_ids = sorted(token_id for token_id in model_dir.eos_token_ids if token_id < model_dir.vocab_size)
+    eos_token_ids = sorted(model_dir.eos_token_ids)
     if not eos_token_ids:
         raise InvalidRequest(FIELD, "this model has no end token, so its output can never be complete")
     tokenizer.no_padding()

@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,8 @@ from typing import Any
 from engine.errors import ModelRefused
 from kvtransfer.native.compiler import cache_folder
 
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""What vLLM takes from generation_config.json, too."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json")
 
 
@@ -19,6 +21,8 @@ class ModelDir:
 
     path: Path
     config: dict[str, Any]
+    sampling_defaults: dict[str, float] = field(default_factory=dict)
+    """Of the options that its authors recommend, in generation_config.json: their values, by their names there."""
 
     @classmethod
     def open(cls, path: Path) -> "ModelDir":
@@ -28,7 +32,9 @@ class ModelDir:
         if not (path / "config.json").exists():
             raise ModelRefused(f"{path} has no config.json")
         model_dir = cls(path, {})
-        return replace(model_dir, config=model_dir.read_json("config.json"))
+        recommended = model_dir.read_json("generation_config.json")
+        defaults = {name: recommended[name] for name in SAMPLING if type(recommended.get(name)) in (int, float)}
+        return replace(model_dir, config=model_dir.read_json("config.json"), sampling_defaults=defaults)
 
     @property
     def name(self) -> str:
@@ -43,22 +49,23 @@ class ModelDir:
 
     @property
     def max_context_tokens(self) -> int:
-        """Positions the model was made for."""
+        """Positions the model was made for, or to which YaRN stretches them."""
         for key in ("max_position_embeddings", "n_positions", "max_seq_len"):
             if key in self._text_config:
-                return int(self._text_config[key])
+                return max(int(self._text_config[key]), self._stretched())
         raise ModelRefused("config.json does not say how long its context is")
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a text: generation_config.json's where it has them, else config.json's."""
+        """Tokens that end a text: generation_config.json's where it has them, else config.json's; and the tokenizer's,
+        which is often the only one that fine-tunes for chats change."""
+        found = self._tokenizer_eos()
         for source in (self.read_json("generation_config.json"), self.config, self._text_config):
-            match source.get("eos_token_id"):
-                case int(token_id):
-                    return frozenset([token_id])
-                case list(token_ids):
-                    return frozenset(token_ids)
-        return frozenset()
+            ids = source.get("eos_token_id")
+            if isinstance(ids, int | list):
+                found |= set(ids) if isinstance(ids, list) else {ids}
+                break
+        return frozenset(each for each in found if type(each) is int and 0 <= each < self.vocab_size)
 
     @property
     def has_tokenizer(self) -> bool:
@@ -115,3 +122,22 @@ class ModelDir:
         """Of a model that also sees, the part that writes."""
         nested = self.config.get("text_config")
         return nested if isinstance(nested, dict) else self.config
+
+    def _stretched(self) -> int:
+        """The context by YaRN, 0 without."""
+        rope = self._text_config.get("rope_scaling") or self._text_config.get("rope_parameters")
+        if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) != "yarn":
+            return 0
+        original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+        return int(original * factor) if isinstance(original, int) and isinstance(factor, int | float) else 0
+
+    def _tokenizer_eos(self) -> set[int]:
+        settings = self.read_json("tokenizer_config.json")
+        eos = settings.get("eos_token")
+        text = eos.get("content") if isinstance(eos, dict) else eos
+        if not isinstance(text, str):
+            return set()
+        added = self.read_json("tokenizer.json").get("added_tokens")
+        known = [(token.get("id"), token) for token in added] if isinstance(added, list) else []
+        known += [(int(token_id), token) for token_id, token in settings.get("added_tokens_decoder", {}).items()]
+        return {token_id for token_id, token in known if token.get("content") == text}

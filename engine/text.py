@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from cluster.errors import InvalidRequest
 from engine.model_dir import ModelDir
 
+NO_CHARACTER = "\ufffd"
+"""What bytes decode to that are no character, or not all of one."""
+MAX_CHARACTER_TOKENS = 16
+"""Of one character, however many bytes and combining parts the tokenizer makes of it."""
 CONTEXT_TOKENS = 8
 """Tokens of the prompt's end that decoding starts from: what a token says can depend on the one before it."""
 
@@ -20,7 +23,7 @@ def load_tokenizer(model_dir: ModelDir) -> Tokenizer | None:
         return None
     from transformers import AutoTokenizer  # converts older formats; slow to import
 
-    slow = AutoTokenizer.from_pretrained(model_dir.path, local_files_only=True)
+    slow = AutoTokenizer.from_pretrained(model_dir.path, local_files_only=True, trust_remote_code=False)
     converted: Tokenizer = slow.backend_tokenizer
     return converted
 
@@ -29,6 +32,41 @@ def check_token_ids(token_ids: Sequence[int], field: str, vocab_size: int) -> No
     """Raises InvalidRequest. A token that is none would end the engine, with all that runs on it."""
     if len(token_ids) and (largest := max(token_ids)) >= vocab_size:
         raise InvalidRequest(field, f"token id {largest} is out of range: the vocabulary has {vocab_size}")
+
+
+class _Decoding:
+    """Text of tokens, as they come.
+
+    What tokens say is known from decoding them with those before. tokenizers' own `DecodeStream` does the same, but
+    raises where bytes that are no characters change what was said before, and begins with text of the prompt where that
+    ends within a character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(context)
+        """The last ones whose text is out, and those whose text is not."""
+        self._num_out = len(self._ids)
+        self._out = self._decode()
+        """The text of the former."""
+
+    def push(self, token_id: int) -> str:
+        """What is certain now. A character that is not whole is awaited, but no longer than any can take."""
+        self._ids.append(token_id)
+        text = self._decode()
+        waited = len(self._ids) - self._num_out >= MAX_CHARACTER_TOKENS
+        if text.endswith(NO_CHARACTER) and not waited:
+            return ""
+        new = text[_num_equal(text, self._out) :]
+        if new or waited:  # many special tokens have no text
+            self._ids = self._ids[self._num_out :]
+            self._num_out = len(self._ids)
+            self._out = self._decode()
+        return new
+
+    def _decode(self) -> str:
+        text: str = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        return text
 
 
 class TextStream:
@@ -42,8 +80,7 @@ class TextStream:
     def __init__(
         self, tokenizer: Tokenizer | None, prompt: Sequence[int], stop: Sequence[str], min_tokens: int = 0
     ) -> None:
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(ids=list(prompt[-CONTEXT_TOKENS:]), skip_special_tokens=True)
+        self._decoding = None if tokenizer is None else _Decoding(tokenizer, prompt[-CONTEXT_TOKENS:])
         self._stop = tuple(stop)
         self._too_early = min_tokens
         """Tokens more at which nothing stops."""
@@ -52,9 +89,9 @@ class TextStream:
 
     def push(self, token_id: int) -> str:
         """One more token."""
-        if self._tokenizer is None or self.stopped:
+        if self._decoding is None or self.stopped:
             return ""
-        self._held += self._stream.step(self._tokenizer, token_id) or ""
+        self._held += self._decoding.push(token_id)
         early, self._too_early = self._too_early > 0, max(0, self._too_early - 1)
         return self._certain(early)
 
@@ -73,6 +110,13 @@ class TextStream:
         cut = len(self._held) - hold
         text, self._held = self._held[:cut], self._held[cut:]
         return text
+
+
+def _num_equal(one: str, other: str) -> int:
+    """Leading characters that both have."""
+    if one.startswith(other):
+        return len(other)
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
 
 
 def _overlap(text: str, stop: str) -> int:

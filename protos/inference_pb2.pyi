@@ -229,6 +229,10 @@ Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
+    """Where temperature, top_p, top_k, min_p or repetition_penalty is absent, it is what the model's generation_config.json
+    says, as with vLLM, and the default below where that says nothing. (Not with beam search.)
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -325,7 +329,9 @@ class Sampling(_message.Message):
     """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Generation ends before the first of these strings; it is not part of the text. At most 16."""
+        """Generation ends before the first of these strings; it is not part of the text. At most 16. Not of a model without a
+        tokenizer.
+        """
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -2,7 +2,7 @@
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from cluster.errors import InvalidRequest
 from engine.model_dir import ModelDir
@@ -32,12 +32,7 @@ def resolve_sampling(sampling: pb.Sampling, num_prompt: int, model_dir: ModelDir
         resolved.max_tokens = max(1, min(DEFAULT_MAX_TOKENS, context - num_prompt))
     if not sampling.HasField("n"):
         resolved.n = 1
-    if not sampling.HasField("temperature"):
-        resolved.temperature = 0.0 if sampling.HasField("beam_width") else 1.0
-    if not sampling.HasField("top_p"):
-        resolved.top_p = 1.0
-    if not sampling.HasField("repetition_penalty"):
-        resolved.repetition_penalty = 1.0
+    _fill_defaults(resolved, {} if sampling.HasField("beam_width") else model_dir.sampling_defaults)
     if not sampling.HasField("seed"):
         resolved.seed = secrets.randbits(63)
     _check_numbers(resolved)
@@ -46,7 +41,7 @@ def resolve_sampling(sampling: pb.Sampling, num_prompt: int, model_dir: ModelDir
     elif sampling.HasField("length_penalty") or sampling.early_stopping:
         field = "length_penalty" if sampling.HasField("length_penalty") else "early_stopping"
         raise InvalidRequest(f"sampling.{field}", "means nothing without beam_width")
-    _check_stops(resolved, model_dir.vocab_size)
+    _check_stops(resolved, model_dir)
     _check_bias(resolved, model_dir.vocab_size)
     _check_structured(resolved, model_dir)
     if num_prompt + resolved.max_tokens > context:
@@ -55,6 +50,25 @@ def resolve_sampling(sampling: pb.Sampling, num_prompt: int, model_dir: ModelDir
             f"prompt of {num_prompt} tokens + max_tokens of {resolved.max_tokens} exceed the context of {context}",
         )
     return resolved
+
+
+def _fill_defaults(sampling: pb.Sampling, recommended: Mapping[str, float]) -> None:
+    """What the model's authors recommend, where it is in range, and else what changes nothing."""
+    neutral = {"temperature": 0.0 if sampling.HasField("beam_width") else 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
+    sound = {name: value for name, value in recommended.items() if _is_in_range(name, value)}
+    for name, value in (neutral | sound).items():
+        if not sampling.HasField(name):  # type: ignore[arg-type]
+            setattr(sampling, name, value)
+
+
+def _is_in_range(name: str, value: float) -> bool:
+    option = pb.Sampling(max_tokens=1, n=1, temperature=1, top_p=1, repetition_penalty=1)
+    try:
+        setattr(option, name, value)
+        _check_numbers(option)
+    except (InvalidRequest, TypeError, ValueError):
+        return False
+    return True
 
 
 def check_prompt(token_ids: Sequence[int], field: str, model_dir: ModelDir) -> None:
@@ -118,7 +132,10 @@ def _check_numbers(sampling: pb.Sampling) -> None:
     _check_range(sampling.n, "n", 1, MAX_CHAINS)
 
 
-def _check_stops(sampling: pb.Sampling, vocab_size: int) -> None:
+def _check_stops(sampling: pb.Sampling, model_dir: ModelDir) -> None:
+    vocab_size = model_dir.vocab_size
+    if sampling.stop and not model_dir.has_tokenizer:
+        raise InvalidRequest("sampling.stop", "this model has no tokenizer, so its output has no text to stop in")
     if len(sampling.stop) > MAX_STOP_STRINGS:
         raise InvalidRequest("sampling.stop", f"at most {MAX_STOP_STRINGS} stop strings, not {len(sampling.stop)}")
     if any(not 0 < len(stop) <= MAX_STOP_CHARS for stop in sampling.stop):

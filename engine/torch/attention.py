@@ -5,11 +5,14 @@ into the pool, and attends over the blocks of each sequence. Backends: `sdpa.py`
 `native/attention.py` (CPU), `cuda/attention.py` (NVIDIA GPUs).
 """
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from engine.errors import ModelRefused
 from engine.vocabulary import Chunk
@@ -18,6 +21,9 @@ HARMLESS_ARGUMENTS = frozenset(
     {"position_ids", "use_cache", "cache_position", "output_attentions", "output_router_logits", "layer_idx"}
 )
 """Passed down by transformers for others; they change nothing in what attention computes."""
+
+
+_names = (f"tandem_paged_{number}" for number in itertools.count())
 
 
 class PagedAttention(ABC):
@@ -53,16 +59,33 @@ class PagedAttention(ABC):
         **others: object,
     ) -> tuple[Tensor, None]:
         """Raises ModelRefused for what it cannot honour."""
-        refuse_unknown(module, is_causal, others)
+        refuse_unknown(module, attention_mask, is_causal, others)
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return self.attend(layer, query, key, value, scale, sliding_window, softcap or 0.0), None
 
 
-def refuse_unknown(module: torch.nn.Module, is_causal: bool | None, others: dict[str, object]) -> None:
-    """An argument that would change the result and is not known here makes the model unservable."""
+def refuse_unknown(
+    module: torch.nn.Module, attention_mask: object, is_causal: bool | None, others: dict[str, object]
+) -> None:
+    """An argument that would change the result and is not known here makes the model unservable. No mask is made for
+    it (`use_attention`): one that comes all the same is the model's own."""
+    if attention_mask is not None:
+        raise ModelRefused("its attention makes a mask of its own, which paged attention does not know")
     unknown = {name for name, value in others.items() if value is not None and value is not False}
     if unknown := unknown - HARMLESS_ARGUMENTS:
         raise ModelRefused(f"its attention uses {', '.join(sorted(unknown))}, which paged attention does not know")
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise ModelRefused("its attention is not causal")
+
+
+def no_mask(*args: object, **options: object) -> None:
+    """Paged attention needs none."""
+
+
+def use_attention(model: torch.nn.Module, attention: Any, mask: Callable[..., Tensor | None] = no_mask) -> None:
+    """Have every layer of the model call `attention`, with the masks that `mask` makes for it."""
+    name = next(_names)
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
+    model.set_attn_implementation(name)  # type: ignore[operator]

@@ -1,11 +1,12 @@
 """One token from each distribution of a batch: the inverse of the cumulated probabilities at a given number.
 
 Sorting a whole vocabulary costs more than computing the logits did. So min-p, top-k and top-p look at the CANDIDATES
-likeliest tokens first; only rows whose cut may lie beyond those are sorted as a whole. Both ways give the same tokens:
+likeliest tokens first; only rows whose cut may lie beyond those are sorted as a whole. All ways give the same tokens:
 equal logits are in order of their token ids.
 """
 
 from collections.abc import Sequence as Seq
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +15,8 @@ from torch.nn.functional import pad
 from engine.torch.device import staged
 from engine.vocabulary import SamplingParams
 
-CANDIDATES = 1024
+CANDIDATES = 1024, 16_384
+"""The second number for nearly flat distributions: looking at so many still takes a third of sorting 150,000."""
 BLOCK = 512
 """Weights are summed in blocks, so that the search for one token cumulates few of them."""
 
@@ -50,10 +52,14 @@ def _weights(scaled: Tensor) -> Tensor:
     return (scaled - scaled.amax(-1, keepdim=True)).exp_()
 
 
-def _draw_filtered(scaled: Tensor, params: Seq[SamplingParams], target: Tensor) -> Tensor:
-    if scaled.is_cuda or scaled.shape[-1] <= CANDIDATES:  # a GPU sorts faster than it would answer which way to take
+def _draw_filtered(
+    scaled: Tensor, params: Seq[SamplingParams], target: Tensor, counts: Seq[int] | None = None
+) -> Tensor:
+    """By so many candidates, and where they are too few by as many as come next in `counts`."""
+    count, *more = counts or CANDIDATES
+    if scaled.is_cuda or scaled.shape[-1] <= count:  # a GPU sorts faster than it would answer which way to take
         return _draw_ordered(scaled, params, target)
-    values, token_ids = scaled.topk(CANDIDATES, dim=-1)
+    values, token_ids = scaled.topk(count, dim=-1)
     token_ids, order = token_ids.sort(dim=-1)
     values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
     token_ids = token_ids.gather(-1, order)
@@ -61,13 +67,14 @@ def _draw_filtered(scaled: Tensor, params: Seq[SamplingParams], target: Tensor) 
     total = (scaled - most).exp_().sum(-1, keepdim=True, dtype=torch.float64)
     probs, complete = _filter((values - most).double().exp(), total, params)
     # The cut must lie before the last candidate, and before others that are as likely: who of them is one is chance.
-    kept = (probs > 0).sum(-1, keepdim=True)
+    kept = (probs > 0).sum(-1, keepdim=True).clamp(min=1)
     covered = complete & (values.gather(-1, kept - 1) > values[:, -1:])[:, 0]
     tokens = token_ids.gather(-1, _invert(probs, target)[:, None])[:, 0]
     if not bool(covered.all()):
         beyond = (~covered).nonzero()[:, 0]
         others = [params[row] for row in beyond.tolist()]
-        tokens[beyond] = _draw_ordered(scaled[beyond], others, target[beyond])
+        next_way = partial(_draw_filtered, counts=more) if more else _draw_ordered
+        tokens[beyond] = next_way(scaled[beyond], others, target[beyond])
     return tokens
 
 
@@ -109,7 +116,7 @@ def _invert(weights: Tensor, target: Tensor) -> Tensor:
     block, rest = _find(sums, target * sums.sum(-1))
     inside = blocks[torch.arange(rows, device=weights.device), block].double()
     place, _ = _find(inside, rest)
-    return block * BLOCK + place
+    return (block * BLOCK + place).clamp(max=count - 1)  # of a row that is no numbers, any
 
 
 def _find(weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,19 +1,18 @@
 """Loads a model of transformers for paged serving, or refuses it with the reason."""
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging as transformers_logging
 
 from engine.errors import EngineStartError, ModelRefused
 from engine.layout import DTYPE_BYTES, KvLayout
 from engine.model_dir import ModelDir
-from engine.torch.attention import refuse_unknown
 from engine.torch.lora import merge_lora
+from engine.torch.probe import Call, layers_of
 from engine.torch.quantised import quantise_linears
 from engine.torch.ranks import RankGroup
 from engine.torch.sharding import load_shard
@@ -23,9 +22,6 @@ from kvtransfer.fingerprint import WORD_BYTES
 SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 """These choose frequencies by the longest sequence of the batch, so one request would change another's output."""
-
-_names = (f"tandem_paged_{number}" for number in itertools.count())
-
 
 transformers_logging.disable_progress_bar()
 
@@ -51,7 +47,7 @@ def load_model(
             return load_shard(model_dir.path, config, wanted, group).to(device)
         model: torch.nn.Module
         model, told = AutoModelForCausalLM.from_pretrained(
-            model_dir.path, dtype=wanted, local_files_only=True, output_loading_info=True
+            model_dir.path, dtype=wanted, local_files_only=True, trust_remote_code=False, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise ModelRefused(f"transformers cannot load it: {error}") from error
@@ -67,37 +63,10 @@ def load_model(
 
 
 def kv_layout(model: torch.nn.Module, block_tokens: int, kv_dtype: KvDtype = "auto") -> KvLayout:
-    """The shape of this model's KV, seen by running two tokens through it. Raises ModelRefused, or EngineStartError
-    where its KV cannot be kept in `kv_dtype`."""
-    shapes: list[tuple[Any, ...]] = []
-
-    def spy(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: object,
-        dropout: float = 0.0,
-        scaling: object = None,
-        sliding_window: object = None,
-        softcap: object = None,
-        is_causal: bool | None = None,
-        **others: object,
-    ) -> tuple[torch.Tensor, None]:
-        refuse_unknown(module, is_causal, others)
-        shapes.append((tuple(key.shape), tuple(value.shape), key.dtype, int(module.layer_idx)))  # type: ignore[arg-type]
-        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
-
-    use_attention(model, spy)
-    device = next(model.parameters()).device
-    with torch.inference_mode():
-        model(
-            input_ids=torch.zeros(1, 2, dtype=torch.long, device=device),
-            position_ids=torch.tensor([[0, 1]], device=device),
-            use_cache=False,
-        )
-    layout = _layout_of(model, shapes, block_tokens)
-    return layout if kv_dtype == "auto" else _quantised(layout, device)
+    """The shape of this model's KV. Raises ModelRefused, also for what paged attention cannot honour, and
+    EngineStartError where its KV cannot be kept in `kv_dtype`."""
+    layout = _layout_of(model, layers_of(model), block_tokens)
+    return layout if kv_dtype == "auto" else _quantised(layout, next(model.parameters()).device)
 
 
 def _quantised(layout: KvLayout, device: torch.device) -> KvLayout:
@@ -123,18 +92,12 @@ def whole_layout(model: torch.nn.Module, part: KvLayout, ranks: int) -> KvLayout
     return replace(part, kv_heads=kv_heads)
 
 
-def use_attention(model: torch.nn.Module, attention: Any) -> None:
-    """Have every layer of the model call `attention`, with no mask made for it."""
-    name = next(_names)
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
-    model.set_attn_implementation(name)  # type: ignore[operator]
-
-
 def _read_config(model_dir: ModelDir) -> Any:
     try:
-        return AutoConfig.from_pretrained(model_dir.path, local_files_only=True)
+        return AutoConfig.from_pretrained(model_dir.path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
+        if "trust_remote_code" in str(error):
+            raise ModelRefused("it needs code that lies in its directory, which is never run") from error
         raise ModelRefused(f"unsupported architecture or config: {error}") from error
 
 
@@ -169,16 +132,17 @@ def _refuse_by_quantisation(config: Any, variant: Variant) -> None:
         raise ModelRefused(f"it was quantised by {method}, which transformers does not know")
 
 
-def _layout_of(model: torch.nn.Module, shapes: list[tuple[Any, ...]], block_tokens: int) -> KvLayout:
+def _layout_of(model: torch.nn.Module, calls: list[Call], block_tokens: int) -> KvLayout:
     layers = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr,operator]
-    if sorted(index for *_, index in shapes) != list(range(layers)):
-        raise ModelRefused(f"only {len(shapes)} of its {layers} layers use transformers' attention interface")
-    if len({shape[:3] for shape in shapes}) != 1:
+    if sorted(call.layer for call in calls) != list(range(layers)):
+        raise ModelRefused(f"only {len(calls)} of its {layers} layers use transformers' attention interface")
+    if len({(call.key.shape, call.value.shape, call.key.dtype) for call in calls}) != 1:
         raise ModelRefused("its layers differ in KV shape or dtype")
-    (_, kv_heads, _, head_dim), value_shape, dtype, _ = shapes[0]
-    if value_shape[1] != kv_heads or value_shape[3] != head_dim:
-        raise ModelRefused(f"keys have {kv_heads} x {head_dim} and values {value_shape[1]} x {value_shape[3]}")
-    name = str(dtype).removeprefix("torch.")
+    key, value = calls[0].key, calls[0].value
+    _, kv_heads, _, head_dim = key.shape
+    if value.shape != key.shape:
+        raise ModelRefused(f"keys have {kv_heads} x {head_dim} and values {value.shape[1]} x {value.shape[3]}")
+    name = str(key.dtype).removeprefix("torch.")
     if name not in DTYPE_BYTES:
         raise EngineStartError("dtype", f"KV in {name} is not supported, only {', '.join(DTYPE_BYTES)}")
     return KvLayout(layers=layers, kv_heads=kv_heads, head_dim=head_dim, block_tokens=block_tokens, dtype=name)

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from engine.layout import KvLayout
 from engine.runner import ModelInfo
+from engine.torch.attention import use_attention
 from engine.torch.backends import Backend, join
 from engine.torch.cuda.graphs import decode_graphs
 from engine.torch.device import KvMemory, allocate, staged
-from engine.torch.loader import use_attention
 from engine.torch.scoring import scored_rows
 from engine.vocabulary import Chunk
 

@@ -14,7 +14,7 @@ while anything else may follow; where nothing may, it is sampled all the same, a
 
 import struct
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from functools import partial
 from hashlib import blake2b
@@ -25,8 +25,13 @@ from torch import Tensor
 from engine.grammar import Grammars, TokenMasks
 from engine.torch.device import read_back, staged
 from engine.torch.drawing import draw
-from engine.vocabulary import AnyPlace, Chunk, Sampled, SamplingParams, TokenLogprobs, verified
+from engine.vocabulary import AnyPlace, Chunk, Failure, Sampled, SamplingParams, TokenLogprobs, verified
 
+LEAST_TEMPERATURE = 1e-5
+"""Below it the likeliest token is taken: nothing else would be drawn, and quotients would leave float32."""
+LEAST_REPETITION_PENALTY = 1e-6
+"""What divides by less is no number any more in float32, and what is multiplied by less is none either."""
+NO_NUMBERS = Failure("model", "its logits are no finite numbers; dtype float16 may be too small for it")
 _WORD = 32
 LIKELIEST: Callable[[Tensor], Tensor] = partial(torch.argmax, dim=-1)
 
@@ -70,21 +75,23 @@ def sample(
     """
     params = [_params(place) for place in places]
     if all(_plain(place, sampling) for place, sampling in zip(places, params, strict=True)):
-        return [Sampled(token) for token in read_back(argmax(logits))]
+        return [_of_token(token) for token in read_back(_finite(argmax(logits), logits))]
     masks = _masks(places, params, grammars)  # first: a GPU is still busy with the logits meanwhile
     logits = logits.float()
     allowed = logits if masks is None else _mask(logits, masks)
     adjusted = _adjust(allowed, places, params, eos_token_ids)
-    tokens = argmax(adjusted)
-    drawing = [row for row, sampling in enumerate(params) if sampling.temperature > 0]
+    likeliest = argmax(adjusted)
+    tokens = likeliest.clone()
+    drawing = [row for row, sampling in enumerate(params) if not _greedy(sampling)]
     if drawing:
         targets = [uniform(params[row].seed, places[row].num_tokens, places[row].choice) for row in drawing]
         at = staged(drawing, torch.long, logits.device)
         rows = adjusted if len(drawing) == len(params) else adjusted[at]
         tokens[at] = draw(rows, [params[row] for row in drawing], targets)
+    chosen = read_back(torch.where(_finite(likeliest, adjusted) < 0, -1, tokens))
+    told = _logprobs(logits, chosen, params)
     sampled: list[Sampled | None] = [
-        Sampled(token, _logprobs(logits[row], token, sampling.logprobs))
-        for row, (token, sampling) in enumerate(zip(read_back(tokens), params, strict=True))
+        _of_token(token) if token < 0 else Sampled(token, told.get(row)) for row, token in enumerate(chosen)
     ]
     if masks is not None:
         for row, failure in masks.failures.items():
@@ -99,12 +106,25 @@ def _params(place: AnyPlace) -> SamplingParams:
     return place.sampling
 
 
+def _greedy(sampling: SamplingParams) -> bool:
+    return sampling.temperature < LEAST_TEMPERATURE
+
+
+def _finite(tokens: Tensor, logits: Tensor) -> Tensor:
+    """The likeliest tokens of rows, [rows]; -1 where the logit of one is no finite number."""
+    return torch.where(logits.gather(-1, tokens[:, None])[:, 0].isfinite(), tokens, -1)
+
+
+def _of_token(token: int) -> Sampled:
+    return Sampled(token) if token >= 0 else Sampled(-1, failure=NO_NUMBERS)
+
+
 def _plain(place: AnyPlace, sampling: SamplingParams) -> bool:
     """Nothing but the likeliest token is wanted, and nothing changes which that is."""
     changed = sampling.logit_bias or sampling.repetition_penalty != 1 or sampling.structured is not None
     penalised = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
     early = place.num_sampled < sampling.min_tokens
-    return sampling.temperature == 0 and sampling.logprobs is None and not (changed or penalised or early)
+    return _greedy(sampling) and sampling.logprobs is None and not (changed or penalised or early)
 
 
 def _masks(places: Seq[AnyPlace], params: Seq[SamplingParams], grammars: Grammars | None) -> TokenMasks | None:
@@ -127,46 +147,77 @@ def _mask(logits: Tensor, masks: TokenMasks) -> Tensor:
     return masked
 
 
+class _Edits:
+    """Single logits that are to be changed: of which rows, of which tokens, and by what."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self._counts: list[int] = []
+        self._tokens: list[int] = []
+        self._values: list[float] = []
+
+    def add(self, row: int, tokens: Collection[int], values: Seq[float]) -> None:
+        """One value for all of the tokens, or one for each; the same kind in every call."""
+        self.rows.append(row)
+        self._counts.append(len(tokens))
+        self._tokens += tokens
+        self._values += values
+
+    def on(self, device: torch.device) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """Where, and by what."""
+        counts, total = staged(self._counts, torch.long, device), len(self._tokens)
+        rows = staged(self.rows, torch.long, device).repeat_interleave(counts, output_size=total)
+        values = staged(self._values, torch.float32, device)
+        if len(values) != total:
+            values = values.repeat_interleave(counts, output_size=total)
+        return (rows, staged(self._tokens, torch.long, device)), values
+
+
 def _adjust(
     logits: Tensor, places: Seq[AnyPlace], params: Seq[SamplingParams], eos_token_ids: frozenset[int]
 ) -> Tensor:
     """Bias, penalties and min_tokens; `logits` itself when nobody asks for any."""
-    adjusted = logits
+    biased, repeated, penalised, held_back = _Edits(), _Edits(), _Edits(), _Edits()
     for row, (place, sampling) in enumerate(zip(places, params, strict=True)):
-        changed = _adjust_row(logits[row], place, sampling, eos_token_ids)
-        if changed is not None:
-            if adjusted is logits:
-                adjusted = logits.clone()
-            adjusted[row] = changed
+        if sampling.logit_bias:
+            tokens, biases = zip(*sampling.logit_bias, strict=True)
+            biased.add(row, tokens, biases)
+        if sampling.repetition_penalty != 1:
+            repeated.add(row, place.token_ids, [max(sampling.repetition_penalty, LEAST_REPETITION_PENALTY)])
+        if sampling.presence_penalty != 0 or sampling.frequency_penalty != 0:
+            presence, frequency = sampling.presence_penalty, sampling.frequency_penalty
+            counts = Counter(place.output_token_ids)
+            penalised.add(row, counts, [presence + frequency * times for times in counts.values()])
+        if ends := _held_back(place, sampling, eos_token_ids):
+            held_back.add(row, ends, [-torch.inf])
+    if not (biased.rows or repeated.rows or penalised.rows or held_back.rows):
+        return logits
+    adjusted = logits.clone()
+    if biased.rows:
+        where, values = biased.on(logits.device)
+        adjusted[where] += values
+    if repeated.rows:
+        where, values = repeated.on(logits.device)
+        before = adjusted[where]  # of a token that was seen twice, twice the same
+        adjusted[where] = torch.where(before > 0, before / values, before * values)
+    if penalised.rows:
+        where, values = penalised.on(logits.device)
+        adjusted[where] -= values
+    if held_back.rows:
+        _hold_back(adjusted, held_back, params)
     return adjusted
 
 
-def _adjust_row(
-    logits: Tensor, place: AnyPlace, sampling: SamplingParams, eos_token_ids: frozenset[int]
-) -> Tensor | None:
-    """One row, [vocab]; None when nothing changes."""
-    penalised = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
-    held_back = _held_back(place, sampling, eos_token_ids)
-    if not (sampling.logit_bias or sampling.repetition_penalty != 1 or penalised or held_back):
-        return None
-    row = logits.clone()
-    if sampling.logit_bias:
-        token_ids, biases = zip(*sampling.logit_bias, strict=True)
-        row[list(token_ids)] += torch.tensor(biases, dtype=row.dtype, device=row.device)
-    if sampling.repetition_penalty != 1:
-        seen = torch.tensor(sorted(set(place.token_ids)), device=row.device)
-        values = row[seen]
-        row[seen] = torch.where(values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty)
-    if penalised and (counts := Counter(place.output_token_ids)):
-        seen = torch.tensor(list(counts), device=row.device)
-        times = torch.tensor(list(counts.values()), dtype=row.dtype, device=row.device)
-        row[seen] -= sampling.presence_penalty + sampling.frequency_penalty * times
-    if held_back:
-        ended = row
-        row = row.index_fill(0, torch.tensor(sorted(held_back), device=row.device), -torch.inf)
-        if sampling.structured is not None and not (row > -torch.inf).any():
-            return ended  # the grammar allows nothing but an end
-    return row
+def _hold_back(adjusted: Tensor, ends: _Edits, params: Seq[SamplingParams]) -> None:
+    """Not where a grammar allows nothing but an end."""
+    structured = sorted(row for row in set(ends.rows) if params[row].structured is not None)
+    before = adjusted[structured]
+    where, values = ends.on(adjusted.device)
+    adjusted[where] = values
+    if structured:
+        at = staged(structured, torch.long, adjusted.device)
+        possible = (adjusted[at] > -torch.inf).any(-1, keepdim=True)
+        adjusted[at] = torch.where(possible, adjusted[at], before)
 
 
 def _held_back(place: AnyPlace, sampling: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
@@ -177,13 +228,20 @@ def _held_back(place: AnyPlace, sampling: SamplingParams, eos_token_ids: frozens
     return early if sampling.ignore_eos or place.num_sampled >= sampling.min_tokens else early | eos_token_ids
 
 
-def _logprobs(logits: Tensor, token: int, num_top: int | None) -> TokenLogprobs | None:
-    if num_top is None:
-        return None
-    logprobs = logits.log_softmax(-1)
-    top = logprobs.topk(min(num_top, logprobs.shape[-1])) if num_top else None
-    return TokenLogprobs(
-        logprob=float(logprobs[token]),
-        top_token_ids=tuple(top.indices.tolist()) if top else (),
-        top_logprobs=tuple(top.values.tolist()) if top else (),
-    )
+def _logprobs(logits: Tensor, tokens: Seq[int], params: Seq[SamplingParams]) -> dict[int, TokenLogprobs]:
+    """Of the rows that want them and have a token. How many of the likeliest others want changes no row's: equal ones
+    could come in another order."""
+    by_count: dict[int, list[int]] = {}
+    for row, (token, sampling) in enumerate(zip(tokens, params, strict=True)):
+        if sampling.logprobs is not None and token >= 0:
+            by_count.setdefault(sampling.logprobs, []).append(row)
+    told: dict[int, TokenLogprobs] = {}
+    for count, rows in by_count.items():
+        logprobs = logits[staged(rows, torch.long, logits.device)].log_softmax(-1)
+        wanted = staged([tokens[row] for row in rows], torch.long, logits.device)
+        chosen: list[float] = logprobs.gather(-1, wanted[:, None])[:, 0].tolist()
+        values, token_ids = logprobs.topk(min(count, logprobs.shape[-1]), dim=-1)
+        likeliest = zip(token_ids.tolist(), values.tolist(), strict=True)
+        for row, logprob, (top_token_ids, top_logprobs) in zip(rows, chosen, likeliest, strict=True):
+            told[row] = TokenLogprobs(logprob, tuple(top_token_ids), tuple(top_logprobs))
+    return told

@@ -95,7 +95,11 @@ def load_shard(path: Any, config: Any, dtype: Any, group: RankGroup) -> nn.Modul
     os.environ["LOCAL_RANK"] = str(group.rank)  # by which transformers chooses a GPU
     with _in_main_memory():
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, local_files_only=True, distributed_config=DistributedConfig(tp_size=group.size)
+            path,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            distributed_config=DistributedConfig(tp_size=group.size),
         )
     with torch.inference_mode():
         _make_local(model, group)

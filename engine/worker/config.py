@@ -14,6 +14,7 @@ from engine.errors import EngineStartError
 from engine.sim.timing import StepTiming
 from engine.speculation.speculator import MAX_GUESSES, NGRAM
 from engine.variant import KvDtype, Variant, Weights
+from engine.worker.cores import num_available
 from kvtransfer.ranks import MAX_RANKS
 
 
@@ -84,7 +85,7 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
     """Prompt tokens of one step, the chunk of chunked prefill. Default: 512 for prefill workers; 128 for decode
     workers, whose running streams wait for every step."""
     threads: PositiveInt | None = None
-    """Compute threads. Default: as many as `cores`, or as the machine has."""
+    """Compute threads. Default: as many as `cores`, or as the machine or the container's CPU limit has."""
     reserve_output_tokens: PositiveInt = 256
     """KV blocks promised to a request beyond its prompt are for this many tokens at most. What it generates beyond
     takes blocks as they are available, and where none is, somebody is preempted and computed anew later."""
@@ -193,7 +194,7 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
         if cores is not None and len(cores) >= ranks:
             each = len(cores) // ranks
             cores = cores[rank * each : (rank + 1) * each]
-        threads = max(1, (self.threads or len(self.cores or os.sched_getaffinity(0))) // ranks)
+        threads = max(1, (self.threads or len(self.cores or ()) or num_available()) // ranks)
         return self.model_copy(update={"cores": cores, "threads": threads, "shared_cores": ()})
 
     def id_for(self, role: Role) -> str:

@@ -1,13 +1,61 @@
 """Which CPU cores an engine process uses, and how far it steps back behind others there."""
 
 import contextlib
+import math
 import os
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from engine.errors import EngineStartError
 
 AUTOGROUP = Path("/proc/self/autogroup")
+CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def available_cores() -> list[int]:
+    """Those this process may use: as many as its control group has time for, which may be fewer than it sees. A run of
+    those then, drawn anew for each process: other containers of the machine draw theirs."""
+    cores = sorted(os.sched_getaffinity(0))
+    count = num_available()
+    first = random.randrange(len(cores)) if count < len(cores) else 0
+    return sorted((cores[first:] + cores[:first])[:count])
+
+
+def num_available() -> int:
+    """Cores whose time this process may use. More threads than that would only be stopped in turn."""
+    seen = len(os.sched_getaffinity(0))
+    quota = cpu_quota()
+    return seen if quota is None else max(1, min(seen, math.ceil(quota)))
+
+
+def cpu_quota(root: Path = CGROUPS, own: Path = OWN_CGROUPS) -> float | None:
+    """Cores' time that a container's limit allows, None without one: of this process's control groups the least."""
+    quotas: list[float] = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in own.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers or "cpu" in controllers.split(","):
+                quotas += _quotas_of(root / controllers, path)
+    return min(quotas, default=None)
+
+
+def _quotas_of(base: Path, path: str) -> Iterator[float]:
+    """Of a control group and those it is in. In a container its own path may be none there, but its root is."""
+    group = base / path.lstrip("/")
+    for folder in (group, *group.parents):
+        if folder.is_relative_to(base) and (quota := _quota_of(folder)) is not None:
+            yield quota
+
+
+def _quota_of(folder: Path) -> float | None:
+    """By either version of control groups."""
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = (word for name in names for word in (folder / name).read_text().split())
+            if quota != "max" and int(quota) > 0:
+                return int(quota) / int(period)
+    return None
 
 
 def stay_on(cores: Sequence[int] | None) -> None:

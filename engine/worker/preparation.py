@@ -7,7 +7,7 @@ import signal
 import sys
 
 from engine.worker.config import WorkerConfig
-from engine.worker.cores import step_back
+from engine.worker.cores import num_available, step_back
 from kvtransfer.registry import open_transport
 from kvtransfer.sysfs import use_nearest_nics
 from kvtransfer.transport import Transport
@@ -38,7 +38,7 @@ def prepare(config: WorkerConfig) -> None:
 
 def num_threads(config: WorkerConfig) -> int:
     """That compute."""
-    return config.threads or len(config.cores or os.sched_getaffinity(0))
+    return config.threads or len(config.cores or ()) or num_available()
 
 
 def own_transport(config: WorkerConfig, agent_name: str) -> Transport:

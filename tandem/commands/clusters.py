@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.errors import StartError
-from tandem.commands.common import console, cores, run
+from engine.worker.cores import available_cores
+from tandem.commands.common import console, run
 from tandem.steps import Steps
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def serve_cluster(
     for each in cluster.models:
         console.print(f"tandem: {each.known_as}, {each.prefill} prefill + {each.decode} decode")
     cluster.check()  # before Ray is started for nothing
-    topology = cluster.plan(router, worker, cores(), routers)
+    topology = cluster.plan(router, worker, available_cores(), routers)
     with Steps(console, "tandem: ") as steps:
         steps("looking for a Ray cluster")
         try:

@@ -136,8 +136,3 @@ def run(work: Coroutine[Any, Any, object], loop: LoopFactory | None = None) -> N
             runner.run(work)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-
-
-def cores() -> list[int]:
-    """That this process may use."""
-    return sorted(os.sched_getaffinity(0))

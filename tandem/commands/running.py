@@ -7,8 +7,9 @@ import typer
 
 from cluster.config import parse_overrides
 from cluster.errors import StartError
+from engine.worker.cores import available_cores
 from tandem.commands.clusters import serve_cluster
-from tandem.commands.common import ACCESS, DEFAULT_ADDRESS, console, cores, run
+from tandem.commands.common import ACCESS, DEFAULT_ADDRESS, console, run
 
 app = typer.Typer()
 CLUSTER_NAME = "tandem"
@@ -109,7 +110,7 @@ def demo(
     console.print("tandem demo: a router, a prefill worker and a decode worker, each a process of its own")
     from tandem.demo import run_demo
 
-    run(run_demo(console, requests, model, cores(), routers))
+    run(run_demo(console, requests, model, available_cores(), routers))
 
 
 @app.command()

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from engine.errors import EngineStartError, KernelsUnavailable
 from engine.layout import KvLayout
 from engine.model_dir import ModelDir
+from engine.torch.attention import use_attention
 from engine.torch.block_bytes import BlockBytes
 from engine.torch.cuda.attention import FlashInferPagedAttention
 from engine.torch.cuda.graphs import Captured, DecodeGraphs
@@ -20,7 +21,7 @@ from engine.torch.cuda.modules import FusedRotary, fuse
 from engine.torch.cuda.tables import Sections, StepTables
 from engine.torch.device import choose_device, read_back, staged
 from engine.torch.fingerprint import BLOCKS_AT_ONCE, TensorFingerprints
-from engine.torch.loader import kv_layout, load_model, use_attention
+from engine.torch.loader import kv_layout, load_model
 from engine.torch.runner import BuiltModel, TorchRunner
 from engine.torch.sdpa import SdpaPagedAttention
 from engine.vocabulary import Chunk, SamplingParams, Sequence

@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.torch import drawing
-from engine.torch.drawing import CANDIDATES, draw
+from engine.torch.drawing import draw
 from engine.vocabulary import SamplingParams
 
+CANDIDATES = 1024
 VOCAB = 5 * CANDIDATES
 Row = tuple[SamplingParams, float, float]
 """Options, target, how far logits are spread."""
@@ -32,10 +33,12 @@ def test_candidates_give_what_sorting_everything_gives(drawn: list[Row], seed: i
     spread = torch.tensor([[spread] for _, _, spread in drawn])
     logits = (torch.randn(len(drawn), VOCAB, generator=generator) * spread).bfloat16().float()
     params, targets = [row[0] for row in drawn], [row[1] for row in drawn]
-    fast = draw(logits, params, targets)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drawing, "CANDIDATES", VOCAB)
-        assert torch.equal(fast, draw(logits, params, targets))
+        patch.setattr(drawing, "CANDIDATES", (VOCAB,))
+        sorted_all = draw(logits, params, targets)
+        for counts in ((CANDIDATES,), (CANDIDATES, 3 * CANDIDATES)):
+            patch.setattr(drawing, "CANDIDATES", counts)
+            assert torch.equal(draw(logits, params, targets), sorted_all)
 
 
 @pytest.mark.parametrize("target", [0.0, 0.25, 0.5, 0.999999999])

@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers as tf
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.errors import EngineStartError, ModelRefused
 from engine.torch.runner import TorchRunner
@@ -43,6 +46,15 @@ def test_models_that_generate_nothing(tmp_path: Path) -> None:
 def test_unknown_architectures(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "telepathy"}))
     with pytest.raises(ModelRefused, match="unsupported architecture"):
+        load(tmp_path)
+
+
+def test_code_in_a_model_directory(tmp_path: Path) -> None:
+    """Nobody is asked whether it shall be run, either."""
+    config = {"model_type": "telepathy", "auto_map": {"AutoConfig": "strange.Strange", "AutoModelForCausalLM": "a.B"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "strange.py").write_text("raise SystemExit('this was run')")
+    with pytest.raises(ModelRefused, match="needs code that lies in its directory, which is never run"):
         load(tmp_path)
 
 
@@ -96,6 +108,62 @@ def test_keys_and_values_of_unequal_size(tmp_path: Path) -> None:
     save(config, tmp_path)
     with pytest.raises(ModelRefused, match="keys have"):
         load(tmp_path)
+
+
+def test_the_decoder_half_of_an_encoder_decoder(tmp_path: Path) -> None:
+    """Its positions are those within the batch, whatever it is told."""
+    config = tf.BartConfig(vocab_size=64, d_model=32, decoder_layers=2, decoder_attention_heads=2, decoder_ffn_dim=64)
+    save(config, tmp_path)
+    with pytest.raises(ModelRefused, match="neither causal nor causal within a window"):
+        load(tmp_path)
+
+
+def test_masks_of_the_model_s_own(tmp_path: Path) -> None:
+    save(tf.DogeConfig(**DENSE), tmp_path)
+    with pytest.raises(ModelRefused, match="a mask of its own"):
+        load(tmp_path)
+
+
+def test_a_window_that_only_the_mask_has(tmp_path: Path) -> None:
+    save(tf.PhimoeConfig(**DENSE, num_local_experts=2, sliding_window=24), tmp_path)
+    with pytest.raises(ModelRefused, match="its mask has a window of 24, and the layer it is for one of None"):
+        load(tmp_path)
+
+
+def test_a_window_that_only_a_cache_has(tmp_path: Path) -> None:
+    sizes = {name: value for name, value in DENSE.items() if name != "intermediate_size"}
+    save(tf.MoshiConfig(**sizes, ffn_dim=64, sliding_window=24), tmp_path)
+    with pytest.raises(ModelRefused, match="a window of 24, which is not told to attention"):
+        load(tmp_path)
+
+
+def after_the_one_before(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x.roll(1, dims=1)
+
+
+def by_place_in_the_batch(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+    return LlamaRotaryEmbedding.forward(self, x, torch.arange(x.shape[1])[None])
+
+
+@pytest.mark.parametrize(
+    ("part", "computes"), [("LlamaMLP", after_the_one_before), ("LlamaRotaryEmbedding", by_place_in_the_batch)]
+)
+def test_tokens_that_depend_on_others_by_more_than_attention(
+    make_model: Any, monkeypatch: pytest.MonkeyPatch, part: str, computes: Any
+) -> None:
+    changed = type(f"Other{part}", (getattr(modeling_llama, part),), {"forward": computes})
+    monkeypatch.setattr(modeling_llama, part, changed)
+    with pytest.raises(ModelRefused, match="a token depends on others by more than attention, or on where in a batch"):
+        load(make_model("llama"))
+
+
+def test_models_that_cannot_be_run(tmp_path: Path, make_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object) -> None:
+        raise RuntimeError("sizes do not match")
+
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", broken)
+    with pytest.raises(ModelRefused, match="2 tokens cannot be run through it: sizes do not match"):
+        load(make_model("llama"))
 
 
 def test_rope_that_depends_on_the_batch(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from engine.torch.loader import load_model
 from engine.torch.native.kernels import QUANTISED, Kernels
 from engine.torch.native.modules import PackedGatedMlp, PackedLinear
 from engine.torch.quantised import GROUP, QuantisedLinear, quantise, quantise_groups
+from engine.torch.runner import BuiltModel, TorchRunner
 from engine.variant import AS_SAVED, Variant
 from engine.vocabulary import Chunk
 from support.long_runs import mostly_long
@@ -260,3 +261,40 @@ def test_a_weight_of_another_class_is_left_to_transformers(kernels: Kernels) -> 
     assert can_pack(kernels, plain)
     plain.weight = Strange(plain.weight.data)
     assert not can_pack(kernels, plain)
+
+
+class Wrapped(Tensor):
+    """As torchao's: it knows how to be multiplied, and little else."""
+
+    plain: Tensor
+
+    @staticmethod
+    def __new__(cls, plain: Tensor) -> "Wrapped":
+        made: Wrapped = Tensor._make_wrapper_subclass(cls, plain.shape, dtype=plain.dtype)  # type: ignore[attr-defined]
+        made.plain = plain
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear:
+            x, weight, *bias = args
+            return nn.functional.linear(x, weight.plain, *bias)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return Wrapped(args[0].plain)
+        raise NotImplementedError(func)
+
+
+def test_a_model_with_weights_of_another_class_is_served(make_model: MakeModel, kernels: Kernels) -> None:
+    path, prompt = make_model("llama", dtype="bfloat16"), random_prompts(40, seed=4)[0]
+    plain = runner_of(path, "bfloat16")
+    model = load_model(ModelDir.open(path), "bfloat16", torch.device("cpu"))
+    projection: nn.Linear = model.get_submodule("model.layers.1.self_attn.o_proj")  # type: ignore[assignment]
+    projection.weight = nn.Parameter(Wrapped(projection.weight.data), requires_grad=False)
+    runner = TorchRunner(BuiltModel(model, plain.info), "bfloat16", 16, 8 << 20)
+    got, expected = logits_after(runner, prompt).float(), logits_after(plain, prompt).float()
+    assert runner.backend == "native"
+    assert (got - expected).norm() < 0.02 * expected.norm()

@@ -152,3 +152,31 @@ def test_more_logprobs_than_tokens_and_none_at_all() -> None:
     assert zero.logprobs.top_token_ids == ()
     (none,) = sample(LOGITS[None], [sequence({})], EOS)
     assert none.logprobs is None
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"logprobs": 2}])
+@pytest.mark.parametrize("temperature", [9e-6, 1e-38, 5e-324])
+def test_next_to_no_temperature_is_the_likeliest(temperature: float, options: dict[str, Any]) -> None:
+    """Quotients that leave float32 would be tokens out of range."""
+    rows = [sequence(options | {"temperature": temperature, "seed": seed}) for seed in range(50)]
+    assert {token.token_id for token in sample(LOGITS.repeat(50, 1), rows, EOS) if token is not None} == {0}
+
+
+def test_next_to_no_penalty_is_the_least_there_is() -> None:
+    least = {"repetition_penalty": 1e-300}
+    rows = [sequence(least | {"seed": seed, "temperature": 1.0 - seed % 2}) for seed in range(50)]
+    assert {token.token_id for token in sample(LOGITS.repeat(50, 1), rows, EOS) if token is not None} == {0}
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.5, "logprobs": 1}])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_logits_that_are_no_numbers_fail_their_request_alone(value: float, options: dict[str, Any]) -> None:
+    """Of a vocabulary that is no multiple of what is summed at once, and large enough for candidates."""
+    logits = torch.arange(3000.0).repeat(2, 1)
+    logits[0] = value
+    broken, whole = sample(logits, [sequence(options), sequence({"temperature": 0.0})], EOS)
+    assert broken is not None
+    assert broken.failure is not None
+    assert "no finite numbers" in broken.failure.reason
+    assert whole is not None
+    assert whole.token_id == 2999

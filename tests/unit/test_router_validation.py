@@ -17,7 +17,13 @@ CONTEXT, VOCAB = 100, 50
 @pytest.fixture
 def model_dir(tmp_path: Path) -> ModelDir:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": VOCAB, "max_position_embeddings": CONTEXT}))
+    (tmp_path / "tokenizer.json").write_text("{}")
     return ModelDir.open(tmp_path)
+
+
+def recommending(model_dir: ModelDir, **values: object) -> ModelDir:
+    (model_dir.path / "generation_config.json").write_text(json.dumps(values))
+    return ModelDir.open(model_dir.path)
 
 
 def test_defaults_are_filled_in(model_dir: ModelDir) -> None:
@@ -25,6 +31,31 @@ def test_defaults_are_filled_in(model_dir: ModelDir) -> None:
     assert (resolved.max_tokens, resolved.temperature, resolved.top_p, resolved.top_k) == (90, 1.0, 1.0, 0)
     assert resolved.HasField("seed")
     assert not resolved.HasField("logprobs")
+
+
+def test_what_a_model_recommends_is_its_default(model_dir: ModelDir) -> None:
+    wise = recommending(model_dir, temperature=0.6, top_p=0.9, top_k=20, min_p=0.05, repetition_penalty=1.05, n=3)
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "n")
+    resolved = resolve_sampling(pb.Sampling(), 10, wise)
+    assert tuple(getattr(resolved, name) for name in names) == (0.6, 0.9, 20, 0.05, 1.05, 1)
+    given = pb.Sampling(temperature=0, top_p=1, top_k=0, min_p=0, repetition_penalty=1)
+    resolved = resolve_sampling(given, 10, wise)
+    assert tuple(getattr(resolved, name) for name in names) == (0, 1, 0, 0, 1, 1)
+    assert resolve_sampling(pb.Sampling(beam_width=2), 10, wise).temperature == 0
+
+
+def test_what_no_request_could_ask_for_is_not_recommended(model_dir: ModelDir) -> None:
+    strange = recommending(model_dir, temperature=-1, top_p=0.0, top_k=2.5, min_p="0.1", repetition_penalty=True)
+    assert strange.sampling_defaults.keys() == {"temperature", "top_p", "top_k"}
+    resolved = resolve_sampling(pb.Sampling(seed=0), 10, strange)
+    assert resolved == resolve_sampling(pb.Sampling(seed=0), 10, model_dir)
+
+
+def test_stop_strings_need_text(model_dir: ModelDir) -> None:
+    (model_dir.path / "tokenizer.json").unlink()
+    with pytest.raises(InvalidRequest, match="no tokenizer") as caught:
+        resolve_sampling(pb.Sampling(stop=["x"]), 10, model_dir)
+    assert caught.value.field == "sampling.stop"
 
 
 def test_what_was_given_stays(model_dir: ModelDir) -> None:

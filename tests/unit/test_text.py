@@ -57,6 +57,41 @@ def test_special_tokens_are_not_text() -> None:
     assert stream.push(end) == ""
 
 
+def byte_fallback_tokenizer() -> Tokenizer:
+    """As Llama 2's and Mistral's: a character without a token of its own is bytes, and so is a line feed."""
+    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "\u2581a", "b"]
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+def test_bytes_that_are_no_character_end_nothing() -> None:
+    """tokenizers' `DecodeStream` raises here: the line feed before them is no character either, then."""
+    tokenizer = byte_fallback_tokenizer()
+    feed, broken, a, b = (tokenizer.token_to_id(token) for token in ("<0x0A>", "<0xF0>", "\u2581a", "b"))
+    stream = TextStream(tokenizer, [b], ())
+    pieces = [stream.push(token_id) for token_id in (feed, broken, a, b)]
+    assert (pieces[:2], pieces[3]) == (["\n", ""], "b")
+    assert pieces[2].endswith("\ufffd a")
+
+
+@pytest.mark.parametrize("said", ["x!", "\u4e2d"])
+def test_a_prompt_that_ends_within_a_character_is_not_said(said: str) -> None:
+    stream = TextStream(TOKENIZER, [*encode("ab"), *encode("\u4e2d")[:1]], ())
+    assert "".join(stream.push(token_id) for token_id in encode(said)) == said
+    completed = TextStream(TOKENIZER, [*encode("ab"), *encode("\u4e2d")[:1]], ())
+    assert "".join(completed.push(token_id) for token_id in encode("\u4e2d!")[1:]) == "\u4e2d!"
+
+
+def test_no_character_is_awaited_for_ever() -> None:
+    stream = TextStream(TOKENIZER, encode("a"), ())
+    end, broken = TOKENIZER.token_to_id("<end>"), encode("\u4e2d")[0]
+    assert "".join(stream.push(end) for _ in range(100)) == ""
+    assert len("".join(stream.push(broken) for _ in range(100))) > 80
+
+
 def test_without_a_tokenizer_there_is_no_text() -> None:
     assert TextStream(None, [1, 2], ["x"]).push(3) == ""
 

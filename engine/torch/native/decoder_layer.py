@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.torch.attention import PagedAttention
-from engine.torch.loader import use_attention
+from engine.torch.attention import PagedAttention, use_attention
 from engine.torch.native.kernels import Kernels
 from engine.torch.native.modules import NativeRmsNorm, PackedGatedMlp, PackedLinear
 from engine.vocabulary import Chunk

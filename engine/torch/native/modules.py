@@ -145,9 +145,12 @@ def use_kernels(model: nn.Module, kernels: Kernels) -> Replaced:
 
 
 def _leave_file(model: nn.Module) -> None:
-    """What was not replaced moves to memory of its own, or it would keep the whole file of weights mapped."""
+    """What was not replaced moves to memory of its own, or it would keep the whole file of weights mapped. Not tensors
+    of other classes, as torchao's: what they are made of is theirs."""
     for tensor in [*model.parameters(), *model.buffers()]:
         mapped = tensor.data
+        if type(mapped) is not Tensor:
+            continue
         tensor.data = mapped.clone()
         forget_file_pages(mapped)
 
