@@ -1566,6 +1566,8 @@ class WorkerStatus(_message.Message):
     HEARD_FIELD_NUMBER: _builtins.int
     ASKED_BLOCKS_FIELD_NUMBER: _builtins.int
     HIT_BLOCKS_FIELD_NUMBER: _builtins.int
+    FAILING_FIELD_NUMBER: _builtins.int
+    FAILING_LENDERS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
     """"prefill" or "decode"."""
@@ -1592,6 +1594,12 @@ class WorkerStatus(_message.Message):
     asked_blocks: _builtins.int
     """Blocks of prompts that this router had it compute or lend, since it joined; and those of them that it had already."""
     hit_blocks: _builtins.int
+    failing: _builtins.bool
+    """What was placed on it failed, though it speaks: this router tries it only now and then."""
+    @_builtins.property
+    def failing_lenders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Workers from which its loans fail, of whom it borrows only now and then."""
+
     def __init__(
         self,
         *,
@@ -1614,10 +1622,12 @@ class WorkerStatus(_message.Message):
         heard: _builtins.bool = ...,
         asked_blocks: _builtins.int = ...,
         hit_blocks: _builtins.int = ...,
+        failing: _builtins.bool = ...,
+        failing_lenders: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "asked_blocks", b"asked_blocks", "available_blocks", b"available_blocks", "block_tokens", b"block_tokens", "cached_blocks", b"cached_blocks", "decode_prefill_tokens_per_s", b"decode_prefill_tokens_per_s", "decoding", b"decoding", "draining", b"draining", "heard", b"heard", "hit_blocks", b"hit_blocks", "loans", b"loans", "num_blocks", b"num_blocks", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_loans", b"queued_loans", "queued_prefill_tokens", b"queued_prefill_tokens", "role", b"role", "running", b"running", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "asked_blocks", b"asked_blocks", "available_blocks", b"available_blocks", "block_tokens", b"block_tokens", "cached_blocks", b"cached_blocks", "decode_prefill_tokens_per_s", b"decode_prefill_tokens_per_s", "decoding", b"decoding", "draining", b"draining", "failing", b"failing", "failing_lenders", b"failing_lenders", "heard", b"heard", "hit_blocks", b"hit_blocks", "loans", b"loans", "num_blocks", b"num_blocks", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_loans", b"queued_loans", "queued_prefill_tokens", b"queued_prefill_tokens", "role", b"role", "running", b"running", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

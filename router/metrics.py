@@ -194,6 +194,8 @@ class ClusterCollector(Collector):
                 ("kv_cache_usage_ratio", "Of its pool: what new requests could not reserve."),
                 ("kv_blocks", "Of its pool."),
                 ("draining", "1: it was told to stop."),
+                ("failing", "1: what is placed there fails; it is tried now and then."),
+                ("failing_lenders", "Workers from which its loans fail; they are tried now and then."),
             )
         }
         for model in self._models:
@@ -212,6 +214,8 @@ class ClusterCollector(Collector):
                     "kv_cache_usage_ratio": 1 - load.available_blocks / max(1, load.num_blocks),
                     "kv_blocks": load.num_blocks,
                     "draining": worker.draining,
+                    "failing": worker.shunned,
+                    "failing_lenders": len(model.fleet.parted_from(worker)),
                 }
                 for name, value in values.items():
                     families[name].add_metric((model.name, worker.worker_id, role), float(value))

@@ -167,6 +167,7 @@ class Serving:
                 if isinstance(failure.cause, Overloaded):
                     model.dispatcher.refused(placed)  # raises when it was too often
                     continue
+                placed.failed = True
                 attempt, failures = attempt + 1, failures + 1
                 if failures == self._config.max_attempts:
                     raise failure.cause from None

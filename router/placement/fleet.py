@@ -51,6 +51,8 @@ class Worker:
     """Of those, what it had already."""
     draining: bool = False
     """It was told to stop: it takes nothing more, and can be read. For good."""
+    shunned: bool = False
+    """What was placed on it failed: nothing starts there for a while."""
 
     @property
     def worker_id(self) -> str:
@@ -81,6 +83,10 @@ class Placed:
     lender_before: WorkerView | None
     started: bool = False
     """Its first token has come: the caches hold what it left in them, and have said so."""
+    failed: bool = False
+    """Its decode worker failed it."""
+    lent: bool | None = None
+    """Whether its lender lent; None: that is not known, or nothing had to be lent."""
 
     @property
     def num_streams(self) -> int:
@@ -106,6 +112,8 @@ class Fleet:
         self._snapshot = Workers.of(())
         self._computing: set[Placed] = set()
         """Not started, by a lender that computes."""
+        self._parted: set[tuple[Worker, Worker]] = set()
+        """Borrowers and lenders whose loans fail."""
         self._sequence = 0
 
     @property
@@ -148,6 +156,19 @@ class Fleet:
             self._arrange()
         else:
             self._refresh(worker)
+
+    def shun(self, worker: Worker, shunned: bool) -> None:
+        """Whether nothing may start there."""
+        worker.shunned = shunned
+        self._refresh(worker)
+
+    def part(self, borrower: Worker, lender: Worker, parted: bool) -> None:
+        """Whether one may not borrow from the other."""
+        if parted:
+            self._parted.add((borrower, lender))
+        else:
+            self._parted.discard((borrower, lender))
+        self._arrange()
 
     def drains(self, worker: Worker) -> None:
         """It said so itself, before any report of it did."""
@@ -223,6 +244,10 @@ class Fleet:
         if ttft_s is not None:
             self.ttft_scores.add(placed.predicted_ttft_s, ttft_s)
         kv = finish.receipt.kv
+        if kv.mismatched_blocks or (kv.loan_failure and not kv.moved_blocks):
+            placed.lent = False
+        elif kv.moved_blocks and not kv.loan_failure:
+            placed.lent = True
         placed.decode.asked_blocks += kv.reused_blocks + kv.moved_blocks + kv.computed_blocks
         placed.decode.hit_blocks += kv.reused_blocks
         if placed.lender is not None:
@@ -252,6 +277,10 @@ class Fleet:
     def rates(self) -> Rates:
         """Of the workers of `snapshot`, by row."""
         return self._learner.rates
+
+    def parted_from(self, borrower: Worker) -> list[str]:
+        """Those from whom its loans fail."""
+        return sorted(lender.worker_id for other, lender in self._parted if other is borrower)
 
     def views(self) -> list[WorkerView]:
         """All workers that have reported, ascending by id."""
@@ -288,6 +317,11 @@ class Fleet:
         """Who is among the workers that have reported has changed."""
         there = [worker for worker in self._workers.values() if worker.load is not None]
         self._snapshot = Workers.of([self._view(worker) for worker in there])
+        self._parted = {pair for pair in self._parted if all(self._workers.get(w.worker_id) is w for w in pair)}
+        for borrower, lender in self._parted:
+            rows = self._snapshot.row_of.get(borrower.worker_id), self._snapshot.row_of.get(lender.worker_id)
+            if None not in rows:
+                self._snapshot.compatible[rows] = False
         self._learner.arrange(self._snapshot.ids)
 
     def _refresh(self, worker: Worker) -> None:
@@ -316,7 +350,9 @@ class Fleet:
             queued_prefill_tokens=load.queued_prefill_tokens
             + sum(p.lender_tokens for p in lends)
             + sum(p.own_tokens for p in decodes if not p.started),
-            available_blocks=load.available_blocks - sum(p.demand.num_promised_blocks(reserve) for p in decodes),
+            available_blocks=-1
+            if worker.shunned
+            else load.available_blocks - sum(p.demand.num_promised_blocks(reserve) for p in decodes),
             num_blocks=load.num_blocks,
             reserve_output_tokens=reserve,
             draining=worker.draining,
