@@ -64,6 +64,10 @@ class RouterConfig(
     stream_delay_s: PositiveFloat = 0.001
     """What one more running stream on a decode worker costs the others."""
 
+    decisions_memory_mib: NonNegativeFloat = 16.0
+    """For the decisions of the last requests with all they were made of, which can be asked for (`tandem explain
+    --request ID`): 4 KiB each with few workers, up to 300 KiB with 128. 0: none are kept."""
+
     samples_file: Path | None = None
     """Requests are appended there with their receipts, a share of them, and all feedback. To rotate it, move it away:
     it is opened anew for each line."""

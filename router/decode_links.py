@@ -12,7 +12,6 @@ from cluster.tls import Trust
 from router.decode_link import DecodeLink
 from router.placement.fleet import Fleet, Worker
 
-
 CONNECT_S = 5.0
 """For a connection. gRPC by itself tries for 20 s, while the request could run elsewhere."""
 

@@ -14,6 +14,7 @@ from cluster.errors import Draining, InvalidRequest, ServiceError, to_status
 from cluster.trace_context import from_metadata, traceparent
 from protos import inference_pb2 as pb
 from router.batch import generate_batch
+from router.history import Placement
 from router.models.choice import Verdict
 from router.models.served_model import ServedModel, ServedModels
 from router.placement.candidates import Candidate
@@ -62,6 +63,7 @@ class InferenceService:
         }
         unary: dict[str, tuple[Callable[[Any, Any], Awaitable[Any]], type[Any]]] = {
             "Explain": (self.Explain, pb.GenerateRequest),
+            "Decisions": (self.Decisions, pb.DecisionsRequest),
             "Tokenize": (self.Tokenize, pb.TokenizeRequest),
             "ListModels": (self.ListModels, pb.ListModelsRequest),
             "ClusterStatus": (self.ClusterStatus, pb.ClusterStatusRequest),
@@ -132,6 +134,22 @@ class InferenceService:
             model=ticket.model.name,
             model_reason=ticket.model_reason,
             models=map(_compared, ticket.verdicts),
+        )
+
+    async def Decisions(self, request: pb.DecisionsRequest, context: Any) -> pb.DecisionsResponse:
+        past = self._serving.decisions(request.request_id, self._principal(context))
+        placements = list(past.placements)
+        return pb.DecisionsResponse(
+            request_id=past.request_id,
+            tenant=past.tenant,
+            arrived_at=past.arrived_at,
+            model=past.model,
+            model_reason=past.model_reason,
+            models=map(_compared, past.verdicts),
+            # A large fleet's candidates take tenths of a second each: not on the loop.
+            placements=await asyncio.to_thread(lambda: [_placement(placement) for placement in placements]),
+            ended=past.ended,
+            error=past.error,
         )
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
@@ -208,6 +226,22 @@ def _compared(verdict: Verdict) -> pb.ModelCandidate:
     )
 
 
+def _placement(placement: Placement) -> pb.PlacementDecision:
+    situation = placement.situation
+    candidates = situation.candidates() if situation is not None else []
+    return pb.PlacementDecision(
+        attempt=placement.attempt,
+        placed_after_ms=placement.placed_after_s * 1e3,
+        reason=placement.decision.reason,
+        usable_blocks=situation.demand.num_usable_blocks if situation is not None else 0,
+        candidates=[_candidate(candidate) for candidate in candidates[:MAX_EXPLAINED]],
+        num_candidates=placement.decision.num_candidates,
+        ttft_ms=None if placement.ttft_s is None else placement.ttft_s * 1e3,
+        hit_blocks=placement.hit_blocks,
+        failure=placement.failure,
+    )
+
+
 def _candidate(candidate: Candidate) -> pb.PlacementCandidate:
     return pb.PlacementCandidate(
         decode_worker=candidate.decode_id,
@@ -226,4 +260,5 @@ def _candidate(candidate: Candidate) -> pb.PlacementCandidate:
         ttft_ms=candidate.ttft_s * 1e3,
         delay_ms=candidate.delay_s * 1e3,
         cost_ms=candidate.cost_s * 1e3,
+        hit_blocks=candidate.hit_blocks,
     )

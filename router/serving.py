@@ -8,13 +8,15 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
-from cluster.errors import Draining, InvalidRequest, Overloaded, ServiceError
+from cluster.errors import Draining, InvalidRequest, NotSetUp, Overloaded, ServiceError, UnknownRequest
 from engine.keys import BlockKey
 from protos import inference_pb2 as pb
 from router.attempt import Emitted, Retriable, run_attempt
 from router.config import RouterConfig
 from router.console.recent import Recent
 from router.decode_request import decode_request
+from router.history import Entry, History
+from router.history import Placement as PastPlacement
 from router.intake import Intake, Ticket, asked_for
 from router.metrics import RouterMetrics, Watched
 from router.models.config import AUTO
@@ -66,6 +68,9 @@ class Serving:
         self._samples = samples
         self.recent = Recent()
         """What ended last."""
+        self._history = History(int(config.decisions_memory_mib * (1 << 20)))
+        for model in models:
+            model.fleet.keeps_situations = self._history.on
         self._gate = gate
         self._intake = Intake(config, models)
 
@@ -81,16 +86,20 @@ class Serving:
         watched = self._metrics.watch()
         sampled = self._samples.wanted()
         ticket, arrived_at = None, time.monotonic()
+        past = Entry(request.request_id, request.tenant, time.time())
         kept: list[bytes] = []
         try:
             ticket = await self._intake.check(request, deadline_s, principal)
+            past.request_id, past.tenant, past.verdicts = ticket.request_id, request.tenant, ticket.verdicts
+            past.model, past.model_reason = ticket.model.name, ticket.model_reason
+            self._history.add(past)
             watched.checked(ticket)
             ticket.model.fleet.traffic.arrived(len(ticket.prompt))
             on_checked(ticket)
             charge = await self._gate.enter(request.tenant, ticket.most_tokens)
             emitted = Emitted(ticket.sampling.n)
             try:
-                async with contextlib.aclosing(self._attempts(ticket, emitted)) as messages:
+                async with contextlib.aclosing(self._attempts(ticket, emitted, past)) as messages:
                     async for message in messages:
                         watched.message()
                         if sampled and self._samples.keeps_texts:
@@ -101,12 +110,18 @@ class Serving:
                 _count(ticket, emitted, watched)
         except ServiceError as error:
             watched.failed(error)
+            past.error = str(error)
+            if ticket is None and request.request_id:
+                past.tenant = principal.tenant or request.tenant  # it may not have been found out whose it is
+                self._history.add(past)
             self._tracing.failed(ticket, arrived_at, error)
             raise
         except (asyncio.CancelledError, GeneratorExit):
             watched.left()
             self._tracing.cancelled(ticket, arrived_at)
             raise
+        finally:
+            past.ended = True
         if ticket.finish is not None:
             watched.finished(ticket.finish)
             total_s = time.monotonic() - ticket.arrived_at
@@ -135,11 +150,14 @@ class Serving:
             model=model.name, token_ids=token_ids, max_context_tokens=model.model_dir.max_context_tokens
         )
 
-    async def _attempts(self, ticket: Ticket, emitted: Emitted) -> AsyncGenerator[bytes]:
+    async def _attempts(self, ticket: Ticket, emitted: Emitted, past: Entry) -> AsyncGenerator[bytes]:
         model = ticket.model
         attempt, failures = 1, 0
         while True:
             placed, decision, placed_at = await self._place(ticket, emitted)
+            placed_after_s = placed_at - ticket.arrived_at
+            self._history.placed(past, PastPlacement(attempt, placed_after_s, decision, placed.situation))
+            placed.situation = None
             log.debug("attempt %d at %s, lender %s", attempt, decision.decode_id, decision.lender_id or "none")
             try:
                 internal = decode_request(ticket, emitted, placed, decision, attempt, placed_at, time.monotonic())
@@ -149,17 +167,21 @@ class Serving:
                         if not placed.started:
                             model.fleet.started(placed)
                             started_at = time.monotonic()
+                            past.started(started_at - placed_at)
                             if emitted.empty:
                                 model.fleet.traffic.first_token(started_at - ticket.arrived_at)
                         emitted.add(message)
                         yield message
                 if placed.started:
                     _learn(ticket, placed, message, started_at - placed_at)
+                    if ticket.finish is not None:
+                        past.finished(ticket.finish.receipt.kv)
                 return
             except Retriable as failure:
                 if emitted.finished:
                     return
                 log.info("attempt %d failed: %s", attempt, failure)
+                past.failed(str(failure))
                 if isinstance(failure.cause, Draining):
                     model.fleet.drains(placed.decode)  # nothing failed: it hands the request over, once
                     attempt += 1
@@ -174,6 +196,21 @@ class Serving:
             finally:
                 model.dispatcher.ended(placed)
             await _settle(model, placed.decode)
+
+    def decisions(self, request_id: str, principal: Principal) -> Entry:
+        """Of a request that came lately. Raises InvalidRequest, UnknownRequest."""
+        if not request_id:
+            raise InvalidRequest("request_id", "is empty")
+        if not self._history.on:
+            raise NotSetUp("decisions_memory_mib is 0: this router keeps no decisions")
+        entry = self._history.find(request_id, principal.tenant)
+        if entry is None:
+            raise UnknownRequest(
+                f"{request_id!r} is not among the last requests of this router: another one had it, or too many came "
+                "since (decisions_memory_mib)",
+                "request_id",
+            )
+        return entry
 
     async def explain(self, request: pb.GenerateRequest, deadline_s: float | None, principal: Principal) -> Explained:
         """What a request needs, and all ways to start it now. Raises ServiceError."""

@@ -1,4 +1,4 @@
-"""`tandem explain`: the router's candidates for a prompt, term by term."""
+"""`tandem explain`: the router's candidates for a prompt, or of a request that was placed, term by term."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -45,6 +45,43 @@ async def show_explanation(
     with uncut(console):
         console.print(candidate_table(explanation.candidates[:most]))
     console.print(f"ms; {explanation.num_candidates} compared, the first would be chosen", style="dim")
+
+
+async def show_decisions(console: Console, target: Target, request_id: str, most: int) -> None:
+    """How a request was placed; of each placement the `most` cheapest candidates."""
+    async with target.client() as client:
+        past = await client.decisions(request_id)
+    if past.model:
+        console.print(f"model {past.model}: {past.model_reason}", markup=False)
+    if past.models:
+        with uncut(console):
+            console.print(model_table(past.models))
+    for placement in past.placements:
+        console.print(f"attempt {placement.attempt}, placed after {placement.placed_after_ms:.1f} ms", style="bold")
+        console.print(placement.reason, markup=False)
+        with uncut(console):
+            console.print(candidate_table(placement.candidates[:most]))
+        console.print(f"ms; {placement.num_candidates} were compared, the first was chosen", style="dim")
+        for line in came_of(placement):
+            console.print(line, markup=False)
+    if past.error:
+        console.print(f"it ended with: {past.error}", markup=False)
+    elif not past.ended:
+        console.print("it is under way" if past.placements else "it waits for a place")
+
+
+def came_of(placement: pb.PlacementDecision) -> list[str]:
+    """What was predicted of it, against what it came to."""
+    chosen = placement.candidates[0] if placement.candidates else pb.PlacementCandidate()
+    lines = []
+    if placement.HasField("ttft_ms"):
+        lines.append(f"first token: predicted after {chosen.ttft_ms:.1f} ms, came after {placement.ttft_ms:.1f} ms")
+    if placement.HasField("hit_blocks"):
+        of = f"of {placement.usable_blocks} usable blocks"
+        lines.append(f"cached: predicted {chosen.hit_blocks} {of}, came to {placement.hit_blocks}")
+    if placement.failure:
+        lines.append(f"it did not end there: {placement.failure}")
+    return lines
 
 
 def model_table(models: Sequence[pb.ModelCandidate]) -> NamesTable:

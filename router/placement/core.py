@@ -53,6 +53,8 @@ class Decision:
     """What the decode worker will."""
     predicted_ttft_s: float
     cost_s: float
+    hit_blocks: int
+    """Of the prompt, predicted: such as nobody computes."""
     num_candidates: int
     reason: str
     rivals: tuple[Rival, ...] = field(default=(), compare=False)
@@ -92,6 +94,7 @@ def place(demand: Demand, workers: Workers, hits: Hits, rates: Rates, available:
         own_tokens=best.own_tokens,
         predicted_ttft_s=best.ttft_s,
         cost_s=best.cost_s,
+        hit_blocks=best.hit_blocks,
         num_candidates=num_candidates,
         reason=_reason(demand, workers, hits, way, best),
         rivals=rivals,

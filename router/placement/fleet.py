@@ -21,6 +21,7 @@ from router.placement.index import PrefixIndex
 from router.placement.learning import Learner
 from router.placement.rates import Ints, Priors, Rates
 from router.placement.scores import LogRatios
+from router.placement.situation import Situation
 from router.placement.snapshot import Hits, Workers, WorkerView
 from router.receipts import measured
 from router.traffic import Traffic
@@ -78,6 +79,8 @@ class Placed:
     demand: Demand
     keys: tuple[BlockKey, ...]
     predicted_ttft_s: float
+    situation: Situation | None
+    """Where these are kept; whoever keeps it takes it away from here."""
     decode_before: WorkerView
     """As they were without it."""
     lender_before: WorkerView | None
@@ -115,6 +118,10 @@ class Fleet:
         self._parted: set[tuple[Worker, Worker]] = set()
         """Borrowers and lenders whose loans fail."""
         self._sequence = 0
+        self.keeps_situations = False
+        """What decisions were made of is kept with placements."""
+        self._decided: tuple[Demand, Hits, Ints | None] | None = None
+        """Of the last decision that found a way."""
 
     @property
     def workers(self) -> list[Worker]:
@@ -196,8 +203,13 @@ class Fleet:
         return True
 
     def placed(self, decision: Decision, demand: Demand, keys: Sequence[BlockKey]) -> Placed:
-        """Count a placement from now on; `ended` must follow."""
+        """Count a placement from now on, with nothing told since it was decided; `ended` must follow."""
         self._sequence += 1
+        situation = None
+        if self.keeps_situations and self._decided is not None and self._decided[0] is demand:
+            _, hits, available = self._decided
+            rates = self._learner.rates_as_they_are()
+            situation = Situation.of(demand, self._snapshot, hits, rates, available)
         decode = self._workers[decision.decode_id]
         lender = self._workers[decision.lender_id] if decision.lender_id else None
         source = self._workers[decision.source_id] if decision.source_id else None
@@ -212,6 +224,7 @@ class Fleet:
             demand=demand,
             keys=tuple(keys),
             predicted_ttft_s=decision.predicted_ttft_s,
+            situation=situation,
             decode_before=self._view(decode),
             lender_before=self._view(lender) if lender else None,
         )
@@ -304,7 +317,9 @@ class Fleet:
         worker of `snapshot`, where these are not all there are."""
         if not startable(demand, self._snapshot, available).any():
             return None  # what the caches hold need not be asked
-        return place(demand, self._snapshot, self.hits(keys), self.rates, available)
+        hits = self.hits(keys)
+        self._decided = demand, hits, available
+        return place(demand, self._snapshot, hits, self.rates, available)
 
     def least_ttft_s(self, demand: Demand, keys: Sequence[BlockKey]) -> float | None:
         """Predicted if there were room everywhere and no prompt were queued anywhere; None where nobody could hold

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cluster.errors import InvalidRequest
+from cluster.errors import InvalidRequest, ServiceError, UnknownRequest
 from protos import inference_pb2 as pb
-from support.processes import until
+from router.security.api_keys import PREFIX, hash_of
+from support.processes import Stream, kill_worker, named, running, until
 from tandem.client import Client
-from tandem.explained import candidate_table
+from tandem.explained import came_of, candidate_table
 
 BLOCK = 16
 
@@ -52,3 +53,66 @@ async def test_the_first_candidate_is_where_the_request_goes(
         with pytest.raises(InvalidRequest) as caught:
             await client.explain(token_ids=prompt, sampling=pb.Sampling(top_p=2.0))
         assert caught.value.field == "sampling.top_p"
+
+
+SIM: dict[str, Any] = {"engine": "sim", "sim_step_ms": 4.0, "kv_memory_mib": 4}
+
+
+async def test_a_decision_can_be_asked_for_afterwards(model: Path, cluster_of: Any) -> None:
+    """One that went well, one whose worker died, one that was refused, one under way, and none."""
+    tenants = {"none": {"tokens_per_minute": 1}}
+    router = {"decode_prefill_tokens_per_s": 100.0, "tenants": tenants}
+    async with running(cluster_of(model, decode=2, router=router, **SIM)) as (cluster, client):
+        prompt = random.Random(1).choices(range(1000), k=20 * BLOCK)
+        for number in range(2):
+            stream = await Stream(client, prompt, 5, request_id=f"well-{number}").task
+            receipt, past = stream.receipt, await client.decisions(f"well-{number}")
+            (placement,) = past.placements
+            chosen = placement.candidates[0]
+            assert (chosen.decode_worker, chosen.lender) == (receipt.placement.decode_worker, receipt.placement.lender)
+            assert chosen.ttft_ms == pytest.approx(receipt.placement.predicted_ttft_ms)
+            assert chosen.hit_blocks == receipt.placement.predicted_hit_blocks
+            assert placement.num_candidates == len(placement.candidates) == receipt.placement.candidates
+            assert placement.reason == receipt.placement.reason
+            assert placement.ttft_ms > 0
+            assert (placement.attempt, placement.failure, past.error, past.ended) == (1, "", "", True)
+        assert placement.hit_blocks >= 19, "the second time it is cached"
+
+        dies = Stream(client, prompt, 400, request_id="dies")
+        await dies.reached(5)
+        under_way = await client.decisions("dies")
+        assert (len(under_way.placements), under_way.ended) == (1, False)
+        victim = named(cluster, under_way.placements[0].candidates[0].decode_worker)
+        kill_worker(victim)
+        await dies.task
+        past = await client.decisions("dies")
+        first, second = past.placements
+        assert [first.attempt, second.attempt] == [1, 2] == [1, dies.receipt.placement.attempt]
+        assert "decode" in first.failure
+        assert second.candidates[0].decode_worker == dies.receipt.placement.decode_worker
+        assert any("did not end there" in line for line in came_of(first))
+
+        for count, options in ((5, {"tenant": "none"}), (-1, {})):
+            with pytest.raises(ServiceError) as refused:
+                await Stream(client, prompt, count, request_id="refused", **options).task
+            assert (await client.decisions("refused")).error == str(refused.value)
+
+        with pytest.raises(UnknownRequest, match="not among the last requests"):
+            await client.decisions("never")
+        with pytest.raises(InvalidRequest):
+            await client.decisions("")
+
+
+async def test_each_tenant_asks_for_its_own_decisions(model: Path, cluster_of: Any) -> None:
+    texts = {name: f"{PREFIX}{name * 43}" for name in ("a", "b")}
+    keys = [{"name": name, "sha256": hash_of(text), "tenant": name} for name, text in texts.items()]
+    router = {"api_keys": keys, "internal_port": 0}
+    async with (
+        cluster_of(model, router=router, **SIM) as cluster,
+        Client(cluster.address, api_key=texts["a"]) as one,
+        Client(cluster.address, api_key=texts["b"]) as other,
+    ):
+        await Stream(one, [1, 2, 3], 2, request_id="mine").task
+        assert (await one.decisions("mine")).tenant == "a"
+        with pytest.raises(UnknownRequest):
+            await other.decisions("mine")
