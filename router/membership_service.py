@@ -115,6 +115,7 @@ class MembershipService(pb_grpc.MembershipServicer):
         match message.WhichOneof("message"):
             case "load":
                 model.fleet.reported(worker, message.load)
+                model.heard()
             case "cache":
                 in_step = model.fleet.cache_changed(worker, message.cache)
             case _:

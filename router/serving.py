@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from cluster.errors import Draining, InvalidRequest, NotSetUp, Overloaded, ServiceError, UnknownRequest
 from engine.keys import BlockKey
 from protos import inference_pb2 as pb
+from router.admission.refusals import queue_full
 from router.attempt import Emitted, Retriable, run_attempt
 from router.config import RouterConfig
 from router.console.recent import Recent
@@ -71,6 +72,8 @@ class Serving:
         self._history = History(int(config.decisions_memory_mib * (1 << 20)))
         for model in models:
             model.fleet.keeps_situations = self._history.on
+        self._arriving: set[Entry] = set()
+        """Not in the line of their model yet: they are read, or wait for a first worker."""
         self._gate = gate
         self._intake = Intake(config, models)
 
@@ -89,6 +92,7 @@ class Serving:
         past = Entry(request.request_id, request.tenant, time.time())
         kept: list[bytes] = []
         try:
+            self._arrives(past)
             ticket = await self._intake.check(request, deadline_s, principal)
             past.request_id, past.tenant, past.verdicts = ticket.request_id, request.tenant, ticket.verdicts
             past.model, past.model_reason = ticket.model.name, ticket.model_reason
@@ -122,6 +126,7 @@ class Serving:
             raise
         finally:
             past.ended = True
+            self._arriving.discard(past)
         if ticket.finish is not None:
             watched.finished(ticket.finish)
             total_s = time.monotonic() - ticket.arrived_at
@@ -131,6 +136,14 @@ class Serving:
             self._tracing.finished(ticket, watched.ttft_s)
             if sampled:
                 self._samples.served(ticket, kept)
+
+    def _arrives(self, past: Entry) -> None:
+        """Raises Overloaded while too many have: what is not in line yet is bounded as the line is."""
+        if len(self._arriving) >= self._config.max_queued:
+            refusal = queue_full(len(self._arriving), self._config.default_retry_after_s)
+            self._gate.num_refused[refusal.reason] += 1
+            raise refusal.error
+        self._arriving.add(past)
 
     async def tokenize(self, request: pb.TokenizeRequest, principal: Principal) -> pb.TokenizeResponse:
         """A prompt as its model reads it. Raises ServiceError."""
@@ -154,7 +167,7 @@ class Serving:
         model = ticket.model
         attempt, failures = 1, 0
         while True:
-            placed, decision, placed_at = await self._place(ticket, emitted)
+            placed, decision, placed_at = await self._place(ticket, emitted, past)
             placed_after_s = placed_at - ticket.arrived_at
             self._history.placed(past, PastPlacement(attempt, placed_after_s, decision, placed.situation))
             placed.situation = None
@@ -218,13 +231,14 @@ class Serving:
         demand, keys = await self._needs(ticket, Emitted(ticket.sampling.n))
         fleet = ticket.model.fleet
         # A large fleet's candidates take tenths of a second: not on the loop, and of a snapshot that stays as it is.
-        situation = copy.deepcopy((fleet.snapshot, fleet.hits(keys), fleet.rates))
+        situation = copy.deepcopy((fleet.snapshot, fleet.hits(keys, demand.other_keys), fleet.rates))
         return Explained(ticket, demand, await asyncio.to_thread(explain, demand, *situation))
 
-    async def _place(self, ticket: Ticket, emitted: Emitted) -> tuple[Placed, Decision, float]:
+    async def _place(self, ticket: Ticket, emitted: Emitted, past: Entry) -> tuple[Placed, Decision, float]:
         """Wait for a pair. What can never start is refused at once; with nobody there it waits a little."""
         demand, keys = await self._needs(ticket, emitted)
         ticket.claim.streaming = not emitted.empty
+        self._arriving.discard(past)
         placed, decision = await ticket.model.dispatcher.place(ticket.claim, demand, keys)
         ticket.decision = decision
         return placed, decision, time.monotonic()
@@ -237,7 +251,8 @@ class Serving:
         unfinished = [choice.token_ids for choice in emitted.choices if not choice.finished]
         to_score = sampling.HasField("prompt_logprobs") and emitted.num_prompt_logprobs < len(prompt) - 1
         chains = chains_of(prompt, sampling, unfinished)
-        return ticket.model.needs(prompt, sampling, ticket.cache_salt, chains, to_score, lot_of(ticket.request_id))
+        lot, new = lot_of(ticket.request_id), not ticket.claim.num_placed
+        return ticket.model.needs(prompt, sampling, ticket.cache_salt, chains, to_score, lot, new)
 
 
 def _count(ticket: Ticket, emitted: Emitted, watched: Watched) -> None:

@@ -27,7 +27,8 @@ class AdmissionConfig(Config):
     """Part of the router's."""
 
     max_queued: PositiveInt = 4096
-    """Requests that may wait for a pair; of more, one of the lowest class is refused at once."""
+    """Requests that may wait for a pair; of more, one of the lowest class is refused at once. As many beside them may
+    be on their way into the line: their prompts are read, or no worker has joined yet."""
     max_queued_per_tenant: PositiveInt = 2048
     """And of one tenant."""
     max_tenants: PositiveInt = 10_000

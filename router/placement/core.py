@@ -53,10 +53,10 @@ class Decision:
     """What the decode worker will."""
     predicted_ttft_s: float
     cost_s: float
-    hit_blocks: int
-    """Of the prompt, predicted: such as nobody computes."""
     num_candidates: int
     reason: str
+    hit_blocks: int = 0
+    """Of the prompt, predicted: such as nobody computes."""
     rivals: tuple[Rival, ...] = field(default=(), compare=False)
     """The next best, of few."""
 

@@ -7,6 +7,7 @@ worker will have counts only when it has it: a sibling that came sooner would fi
 The snapshot that placement reads is kept up to date row by row as events come, so a decision copies nothing.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -299,16 +300,23 @@ class Fleet:
         """All workers that have reported, ascending by id."""
         return [self._view(self._workers[worker_id]) for worker_id in self._snapshot.ids]
 
-    def hits(self, keys: Sequence[BlockKey]) -> Hits:
-        """Blocks of the chain each worker holds, and will have computed before it turns to the next as a lender."""
+    def hits(self, keys: Sequence[BlockKey], other_keys: Sequence[Sequence[BlockKey]] = ()) -> Hits:
+        """Blocks of the chain each worker holds, and will have computed before it turns to the next as a lender.
+        `other_keys`: what the same blocks are called by workers of other weights."""
         held = self._index.match(keys)
+        for chain in other_keys:
+            held |= self._index.match(chain)  # nobody holds blocks of two
         due = dict(held)
         for placed in self._computing:
             assert placed.lender is not None
             lender_id = placed.lender.worker_id
             if self._workers.get(lender_id) is not placed.lender:
                 continue  # it is gone, and with it what it computed
-            if shared := _shared_prefix(keys, placed.keys):
+            shared = _shared_prefix(keys, placed.keys)
+            if not shared and (other_keys or placed.demand.other_keys):
+                chains = [(keys, *other_keys), (placed.keys, *placed.demand.other_keys)]
+                shared = max(itertools.starmap(_shared_prefix, itertools.product(*chains)))
+            if shared:
                 due[lender_id] = max(due.get(lender_id, 0), shared)
         return Hits.of(self._snapshot, held, due)
 
@@ -317,7 +325,7 @@ class Fleet:
         worker of `snapshot`, where these are not all there are."""
         if not startable(demand, self._snapshot, available).any():
             return None  # what the caches hold need not be asked
-        hits = self.hits(keys)
+        hits = self.hits(keys, demand.other_keys)
         self._decided = demand, hits, available
         return place(demand, self._snapshot, hits, self.rates, available)
 
@@ -325,7 +333,7 @@ class Fleet:
         """Predicted if there were room everywhere and no prompt were queued anywhere; None where nobody could hold
         it."""
         free = replace(self._snapshot, queued_prefill_tokens=np.zeros_like(self._snapshot.queued_prefill_tokens))
-        decision = place(demand, free, self.hits(keys), self.rates, free.num_blocks)
+        decision = place(demand, free, self.hits(keys, demand.other_keys), self.rates, free.num_blocks)
         return None if decision is None else decision.predicted_ttft_s
 
     def _arrange(self) -> None:

@@ -35,7 +35,8 @@ class Situation:
             available_blocks=workers.available_blocks.copy(),
             num_blocks=workers.num_blocks.copy(),
         )
-        return cls(demand, frozen, hits, rates, available)
+        kept = replace(demand, other_keys=()) if demand.other_keys else demand  # what they came to is in `hits`
+        return cls(kept, frozen, hits, rates, available)
 
     def candidates(self) -> list[Candidate]:
         """What was compared, the one that was chosen first."""
