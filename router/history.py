@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from cluster.errors import ServiceError
 from protos import inference_pb2 as pb
 from router.models.choice import Verdict
 from router.placement.core import Decision
@@ -46,9 +47,14 @@ class Entry:
     verdicts: tuple[Verdict, ...] = ()
     placements: deque[Placement] = field(default_factory=lambda: deque(maxlen=MOST_PLACEMENTS))
     ended: bool = False
-    error: str = ""
+    refusal: ServiceError | None = None
+    """What its client was told where it did not end well."""
     num_bytes: int = ENTRY_BYTES
     forgotten: bool = False
+
+    @property
+    def error(self) -> str:
+        return "" if self.refusal is None else str(self.refusal)
 
     def failed(self, failure: str) -> None:
         """The last placement did."""
@@ -95,10 +101,10 @@ class History:
             self._shrink()
 
     def placed(self, entry: Entry, placement: Placement) -> None:
-        """Of an entry that was added, and perhaps is forgotten already."""
-        if entry.forgotten or not self.on:
-            return
+        """Of an entry that was added, and perhaps is forgotten already: then nothing is kept of what it was made of."""
         entry.placements.append(placement)
+        if entry.forgotten or not self.on:
+            placement.situation = None
         if placement.situation is not None:
             num_bytes = placement.situation.num_bytes(self._latest)
             self._latest = placement.situation

@@ -15,6 +15,7 @@ from router.admission.refusals import queue_full
 from router.attempt import Emitted, Retriable, run_attempt
 from router.config import RouterConfig
 from router.console.recent import Recent
+from router.decisions_file import DecisionsFile
 from router.decode_request import decode_request
 from router.history import Entry, History
 from router.history import Placement as PastPlacement
@@ -61,8 +62,10 @@ class Serving:
         metrics: RouterMetrics,
         samples: Samples,
         tracing: Tracing,
+        decisions_file: DecisionsFile,
     ) -> None:
         self._config = config
+        self._decisions_file = decisions_file
         self._tracing = tracing
         self._models = models
         self._metrics = metrics
@@ -71,7 +74,7 @@ class Serving:
         """What ended last."""
         self._history = History(int(config.decisions_memory_mib * (1 << 20)))
         for model in models:
-            model.fleet.keeps_situations = self._history.on
+            model.fleet.keeps_situations = self._history.on or decisions_file.on
         self._arriving: set[Entry] = set()
         """Not in the line of their model yet: they are read, or wait for a first worker."""
         self._gate = gate
@@ -114,7 +117,7 @@ class Serving:
                 _count(ticket, emitted, watched)
         except ServiceError as error:
             watched.failed(error)
-            past.error = str(error)
+            past.refusal = error
             if ticket is None and request.request_id:
                 past.tenant = principal.tenant or request.tenant  # it may not have been found out whose it is
                 self._history.add(past)
@@ -126,6 +129,7 @@ class Serving:
             raise
         finally:
             past.ended = True
+            self._decisions_file.ended(past, None if ticket is None else ticket.finish)
             self._arriving.discard(past)
         if ticket.finish is not None:
             watched.finished(ticket.finish)
@@ -169,7 +173,9 @@ class Serving:
         while True:
             placed, decision, placed_at = await self._place(ticket, emitted, past)
             placed_after_s = placed_at - ticket.arrived_at
-            self._history.placed(past, PastPlacement(attempt, placed_after_s, decision, placed.situation))
+            made = PastPlacement(attempt, placed_after_s, decision, placed.situation)
+            self._decisions_file.placed(past, made)
+            self._history.placed(past, made)
             placed.situation = None
             log.debug("attempt %d at %s, lender %s", attempt, decision.decode_id, decision.lender_id or "none")
             try:

@@ -1,11 +1,15 @@
 """`tandem explain`: the router's candidates for a prompt, or of a request that was placed, term by term."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from cluster.errors import UnknownRequest
 from protos import inference_pb2 as pb
+from router.decisions_file import read_decisions
+from router.explanations import told
 from tandem.client import Target
 from tandem.tables import NamesTable, uncut
 
@@ -47,10 +51,18 @@ async def show_explanation(
     console.print(f"ms; {explanation.num_candidates} compared, the first would be chosen", style="dim")
 
 
-async def show_decisions(console: Console, target: Target, request_id: str, most: int) -> None:
-    """How a request was placed; of each placement the `most` cheapest candidates."""
-    async with target.client() as client:
-        past = await client.decisions(request_id)
+async def show_decisions(console: Console, target: Target, request_id: str, most: int, log: Path | None = None) -> None:
+    """How a request was placed; of each placement the `most` cheapest candidates. `log`: a router's decisions_file, to
+    be read instead of asking it. Raises UnknownRequest."""
+    if log is None:
+        async with target.client() as client:
+            past = await client.decisions(request_id)
+    else:
+        with log.open() as lines:
+            entry = read_decisions(lines, request_id)
+        if entry is None:
+            raise UnknownRequest(f"{log} says nothing of {request_id!r}", "request_id")
+        past = told(entry)
     if past.model:
         console.print(f"model {past.model}: {past.model_reason}", markup=False)
     if past.models:

@@ -129,6 +129,12 @@ def explain(
         str | None,
         typer.Option("--request", metavar="ID", help="instead of a prompt: how this request was placed"),
     ] = None,
+    log: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="with --request: read a router's decisions_file", exists=True, dir_okay=False
+        ),
+    ] = None,
     max_tokens: MaxTokens = None,
     most: Annotated[int, typer.Option(help="candidates to show, the cheapest first", min=1)] = 10,
     model: Model = "",
@@ -145,7 +151,7 @@ def explain(
     if (prompt is None) == (request_id is None):
         raise typer.BadParameter("give either a prompt or --request")
     if prompt is None:
-        run(show_decisions(console, target, request_id or "", most))
+        run(show_decisions(console, target, request_id or "", most, log))
         return
     asked = {"model": model, "task": task, "min_quality": min_quality, "max_ttft_ms": max_ttft_ms}
     run(show_explanation(console, target, prompt, make_sampling(max_tokens=max_tokens), most, **asked))

@@ -1,5 +1,6 @@
 """`Explain` over a real cluster: it says what placement then does."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -7,12 +8,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cluster.errors import InvalidRequest, ServiceError, UnknownRequest
+from cluster.errors import InvalidRequest, NotSetUp, ServiceError, UnknownRequest
 from protos import inference_pb2 as pb
+from router.decisions_file import read_decisions
+from router.explanations import told
+from router.placement.recorded import decided_again, read_recorded
 from router.security.api_keys import PREFIX, hash_of
-from support.processes import Stream, kill_worker, named, running, until
-from tandem.client import Client
-from tandem.explained import came_of, candidate_table
+from support.processes import LENDER_ALWAYS, Stream, kill_worker, named, running, until
+from tandem.client import Client, Target
+from tandem.explained import came_of, candidate_table, show_decisions
 
 BLOCK = 16
 
@@ -101,6 +105,38 @@ async def test_a_decision_can_be_asked_for_afterwards(model: Path, cluster_of: A
             await client.decisions("never")
         with pytest.raises(InvalidRequest):
             await client.decisions("")
+
+
+async def test_decisions_are_written_down_and_made_again(model: Path, cluster_of: Any, tmp_path: Path) -> None:
+    """Also where the router itself remembers nothing. What a client said is not in the file."""
+    log = tmp_path / "decisions.jsonl"
+    tenants = {"none": {"tokens_per_minute": 1}}
+    router = {"decisions_file": str(log), "decisions_memory_mib": 0, "tenants": tenants} | LENDER_ALWAYS
+    async with running(cluster_of(model, router=router, **SIM)) as (_, client):
+        prompt = random.Random(1).choices(range(1000), k=20 * BLOCK)
+        served = await Stream(client, prompt, 5, request_id="served").task
+        for count, options in ((5, {"tenant": "none"}), (-1, {})):
+            with pytest.raises(ServiceError):
+                await Stream(client, prompt, count, request_id="refused", **options).task
+        with pytest.raises(NotSetUp):
+            await client.decisions("served")
+    lines = log.read_text().splitlines()
+    assert [next(iter(json.loads(line))) for line in lines] == ["placed", "ended", "ended", "ended"]
+    assert str(prompt[0]) + "," + str(prompt[1]) not in log.read_text()
+    decision, situation = read_recorded(json.loads(lines[0])["placed"])
+    assert decided_again(situation) == decision
+    assert decision.decode_id == served.receipt.placement.decode_worker
+    entry = read_decisions(["not ours", "[]", *lines, lines[0][:50]], "served")
+    assert entry is not None
+    (placement,) = told(entry).placements
+    assert placement.candidates[0].lender == served.receipt.placement.lender == "prefill-0"
+    assert (placement.ttft_ms > 0, placement.HasField("hit_blocks")) == (True, True)
+    refused = read_decisions(lines, "refused")
+    assert refused is not None
+    assert (refused.error, len(refused.placements)) == ("INVALID_ARGUMENT: sampling.max_tokens", 0)
+    console = Console(width=160, record=True)
+    await show_decisions(console, Target("nobody:1"), "served", 10, log)
+    assert "first token: predicted after" in console.export_text()
 
 
 async def test_each_tenant_asks_for_its_own_decisions(model: Path, cluster_of: Any) -> None:

@@ -104,6 +104,8 @@ def test_an_id_is_its_tenants_own_and_the_last_of_that_name_counts() -> None:
 def test_switched_off_nothing_is_kept() -> None:
     history, entry = History(0), Entry("one", "", 0.0)
     history.add(entry)
-    history.placed(entry, place(fleet_of(1, 0))[1])
+    _, placement = place(fleet_of(1, 0))
+    history.placed(entry, placement)
     assert not history.on
-    assert len(history) == len(entry.placements) == history.num_bytes == 0
+    assert len(history) == history.num_bytes == 0
+    assert placement.situation is None
