@@ -223,8 +223,8 @@ class ClusterCollector(Collector):
                     "kv_cache_usage_ratio": 1 - load.available_blocks / max(1, load.num_blocks),
                     "kv_blocks": load.num_blocks,
                     "draining": worker.draining,
-                    "failing": worker.shunned,
-                    "failing_lenders": len(model.fleet.parted_from(worker)),
+                    "failing": worker.failing,
+                    "failing_lenders": len(model.fleet.failing_lenders(worker)),
                 }
                 for name, value in values.items():
                     families[name].add_metric((model.name, worker.worker_id, role), float(value))

@@ -222,7 +222,7 @@ class Serving:
             raise InvalidRequest("request_id", "is empty")
         if not self._history.on:
             raise NotSetUp("decisions_memory_mib is 0: this router keeps no decisions")
-        entry = self._history.find(request_id, principal.tenant)
+        entry = self._history.find(request_id, None if principal.operator else principal.tenant)
         if entry is None:
             raise UnknownRequest(
                 f"{request_id!r} is not among the last requests of this router: another one had it, or too many came "

@@ -6,7 +6,8 @@ from cluster.config import Config
 
 
 class TenantPolicy(Config):
-    """Limits of one tenant; those left out do not limit."""
+    """Limits of one tenant; those left out do not limit. Each router counts for itself, so that with two of them a
+    tenant may have twice as much: but for quotas, which routers with one Redis count together."""
 
     weight: float = Field(default=1.0, ge=0.001, le=1000)
     """Its part beside other tenants of a class."""

@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 
 FIRST_S, MOST_S = 0.25, 30.0
 """Pauses."""
+SAID_AT = 2
+"""Pauses one after the other: a worker that dies is one that fails once, until its leaving is known."""
 TOLERATED_LOANS = 1
 """A failed loan costs a recompute only, and how it went is known at the request's end: one alone says little."""
 
@@ -62,6 +64,7 @@ class Failing:
         for subject, failing in list(self._of.items()) if self._of else ():
             if not self._there(subject):
                 del self._of[subject]
+                _mark(subject, False)
             elif failing.trial is not None and failing.trial.started and isinstance(subject, Worker):
                 self._forget(subject)
             elif failing.closed_until is not None and now >= failing.closed_until:
@@ -91,7 +94,8 @@ class Failing:
             if times > 0:
                 failing.closed_until = now + min(MOST_S, FIRST_S * 2 ** min(times - 1, 10))
                 self._close(subject)
-                if times == 1:
+                _mark(subject, True)
+                if times == SAID_AT:
                     log.warning("%s: what is placed there fails; it is left alone for a while", _named(subject))
                 return failing.closed_until
         return None
@@ -99,7 +103,8 @@ class Failing:
     def _forget(self, subject: Subject) -> None:
         failing = self._of.pop(subject)
         self._open(subject)
-        if failing.num_failures > _tolerated(subject):
+        _mark(subject, False)
+        if failing.num_failures >= _tolerated(subject) + SAID_AT:
             log.warning("%s: works again", _named(subject))
 
     def _there(self, subject: Subject) -> bool:
@@ -117,6 +122,16 @@ class Failing:
             self._fleet.shun(subject, True)
         else:
             self._fleet.part(*subject, True)
+
+
+def _mark(subject: Subject, failing: bool) -> None:
+    """For people: also while it is on trial."""
+    if isinstance(subject, Worker):
+        subject.failing = failing
+    elif failing:
+        subject[0].failing_lenders.add(subject[1])
+    else:
+        subject[0].failing_lenders.discard(subject[1])
 
 
 def _subjects(placed: Placed) -> tuple[Subject, ...]:

@@ -58,6 +58,10 @@ class Worker:
     """It was told to stop: it takes nothing more, and can be read. For good."""
     shunned: bool = False
     """What was placed on it failed: nothing starts there for a while."""
+    failing: bool = False
+    """That, or it is to be seen whether it works again."""
+    failing_lenders: "set[Worker]" = field(default_factory=set)
+    """Likewise, those from whom its loans failed."""
 
     @property
     def worker_id(self) -> str:
@@ -309,9 +313,10 @@ class Fleet:
         """Of the workers of `snapshot`, by row."""
         return self._learner.rates
 
-    def parted_from(self, borrower: Worker) -> list[str]:
-        """Those from whom its loans fail."""
-        return sorted(lender.worker_id for other, lender in self._parted if other is borrower)
+    def failing_lenders(self, borrower: Worker) -> list[str]:
+        """Those there from whom its loans fail."""
+        lenders = borrower.failing_lenders
+        return sorted(lender.worker_id for lender in lenders if self._workers.get(lender.worker_id) is lender)
 
     def views(self) -> list[WorkerView]:
         """All workers that have reported, ascending by id."""

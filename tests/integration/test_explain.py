@@ -139,16 +139,19 @@ async def test_decisions_are_written_down_and_made_again(model: Path, cluster_of
     assert "first token: predicted after" in console.export_text()
 
 
-async def test_each_tenant_asks_for_its_own_decisions(model: Path, cluster_of: Any) -> None:
-    texts = {name: f"{PREFIX}{name * 43}" for name in ("a", "b")}
-    keys = [{"name": name, "sha256": hash_of(text), "tenant": name} for name, text in texts.items()]
+async def test_each_tenant_asks_for_its_own_decisions_and_operators_for_all(model: Path, cluster_of: Any) -> None:
+    texts = {name: f"{PREFIX}{name * 43}" for name in ("a", "b", "o")}
+    keys: list[dict[str, Any]] = [{"name": n, "sha256": hash_of(text), "tenant": n} for n, text in texts.items()]
+    keys[2]["operator"] = True
     router = {"api_keys": keys, "internal_port": 0}
     async with (
         cluster_of(model, router=router, **SIM) as cluster,
         Client(cluster.address, api_key=texts["a"]) as one,
         Client(cluster.address, api_key=texts["b"]) as other,
+        Client(cluster.address, api_key=texts["o"]) as operator,
     ):
         await Stream(one, [1, 2, 3], 2, request_id="mine").task
         assert (await one.decisions("mine")).tenant == "a"
+        assert (await operator.decisions("mine")).tenant == "a"
         with pytest.raises(UnknownRequest):
             await other.decisions("mine")

@@ -37,12 +37,15 @@ def test_a_trial_that_has_its_first_token_opens_the_worker() -> None:
     site = Site([1000])
     fail(site, site.ask(4))
     tried, waits = site.ask(4), site.ask(4)
+    worker = site.fleet.worker("d0")
+    assert worker is not None
     site.wait(FIRST_S)
     assert (site.is_running(tried), site.is_running(waits)) == (True, False)
+    assert worker.failing, "it is to be seen"
     site.fleet.started(site.running[tried])
     site.report("d0", 900)
     assert site.is_running(waits)
-    assert not site.fleet.worker("d0").shunned  # type: ignore[union-attr]
+    assert not worker.failing
     fail(site, tried)
     retried = site.ask(4)
     site.wait(FIRST_S)
@@ -96,7 +99,7 @@ def test_a_pair_whose_loans_fail_is_kept_apart() -> None:
     assert [lends(site, "no connection") for _ in range(3)] == ["p0", "p0", "p1"], "two of them in a row"
     borrower = site.fleet.worker("d0")
     assert borrower is not None
-    assert site.fleet.parted_from(borrower) == ["p0"]
+    assert site.fleet.failing_lenders(borrower) == ["p0"]
     site.join("p2", 10_000)
     assert lends(site, moved=USABLE) == "p1", "also when others come"
     site.wait(FIRST_S)
@@ -104,4 +107,4 @@ def test_a_pair_whose_loans_fail_is_kept_apart() -> None:
     assert lends(site, moved=USABLE) == "p1"
     site.wait(2 * FIRST_S)
     assert [lends(site, moved=USABLE) for _ in range(2)] == ["p0", "p0"], "it works again"
-    assert site.fleet.parted_from(borrower) == []
+    assert site.fleet.failing_lenders(borrower) == []
