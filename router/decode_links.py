@@ -12,7 +12,7 @@ from cluster.tls import Trust
 from router.decode_link import DecodeLink
 from router.placement.fleet import Fleet, Worker
 
-CONNECT_S = 5.0
+CONNECT_S = 3.0
 """For a connection. gRPC by itself tries for 20 s, while the request could run elsewhere."""
 
 
@@ -57,6 +57,7 @@ async def _connected(channel: grpc.aio.Channel, link: DecodeLink, worker: Worker
     try:
         async with asyncio.timeout(CONNECT_S):
             await channel.channel_ready()
+        link.connected = True
     except TimeoutError:
         where = f"{worker.worker_id} at {worker.hello.address}"
         link.break_off(Unavailable(f"no connection to decode worker {where} within {CONNECT_S:g} s"))

@@ -8,7 +8,14 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
-from cluster.errors import Draining, InvalidRequest, NotSetUp, Overloaded, ServiceError, UnknownRequest
+from cluster.errors import (
+    Draining,
+    InvalidRequest,
+    NotSetUp,
+    Overloaded,
+    ServiceError,
+    UnknownRequest,
+)
 from engine.keys import BlockKey
 from protos import inference_pb2 as pb
 from router.admission.refusals import queue_full
@@ -16,6 +23,7 @@ from router.attempt import Emitted, Retriable, run_attempt
 from router.config import RouterConfig
 from router.console.recent import Recent
 from router.decisions_file import DecisionsFile
+from router.decode_link import DecodeLink
 from router.decode_request import decode_request
 from router.history import Entry, History
 from router.history import Placement as PastPlacement
@@ -35,6 +43,11 @@ from router.tenant_gate import TenantGate
 from router.tracing import Tracing
 
 log = logging.getLogger(__name__)
+
+
+CONNECT_SOON_S = 0.3
+"""What ends later, on a worker to which there is no connection yet, has failed, whoever ended it: clients may be less
+patient than a connection."""
 
 
 def _ignore(ticket: Ticket) -> None:
@@ -178,9 +191,11 @@ class Serving:
             self._history.placed(past, made)
             placed.situation = None
             log.debug("attempt %d at %s, lender %s", attempt, decision.decode_id, decision.lender_id or "none")
+            link: DecodeLink | None = None
             try:
                 internal = decode_request(ticket, emitted, placed, decision, attempt, placed_at, time.monotonic())
-                messages = run_attempt(model.links.to(placed.decode), internal, ticket.remaining_s())
+                link = model.links.to(placed.decode)
+                messages = run_attempt(link, internal, ticket.remaining_s())
                 async with contextlib.aclosing(messages):
                     async for message in messages:
                         if not placed.started:
@@ -213,6 +228,8 @@ class Serving:
                 if failures == self._config.max_attempts:
                     raise failure.cause from None
             finally:
+                late = time.monotonic() - placed_at > CONNECT_SOON_S
+                placed.failed |= late and not placed.started and link is not None and not link.connected
                 model.dispatcher.ended(placed)
             await _settle(model, placed.decode)
 

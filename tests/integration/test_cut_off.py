@@ -1,9 +1,12 @@
 """Workers that join and report, and that nobody can reach: they look idle, and harm nobody for it."""
 
+import asyncio
 import random
+import socket
 from pathlib import Path
 from typing import Any
 
+from cluster.errors import DeadlineExceeded, Overloaded
 from engine.worker.config import WorkerConfig
 from support.processes import LENDER_ALWAYS, Stream, finished, running, until, workers_joined
 from tandem.client import Client
@@ -36,6 +39,23 @@ async def test_a_decode_worker_that_cannot_be_reached(model: Path, cluster_of: A
             return (await condition(client, "a-cut-off"))[0]
 
         await until(said, "the router says so")
+
+
+async def test_a_decode_worker_that_is_silent_costs_few_requests_their_deadline(model: Path, cluster_of: Any) -> None:
+    """Something listens there and says nothing: a connection is tried for longer than these requests have."""
+    with socket.create_server((NOBODY, 0)) as listens:
+        port = listens.getsockname()[1]
+        async with running(cluster_of(model, prefill=0, router={"learn_rates": False}, **SIM)) as (cluster, client):
+            config = WorkerConfig(model=model, worker_id="a-silent", advertise_host=NOBODY, port=port, **SIM)
+            await cluster.add_worker("decode_worker", config)
+            await workers_joined(client, 0, 2)
+            failures: list[BaseException] = []
+            for burst in range(8):
+                streams = [Stream(client, prompt_of(100 * burst + n, 64), 5, timeout_s=0.7) for n in range(6)]
+                ended = await asyncio.gather(*(stream.task for stream in streams), return_exceptions=True)
+                failures += [end for end in ended if isinstance(end, BaseException)]
+            assert all(isinstance(failure, DeadlineExceeded | Overloaded) for failure in failures)
+            assert len(failures) <= 12, "half of all, did the router not notice"
 
 
 async def test_a_lender_that_cannot_be_reached(model: Path, cluster_of: Any) -> None:
