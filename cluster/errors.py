@@ -5,6 +5,7 @@ TandemError
 └── ServiceError          a call failed; carries a gRPC code
     ├── InvalidRequest    INVALID_ARGUMENT: `field` is out of its limits
     ├── UnknownModel      NOT_FOUND
+    ├── UnknownRequest    NOT_FOUND, with `field` request_id
     ├── Overloaded        RESOURCE_EXHAUSTED: no room now (`retry_after_s`), or ever (`permanent`)
     ├── Unavailable       UNAVAILABLE: nobody can serve it now; safe to retry
     │   └── Draining      this process was told to stop: another one can serve it
@@ -64,6 +65,12 @@ class InvalidRequest(ServiceError):
 
 class UnknownModel(ServiceError):
     """No such model is served here."""
+
+    code = grpc.StatusCode.NOT_FOUND
+
+
+class UnknownRequest(ServiceError):
+    """Nobody here knows anything of such a request, or not any more."""
 
     code = grpc.StatusCode.NOT_FOUND
 
@@ -211,6 +218,8 @@ def _typed(code: grpc.StatusCode, message: str, details: Iterable[any_pb2.Any]) 
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return Overloaded(message, field, permanent, retry_after_s, limit)
     kind = Draining if draining else _KINDS.get(code)
+    if kind is UnknownModel and field == "request_id":
+        kind = UnknownRequest
     if kind is not None:
         return kind(message, field)
     unknown = ServiceError(message, field)

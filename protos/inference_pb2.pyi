@@ -768,6 +768,7 @@ class Placement(_message.Message):
     PREDICTED_TTFT_MS_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    PREDICTED_HIT_BLOCKS_FIELD_NUMBER: _builtins.int
     decode_worker: _builtins.str
     lender: _builtins.str
     """Empty when the decode worker computed the prompt itself."""
@@ -780,6 +781,10 @@ class Placement(_message.Message):
     """1 when the first placement succeeded."""
     source: _builtins.str
     """The worker from which the lender was to read what it lacked; empty when it computed it."""
+    predicted_hit_blocks: _builtins.int
+    """Blocks of the prompt that nobody would have to compute, as the router knew the caches. What it came to:
+    reused + restored + lender_cached + lender_fetched of KvReceipt.
+    """
     def __init__(
         self,
         *,
@@ -790,10 +795,11 @@ class Placement(_message.Message):
         predicted_ttft_ms: _builtins.float = ...,
         attempt: _builtins.int = ...,
         source: _builtins.str = ...,
+        predicted_hit_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "candidates", b"candidates", "decode_worker", b"decode_worker", "lender", b"lender", "predicted_ttft_ms", b"predicted_ttft_ms", "reason", b"reason", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "candidates", b"candidates", "decode_worker", b"decode_worker", "lender", b"lender", "predicted_hit_blocks", b"predicted_hit_blocks", "predicted_ttft_ms", b"predicted_ttft_ms", "reason", b"reason", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1033,6 +1039,7 @@ class PlacementCandidate(_message.Message):
     TTFT_MS_FIELD_NUMBER: _builtins.int
     DELAY_MS_FIELD_NUMBER: _builtins.int
     COST_MS_FIELD_NUMBER: _builtins.int
+    HIT_BLOCKS_FIELD_NUMBER: _builtins.int
     decode_worker: _builtins.str
     lender: _builtins.str
     """Empty: the decode worker computes all it lacks."""
@@ -1057,6 +1064,8 @@ class PlacementCandidate(_message.Message):
     """What all running streams of the decode worker together wait longer."""
     cost_ms: _builtins.float
     """ttft_ms + delay_ms: the least is chosen."""
+    hit_blocks: _builtins.int
+    """Blocks of the prompt that nobody computes."""
     def __init__(
         self,
         *,
@@ -1076,14 +1085,153 @@ class PlacementCandidate(_message.Message):
         ttft_ms: _builtins.float = ...,
         delay_ms: _builtins.float = ...,
         cost_ms: _builtins.float = ...,
+        hit_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "cost_ms", b"cost_ms", "decode_queue_ms", b"decode_queue_ms", "decode_tokens", b"decode_tokens", "decode_worker", b"decode_worker", "delay_ms", b"delay_ms", "lender", b"lender", "lender_compute_ms", b"lender_compute_ms", "lender_computes", b"lender_computes", "lender_queue_ms", b"lender_queue_ms", "lender_tokens", b"lender_tokens", "prompt_tail_ms", b"prompt_tail_ms", "source", b"source", "source_read_ms", b"source_read_ms", "transfer_ms", b"transfer_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "cost_ms", b"cost_ms", "decode_queue_ms", b"decode_queue_ms", "decode_tokens", b"decode_tokens", "decode_worker", b"decode_worker", "delay_ms", b"delay_ms", "hit_blocks", b"hit_blocks", "lender", b"lender", "lender_compute_ms", b"lender_compute_ms", "lender_computes", b"lender_computes", "lender_queue_ms", b"lender_queue_ms", "lender_tokens", b"lender_tokens", "prompt_tail_ms", b"prompt_tail_ms", "source", b"source", "source_read_ms", b"source_read_ms", "transfer_ms", b"transfer_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PlacementCandidate: _TypeAlias = PlacementCandidate  # noqa: Y015
+
+@_typing.final
+class DecisionsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """As in the receipt, and in `x-request-id` of HTTP."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecisionsRequest: _TypeAlias = DecisionsRequest  # noqa: Y015
+
+@_typing.final
+class DecisionsResponse(_message.Message):
+    """How a request was placed, as often as it was. Of several with one id, the last."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    ARRIVED_AT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    MODEL_REASON_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
+    PLACEMENTS_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    tenant: _builtins.str
+    arrived_at: _builtins.float
+    """Seconds since 1970."""
+    model: _builtins.str
+    """Empty: it was refused before it had one."""
+    model_reason: _builtins.str
+    ended: _builtins.bool
+    """However it ended."""
+    error: _builtins.str
+    """What its client was told where it was refused, or failed."""
+    @_builtins.property
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelCandidate]:
+        """What was compared, when the model was "auto"."""
+
+    @_builtins.property
+    def placements(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacementDecision]:
+        """In order; of more than 16 the last ones."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        arrived_at: _builtins.float = ...,
+        model: _builtins.str = ...,
+        model_reason: _builtins.str = ...,
+        models: _abc.Iterable[Global___ModelCandidate] | None = ...,
+        placements: _abc.Iterable[Global___PlacementDecision] | None = ...,
+        ended: _builtins.bool = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrived_at", b"arrived_at", "ended", b"ended", "error", b"error", "model", b"model", "model_reason", b"model_reason", "models", b"models", "placements", b"placements", "request_id", b"request_id", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecisionsResponse: _TypeAlias = DecisionsResponse  # noqa: Y015
+
+@_typing.final
+class PlacementDecision(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    PLACED_AFTER_MS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    USABLE_BLOCKS_FIELD_NUMBER: _builtins.int
+    CANDIDATES_FIELD_NUMBER: _builtins.int
+    NUM_CANDIDATES_FIELD_NUMBER: _builtins.int
+    TTFT_MS_FIELD_NUMBER: _builtins.int
+    HIT_BLOCKS_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    attempt: _builtins.int
+    """As in the receipt. A worker that had no room after all, or was told to stop, makes another placement."""
+    placed_after_ms: _builtins.float
+    """From the arrival to this placement."""
+    reason: _builtins.str
+    """Why this pair, in words."""
+    usable_blocks: _builtins.int
+    num_candidates: _builtins.int
+    ttft_ms: _builtins.float
+    """From the placement to the first token of it, to be compared with the first candidate's ttft_ms; absent where none
+    came.
+    """
+    hit_blocks: _builtins.int
+    """Blocks of the prompt that nobody computed, to be compared with the first candidate's hit_blocks; absent unless it
+    ended well here.
+    """
+    failure: _builtins.str
+    """Why it did not end here: what the worker said, or that it is gone."""
+    @_builtins.property
+    def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacementCandidate]:
+        """All that was compared, as it stood then; the chosen one first, no more than the 256 cheapest."""
+
+    def __init__(
+        self,
+        *,
+        attempt: _builtins.int = ...,
+        placed_after_ms: _builtins.float = ...,
+        reason: _builtins.str = ...,
+        usable_blocks: _builtins.int = ...,
+        candidates: _abc.Iterable[Global___PlacementCandidate] | None = ...,
+        num_candidates: _builtins.int = ...,
+        ttft_ms: _builtins.float | None = ...,
+        hit_blocks: _builtins.int | None = ...,
+        failure: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_hit_blocks", b"_hit_blocks", "_ttft_ms", b"_ttft_ms", "hit_blocks", b"hit_blocks", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_hit_blocks", b"_hit_blocks", "_ttft_ms", b"_ttft_ms", "attempt", b"attempt", "candidates", b"candidates", "failure", b"failure", "hit_blocks", b"hit_blocks", "num_candidates", b"num_candidates", "placed_after_ms", b"placed_after_ms", "reason", b"reason", "ttft_ms", b"ttft_ms", "usable_blocks", b"usable_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__hit_blocks: _TypeAlias = _typing.Literal["hit_blocks"]  # noqa: Y015
+    _WhichOneofArgType__hit_blocks: _TypeAlias = _typing.Literal["_hit_blocks", b"_hit_blocks"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_ms: _TypeAlias = _typing.Literal["ttft_ms"]  # noqa: Y015
+    _WhichOneofArgType__ttft_ms: _TypeAlias = _typing.Literal["_ttft_ms", b"_ttft_ms"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__hit_blocks) -> _WhichOneofReturnType__hit_blocks | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_ms) -> _WhichOneofReturnType__ttft_ms | None: ...
+
+Global___PlacementDecision: _TypeAlias = PlacementDecision  # noqa: Y015
 
 @_typing.final
 class ListModelsRequest(_message.Message):
@@ -1572,6 +1720,8 @@ class WorkerStatus(_message.Message):
     HEARD_FIELD_NUMBER: _builtins.int
     ASKED_BLOCKS_FIELD_NUMBER: _builtins.int
     HIT_BLOCKS_FIELD_NUMBER: _builtins.int
+    FAILING_FIELD_NUMBER: _builtins.int
+    FAILING_LENDERS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
     """"prefill" or "decode"."""
@@ -1598,6 +1748,12 @@ class WorkerStatus(_message.Message):
     asked_blocks: _builtins.int
     """Blocks of prompts that this router had it compute or lend, since it joined; and those of them that it had already."""
     hit_blocks: _builtins.int
+    failing: _builtins.bool
+    """What was placed on it failed, though it speaks: this router tries it only now and then."""
+    @_builtins.property
+    def failing_lenders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Workers from which its loans fail, of whom it borrows only now and then."""
+
     def __init__(
         self,
         *,
@@ -1620,10 +1776,12 @@ class WorkerStatus(_message.Message):
         heard: _builtins.bool = ...,
         asked_blocks: _builtins.int = ...,
         hit_blocks: _builtins.int = ...,
+        failing: _builtins.bool = ...,
+        failing_lenders: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "asked_blocks", b"asked_blocks", "available_blocks", b"available_blocks", "block_tokens", b"block_tokens", "cached_blocks", b"cached_blocks", "decode_prefill_tokens_per_s", b"decode_prefill_tokens_per_s", "decoding", b"decoding", "draining", b"draining", "heard", b"heard", "hit_blocks", b"hit_blocks", "loans", b"loans", "num_blocks", b"num_blocks", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_loans", b"queued_loans", "queued_prefill_tokens", b"queued_prefill_tokens", "role", b"role", "running", b"running", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "asked_blocks", b"asked_blocks", "available_blocks", b"available_blocks", "block_tokens", b"block_tokens", "cached_blocks", b"cached_blocks", "decode_prefill_tokens_per_s", b"decode_prefill_tokens_per_s", "decoding", b"decoding", "draining", b"draining", "failing", b"failing", "failing_lenders", b"failing_lenders", "heard", b"heard", "hit_blocks", b"hit_blocks", "loans", b"loans", "num_blocks", b"num_blocks", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_loans", b"queued_loans", "queued_prefill_tokens", b"queued_prefill_tokens", "role", b"role", "running", b"running", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -44,6 +44,11 @@ class InferenceStub:
                 request_serializer=protos_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=protos_dot_inference__pb2.Explanation.FromString,
                 _registered_method=True)
+        self.Decisions = channel.unary_unary(
+                '/tandem.v1.Inference/Decisions',
+                request_serializer=protos_dot_inference__pb2.DecisionsRequest.SerializeToString,
+                response_deserializer=protos_dot_inference__pb2.DecisionsResponse.FromString,
+                _registered_method=True)
         self.GenerateBatch = channel.unary_stream(
                 '/tandem.v1.Inference/GenerateBatch',
                 request_serializer=protos_dot_inference__pb2.GenerateBatchRequest.SerializeToString,
@@ -83,6 +88,14 @@ class InferenceServicer:
 
     def Explain(self, request, context):
         """Where the request would go now and what else was compared, predicted term by term. Nothing is started.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Decisions(self, request, context):
+        """How a request that this router had lately was placed: what was compared each time, as it stood then, and what came
+        of it. NOT_FOUND: it had none of that id, or has forgotten it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -135,6 +148,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=protos_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=protos_dot_inference__pb2.Explanation.SerializeToString,
+            ),
+            'Decisions': grpc.unary_unary_rpc_method_handler(
+                    servicer.Decisions,
+                    request_deserializer=protos_dot_inference__pb2.DecisionsRequest.FromString,
+                    response_serializer=protos_dot_inference__pb2.DecisionsResponse.SerializeToString,
             ),
             'GenerateBatch': grpc.unary_stream_rpc_method_handler(
                     servicer.GenerateBatch,
@@ -216,6 +234,33 @@ class Inference:
             '/tandem.v1.Inference/Explain',
             protos_dot_inference__pb2.GenerateRequest.SerializeToString,
             protos_dot_inference__pb2.Explanation.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Decisions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Inference/Decisions',
+            protos_dot_inference__pb2.DecisionsRequest.SerializeToString,
+            protos_dot_inference__pb2.DecisionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

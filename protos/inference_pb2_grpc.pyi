@@ -36,6 +36,10 @@ class InferenceStub:
     """Generates a completion, or several of one prompt, and streams them."""
     Explain: _aio.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.Explanation]
     """Where the request would go now and what else was compared, predicted term by term. Nothing is started."""
+    Decisions: _aio.UnaryUnaryMultiCallable[_inference_pb2.DecisionsRequest, _inference_pb2.DecisionsResponse]
+    """How a request that this router had lately was placed: what was compared each time, as it stood then, and what came
+    of it. NOT_FOUND: it had none of that id, or has forgotten it.
+    """
     GenerateBatch: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateBatchRequest, _inference_pb2.BatchResult]
     """Many prompts in one call; each result comes, whole, when it is finished. What goes wrong with one is its own matter."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
@@ -63,6 +67,16 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_inference_pb2.GenerateRequest, _abc.Awaitable[_inference_pb2.Explanation]],
     ) -> _abc.Awaitable[_inference_pb2.Explanation]:
         """Where the request would go now and what else was compared, predicted term by term. Nothing is started."""
+
+    @_abc_1.abstractmethod
+    def Decisions(
+        self,
+        request: _inference_pb2.DecisionsRequest,
+        context: _aio.ServicerContext[_inference_pb2.DecisionsRequest, _abc.Awaitable[_inference_pb2.DecisionsResponse]],
+    ) -> _abc.Awaitable[_inference_pb2.DecisionsResponse]:
+        """How a request that this router had lately was placed: what was compared each time, as it stood then, and what came
+        of it. NOT_FOUND: it had none of that id, or has forgotten it.
+        """
 
     @_abc_1.abstractmethod
     def GenerateBatch(

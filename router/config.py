@@ -64,6 +64,17 @@ class RouterConfig(
     stream_delay_s: PositiveFloat = 0.001
     """What one more running stream on a decode worker costs the others."""
 
+    decisions_memory_mib: NonNegativeFloat = 16.0
+    """For the decisions of the last requests with all they were made of, which can be asked for (`tandem explain
+    --request ID`): 4 KiB each with few workers, up to 300 KiB with 128. 0: none are kept."""
+
+    decisions_file: Path | None = None
+    """Each placement is appended there with all it was made of, and each request with what came of it, as JSON lines;
+    nothing of what was said. `tandem explain --log FILE --request ID` shows them. To rotate it, move it away."""
+    decision_share: float = Field(default=1.0, gt=0, le=1)
+    """Of the requests. A line has 10 kB with ten workers and half a megabyte with a hundred; what cannot be written
+    fast enough is left out."""
+
     samples_file: Path | None = None
     """Requests are appended there with their receipts, a share of them, and all feedback. To rotate it, move it away:
     it is opened anew for each line."""

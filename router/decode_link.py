@@ -41,6 +41,8 @@ class DecodeLink:
         """Not sent yet."""
         self._waker = Waker()
         self._failure: ServiceError | None = None
+        self.connected = False
+        """As far as whoever opened it has seen."""
         self._call = pb_grpc.DecodeStub(channel).Serve(self._outgoing())
         self._reading = asyncio.ensure_future(self._read())
 

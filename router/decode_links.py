@@ -1,13 +1,19 @@
 """The streams to all decode workers, each opened with the first request that goes there."""
 
+import asyncio
 import functools
 from contextlib import ExitStack
+
+import grpc
 
 from cluster.errors import Unavailable
 from cluster.rpc import Channels
 from cluster.tls import Trust
 from router.decode_link import DecodeLink
 from router.placement.fleet import Fleet, Worker
+
+CONNECT_S = 3.0
+"""For a connection. gRPC by itself tries for 20 s, while the request could run elsewhere."""
 
 
 class DecodeLinks:
@@ -30,6 +36,7 @@ class DecodeLinks:
             fell_silent = functools.partial(link.break_off, silent)
             worker.on_lost.add(fell_silent)
             held.callback(worker.on_lost.discard, fell_silent)
+            held.callback(asyncio.ensure_future(_connected(to_worker, link, worker)).cancel)
         return link
 
     def departed(self, address: str) -> None:
@@ -43,3 +50,14 @@ class DecodeLinks:
             if link.broken or (link.idle and self._fleet.worker(worker.worker_id) is not worker):
                 link.break_off(Unavailable(f"decode worker {worker.worker_id} left"))
                 del self._links[worker]
+
+
+async def _connected(channel: grpc.aio.Channel, link: DecodeLink, worker: Worker) -> None:
+    """A link that takes too long to connect breaks."""
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            await channel.channel_ready()
+        link.connected = True
+    except TimeoutError:
+        where = f"{worker.worker_id} at {worker.hello.address}"
+        link.break_off(Unavailable(f"no connection to decode worker {where} within {CONNECT_S:g} s"))

@@ -44,6 +44,7 @@ def decode_request(
             candidates=decision.num_candidates,
             predicted_ttft_ms=decision.predicted_ttft_s * 1e3,
             attempt=attempt,
+            predicted_hit_blocks=decision.hit_blocks,
         ),
         router_stages=_stages(ticket, placed_at, model.fleet.router_id),
         elapsed_ms=(now - ticket.arrived_at) * 1e3,

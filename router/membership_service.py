@@ -40,7 +40,7 @@ class MembershipService(pb_grpc.MembershipServicer):
             member = model, worker = self._admit(first)
             yield pb.RouterMessage(welcome=pb.Welcome(router_id=self._router_id, incarnation=self._incarnation))
             while (message := await self._next(worker, request_iterator)) is not None:
-                if not self._absorb(model, worker, message):
+                if not await self._absorb(model, worker, message):
                     yield pb.RouterMessage(resync=pb.Resync())
         except ServiceError as error:
             await context.abort_with_status(to_status(error))
@@ -107,7 +107,7 @@ class MembershipService(pb_grpc.MembershipServicer):
             _lose(worker)
             return None
 
-    def _absorb(self, model: ServedModel, worker: Worker, message: pb.WorkerMessage) -> bool:
+    async def _absorb(self, model: ServedModel, worker: Worker, message: pb.WorkerMessage) -> bool:
         if model.fleet.worker(worker.worker_id) is not worker:
             raise AlreadyThere(f"another stream of {worker.worker_id!r} has taken the place of this one", "worker_id")
         self._heard_at[worker] = time.monotonic()
@@ -115,8 +115,11 @@ class MembershipService(pb_grpc.MembershipServicer):
         match message.WhichOneof("message"):
             case "load":
                 model.fleet.reported(worker, message.load)
+                model.heard()
             case "cache":
-                in_step = model.fleet.cache_changed(worker, message.cache)
+                for _ in model.fleet.change_cache(worker, message.cache):
+                    await asyncio.sleep(0)  # streams go on
+                in_step = worker.next_cache_sequence is not None
             case _:
                 raise InvalidRequest("hello", "came twice")
         model.dispatcher.kick()

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from cluster.errors import ServiceError
 from cluster.metrics import LATENCY_S, TOKENS
 from protos import inference_pb2 as pb
+from router.history import hit_blocks_of
 from router.intake import Ticket
 from router.models.served_model import ServedModel, ServedModels
 from router.tenant_gate import TenantGate
@@ -63,6 +64,9 @@ class RouterMetrics:
         self.accepted = counter("tandem_spec_decode_num_accepted_tokens", "Of those, the right ones.")
         self.price = counter("tandem_request_price", "At the prices set, in their unit.", "kind")
         self.predicted = counter("tandem_predicted_ttft_seconds", "Sum of predictions of requests with a receipt.")
+        self.predicted_hits = counter("tandem_predicted_hit_blocks", "Of requests with a receipt, placed once.")
+        self.missed_hits = counter("tandem_predicted_hit_blocks_missed", "Of those, such as were computed after all.")
+        self.unforeseen_hits = counter("tandem_unpredicted_hit_blocks", "Others that nobody computed either.")
         self._children: dict[tuple[Any, ...], Any] = {}
 
     def watch(self) -> "Watched":
@@ -132,6 +136,11 @@ class Watched:
         self._count(metrics.cached_tokens, usage.cached_tokens)
         self._count(metrics.placed_again, max(0, receipt.placement.attempt - 1))
         self._count(metrics.predicted, receipt.placement.predicted_ttft_ms / 1e3)
+        if receipt.placement.attempt == 1 and not kv.preemptions:
+            unforeseen = hit_blocks_of(kv) - receipt.placement.predicted_hit_blocks
+            self._count(metrics.predicted_hits, receipt.placement.predicted_hit_blocks)
+            self._count(metrics.missed_hits, max(0, -unforeseen))
+            self._count(metrics.unforeseen_hits, max(0, unforeseen))
         for origin in KV_ORIGINS:
             if count := getattr(kv, f"{origin}_blocks"):
                 self._count(metrics.blocks, count, origin)
@@ -194,6 +203,8 @@ class ClusterCollector(Collector):
                 ("kv_cache_usage_ratio", "Of its pool: what new requests could not reserve."),
                 ("kv_blocks", "Of its pool."),
                 ("draining", "1: it was told to stop."),
+                ("failing", "1: what is placed there fails; it is tried now and then."),
+                ("failing_lenders", "Workers from which its loans fail; they are tried now and then."),
             )
         }
         for model in self._models:
@@ -212,6 +223,8 @@ class ClusterCollector(Collector):
                     "kv_cache_usage_ratio": 1 - load.available_blocks / max(1, load.num_blocks),
                     "kv_blocks": load.num_blocks,
                     "draining": worker.draining,
+                    "failing": worker.failing,
+                    "failing_lenders": len(model.fleet.failing_lenders(worker)),
                 }
                 for name, value in values.items():
                     families[name].add_metric((model.name, worker.worker_id, role), float(value))

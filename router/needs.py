@@ -22,10 +22,11 @@ def demand_of(
     to_score: bool,
     block_tokens: int,
     block_bytes: int,
-    largest_pool: int,
+    largest_pool: int | None,
     lot: float = 1.0,
 ) -> Demand:
-    """`to_score`: log probabilities of the prompt are still to come, so all of it is computed.
+    """`to_score`: log probabilities of the prompt are still to come, so all of it is computed. `largest_pool` None: of
+    any size.
 
     Raises InvalidRequest for what not even the largest pool could hold.
     """
@@ -33,7 +34,7 @@ def demand_of(
     end = num_prompt + sampling.max_tokens
     shared = num_prompt - 1 if len(chains) > 1 else 0
     total = num_blocks_of([end] * len(chains), shared, block_tokens)
-    if total > largest_pool:
+    if largest_pool is not None and total > largest_pool:
         times = f" {len(chains)} times" if len(chains) > 1 else ""
         raise InvalidRequest(
             "sampling.max_tokens",
@@ -42,7 +43,8 @@ def demand_of(
         )
     num_usable = 0 if to_score else (len(chains[0]) - 1) // block_tokens
     lengths = tuple(map(len, chains))
-    return Demand(len(chains[0]), num_usable, total, block_tokens, block_bytes, lengths, end, shared, lot)
+    num_tokens = len(chains[0])
+    return Demand(num_tokens, num_usable, total, block_tokens, block_bytes, lengths, end, shared, lot=lot)
 
 
 def num_outputs(sampling: pb.Sampling) -> int:

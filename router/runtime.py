@@ -16,6 +16,7 @@ from cluster.rpc import Server
 from cluster.tls import Credentials, Trust
 from protos import membership_pb2_grpc as pb_grpc
 from router.config import RouterConfig
+from router.decisions_file import DecisionsFile
 from router.dispatch import Dispatcher
 from router.membership_service import MembershipService
 from router.metrics import ClusterCollector, RouterMetrics
@@ -117,7 +118,9 @@ async def start_router(config: RouterConfig) -> Router:
         samples, tracing = Samples(config), Tracing(config)
         parts.push_async_callback(samples.close)
         parts.push_async_callback(tracing.close)
-        serving = Serving(config, models, gate, RouterMetrics(registry), samples, tracing)
+        decisions = DecisionsFile(config)
+        parts.push_async_callback(decisions.close)
+        serving = Serving(config, models, gate, RouterMetrics(registry), samples, tracing, decisions)
         inference = InferenceService(serving, models, keys, config.id(), requests, samples)
         inference.add_to(server.grpc)
         membership = MembershipService(models, config.id(), incarnation, config.worker_silence_s)

@@ -5,47 +5,33 @@ both have the request's id, and the tenant that asked or rated (with keys, the k
 where `sample_texts` says so: else there are their lengths.
 """
 
-import asyncio
-import json
-import logging
 import random
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from cluster.errors import InvalidRequest, NotSetUp, Overloaded, StartError
+from cluster.errors import InvalidRequest, NotSetUp, Overloaded
 from protos import inference_pb2 as pb
 from router.config import RouterConfig
 from router.intake import Ticket
+from router.json_lines import JsonLines
 from router.security.api_keys import Principal
-
-log = logging.getLogger(__name__)
 
 MAX_TEXT_CHARS = 65_536
 """Of a comment, and of a corrected text."""
 MAX_UNWRITTEN = 1000
-"""Lines; what comes while so many wait is dropped, and counted."""
+"""Lines."""
 
 
 class Samples:
-    """Of one router. Written on a thread, one line at a time."""
+    """Of one router."""
 
     def __init__(self, settings: RouterConfig, seed: int | None = None) -> None:
         """Raises StartError where the file cannot be written."""
         self._settings = settings
         self._chance = random.Random(seed)
-        self._thread = ThreadPoolExecutor(1, "samples")
-        self._lock = threading.Lock()
-        self._unwritten = 0
-        self.num_dropped = 0
-        if settings.samples_file is not None:
-            try:
-                settings.samples_file.open("a").close()
-            except OSError as error:
-                raise StartError("samples_file", f"cannot write {settings.samples_file}: {error.strerror}") from None
+        self._lines = JsonLines(settings.samples_file, "samples_file", MAX_UNWRITTEN)
 
     def wanted(self) -> bool:
         """Whether this request, which has just come, is one of them."""
@@ -73,7 +59,7 @@ class Samples:
                 preserving_proto_field_name=True,
             )
             line["output"] = ["".join(r.text for r in responses if r.index == i) for i in range(ticket.sampling.n)]
-        self._write({"request": line})
+        self._lines.write(lambda: {"request": line})
 
     @property
     def keeps_texts(self) -> bool:
@@ -95,33 +81,10 @@ class Samples:
             raise InvalidRequest("rating", "one of rating, corrected_text and comment must be set")
         said = MessageToDict(feedback, preserving_proto_field_name=True)
         who = {"tenant": principal.tenant or "", "key": principal.name}
-        if not self._write({"feedback": said | who | {"at": time.time()}}):
+        line = said | who | {"at": time.time()}
+        if not self._lines.write(lambda: {"feedback": line}):
             raise Overloaded(f"{MAX_UNWRITTEN} lines wait to be written", retry_after_s=1.0)
 
     async def close(self) -> None:
         """Once all is written."""
-        await asyncio.to_thread(self._thread.shutdown)
-
-    def _write(self, line: dict[str, Any]) -> bool:
-        """False: it is dropped."""
-        with self._lock:
-            if self._unwritten >= MAX_UNWRITTEN:
-                self.num_dropped += 1
-                return False
-            self._unwritten += 1
-        text = json.dumps(line, separators=(",", ":")) + "\n"
-        self._thread.submit(self._append, text)
-        return True
-
-    def _append(self, text: str) -> None:
-        assert self._settings.samples_file is not None
-        try:
-            with self._settings.samples_file.open("a") as file:
-                file.write(text)
-            lost = 0
-        except OSError as error:
-            log.error("a sample is lost: %s: %s", self._settings.samples_file, error.strerror)
-            lost = 1
-        with self._lock:
-            self._unwritten -= 1
-            self.num_dropped += lost
+        await self._lines.close()

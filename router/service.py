@@ -14,9 +14,8 @@ from cluster.errors import Draining, InvalidRequest, ServiceError, to_status
 from cluster.trace_context import from_metadata, traceparent
 from protos import inference_pb2 as pb
 from router.batch import generate_batch
-from router.models.choice import Verdict
+from router.explanations import MAX_EXPLAINED, candidate_of, compared, told
 from router.models.served_model import ServedModel, ServedModels
-from router.placement.candidates import Candidate
 from router.samples import Samples
 from router.security.api_keys import ApiKeys, Principal
 from router.security.guard import bearer_of
@@ -26,8 +25,6 @@ from router.status import cluster_status
 Parsed = TypeVar("Parsed", bound=Message)
 NAME = "tandem.v1.Inference"
 _Answer = TypeVar("_Answer")
-MAX_EXPLAINED = 256
-"""Candidates of an answer, the cheapest ones: a fleet of hundreds has tens of thousands."""
 
 
 class InferenceService:
@@ -62,6 +59,7 @@ class InferenceService:
         }
         unary: dict[str, tuple[Callable[[Any, Any], Awaitable[Any]], type[Any]]] = {
             "Explain": (self.Explain, pb.GenerateRequest),
+            "Decisions": (self.Decisions, pb.DecisionsRequest),
             "Tokenize": (self.Tokenize, pb.TokenizeRequest),
             "ListModels": (self.ListModels, pb.ListModelsRequest),
             "ClusterStatus": (self.ClusterStatus, pb.ClusterStatusRequest),
@@ -127,12 +125,16 @@ class InferenceService:
         return pb.Explanation(
             prompt_tokens=explained.demand.num_tokens,
             usable_blocks=explained.demand.num_usable_blocks,
-            candidates=[_candidate(candidate) for candidate in candidates[:MAX_EXPLAINED]],
+            candidates=[candidate_of(candidate) for candidate in candidates[:MAX_EXPLAINED]],
             num_candidates=len(candidates),
             model=ticket.model.name,
             model_reason=ticket.model_reason,
-            models=map(_compared, ticket.verdicts),
+            models=map(compared, ticket.verdicts),
         )
+
+    async def Decisions(self, request: pb.DecisionsRequest, context: Any) -> pb.DecisionsResponse:
+        past = self._serving.decisions(request.request_id, self._principal(context))
+        return await asyncio.to_thread(told, past)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         return await self._serving.tokenize(request, self._principal(context))
@@ -192,38 +194,4 @@ def _listed(model: ServedModel) -> pb.Model:
         output_per_million=prices.output_per_million if prices else None,
         quality=model.entry.quality,
         tasks=model.entry.tasks,
-    )
-
-
-def _compared(verdict: Verdict) -> pb.ModelCandidate:
-    option = verdict.option
-    return pb.ModelCandidate(
-        model=option.name,
-        fit=verdict.fit,
-        verdict=verdict.why,
-        prompt_tokens=option.num_prompt_tokens,
-        counted=option.counted,
-        price=option.price,
-        ttft_ms=None if option.ttft_s is None else option.ttft_s * 1e3,
-    )
-
-
-def _candidate(candidate: Candidate) -> pb.PlacementCandidate:
-    return pb.PlacementCandidate(
-        decode_worker=candidate.decode_id,
-        lender=candidate.lender_id or "",
-        lender_computes=candidate.lender_computes,
-        source=candidate.source_id or "",
-        blocks=candidate.num_blocks,
-        lender_tokens=candidate.lender_tokens,
-        decode_tokens=candidate.own_tokens,
-        source_read_ms=candidate.source_read_s * 1e3,
-        lender_queue_ms=candidate.lender_queue_s * 1e3,
-        lender_compute_ms=candidate.lender_compute_s * 1e3,
-        transfer_ms=candidate.transfer_s * 1e3,
-        decode_queue_ms=candidate.decode_queue_s * 1e3,
-        prompt_tail_ms=candidate.tail_s * 1e3,
-        ttft_ms=candidate.ttft_s * 1e3,
-        delay_ms=candidate.delay_s * 1e3,
-        cost_ms=candidate.cost_s * 1e3,
     )

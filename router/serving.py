@@ -8,13 +8,25 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
-from cluster.errors import Draining, InvalidRequest, Overloaded, ServiceError
+from cluster.errors import (
+    Draining,
+    InvalidRequest,
+    NotSetUp,
+    Overloaded,
+    ServiceError,
+    UnknownRequest,
+)
 from engine.keys import BlockKey
 from protos import inference_pb2 as pb
+from router.admission.refusals import queue_full
 from router.attempt import Emitted, Retriable, run_attempt
 from router.config import RouterConfig
 from router.console.recent import Recent
+from router.decisions_file import DecisionsFile
+from router.decode_link import DecodeLink
 from router.decode_request import decode_request
+from router.history import Entry, History
+from router.history import Placement as PastPlacement
 from router.intake import Intake, Ticket, asked_for
 from router.metrics import RouterMetrics, Watched
 from router.models.config import AUTO
@@ -31,6 +43,11 @@ from router.tenant_gate import TenantGate
 from router.tracing import Tracing
 
 log = logging.getLogger(__name__)
+
+
+CONNECT_SOON_S = 0.3
+"""What ends later, on a worker to which there is no connection yet, has failed, whoever ended it: clients may be less
+patient than a connection."""
 
 
 def _ignore(ticket: Ticket) -> None:
@@ -58,14 +75,21 @@ class Serving:
         metrics: RouterMetrics,
         samples: Samples,
         tracing: Tracing,
+        decisions_file: DecisionsFile,
     ) -> None:
         self._config = config
+        self._decisions_file = decisions_file
         self._tracing = tracing
         self._models = models
         self._metrics = metrics
         self._samples = samples
         self.recent = Recent()
         """What ended last."""
+        self._history = History(int(config.decisions_memory_mib * (1 << 20)))
+        for model in models:
+            model.fleet.keeps_situations = self._history.on or decisions_file.on
+        self._arriving: set[Entry] = set()
+        """Not in the line of their model yet: they are read, or wait for a first worker."""
         self._gate = gate
         self._intake = Intake(config, models)
 
@@ -81,16 +105,21 @@ class Serving:
         watched = self._metrics.watch()
         sampled = self._samples.wanted()
         ticket, arrived_at = None, time.monotonic()
+        past = Entry(request.request_id, request.tenant, time.time())
         kept: list[bytes] = []
         try:
+            self._arrives(past)
             ticket = await self._intake.check(request, deadline_s, principal)
+            past.request_id, past.tenant, past.verdicts = ticket.request_id, request.tenant, ticket.verdicts
+            past.model, past.model_reason = ticket.model.name, ticket.model_reason
+            self._history.add(past)
             watched.checked(ticket)
             ticket.model.fleet.traffic.arrived(len(ticket.prompt))
             on_checked(ticket)
             charge = await self._gate.enter(request.tenant, ticket.most_tokens)
             emitted = Emitted(ticket.sampling.n)
             try:
-                async with contextlib.aclosing(self._attempts(ticket, emitted)) as messages:
+                async with contextlib.aclosing(self._attempts(ticket, emitted, past)) as messages:
                     async for message in messages:
                         watched.message()
                         if sampled and self._samples.keeps_texts:
@@ -101,12 +130,20 @@ class Serving:
                 _count(ticket, emitted, watched)
         except ServiceError as error:
             watched.failed(error)
+            past.refusal = error
+            if ticket is None and request.request_id:
+                past.tenant = principal.tenant or request.tenant  # it may not have been found out whose it is
+                self._history.add(past)
             self._tracing.failed(ticket, arrived_at, error)
             raise
         except (asyncio.CancelledError, GeneratorExit):
             watched.left()
             self._tracing.cancelled(ticket, arrived_at)
             raise
+        finally:
+            past.ended = True
+            self._decisions_file.ended(past, None if ticket is None else ticket.finish)
+            self._arriving.discard(past)
         if ticket.finish is not None:
             watched.finished(ticket.finish)
             total_s = time.monotonic() - ticket.arrived_at
@@ -116,6 +153,14 @@ class Serving:
             self._tracing.finished(ticket, watched.ttft_s)
             if sampled:
                 self._samples.served(ticket, kept)
+
+    def _arrives(self, past: Entry) -> None:
+        """Raises Overloaded while too many have: what is not in line yet is bounded as the line is."""
+        if len(self._arriving) >= self._config.max_queued:
+            refusal = queue_full(len(self._arriving), self._config.default_retry_after_s)
+            self._gate.num_refused[refusal.reason] += 1
+            raise refusal.error
+        self._arriving.add(past)
 
     async def tokenize(self, request: pb.TokenizeRequest, principal: Principal) -> pb.TokenizeResponse:
         """A prompt as its model reads it. Raises ServiceError."""
@@ -135,31 +180,42 @@ class Serving:
             model=model.name, token_ids=token_ids, max_context_tokens=model.model_dir.max_context_tokens
         )
 
-    async def _attempts(self, ticket: Ticket, emitted: Emitted) -> AsyncGenerator[bytes]:
+    async def _attempts(self, ticket: Ticket, emitted: Emitted, past: Entry) -> AsyncGenerator[bytes]:
         model = ticket.model
         attempt, failures = 1, 0
         while True:
-            placed, decision, placed_at = await self._place(ticket, emitted)
+            placed, decision, placed_at = await self._place(ticket, emitted, past)
+            placed_after_s = placed_at - ticket.arrived_at
+            made = PastPlacement(attempt, placed_after_s, decision, placed.situation)
+            self._decisions_file.placed(past, made)
+            self._history.placed(past, made)
+            placed.situation = None
             log.debug("attempt %d at %s, lender %s", attempt, decision.decode_id, decision.lender_id or "none")
+            link: DecodeLink | None = None
             try:
                 internal = decode_request(ticket, emitted, placed, decision, attempt, placed_at, time.monotonic())
-                messages = run_attempt(model.links.to(placed.decode), internal, ticket.remaining_s())
+                link = model.links.to(placed.decode)
+                messages = run_attempt(link, internal, ticket.remaining_s())
                 async with contextlib.aclosing(messages):
                     async for message in messages:
                         if not placed.started:
                             model.fleet.started(placed)
                             started_at = time.monotonic()
+                            past.started(started_at - placed_at)
                             if emitted.empty:
                                 model.fleet.traffic.first_token(started_at - ticket.arrived_at)
                         emitted.add(message)
                         yield message
                 if placed.started:
                     _learn(ticket, placed, message, started_at - placed_at)
+                    if ticket.finish is not None:
+                        past.finished(ticket.finish.receipt.kv)
                 return
             except Retriable as failure:
                 if emitted.finished:
                     return
                 log.info("attempt %d failed: %s", attempt, failure)
+                past.failed(str(failure))
                 if isinstance(failure.cause, Draining):
                     model.fleet.drains(placed.decode)  # nothing failed: it hands the request over, once
                     attempt += 1
@@ -167,12 +223,30 @@ class Serving:
                 if isinstance(failure.cause, Overloaded):
                     model.dispatcher.refused(placed)  # raises when it was too often
                     continue
+                placed.failed = True
                 attempt, failures = attempt + 1, failures + 1
                 if failures == self._config.max_attempts:
                     raise failure.cause from None
             finally:
+                late = time.monotonic() - placed_at > CONNECT_SOON_S
+                placed.failed |= late and not placed.started and link is not None and not link.connected
                 model.dispatcher.ended(placed)
             await _settle(model, placed.decode)
+
+    def decisions(self, request_id: str, principal: Principal) -> Entry:
+        """Of a request that came lately. Raises InvalidRequest, UnknownRequest."""
+        if not request_id:
+            raise InvalidRequest("request_id", "is empty")
+        if not self._history.on:
+            raise NotSetUp("decisions_memory_mib is 0: this router keeps no decisions")
+        entry = self._history.find(request_id, None if principal.operator else principal.tenant)
+        if entry is None:
+            raise UnknownRequest(
+                f"{request_id!r} is not among the last requests of this router: another one had it, or too many came "
+                "since (decisions_memory_mib)",
+                "request_id",
+            )
+        return entry
 
     async def explain(self, request: pb.GenerateRequest, deadline_s: float | None, principal: Principal) -> Explained:
         """What a request needs, and all ways to start it now. Raises ServiceError."""
@@ -180,13 +254,14 @@ class Serving:
         demand, keys = await self._needs(ticket, Emitted(ticket.sampling.n))
         fleet = ticket.model.fleet
         # A large fleet's candidates take tenths of a second: not on the loop, and of a snapshot that stays as it is.
-        situation = copy.deepcopy((fleet.snapshot, fleet.hits(keys), fleet.rates))
+        situation = copy.deepcopy((fleet.snapshot, fleet.hits(keys, demand.other_keys), fleet.rates))
         return Explained(ticket, demand, await asyncio.to_thread(explain, demand, *situation))
 
-    async def _place(self, ticket: Ticket, emitted: Emitted) -> tuple[Placed, Decision, float]:
+    async def _place(self, ticket: Ticket, emitted: Emitted, past: Entry) -> tuple[Placed, Decision, float]:
         """Wait for a pair. What can never start is refused at once; with nobody there it waits a little."""
         demand, keys = await self._needs(ticket, emitted)
         ticket.claim.streaming = not emitted.empty
+        self._arriving.discard(past)
         placed, decision = await ticket.model.dispatcher.place(ticket.claim, demand, keys)
         ticket.decision = decision
         return placed, decision, time.monotonic()
@@ -199,7 +274,8 @@ class Serving:
         unfinished = [choice.token_ids for choice in emitted.choices if not choice.finished]
         to_score = sampling.HasField("prompt_logprobs") and emitted.num_prompt_logprobs < len(prompt) - 1
         chains = chains_of(prompt, sampling, unfinished)
-        return ticket.model.needs(prompt, sampling, ticket.cache_salt, chains, to_score, lot_of(ticket.request_id))
+        lot, new = lot_of(ticket.request_id), not ticket.claim.num_placed
+        return ticket.model.needs(prompt, sampling, ticket.cache_salt, chains, to_score, lot, new)
 
 
 def _count(ticket: Ticket, emitted: Emitted, watched: Watched) -> None:

@@ -57,6 +57,8 @@ def _worker(fleet: Fleet, worker: Worker) -> pb.WorkerStatus:
         transport=hello.transport,
         asked_blocks=worker.asked_blocks,
         hit_blocks=worker.hit_blocks,
+        failing=worker.failing,
+        failing_lenders=fleet.failing_lenders(worker),
     )
     if load is not None:
         status.heard = True

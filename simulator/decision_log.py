@@ -1,20 +1,17 @@
-"""Every decision with all it was made of, as a JSON line; made again from that, it is the same."""
+"""Every decision with all it was made of, as a JSON line; made again from that, it is the same. A router's
+`decisions_file` has the same, and what came of it."""
 
-import dataclasses
 import json
 from collections.abc import Sequence
-from typing import Any, TextIO, TypeVar
-
-import numpy as np
+from typing import TextIO
 
 from engine.keys import BlockKey
-from router.placement.core import Decision, place
+from router.placement.core import Decision
 from router.placement.demand import Demand
 from router.placement.fleet import Fleet
-from router.placement.rates import Ints, Priors, Rates
-from router.placement.snapshot import Hits, Workers
-
-T = TypeVar("T")
+from router.placement.rates import Ints, Priors
+from router.placement.recorded import decided_again, read_recorded, recorded
+from router.placement.situation import Situation
 
 
 class LoggedFleet(Fleet):
@@ -27,36 +24,12 @@ class LoggedFleet(Fleet):
     def decide(self, demand: Demand, keys: Sequence[BlockKey], available: Ints | None = None) -> Decision | None:
         decision = super().decide(demand, keys, available)
         if decision is not None:
-            situation = (demand, self.snapshot, self.hits(keys), self.rates)
-            line = {"decision": dataclasses.asdict(decision), "available": _plain(available)}
-            line |= {type(part).__name__: _fields(part) for part in situation}
-            self._log.write(json.dumps(line, separators=(",", ":")) + "\n")
+            situation = Situation(demand, self.snapshot, self.hits(keys), self.rates, available)
+            self._log.write(json.dumps(recorded(decision, situation), separators=(",", ":")) + "\n")
         return decision
 
 
 def decide_again(line: str) -> tuple[Decision, Decision | None]:
     """What was decided, and what is from the same snapshot."""
-    said = json.loads(line)
-    parts = (_made(Demand, said), _made(Workers, said), _made(Hits, said), _made(Rates, said))
-    return Decision(**said["decision"]), place(*parts, _value(said["available"]))
-
-
-def _fields(part: Any) -> dict[str, Any]:
-    return {field.name: _plain(getattr(part, field.name)) for field in dataclasses.fields(part)}
-
-
-def _plain(value: Any) -> Any:
-    """Numbers come back the same to the bit: JSON has the shortest text that does."""
-    if isinstance(value, np.ndarray):
-        return {"dtype": value.dtype.str, "values": value.tolist()}
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _made(kind: type[T], said: dict[str, Any]) -> T:
-    return kind(**{name: _value(value) for name, value in said[kind.__name__].items()})
-
-
-def _value(value: Any) -> Any:
-    if isinstance(value, dict) and "dtype" in value:
-        return np.array(value["values"], value["dtype"])
-    return tuple(value) if isinstance(value, list) else value
+    decision, situation = read_recorded(json.loads(line))
+    return decision, decided_again(situation)

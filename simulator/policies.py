@@ -45,6 +45,7 @@ class PolicyFleet(Fleet):
             own_tokens=best.own_tokens,
             predicted_ttft_s=best.ttft_s,
             cost_s=best.cost_s,
+            hit_blocks=best.hit_blocks,
             num_candidates=1,
             reason=type(self).__name__,
         )

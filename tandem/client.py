@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 import grpc
 from google.rpc import status_pb2
 
-from cluster.errors import InvalidRequest, ServiceError, Unavailable, from_proto, from_rpc_error
+from cluster.errors import InvalidRequest, ServiceError, Unavailable, UnknownRequest, from_proto, from_rpc_error
 from cluster.rpc import channel
 from cluster.tls import Visitor
 from protos import inference_pb2 as pb
@@ -191,6 +191,27 @@ class Client:
             min_quality=min_quality,
         )
         return await self._ask(lambda stub, how: stub.Explain(request, **how), timeout_s, metadata)
+
+    async def decisions(
+        self, request_id: str, timeout_s: float = 30.0, metadata: Metadata = ()
+    ) -> pb.DecisionsResponse:
+        """How a request was placed, by its id: what was compared each time, and what came of it. Of several routers, of
+        whichever had it. Raises ServiceError; UnknownRequest where none remembers it."""
+        request = pb.DecisionsRequest(request_id=request_id)
+        give_up_at = time.monotonic() + timeout_s
+        failures: list[ServiceError] = []
+        for number in self._order():
+            how: dict[str, Any] = {"timeout": _remaining_s(give_up_at), "metadata": (*self._metadata, *metadata)}
+            try:
+                found: pb.DecisionsResponse = await self._stubs[number].Decisions(request, **how)
+            except grpc.aio.AioRpcError as error:
+                failures.append(from_rpc_error(error))
+                if not isinstance(failures[-1], Unavailable | UnknownRequest):
+                    break
+            else:
+                return found
+        # One that is away may be the one that had it.
+        raise next((failure for failure in failures if not isinstance(failure, UnknownRequest)), failures[-1])
 
     async def generate_batch(
         self,

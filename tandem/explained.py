@@ -1,11 +1,15 @@
-"""`tandem explain`: the router's candidates for a prompt, term by term."""
+"""`tandem explain`: the router's candidates for a prompt, or of a request that was placed, term by term."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from cluster.errors import UnknownRequest
 from protos import inference_pb2 as pb
+from router.decisions_file import read_decisions
+from router.explanations import told
 from tandem.client import Target
 from tandem.tables import NamesTable, uncut
 
@@ -45,6 +49,51 @@ async def show_explanation(
     with uncut(console):
         console.print(candidate_table(explanation.candidates[:most]))
     console.print(f"ms; {explanation.num_candidates} compared, the first would be chosen", style="dim")
+
+
+async def show_decisions(console: Console, target: Target, request_id: str, most: int, log: Path | None = None) -> None:
+    """How a request was placed; of each placement the `most` cheapest candidates. `log`: a router's decisions_file, to
+    be read instead of asking it. Raises UnknownRequest."""
+    if log is None:
+        async with target.client() as client:
+            past = await client.decisions(request_id)
+    else:
+        with log.open() as lines:
+            entry = read_decisions(lines, request_id)
+        if entry is None:
+            raise UnknownRequest(f"{log} says nothing of {request_id!r}", "request_id")
+        past = told(entry)
+    if past.model:
+        console.print(f"model {past.model}: {past.model_reason}", markup=False)
+    if past.models:
+        with uncut(console):
+            console.print(model_table(past.models))
+    for placement in past.placements:
+        console.print(f"attempt {placement.attempt}, placed after {placement.placed_after_ms:.1f} ms", style="bold")
+        console.print(placement.reason, markup=False)
+        with uncut(console):
+            console.print(candidate_table(placement.candidates[:most]))
+        console.print(f"ms; {placement.num_candidates} were compared, the first was chosen", style="dim")
+        for line in came_of(placement):
+            console.print(line, markup=False)
+    if past.error:
+        console.print(f"it ended with: {past.error}", markup=False)
+    elif not past.ended:
+        console.print("it is under way" if past.placements else "it waits for a place")
+
+
+def came_of(placement: pb.PlacementDecision) -> list[str]:
+    """What was predicted of it, against what it came to."""
+    chosen = placement.candidates[0] if placement.candidates else pb.PlacementCandidate()
+    lines = []
+    if placement.HasField("ttft_ms"):
+        lines.append(f"first token: predicted after {chosen.ttft_ms:.1f} ms, came after {placement.ttft_ms:.1f} ms")
+    if placement.HasField("hit_blocks"):
+        of = f"of {placement.usable_blocks} usable blocks"
+        lines.append(f"cached: predicted {chosen.hit_blocks} {of}, came to {placement.hit_blocks}")
+    if placement.failure:
+        lines.append(f"it did not end there: {placement.failure}")
+    return lines
 
 
 def model_table(models: Sequence[pb.ModelCandidate]) -> NamesTable:

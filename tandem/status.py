@@ -73,13 +73,23 @@ def _model(model: pb.ModelStatus, before: pb.ModelStatus | None, span_s: float) 
     return parts
 
 
+def _condition(worker: pb.WorkerStatus) -> str:
+    """What a person should look at."""
+    conditions = ["draining"] if worker.draining else []
+    if worker.failing:
+        conditions.append("failing")
+    if worker.failing_lenders:
+        conditions.append(f"loans from {', '.join(worker.failing_lenders)} fail")
+    return f" ({'; '.join(conditions)})" if conditions else ""
+
+
 def _workers(workers: Sequence[pb.WorkerStatus]) -> NamesTable:
     figures = ("running", "decoding", "loans", "prompt tokens queued", "KV taken", "cached", "prefill tokens/s")
     rows = []
     for worker in workers:
         speed = worker.decode_prefill_tokens_per_s if worker.role == "decode" else worker.prefill_tokens_per_s
         row = (
-            worker.worker_id + (" (draining)" if worker.draining else ""),
+            worker.worker_id + _condition(worker),
             worker.role,
             str(worker.running),
             str(worker.decoding),

@@ -4,6 +4,7 @@
     quota.py        per tenant: tokens per window, shared by several routers
     request.py      what waits                                                     queues.py   its order: class, tenant
     room.py         on which workers a class may start; which are kept for whom    forecast.py how long one will wait
+    failing.py      workers and pairs of them that fail, and when they are tried again
     core.py         Admission: events in, starts and refusals out                  refusals.py the errors, with reasons
 
 `router/dispatch.py` is the shell: futures, a timer and the quota's ledger around one `Admission`.
@@ -17,7 +18,7 @@ What holds at the end of every event:
     class is below the newcomer's; else the newcomer.
 2.  Work conserving. Who waits cannot start now, for a reason that can be named: no worker has the room that its class
     may take there, its tenant runs `max_running`, the lender it would go to is too deep in work, its worker has just
-    refused it, or a worker is kept for another.
+    refused it or failed others, or a worker is kept for another.
 3.  Classes. A higher class goes first, but while lower ones wait they get `lower_class_share` of the tokens started
     beside it; and likewise among the lower ones. So each class with a request that can start gets a share.
 4.  Fair. Deficit round robin: between two tenants of one class that both had a request that could start all the while,

@@ -6,7 +6,8 @@ from cluster.config import Config
 
 
 class TenantPolicy(Config):
-    """Limits of one tenant; those left out do not limit."""
+    """Limits of one tenant; those left out do not limit. Each router counts for itself, so that with two of them a
+    tenant may have twice as much: but for quotas, which routers with one Redis count together."""
 
     weight: float = Field(default=1.0, ge=0.001, le=1000)
     """Its part beside other tenants of a class."""
@@ -27,7 +28,8 @@ class AdmissionConfig(Config):
     """Part of the router's."""
 
     max_queued: PositiveInt = 4096
-    """Requests that may wait for a pair; of more, one of the lowest class is refused at once."""
+    """Requests that may wait for a pair; of more, one of the lowest class is refused at once. As many beside them may
+    be on their way into the line: their prompts are read, or no worker has joined yet."""
     max_queued_per_tenant: PositiveInt = 2048
     """And of one tenant."""
     max_tenants: PositiveInt = 10_000

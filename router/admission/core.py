@@ -11,6 +11,7 @@ from engine.keys import BlockKey
 from router.admission import refusals
 from router.admission.bucket import TokenBucket
 from router.admission.config import AdmissionConfig
+from router.admission.failing import Failing
 from router.admission.forecast import Forecast
 from router.admission.keeping import Keeping, is_owed
 from router.admission.lenders import Lenders
@@ -76,6 +77,7 @@ class Admission:
         self._keeping = Keeping(config)
         self._lenders = Lenders(config)
         self._rebuffs = Rebuffs()
+        self._failing = Failing(fleet)
         self._parts = Parts(config, fleet, tenants, self._keeping, self._lenders)
         self._holds = TokenBucket(HOLDS_PER_S, 32)
         self._times: list[tuple[float, int, Waiting | None]] = []
@@ -123,6 +125,8 @@ class Admission:
     def ended(self, placed: Placed, now: float) -> list[Outcome]:
         """Once for each start."""
         waiting, started_at = self._running.pop(placed)
+        if (again_at := self._failing.ended(placed, started_at, now)) is not None:
+            self._at(again_at, None)
         if placed.started:
             self._forecast.ended(waiting, now - started_at)
         self._tenants.ended(waiting.claim.tenant)
@@ -197,6 +201,7 @@ class Admission:
     def _settle(self, now: float) -> list[Outcome]:
         """Start whoever can start, refuse whoever can no longer."""
         outcomes: list[Outcome] = []
+        self._failing.reopen(now)
         self._measure_all(now)
         self._expire(now, outcomes)
         while self.num_waiting and self._start_one(now, outcomes):
@@ -264,6 +269,7 @@ class Admission:
         self._lenders.started(placed, decision, self._fleet.snapshot, self._fleet.rates)
         self._tenants.started(claim.tenant, now)
         self._running[placed] = waiting, now
+        self._failing.placed(placed)
         claim.num_placed += 1
         self.num_started += 1
         outcomes.append(Started(waiting, placed, decision))

@@ -9,9 +9,10 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass
+from typing import Any
 
 from cluster.errors import StartError
 from cluster.redis_link import RedisAway, RedisFailure, RedisLink, RedisRefused
@@ -25,24 +26,53 @@ MAX_REFUSALS = 100
 MAX_COUNTED = 10_000
 """Counts kept for the time without Redis; those of windows that are over go first."""
 
-# KEYS: a tenant's count, {number of the window, tokens}. ARGV: window_s, tokens to add, limit.
-# Answers {1 or 0, tokens counted now, microseconds until the window ends}.
+# KEYS: tenants' counts, each {number of the window, tokens}. ARGV, for each: window_s, tokens to add, limit.
+# Answers for each {1 or 0, tokens counted now, microseconds until the window ends}, or {-1, what its key has instead}.
 _CHARGE = """
 local time = redis.call('TIME')
-local width = ARGV[1] * 1000000
 local now = time[1] * 1000000 + time[2]
-local window = math.floor(now / width)
-local left = (window + 1) * width - now
-local known = redis.call('HMGET', KEYS[1], 'window', 'tokens')
-local tokens = 0
-if known[1] == string.format('%d', window) then tokens = tonumber(known[2]) end
-if tokens + ARGV[2] > tonumber(ARGV[3]) then return {0, tokens, left} end
-tokens = math.max(0, tokens + ARGV[2])
-redis.call('HSET', KEYS[1], 'window', string.format('%d', window), 'tokens', string.format('%d', tokens))
-redis.call('PEXPIRE', KEYS[1], math.floor(left / 1000) + 1000)
-return {1, tokens, left}
+local answers = {}
+for i, key in ipairs(KEYS) do
+  local width = ARGV[3 * i - 2] * 1000000
+  local added, limit = tonumber(ARGV[3 * i - 1]), tonumber(ARGV[3 * i])
+  local window = math.floor(now / width)
+  local left = (window + 1) * width - now
+  local known = redis.pcall('HMGET', key, 'window', 'tokens')
+  if known.err then
+    answers[i] = {-1, known.err}
+  else
+    local tokens = 0
+    if known[1] == string.format('%d', window) then tokens = tonumber(known[2]) end
+    if tokens + added > limit then
+      answers[i] = {0, tokens, left}
+    else
+      tokens = math.max(0, tokens + added)
+      redis.call('HSET', key, 'window', string.format('%d', window), 'tokens', string.format('%d', tokens))
+      redis.call('PEXPIRE', key, math.floor(left / 1000) + 1000)
+      answers[i] = {1, tokens, left}
+    end
+  end
+end
+return answers
 """
 _PROBE = "return redis.call('PING')"
+
+
+MAX_TOGETHER = 256
+"""Charges of one call. A burst of requests is few calls: one for each would look like a Redis that is slow."""
+MAX_EXTENSIONS = 5
+"""Of a call's limit, where this process was what was slow."""
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A charge on its way."""
+
+    tenant: str
+    tokens: int
+    limit: int
+    window_s: int
+    answer: "asyncio.Future[tuple[bool, float] | None]"
 
 
 @dataclass(slots=True)
@@ -59,7 +89,11 @@ class RedisLedger:
         self, url: str, cluster_name: str, limit_s: float = LIMIT_S, clock: Callable[[], float] = time.time
     ) -> None:
         """Raises StartError for a `redis_url` that is none. `clock` gives seconds since 1970, used without Redis."""
-        self._link = RedisLink(url, limit_s)
+        self._link = RedisLink(url, limit_s * (1 + MAX_EXTENSIONS))
+        self._limit_s = limit_s
+        self._asked: list[_Asked] = []
+        """Not sent yet."""
+        self._sending: asyncio.Task[None] | None = None
         self._prefix = f"{cluster_name}:quota"
         self._clock = clock
         self._counts: dict[tuple[str, int], _Count] = {}
@@ -92,29 +126,82 @@ class RedisLedger:
             self._charge_alone(tenant, -tokens, NO_LIMIT, window_s)
 
     async def close(self) -> None:
-        if self._probing is not None:
-            self._probing.cancel()
-            await asyncio.gather(self._probing, return_exceptions=True)
+        for task in (self._probing, self._sending):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         await self._link.close()
 
     async def _ask(self, tenant: str, tokens: int, limit: int, window_s: int) -> tuple[bool, float] | None:
         """Whether it was counted, and seconds until the window ends; None without Redis."""
         if self._probing is not None:
             return None
+        asked = _Asked(tenant, tokens, limit, window_s, asyncio.get_running_loop().create_future())
+        self._asked.append(asked)
+        if self._sending is None:  # of no request: others are sent with it
+            self._sending = asyncio.get_running_loop().create_task(self._send(), context=Context())
+        return await asked.answer
+
+    async def _send(self) -> None:
+        """One call at a time, with all that was asked during the one before."""
+        batch: list[_Asked] = []
         try:
-            key = f"{self._prefix}:{window_s}:{tenant}"
-            taken, total, left_us = await self._link.run(_CHARGE, [key], [window_s, tokens, limit])
-        except RedisRefused as error:  # at once, so that no request waits; somebody must mend it
-            if str(error) not in self._refusals and len(self._refusals) < MAX_REFUSALS:
-                self._refusals.add(str(error))
-                log.error("this router counts alone: %s", error)
-            return None
-        except RedisFailure as error:
-            self._lost(error)
-            return None
+            while self._asked:
+                batch, self._asked = self._asked[:MAX_TOGETHER], self._asked[MAX_TOGETHER:]
+                try:
+                    answers = await self._call(batch)
+                except RedisRefused as error:  # at once, so that no request waits; somebody must mend it
+                    self._refused(error)
+                except RedisFailure as error:
+                    self._lost(error)
+                    batch, self._asked = [*batch, *self._asked], []
+                else:
+                    for asked, answer in zip(batch, answers, strict=True):
+                        self._answered(asked, answer)
+                _leave(batch)
+        finally:
+            self._sending = None
+            _leave([*batch, *self._asked])
+            self._asked = []
+
+    async def _call(self, batch: Sequence[_Asked]) -> Sequence[Any]:
+        """Raises RedisFailure. A process that is too busy to read an answer gives it more time: it was not Redis that
+        was slow."""
+        keys = [f"{self._prefix}:{asked.window_s}:{asked.tenant}" for asked in batch]
+        arguments = [figure for asked in batch for figure in (asked.window_s, asked.tokens, asked.limit)]
+        call = asyncio.ensure_future(self._link.run(_CHARGE, keys, arguments))
+        try:
+            for _ in range(1 + MAX_EXTENSIONS):
+                began_at = time.monotonic()
+                await asyncio.wait([call], timeout=self._limit_s)
+                if call.done():
+                    answers: Sequence[Any] = call.result()
+                    return answers
+                if time.monotonic() - began_at < 1.2 * self._limit_s:
+                    break
+            raise RedisAway(f"Redis at {self._link.where}: no answer within {self._limit_s:g} s")
+        finally:
+            call.cancel()
+
+    def _answered(self, asked: _Asked, answer: Sequence[Any]) -> None:
+        taken, *rest = answer
+        if taken == -1:
+            key = f"{self._prefix}:{asked.window_s}:{asked.tenant}"
+            self._refused(RedisRefused("cluster_name", f"in Redis at {self._link.where}, {key!r} is: {rest[0]}"))
+            return
+        total, left_us = rest
         left_s = left_us / 1e6
-        self._keep(tenant, window_s, _Count(self._clock() + left_s, total))
-        return bool(taken), left_s
+        self._keep(asked.tenant, asked.window_s, _Count(self._clock() + left_s, total))
+        if not asked.answer.done():
+            asked.answer.set_result((bool(taken), left_s))
+        elif taken and asked.tokens > 0:  # who asked is gone
+            unheard = asyncio.get_running_loop().create_future()
+            self._asked.append(_Asked(asked.tenant, -asked.tokens, NO_LIMIT, asked.window_s, unheard))
+
+    def _refused(self, error: RedisRefused) -> None:
+        if str(error) not in self._refusals and len(self._refusals) < MAX_REFUSALS:
+            self._refusals.add(str(error))
+            log.error("this router counts alone: %s", error)
 
     # ------------------------------------------------------------------ without Redis
 
@@ -153,6 +240,13 @@ class RedisLedger:
             log.warning("tenants' tokens are counted in Redis at %s again", self._link.where)
             self._probing = None
             return
+
+
+def _leave(batch: Sequence[_Asked]) -> None:
+    """Those without an answer are without Redis."""
+    for asked in batch:
+        if not asked.answer.done():
+            asked.answer.set_result(None)
 
 
 NO_LIMIT = 2**53

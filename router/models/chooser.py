@@ -22,12 +22,14 @@ from router.models.choice import (
 )
 from router.models.config import ModelRule, ModelsConfig
 from router.models.prompts import prompt_kind
-from router.models.served_model import POLL_S, ServedModel, ServedModels
+from router.models.served_model import ServedModel, ServedModels
 from router.needs import chains_of
 from router.reading import Reading, read
 from router.validation import DEFAULT_MAX_TOKENS
 
 NO_WORKER = "no decode worker"
+POLL_S, MOST_POLL_S = 0.02, 0.25
+"""For a decode worker to join; thousands may wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class ModelChooser:
         rule, rule_name = await self._rule(wish, looking)
         self._check_vocabulary(request, rule)
         predict |= ttft_limit_s(wish, rule) < math.inf
+        poll_s = POLL_S
         while True:
             outcome = choose(wish, rule, rule_name, [looking.option(model) for model in self._models])
             if isinstance(outcome, Count):
@@ -73,7 +76,8 @@ class ModelChooser:
                 assert reading is not None, "what is chosen is counted and has no fault"
                 return Chosen(self._models.named(outcome.name), outcome.words, reading, outcome.verdicts)
             elif any(verdict.why == NO_WORKER for verdict in outcome.verdicts) and time.monotonic() < give_up_at:
-                await asyncio.sleep(POLL_S)
+                await asyncio.sleep(poll_s)
+                poll_s = min(MOST_POLL_S, 1.5 * poll_s)
             else:
                 raise _refusal(outcome, wish, rule, looking)
 

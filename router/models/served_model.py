@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.errors import Forbidden, Incompatible, InvalidRequest, StartError, Unavailable, UnknownModel
 from cluster.tls import Trust
@@ -24,8 +24,8 @@ from router.placement.fleet import Fleet, Worker
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.02
-"""For a decode worker to join."""
+MAX_VERSIONS = 4
+"""Of a model's weights, whose caches are known to a request: a prompt's keys are hashed for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,8 @@ class ServedModel:
         self.grammars = GrammarChecker(files.model_dir, grammar_limit_s)
         self.links = DecodeLinks(fleet, trust)
         self.costs = Costs(files.entry)
+        self._heard = asyncio.Event()
+        """Set when a decode worker has reported, for those who wait for a first one."""
 
     async def close(self) -> None:
         await self.grammars.close()
@@ -108,9 +110,17 @@ class ServedModel:
     async def await_decode_workers(self, give_up_at: float) -> None:
         """Until there is one. Raises Unavailable at `give_up_at`, of the monotonic clock."""
         while not self.decode_workers():
-            if time.monotonic() > give_up_at:
-                raise Unavailable(f"no decode worker of {self.name!r} has joined")
-            await asyncio.sleep(POLL_S)
+            self._heard.clear()
+            try:
+                async with asyncio.timeout(give_up_at - time.monotonic()):
+                    await self._heard.wait()
+            except TimeoutError:
+                raise Unavailable(f"no decode worker of {self.name!r} has joined") from None
+
+    def heard(self) -> None:
+        """A worker of it has reported."""
+        if not self._heard.is_set() and self.decode_workers():
+            self._heard.set()
 
     def needs(
         self,
@@ -120,16 +130,30 @@ class ServedModel:
         chains: Sequence[Sequence[int]],
         to_score: bool,
         lot: float = 1.0,
+        new: bool = True,
     ) -> tuple[Demand, list[BlockKey]]:
         """What `chains`, the tokens there are of each choice, take; and the keys of the blocks that may come from
-        elsewhere. A decode worker must be there. Raises InvalidRequest for what no pool could hold."""
+        elsewhere. A decode worker must be there. Raises InvalidRequest for what no pool could hold; unless it is not
+        `new`: it was right then, and what it went to is gone."""
         workers = self.decode_workers()
         hello = _hello_for(workers, lot)
-        largest = max(worker.hello.num_blocks for worker in workers)
+        largest = max(worker.hello.num_blocks for worker in workers) if new else None
         demand = demand_of(prompt, sampling, chains, to_score, hello.block_tokens, hello.block_bytes, largest, lot)
         usable = chains[0][: demand.num_usable_blocks * demand.block_tokens]
-        root = root_key(hello.model_fingerprint, cache_salt)
-        return demand, block_keys(root, usable, demand.block_tokens)
+        own, *others = (
+            block_keys(root_key(version, cache_salt), usable, demand.block_tokens) for version in self._versions(hello)
+        )
+        return (replace(demand, other_keys=tuple(map(tuple, others))) if others else demand), own
+
+    def _versions(self, hello: membership_pb2.Hello) -> list[bytes]:
+        """Fingerprints of weights: first its own, then those of others there whose blocks are as long, such as there
+        are while workers are replaced."""
+        there = {
+            worker.hello.model_fingerprint
+            for worker in self.fleet.workers
+            if worker.hello.block_tokens == hello.block_tokens
+        }
+        return [hello.model_fingerprint, *sorted(there - {hello.model_fingerprint})[: MAX_VERSIONS - 1]]
 
     def predicted_ttft_s(self, priority: int, demand: Demand, keys: Sequence[BlockKey]) -> float | None:
         """Of a request that came now: the wait behind what is queued, and placement's own prediction. None where no

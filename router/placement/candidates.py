@@ -44,6 +44,8 @@ class Candidate:
     decode_queue_s: float
     tail_s: float
     """The decode worker computes the rest of the prompt."""
+    hit_blocks: int
+    """Of the prompt: such as somebody of the three has, and nobody computes."""
     delay_s: float
     """What all of the decode worker's running streams together wait longer."""
 
@@ -86,7 +88,7 @@ def assess(demand: Demand, workers: Workers, hits: Hits, rates: Rates, way: Way)
     """`way` must be possible: placement's own, or one of `explain`'s."""
     usable, block_tokens = demand.num_usable_blocks, demand.block_tokens
     decode, lender, source = way.decode, way.lender, way.source
-    own = num_blocks = min(int(hits.held[decode]), usable)
+    own = num_blocks = hit_blocks = min(int(hits.held[decode]), usable)
     source_read_s = lender_queue_s = lender_compute_s = moved_s = 0.0
     lender_tokens = 0
     if lender is not None and way.computes:
@@ -96,12 +98,13 @@ def assess(demand: Demand, workers: Workers, hits: Hits, rates: Rates, way: Way)
             gain = min(int(hits.held[source]), usable) - have
             source_read_s = transfer_s(demand, rates, lender, source, gain)
             have += gain
+        hit_blocks = max(own, have)
         lender_tokens = (usable - have) * block_tokens
         tokens_per_s = float(rates.prefill_tokens_per_s[lender])
         lender_queue_s = int(workers.queued_prefill_tokens[lender]) / tokens_per_s
         lender_compute_s = float(rates.prefill_fixed_s[lender]) + lender_tokens / tokens_per_s
     elif lender is not None:
-        num_blocks = min(int(hits.held[lender]), usable)
+        num_blocks = hit_blocks = min(int(hits.held[lender]), usable)
     if lender is not None:
         moved_s = transfer_s(demand, rates, decode, lender, num_blocks - own)
     own_tokens = demand.num_tokens - num_blocks * block_tokens
@@ -121,6 +124,7 @@ def assess(demand: Demand, workers: Workers, hits: Hits, rates: Rates, way: Way)
         transfer_s=moved_s,
         decode_queue_s=int(workers.queued_prefill_tokens[decode]) / tokens_per_s,
         tail_s=float(rates.tail_fixed_s[decode]) + own_s,
+        hit_blocks=hit_blocks,
         delay_s=int(workers.decoding[decode]) * own_s
         + int(workers.running[decode]) * float(rates.stream_delay_s[decode]),
     )

@@ -55,6 +55,8 @@ class Decision:
     cost_s: float
     num_candidates: int
     reason: str
+    hit_blocks: int = 0
+    """Of the prompt, predicted: such as nobody computes."""
     rivals: tuple[Rival, ...] = field(default=(), compare=False)
     """The next best, of few."""
 
@@ -92,6 +94,7 @@ def place(demand: Demand, workers: Workers, hits: Hits, rates: Rates, available:
         own_tokens=best.own_tokens,
         predicted_ttft_s=best.ttft_s,
         cost_s=best.cost_s,
+        hit_blocks=best.hit_blocks,
         num_candidates=num_candidates,
         reason=_reason(demand, workers, hits, way, best),
         rivals=rivals,

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from engine.keys import BlockKey
+
 
 @dataclass(frozen=True, slots=True)
 class Demand:
@@ -23,6 +25,9 @@ class Demand:
     """Prompt and max_tokens."""
     shared_tokens: int = 0
     """Of the prompt, those whose full blocks the choices share."""
+    other_keys: tuple[tuple[BlockKey, ...], ...] = ()
+    """Where the model's workers have several versions of its weights: what the prompt's blocks are called by each of
+    the others."""
     lot: float = 1.0
     """In [0, 1), drawn for the request: below a canary's share of the traffic it is for the canary. 1: for none."""
 

@@ -7,11 +7,13 @@ import numpy as np
 from router.placement.candidates import Candidate, Way, assess, best_source
 from router.placement.core import startable
 from router.placement.demand import Demand
-from router.placement.rates import Bools, Rates
+from router.placement.rates import Bools, Ints, Rates
 from router.placement.snapshot import Hits, Workers
 
 
-def explain(demand: Demand, workers: Workers, hits: Hits, rates: Rates) -> list[Candidate]:
+def explain(
+    demand: Demand, workers: Workers, hits: Hits, rates: Rates, available: Ints | None = None
+) -> list[Candidate]:
     """All ways to start the request now, the one that `place` chooses first; empty where it says None.
 
     One at a time: milliseconds for a small fleet, tenths of a second for a hundred workers.
@@ -22,7 +24,7 @@ def explain(demand: Demand, workers: Workers, hits: Hits, rates: Rates) -> list[
     computing = workers.computing_lenders(demand.num_usable_blocks, demand.lot)
     candidates = [
         assess(demand, workers, hits, rates, way)
-        for decode in np.flatnonzero(startable(demand, workers))
+        for decode in np.flatnonzero(startable(demand, workers, available))
         for way in _ways(demand, workers, hits, computing, sources, int(decode))
     ]
     return sorted(candidates, key=lambda candidate: candidate.order)

@@ -7,12 +7,13 @@ worker will have counts only when it has it: a sibling that came sooner would fi
 The snapshot that placement reads is kept up to date row by row as events come, so a decision copies nothing.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from engine.keys import BlockKey, split_keys
+from engine.keys import KEY_BYTES, BlockKey, split_keys
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
 from router.placement.core import Decision, place, startable
@@ -21,9 +22,13 @@ from router.placement.index import PrefixIndex
 from router.placement.learning import Learner
 from router.placement.rates import Ints, Priors, Rates
 from router.placement.scores import LogRatios
+from router.placement.situation import Situation
 from router.placement.snapshot import Hits, Workers, WorkerView
 from router.receipts import measured
 from router.traffic import Traffic
+
+PART_KEYS = 16_384
+"""Of a worker's cache, applied at a time: 7 ms. What a worker with tiers holds takes a second."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +56,12 @@ class Worker:
     """Of those, what it had already."""
     draining: bool = False
     """It was told to stop: it takes nothing more, and can be read. For good."""
+    shunned: bool = False
+    """What was placed on it failed: nothing starts there for a while."""
+    failing: bool = False
+    """That, or it is to be seen whether it works again."""
+    failing_lenders: "set[Worker]" = field(default_factory=set)
+    """Likewise, those from whom its loans failed."""
 
     @property
     def worker_id(self) -> str:
@@ -76,11 +87,17 @@ class Placed:
     demand: Demand
     keys: tuple[BlockKey, ...]
     predicted_ttft_s: float
+    situation: Situation | None
+    """Where these are kept; whoever keeps it takes it away from here."""
     decode_before: WorkerView
     """As they were without it."""
     lender_before: WorkerView | None
     started: bool = False
     """Its first token has come: the caches hold what it left in them, and have said so."""
+    failed: bool = False
+    """Its decode worker failed it."""
+    lent: bool | None = None
+    """Whether its lender lent; None: that is not known, or nothing had to be lent."""
 
     @property
     def num_streams(self) -> int:
@@ -106,7 +123,13 @@ class Fleet:
         self._snapshot = Workers.of(())
         self._computing: set[Placed] = set()
         """Not started, by a lender that computes."""
+        self._parted: set[tuple[Worker, Worker]] = set()
+        """Borrowers and lenders whose loans fail."""
         self._sequence = 0
+        self.keeps_situations = False
+        """What decisions were made of is kept with placements."""
+        self._decided: tuple[Demand, Hits, Ints | None] | None = None
+        """Of the last decision that found a way."""
 
     @property
     def workers(self) -> list[Worker]:
@@ -149,6 +172,19 @@ class Fleet:
         else:
             self._refresh(worker)
 
+    def shun(self, worker: Worker, shunned: bool) -> None:
+        """Whether nothing may start there."""
+        worker.shunned = shunned
+        self._refresh(worker)
+
+    def part(self, borrower: Worker, lender: Worker, parted: bool) -> None:
+        """Whether one may not borrow from the other."""
+        if parted:
+            self._parted.add((borrower, lender))
+        else:
+            self._parted.discard((borrower, lender))
+        self._arrange()
+
     def drains(self, worker: Worker) -> None:
         """It said so itself, before any report of it did."""
         worker.draining = True
@@ -156,27 +192,46 @@ class Fleet:
 
     def cache_changed(self, worker: Worker, changed: pb.CacheEvents) -> bool:
         """False when events were lost: ask for a snapshot."""
+        for _ in self.change_cache(worker, changed):
+            pass
+        return worker.next_cache_sequence is not None or self._workers.get(worker.worker_id) is not worker
+
+    def change_cache(self, worker: Worker, changed: pb.CacheEvents) -> Iterator[None]:
+        """Likewise, a part at a time: other events may come between two of them. With `next_cache_sequence` None at the
+        end, events were lost."""
         if self._workers.get(worker.worker_id) is not worker:
-            return True
+            return
         if changed.snapshot:
             self._index.drop_worker(worker.worker_id)
             worker.next_cache_sequence = changed.sequence
             worker.num_cached = 0
         elif worker.next_cache_sequence != changed.sequence:
             worker.next_cache_sequence = None
-            return False
+            return
         else:
             worker.next_cache_sequence += len(changed.events)
+        num_keys = 0
         for event in changed.events:
-            stored, removed = split_keys(event.stored), split_keys(event.removed)
-            self._index.add(worker.worker_id, stored)
-            self._index.discard(worker.worker_id, removed)
-            worker.num_cached += len(stored) - len(removed)
-        return True
+            for joined, apply, sign in ((event.stored, self._index.add, 1), (event.removed, self._index.discard, -1)):
+                for start in range(0, len(joined), PART_KEYS * KEY_BYTES):
+                    if num_keys >= PART_KEYS:
+                        num_keys = 0
+                        yield
+                        if self._workers.get(worker.worker_id) is not worker:
+                            return
+                    keys = split_keys(joined[start : start + PART_KEYS * KEY_BYTES])
+                    apply(worker.worker_id, keys)
+                    worker.num_cached += sign * len(keys)
+                    num_keys += len(keys)
 
     def placed(self, decision: Decision, demand: Demand, keys: Sequence[BlockKey]) -> Placed:
-        """Count a placement from now on; `ended` must follow."""
+        """Count a placement from now on, with nothing told since it was decided; `ended` must follow."""
         self._sequence += 1
+        situation = None
+        if self.keeps_situations and self._decided is not None and self._decided[0] is demand:
+            _, hits, available = self._decided
+            rates = self._learner.rates_as_they_are()
+            situation = Situation.of(demand, self._snapshot, hits, rates, available)
         decode = self._workers[decision.decode_id]
         lender = self._workers[decision.lender_id] if decision.lender_id else None
         source = self._workers[decision.source_id] if decision.source_id else None
@@ -191,6 +246,7 @@ class Fleet:
             demand=demand,
             keys=tuple(keys),
             predicted_ttft_s=decision.predicted_ttft_s,
+            situation=situation,
             decode_before=self._view(decode),
             lender_before=self._view(lender) if lender else None,
         )
@@ -223,6 +279,10 @@ class Fleet:
         if ttft_s is not None:
             self.ttft_scores.add(placed.predicted_ttft_s, ttft_s)
         kv = finish.receipt.kv
+        if kv.mismatched_blocks or (kv.loan_failure and not kv.moved_blocks):
+            placed.lent = False
+        elif kv.moved_blocks and not kv.loan_failure:
+            placed.lent = True
         placed.decode.asked_blocks += kv.reused_blocks + kv.moved_blocks + kv.computed_blocks
         placed.decode.hit_blocks += kv.reused_blocks
         if placed.lender is not None:
@@ -253,20 +313,32 @@ class Fleet:
         """Of the workers of `snapshot`, by row."""
         return self._learner.rates
 
+    def failing_lenders(self, borrower: Worker) -> list[str]:
+        """Those there from whom its loans fail."""
+        lenders = borrower.failing_lenders
+        return sorted(lender.worker_id for lender in lenders if self._workers.get(lender.worker_id) is lender)
+
     def views(self) -> list[WorkerView]:
         """All workers that have reported, ascending by id."""
         return [self._view(self._workers[worker_id]) for worker_id in self._snapshot.ids]
 
-    def hits(self, keys: Sequence[BlockKey]) -> Hits:
-        """Blocks of the chain each worker holds, and will have computed before it turns to the next as a lender."""
+    def hits(self, keys: Sequence[BlockKey], other_keys: Sequence[Sequence[BlockKey]] = ()) -> Hits:
+        """Blocks of the chain each worker holds, and will have computed before it turns to the next as a lender.
+        `other_keys`: what the same blocks are called by workers of other weights."""
         held = self._index.match(keys)
+        for chain in other_keys:
+            held |= self._index.match(chain)  # nobody holds blocks of two
         due = dict(held)
         for placed in self._computing:
             assert placed.lender is not None
             lender_id = placed.lender.worker_id
             if self._workers.get(lender_id) is not placed.lender:
                 continue  # it is gone, and with it what it computed
-            if shared := _shared_prefix(keys, placed.keys):
+            shared = _shared_prefix(keys, placed.keys)
+            if not shared and (other_keys or placed.demand.other_keys):
+                chains = [(keys, *other_keys), (placed.keys, *placed.demand.other_keys)]
+                shared = max(itertools.starmap(_shared_prefix, itertools.product(*chains)))
+            if shared:
                 due[lender_id] = max(due.get(lender_id, 0), shared)
         return Hits.of(self._snapshot, held, due)
 
@@ -275,19 +347,26 @@ class Fleet:
         worker of `snapshot`, where these are not all there are."""
         if not startable(demand, self._snapshot, available).any():
             return None  # what the caches hold need not be asked
-        return place(demand, self._snapshot, self.hits(keys), self.rates, available)
+        hits = self.hits(keys, demand.other_keys)
+        self._decided = demand, hits, available
+        return place(demand, self._snapshot, hits, self.rates, available)
 
     def least_ttft_s(self, demand: Demand, keys: Sequence[BlockKey]) -> float | None:
         """Predicted if there were room everywhere and no prompt were queued anywhere; None where nobody could hold
         it."""
         free = replace(self._snapshot, queued_prefill_tokens=np.zeros_like(self._snapshot.queued_prefill_tokens))
-        decision = place(demand, free, self.hits(keys), self.rates, free.num_blocks)
+        decision = place(demand, free, self.hits(keys, demand.other_keys), self.rates, free.num_blocks)
         return None if decision is None else decision.predicted_ttft_s
 
     def _arrange(self) -> None:
         """Who is among the workers that have reported has changed."""
         there = [worker for worker in self._workers.values() if worker.load is not None]
         self._snapshot = Workers.of([self._view(worker) for worker in there])
+        self._parted = {pair for pair in self._parted if all(self._workers.get(w.worker_id) is w for w in pair)}
+        for borrower, lender in self._parted:
+            rows = self._snapshot.row_of.get(borrower.worker_id), self._snapshot.row_of.get(lender.worker_id)
+            if None not in rows:
+                self._snapshot.compatible[rows] = False
         self._learner.arrange(self._snapshot.ids)
 
     def _refresh(self, worker: Worker) -> None:
@@ -316,7 +395,9 @@ class Fleet:
             queued_prefill_tokens=load.queued_prefill_tokens
             + sum(p.lender_tokens for p in lends)
             + sum(p.own_tokens for p in decodes if not p.started),
-            available_blocks=load.available_blocks - sum(p.demand.num_promised_blocks(reserve) for p in decodes),
+            available_blocks=-1
+            if worker.shunned
+            else load.available_blocks - sum(p.demand.num_promised_blocks(reserve) for p in decodes),
             num_blocks=load.num_blocks,
             reserve_output_tokens=reserve,
             draining=worker.draining,

@@ -46,14 +46,31 @@ class Learner:
         self._links = link
         self._lends, self._borrows = Lines(link.fresh()), Lines(link.fresh())
         self._pairs: dict[tuple[str, str], Line] = {}
+        self._pairs_copy: tuple[Floats, Floats] | None = None
         self.arrange(())
 
     @property
     def rates(self) -> Rates:
         return self._rates
 
+    def rates_as_they_are(self) -> Rates:
+        """A copy. What is known of pairs, which is large and seldom changes, is copied once until it changes."""
+        if self._pairs_copy is None:
+            self._pairs_copy = self._rates.loan_overhead_s.copy(), self._rates.kv_bytes_per_s.copy()
+        rates, (overhead_s, bytes_per_s) = self._rates, self._pairs_copy
+        return Rates(
+            prefill_tokens_per_s=rates.prefill_tokens_per_s.copy(),
+            prefill_fixed_s=rates.prefill_fixed_s.copy(),
+            decode_prefill_tokens_per_s=rates.decode_prefill_tokens_per_s.copy(),
+            tail_fixed_s=rates.tail_fixed_s.copy(),
+            stream_delay_s=rates.stream_delay_s.copy(),
+            kv_bytes_per_s=bytes_per_s,
+            loan_overhead_s=overhead_s,
+        )
+
     def arrange(self, worker_ids: Sequence[str]) -> None:
         """These are the workers now, ascending. What was learnt of others is forgotten."""
+        self._pairs_copy = None
         present = set(worker_ids)
         for lines in (self._prefill, self._tail, self._step, self._lends, self._borrows):
             lines.keep(present)
@@ -91,6 +108,7 @@ class Learner:
             self._write_workers(lines, [self._row_of[worker_id], *unseen])
 
     def _observe_transfer(self, borrower_id: str, lender_id: str, num_bytes: float, seconds: float) -> None:
+        self._pairs_copy = None
         borrower, lender = self._row_of[borrower_id], self._row_of[lender_id]
         if (pair := self._pairs.get((borrower_id, lender_id))) is None:
             fixed_s = float(self._rates.loan_overhead_s[borrower, lender])

@@ -124,7 +124,17 @@ def generate(
 @asking
 def explain(
     target: "Target",
-    prompt: Annotated[str, typer.Argument(help="text to continue")],
+    prompt: Annotated[str | None, typer.Argument(help="text to continue")] = None,
+    request_id: Annotated[
+        str | None,
+        typer.Option("--request", metavar="ID", help="instead of a prompt: how this request was placed"),
+    ] = None,
+    log: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="with --request: read a router's decisions_file", exists=True, dir_okay=False
+        ),
+    ] = None,
     max_tokens: MaxTokens = None,
     most: Annotated[int, typer.Option(help="candidates to show, the cheapest first", min=1)] = 10,
     model: Model = "",
@@ -133,10 +143,16 @@ def explain(
     max_ttft_ms: MaxTtft = None,
 ) -> None:
     """Show which model and workers a request would go to now, and what each way to start it is predicted to cost.
-    Nothing is started."""
-    from tandem.explained import show_explanation
+    Nothing is started. With --request: how one that came lately was placed, what was compared then, and what came of
+    it."""
+    from tandem.explained import show_decisions, show_explanation
     from tandem.talk import make_sampling
 
+    if (prompt is None) == (request_id is None):
+        raise typer.BadParameter("give either a prompt or --request")
+    if prompt is None:
+        run(show_decisions(console, target, request_id or "", most, log))
+        return
     asked = {"model": model, "task": task, "min_quality": min_quality, "max_ttft_ms": max_ttft_ms}
     run(show_explanation(console, target, prompt, make_sampling(max_tokens=max_tokens), most, **asked))
 

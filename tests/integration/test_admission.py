@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster.errors import InvalidRequest, Overloaded, to_proto
+from cluster.errors import InvalidRequest, Overloaded, Unavailable, to_proto
 from cluster.protocol import PROTOCOL
 from cluster.rpc import Server, channel
 from engine.model_dir import ModelDir
@@ -143,6 +143,21 @@ async def test_a_limit_that_is_none(model, cluster_of) -> None:  # type: ignore[
             with pytest.raises(InvalidRequest) as caught:
                 await Stream(client, prompt_of(1), 5, max_ttft_ms=limit).task
             assert caught.value.field == "max_ttft_ms"
+
+
+async def test_without_workers_no_more_wait_than_the_line_has_places(model: Path) -> None:
+    config = RouterConfig(model=model, port=0, max_queued=3, no_worker_grace_s=1.0)
+    router = await start_role("router", "router", config)
+    try:
+        async with Client(router.address) as client:
+            streams = [Stream(client, [1, 2, 3], 5) for _ in range(8)]
+            ended = await asyncio.gather(*(stream.task for stream in streams), return_exceptions=True)
+        assert sum(isinstance(error, Unavailable) for error in ended) == 3
+        refusals = [error for error in ended if isinstance(error, Overloaded)]
+        assert len(refusals) == 5
+        assert all("3 requests wait already" in error.message and error.retry_after_s for error in refusals)
+    finally:
+        await stop_process(router.process)
 
 
 # --------------------------------------------------------------------- a worker that has no room after all

@@ -1,5 +1,6 @@
 """`Explain` over a real cluster: it says what placement then does."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cluster.errors import InvalidRequest
+from cluster.errors import InvalidRequest, NotSetUp, ServiceError, UnknownRequest
 from protos import inference_pb2 as pb
-from support.processes import until
-from tandem.client import Client
-from tandem.explained import candidate_table
+from router.decisions_file import read_decisions
+from router.explanations import told
+from router.placement.recorded import decided_again, read_recorded
+from router.security.api_keys import PREFIX, hash_of
+from support.processes import LENDER_ALWAYS, Stream, kill_worker, named, running, until
+from tandem.client import Client, Target
+from tandem.explained import came_of, candidate_table, show_decisions
 
 BLOCK = 16
 
@@ -52,3 +57,101 @@ async def test_the_first_candidate_is_where_the_request_goes(
         with pytest.raises(InvalidRequest) as caught:
             await client.explain(token_ids=prompt, sampling=pb.Sampling(top_p=2.0))
         assert caught.value.field == "sampling.top_p"
+
+
+SIM: dict[str, Any] = {"engine": "sim", "sim_step_ms": 4.0, "kv_memory_mib": 4}
+
+
+async def test_a_decision_can_be_asked_for_afterwards(model: Path, cluster_of: Any) -> None:
+    """One that went well, one whose worker died, one that was refused, one under way, and none."""
+    tenants = {"none": {"tokens_per_minute": 1}}
+    router = {"decode_prefill_tokens_per_s": 100.0, "tenants": tenants}
+    async with running(cluster_of(model, decode=2, router=router, **SIM)) as (cluster, client):
+        prompt = random.Random(1).choices(range(1000), k=20 * BLOCK)
+        for number in range(2):
+            stream = await Stream(client, prompt, 5, request_id=f"well-{number}").task
+            receipt, past = stream.receipt, await client.decisions(f"well-{number}")
+            (placement,) = past.placements
+            chosen = placement.candidates[0]
+            assert (chosen.decode_worker, chosen.lender) == (receipt.placement.decode_worker, receipt.placement.lender)
+            assert chosen.ttft_ms == pytest.approx(receipt.placement.predicted_ttft_ms)
+            assert chosen.hit_blocks == receipt.placement.predicted_hit_blocks
+            assert placement.num_candidates == len(placement.candidates) == receipt.placement.candidates
+            assert placement.reason == receipt.placement.reason
+            assert placement.ttft_ms > 0
+            assert (placement.attempt, placement.failure, past.error, past.ended) == (1, "", "", True)
+        assert placement.hit_blocks >= 19, "the second time it is cached"
+
+        dies = Stream(client, prompt, 400, request_id="dies")
+        await dies.reached(5)
+        under_way = await client.decisions("dies")
+        assert (len(under_way.placements), under_way.ended) == (1, False)
+        victim = named(cluster, under_way.placements[0].candidates[0].decode_worker)
+        kill_worker(victim)
+        await dies.task
+        past = await client.decisions("dies")
+        first, second = past.placements
+        assert [first.attempt, second.attempt] == [1, 2] == [1, dies.receipt.placement.attempt]
+        assert "decode" in first.failure
+        assert second.candidates[0].decode_worker == dies.receipt.placement.decode_worker
+        assert any("did not end there" in line for line in came_of(first))
+
+        for count, options in ((5, {"tenant": "none"}), (-1, {})):
+            with pytest.raises(ServiceError) as refused:
+                await Stream(client, prompt, count, request_id="refused", **options).task
+            assert (await client.decisions("refused")).error == str(refused.value)
+
+        with pytest.raises(UnknownRequest, match="not among the last requests"):
+            await client.decisions("never")
+        with pytest.raises(InvalidRequest):
+            await client.decisions("")
+
+
+async def test_decisions_are_written_down_and_made_again(model: Path, cluster_of: Any, tmp_path: Path) -> None:
+    """Also where the router itself remembers nothing. What a client said is not in the file."""
+    log = tmp_path / "decisions.jsonl"
+    tenants = {"none": {"tokens_per_minute": 1}}
+    router = {"decisions_file": str(log), "decisions_memory_mib": 0, "tenants": tenants} | LENDER_ALWAYS
+    async with running(cluster_of(model, router=router, **SIM)) as (_, client):
+        prompt = random.Random(1).choices(range(1000), k=20 * BLOCK)
+        served = await Stream(client, prompt, 5, request_id="served").task
+        for count, options in ((5, {"tenant": "none"}), (-1, {})):
+            with pytest.raises(ServiceError):
+                await Stream(client, prompt, count, request_id="refused", **options).task
+        with pytest.raises(NotSetUp):
+            await client.decisions("served")
+    lines = log.read_text().splitlines()
+    assert [next(iter(json.loads(line))) for line in lines] == ["placed", "ended", "ended", "ended"]
+    assert str(prompt[0]) + "," + str(prompt[1]) not in log.read_text()
+    decision, situation = read_recorded(json.loads(lines[0])["placed"])
+    assert decided_again(situation) == decision
+    assert decision.decode_id == served.receipt.placement.decode_worker
+    entry = read_decisions(["not ours", "[]", *lines, lines[0][:50]], "served")
+    assert entry is not None
+    (placement,) = told(entry).placements
+    assert placement.candidates[0].lender == served.receipt.placement.lender == "prefill-0"
+    assert (placement.ttft_ms > 0, placement.HasField("hit_blocks")) == (True, True)
+    refused = read_decisions(lines, "refused")
+    assert refused is not None
+    assert (refused.error, len(refused.placements)) == ("INVALID_ARGUMENT: sampling.max_tokens", 0)
+    console = Console(width=160, record=True)
+    await show_decisions(console, Target("nobody:1"), "served", 10, log)
+    assert "first token: predicted after" in console.export_text()
+
+
+async def test_each_tenant_asks_for_its_own_decisions_and_operators_for_all(model: Path, cluster_of: Any) -> None:
+    texts = {name: f"{PREFIX}{name * 43}" for name in ("a", "b", "o")}
+    keys: list[dict[str, Any]] = [{"name": n, "sha256": hash_of(text), "tenant": n} for n, text in texts.items()]
+    keys[2]["operator"] = True
+    router = {"api_keys": keys, "internal_port": 0}
+    async with (
+        cluster_of(model, router=router, **SIM) as cluster,
+        Client(cluster.address, api_key=texts["a"]) as one,
+        Client(cluster.address, api_key=texts["b"]) as other,
+        Client(cluster.address, api_key=texts["o"]) as operator,
+    ):
+        await Stream(one, [1, 2, 3], 2, request_id="mine").task
+        assert (await one.decisions("mine")).tenant == "a"
+        assert (await operator.decisions("mine")).tenant == "a"
+        with pytest.raises(UnknownRequest):
+            await other.decisions("mine")

@@ -272,6 +272,33 @@ async def test_a_limit_holds_for_all_routers_together(redis: RedisServer) -> Non
         await ledger.close()
 
 
+async def test_a_burst_is_counted_together_though_its_routers_are_busy(
+    redis: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """More charges at once than calls could be answered within the limit, by processes that do something else."""
+    ledgers = [RedisLedger(redis.url, NAME, limit_s=0.1) for _ in range(2)]
+    burst = [asyncio.ensure_future(ledgers[i % 2].charge("t", 1, 500, WINDOW_S)) for i in range(3000)]
+    for _ in range(3):
+        await asyncio.sleep(0)
+        time.sleep(0.25)  # noqa: ASYNC251  # as a busy process
+    answers = await asyncio.gather(*burst)
+    assert answers.count(None) == 500
+    assert not caplog.records
+    for ledger in ledgers:
+        await ledger.close()
+
+
+async def test_who_leaves_before_the_answer_is_not_charged(redis: RedisServer) -> None:
+    ledger = RedisLedger(redis.url, NAME, limit_s=1.0)
+    leaves = asyncio.ensure_future(ledger.charge("t", 90, 100, WINDOW_S))
+    stays = asyncio.ensure_future(ledger.charge("u", 90, 100, WINDOW_S))
+    await asyncio.sleep(0)
+    leaves.cancel()
+    assert await stays is None
+    assert await ledger.charge("t", 100, 100, WINDOW_S) is None
+    await ledger.close()
+
+
 async def test_a_window_ends_at_a_multiple_of_its_length(redis: RedisServer) -> None:
     ledger = RedisLedger(redis.url, NAME, limit_s=1.0)
     await asyncio.sleep(1.05 - time.time() % 1)  # early in a window

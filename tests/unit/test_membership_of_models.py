@@ -13,6 +13,7 @@ from router import membership_service
 from router.config import RouterConfig
 from router.membership_service import MembershipService
 from router.models.served_model import ServedModel, ServedModels, read_models
+from router.placement.fleet import PART_KEYS
 from router.runtime import serve_models
 from router.tenant_gate import TenantGate
 from support.sim_directories import write_sim_model
@@ -116,3 +117,38 @@ async def test_a_worker_of_a_model_that_is_not_served_is_told_which_are(models: 
     stranger = Member(service, next(iter(models)), b"1", config_fingerprint=b"other", model="c")
     with pytest.raises(Aborted, match=r"FAILED_PRECONDITION.*serves 'c', whose config .*: 'a', 'b'"):
         await stranger.welcomed()
+
+
+async def test_a_large_cache_holds_up_nobody(models: ServedModels) -> None:
+    """And who leaves in the middle of it holds nothing."""
+    service = MembershipService(models, "router", b"incarnation", 10.0)
+    model, _ = models
+    member = Member(service, model, b"1")
+    await member.welcomed()
+    listens = await member.reports()
+    keys = [number.to_bytes(16, "big") for number in range(10 * PART_KEYS)]
+    half = len(keys) // 2
+    events = [pb.CacheEvent(stored=b"".join(part)) for part in (keys[:half], keys[half:])]
+    cache = pb.CacheEvents(snapshot=True, sequence=7, events=events)
+    (worker,) = model.fleet.workers
+    seen: list[int] = []
+
+    async def follow(until: int) -> None:
+        """What others see between two turns of theirs."""
+        member.says.put_nowait(pb.WorkerMessage(cache=cache))
+        seen.clear()
+        while until not in seen:
+            await asyncio.sleep(0)
+            seen.append(worker.num_cached)
+            assert len(seen) < 100
+
+    await follow(len(keys))
+    assert {PART_KEYS * part for part in range(1, 11)} <= set(seen)
+    assert model.fleet._index.match(keys) == {"w": len(keys)}
+    await follow(3 * PART_KEYS)
+    listens.cancel()
+    await asyncio.wait([listens])
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert model.fleet._index.keys_of("w") == frozenset()
+    assert model.fleet._index.match(keys[:1]) == {}

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from cluster.errors import Forbidden, Incompatible, InvalidRequest, Overloaded, StartError, Unavailable, UnknownModel
+from engine.keys import block_keys, root_key
 from protos import inference_pb2 as pb
 from protos import membership_pb2
 from router.admission.request import Claim
@@ -314,6 +316,55 @@ async def test_a_model_without_workers_is_not_taken(byte_model: Path, word_model
     assert "passed over: bytes (no decode worker)" in choice.reason
     with pytest.raises(Unavailable, match="no decode worker of 'bytes' has joined"):
         await models.named("bytes").await_decode_workers(time.monotonic())
+
+
+async def test_who_waits_for_a_first_worker_hears_of_it_at_once(byte_model: Path) -> None:
+    _, models = served([{"path": byte_model}])
+    (model,) = models
+    waits = [asyncio.ensure_future(model.await_decode_workers(time.monotonic() + 60)) for _ in range(3)]
+    model.heard()
+    await asyncio.sleep(0)
+    assert not any(each.done() for each in waits)
+    join(model)
+    model.heard()
+    await asyncio.gather(*waits)
+
+
+async def test_what_was_right_when_it_came_waits_for_a_pool_of_its_size(byte_model: Path) -> None:
+    """It streams, and the worker that could hold it is gone: the request is not at fault."""
+    _, models = served([{"path": byte_model}])
+    (model,) = models
+    join(model, num_blocks=4)
+    prompt, sampling = list(range(100)), pb.Sampling(max_tokens=10, n=1)
+    with pytest.raises(InvalidRequest, match="the largest pool has 4"):
+        model.needs(prompt, sampling, "", [prompt], False)
+    demand, _ = model.needs(prompt, sampling, "", [[*prompt, 7]], False, new=False)
+    assert demand.num_total_blocks == 7
+
+
+async def test_while_workers_are_replaced_the_caches_of_both_versions_are_known(byte_model: Path) -> None:
+    _, models = served([{"path": byte_model}])
+    (model,) = models
+    prompt = list(range(100))
+    for name, version, num_held in (("d0", b"old", 2), ("d1", b"new", 5), ("p0", b"new", 3)):
+        role = membership_pb2.ROLE_PREFILL if name == "p0" else membership_pb2.ROLE_DECODE
+        worker = model.fleet.joined(hello_of(model, name, model_fingerprint=version, role=role))
+        model.fleet.reported(worker, membership_pb2.LoadReport(available_blocks=100, num_blocks=100))
+        held = b"".join(block_keys(root_key(version, "salt"), prompt, 16)[:num_held])
+        events = [membership_pb2.CacheEvent(stored=held)]
+        model.fleet.cache_changed(worker, membership_pb2.CacheEvents(snapshot=True, events=events))
+    demand, keys = model.needs(prompt, pb.Sampling(max_tokens=10, n=1), "salt", [prompt], False)
+    assert model.fleet.hits(keys, demand.other_keys).held.tolist() == [2, 5, 3]
+    decision = model.fleet.decide(demand, keys)
+    assert decision is not None
+    assert (decision.decode_id, decision.hit_blocks) == ("d1", 5)
+
+    lent = replace(decision, lender_id="p0", lender_computes=True)
+    model.fleet.placed(lent, demand, keys)
+    model.fleet.left(model.fleet.workers[0])
+    demand, keys = model.needs(prompt, pb.Sampling(max_tokens=10, n=1), "salt", [prompt], False)
+    assert not demand.other_keys, "the old version is gone"
+    assert model.fleet.hits(keys).due.tolist() == [5, 6], "and what is being computed of the new one is known"
 
 
 async def test_a_busy_model_is_passed_over_for_one_that_is_in_time(byte_model: Path, word_model: Path) -> None:

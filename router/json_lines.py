@@ -1,0 +1,63 @@
+"""A file of JSON lines that a thread appends to; what comes too fast is dropped, and counted."""
+
+import asyncio
+import json
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import StartError
+
+log = logging.getLogger(__name__)
+
+
+class JsonLines:
+    """Opened anew for each line: to rotate it, move it away. Without a path, nothing is written."""
+
+    def __init__(self, path: Path | None, setting: str, most_unwritten: int) -> None:
+        """Raises StartError naming the setting where the file cannot be written."""
+        self._path = path
+        self._setting = setting
+        self._most_unwritten = most_unwritten
+        self._thread = ThreadPoolExecutor(1, setting)
+        self._lock = threading.Lock()
+        self._unwritten = 0
+        self.num_dropped = 0
+        if path is not None:
+            try:
+                path.open("a").close()
+            except OSError as error:
+                raise StartError(setting, f"cannot write {path}: {error.strerror}") from None
+
+    def write(self, line: Callable[[], dict[str, Any]]) -> bool:
+        """`line` is called on the thread. False: it is dropped."""
+        with self._lock:
+            if self._unwritten >= self._most_unwritten:
+                self.num_dropped += 1
+                return False
+            self._unwritten += 1
+        self._thread.submit(self._append, line)
+        return True
+
+    async def close(self) -> None:
+        """Once all is written."""
+        await asyncio.to_thread(self._thread.shutdown)
+
+    def _append(self, line: Callable[[], dict[str, Any]]) -> None:
+        assert self._path is not None
+        lost = 0
+        try:
+            with self._path.open("a") as file:
+                file.write(json.dumps(line(), separators=(",", ":")) + "\n")
+        except OSError as error:
+            log.error("a line of %s is lost: %s: %s", self._setting, self._path, error.strerror)
+            lost = 1
+        except Exception:  # else nobody would hear of it, and the count would be wrong for ever
+            log.exception("a line of %s is lost", self._setting)
+            lost = 1
+        with self._lock:
+            self._unwritten -= 1
+            self.num_dropped += lost

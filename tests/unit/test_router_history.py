@@ -1,0 +1,111 @@
+"""What a router remembers of its decisions: exactly what they were made of, and no more than it may hold."""
+
+import random
+
+from protos import inference_pb2 as public_pb
+from protos import membership_pb2 as pb
+from router.history import ENTRY_BYTES, Entry, History, Placement
+from router.placement.demand import Demand
+from router.placement.explain import explain
+from router.placement.fleet import Fleet, Placed
+from router.placement.rates import Priors
+
+PRIORS = Priors(1000, 100, 1e6, 0.01, 0.001, 0.001)
+DEMAND = Demand(num_tokens=41, num_usable_blocks=10, num_total_blocks=12, block_tokens=4, block_bytes=100)
+KEYS = [bytes([number]) * 16 for number in range(10)]
+
+
+def fleet_of(num_decode: int, num_prefill: int) -> Fleet:
+    fleet = Fleet("router", PRIORS)
+    fleet.keeps_situations = True
+    for number in range(num_decode + num_prefill):
+        role = pb.ROLE_DECODE if number < num_decode else pb.ROLE_PREFILL
+        hello = pb.Hello(worker_id=f"w{number}", role=role, model_fingerprint=b"model")
+        worker = fleet.joined(hello)
+        fleet.reported(worker, pb.LoadReport(available_blocks=100, num_blocks=100))
+        held = b"".join(KEYS[: random.Random(number).randrange(10)])
+        fleet.cache_changed(worker, pb.CacheEvents(snapshot=True, events=[pb.CacheEvent(stored=held)]))
+    return fleet
+
+
+def place(fleet: Fleet) -> tuple[Placed, Placement]:
+    decision = fleet.decide(DEMAND, KEYS)
+    assert decision is not None
+    placed = fleet.placed(decision, DEMAND, KEYS)
+    return placed, Placement(1, 0.0, decision, placed.situation)
+
+
+def test_a_decision_is_explained_as_it_stood_whatever_happens_afterwards() -> None:
+    fleet = fleet_of(3, 3)
+    compared = explain(DEMAND, fleet.snapshot, fleet.hits(KEYS), fleet.rates)
+    placed, placement = place(fleet)
+    kv = public_pb.KvReceipt(moved_blocks=9, moved_bytes=900, lender_cached_blocks=9, computed_tokens=4)
+    stages = [
+        public_pb.Stage(name=name, where=placed.decode.worker_id, duration_ms=1e4)
+        for name in ("lender prefill", "transfer of the last blocks", "prompt tail")
+    ]
+    said = public_pb.Placement(decode_worker=placed.decode.worker_id, lender=placement.decision.lender_id, attempt=1)
+    assert said.lender, "its links are learnt anew"
+    for _ in range(3):
+        place(fleet)
+    fleet.finished(placed, public_pb.Finish(receipt=public_pb.Receipt(kv=kv, stages=stages, placement=said)), 0.5)
+    fleet.left(fleet.workers[0])
+    assert explain(DEMAND, fleet.snapshot, fleet.hits(KEYS), fleet.rates) != compared
+    assert placement.situation is not None
+    assert placement.situation.candidates() == compared
+    assert (compared[0].decode_id, compared[0].lender_id) == (placed.decode.worker_id, said.lender)
+    assert compared[0].hit_blocks == placement.decision.hit_blocks
+
+
+def test_what_may_be_taken_of_each_worker_is_kept_too() -> None:
+    fleet = fleet_of(2, 0)
+    room = fleet.snapshot.available_blocks.copy()
+    room[0] = -1
+    decision = fleet.decide(DEMAND, KEYS, room)
+    assert decision is not None
+    situation = fleet.placed(decision, DEMAND, KEYS).situation
+    assert situation is not None
+    assert {candidate.decode_id for candidate in situation.candidates()} == {"w1"}
+
+
+def test_what_is_remembered_is_bounded_and_the_last() -> None:
+    fleet = fleet_of(3, 3)
+    history = History(40 * ENTRY_BYTES)
+    early = Entry("early", "", 0.0)
+    history.add(early)
+    for number in range(500):
+        entry = Entry(f"r{number}", "", 0.0)
+        history.add(entry)
+        for _ in range(number % 3):
+            placed, placement = place(fleet)
+            history.placed(entry, placement)
+            fleet.ended(placed)
+        assert history.num_bytes <= 40 * ENTRY_BYTES
+        placed, placement = place(fleet)
+        history.placed(early, placement)
+        fleet.ended(placed)
+    assert 5 < len(history) <= 40
+    assert history.find("r499", None) is entry
+    assert history.find("r0", None) is None
+    assert history.num_bytes == sum(entry.num_bytes for entry in history._entries), "what is forgotten holds nothing"
+
+
+def test_an_id_is_its_tenants_own_and_the_last_of_that_name_counts() -> None:
+    history = History(1 << 20)
+    entries = [Entry("same", tenant, 0.0) for tenant in ("a", "b", "a")]
+    for entry in entries:
+        history.add(entry)
+    assert history.find("same", "a") is entries[2]
+    assert history.find("same", "b") is entries[1]
+    assert history.find("same", None) is entries[2]
+    assert history.find("same", "c") is None
+
+
+def test_switched_off_nothing_is_kept() -> None:
+    history, entry = History(0), Entry("one", "", 0.0)
+    history.add(entry)
+    _, placement = place(fleet_of(1, 0))
+    history.placed(entry, placement)
+    assert not history.on
+    assert len(history) == history.num_bytes == 0
+    assert placement.situation is None
