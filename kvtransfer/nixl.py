@@ -4,9 +4,6 @@ One thread owns all posting and polling, because posting a shared-memory read bl
 because NIXL serialises calls anyway. While it has nothing to do, whoever asks for a small read posts it, which takes no
 longer than to wake somebody for it. Reads of at most MAX_POSTED_BYTES are posted per peer, so a peer that falls silent
 holds up only its own queue. NIXL cannot abort a posted read: it is quiet when it is done, failed, or the agent is gone.
-
-While more is to be posted, a second thread tells of what is done: whoever hears of it checks it, and the next read
-goes on beside that.
 """
 
 import contextlib
@@ -19,14 +16,12 @@ from base64 import b64encode
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError, TransportUnavailable
 from kvtransfer.fair_queue import FairQueue
 from kvtransfer.nixl_agent import FORMAT, Memory, make_agent, module, parse_endpoint
 from kvtransfer.strict_lanes import StrictLanes
-from kvtransfer.teller import Teller
 from kvtransfer.transport import MAX_POSTED_BYTES, AnyPool, Peer, Span, Transport, check_spans
 from kvtransfer.ucx_lanes import LaneLog, process_lane_log
 
@@ -153,7 +148,6 @@ class NixlTransport(Transport):
         self._closing = threading.Lock()  # orders `read` against `close`: nothing is queued after the stop marker
         self._closed = False
         self._in_flight: list[_Job] = []  # what was posted when the thread stopped
-        self._teller = Teller("nixl-done")
         self._thread = threading.Thread(target=self._run, name="nixl-reads", daemon=True)
 
     def register(self, pool: AnyPool) -> bytes:
@@ -220,8 +214,7 @@ class NixlTransport(Transport):
         if state == "PROC":
             self._inbox.put(_Posted(job))
         else:
-            self._release(job)
-            self._tell(job, state)
+            self._end(job, state)
         return True
 
     def drop(self, peer: Peer) -> None:
@@ -241,7 +234,6 @@ class NixlTransport(Transport):
                 self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join()
-        self._teller.finish()
         with self._lock:
             self._destroy_agent()
         in_flight, self._in_flight = self._in_flight, []
@@ -342,8 +334,7 @@ class NixlTransport(Transport):
         lane.remove(job)
         if state == "DONE":
             state = self._refusal(lane, job) or state
-        self._release(job)
-        self._teller.tell(partial(self._tell, job, state), idle=lane.idle and self._inbox.empty())
+        self._end(job, state)
 
     def _refusal(self, lane: _Lane, job: _Job) -> TransferError | None:
         """Of the first bytes from a peer, when they came over lanes that were not demanded."""
@@ -364,15 +355,12 @@ class NixlTransport(Transport):
             with contextlib.suppress(Exception):  # NIXL's own types: it has found out by itself that the peer is gone
                 self._agent.remove_remote_agent(name)
 
-    def _release(self, job: _Job) -> None:
-        """It is over."""
+    def _end(self, job: _Job, state: str | TransferError) -> None:
+        """Its end, as NIXL or this says it. On whatever thread."""
         if job.handle is not None:
             with self._lock, contextlib.suppress(Exception):  # of a failed read; the agent keeps what it cannot free
                 job.handle.release()
             job.handle = None
-
-    def _tell(self, job: _Job, state: str | TransferError) -> None:
-        """Its end, as NIXL or this says it. On whatever thread."""
         if state == "DONE":
             job.future.set_result(None)
         else:

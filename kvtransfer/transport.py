@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 MAX_POSTED_BYTES = 8 << 20
 """What is posted per peer at a time is never more, nor is a single read: so this much memory at most stays
 untouchable when a peer falls silent in mid-read, because no transport can abort what it posted."""
-READ_BYTES = 4 << 20
-"""A read is best so large: what it brought is still in the CPU's cache when it is checked, and over a network two of
+READ_BYTES = 2 << 20
+"""A read is best so large: what it brought is still in the CPU's cache when it is checked, and over a network a few of
 them are posted at a time."""
 
 
@@ -119,7 +119,7 @@ class Transport(ABC):
 
         The future's `cancel()` says True only while nothing was posted; from then on the destination belongs to
         the transport until the future is done, with a result or with a TransferError. Callbacks of the future
-        run on a thread of the transport's, or on the one that closes it, and must not block. After `close` the future
+        run on the transport's thread, or on the one that closes it, and must not block. After `close` the future
         comes failed. Raises ValueError for spans outside either pool.
         """
 

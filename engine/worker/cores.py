@@ -58,11 +58,8 @@ def _quota_of(folder: Path) -> float | None:
     return None
 
 
-def stay_on(cores: Sequence[int] | None) -> None:
-    """This thread, which computes, and those that it makes. Threads that move KV, or wait for messages, take whatever
-    core is idle. None: wherever it likes. Raises EngineStartError."""
-    if not cores:
-        return
+def stay_on(cores: Sequence[int]) -> None:
+    """Every thread of this process, from now on. Raises EngineStartError."""
     try:
         os.sched_setaffinity(0, cores)
     except OSError:

@@ -25,7 +25,6 @@ from engine.parallel.runner import ParallelRunner
 from engine.runner import Runner
 from engine.vocabulary import Chunk, Sampled
 from engine.worker.assembly import IDLE_TURN_S, draft_of, open_core, open_sim_runner
-from engine.worker.cores import stay_on
 from engine.worker.follower_process import open_rank
 from engine.worker.link import LinkWaiter, MessageLink
 from engine.worker.preparation import become_child, num_threads, own_transport, prepare
@@ -162,7 +161,6 @@ class _Computer:
 
     def _run(self) -> None:
         try:
-            stay_on(self._spec.config.of_rank(0).cores)
             runner = _make_runner(self._spec, self._ranks)
         except BaseException as error:
             self._made.set_exception(error)

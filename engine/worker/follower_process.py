@@ -22,7 +22,6 @@ from engine.errors import EngineStartError
 from engine.lending.landing import Landing, OwnRank
 from engine.parallel.messages import Answer, Copy, Drop, FromFollower, Joined, Land, Landed, NotJoined, Withdraw
 from engine.parallel.steps import StepReader, filled_blocks
-from engine.worker.cores import stay_on
 from engine.worker.preparation import become_child, num_threads, own_transport, prepare
 from engine.worker.spec import RankSpec
 from kvtransfer.errors import TransportUnavailable
@@ -64,7 +63,6 @@ class _Stepper:
 
     def _run(self) -> None:
         try:
-            stay_on(self._spec.config.cores)
             runner = open_rank(self._spec)
         except BaseException as error:
             self._made.set_exception(error)

@@ -7,7 +7,7 @@ import signal
 import sys
 
 from engine.worker.config import WorkerConfig
-from engine.worker.cores import num_available, step_back
+from engine.worker.cores import num_available, stay_on, step_back
 from kvtransfer.registry import open_transport
 from kvtransfer.sysfs import use_nearest_nics
 from kvtransfer.transport import Transport
@@ -29,6 +29,8 @@ def become_child() -> None:
 def prepare(config: WorkerConfig) -> None:
     """What must be set before numerical libraries are loaded. Raises EngineStartError."""
     step_back(config.niceness)
+    if config.cores:
+        stay_on(config.cores)
     os.environ["OMP_NUM_THREADS"] = str(num_threads(config))
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     os.environ["HF_HUB_OFFLINE"] = "1"
