@@ -27,11 +27,13 @@ from bench.router.site import first_line, process, sim_site
 from cluster.rpc import channel
 from protos import inference_pb2 as pb
 
-LEVELS = (100, 1000, 3000)
+ROUNDS_OF = {100: 4, 1000: 1, 3000: 1}
+"""By the streams under way. The machine's speed changes within seconds: where streams are short, all sides take turns."""
 TOKENS = 30
 TOKENS_PER_S = 3000.0
 """Of all streams together, whatever their number: so many more streams are so much slower."""
 WINDOW_S = 10.0
+"""Of a round."""
 PROMPT_TOKENS = 16
 WARM_ROUNDS, WARM_STREAMS = 3, 32
 SATURATING = 96
@@ -196,19 +198,25 @@ async def saturate(ask: Ask) -> float:
 
 async def measure(progress: Progress, levels: tuple[int, ...]) -> dict[str, Any]:
     figures: dict[str, Any] = {}
-    task = progress.add_task("front doors", total=4 * len(levels) + 5 * ROUNDS)
+    task = progress.add_task("front doors", total=4 * sum(ROUNDS_OF[streams] for streams in levels) + 5 * ROUNDS)
     for streams in levels:
         step_s = streams / TOKENS_PER_S
+        added: dict[str, list[float]] = {}
         async with sides(step_s, TOKENS) as found:
-            for name, ask in found.asks.items():
+            for ask in found.asks.values():
                 await warm_up(ask)
-                added = await hold(ask, streams, TOKENS * step_s)
-                figures.setdefault(f"{streams} streams", {})[name] = {
-                    "p50_ms": 1e3 * percentile(added, 0.5),
-                    "p99_ms": 1e3 * percentile(added, 0.99),
-                    "requests": len(added),
-                }
-                progress.advance(task)
+            for _ in range(ROUNDS_OF[streams]):
+                for name, ask in found.asks.items():
+                    added.setdefault(name, []).extend(await hold(ask, streams, TOKENS * step_s))
+                    progress.advance(task)
+        figures[f"{streams} streams"] = {
+            name: {
+                "p50_ms": 1e3 * percentile(values, 0.5),
+                "p99_ms": 1e3 * percentile(values, 0.99),
+                "requests": len(values),
+            }
+            for name, values in added.items()
+        }
     async with sides(0.0, SATURATION_TOKENS) as found:
         asks = found.asks | found.references
         rates: dict[str, list[float]] = {name: [] for name in asks}
@@ -222,7 +230,7 @@ async def measure(progress: Progress, levels: tuple[int, ...]) -> dict[str, Any]
 
 def main() -> None:
     console, quick = Console(), "--quick" in sys.argv
-    levels = LEVELS[:1] if quick else LEVELS
+    levels = tuple(ROUNDS_OF)[:1] if quick else tuple(ROUNDS_OF)
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
         figures = uvloop.run(measure(progress, levels))
     console.print_json(data=figures)
