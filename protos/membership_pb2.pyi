@@ -370,10 +370,13 @@ class CacheEvents(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
+    CONTINUED_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Of the first event; counts events since the worker's start."""
     snapshot: _builtins.bool
-    """These events are the whole content: forget what was known before."""
+    """These events are the whole content: forget what was known before. They are not counted."""
+    continued: _builtins.bool
+    """More of the snapshot that came just before, of the same sequence."""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheEvent]: ...
     def __init__(
@@ -382,10 +385,11 @@ class CacheEvents(_message.Message):
         sequence: _builtins.int = ...,
         events: _abc.Iterable[Global___CacheEvent] | None = ...,
         snapshot: _builtins.bool = ...,
+        continued: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "sequence", b"sequence", "snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continued", b"continued", "events", b"events", "sequence", b"sequence", "snapshot", b"snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,7 +8,7 @@ from itertools import count, pairwise
 from cluster.roles import ON_WIRE, Role
 from engine.messages import CacheChanged, Load, Ready, SetBudget, TakeSnapshot
 from engine.scheduler import StepBudget
-from engine.worker.joining import cache_events, load_report
+from engine.worker.news import cache_events, load_report
 from protos import membership_pb2 as pb
 from router.admission.config import AdmissionConfig
 from router.placement.fleet import Fleet

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -14,8 +14,8 @@ from cluster.errors import AlreadyThere, Incompatible, ServiceError, TandemError
 from cluster.rpc import channel
 from cluster.tls import Trust
 from engine.messages import CacheChanged, Load, TakeSnapshot
-from engine.pool import CacheEvent, Stored
 from engine.worker.engine_client import EngineClient
+from engine.worker.news import cache_events, load_report, parts_of, summary
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 
@@ -233,7 +233,8 @@ class Memberships:
                         yield pb.WorkerMessage(load=load_report(message, self._draining()))
                     elif synchronised or message.snapshot:
                         synchronised = True
-                        yield pb.WorkerMessage(cache=cache_events(message))
+                        for part in parts_of(cache_events(message)):
+                            yield pb.WorkerMessage(cache=part)
 
         with self._engine.watching(watch):
             call = stub.Join(outgoing())
@@ -259,48 +260,3 @@ class Memberships:
                 )
         router.router_id = welcome.router_id
         log.info("joined to router %s at %s", welcome.router_id, router.address)
-
-
-def summary(news: Sequence[CacheChanged | Load]) -> list[CacheChanged | Load]:
-    """The same in fewer messages: changes of the cache in a row as one, what a snapshot makes void left out; then the
-    last load."""
-    snapshot: list[CacheChanged] = []
-    sequence, events = 0, list[CacheEvent]()
-    load: list[Load] = []
-    for message in news:
-        if isinstance(message, Load):
-            load = [message]
-        elif message.snapshot:
-            snapshot, events = [message], []
-        else:
-            sequence = sequence if events else message.sequence
-            events += message.events
-    changed = [CacheChanged(sequence, tuple(events))] if events else []
-    return [*snapshot, *changed, *load]
-
-
-def load_report(load: Load, draining: bool) -> pb.LoadReport:
-    return pb.LoadReport(
-        step=load.step,
-        running=load.running,
-        loans=load.loans,
-        queued_loans=load.queued_loans,
-        queued_prefill_tokens=load.queued_prefill_tokens,
-        available_blocks=load.available_blocks,
-        num_blocks=load.num_blocks,
-        placements_seen=load.placements_seen,
-        preempted=load.preempted,
-        preemptions=load.preemptions,
-        draining=draining,
-        decoding=load.decoding,
-    )
-
-
-def cache_events(changed: CacheChanged) -> pb.CacheEvents:
-    events = [
-        pb.CacheEvent(parent=event.parent, stored=b"".join(event.keys))
-        if isinstance(event, Stored)
-        else pb.CacheEvent(removed=b"".join(event.keys))
-        for event in changed.events
-    ]
-    return pb.CacheEvents(sequence=changed.sequence, events=events, snapshot=changed.snapshot)

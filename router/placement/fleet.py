@@ -208,7 +208,7 @@ class Fleet:
         elif worker.next_cache_sequence != changed.sequence:
             worker.next_cache_sequence = None
             return
-        else:
+        elif not changed.continued:
             worker.next_cache_sequence += len(changed.events)
         num_keys = 0
         for event in changed.events:

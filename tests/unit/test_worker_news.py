@@ -1,11 +1,16 @@
 """What a router is told at once is what it would have been told one by one."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.messages import CacheChanged, Load
 from engine.pool import CacheEvent, Removed, Stored
-from engine.worker.joining import summary
+from engine.worker import news
+from engine.worker.news import cache_events, parts_of, summary
+from protos import membership_pb2 as pb
+from router.placement.fleet import Fleet
+from router.placement.rates import Priors
 
 KEYS = [bytes([number]) * 16 for number in range(6)]
 events = st.one_of(
@@ -66,3 +71,35 @@ def test_a_summary_says_the_same(said: list[object]) -> None:
     short = summary(messages)
     assert heard(short) == heard(messages)
     assert len(short) <= min(len(messages), 3)
+
+
+PRIORS = Priors(1000, 100, 1e6, 0.01, 0.001, 0.001)
+HELLO = pb.Hello(
+    worker_id="worker",
+    incarnation=b"1",
+    role=pb.ROLE_DECODE,
+    address="there",
+    model_fingerprint=b"model",
+    block_tokens=16,
+)
+
+
+def test_a_cache_larger_than_a_message_is_told_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(news, "PART_BYTES", 100)
+    fleet = Fleet("router", PRIORS)
+    worker = fleet.joined(HELLO)
+    keys = [number.to_bytes(16) for number in range(30)]
+    whole = CacheChanged(7, tuple(Stored(b"", (key,)) for key in keys[:20]), snapshot=True)
+    change = CacheChanged(7, (Removed(tuple(keys[:3])), *(Stored(b"", (key,)) for key in keys[20:])))
+    for changed in (whole, change, CacheChanged(18, (Removed((keys[3],)),))):
+        parts = list(parts_of(cache_events(changed)))
+        assert len(parts) > 2 or len(changed.events) == 1
+        assert all(part.ByteSize() <= 100 + 20 for part in parts)
+        assert all(fleet.cache_changed(worker, part) for part in parts)
+    assert worker.num_cached == 26
+
+
+def test_the_middle_of_a_snapshot_alone_is_no_cache() -> None:
+    fleet = Fleet("router", PRIORS)
+    worker = fleet.joined(HELLO)
+    assert not fleet.cache_changed(worker, pb.CacheEvents(sequence=7, continued=True))
