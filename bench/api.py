@@ -28,7 +28,7 @@ from cluster.rpc import channel
 from protos import inference_pb2 as pb
 
 ROUNDS_OF = {100: 4, 1000: 1, 3000: 1}
-"""By the streams under way. The machine's speed changes within seconds: where streams are short, all sides take turns."""
+"""By the streams under way. The machine's speed changes within seconds: where streams are short, sides take turns."""
 TOKENS = 30
 TOKENS_PER_S = 3000.0
 """Of all streams together, whatever their number: so many more streams are so much slower."""
