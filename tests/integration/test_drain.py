@@ -70,6 +70,14 @@ async def says_that_it_stops(address: str) -> None:
     await until(not_serving, f"{address} does not serve", 2.0)
 
 
+async def router_knows_that_it_stops(client: Client, worker_id: str) -> None:
+    async def known() -> bool:
+        (model,) = (await client.cluster_status()).models
+        return all(worker.draining for worker in model.workers if worker.worker_id == worker_id)
+
+    await until(known, f"the router knows that {worker_id} stops")
+
+
 async def ended(role: RoleProcess, within_s: float) -> None:
     async with asyncio.timeout(within_s):
         assert await role.process.wait() == 0
@@ -136,7 +144,9 @@ async def test_an_idle_worker_and_one_that_finishes_leave_at_once(model, cluster
 @pytest.mark.parametrize("drain_s", [30.0, 0.2])
 async def test_a_lender_is_drained_under_load(model, cluster_of, audit, drain_s: float) -> None:  # type: ignore[no-untyped-def]
     """Loans under way end well if there is time, and otherwise cost a recompute; new ones go elsewhere."""
-    async with running(cluster_of(model, prefill=1, decode=1, router=NO_FAILURE | LENDER_ALWAYS, **SIM)) as (
+    async with running(
+        cluster_of(model, prefill=1, decode=1, router=NO_FAILURE | LENDER_ALWAYS, **SIM | {"sim_step_ms": 20.0})
+    ) as (
         cluster,
         client,
     ):
@@ -152,9 +162,10 @@ async def test_a_lender_is_drained_under_load(model, cluster_of, audit, drain_s:
 
         undisturbed = await finished(start("undisturbed"))
         streams = start("disturbed")
-        await lending(leaving, num_loans=2, num_blocks=10)
+        await lending(leaving, num_loans=1, num_blocks=10)
         leaving.process.send_signal(signal.SIGTERM)
         await says_that_it_stops(leaving.address)
+        await router_knows_that_it_stops(client, "leaving")
         after = Stream(client, prompt_of(50, 600), 5)
         assert_equal_answers(await finished(streams), undisturbed)
         there = [s for s in streams if s.receipt.placement.lender == "leaving"]
