@@ -24,7 +24,9 @@ class LoggedFleet(Fleet):
     def decide(self, demand: Demand, keys: Sequence[BlockKey], available: Ints | None = None) -> Decision | None:
         decision = super().decide(demand, keys, available)
         if decision is not None:
-            situation = Situation(demand, self.snapshot, self.hits(keys), self.rates, available)
+            assert self._decided is not None
+            _, hits, _ = self._decided
+            situation = Situation(demand, self.snapshot, hits, self.rates, available)
             self._log.write(json.dumps(recorded(decision, situation), separators=(",", ":")) + "\n")
         return decision
 

@@ -58,6 +58,9 @@ def cache_events(changed: CacheChanged) -> pb.CacheEvents:
 def parts_of(changed: pb.CacheEvents) -> Iterator[pb.CacheEvents]:
     """The same in messages that gRPC takes, however much the worker's tiers hold. The parts of a snapshot after its
     first are `continued`."""
+    if changed.ByteSize() <= PART_BYTES:  # nearly always
+        yield changed
+        return
     part = pb.CacheEvents(sequence=changed.sequence, snapshot=changed.snapshot)
     num_bytes = 0
     for event in changed.events:
