@@ -24,7 +24,8 @@ from router.admission.config import AdmissionConfig
 from router.placement.candidates import Way
 from router.placement.core import Decision
 from router.placement.demand import Demand
-from router.placement.fleet import Fleet, Placed, Worker
+from router.placement.fleet import Fleet
+from router.placement.members import Placed, Worker
 from router.placement.rates import Ints, Priors, Rates
 from router.placement.snapshot import Hits
 from simulator.cluster import ClusterSpec, FleetMaker, SimCluster

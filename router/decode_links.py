@@ -10,7 +10,8 @@ from cluster.errors import Unavailable
 from cluster.rpc import Channels
 from cluster.tls import Trust
 from router.decode_link import DecodeLink
-from router.placement.fleet import Fleet, Worker
+from router.placement.fleet import Fleet
+from router.placement.members import Worker
 
 CONNECT_S = 3.0
 """For a connection. gRPC by itself tries for 20 s, while the request could run elsewhere."""

@@ -6,7 +6,7 @@ from protos import lend_pb2, membership_pb2
 from router.attempt import Emitted
 from router.intake import Ticket
 from router.placement.core import Decision
-from router.placement.fleet import Placed
+from router.placement.members import Placed
 
 
 def decode_request(

@@ -11,7 +11,8 @@ from router.admission.limits import Tenants
 from router.admission.request import Claim, Waiting
 from router.placement.core import Decision
 from router.placement.demand import Demand
-from router.placement.fleet import Fleet, Placed
+from router.placement.fleet import Fleet
+from router.placement.members import Placed
 
 Place = tuple[Placed, Decision]
 

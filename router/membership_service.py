@@ -11,7 +11,7 @@ from cluster.protocol import PROTOCOL
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 from router.models.served_model import ServedModel, ServedModels
-from router.placement.fleet import Worker
+from router.placement.members import Worker
 from router.status import load_status
 
 log = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ from router.placement.candidates import Candidate
 from router.placement.core import Decision
 from router.placement.demand import Demand, lot_of
 from router.placement.explain import explain
-from router.placement.fleet import Placed, Worker
+from router.placement.members import Placed, Worker
 from router.samples import Samples
 from router.security.api_keys import Principal
 from router.tenant_gate import TenantGate

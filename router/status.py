@@ -6,7 +6,8 @@ import time
 from protos import inference_pb2 as pb
 from router.admission.core import Admission
 from router.models.served_model import ServedModel, ServedModels
-from router.placement.fleet import Fleet, Worker
+from router.placement.fleet import Fleet
+from router.placement.members import Worker
 
 MAX_LINKS = 1024
 

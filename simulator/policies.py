@@ -13,7 +13,8 @@ from engine.keys import BlockKey
 from router.placement.candidates import Way, assess
 from router.placement.core import Decision, startable
 from router.placement.demand import Demand
-from router.placement.fleet import Fleet, Placed
+from router.placement.fleet import Fleet
+from router.placement.members import Placed
 from router.placement.rates import Ints
 from router.placement.snapshot import Hits
 

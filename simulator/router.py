@@ -18,7 +18,8 @@ from router.admission.request import Claim, Waiting
 from router.needs import demand_of
 from router.placement.core import Decision
 from router.placement.demand import Demand
-from router.placement.fleet import Fleet, Placed, Worker
+from router.placement.fleet import Fleet
+from router.placement.members import Placed, Worker
 from simulator.clock import Appointment, VirtualClock
 from simulator.fronts import Attempt, Fronts
 from simulator.gaps import Gaps

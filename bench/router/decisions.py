@@ -17,7 +17,8 @@ from bench.report import Bar, percentile
 from engine.keys import KEY_BYTES, BlockKey, split_keys
 from protos import membership_pb2 as pb
 from router.placement.demand import Demand
-from router.placement.fleet import Fleet, Worker
+from router.placement.fleet import Fleet
+from router.placement.members import Worker
 from router.placement.rates import Priors
 
 NUM_PREFILL = NUM_DECODE = 64

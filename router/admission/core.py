@@ -24,7 +24,8 @@ from router.admission.room import could_hold, largest_pool
 from router.admission.turn import Moment, Parts, Turn
 from router.placement.core import Decision
 from router.placement.demand import Demand
-from router.placement.fleet import Fleet, Placed
+from router.placement.fleet import Fleet
+from router.placement.members import Placed
 from router.placement.snapshot import Workers
 
 HOLDS_PER_S = 200

@@ -11,7 +11,8 @@ forgotten by its fleet; this is for one that stays: it speaks, but cannot be rea
 import logging
 from dataclasses import dataclass
 
-from router.placement.fleet import Fleet, Placed, Worker
+from router.placement.fleet import Fleet
+from router.placement.members import Placed, Worker
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from router.admission.config import AdmissionConfig
 from router.placement.core import Decision
-from router.placement.fleet import Placed
+from router.placement.members import Placed
 from router.placement.rates import Rates
 from router.placement.snapshot import Workers
 

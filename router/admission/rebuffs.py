@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from router.placement.fleet import Fleet, Worker
+from router.placement.fleet import Fleet
+from router.placement.members import Worker
 from router.placement.rates import Ints
 
 FADES_S = 0.1

@@ -20,7 +20,8 @@ from router.models.grammar_checker import GrammarChecker
 from router.models.prompts import PromptEncoder
 from router.needs import demand_of
 from router.placement.demand import Demand
-from router.placement.fleet import Fleet, Worker
+from router.placement.fleet import Fleet
+from router.placement.members import Worker
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ from router.admission.limits import Tenants
 from router.admission.refusals import Refusal
 from router.admission.request import Claim, Waiting
 from router.placement.demand import Demand
-from router.placement.fleet import Fleet, Placed, Worker
+from router.placement.fleet import Fleet
+from router.placement.members import Placed, Worker
 from router.placement.rates import Priors
 
 PRIORS = Priors(1000.0, 100.0, 1e9, 0.001, 0.001, 0.001)

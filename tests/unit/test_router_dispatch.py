@@ -11,7 +11,8 @@ from router.admission.config import AdmissionConfig, TenantPolicy
 from router.admission.request import Claim
 from router.dispatch import Dispatcher
 from router.placement.demand import Demand
-from router.placement.fleet import Fleet, Worker
+from router.placement.fleet import Fleet
+from router.placement.members import Worker
 from router.placement.rates import Priors
 from router.tenant_gate import TenantGate
 from support.virtual_loop import settle

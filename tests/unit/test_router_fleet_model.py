@@ -7,7 +7,8 @@ from engine.keys import block_keys, root_key
 from protos import membership_pb2 as pb
 from router.placement.core import Decision, place
 from router.placement.demand import Demand
-from router.placement.fleet import Fleet, Placed, Worker
+from router.placement.fleet import Fleet
+from router.placement.members import Placed, Worker
 from router.placement.rates import Priors
 from router.placement.snapshot import Hits, Workers, WorkerView
 

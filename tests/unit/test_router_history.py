@@ -7,7 +7,8 @@ from protos import membership_pb2 as pb
 from router.history import ENTRY_BYTES, Entry, History, Placement
 from router.placement.demand import Demand
 from router.placement.explain import explain
-from router.placement.fleet import Fleet, Placed
+from router.placement.fleet import Fleet
+from router.placement.members import Placed
 from router.placement.rates import Priors
 
 PRIORS = Priors(1000, 100, 1e6, 0.01, 0.001, 0.001)

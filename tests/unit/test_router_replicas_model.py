@@ -9,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from protos import membership_pb2 as pb
 from router.placement.demand import Demand
-from router.placement.fleet import Fleet, Placed, Worker
+from router.placement.fleet import Fleet
+from router.placement.members import Placed, Worker
 from router.placement.rates import Priors
 
 ROUTERS = ["r0", "r1", "r2"]
