@@ -7,7 +7,7 @@ from typing import Literal
 
 from engine.errors import EngineStartError
 
-Weights = Literal["auto", "int8", "int4"]
+Weights = Literal["auto", "int8", "int4", "fp8"]
 KvDtype = Literal["auto", "int8"]
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
