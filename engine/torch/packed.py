@@ -1,7 +1,7 @@
-"""Checkpoints of GPTQ and AWQ: their packed integers become quantised layers, exactly, with no other package.
+"""Checkpoints of GPTQ, AWQ and float8: their weights become quantised layers, exactly, with no other package.
 
-A weight is (q - zero) * scale, q and zero of 4 or 8 bits, with a zero point and a scale for each group of inputs. Each
-int32 holds 32 / bits of them, the first in the lowest bits:
+A weight of GPTQ or AWQ is (q - zero) * scale, q and zero of 4 or 8 bits, with a zero point and a scale for each group
+of inputs. Each int32 holds 32 / bits of them, the first in the lowest bits:
 
     GPTQ  qweight [k / per, n]       inputs i * per .. of an output     qzeros [groups, n / per]   outputs
           g_idx [k]                  the group of each input: act-order has them out of order
@@ -9,6 +9,9 @@ int32 holds 32 / bits of them, the first in the lowest bits:
           its outputs lie in the order 0, 2, 4, 6, 1, 3, 5, 7
 
 `scales` [groups, n] are of float16 or bfloat16. GPTQ's first format keeps zero points less one.
+
+Of float8 `weight` [n, k] is e4m3 itself, times `weight_scale_inv` [n / 128, k / 128], one for each block (DeepSeek,
+Qwen), or `weight_scale` [n, 1], one for each output (compressed-tensors).
 """
 
 import logging
@@ -33,8 +36,11 @@ log = logging.getLogger(__name__)
 WORD_BITS = 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight outputs each place of a word holds, from the lowest bits on."""
-PARTS = ("qweight", "qzeros", "scales", "g_idx", "bias")
+PARTS = ("qweight", "qzeros", "scales", "g_idx", "bias", "weight", "weight_scale_inv", "weight_scale")
 """Of a layer, in a file."""
+MARKS = {"gptq": "qweight", "awq": "qweight", "fp8": "weight_scale_inv", "compressed-tensors": "weight_scale"}
+"""By method, the part that packed layers have and others have not."""
+_FLOAT8 = {"num_bits": 8, "type": "float"}
 _SAVED_BY = "tandem-packed"
 """What transformers is told, so that it leaves packed layers to this module."""
 _IDLE: dict[str, tuple[Any, ...]] = {
@@ -52,12 +58,16 @@ _IDLE: dict[str, tuple[Any, ...]] = {
 class PackedScheme:
     """How a checkpoint says that its layers are packed."""
 
-    method: Literal["gptq", "awq"]
+    method: Literal["gptq", "awq", "fp8", "compressed-tensors"]
     bits: Literal[4, 8]
     group_size: int
     """Inputs; -1: all of a layer."""
     zeros_less_one: bool = False
     """GPTQ's first format."""
+    block_rows: int = 1
+    """Outputs that share a scale, of fp8."""
+    float8_inputs: bool = False
+    """Activations are meant to become float8 too, each row with a scale of its own."""
 
     @property
     def per_word(self) -> int:
@@ -65,8 +75,13 @@ class PackedScheme:
 
 
 def packed_scheme(settings: Mapping[str, Any]) -> PackedScheme | None:
-    """Of config.json's quantization_config; None for other methods. Raises ModelRefused for what is not understood."""
+    """Of config.json's quantization_config; None for what is left to transformers. Raises ModelRefused for what is not
+    understood of GPTQ and AWQ."""
     method = settings.get("quant_method")
+    if method == "fp8":
+        return _blocks_scheme(settings)
+    if method == "compressed-tensors":
+        return _rows_scheme(settings)
     if method not in ("gptq", "awq"):
         return None
     bits, group = settings.get("bits", settings.get("w_bit")), settings.get("group_size", settings.get("q_group_size"))
@@ -89,6 +104,31 @@ def packed_scheme(settings: Mapping[str, Any]) -> PackedScheme | None:
     return PackedScheme("gptq", bits, group, zeros_less_one=form == "gptq")
 
 
+def _blocks_scheme(settings: Mapping[str, Any]) -> PackedScheme | None:
+    block = settings.get("weight_block_size")
+    plain = settings.get("activation_scheme", "dynamic") == "dynamic" and settings.get("fmt", "e4m3") == "e4m3"
+    if not plain or settings.get("expert_dtype", "fp8") != "fp8" or not isinstance(block, list | tuple):
+        return None
+    if len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
+        return None
+    return PackedScheme("fp8", 8, group_size=block[1], block_rows=block[0])
+
+
+def _rows_scheme(settings: Mapping[str, Any]) -> PackedScheme | None:
+    groups = settings.get("config_groups")
+    if settings.get("format") != "float-quantized" or not isinstance(groups, dict) or len(groups) != 1:
+        return None
+    if settings.get("kv_cache_scheme") or settings.get("sparsity_config") or settings.get("transform_config"):
+        return None
+    (group,) = groups.values()
+    weights, inputs = group.get("weights") or {}, group.get("input_activations")
+    if not weights.items() >= (_FLOAT8 | {"strategy": "channel", "symmetric": True}).items():
+        return None
+    if inputs is not None and not inputs.items() >= (_FLOAT8 | {"strategy": "token", "dynamic": True}).items():
+        return None
+    return PackedScheme("compressed-tensors", 8, group_size=-1, float8_inputs=inputs is not None)
+
+
 def _text(settings: Mapping[str, Any], *names: str) -> str:
     """Of the first that is set. Raises ModelRefused where two say different things."""
     said = {str(settings[name]).lower() for name in names if settings.get(name) is not None}
@@ -102,12 +142,33 @@ def _text(settings: Mapping[str, Any], *names: str) -> str:
 
 def unpack(words: Tensor, bits: int) -> Tensor:
     """int32 [a, b] to uint8 [a, b, 32 / bits], the lowest bits first."""
-    shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32, device=words.device)
-    return (words[..., None] >> shifts & (1 << bits) - 1).to(torch.uint8)
+    places = [(words >> shift & (1 << bits) - 1).to(torch.uint8) for shift in range(0, WORD_BITS, bits)]
+    return torch.stack(places, -1)
 
 
 def layer_of(parts: Mapping[str, Tensor], scheme: PackedScheme, dtype: torch.dtype) -> QuantisedLinear:
     """A layer of the `PARTS` that a file has of it, where they are. Raises ValueError for parts that do not fit."""
+    if scheme.method in ("fp8", "compressed-tensors"):
+        return _float8_layer(parts, scheme, dtype)
+    return _integer_layer(parts, scheme, dtype)
+
+
+def _float8_layer(parts: Mapping[str, Tensor], scheme: PackedScheme, dtype: torch.dtype) -> QuantisedLinear:
+    mark = MARKS[scheme.method]
+    values, scales = (_matrix(parts, name) for name in ("weight", mark))
+    if values.dtype != torch.float8_e4m3fn or not scales.is_floating_point():
+        raise ValueError(f"dtypes are {values.dtype}, {scales.dtype}")
+    n, k = values.shape
+    group = k if scheme.group_size == -1 else scheme.group_size
+    if k % group or tuple(scales.shape) != (-(-n // scheme.block_rows), k // group):
+        shapes = f"weight {list(values.shape)}, {mark} {list(scales.shape)}"
+        raise ValueError(f"{shapes} are not of blocks of {scheme.block_rows} outputs and {group} inputs")
+    scales = scales.float().repeat_interleave(scheme.block_rows, 0)[:n]
+    by_row = scheme.group_size == -1
+    return QuantisedLinear(values, scales[:, 0] if by_row else scales, _bias(parts.get("bias"), n, dtype), dtype)
+
+
+def _integer_layer(parts: Mapping[str, Tensor], scheme: PackedScheme, dtype: torch.dtype) -> QuantisedLinear:
     qweight, qzeros, scales = (_matrix(parts, name) for name in ("qweight", "qzeros", "scales"))
     if not scales.is_floating_point() or qweight.dtype != torch.int32 or qzeros.dtype != torch.int32:
         raise ValueError(f"dtypes are {qweight.dtype}, {qzeros.dtype}, {scales.dtype}")
@@ -146,7 +207,7 @@ def layer_of(parts: Mapping[str, Tensor], scheme: PackedScheme, dtype: torch.dty
 
 def _signed(values: Tensor, middle: int) -> Tensor:
     """uint8 to int8 with `middle` at 0, which changes no difference."""
-    return (values.to(torch.int16) - middle).to(torch.int8).contiguous()
+    return (values - middle).contiguous().view(torch.int8)  # wraps around
 
 
 def _matrix(parts: Mapping[str, Tensor], name: str) -> Tensor:
@@ -182,8 +243,9 @@ def _order(group_of: Tensor | None, k: int, groups: int) -> Tensor | None:
 class PackedFiles:
     """The packed layers of a model directory, read one by one."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, scheme: PackedScheme) -> None:
         """Raises ModelRefused."""
+        mark = f".{MARKS[scheme.method]}"
         self._stack = ExitStack()
         self._where: dict[str, Any] = {}
         try:
@@ -192,7 +254,7 @@ class PackedFiles:
                 self._where.update(dict.fromkeys(opened.keys(), opened))
         except (OSError, SafetensorError) as error:
             raise ModelRefused(f"{path}: {error}") from error
-        self.layers = sorted(name.removesuffix(".qweight") for name in self._where if name.endswith(".qweight"))
+        self.layers = sorted(name.removesuffix(mark) for name in self._where if name.endswith(mark))
 
     def read(self, layer: str, device: torch.device) -> dict[str, Tensor]:
         names = {part: f"{layer}.{part}" for part in PARTS}
@@ -252,8 +314,9 @@ def load_packed(
     """The model, its packed layers unpacked on `device` one after the other, all others in main memory, and what
     transformers says of its loading. Raises ModelRefused, and what `from_pretrained` does.
 
-    On a GPU layers stay quantised; a CPU has no kernels for them, and gets their weights in the model's dtype."""
-    files = PackedFiles(path)
+    Where there are kernels for it a layer stays quantised; else its weights are rounded to the model's dtype."""
+    stays = stays_quantised(scheme, device)
+    files = PackedFiles(path, scheme)
     try:
         if not files.layers:
             raise ModelRefused(
@@ -269,19 +332,28 @@ def load_packed(
             trust_remote_code=False,
             output_loading_info=True,
         )
-        for name, layer in _read_layers(files, scheme, model, device):
+        for name, layer in _read_layers(files, scheme, model, device, stays):
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, layer)
     finally:
         files.close()
-    log.info("%d layers packed by %s, %d bits, groups of %d", len(files.layers), *_said(scheme))
-    if device.type == "cpu":
-        log.warning("no CPU kernel multiplies such weights: they are served as %s, in its memory and time", model.dtype)
+    log.info("%d layers have weights quantised by %s, %d bits", len(files.layers), scheme.method, scheme.bits)
+    if not stays:
+        log.warning(
+            "no kernel here multiplies such weights: they are served as %s, in its memory and time", model.dtype
+        )
     return model, told
 
 
-def _said(scheme: PackedScheme) -> tuple[str, int, int]:
-    return scheme.method, scheme.bits, scheme.group_size
+def stays_quantised(scheme: PackedScheme, device: torch.device) -> bool:
+    """Whether this device has kernels for it."""
+    if device.type != "cuda":
+        return False
+    from engine.torch.cuda.quantised import FLOAT8_CAPABILITY, load_kernels
+
+    load_kernels()
+    of_integers = scheme.method in ("gptq", "awq")
+    return of_integers or torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
 
 
 def _leave_to_us(config: Any, layers: list[str]) -> None:
@@ -293,7 +365,7 @@ def _leave_to_us(config: Any, layers: list[str]) -> None:
 
 
 def _read_layers(
-    files: PackedFiles, scheme: PackedScheme, model: Any, device: torch.device
+    files: PackedFiles, scheme: PackedScheme, model: Any, device: torch.device, stays_quantised: bool
 ) -> Iterator[tuple[str, nn.Module]]:
     for name in files.layers:
         absent = model.get_submodule(name)
@@ -304,13 +376,9 @@ def _read_layers(
         if (layer.in_features, layer.out_features) != (absent.in_features, absent.out_features):
             found, wanted = (f"{each.out_features} x {each.in_features}" for each in (layer, absent))
             raise ModelRefused(f"the packed weights of {name} are {found}, not {wanted}")
-        yield name, served(layer, on_gpu=device.type == "cuda")
+        if stays_quantised:
+            from engine.torch.cuda.quantised import of_checkpoint
 
-
-def served(layer: QuantisedLinear, on_gpu: bool) -> nn.Module:
-    """What computes the layer."""
-    if not on_gpu:
-        return layer.dequantised()
-    from engine.torch.cuda.quantised import WeightOnlyLinear
-
-    return WeightOnlyLinear.of(layer)
+            yield name, of_checkpoint(layer, scheme.float8_inputs)
+        else:
+            yield name, layer.dequantised()

@@ -39,7 +39,8 @@ class QuantisedLinear(nn.Module):
     """[..., in_features] to [..., out_features], computed in float32 and rounded to the input's dtype."""
 
     values: Tensor
-    """int8 [out_features, in_features], from -127 to 127, or from -8 to 7, two of which the kernels pack in a byte."""
+    """int8 [out_features, in_features], from -127 to 127, or from -8 to 7, two of which the kernels pack in a byte; or
+    float8_e4m3fn, as it was saved."""
     scales: Tensor
     """float32 [out_features], or a floating-point [out_features, groups]: in bfloat16, with GROUP inputs in a group,
     where it was quantised here."""
@@ -89,7 +90,7 @@ class QuantisedLinear(nn.Module):
     @property
     def made_here(self) -> bool:
         """int8 or int4 as `quantise` and `quantise_groups` make them, which is what the CPU's kernels know."""
-        if self.zeros is not None or self.order is not None:
+        if self.zeros is not None or self.order is not None or self.values.dtype is not torch.int8:
             return False
         return not self.grouped or (self.bits, self.group, self.scales.dtype) == (4, GROUP, torch.bfloat16)
 

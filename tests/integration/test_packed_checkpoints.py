@@ -1,4 +1,4 @@
-"""Checkpoints of GPTQ and AWQ: made here by an independent packer, loaded, and compared with what they stand for."""
+"""Checkpoints of GPTQ, AWQ and float8: made by independent packers, loaded, compared with what they stand for."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +14,13 @@ from engine.errors import EngineStartError, ModelRefused
 from engine.model_dir import ModelDir
 from engine.torch import packed
 from engine.torch.cuda.modules import fuse
-from engine.torch.cuda.quantised import WeightOnlyLinear
+from engine.torch.cuda.quantised import Float8Linear, WeightOnlyLinear
 from engine.torch.loader import load_model
 from engine.torch.quantised import QuantisedLinear
 from engine.variant import Variant
 from support.fake_flashinfer import FakeFlashinfer
+from support.float8_models import BY_BLOCKS, BY_OUTPUTS, FLOAT8, save_float8
+from support.long_runs import mostly_long
 from support.packed_models import Packing, pack_model
 from support.torch_models import copy_with, logits_after, random_prompts, runner_of
 
@@ -33,14 +35,17 @@ PACKINGS = {
     "awq, o_proj as it was": Packing(method="awq", group_size=64, symmetric=False, skip=("lm_head", "o_proj")),
 }
 by_packing = pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS.keys())
+few_packings = pytest.mark.parametrize(
+    "name", mostly_long(PACKINGS, "gptq asymmetric, by act-order", "awq, o_proj as it was")
+)
+Q = "model.layers.1.self_attn.q_proj"
 IDS = torch.arange(1, 20)[None]
 
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are those of GPUs, whose kernels Triton's interpreter runs."""
-    served = packed.served
-    monkeypatch.setattr(packed, "served", lambda layer, on_gpu: served(layer, on_gpu=True))
+    monkeypatch.setattr(packed, "stays_quantised", lambda scheme, device: True)
 
 
 def load(path: Path, dtype: str = "float32") -> nn.Module:
@@ -60,6 +65,14 @@ def truth(path: Path, dequantised: dict[str, Tensor]) -> Tensor:
     return logits(model)
 
 
+def changed(path: Path, to: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
+    path = copy_with(path, to)
+    weights = load_file(path / "model.safetensors")
+    change(weights)
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
 @by_packing
 def test_on_a_cpu_it_is_what_it_stands_for(make_model: MakeModel, tmp_path: Path, packing: Packing) -> None:
     path = make_model("qwen2")
@@ -68,10 +81,10 @@ def test_on_a_cpu_it_is_what_it_stands_for(make_model: MakeModel, tmp_path: Path
     assert not torch.allclose(truth(path, {}), expected, atol=1e-2), "the packed weights are others than the saved ones"
 
 
-@by_packing
+@few_packings
 @pytest.mark.usefixtures("on_gpu")
-def test_gpu_layers_are_what_it_stands_for(make_model: MakeModel, tmp_path: Path, packing: Packing) -> None:
-    path = make_model("llama")
+def test_gpu_layers_are_what_it_stands_for(make_model: MakeModel, tmp_path: Path, name: str) -> None:
+    path, packing = make_model("llama"), PACKINGS[name]
     expected = truth(path, pack_model(path, tmp_path / "packed", packing))
     model = load(tmp_path / "packed")
     layers = {name for name, module in model.named_modules() if isinstance(module, WeightOnlyLinear)}
@@ -87,7 +100,7 @@ def test_gpu_layers_are_what_it_stands_for(make_model: MakeModel, tmp_path: Path
 def test_a_runner_serves_it_in_bfloat16(make_model: MakeModel, tmp_path: Path) -> None:
     path = make_model("qwen2", dtype="bfloat16")
     dequantised = pack_model(path, tmp_path / "packed", PACKINGS["awq"])
-    (prompt,) = random_prompts(40, seed=4)
+    (prompt,) = random_prompts(20, seed=4)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     model.load_state_dict(dequantised, strict=False)
     with torch.inference_mode():
@@ -111,14 +124,72 @@ def test_zero_points_below_zero_borrow_of_the_next() -> None:
 
 def test_dequantised_is_the_reference(make_model: MakeModel, tmp_path: Path) -> None:
     pack_model(make_model("llama"), tmp_path / "packed", PACKINGS["gptq asymmetric, by act-order"])
-    files = packed.PackedFiles(tmp_path / "packed")
     scheme = packed.PackedScheme("gptq", 4, 32, zeros_less_one=True)
+    files = packed.PackedFiles(tmp_path / "packed", scheme)
     layer = packed.layer_of(files.read(files.layers[0], torch.device("cpu")), scheme, torch.float32)
     assert isinstance(layer, QuantisedLinear)
     assert layer.zeros is not None
     assert layer.order is not None
     x = torch.randn(3, layer.in_features)
     assert torch.allclose(layer(x), layer.dequantised()(x), atol=1e-5)
+
+
+# --------------------------------------------------------------------------------------------------------- float8
+
+
+@pytest.mark.parametrize("settings", [BY_BLOCKS, BY_OUTPUTS], ids=["by blocks", "by outputs"])
+def test_float8_on_a_cpu_is_what_it_stands_for(make_model: MakeModel, tmp_path: Path, settings: dict[str, Any]) -> None:
+    path = make_model("qwen2")
+    expected = truth(path, save_float8(path, tmp_path / "float8", settings))
+    assert torch.allclose(logits(load(tmp_path / "float8")), expected, atol=1e-4)
+    assert not torch.allclose(truth(path, {}), expected, atol=1e-2)
+
+
+@pytest.mark.parametrize("settings", [BY_BLOCKS, BY_OUTPUTS], ids=["by blocks", "by outputs"])
+@pytest.mark.usefixtures("on_gpu")
+def test_float8_on_a_gpu(make_model: MakeModel, tmp_path: Path, settings: dict[str, Any]) -> None:
+    """By blocks it is exact; by outputs activations become float8 as well, as those who saved it meant it."""
+    path = make_model("qwen2")
+    expected = truth(path, save_float8(path, tmp_path / "float8", settings))
+    model = load(tmp_path / "float8")
+    kind = WeightOnlyLinear if settings is BY_BLOCKS else Float8Linear
+    assert {type(module) for name, module in model.named_modules() if name.endswith("_proj")} == {kind}
+    for _ in range(2):
+        if settings is BY_BLOCKS:
+            assert torch.allclose(logits(model), expected, atol=1e-4)
+        else:
+            assert 0 < (logits(model) - expected).norm() < 0.1 * expected.norm()
+        assert fuse(model, FakeFlashinfer()).projections in (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "change"),
+    [
+        (BY_BLOCKS, {"activation_scheme": "static"}),
+        (BY_BLOCKS, {"weight_block_size": None}),
+        (BY_BLOCKS, {"expert_dtype": "fp4"}),
+        (BY_OUTPUTS, {"format": "pack-quantized"}),
+        (BY_OUTPUTS, {"kv_cache_scheme": {"num_bits": 8}}),
+        (BY_OUTPUTS, {"config_groups": {"group_0": {"weights": FLOAT8 | {"strategy": "tensor"}}}}),
+    ],
+)
+def test_other_float8_is_left_to_transformers(settings: dict[str, Any], change: dict[str, Any]) -> None:
+    """Which has it, or says what package it lacks."""
+    assert packed.packed_scheme(settings) is not None
+    assert packed.packed_scheme(settings | change) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda it: it.update({f"{Q}.weight": it[f"{Q}.weight"].float()}), "dtypes are torch.float32"),
+        (lambda it: it.update({f"{Q}.weight_scale_inv": torch.ones(1, 2)}), "are not of blocks of 32 outputs and 32"),
+    ],
+)
+def test_files_that_do_not_hold_float8(make_model: MakeModel, tmp_path: Path, change: Any, why: str) -> None:
+    save_float8(make_model("llama"), tmp_path / "float8", BY_BLOCKS)
+    with pytest.raises(ModelRefused, match=why):
+        load(changed(tmp_path / "float8", tmp_path / "changed", change))
 
 
 # -------------------------------------------------------------------------------------------------------- refusals
@@ -149,17 +220,6 @@ def test_what_is_not_understood(make_model: MakeModel, tmp_path: Path, settings:
     path = copy_with(tmp_path / "packed", tmp_path / "changed", quantization_config=own | settings)
     with pytest.raises(ModelRefused, match=why):
         load(path)
-
-
-def changed(path: Path, to: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
-    path = copy_with(path, to)
-    weights = load_file(path / "model.safetensors")
-    change(weights)
-    save_file(weights, path / "model.safetensors", {"format": "pt"})
-    return path
-
-
-Q = "model.layers.1.self_attn.q_proj"
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,15 @@ BY_ROWS: dict[str, Any] = {"values": "*i8", "scales": "*fp32", "zeros": None, "G
 INT4: dict[str, Any] = {"values": "*u8", "scales": "*bf16", "zeros": None, "GROUP": 32, "BITS": 4, "BLOCK_K": 32}
 GPTQ: dict[str, Any] = {"values": "*u8", "scales": "*fp16", "zeros": "*i8", "GROUP": 128, "BITS": 4, "BLOCK_K": 128}
 
+BLOCKS: dict[str, Any] = {
+    "values": "*fp8e4nv",
+    "scales": "*fp32",
+    "zeros": None,
+    "GROUP": 128,
+    "BITS": 8,
+    "BLOCK_K": 128,
+}
+
 
 def compile_for(capability: int, kernel: Any, arguments: dict[str, Any], warps: int, stages: int = 3) -> None:
     """An argument is a type of Triton's, or a constant. Numbers and addresses are multiples of 16, as usual."""
@@ -39,7 +48,7 @@ def main(capabilities: list[int]) -> None:
     types = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
     for capability in capabilities:
         for dtype, x in types.items():
-            for weights in (BY_ROWS, INT4, GPTQ):
+            for weights in (BY_ROWS, INT4, GPTQ, BLOCKS)[: 3 if capability < 89 else 4]:
                 for m in (1, 64, 1000) if dtype is torch.bfloat16 else (1000,):
                     compile_linear(capability, dtype, x, weights, m)
         adding = {"parts": "*fp32", "scales": "*fp32", "bias": "*bf16", "out": "*bf16", "m": "i32", "n": "i32"}

@@ -23,28 +23,28 @@ _INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 @triton.jit
 def _weights(values, zeros, rows, block, n, k, GROUP: tl.constexpr, BITS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Of a block of the reduction, the integers of the rows: int4's two halves, or int8 twice; less zero points."""
+    """Of a block of the reduction, the values of the rows: int4's two halves, or others twice; less zero points."""
     valid = rows < n
     if BITS == 4:
         inner = tl.arange(0, BLOCK_K // 2)
         at = (block.to(tl.int64) * n + rows)[:, None] * (BLOCK_K // 2) + inner[None, :]
         both = tl.load(values + at, mask=valid[:, None], other=0).to(tl.int32)
-        low, high = (both & 15) - 8, (both >> 4) - 8
+        low, high = ((both & 15) - 8).to(tl.float32), ((both >> 4) - 8).to(tl.float32)
     else:
         inner = block * BLOCK_K + tl.arange(0, BLOCK_K)
         inside = valid[:, None] & (inner < k)[None, :]
-        low = tl.load(values + rows.to(tl.int64)[:, None] * k + inner[None, :], mask=inside, other=0).to(tl.int32)
+        low = tl.load(values + rows.to(tl.int64)[:, None] * k + inner[None, :], mask=inside, other=0.0).to(tl.float32)
         high = low
     if zeros is not None:
-        zero = tl.load(zeros + (block * BLOCK_K // GROUP) * n + rows, mask=valid, other=0).to(tl.int32)[:, None]
+        zero = tl.load(zeros + (block * BLOCK_K // GROUP) * n + rows, mask=valid, other=0).to(tl.float32)[:, None]
         low, high = low - zero, high - zero
     return low, high
 
 
 @triton.jit
-def _dot(x, integers, to, WIDE: tl.constexpr):
-    """x [tokens, inputs] times integers [rows, inputs], exact in x's dtype, added to float32 [tokens, rows]."""
-    weights = integers.to(tl.float32).to(x.dtype)
+def _dot(x, values, to, WIDE: tl.constexpr):
+    """x [tokens, inputs] times values [rows, inputs], exact in x's dtype, added to float32 [tokens, rows]."""
+    weights = values.to(x.dtype)
     if WIDE:
         x, weights = x.to(tl.float32), weights.to(tl.float32)
     return tl.dot(x, tl.trans(weights), to, input_precision="ieee")
@@ -149,9 +149,9 @@ def quantised_linear(
 ) -> Tensor:
     """[..., k] times quantised weights: [..., n], in the dtype of `x`.
 
-    `values`: of 8 bits int8 [n, k]; of 4 uint8 [k / block_k, n, block_k / 2], in a byte the elements i (low) and
-    i + block_k / 2 of the block, each plus 8. `scales` [n] float32, or [groups, n], `zeros` int8 [groups, n], where
-    `block_k` divides the inputs of a group."""
+    `values`: of 8 bits int8 or float8_e4m3fn [n, k]; of 4 uint8 [k / block_k, n, block_k / 2], in a byte the elements
+    i (low) and i + block_k / 2 of the block, each plus 8. `scales` [n] float32, or [groups, n], `zeros` int8
+    [groups, n], where `block_k` divides the inputs of a group."""
     k = x.shape[-1]
     flat = x.reshape(-1, k)
     if flat.stride(-1) != 1:

@@ -30,6 +30,14 @@ def gpu_linear(layer: nn.Linear, kind: Weights, device: torch.device) -> nn.Modu
     return WeightOnlyLinear.of(QuantisedLinear.of(layer, kind, device))
 
 
+def of_checkpoint(layer: QuantisedLinear, float8_inputs: bool) -> nn.Module:
+    """A layer that was saved quantised, where its values are. `float8_inputs`: its activations may become float8."""
+    fits = layer.in_features % FLOAT8_MULTIPLE == 0 and layer.out_features % FLOAT8_MULTIPLE == 0
+    if float8_inputs and fits:
+        return Float8Linear(layer.values, layer.scales, layer.bias, layer.dtype)
+    return WeightOnlyLinear.of(layer)
+
+
 def check_gpu(kind: Weights, device: torch.device) -> None:
     """Raises EngineStartError where such weights cannot be computed with."""
     load_kernels()
