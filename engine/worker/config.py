@@ -52,10 +52,11 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and KV; auto: as the model was saved."""
     weights: Weights = "auto"
-    """Of linear layers, the output layer among them. int8: quantised while loading, on a CPU, for half the memory and
-    nearly half the time of a decode step. int4: less time still, but prompts take a quarter more than
-    as saved, and some quality is lost. auto: as the model was saved. Workers exchange KV only with others whose weights
-    are the same."""
+    """Of linear layers, the output layer among them. int8: quantised while loading, for half the memory and, on a CPU,
+    nearly half the time of a decode step. int4: less of both, but prompts take a quarter more on a CPU than as saved,
+    and some quality is lost. fp8: float8 weights and activations, on GPUs since Ada and Hopper (compute capability
+    8.9), for half the memory and faster prompts. auto: as the model was saved, also if that is quantised, by GPTQ, AWQ
+    or in float8. Workers exchange KV only with others whose weights are the same."""
     lora: Path | None = None
     """Directory of a LoRA adapter as PEFT saves it (adapter_config.json, adapter_model.safetensors). It is merged into
     the weights while loading, before they are quantised. Routers do not see it: all workers of a model have the same

@@ -251,10 +251,20 @@ def test_fp8_on_a_cpu(tiny_model: Path) -> None:
 def test_fp8_on_older_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(EngineStartError, match=r"weights: fp8 needs .* 8\.9 .*, this one has 8\.0"):
-        check_gpu("fp8", torch.device("cuda"))
-    check_gpu("int8", torch.device("cuda"))
+        check_gpu("fp8", CPU)
+    check_gpu("int8", CPU)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    check_gpu("fp8", torch.device("cuda"))
+    check_gpu("fp8", CPU)
+
+
+def test_fp8_where_torch_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("row-wise scaling is not supported")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
+    monkeypatch.setattr(torch, "_scaled_mm", fail)
+    with pytest.raises(EngineStartError, match=r"weights: torch does not multiply float8 .* row-wise"):
+        check_gpu("fp8", CPU)
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.errors import EngineStartError, ModelRefused
 from engine.model_dir import ModelDir
@@ -17,6 +17,7 @@ from engine.torch.cuda.modules import fuse
 from engine.torch.cuda.quantised import Float8Linear, WeightOnlyLinear
 from engine.torch.loader import load_model
 from engine.torch.quantised import QuantisedLinear
+from engine.torch.sharding import refuse_by_plan
 from engine.variant import Variant
 from support.fake_flashinfer import FakeFlashinfer
 from support.float8_models import BY_BLOCKS, BY_OUTPUTS, FLOAT8, save_float8
@@ -257,3 +258,28 @@ def test_not_together(make_model: MakeModel, tmp_path: Path, variant: Variant, w
     pack_model(make_model("llama"), tmp_path / "packed", Packing())
     with pytest.raises(EngineStartError, match=why):
         load_model(ModelDir.open(tmp_path / "packed"), "auto", torch.device("cpu"), variant)
+
+
+def test_it_is_not_cut(make_model: MakeModel, tmp_path: Path) -> None:
+    pack_model(make_model("llama"), tmp_path / "packed", Packing())
+    with pytest.raises(ModelRefused, match="its weights are quantised, and are not cut: tensor_parallel must be 1"):
+        refuse_by_plan(AutoConfig.from_pretrained(tmp_path / "packed"), 2)
+
+
+def test_a_packed_model_guesses_for_one_as_saved(make_model: MakeModel, tmp_path: Path) -> None:
+    path = make_model("llama")
+    pack_model(path, tmp_path / "packed", Packing())
+    runner = runner_of(path, draft=tmp_path / "packed")
+    assert runner._draft is not None
+    with pytest.raises(EngineStartError, match=r"speculation: .* is no draft model: the model was saved quantised"):
+        runner_of(path, draft=tmp_path / "packed", variant=Variant(weights="int8"))
+
+
+def test_its_kv_may_be_int8(make_model: MakeModel, tmp_path: Path) -> None:
+    pack_model(make_model("llama"), tmp_path / "packed", PACKINGS["awq"])
+    (prompt,) = random_prompts(40, seed=4)
+    plain, quantised = (
+        logits_after(runner_of(tmp_path / "packed", variant=Variant(kv_dtype=kind)), prompt)
+        for kind in ("auto", "int8")
+    )
+    assert 0 < (plain - quantised).norm() < 0.05 * plain.norm()

@@ -41,9 +41,15 @@ def of_checkpoint(layer: QuantisedLinear, float8_inputs: bool) -> nn.Module:
 def check_gpu(kind: Weights, device: torch.device) -> None:
     """Raises EngineStartError where such weights cannot be computed with."""
     load_kernels()
-    if kind == "fp8" and (found := torch.cuda.get_device_capability(device)) < FLOAT8_CAPABILITY:
+    if kind != "fp8":
+        return
+    if (found := torch.cuda.get_device_capability(device)) < FLOAT8_CAPABILITY:
         needed = "a GPU of compute capability 8.9 (Ada, Hopper) or more"
         raise EngineStartError("weights", f"fp8 needs {needed}, this one has {found[0]}.{found[1]}: int8 does without")
+    try:
+        Float8Linear.of(nn.Linear(32, 32, bias=False), device)(torch.ones(3, 32, dtype=torch.bfloat16, device=device))
+    except RuntimeError as error:  # of torch's kernels, some are for some GPUs
+        raise EngineStartError("weights", f"torch does not multiply float8 on this GPU: {error}") from error
 
 
 def load_kernels() -> Any:
