@@ -17,10 +17,12 @@ from torch import Tensor
 from bench.models import LLAMA_8B, llama_8b
 from bench.report import Bar, conclude
 from engine.torch.runner import TorchRunner
+from engine.variant import Variant
 from engine.vocabulary import Chunk, SamplingParams, Sequence
 
 DECODES = ((1, 512), (8, 2048), (32, 2048), (16, 8192), (64, 4096))
 """(batch size, context)"""
+QUANTISED_DECODES = ((1, 2048), (64, 4096))
 PREFILLS = ((2048, 0), (8192, 0), (2048, 8192))
 """(tokens of the chunk, tokens before it)"""
 KV_BYTES = 36 << 30
@@ -119,6 +121,19 @@ def fill(pool: Tensor) -> None:
         block.normal_()
 
 
+def quantised_kv(bandwidth: float, figures: dict[str, Any]) -> list[Bar]:
+    """Decodes over fp8 blocks, by kernels of our own."""
+    variant = Variant(kv_dtype="fp8")
+    runner = TorchRunner(llama_8b("cuda"), "bfloat16", 16, kv_bytes=KV_BYTES, device="cuda", variant=variant)
+    bars = []
+    for batch, context in QUANTISED_DECODES:
+        seconds = decode(runner, batch, context)
+        figures["decode_ms"][f"{batch}x{context}, fp8 KV"] = 1e3 * seconds
+        share = decode_bytes(runner, batch, context) / bandwidth / seconds
+        bars.append(Bar(f"decode {batch} x {context}, fp8 KV: share of HBM roofline", share, 0.6, at_least=True))
+    return bars
+
+
 def main() -> None:
     console = Console()
     if not torch.cuda.is_available():
@@ -149,6 +164,9 @@ def main() -> None:
     if graphs:
         runner.paged.graphs = None
         figures["decode_ms"]["32x2048, no graphs"] = 1e3 * decode(runner, 32, 2048)
+    del runner
+    torch.cuda.empty_cache()
+    bars += quantised_kv(bandwidth, figures)
     console.print(figures)
     conclude("gpu", bars, figures, console)
 

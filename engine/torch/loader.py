@@ -11,7 +11,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging as transformers_logging
 
 from engine.errors import EngineStartError, ModelRefused
-from engine.layout import DTYPE_BYTES, KvLayout
+from engine.layout import DTYPE_BYTES, KvDtype, KvLayout
 from engine.model_dir import ModelDir
 from engine.torch.lora import merge_lora
 from engine.torch.packed import PackedScheme, load_packed, packed_scheme
@@ -19,7 +19,7 @@ from engine.torch.probe import Call, layers_of
 from engine.torch.quantised import quantise_linears
 from engine.torch.ranks import RankGroup
 from engine.torch.sharding import load_shard
-from engine.variant import AS_SAVED, KvDtype, Variant, Weights
+from engine.variant import AS_SAVED, Variant, Weights
 from kvtransfer.fingerprint import WORD_BYTES
 
 SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -98,17 +98,15 @@ def kv_layout(model: torch.nn.Module, block_tokens: int, kv_dtype: KvDtype = "au
     """The shape of this model's KV. Raises ModelRefused, also for what paged attention cannot honour, and
     EngineStartError where its KV cannot be kept in `kv_dtype`."""
     layout = _layout_of(model, layers_of(model), block_tokens)
-    return layout if kv_dtype == "auto" else _quantised(layout, next(model.parameters()).device)
+    return layout if kv_dtype == "auto" else _quantised(layout, kv_dtype)
 
 
-def _quantised(layout: KvLayout, device: torch.device) -> KvLayout:
-    if device.type != "cpu":
-        raise EngineStartError("kv_dtype", f"int8 is for engines on the CPU only, not on {device.type}")
-    quantised = replace(layout, quantised=True)
+def _quantised(layout: KvLayout, kv_dtype: KvDtype) -> KvLayout:
+    quantised = replace(layout, kept=kv_dtype)
     if layout.head_dim % 2 or quantised.head_bytes % WORD_BYTES:
         shape = f"{layout.layers} layers of {layout.block_tokens} tokens x {layout.head_dim}"
         raise EngineStartError(
-            "kv_dtype", f"int8 blocks of {shape} are no multiple of {WORD_BYTES} bytes; larger ones are"
+            "kv_dtype", f"{kv_dtype} blocks of {shape} are no multiple of {WORD_BYTES} bytes; larger ones are"
         )
     return quantised
 
