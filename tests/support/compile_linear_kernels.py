@@ -60,10 +60,12 @@ def main(capabilities: list[int]) -> None:
 
 def compile_linear(capability: int, dtype: torch.dtype, x: str, weights: dict[str, Any], m: int) -> None:
     rows, columns, warps = linear_kernels.tiles_of(m, weights["BITS"], dtype)
-    block = linear_kernels.block_of(weights["BLOCK_K"], weights["GROUP"], m)
+    block = linear_kernels.block_of(weights["BLOCK_K"], weights["BITS"], m)
     arguments: dict[str, Any] = {"x": x, "bias": x, "out": x} | weights
     arguments |= dict.fromkeys(("m", "n", "k", "x_stride", "blocks_each"), "i32")
-    arguments |= {"WIDE": False, "SPLITS": 1, "BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_K": block}
+    if m == 1:  # numbers that are 1 are constants, and few rows share the reduction
+        arguments |= {"m": 1, "blocks_each": 1, "bias": None, "out": "*fp32"}
+    arguments |= {"WIDE": False, "SPLITS": 4 if m == 1 else 1, "BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_K": block}
     in_order = {name: arguments[name] for name in linear_kernels._linear.arg_names}
     compile_for(capability, linear_kernels._linear, in_order, warps, linear_kernels.stages_of(dtype))
 

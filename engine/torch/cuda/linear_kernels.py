@@ -162,7 +162,7 @@ def quantised_linear(
         return out
     group = k // scales.shape[0] if scales.dim() == 2 else 0
     block_m, block_n, warps = tiles_of(m, bits, x.dtype)
-    block_k = block_of(block_k, group, m)
+    block_k = block_of(block_k, bits, m)
     tiles, blocks = triton.cdiv(m, block_m) * triton.cdiv(n, block_n), triton.cdiv(k, block_k)
     splits = num_splits(tiles, blocks, _processors(x.device))
     to = out if splits == 1 else torch.empty(splits, m, n, dtype=torch.float32, device=x.device)
@@ -228,9 +228,9 @@ def tiles_of(m: int, bits: int, dtype: torch.dtype) -> tuple[int, int, int]:
     return 128, 64 if bits == 4 else 128, 8
 
 
-def block_of(block_k: int, group: int, m: int) -> int:
-    """Inputs taken at once, of a layer that is kept in blocks of `block_k`. Whole rows can be cut anywhere."""
-    return min(block_k, 64) if group == 0 and m > 16 else block_k
+def block_of(block_k: int, bits: int, m: int) -> int:
+    """Inputs taken at once, of a layer whose groups `block_k` divides. Only int4 is kept in blocks."""
+    return min(block_k, 64) if bits == 8 and m > 16 else block_k
 
 
 def stages_of(dtype: torch.dtype) -> int:
