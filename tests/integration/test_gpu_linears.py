@@ -206,6 +206,18 @@ def test_a_model_is_quantised_as_on_the_cpu_and_fused(make_model: MakeModel, kin
     assert (logits(model) - got).norm() < noise
 
 
+def test_a_layer_is_replaced_before_the_next_is_made(make_model: MakeModel) -> None:
+    """So that on a GPU there is room for what the weights become, and one layer as it was."""
+    model, left = load_model(ModelDir.open(make_model("llama")), "auto", CPU), list[int]()
+
+    def make(linear: nn.Linear, kind: Weights) -> nn.Module:
+        left.append(sum(type(module) is nn.Linear for module in model.modules()))
+        return gpu_linear(linear, kind, CPU)
+
+    quantise_linears(model, "int8", make)
+    assert left == list(range(3 * 7 + 1, 0, -1))
+
+
 def test_only_layers_of_one_kind_are_joined() -> None:
     x = randn(3, 64, dtype=torch.bfloat16)
     made: dict[str, Any] = {
