@@ -74,7 +74,8 @@ def quantise_vectors(vectors: Tensor, kept: KvDtype) -> tuple[Tensor, Tensor]:
     """[n, head_dim] to values [n, head_dim] of TYPES[kept] and bfloat16 scales [n]: each vector by itself, so that what
     is kept of a token does not depend on any other. A scale is rounded up, or the largest value would be clipped."""
     wide = vectors.float()
-    exact = wide.abs().amax(-1) / LARGEST[kept]
+    largest = torch.full((), float(LARGEST[kept]), device=wide.device)  # by a number GPUs do not divide, but multiply
+    exact = wide.abs().amax(-1) / largest
     scales = ((exact.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
     multiples = wide / torch.where(scales > 0, scales, 1.0)[:, None]
     values = (multiples.round_() if kept == "int8" else multiples).to(TYPES[kept])

@@ -19,6 +19,7 @@ from engine.torch.loader import load_model
 from engine.torch.quantised import QuantisedLinear
 from engine.torch.sharding import refuse_by_plan
 from engine.variant import Variant
+from support import triton_cpu
 from support.fake_flashinfer import FakeFlashinfer
 from support.float8_models import BY_BLOCKS, BY_OUTPUTS, FLOAT8, save_float8
 from support.long_runs import mostly_long
@@ -41,6 +42,11 @@ few_packings = pytest.mark.parametrize(
 )
 Q = "model.layers.1.self_attn.q_proj"
 IDS = torch.arange(1, 20)[None]
+
+
+@pytest.fixture(autouse=True)
+def rounded_like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton_cpu.install(monkeypatch)
 
 
 @pytest.fixture

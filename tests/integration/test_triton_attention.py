@@ -1,9 +1,5 @@
 """The GPU's own kernels of attention: by Triton's interpreter against the reference, and compiled for GPUs."""
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +23,7 @@ if torch.cuda.is_available():
 
 from engine.torch.cuda import attention_kernels
 from support import triton_cpu
+from support.triton_compiler import in_a_process
 
 CPU = torch.device("cpu")
 CHUNKS = [(200, 1), (3, 1), (0, 5), (17, 40), (130, 66), (90, 1)]
@@ -179,12 +176,4 @@ def repeated(attention: TritonPagedAttention) -> Callable[[Callable[[], Tensor]]
 
 def test_kernels_compile_for_gpus_and_keep_to_their_registers() -> None:
     """Triton's compiler needs no GPU. In a process of its own: here its functions are the interpreter's."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).parents[1] / "support" / "compiled_kernels.py"
-    run = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-2000:]
-    compiled = json.loads(run.stdout)
-    assert len(compiled) == 3 * 4 + 1
-    spilled = {name: used for name, used in compiled.items() if used["spilled_bytes"]}
-    assert not spilled
-    assert all(used["shared_bytes"] <= 99 << 10 for used in compiled.values()), "of what a thread block may have"
+    assert in_a_process("compiled_attention") == ""

@@ -17,8 +17,6 @@ MAX_SPLITS = 16
 PROGRAMS_PER_PROCESSOR = 4
 """So many programs of each of the GPU's processors read the weight at once, where there are few rows."""
 REDUCED_AT_ONCE = 1024
-_INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Triton's interpreter, by which tests run these kernels without a GPU, has no product of bfloat16."""
 
 
 @triton.jit
@@ -42,12 +40,9 @@ def _weights(values, zeros, rows, block, n, k, GROUP: tl.constexpr, BITS: tl.con
 
 
 @triton.jit
-def _dot(x, values, to, WIDE: tl.constexpr):
+def _dot(x, values, to):
     """x [tokens, inputs] times values [rows, inputs], exact in x's dtype, added to float32 [tokens, rows]."""
-    weights = values.to(x.dtype)
-    if WIDE:
-        x, weights = x.to(tl.float32), weights.to(tl.float32)
-    return tl.dot(x, tl.trans(weights), to, input_precision="ieee")
+    return tl.dot(x, tl.trans(values.to(x.dtype)), to, input_precision="ieee")
 
 
 @triton.jit
@@ -65,7 +60,6 @@ def _linear(
     blocks_each,
     GROUP: tl.constexpr,  # 0: a scale for each row
     BITS: tl.constexpr,
-    WIDE: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -85,12 +79,12 @@ def _linear(
             first = block * BLOCK_K + tl.arange(0, BLOCK_K // 2)
             x_low = tl.load(x_rows + first[None, :], mask=present, other=0)
             x_high = tl.load(x_rows + first[None, :] + BLOCK_K // 2, mask=present, other=0)
-            product = _dot(x_low, low, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), WIDE)
-            product = _dot(x_high, high, product, WIDE)
+            product = _dot(x_low, low, tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
+            product = _dot(x_high, high, product)
         else:
             every = block * BLOCK_K + tl.arange(0, BLOCK_K)
             x_tile = tl.load(x_rows + every[None, :], mask=present & (every < k)[None, :], other=0)
-            product = _dot(x_tile, low, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), WIDE)
+            product = _dot(x_tile, low, tl.zeros((BLOCK_M, BLOCK_N), tl.float32))
         if GROUP > 0:
             scale = tl.load(scales + (block * BLOCK_K // GROUP) * n + rows, mask=rows < n, other=0).to(tl.float32)
             total += product * scale[None, :]
@@ -127,13 +121,9 @@ def _rows_to_float8(x, values, scales, k, x_stride, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     wide = tl.load(x + row * x_stride + columns, mask=columns < k, other=0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(wide), 0) / 448.0, 1e-12)
-    steps = tl.minimum(tl.maximum(wide / scale, -448.0), 448.0)
-    # To the nearest float8 by adding what has no bits below it, so that the conversion rounds nothing: Triton's
-    # interpreter, which tests run, does not round as GPUs do.
-    power = (steps.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    shift = tl.maximum(power, 0.015625) * (0.125 * 12582912.0)
-    tl.store(values + row * k + columns, ((steps + shift) - shift).to(tl.float8e4nv), mask=columns < k)
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(wide), 0), tl.full((), 448.0, tl.float32)), 1e-12)
+    steps = tl.minimum(tl.maximum(tl.div_rn(wide, tl.zeros_like(wide) + scale), -448.0), 448.0)
+    tl.store(values + row * k + columns, steps.to(tl.float8e4nv), mask=columns < k)
     tl.store(scales + row, scale)
 
 
@@ -180,7 +170,6 @@ def quantised_linear(
         blocks // splits,
         GROUP=group,
         BITS=bits,
-        WIDE=_INTERPRETED and x.dtype is torch.bfloat16,
         SPLITS=splits,
         BLOCK_M=block_m,
         BLOCK_N=block_n,

@@ -20,7 +20,7 @@ from engine.torch.kv_rows import LARGEST, TYPES
 
 PROMPT_ROWS, PROMPT_WARPS = 64, 8
 """Query rows (tokens times heads of a KV head) of a tile of a prompt, and warps. With 4 warps registers spill, and on
-Ampere with 128 rows of int8 (`tests/support/compiled_kernels.py`)."""
+Ampere with 128 rows of int8 (`tests/support/compiled_attention.py`)."""
 LEAST_ROWS = 16
 """Of a tile: what tensor cores multiply at once."""
 KEYS = 64
