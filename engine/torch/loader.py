@@ -37,7 +37,7 @@ def load_model(
     group: RankGroup | None = None,
 ) -> torch.nn.Module:
     """The model in evaluation mode, in `dtype` ("auto": as saved), on a device; with a `group`, this rank's shard of
-    it, whose `variant` is AS_SAVED. Raises ModelRefused, or EngineStartError for what cannot be made of it."""
+    it, whose weights are as saved. Raises ModelRefused, or EngineStartError for what cannot be made of it."""
     _refuse_by_device(variant, device)
     config = _read_config(model_dir)
     _refuse_by_config(config)
@@ -45,7 +45,7 @@ def load_model(
     wanted = "auto" if dtype == "auto" else getattr(torch, dtype)
     try:
         if group is not None:
-            assert variant == AS_SAVED
+            assert (variant.weights, variant.lora) == ("auto", None)
             return load_shard(model_dir.path, config, wanted, group).to(device)
         model: torch.nn.Module
         if scheme is not None:

@@ -181,7 +181,6 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
             "kv_host_memory_mib": self.kv_host_memory_mib > 0,
             "kv_disk_dir": self.kv_disk_dir is not None,
             f"weights: {self.weights}": self.weights != "auto",
-            f"kv_dtype: {self.kv_dtype}": self.kv_dtype != "auto",
             "lora": self.lora is not None,
             "a draft model in speculation": self.speculates(role) not in ("off", NGRAM),
         }

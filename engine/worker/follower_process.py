@@ -149,7 +149,14 @@ def open_rank(spec: RankSpec) -> "TorchRunner":
     set_threads(num_threads(config))
     place = Place(spec.rank, spec.ranks, spec.meeting)
     runner = TorchRunner(
-        config.model, config.dtype, config.block_tokens, config.kv_bytes, config.backend, config.device, place=place
+        config.model,
+        config.dtype,
+        config.block_tokens,
+        config.kv_bytes,
+        config.backend,
+        config.device,
+        variant=config.variant(),
+        place=place,
     )
     own = config.cores or ()
     if num_threads(config) == len(own):

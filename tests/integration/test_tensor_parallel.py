@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from cluster.errors import StartError
 from engine.errors import ModelRefused
@@ -108,6 +109,35 @@ async def test_ranks_of_unlike_numbers_lend_to_each_other(make_model) -> None:  
             await engine.books()
         await _dies_whole(named["two"], victim=0)
         await _dies_whole(named["both"], victim=1)
+
+
+@long
+async def test_four_ranks(tmp_path: Path) -> None:
+    """They answer as one does, borrow from one and two ranks, and lend to two; with KV in int8, too."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 500, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=512)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, 0, 0.1)
+    model.save_pretrained(tmp_path)
+    for kept in ("auto", "int8"):
+        of = {size: RealEngine(f"{size} {kept}", tmp_path, tensor_parallel=size, kv_dtype=kept) for size in (1, 2, 4)}
+        async with engines(*of.values()):
+            assert len(of[4].rank_pids()) == 3
+            for number, (lender, borrower) in enumerate([(1, 4), (2, 4), (4, 2)]):
+                request = greedy(f"{lender} to {borrower}", prompt_of(number, 12 * BLOCK + 5))
+                moved = await of[borrower].answer(request, of[lender])
+                account = account_of(moved)
+                assert (account.moved_blocks, account.mismatched_blocks, account.loan_failure) == (12, 0, "")
+                alone = replace(request, request_id=f"alone {number}", cache_salt="alone")
+                for size in (1, 4):
+                    assert chosen(await of[size].answer(alone)) == chosen(moved)
+            for engine in of.values():
+                await engine.books()
 
 
 async def _dies_whole(engine: RealEngine, victim: int) -> None:

@@ -75,7 +75,6 @@ def test_speculation_is_of_decode_workers_of_the_torch_engine() -> None:
         ({"speculation": "models/small"}, "decode", "a draft model in speculation"),
         ({"weights": "int8"}, "decode", "weights: int8"),
         ({"weights": "fp8"}, "prefill", "weights: fp8"),
-        ({"kv_dtype": "int8"}, "prefill", "kv_dtype: int8"),
         ({"lora": "adapter"}, "decode", "lora"),
     ],
 )
@@ -87,7 +86,7 @@ def test_what_does_not_go_with_tensor_parallelism_is_named(settings: dict[str, o
 
 
 def test_what_goes_with_it() -> None:
-    config = WorkerConfig.parse({"model": "m", "tensor_parallel": 2, "speculation": "ngram"})
+    config = WorkerConfig.parse({"model": "m", "tensor_parallel": 2, "speculation": "ngram", "kv_dtype": "int8"})
     config.refuse_parallel("decode")
     WorkerConfig.parse({"model": "m", "tensor_parallel": 2, "speculation": "models/small"}).refuse_parallel("prefill")
 
