@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.keys import BlockKey
-from engine.lending.landing import AnyLanding, OwnRank, Rank
+from engine.lending.landing import AnyLanding, OwnRank, Progress, Rank
 from engine.messages import CloseLoan, FromEngine, OpenLoan, ReleaseLoan
 from engine.tiers.tiers import Tiers
 from engine.tiers.work import Held
@@ -117,12 +117,15 @@ class LowerTiers(Source):
     """Blocks that this engine's pool evicted. Block ids are places in the run that the loan is of. Of an engine of one
     rank: what a tier holds are whole blocks."""
 
-    def __init__(self, tiers: Tiers, keys: Sequence[BlockKey], write_block: WriteBlock, own: OwnRank) -> None:
-        """`keys` are held by the tiers, and stay there until `close`."""
+    def __init__(
+        self, tiers: Tiers, keys: Sequence[BlockKey], write_block: WriteBlock, own: OwnRank, progress: Progress
+    ) -> None:
+        """`keys` are held by the tiers, and stay there until `close`. `progress`: of all reads of these tiers."""
         self._tiers = tiers
         self._held: list[Held] = tiers.pin(keys)
         self._write_block = write_block
         self._own = own
+        self._progress = progress
 
     def num_held(self, tier: str) -> int:
         """Of its blocks, those that are read from there."""
@@ -135,13 +138,15 @@ class LowerTiers(Source):
         def read(block_ids: Sequence[int], blocks: Sequence[int]) -> list[Future[None]]:
             return [self._read(block_ids, blocks)]
 
-        return [self._own.follow(read, block_ids, blocks, partial(on_quiet, 0))]
+        return [self._own.follow(read, block_ids, blocks, partial(on_quiet, 0), [self._progress])]
 
     def _read(self, block_ids: Sequence[int], blocks: Sequence[int]) -> "Future[None]":
         def write(index: int, content: NDArray[np.uint8]) -> None:
             self._write_block(blocks[index], content)
 
-        return self._tiers.read([self._held[place] for place in block_ids], write)
+        reading = self._tiers.read([self._held[place] for place in block_ids], write)
+        self._progress.follow(reading)
+        return reading
 
     def spoiled(self, key: BlockKey) -> None:
         self._tiers.forget([key])

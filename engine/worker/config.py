@@ -124,7 +124,8 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
     would fall back to others, the worker does not start, or its loans fail. Default: whatever UCX finds best."""
     max_queued_loans: PositiveInt = 256
     peer_silence_s: PositiveFloat = 10.0
-    """A lender whose engine says nothing for so long is given up, and so is a borrower."""
+    """A lender whose engine says nothing for so long is given up, and so is a borrower. So is a loan, when for so long
+    nothing comes from where it is read, be it the lender, host memory or disk."""
     drain_s: NonNegativeFloat = 30.0
     """Told to stop, the worker lets its streams and loans finish for so long, and then hands its streams over to other
     workers, which may read its blocks for a while longer."""
