@@ -6,7 +6,7 @@ from hashlib import blake2b
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SCALE_BYTES = 2
 """Of a quantised vector's scale, a bfloat16."""
-KV_FORMAT = 1
+KV_FORMAT = 2
 """Raised with every change of how blocks are laid out, named (`keys.py`) or fingerprinted: what was made by one version
 is then neither moved to nor brought back by another."""
 
