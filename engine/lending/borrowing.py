@@ -318,7 +318,10 @@ class BorrowingDesk:
         if isinstance(loan.source, Lender):
             self._books.counts.num_mismatched += mismatched
         if failure and not cancelled:
-            account.loan_failure = failure
+            if isinstance(loan.source, Lender):
+                account.loan_failure = failure
+            else:
+                account.restore_failure = failure
             loan.source.spoiled(wanted.keys[loan.machine.bound_end])
         if isinstance(loan.source, Lender):
             account.times["loan_closed"] = self._books.clock()
