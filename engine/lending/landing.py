@@ -202,11 +202,6 @@ class OwnRank(Rank):
             self.drop(next(iter(self._peers)))
         return peers
 
-    def lanes(self, endpoint: bytes) -> tuple[str, ...]:
-        """What was read from there travelled over; empty before the first read."""
-        peers = self._peers.get(endpoint, [])
-        return tuple(dict.fromkeys(lane for _, peer, _ in peers for lane in peer.lanes))
-
     def land(self, endpoint: bytes, block_ids: Seq[int], blocks: Seq[int], flow: str, on_quiet: OnQuiet) -> Landing:
         peers: Peers = []
         failure: TransferError | None = None
@@ -248,6 +243,11 @@ class OwnRank(Rank):
 
     def _fingerprints_of(self, blocks: Seq[int]) -> tuple[bytes, ...]:
         return tuple(row.tobytes() for row in self._fingerprints(blocks))
+
+
+def lanes_of(peers: Peers) -> tuple[str, ...]:
+    """What was read from them travelled over, also when they have departed; empty before the first read."""
+    return tuple(dict.fromkeys(lane for _, peer, _ in peers for lane in peer.lanes))
 
 
 def failed_read(error: TransferError) -> "Future[None]":

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.keys import BlockKey
-from engine.lending.landing import AnyLanding, OwnRank, Progress, Rank
+from engine.lending.landing import AnyLanding, OwnRank, Peers, Progress, Rank, lanes_of
 from engine.messages import CloseLoan, FromEngine, OpenLoan, ReleaseLoan
 from engine.tiers.tiers import Tiers
 from engine.tiers.work import Held
@@ -66,6 +66,7 @@ class Lender(Source):
         self._block_bytes = block_bytes
         self._emit = emit
         self._endpoint = b""
+        self._peers: Peers = []
         self._unreleased: tuple[int, int] | None = None
         """First block and count of what has been read since the last ReleaseLoan."""
         self.may_compute = may_compute
@@ -79,13 +80,13 @@ class Lender(Source):
 
     def connect(self, endpoint: bytes) -> None:
         """The lender has started. Raises TransferError."""
-        self._own.connect(endpoint)
+        self._peers = self._own.connect(endpoint)
         self._endpoint = endpoint
 
     @property
     def lanes(self) -> tuple[str, ...]:
         """Of rank 0; the others' are of the same kind."""
-        return self._own.lanes(self._endpoint)
+        return lanes_of(self._peers)
 
     def land(self, block_ids: Sequence[int], blocks: Sequence[int], on_quiet: RankQuiet) -> list[AnyLanding]:
         assert self._endpoint

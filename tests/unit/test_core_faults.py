@@ -47,7 +47,7 @@ class Silence:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_blocks: int = 8) -> None:
         self.now = 100.0
         monkeypatch.setattr("kvtransfer.transport.MAX_POSTED_BYTES", LAYOUT.block_bytes)
-        network: dict[bytes, Pool] = {}
+        network = self._network = dict[bytes, Pool]()
         budget = StepBudget(64, 64)
         self.node = Node(network, "borrower", num_blocks, budget, read_silence_s=5.0, clock=lambda: self.now)
         self.node.tell(Lend("warm", tuple(range(100, 100 + num_blocks * WIDTH)), 0, "", True, 0))  # fills the pool
@@ -67,6 +67,9 @@ class Silence:
         self.node.tell(Generate(request_id, PROMPT, (), SamplingParams(2), "", 0, borrow=True))
         self.node.tell(LoanStarted(request_id, self._lender, 3, 0, 0.0))
         self.node.tell(LoanBlocks(request_id, 0, self._ready.block_ids, self._ready.fingerprints))
+
+    def lender_dies(self) -> None:
+        del self._network[self._lender]
 
     def look_at(self, now: float) -> None:
         """The loop turns at that time."""
@@ -137,6 +140,22 @@ def test_a_lender_that_turns_while_its_bytes_do_not_come_is_given_up_as_a_silent
     account = next(message.account for message in silence.node.said if isinstance(message, Token))
     assert account is not None
     assert (account.moved_blocks, account.loan_failure) == (3, "")
+
+
+def test_when_the_lender_has_gone_the_receipt_still_says_over_what_the_blocks_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.lending.borrowing.LANDING_BYTES", LAYOUT.block_bytes)
+    silence = Silence(monkeypatch)
+    silence.finish_the_read()
+    silence.transport.post("lender")
+    silence.lender_dies()
+    silence.finish_the_read()
+    while silence.node.core.step():
+        silence.node.check()
+    account = next(message.account for message in silence.node.said if isinstance(message, Token))
+    assert account is not None
+    assert (account.moved_blocks, account.lanes, account.loan_failure) == (1, ("slow/memory",), "the read failed")
 
 
 def test_a_cancel_leaves_one_window_behind_and_evicts_nothing_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
