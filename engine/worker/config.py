@@ -77,7 +77,7 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
     """Host memory for blocks that the pool evicts. They come back from there where that is quicker than computing."""
     kv_disk_dir: Path | None = None
     """A directory for blocks that leave host memory. They outlive the worker. Workers of one host may share it, also
-    of several models. What nobody has used for a week goes when some worker starts."""
+    of several models. What was left of another model a week ago goes when a worker starts."""
     kv_disk_mib: PositiveInt = 4096
     """Size of this worker's file in `kv_disk_dir`."""
     max_batch_tokens: PositiveInt = 2048
