@@ -230,6 +230,7 @@ REACHED = {
     "moved": 200,
     "reused": 200,
     "mismatched": 20,
+    "stuck": 3,
     "quarantined": 300,
     "lost blocks": 3,
     "preempted": 30,
