@@ -8,6 +8,7 @@ product. Steps are timed around `execute`: with what Python does before the GPU 
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,17 @@ from torch import Tensor
 
 from bench.models import LLAMA_8B, llama_8b
 from bench.report import Bar, conclude
+from engine.torch.cuda.quantised import gpu_linear
+from engine.torch.quantised import quantise_linears
 from engine.torch.runner import TorchRunner
+from engine.variant import Variant, Weights
 from engine.vocabulary import Chunk, SamplingParams, Sequence
 
 DECODES = ((1, 512), (8, 2048), (32, 2048), (16, 8192), (64, 4096))
 """(batch size, context)"""
+QUANTISED_DECODES = ((1, 2048), (64, 4096))
+QUANTISED_WEIGHTS: dict[Weights, float] = {"int8": 0.65, "int4": 0.5, "fp8": 0.65}
+"""And the most of the time as saved that a step of one stream may take."""
 PREFILLS = ((2048, 0), (8192, 0), (2048, 8192))
 """(tokens of the chunk, tokens before it)"""
 KV_BYTES = 36 << 30
@@ -119,6 +126,37 @@ def fill(pool: Tensor) -> None:
         block.normal_()
 
 
+def quantised_kv(bandwidth: float, figures: dict[str, Any]) -> list[Bar]:
+    """Decodes over fp8 blocks, by kernels of our own."""
+    variant = Variant(kv_dtype="fp8")
+    runner = TorchRunner(llama_8b("cuda"), "bfloat16", 16, kv_bytes=KV_BYTES, device="cuda", variant=variant)
+    bars = []
+    for batch, context in QUANTISED_DECODES:
+        seconds = decode(runner, batch, context)
+        figures["decode_ms"][f"{batch}x{context}, fp8 KV"] = 1e3 * seconds
+        share = decode_bytes(runner, batch, context) / bandwidth / seconds
+        bars.append(Bar(f"decode {batch} x {context}, fp8 KV: share of HBM roofline", share, 0.6, at_least=True))
+    return bars
+
+
+def quantised_weights(figures: dict[str, Any]) -> list[Bar]:
+    """Each kind of weights that is made at load, against the weights as saved: a decode and a prompt."""
+    bars = []
+    for kind, most in QUANTISED_WEIGHTS.items():
+        built = llama_8b("cuda")
+        quantise_linears(built.model, kind, partial(gpu_linear, device=torch.device("cuda")))
+        runner = TorchRunner(built, "bfloat16", 16, kv_bytes=KV_BYTES, device="cuda")
+        fill(runner.pool.owner)
+        for batch, context in DECODES[:3]:
+            figures["decode_ms"][f"{batch}x{context}, {kind}"] = 1e3 * decode(runner, batch, context)
+        figures["prefill_ms"][f"2048 after 0, {kind}"] = 1e3 * prefill(runner, 2048, 0)
+        alone = figures["decode_ms"][f"1x512, {kind}"] / figures["decode_ms"]["1x512"]
+        bars.append(Bar(f"decode 1 x 512, {kind} weights / as saved", alone, most))
+        del runner, built
+        torch.cuda.empty_cache()
+    return bars
+
+
 def main() -> None:
     console = Console()
     if not torch.cuda.is_available():
@@ -149,6 +187,11 @@ def main() -> None:
     if graphs:
         runner.paged.graphs = None
         figures["decode_ms"]["32x2048, no graphs"] = 1e3 * decode(runner, 32, 2048)
+    del runner
+    torch.cuda.empty_cache()
+    bars += quantised_kv(bandwidth, figures)
+    torch.cuda.empty_cache()
+    bars += quantised_weights(figures)
     console.print(figures)
     conclude("gpu", bars, figures, console)
 

@@ -26,6 +26,7 @@ from engine.core import CoreLimits, EngineCore
 from engine.messages import Generate as Ask
 from engine.messages import Rejected
 from engine.scheduler import StepBudget
+from engine.torch.backends import Backend
 from engine.torch.runner import TorchRunner
 from engine.variant import AS_SAVED, Variant
 from engine.vocabulary import Chunk, SamplingParams, Sequence
@@ -46,6 +47,7 @@ VARIANTS = {
     "int8 weights": Variant(weights="int8"),
     "int4 weights": Variant(weights="int4"),
     "int8 KV": Variant(kv_dtype="int8"),
+    "fp8 KV": Variant(kv_dtype="fp8"),
     "int8 weights, int8 KV": Variant(weights="int8", kv_dtype="int8"),
 }
 KINDS = ("auto", "int8", "int4")
@@ -113,7 +115,8 @@ def quality(console: Console) -> dict[str, dict[str, float]]:
     texts, figures = held_out(), dict[str, dict[str, float]]()
     expected: list[Tensor] = []
     for name, variant in VARIANTS.items():
-        runner = TorchRunner(STORYTELLER, "auto", 16, POOL_MIB << 20, variant=variant)
+        backend: Backend = "sdpa" if variant.kv_dtype == "fp8" else "auto"  # there are no CPU kernels for it
+        runner = TorchRunner(STORYTELLER, "auto", 16, POOL_MIB << 20, backend, variant=variant)
         loss, likeliest = 0.0, list[Tensor]()
         for text in texts:
             logits = logits_of(runner, text)

@@ -1,5 +1,6 @@
 """Python's collector of cycles, for processes that serve or simulate: what it looks at, and how often."""
 
+import atexit
 import gc
 
 ALLOCATED = 20_000
@@ -15,3 +16,4 @@ def spare_the_started() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(ALLOCATED, 20, 50)
+    atexit.register(gc.unfreeze)  # else bindings in C++ (Triton's, which torch loads where it is) call it leaked

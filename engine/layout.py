@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from typing import Literal
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SCALE_BYTES = 2
 """Of a quantised vector's scale, a bfloat16."""
+KvDtype = Literal["auto", "int8", "fp8"]
+"""What keys and values are kept in. auto: what they are computed in. fp8: float8_e4m3fn."""
 KV_FORMAT = 2
 """Raised with every change of how blocks are laid out, named (`keys.py`) or fingerprinted: what was made by one version
 is then neither moved to nor brought back by another."""
@@ -17,7 +20,7 @@ class KvLayout:
 
     The pool is [num_blocks, kv_heads, layers, 2, block_tokens, head_dim], so that a block is one contiguous
     span, and the part of any group of KV heads is one too. Where it is quantised, each [block_tokens, head_dim] is
-    int8, and its `block_tokens` scales follow it: a vector is its int8 values times its scale.
+    of one byte each, and its `block_tokens` scales follow it: a vector is its values times its scale.
     """
 
     layers: int
@@ -26,7 +29,12 @@ class KvLayout:
     block_tokens: int
     dtype: str
     """What keys and values are computed in."""
-    quantised: bool = False
+    kept: KvDtype = "auto"
+
+    @property
+    def quantised(self) -> bool:
+        """Each vector has a scale."""
+        return self.kept != "auto"
 
     @property
     def vector_bytes(self) -> int:
@@ -46,7 +54,7 @@ class KvLayout:
     def fingerprint(self, weights: bytes) -> bytes:
         """What two workers must share before blocks move between them: weights, layout and dtype. 32 bytes."""
         shape = f"{self.layers},{self.kv_heads},{self.head_dim},{self.block_tokens},{self.dtype}"
-        shape += ",int8" if self.quantised else ""
+        shape += f",{self.kept}" if self.quantised else ""
         shape += f",{KV_FORMAT}"
         return blake2b(shape.encode() + weights, digest_size=32).digest()
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Literal
 
 from engine.errors import EngineStartError
+from engine.layout import KvDtype
 
-Weights = Literal["auto", "int8", "int4"]
-KvDtype = Literal["auto", "int8"]
+Weights = Literal["auto", "int8", "int4", "fp8"]
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 """Of a LoRA adapter, as PEFT saves it."""
@@ -23,7 +23,7 @@ class Variant:
     weights: Weights = "auto"
     """Of linear layers; auto: as saved."""
     kv_dtype: KvDtype = "auto"
-    """What keys and values are kept in; auto: what they are computed in. A matter of the KV layout, not of weights."""
+    """A matter of the KV layout, not of weights."""
     lora: Path | None = None
     """Directory of an adapter that is merged into the weights first."""
 

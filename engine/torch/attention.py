@@ -2,7 +2,7 @@
 
 Every attention layer of a model calls a `PagedAttention` instead of its own kernel. It writes the new keys and values
 into the pool, and attends over the blocks of each sequence. Backends: `sdpa.py` (any device, the reference),
-`native/attention.py` (CPU), `cuda/attention.py` (NVIDIA GPUs).
+`native/attention.py` (CPU), `cuda/flashinfer_attention.py` and `cuda/triton_attention.py` (GPUs).
 """
 
 import itertools

@@ -21,7 +21,8 @@ from engine.torch.sdpa import SdpaPagedAttention
 
 log = logging.getLogger(__name__)
 
-Backend = Literal["auto", "native", "flashinfer", "sdpa"]
+Backend = Literal["auto", "native", "flashinfer", "triton", "sdpa"]
+ON_GPU = ("flashinfer", "triton")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,25 +39,30 @@ class Joined:
 
 
 def join(model: nn.Module, pool: Tensor, layout: KvLayout, backend: Backend, ranks: int = 1) -> Joined:
-    """auto: `native` on a CPU, `flashinfer` on a GPU, and `sdpa` with a warning where they cannot be had. Model and
-    layout are one of so many tensor-parallel ranks'.
+    """auto: `native` on a CPU, `flashinfer` or else `triton` on a GPU, and `sdpa` with a warning where they cannot be
+    had. Model and layout are one of so many tensor-parallel ranks'.
 
     Raises KernelsUnavailable when they were asked for by name, EngineStartError when they are another device's.
     """
     on_gpu = pool.is_cuda
-    if backend in ("native", "flashinfer") and on_gpu != (backend == "flashinfer"):
+    if backend not in ("auto", "sdpa") and on_gpu != (backend in ON_GPU):
         raise EngineStartError("backend", f"{backend} does not run on {pool.device.type}")
+    if layout.kept == "fp8" and not on_gpu and backend != "sdpa":
+        raise EngineStartError("kv_dtype", "fp8 has no CPU kernels: int8 has; backend: sdpa computes it, slowly")
     if backend == "sdpa":
         return _sdpa(pool, layout)
-    try:
-        heads = query_heads(model) // ranks
-        return _flashinfer(model, pool, layout, heads) if on_gpu else _native(model, pool, layout, heads)
-    except KernelsUnavailable as error:
-        if backend != "auto":
-            raise
-        kernels = "GPU" if on_gpu else "CPU"
-        log.warning("the %s kernels are not used, expect several times slower steps: %s", kernels, error)
-        return _sdpa(pool, layout)
+    heads = query_heads(model) // ranks
+    kernels = "GPU" if on_gpu else "CPU"
+    for name in (ON_GPU if on_gpu else ("native",)) if backend == "auto" else (backend,):
+        try:
+            return _JOINS[name](model, pool, layout, heads)
+        except KernelsUnavailable as error:
+            if backend != "auto":
+                raise
+            reason = error
+            log.info("%s is not used: %s", name, error)
+    log.warning("the %s kernels are not used, expect several times slower steps: %s", kernels, reason)
+    return _sdpa(pool, layout)
 
 
 def query_heads(model: nn.Module) -> int:
@@ -85,7 +91,7 @@ def _native(model: nn.Module, pool: Tensor, layout: KvLayout, heads: int) -> Joi
 
 
 def _flashinfer(model: nn.Module, pool: Tensor, layout: KvLayout, heads: int) -> Joined:
-    from engine.torch.cuda.attention import FlashInferPagedAttention
+    from engine.torch.cuda.flashinfer_attention import FlashInferPagedAttention
     from engine.torch.cuda.library import load_flashinfer, prefill_kernel
     from engine.torch.cuda.modules import fuse
 
@@ -93,3 +99,20 @@ def _flashinfer(model: nn.Module, pool: Tensor, layout: KvLayout, heads: int) ->
     attention = FlashInferPagedAttention(flashinfer, pool, layout, heads, prefill_kernel())
     fuse(model, flashinfer)
     return Joined("flashinfer", attention)
+
+
+def _triton(model: nn.Module, pool: Tensor, layout: KvLayout, heads: int) -> Joined:
+    from engine.torch.cuda.library import import_flashinfer
+    from engine.torch.cuda.modules import fuse
+    from engine.torch.cuda.triton_attention import TritonPagedAttention, load_kernels
+
+    processors = torch.cuda.get_device_properties(pool.device).multi_processor_count
+    attention = TritonPagedAttention(load_kernels(layout, pool.device), pool, layout, heads, processors)
+    try:
+        fuse(model, import_flashinfer())
+    except KernelsUnavailable as error:
+        log.warning("norms, MLPs and rotary embeddings are not fused: %s", error)
+    return Joined("triton", attention)
+
+
+_JOINS = {"native": _native, "flashinfer": _flashinfer, "triton": _triton}

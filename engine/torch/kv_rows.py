@@ -9,9 +9,11 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from engine.layout import KvLayout
+from engine.layout import KvDtype, KvLayout
 
-LARGEST = 127
+TYPES: dict[KvDtype, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""One byte each."""
+LARGEST: dict[KvDtype, int] = {"int8": 127, "fp8": 448}
 
 
 class KvRows(ABC):
@@ -43,34 +45,37 @@ class PlainRows(KvRows):
 
 
 class QuantisedRows(KvRows):
-    """Of a pool uint8 [num_blocks, kv_heads, layers, 2, block_tokens * vector_bytes]. The reference for the kernels,
-    which write the same to the bit."""
+    """Of a pool uint8 [num_blocks, kv_heads, layers, 2, block_tokens * vector_bytes]. The reference for the kernels of
+    CPUs and of GPUs, which write the same to the bit."""
 
     def __init__(self, pool: Tensor, layout: KvLayout) -> None:
         self._dtype: torch.dtype = getattr(torch, layout.dtype)
+        self._kept = layout.kept
         self._width = layout.block_tokens
         self._values_bytes = layout.block_tokens * layout.head_dim
         rows = pool.view(-1, layout.block_tokens * layout.vector_bytes)
-        values = rows.view(torch.int8)[:, : self._values_bytes]
-        self._values = values.view(len(rows), layout.block_tokens, layout.head_dim)
+        values = rows[:, : self._values_bytes]
+        self._values = values.view(len(rows), layout.block_tokens, layout.head_dim)  # torch moves no float8 by index
         self._scales = rows.view(torch.bfloat16)[:, self._values_bytes // 2 :]
 
     def write(self, slots: Tensor, vectors: Tensor) -> None:
-        values, scales = quantise_vectors(vectors)
+        values, scales = quantise_vectors(vectors, self._kept)
         rows, offsets = slots // self._width, slots % self._width
-        self._values[rows, offsets] = values
+        self._values[rows, offsets] = values.view(torch.uint8)
         self._scales[rows, offsets] = scales
 
     def read(self, rows: Tensor) -> Tensor:
-        made: Tensor = self._values[rows].float() * self._scales[rows].float()[..., None]
+        values = self._values[rows].view(TYPES[self._kept])
+        made: Tensor = values.float() * self._scales[rows].float()[..., None]
         return made.to(self._dtype).flatten(1)
 
 
-def quantise_vectors(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """[n, head_dim] to int8 [n, head_dim] and bfloat16 scales [n]: each vector by itself, so that what is kept of a
-    token does not depend on any other. A scale is rounded up, or the largest value would be clipped."""
+def quantise_vectors(vectors: Tensor, kept: KvDtype) -> tuple[Tensor, Tensor]:
+    """[n, head_dim] to values [n, head_dim] of TYPES[kept] and bfloat16 scales [n]: each vector by itself, so that what
+    is kept of a token does not depend on any other. A scale is rounded up, or the largest value would be clipped."""
     wide = vectors.float()
-    exact = wide.abs().amax(-1) / LARGEST
+    exact = wide.abs().amax(-1) / LARGEST[kept]
     scales = ((exact.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
-    values = (wide / torch.where(scales > 0, scales, 1.0)[:, None]).round_().to(torch.int8)
+    multiples = wide / torch.where(scales > 0, scales, 1.0)[:, None]
+    values = (multiples.round_() if kept == "int8" else multiples).to(TYPES[kept])
     return values, scales.bfloat16()

@@ -1,6 +1,8 @@
 """Loads a model of transformers for paged serving, or refuses it with the reason."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,14 +11,15 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging as transformers_logging
 
 from engine.errors import EngineStartError, ModelRefused
-from engine.layout import DTYPE_BYTES, KvLayout
+from engine.layout import DTYPE_BYTES, KvDtype, KvLayout
 from engine.model_dir import ModelDir
 from engine.torch.lora import merge_lora
+from engine.torch.packed import PackedScheme, load_packed, packed_scheme
 from engine.torch.probe import Call, layers_of
 from engine.torch.quantised import quantise_linears
 from engine.torch.ranks import RankGroup
 from engine.torch.sharding import load_shard
-from engine.variant import AS_SAVED, KvDtype, Variant
+from engine.variant import AS_SAVED, Variant, Weights
 from kvtransfer.fingerprint import WORD_BYTES
 
 SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -35,48 +38,75 @@ def load_model(
 ) -> torch.nn.Module:
     """The model in evaluation mode, in `dtype` ("auto": as saved), on a device; with a `group`, this rank's shard of
     it, whose `variant` is AS_SAVED. Raises ModelRefused, or EngineStartError for what cannot be made of it."""
-    if variant.weights != "auto" and device.type != "cpu":
-        raise EngineStartError("weights", f"{variant.weights} is computed on the CPU only, not on {device.type}")
+    _refuse_by_device(variant, device)
     config = _read_config(model_dir)
     _refuse_by_config(config)
-    _refuse_by_quantisation(config, variant)
+    scheme = _refuse_by_quantisation(config, variant)
     wanted = "auto" if dtype == "auto" else getattr(torch, dtype)
     try:
         if group is not None:
             assert variant == AS_SAVED
             return load_shard(model_dir.path, config, wanted, group).to(device)
         model: torch.nn.Module
-        model, told = AutoModelForCausalLM.from_pretrained(
-            model_dir.path, dtype=wanted, local_files_only=True, trust_remote_code=False, output_loading_info=True
-        )
+        if scheme is not None:
+            model, told = load_packed(model_dir.path, config, wanted, scheme, device)
+        else:
+            model, told = AutoModelForCausalLM.from_pretrained(
+                model_dir.path, dtype=wanted, local_files_only=True, trust_remote_code=False, output_loading_info=True
+            )
+    except torch.cuda.OutOfMemoryError as error:
+        raise _no_room(error) from error
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise ModelRefused(f"transformers cannot load it: {error}") from error
     if missing := sorted(told["missing_keys"]):
         raise ModelRefused(f"its files lack {len(missing)} of its weights, {missing[0]} among them")
     if variant.lora is not None:
         merge_lora(model, variant.lora)
-    quantise_linears(model, variant.weights)
     try:
+        quantise_linears(model, variant.weights, *_makers(device))
         return model.eval().to(device)
     except torch.cuda.OutOfMemoryError as error:
-        raise EngineStartError("model", f"the GPU has no room for its weights: {error}") from error
+        raise _no_room(error) from error
+
+
+def _makers(device: torch.device) -> list[Callable[[torch.nn.Linear, Weights], torch.nn.Module]]:
+    """Of quantised layers: on a GPU they are made there one by one, so that only what they become must fit."""
+    if device.type != "cuda":
+        return []
+    from engine.torch.cuda.quantised import gpu_linear
+
+    return [partial(gpu_linear, device=device)]
+
+
+def _no_room(error: torch.cuda.OutOfMemoryError) -> EngineStartError:
+    return EngineStartError("model", f"the GPU has no room for its weights: {error}")
+
+
+def _refuse_by_device(variant: Variant, device: torch.device) -> None:
+    """Raises EngineStartError for weights that are not computed with there."""
+    if variant.weights == "auto":
+        return
+    if device.type == "cuda":
+        from engine.torch.cuda.quantised import check_gpu
+
+        check_gpu(variant.weights, device)
+    elif variant.weights == "fp8":
+        raise EngineStartError("weights", f"fp8 is for GPUs, not for the {device.type.upper()}: int8 is for that")
 
 
 def kv_layout(model: torch.nn.Module, block_tokens: int, kv_dtype: KvDtype = "auto") -> KvLayout:
     """The shape of this model's KV. Raises ModelRefused, also for what paged attention cannot honour, and
     EngineStartError where its KV cannot be kept in `kv_dtype`."""
     layout = _layout_of(model, layers_of(model), block_tokens)
-    return layout if kv_dtype == "auto" else _quantised(layout, next(model.parameters()).device)
+    return layout if kv_dtype == "auto" else _quantised(layout, kv_dtype)
 
 
-def _quantised(layout: KvLayout, device: torch.device) -> KvLayout:
-    if device.type != "cpu":
-        raise EngineStartError("kv_dtype", f"int8 is for engines on the CPU only, not on {device.type}")
-    quantised = replace(layout, quantised=True)
+def _quantised(layout: KvLayout, kv_dtype: KvDtype) -> KvLayout:
+    quantised = replace(layout, kept=kv_dtype)
     if layout.head_dim % 2 or quantised.head_bytes % WORD_BYTES:
         shape = f"{layout.layers} layers of {layout.block_tokens} tokens x {layout.head_dim}"
         raise EngineStartError(
-            "kv_dtype", f"int8 blocks of {shape} are no multiple of {WORD_BYTES} bytes; larger ones are"
+            "kv_dtype", f"{kv_dtype} blocks of {shape} are no multiple of {WORD_BYTES} bytes; larger ones are"
         )
     return quantised
 
@@ -117,11 +147,12 @@ def _refuse_by_config(config: Any) -> None:
         raise ModelRefused(f"{names} uses {strange_rope.pop()} RoPE, whose result depends on the rest of the batch")
 
 
-def _refuse_by_quantisation(config: Any, variant: Variant) -> None:
-    """transformers ignores a method that it does not know, and computes with what it finds."""
+def _refuse_by_quantisation(config: Any, variant: Variant) -> PackedScheme | None:
+    """How its layers are packed, where this project unpacks them itself. transformers ignores a method that it does not
+    know, and computes with what it finds."""
     saved = getattr(config, "quantization_config", None)
     if saved is None:
-        return
+        return None
     settings = saved if isinstance(saved, dict) else saved.to_dict()
     method = settings.get("quant_method", "a method that config.json does not name")
     if variant.weights != "auto":
@@ -130,6 +161,7 @@ def _refuse_by_quantisation(config: Any, variant: Variant) -> None:
         raise EngineStartError("lora", f"the model was saved quantised, by {method}: nothing can be merged into it")
     if "quant_method" not in settings or not AutoHfQuantizer.supports_quant_method(settings):
         raise ModelRefused(f"it was quantised by {method}, which transformers does not know")
+    return packed_scheme(settings)
 
 
 def _layout_of(model: torch.nn.Module, calls: list[Call], block_tokens: int) -> KvLayout:

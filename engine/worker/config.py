@@ -11,9 +11,10 @@ from cluster.config import Config
 from cluster.roles import Role
 from cluster.settings import DiscoverySettings, HealthSettings, LogSettings, MetricsSettings
 from engine.errors import EngineStartError
+from engine.layout import KvDtype
 from engine.sim.timing import StepTiming
 from engine.speculation.speculator import MAX_GUESSES, NGRAM
-from engine.variant import KvDtype, Variant, Weights
+from engine.variant import Variant, Weights
 from engine.worker.cores import num_available
 from kvtransfer.ranks import MAX_RANKS
 
@@ -52,24 +53,27 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and KV; auto: as the model was saved."""
     weights: Weights = "auto"
-    """Of linear layers, the output layer among them. int8: quantised while loading, on a CPU, for half the memory and
-    nearly half the time of a decode step. int4: less time still, but prompts take a quarter more than
-    as saved, and some quality is lost. auto: as the model was saved. Workers exchange KV only with others whose weights
-    are the same."""
+    """Of linear layers, the output layer among them. int8: quantised while loading, for half the memory and, on a CPU,
+    nearly half the time of a decode step. int4: less of both, but prompts take a quarter more on a CPU than as saved,
+    and some quality is lost. fp8: float8 weights and activations, on GPUs since Ada and Hopper (compute capability
+    8.9), for half the memory and faster prompts. auto: as the model was saved, also if that is quantised, by GPTQ, AWQ
+    or in float8. Workers exchange KV only with others whose weights are the same."""
     lora: Path | None = None
     """Directory of a LoRA adapter as PEFT saves it (adapter_config.json, adapter_model.safetensors). It is merged into
     the weights while loading, before they are quantised. Routers do not see it: all workers of a model have the same
     adapter, or the model with another one is a directory of its own."""
     kv_dtype: KvDtype = "auto"
-    """What keys and values are kept, lent and moved in. int8: quantised one by one, on a CPU, so that nearly twice as
-    many fit into `kv_memory_mib`. auto: as they are computed. Workers exchange KV only with others of the same."""
+    """What keys and values are kept, lent and moved in. int8 (any device) and fp8 (GPUs): quantised one by one, each
+    with a scale of its own, so that nearly twice as many fit into `kv_memory_mib`. auto: as they are computed. Workers
+    exchange KV only with others of the same."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the torch engine computes and keeps KV. cuda: the first GPU the process sees. auto: that where there is
     one, else the CPU."""
-    backend: Literal["auto", "native", "flashinfer", "sdpa"] = "auto"
+    backend: Literal["auto", "native", "flashinfer", "triton", "sdpa"] = "auto"
     """What the torch engine computes with. native: kernels compiled once for this machine's CPU; flashinfer: on NVIDIA
-    GPUs; sdpa: torch's own on either, several times slower. auto: native or flashinfer, where a C++ compiler or
-    flashinfer is found and knows the dtype, else sdpa with a warning."""
+    GPUs; triton: on GPUs too, and quantised KV; sdpa: torch's own on either, several times slower. auto: native, where
+    a C++ compiler is found; on a GPU flashinfer, or triton where KV is quantised or flashinfer cannot be had; sdpa with
+    a warning where these do not know the dtype."""
     block_tokens: int = Field(default=16, ge=1, le=1024)
     kv_memory_mib: PositiveInt = 256
     """Size of the KV pool."""

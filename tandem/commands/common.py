@@ -11,11 +11,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from cluster.errors import StartError
+from cluster.errors import StartError, Unavailable
 
 console = Console(highlight=False)
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+NOBODY_THERE = "failed to connect to all addresses"
+"""How gRPC begins to say so."""
 
 
 def _ascii(param: typer.CallbackParam, value: str) -> str:
@@ -106,7 +108,16 @@ def asking(command: Callable[..., None]) -> Callable[..., None]:
         from tandem.client import Target
 
         visitor = Visitor(tls_ca, tls_cert, tls_key) if tls or tls_ca or tls_cert or tls_key else None
-        command(Target(address, api_key, visitor), **rest)
+        try:
+            command(Target(address, api_key, visitor), **rest)
+        except Unavailable as error:
+            if not str(error).startswith(NOBODY_THERE):
+                raise
+            why = str(error).rpartition(": ")[2]
+            raise Unavailable(
+                f"no router answers at {address}: {why}. `tandem demo` or `tandem up` starts one here; --address or "
+                "TANDEM_ADDRESS names another"
+            ) from error
 
     own = list(inspect.signature(command).parameters.values())[1:]
     both = [*own, *inspect.signature(_access).parameters.values()]

@@ -9,10 +9,14 @@ import torch
 from torch import Tensor
 
 from engine.core import CoreLimits, EngineCore
+from engine.layout import KvDtype
 from engine.messages import FromEngine, Generate, Token
 from engine.scheduler import StepBudget
+from engine.torch.backends import Backend
+from engine.torch.device import Device
 from engine.torch.runner import TorchRunner
 from engine.torch.sampler import sample
+from engine.variant import Variant
 from engine.vocabulary import Chunk, SamplingParams, Sequence
 from kvtransfer.fingerprint import fingerprint_blocks
 from kvtransfer.local import LocalNetwork, LocalTransport
@@ -61,14 +65,16 @@ def logits_of(runner: TorchRunner) -> Tensor:
     return runner.logits(last(some)).double().cpu()
 
 
-def runner_of(path: Path, dtype: str, backend: str, device: str = "cuda") -> TorchRunner:
-    return TorchRunner(path, dtype, block_tokens=16, kv_bytes=KV_BYTES, backend=backend, device=device)  # type: ignore[arg-type]
+def runner_of(path: Path, dtype: str, backend: Backend, device: Device = "cuda", kept: KvDtype = "auto") -> TorchRunner:
+    variant = Variant(kv_dtype=kept)
+    return TorchRunner(path, dtype, 16, kv_bytes=KV_BYTES, backend=backend, device=device, variant=variant)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sdpa_on_the_gpu_equals_sdpa_on_the_cpu(wide_model: Models, family: str) -> None:
     path = wide_model(family)
-    on_cpu, on_gpu = (logits_of(runner_of(path, "float32", "sdpa", device)) for device in ("cpu", "cuda"))
+    devices: tuple[Device, ...] = ("cpu", "cuda")
+    on_cpu, on_gpu = (logits_of(runner_of(path, "float32", "sdpa", device)) for device in devices)
     assert torch.allclose(on_gpu, on_cpu, atol=1e-3 * float(on_cpu.abs().max()))
 
 
@@ -79,6 +85,41 @@ def test_flashinfer_is_as_near_to_float32_as_sdpa(wide_model: Models, family: st
     noise = (logits_of(runner_of(path, "bfloat16", "sdpa")) - truth).abs().mean()
     assert 0 < noise < truth.abs().mean()
     assert (logits_of(runner_of(path, "bfloat16", "flashinfer")) - truth).abs().mean() <= 1.3 * noise
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_triton_is_as_near_to_float32_as_sdpa(wide_model: Models, family: str) -> None:
+    path = wide_model(family, "bfloat16")
+    truth = logits_of(runner_of(path, "float32", "sdpa"))
+    noise = (logits_of(runner_of(path, "bfloat16", "sdpa")) - truth).abs().mean()
+    assert (logits_of(runner_of(path, "bfloat16", "triton")) - truth).abs().mean() <= 1.3 * noise
+
+
+@pytest.mark.parametrize("kept", ["int8", "fp8"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_quantised_blocks_are_written_and_read_as_by_the_reference(
+    wide_model: Models, family: str, kept: KvDtype
+) -> None:
+    """Of the first layer, whose input is the same, to the bit."""
+    runners = [
+        runner_of(wide_model(family, "bfloat16"), "bfloat16", backend, kept=kept) for backend in ("sdpa", "triton")
+    ]
+    logits = [logits_of(runner) for runner in runners]
+    layout = runners[0].layout
+    heads = [
+        runner._blocks.view(-1, layout.kv_heads, layout.layers, layout.head_bytes // layout.layers)
+        for runner in runners
+    ]
+    written = {block for sequence in sequences(16) for block in sequence.blocks}
+    same = (heads[0] == heads[1])[sorted(written), :, 0].float().mean()
+    assert same >= 0.99, "fused norms and rotations round a few otherwise"
+    assert torch.allclose(*logits, atol=0.05 * float(logits[0].abs().max()))
+    graphs = runners[1].paged.graphs
+    assert graphs is not None
+    some = sequences(16)
+    graphed = runners[1].logits(last(some)).float().cpu()
+    runners[1].paged.graphs = None
+    assert torch.allclose(runners[1].logits(last(some)).float().cpu(), graphed, atol=0.02 * float(graphed.abs().max()))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])

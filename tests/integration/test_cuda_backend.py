@@ -14,7 +14,7 @@ from engine.layout import KvLayout
 from engine.model_dir import ModelDir
 from engine.torch.attention import use_attention
 from engine.torch.block_bytes import BlockBytes
-from engine.torch.cuda.attention import FlashInferPagedAttention
+from engine.torch.cuda.flashinfer_attention import FlashInferPagedAttention
 from engine.torch.cuda.graphs import Captured, DecodeGraphs
 from engine.torch.cuda.library import load_flashinfer
 from engine.torch.cuda.modules import FusedRotary, fuse

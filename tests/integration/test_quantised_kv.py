@@ -1,4 +1,4 @@
-"""KV kept as int8: the kernels against the reference, and what is said whoever computed it, where and how."""
+"""KV kept in a byte a number: kernels against the reference, and what is said whoever computed it, where and how."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.errors import EngineStartError
-from engine.layout import KvLayout
+from engine.layout import KvDtype, KvLayout
 from engine.scheduler import StepBudget
+from engine.torch.backends import Backend
 from engine.torch.device import allocate
-from engine.torch.kv_rows import QuantisedRows, quantise_vectors
+from engine.torch.kv_rows import LARGEST, QuantisedRows, quantise_vectors
 from engine.torch.native.attention import NativePagedAttention
 from engine.torch.native.kernels import Kernels
 from engine.torch.runner import TorchRunner
@@ -29,6 +30,7 @@ from tandem.client import Client
 
 KV = Variant(kv_dtype="int8")
 BOTH = Variant(weights="int8", kv_dtype="int8")
+FP8 = Variant(kv_dtype="fp8")
 CPU = torch.device("cpu")
 TYPES = [torch.float32, torch.bfloat16]
 
@@ -40,17 +42,24 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 # ------------------------------------------------------------------------------------------------ one vector at a time
 
 
-@given(st.integers(0, 1000), st.floats(1e-6, 1e6), st.sampled_from(TYPES))
-def test_a_vector_is_its_nearest_multiples_of_a_scale_of_its_own(seed: int, size: float, dtype: torch.dtype) -> None:
+@given(st.integers(0, 1000), st.floats(1e-6, 1e6), st.sampled_from(TYPES), st.sampled_from(["int8", "fp8"]))
+def test_a_vector_is_its_nearest_multiples_of_a_scale_of_its_own(
+    seed: int, size: float, dtype: torch.dtype, kept: KvDtype
+) -> None:
     vectors = (randn(4, 24, seed=seed) * size).to(dtype)
     vectors[2] = 0
-    values, scales = quantise_vectors(vectors)
+    values, scales = quantise_vectors(vectors, kept)
+    largest = values.float().abs().amax(-1)
     made = values.float() * scales.float()[:, None]
-    assert (made - vectors.float()).abs().le(scales.float()[:, None] * 0.5001).all()
-    assert values.abs().max() <= 127
-    assert values[0].abs().max() >= 126, "a scale is rounded up by less than 1 %"
+    step = scales.float()[:, None]
+    if kept == "fp8":  # 3 bits of mantissa, and 2**-9 where that is less than the least normal number
+        step = torch.maximum(vectors.float().abs() / 8, step / 512)
+    assert (made - vectors.float()).abs().le(step * 0.5001).all()
+    assert largest.max() <= LARGEST[kept]
+    assert largest[0] >= {"int8": 126, "fp8": 416}[kept], "a scale is rounded up by less than 1 %"
     assert made[2].eq(0).all()
-    assert torch.equal(quantise_vectors(vectors[1:2])[0], values[1:2]), "whatever the others are"
+    alone, _ = quantise_vectors(vectors[1:2], kept)
+    assert torch.equal(alone.view(torch.uint8), values[1:2].view(torch.uint8)), "whatever the others are"
 
 
 SHAPES = [
@@ -82,7 +91,7 @@ def spread(layout: KvLayout) -> tuple[list[Chunk], int]:
 def test_attention_equals_the_reference(
     dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, block_tokens: int, window: int | None, softcap: float
 ) -> None:
-    layout = KvLayout(2, kv_heads, head_dim, block_tokens, str(dtype).removeprefix("torch."), quantised=True)
+    layout = KvLayout(2, kv_heads, head_dim, block_tokens, str(dtype).removeprefix("torch."), "int8")
     chunks, num_blocks = spread(layout)
     total = sum(count for _, count in CHUNKS)
     query = randn(1, heads, total, head_dim, dtype=dtype)
@@ -104,7 +113,7 @@ def test_attention_equals_the_reference(
 @pytest.mark.parametrize("native", [False, True])
 def test_unread_memory_does_not_matter(native: bool) -> None:
     """What lies in a block after the sequence's end may be anything, scales too."""
-    layout = KvLayout(1, 1, 64, 16, "float32", quantised=True)
+    layout = KvLayout(1, 1, 64, 16, "float32", "int8")
     sequence = Sequence("a", [0] * 5, 5, b"", SamplingParams(1), 0, 0, blocks=[0])
     results = []
     for filling in (0, 0xFF) if native else (0, 0x11):  # torch reads whole rows, and masks: NaN would spread
@@ -152,13 +161,15 @@ def test_logits_and_blocks_are_the_same_to_the_bit_for_every_chunk(saved: Path, 
 
 
 def test_it_is_close_to_kv_as_it_was_computed_and_half_as_large(saved: Path) -> None:
-    plain, quantised = (runner_of(saved, "bfloat16", variant=variant) for variant in (AS_SAVED, KV))
-    (expected, _), (got, _) = computed(plain, 30, 0), computed(quantised, 30, 0)
-    assert not torch.equal(got, expected)
-    assert (got - expected).float().norm() <= 0.05 * expected.float().norm()
-    assert quantised.layout.block_bytes == plain.layout.block_bytes * (16 + 2) // 32
-    one, other = (r.layout.fingerprint(r.info.weights_fingerprint) for r in (plain, quantised))
-    assert one != other, "they exchange no blocks"
+    runners = [runner_of(saved, "bfloat16", variant=variant, backend="sdpa") for variant in (AS_SAVED, KV, FP8)]
+    plain, *quantised = runners
+    expected, _ = computed(plain, 30, 0)
+    for runner, near in zip(quantised, (0.05, 0.1), strict=True):
+        got, _ = computed(runner, 30, 0)
+        assert not torch.equal(got, expected)
+        assert (got - expected).float().norm() <= near * expected.float().norm()
+        assert runner.layout.block_bytes == plain.layout.block_bytes * (16 + 2) // 32
+    assert len({r.layout.fingerprint(r.info.weights_fingerprint) for r in runners}) == 3, "they exchange no blocks"
 
 
 # -------------------------------------------------------------------------------- whatever else happens to a request
@@ -192,11 +203,15 @@ def test_speculation_preemption_prefix_hits_and_replay_change_no_token(saved: Pa
         assert all_ids(TorchEngine(large).ask(*requests(PROMPTS, sampling, emitted))) == rest, "replay after a failover"
 
 
-async def test_lent_over_a_real_transport(saved: Path, cluster_of: Any, ask: Any) -> None:
-    """Blocks of int8, with their scales, from a prefill worker; and from host memory, when they were evicted."""
-    settings = {"weights": "int8", "kv_dtype": "int8", "kv_memory_mib": 1, "kv_host_memory_mib": 8}
+@pytest.mark.parametrize(("variant", "backend"), [(BOTH, "auto"), (FP8, "sdpa")])
+async def test_lent_over_a_real_transport(
+    saved: Path, cluster_of: Any, ask: Any, variant: Variant, backend: Backend
+) -> None:
+    """Quantised blocks, with their scales, from a prefill worker; and from host memory, when they were evicted."""
+    kinds = {"weights": variant.weights, "kv_dtype": variant.kv_dtype, "backend": backend}
+    settings = kinds | {"kv_memory_mib": 1, "kv_host_memory_mib": 8}
     prompts = [random_prompts(400, seed=number)[0] for number in range(6)]
-    local = TorchEngine(runner_of(saved, "bfloat16", variant=BOTH))
+    local = TorchEngine(runner_of(saved, "bfloat16", variant=variant, backend=backend))
     sampling = SamplingParams(8, temperature=0, ignore_eos=True)
     expected = [ids(local.ask(request("r", prompt, sampling))["r", 0]) for prompt in prompts]
     async with cluster_of(saved, **settings) as cluster, Client(cluster.address) as client:
@@ -216,3 +231,9 @@ def test_blocks_that_could_not_be_fingerprinted(tiny_model: Path) -> None:
         EngineStartError, match="kv_dtype: int8 blocks of 3 layers of 1 tokens x 16 are no multiple of 8"
     ):
         TorchRunner(tiny_model, "float32", block_tokens=1, kv_bytes=1 << 20, variant=KV)
+
+
+@pytest.mark.parametrize("backend", ["auto", "native"])
+def test_fp8_has_no_kernels_on_a_cpu(saved: Path, backend: Backend) -> None:
+    with pytest.raises(EngineStartError, match="kv_dtype: fp8 has no CPU kernels: int8 has"):
+        runner_of(saved, "bfloat16", variant=FP8, backend=backend)

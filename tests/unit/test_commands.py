@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.errors import Unavailable
 from tandem import cli
 
 
@@ -39,3 +40,15 @@ def test_a_file_that_cannot_be_written(
     assert said == f"error: {option}: cannot write {missing}: there is no directory {missing.parent}\n"
     said = _said([*command.split(), str(tmp_path)], monkeypatch, capsys)
     assert said == f"error: {option}: cannot write {tmp_path}: it is a directory\n"
+
+
+def test_where_no_router_is_it_says_how_to_start_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def ask(*rest: object) -> None:
+        last = "UNKNOWN: ipv4:127.0.0.1:1: Failed to connect to remote host: Connection refused"
+        raise Unavailable(f"failed to connect to all addresses; last error: {last}")
+
+    monkeypatch.setattr("tandem.explained.show_decisions", ask)
+    said = _said(["explain", "--request", "r", "--address", "127.0.0.1:1"], monkeypatch, capsys)
+    assert said.startswith("error: no router answers at 127.0.0.1:1: Connection refused. `tandem demo` or `tandem up` ")

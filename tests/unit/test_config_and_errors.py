@@ -74,6 +74,7 @@ def test_speculation_is_of_decode_workers_of_the_torch_engine() -> None:
         ({"kv_disk_dir": "d", "kv_host_memory_mib": 1}, "decode", "kv_host_memory_mib, kv_disk_dir"),
         ({"speculation": "models/small"}, "decode", "a draft model in speculation"),
         ({"weights": "int8"}, "decode", "weights: int8"),
+        ({"weights": "fp8"}, "prefill", "weights: fp8"),
         ({"kv_dtype": "int8"}, "prefill", "kv_dtype: int8"),
         ({"lora": "adapter"}, "decode", "lora"),
     ],

@@ -1,6 +1,8 @@
 """What a process that serves leaves out of its collections."""
 
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 
@@ -35,3 +37,16 @@ def test_what_is_there_is_looked_at_no_more_and_what_comes_later_is() -> None:
     made = [[] for _ in range(ALLOCATED + 1)]
     assert later() is None
     assert len(made) > ALLOCATED
+
+
+def test_all_of_it_is_freed_at_the_end() -> None:
+    """Of a process: what has a finaliser in another language says otherwise that it leaks."""
+    code = (
+        "import os; from cluster.garbage import spare_the_started\n"
+        "class Knot:\n"
+        "    def __init__(self): self.itself = self\n"
+        "    def __del__(self, write=os.write): write(1, b'freed')\n"
+        "knot = Knot(); spare_the_started(); del knot"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "freed"

@@ -1,12 +1,12 @@
 """What is made of saved weights has a name of its own."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from engine.errors import EngineStartError
-from engine.variant import AS_SAVED, Variant
+from engine.variant import AS_SAVED, Variant, Weights
 from engine.worker.config import WorkerConfig
 
 SAVED, OTHER = bytes(32), bytes([1]) * 32
@@ -17,13 +17,19 @@ def test_weights_as_saved_keep_their_fingerprint() -> None:
 
 
 def test_other_numbers_have_another() -> None:
-    made = [Variant(weights=kind).fingerprint(saved) for kind in ("auto", "int8", "int4") for saved in (SAVED, OTHER)]
-    assert len(set(made)) == 6
+    kinds: tuple[Weights, ...] = get_args(Weights)
+    made = [Variant(weights=kind).fingerprint(saved) for kind in kinds for saved in (SAVED, OTHER)]
+    assert len(set(made)) == 2 * len(kinds)
     assert {len(each) for each in made} == {32}
     assert Variant(weights="int8").fingerprint(SAVED) == Variant(weights="int8").fingerprint(SAVED)
 
 
-SETTINGS: list[dict[str, Any]] = [{"weights": "int8"}, {"kv_dtype": "int8"}, {"lora": Path("/adapter")}]
+SETTINGS: list[dict[str, Any]] = [
+    {"weights": "int8"},
+    {"weights": "fp8"},
+    {"kv_dtype": "int8"},
+    {"lora": Path("/adapter")},
+]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.layout import KvLayout
 from engine.runner import ModelInfo
 from engine.torch.attention import PagedAttention
-from engine.torch.cuda.attention import POSITIONS, TOKENS, FlashInferPagedAttention, Step
+from engine.torch.cuda.step import POSITIONS, TOKENS, GpuAttention, Step
 from engine.torch.cuda.tables import Sections, StepTables, host_buffer
 from engine.torch.device import KvMemory
 from engine.vocabulary import Chunk
@@ -85,7 +85,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        attention: FlashInferPagedAttention,
+        attention: GpuAttention,
         layout: KvLayout,
         forward: Forward,
         capture: Capture,
@@ -145,7 +145,7 @@ def decode_graphs(
     attention: PagedAttention, layout: KvLayout, forward: Forward, memory: KvMemory, info: ModelInfo
 ) -> DecodeGraphs | None:
     """None where there are none: another backend, or a model that looks at its own results while it computes."""
-    if not isinstance(attention, FlashInferPagedAttention):
+    if not isinstance(attention, GpuAttention):
         return None
     max_blocks = min(layout.blocks_for(info.max_context_tokens), memory.pool.num_blocks)
     try:

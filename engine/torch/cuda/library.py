@@ -18,6 +18,13 @@ def load_flashinfer(layout: KvLayout) -> Any:
         raise KernelsUnavailable(f"flashinfer computes in {' and '.join(DTYPES)}, not {layout.dtype}")
     if layout.head_dim not in HEAD_DIMS:
         raise KernelsUnavailable(f"flashinfer's heads are of {HEAD_DIMS} elements, not {layout.head_dim}")
+    if layout.quantised:
+        raise KernelsUnavailable("flashinfer reads no KV whose scales lie in its blocks")
+    return import_flashinfer()
+
+
+def import_flashinfer() -> Any:
+    """Raises KernelsUnavailable."""
     # Its norms else come from a second compiler (CuTe DSL), which takes seconds for each shape.
     os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
     try:

@@ -8,13 +8,14 @@ same on random input, and what is not recognised stays as transformers made it.
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+
+from engine.torch.cuda.quantised import Float8Linear, WeightOnlyLinear
 
 log = logging.getLogger(__name__)
 
@@ -45,31 +46,30 @@ class FusedGatedMlp(nn.Module):
 
     def __init__(self, flashinfer: Any, mlp: nn.Module) -> None:
         super().__init__()
-        gate, up, down = (_linear(mlp, name) for name in ("gate_proj", "up_proj", "down_proj"))
-        self._flashinfer = flashinfer
-        self._gate_up = torch.cat([gate.weight.data, up.weight.data])
-        self._down = down.weight.data
+        gate, up, self._down = (getattr(mlp, name) for name in ("gate_proj", "up_proj", "down_proj"))
+        joined = join_layers([gate, up])
+        assert joined is not None
+        self._flashinfer, self._gate_up = flashinfer, joined
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(self._flashinfer.silu_and_mul(linear(x, self._gate_up)), self._down)
+        out: Tensor = self._down(self._flashinfer.silu_and_mul(self._gate_up(x)))
+        return out
 
 
 class SharedProduct:
     """Several linear layers of one input as one product. It is computed for the first of them and given up with the
     last: they are called in order, with the same tensor."""
 
-    def __init__(self, layers: list[nn.Linear]) -> None:
-        self.weight = torch.cat([layer.weight.data for layer in layers])
-        biases = [layer.bias for layer in layers]
-        self.bias = torch.cat([bias.data for bias in biases]) if biases[0] is not None else None
-        self._sizes = [layer.out_features for layer in layers]
+    def __init__(self, joined: nn.Module, sizes: list[int]) -> None:
+        self.joined = joined
+        self._sizes = sizes
         self._input: Tensor | None = None
         self._outputs: tuple[Tensor, ...] = ()
 
     def part(self, x: Tensor, number: int) -> Tensor:
         """The output of layer `number`, a view with the rows of the whole product."""
         if x is not self._input:
-            self._input, self._outputs = x, torch.split(linear(x, self.weight, self.bias), self._sizes, dim=-1)
+            self._input, self._outputs = x, torch.split(self.joined(x), self._sizes, dim=-1)
         output = self._outputs[number]
         if number == len(self._sizes) - 1:
             self._input, self._outputs = None, ()
@@ -165,13 +165,15 @@ def _is_gated_mlp(module: nn.Module) -> bool:
     names = {name for name, _ in module.named_children()}
     if not {"gate_proj", "up_proj", "down_proj"} <= names or names - {"gate_proj", "up_proj", "down_proj", "act_fn"}:
         return False
-    parts = [getattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")]
-    return all(type(part) is nn.Linear and part.bias is None for part in parts)
+    gate, up, down = (getattr(module, name) for name in ("gate_proj", "up_proj", "down_proj"))
+    return all(is_linear(part) and part.bias is None for part in (gate, up, down)) and can_join([gate, up])
 
 
 def _width_of_mlp(mlp: nn.Module) -> tuple[int, Tensor]:
-    gate = _linear(mlp, "gate_proj")
-    return gate.in_features, gate.weight
+    """The tensor is one of the layer's dtype, where the layer is."""
+    gate: Any = mlp.gate_proj
+    own = gate.weight if type(gate) is nn.Linear else gate.values
+    return gate.in_features, torch.empty(0, dtype=dtype_of(gate), device=own.device)
 
 
 def _share_projections(model: nn.Module) -> int:
@@ -179,14 +181,50 @@ def _share_projections(model: nn.Module) -> int:
     count = 0
     for module in list(model.modules()):
         layers = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
-        linears = [layer for layer in layers if type(layer) is nn.Linear]
-        if len(linears) < 3 or len({(part.in_features, part.bias is None) for part in linears}) != 1:
+        if not all(is_linear(layer) for layer in layers) or (joined := join_layers(layers)) is None:
             continue
-        product = SharedProduct(linears)
+        product = SharedProduct(joined, [layer.out_features for layer in layers])  # type: ignore[union-attr]
         for number, name in enumerate(("q_proj", "k_proj", "v_proj")):
             setattr(module, name, ProductPart(product, number))
         count += 1
     return count
+
+
+def is_linear(layer: object) -> bool:
+    """One that is known here. A layer whose weight is a tensor of some other class (torchao's, say) only looks like a
+    plain one, and what transformers or others put in its place computes something else."""
+    if type(layer) is nn.Linear:
+        return type(layer.weight) is nn.Parameter and layer.weight.is_floating_point()
+    return type(layer) in (WeightOnlyLinear, Float8Linear)
+
+
+def dtype_of(layer: Any) -> torch.dtype:
+    """What a layer that `is_linear` is given, and gives."""
+    dtype: torch.dtype = layer.weight.dtype if type(layer) is nn.Linear else layer.dtype
+    return dtype
+
+
+def can_join(layers: Sequence[Any]) -> bool:
+    """Layers that `is_linear` are of one kind, input and dtype, so that their outputs can be one product's."""
+    first = layers[0]
+    if len({(type(each), each.in_features, each.bias is None, dtype_of(each)) for each in layers}) != 1:
+        return False
+    return not isinstance(first, WeightOnlyLinear) or first.agrees_with(layers[1:])
+
+
+def join_layers(layers: Sequence[Any]) -> nn.Module | None:
+    """One layer with the outputs of all; None where they cannot be."""
+    if not can_join(layers):
+        return None
+    if type(layers[0]) is not nn.Linear:
+        joined: nn.Module = type(layers[0]).joined(layers)
+        return joined
+    plain = nn.Linear(1, 1, device="meta")
+    plain.in_features, plain.out_features = layers[0].in_features, sum(each.out_features for each in layers)
+    plain.weight = nn.Parameter(torch.cat([each.weight.data for each in layers]), requires_grad=False)
+    biases = [each.bias.data for each in layers if each.bias is not None]
+    plain.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None  # type: ignore[assignment]
+    return plain
 
 
 class FusedRotary:
@@ -265,9 +303,3 @@ def _same_rotary(model: nn.Module, fused: FusedRotary) -> bool:
 def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """(parent, name, child) of every module but the model itself."""
     yield from [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
-
-
-def _linear(module: nn.Module, name: str) -> nn.Linear:
-    layer = getattr(module, name)
-    assert isinstance(layer, nn.Linear)
-    return layer

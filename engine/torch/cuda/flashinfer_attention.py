@@ -12,17 +12,17 @@ A plan holds for one (scale, window, softcap), which is the same for all layers 
 has wrappers and plans of its own. Plans are made on the CPU, from arrays that are there, so they wait for nothing.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.layout import KvLayout
-from engine.torch.attention import PagedAttention
-from engine.torch.cuda.tables import Sections, StepTables, host_buffer
-from engine.vocabulary import Chunk
+from engine.torch.cuda.step import LAST_LENS, POSITIONS, ROWS, TABLE_STARTS, TABLES, GpuAttention, Step
+from engine.torch.cuda.tables import StepTables
 
 WORKSPACE_BYTES = 384 << 20
 """For partial results of contexts that are split. flashinfer asks for 128 MiB, and overflows that with 256 decodes of
@@ -52,22 +52,6 @@ class Variant:
 
 
 @dataclass(slots=True)
-class Step:
-    """The chunks of a step as the kernels want them: views on the CPU, to plan by, and the same on the device."""
-
-    num_decodes: int
-    num_tokens: int
-    host: list[Tensor]
-    device: list[Tensor]
-    fixed: bool = False
-    """It is a bucket: its device views stay where they are and its wrappers are its own."""
-    num_blocks: int = 0
-    """Entries of `tables` in use."""
-    num_decode_blocks: int = 0
-    planned: dict[Variant, "Planned"] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
 class Planned:
     """Wrappers planned for one step."""
 
@@ -75,47 +59,23 @@ class Planned:
     prefill: Any = None
 
 
-# Order of the arrays of a step, in `Step.host` and `Step.device`.
-TOKENS, POSITIONS, ROWS, TABLE_STARTS, LAST_LENS, QUERY_STARTS, PREFILL_STARTS, TABLES = range(8)
+QUERY_STARTS, PREFILL_STARTS = LAST_LENS + 1, LAST_LENS + 2
 
 
-class FlashInferPagedAttention(PagedAttention):
+class FlashInferPagedAttention(GpuAttention):
     """Over a pool [blocks, kv_heads, layers, 2, block_tokens, head_dim] of `heads` query heads."""
 
     def __init__(self, flashinfer: Any, pool: Tensor, layout: KvLayout, heads: int, prefill_kernel: str) -> None:
+        super().__init__(layout, pool.device)
         self._flashinfer = flashinfer
-        self._layout = layout
         self._heads = heads
         self._dtype = pool.dtype
-        self.device = pool.device
         self._prefill_kernel = prefill_kernel
         self._caches = [(pool[:, :, layer, 0], pool[:, :, layer, 1]) for layer in range(layout.layers)]
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
         group = heads // layout.kv_heads
         self._tensor_cores = group >= TENSOR_CORE_GROUP or group not in PLAIN_GROUPS
         self._wrappers: dict[Variant, Planned] = {}
-        self.step = Step(0, 0, [], [])
-
-    def prepare(self, chunks: Sequence[Chunk]) -> None:
-        tables = StepTables.of(self._layout, chunks)
-        query_starts, prefill_starts = tables.prefill_starts()
-        arrays = [
-            tables.token_ids,
-            tables.positions,
-            tables.rows,
-            tables.table_starts,
-            tables.last_lens,
-            query_starts,
-            prefill_starts,
-            tables.tables,
-        ]
-        sections = Sections([len(values) for values in arrays])
-        buffer = host_buffer(sections.num_elements, self.device)
-        sections.fill(buffer, arrays)
-        on_device = buffer.to(self.device, non_blocking=True)
-        self.step = Step(tables.num_decodes, tables.num_tokens, sections.views(buffer), sections.views(on_device))
-        self.step.num_blocks = len(tables.tables)
-        self.step.num_decode_blocks = tables.table_starts[tables.num_decodes]
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float
@@ -131,19 +91,8 @@ class FlashInferPagedAttention(PagedAttention):
             planned.prefill.run(rows[decodes:], cache, out=out[decodes:])
         return out[None]
 
-    # ------------------------------------------------------------------ buckets: steps of a fixed number of decodes
-
-    def bucket(self, num_decodes: int, device_buffer: Tensor, sections: Sections) -> Step:
-        """A step for graphs: `num_decodes` single tokens, their arrays (up to LAST_LENS, then TABLES) in a buffer that
-        stays where it is. `refill` it, then forward it once before it is captured."""
-        views = sections.views(device_buffer)
-        views = [*views[:-1], views[-1][:0], views[-1][:0], views[-1]]
-        return Step(num_decodes, num_decodes, [], views, fixed=True)
-
     def refill(self, step: Step, host: list[Tensor], num_blocks: int) -> None:
-        """The bucket's arrays changed: plan anew. `host` holds them on the CPU, in the order of the buffer."""
-        step.host = [*host[:-1], host[-1][:0], host[-1][:0], host[-1]]
-        step.num_blocks = step.num_decode_blocks = num_blocks
+        super().refill(step, host, num_blocks)
         for variant, planned in step.planned.items():
             self._flashinfer.fast_decode_plan(
                 planned.decode,
@@ -157,6 +106,9 @@ class FlashInferPagedAttention(PagedAttention):
             )
 
     # ------------------------------------------------------------------ parts
+
+    def _of_prompts(self, tables: StepTables) -> "list[array[int]]":
+        return list(tables.prefill_starts())
 
     def _write(self, step: Step, cache: tuple[Tensor, Tensor], key: Tensor, value: Tensor) -> None:
         self._flashinfer.append_paged_kv_cache(
