@@ -55,6 +55,7 @@ def _kv(account: KvAccount, block_tokens: int) -> pb.KvReceipt:
         recomputed_tokens=account.recomputed_tokens,
         restored_blocks=account.restored_blocks,
         lender_fetched_blocks=account.lender_fetched_blocks,
+        restore_failure=account.restore_failure,
     )
 
 

@@ -5,6 +5,7 @@ called from others. Between the halves the runner computes on a thread of its ow
 handshake does not wait for steps.
 """
 
+import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -60,6 +61,8 @@ class CoreLimits:
     """And at least so far apart, however much changes."""
     max_step_s: float = 20.0
     """A step that takes longer counts as hung: the loop, which turns on beside it, stops reporting."""
+    read_silence_s: float = math.inf
+    """A loan whose reads get nowhere for so long is over."""
 
 
 class EngineCore:
@@ -92,9 +95,11 @@ class EngineCore:
         self._model_fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
         self._books = Bookkeeper(runner.pool.num_blocks, runner.layout, runner, tiers, clock=clock)
         part = BlockPart(runner.layout.block_bytes, 0, 1 + len(others))
-        own = OwnRank(transport, part, runner.part_fingerprints)
+        own = OwnRank(transport, part, runner.part_fingerprints, clock)
         self._others = others
-        self._borrowing = BorrowingDesk(self._books, transport.name, emit, self.post, own, others)
+        self._borrowing = BorrowingDesk(
+            self._books, transport.name, emit, self.post, own, others, limits.read_silence_s
+        )
         self._lending = LendingDesk(
             self._books, self._borrowing, self._model_fingerprint, emit, limits.max_queued_loans, self._next_arrival
         )
@@ -218,6 +223,7 @@ class EngineCore:
 
     def report(self) -> None:
         """Tell the world what changed, and that the loop turns. A step that hangs silences it."""
+        self._borrowing.give_up_stuck()
         self._reports.report()
 
     def handle(self, message: Input) -> None:

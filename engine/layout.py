@@ -9,7 +9,7 @@ SCALE_BYTES = 2
 """Of a quantised vector's scale, a bfloat16."""
 KvDtype = Literal["auto", "int8", "fp8"]
 """What keys and values are kept in. auto: what they are computed in. fp8: float8_e4m3fn."""
-KV_FORMAT = 1
+KV_FORMAT = 2
 """Raised with every change of how blocks are laid out, named (`keys.py`) or fingerprinted: what was made by one version
 is then neither moved to nor brought back by another."""
 

@@ -185,6 +185,8 @@ class KvAccount:
     transport: str = ""
     lanes: tuple[str, ...] = ()
     loan_failure: str = ""
+    restore_failure: str = ""
+    """Why bringing back from the tiers ended early."""
     preemptions: int = 0
     """How often its blocks were taken back, so that all its tokens had to be computed anew."""
     recomputed_tokens: int = 0

@@ -1,10 +1,12 @@
 """Fingerprints of block contents, per (block, kv_head), so that what arrives can be checked.
 
-Each span is read as 64-bit words and folded to `sum((word_i + i_th constant) * i_th odd multiplier) mod 2**64`. The
-multipliers are products of two, one of them the same for every page of words: a table of all would have to come through
-the cache beside the words.
-The multipliers are odd, so any change confined to one word changes the sum; changes spread over words go
-unnoticed with probability about 2**-63. It guards against mistakes of software and hardware, not against an
+Each span is read as 64-bit words and folded to `sum((mixed(word_i) + i_th constant) * i_th odd multiplier) mod 2**64`,
+where `mixed(word) = word ^ (word >> 32)`. The multipliers are products of two, one of them the same for every page of
+words: a table of all would have to come through the cache beside the words.
+The multipliers are odd and no two words mix to the same, so any change confined to one word changes the sum; changes
+spread over words go unnoticed with probability about 2**-32 at most. That is what mixing is for: of a product the
+topmost bits of a word reach the topmost bits of the sum only, where those of two words, such as a broken line of memory
+changes, would cancel each other half of the time. It guards against mistakes of software and hardware, not against an
 adversary, who could compute it too.
 """
 
@@ -74,7 +76,8 @@ class Fingerprints:
         folded = np.empty((len(blocks), self._words.shape[1]), np.uint64)
         if (native := _native()) is None:
             for row, block in enumerate(blocks):  # one block at a time: stays in the cache, needs no gather
-                np.matmul(self._words[block], self._constants.multipliers, out=folded[row])
+                words = self._words[block]
+                np.matmul(words ^ (words >> np.uint64(32)), self._constants.multipliers, out=folded[row])
             return folded + self._constants.zero
         ids = array("q", blocks)
         assert not ids or 0 <= min(ids) <= max(ids) < self._num_blocks

@@ -13,7 +13,7 @@ from protos import lend_pb2 as pb
 
 log = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 1 << 20
-"""A frame takes no more loans beyond this; the next one takes them."""
+"""A frame takes nothing more beyond this; the next one does."""
 
 Begin = Callable[[pb.Want, Callable[[], object]], Loan]
 """Raises ServiceError."""
@@ -123,10 +123,13 @@ class Connection:
             number = next(iter(self._news))
             refusal = self._news.pop(number)
             if (loan := self._loans.get(number)) is not None:
-                for response in loan.take():
+                while num_bytes < MAX_FRAME_BYTES and (response := loan.take()) is not None:
                     response.number = number
                     num_bytes += response.ByteSize()
                     frame.responses.append(response)
+                if num_bytes >= MAX_FRAME_BYTES:  # there may be more of it
+                    self._news[number] = None
+                    break
                 refusal = loan.failure
             if refusal is not None:
                 frame.responses.add(number=number, refused=to_proto(refusal).SerializeToString())

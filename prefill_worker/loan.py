@@ -3,7 +3,8 @@
 import functools
 import logging
 from array import array
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 from cluster.errors import Incompatible, InvalidRequest, Overloaded, ServiceError, Unavailable
@@ -17,6 +18,8 @@ from engine.worker.runtime import WorkerContext
 from protos import lend_pb2 as pb
 
 log = logging.getLogger(__name__)
+READY_BYTES = 1 << 20
+"""Of fingerprints in one message, about. Those of a million tokens may be more than a message takes."""
 
 
 class Loan:
@@ -31,7 +34,7 @@ class Loan:
         self._context = context
         self._loan_id = loan_id
         self._on_news = on_news
-        self._news: list[pb.LoanResponse] = []
+        self._news: deque[pb.LoanResponse] = deque()
         self._open = True
         self.failure: ServiceError | None = None
         """It is over."""
@@ -41,10 +44,9 @@ class Loan:
         self._held = ExitStack()
         self._held.enter_context(context.loans.holding(lambda: self._fail(Overloaded("this worker was told to stop"))))
 
-    def take(self) -> list[pb.LoanResponse]:
-        """What is new, without its number."""
-        news, self._news = self._news, []
-        return news
+    def take(self) -> pb.LoanResponse | None:
+        """The next of what is new, without its number."""
+        return self._news.popleft() if self._news else None
 
     def release(self, first: int, count: int) -> None:
         self._context.engine.send(LendReleased(self._loan_id, first, count))
@@ -72,9 +74,8 @@ class Loan:
                 )
                 self._news.append(pb.LoanResponse(starting=starting))
                 self._on_news()
-            case LendReady(_, first, block_ids, fingerprints, fetched):
-                ready = pb.BlocksReady(first=first, block_ids=block_ids, fingerprints=fingerprints, fetched=fetched)
-                self._news.append(pb.LoanResponse(blocks_ready=ready))
+            case LendReady():
+                self._news += (pb.LoanResponse(blocks_ready=ready) for ready in announcements(letter))
                 self._on_news()
             case LendRefused(_, reason, bad_request):
                 self._fail(InvalidRequest("release", reason) if bad_request else Overloaded(reason))
@@ -87,6 +88,19 @@ class Loan:
         if self.failure is None:
             self.failure = failure
             self._on_news()
+
+
+def announcements(letter: LendReady) -> Iterator[pb.BlocksReady]:
+    """What is said of blocks that are ready."""
+    width = len(letter.fingerprints) // len(letter.block_ids)
+    count = max(1, READY_BYTES // width)
+    for start in range(0, len(letter.block_ids), count):
+        yield pb.BlocksReady(
+            first=letter.first + start,
+            block_ids=letter.block_ids[start : start + count],
+            fingerprints=letter.fingerprints[start * width : (start + count) * width],
+            fetched=letter.fetched,
+        )
 
 
 def _lend(context: WorkerContext, loan_id: str, want: pb.Want) -> messages.Lend:

@@ -808,7 +808,7 @@ Global___Placement: _TypeAlias = Placement  # noqa: Y015
 @_typing.final
 class KvReceipt(_message.Message):
     """Where the KV of the prompt (and of tokens resumed after a failover) came from. Blocks of one kind
-    add up: reused + moved + computed = all blocks of the prompt, the last, partial one included.
+    add up: reused + restored + moved + computed = all blocks of the prompt, the last, partial one included.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -830,6 +830,7 @@ class KvReceipt(_message.Message):
     RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     RESTORED_BLOCKS_FIELD_NUMBER: _builtins.int
     LENDER_FETCHED_BLOCKS_FIELD_NUMBER: _builtins.int
+    RESTORE_FAILURE_FIELD_NUMBER: _builtins.int
     block_tokens: _builtins.int
     reused_blocks: _builtins.int
     """Found in the decode worker's own cache."""
@@ -843,14 +844,14 @@ class KvReceipt(_message.Message):
     verified_blocks: _builtins.int
     """Moved blocks whose fingerprints matched, all of those counted in moved_blocks."""
     mismatched_blocks: _builtins.int
-    """Blocks that arrived with a wrong fingerprint. None of them was used."""
+    """Blocks that arrived with a wrong fingerprint, from the lender, host memory or disk. None of them was used."""
     lender_cached_blocks: _builtins.int
     """Of the moved blocks: those the lender had already, and those it computed for this request."""
     lender_computed_blocks: _builtins.int
     transport: _builtins.str
     """"nixl", "local", or empty when nothing moved."""
     loan_failure: _builtins.str
-    """Why the loan ended before all wanted blocks were bound; empty when it did not."""
+    """Why the lender's loan ended before all wanted blocks were bound; empty when it did not."""
     preemptions: _builtins.int
     """How often blocks of the request were taken back for others while it ran."""
     recomputed_tokens: _builtins.int
@@ -859,6 +860,8 @@ class KvReceipt(_message.Message):
     """Evicted from the pool before, and brought back from host memory or disk."""
     lender_fetched_blocks: _builtins.int
     """Of the moved blocks: those the lender read from another worker, or brought back from its host memory or disk."""
+    restore_failure: _builtins.str
+    """Why less was brought back from host memory or disk than they held; empty when it was not."""
     @_builtins.property
     def ucx_transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """UCX's own account of the lanes that reads from this lender use, such as "cma/memory"."""
@@ -883,10 +886,11 @@ class KvReceipt(_message.Message):
         recomputed_tokens: _builtins.int = ...,
         restored_blocks: _builtins.int = ...,
         lender_fetched_blocks: _builtins.int = ...,
+        restore_failure: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "computed_blocks", b"computed_blocks", "computed_tokens", b"computed_tokens", "lender_cached_blocks", b"lender_cached_blocks", "lender_computed_blocks", b"lender_computed_blocks", "lender_fetched_blocks", b"lender_fetched_blocks", "loan_failure", b"loan_failure", "mismatched_blocks", b"mismatched_blocks", "moved_blocks", b"moved_blocks", "moved_bytes", b"moved_bytes", "preemptions", b"preemptions", "recomputed_tokens", b"recomputed_tokens", "restored_blocks", b"restored_blocks", "reused_blocks", b"reused_blocks", "transport", b"transport", "ucx_transports", b"ucx_transports", "verified_blocks", b"verified_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "computed_blocks", b"computed_blocks", "computed_tokens", b"computed_tokens", "lender_cached_blocks", b"lender_cached_blocks", "lender_computed_blocks", b"lender_computed_blocks", "lender_fetched_blocks", b"lender_fetched_blocks", "loan_failure", b"loan_failure", "mismatched_blocks", b"mismatched_blocks", "moved_blocks", b"moved_blocks", "moved_bytes", b"moved_bytes", "preemptions", b"preemptions", "recomputed_tokens", b"recomputed_tokens", "restore_failure", b"restore_failure", "restored_blocks", b"restored_blocks", "reused_blocks", b"reused_blocks", "transport", b"transport", "ucx_transports", b"ucx_transports", "verified_blocks", b"verified_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,6 +5,7 @@ brought back first, and a lender is asked for what is then still missing. Each s
 own; the sequence may be computed when the last is over, however much they brought.
 """
 
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from engine.lending.borrower import (
     Release,
     Started,
 )
-from engine.lending.landing import AnyLanding, OwnRank, Rank
+from engine.lending.landing import AnyLanding, OwnRank, Progress, Rank
 from engine.lending.sources import Lender, LowerTiers, Source
 from engine.messages import FromEngine, KvAccount, LoanBlocks, LoanFailed, LoanStarted
 from engine.vocabulary import Sequence
@@ -37,6 +38,8 @@ from kvtransfer.errors import TransferError
 LANDING_BYTES = 32 << 20
 """So much of an announcement is one landing at most. The loop is woken once for it, and when the lender goes in its
 middle, what has come of it is lost."""
+LOOKS_PER_SILENCE = 20
+"""So often within `read_silence_s` loans are looked at for reads that get nowhere."""
 
 
 class LoanOwner(Protocol):
@@ -104,13 +107,19 @@ class BorrowingDesk:
         post: Callable[[ReadLanded], None],
         own: OwnRank,
         others: Seq[Rank] = (),
+        read_silence_s: float = math.inf,
     ) -> None:
-        """`own` and `others` are the ranks of this engine, that of this process first."""
+        """`own` and `others` are the ranks of this engine, that of this process first. `read_silence_s`: from where
+        nothing has come for so long, nothing is expected any more."""
         self._books = books
         self._transport_name = transport_name
         self._emit = emit
         self._post = post
         self._own, self._others = own, others
+        self._read_silence_s = read_silence_s
+        self._looked_at = 0.0
+        self._below = Progress(books.clock)
+        """Of reads from the tiers."""
         self._loans: dict[str, Loan] = {}
         self._landing_blocks = max(1, LANDING_BYTES // books.layout.block_bytes)
 
@@ -184,6 +193,18 @@ class BorrowingDesk:
                 del loan.landings[message.first]
             self._handle(loan, Landed(message.first, message.fingerprints, message.rank))
 
+    def give_up_stuck(self) -> None:
+        """End loans whose reads get nowhere though nobody says that the lender is gone: its loop turns, and the way of
+        the bytes, or one of its ranks, does not. What is posted stays quarantined, as ever."""
+        now = self._books.clock()
+        if not self._loans or now - self._looked_at < self._read_silence_s / LOOKS_PER_SILENCE:
+            return
+        self._looked_at = now
+        for loan in list(self._loans.values()):
+            landings = [each for ranks in loan.landings.values() for each in ranks.values()]
+            if max((each.stuck_s() for each in landings), default=0.0) >= self._read_silence_s:
+                self._handle(loan, Failed(f"no read has ended for {self._read_silence_s:g} s"))
+
     # ------------------------------------------------------------------ the sources in turn
 
     def _restore(self, wanted: Wanted) -> bool:
@@ -192,7 +213,8 @@ class BorrowingDesk:
         if tiers is None or first >= len(wanted.keys):
             return False
         count = self._books.num_restorable(wanted.keys[first:])
-        source = LowerTiers(tiers, wanted.keys[first : first + count], self._books.write_block, self._own)
+        held = wanted.keys[first : first + count]
+        source = LowerTiers(tiers, held, self._books.write_block, self._own, self._below)
         self._looked_below(len(wanted.keys) - first, source)
         if not count:
             return False
@@ -296,7 +318,10 @@ class BorrowingDesk:
         if isinstance(loan.source, Lender):
             self._books.counts.num_mismatched += mismatched
         if failure and not cancelled:
-            account.loan_failure = failure
+            if isinstance(loan.source, Lender):
+                account.loan_failure = failure
+            else:
+                account.restore_failure = failure
             loan.source.spoiled(wanted.keys[loan.machine.bound_end])
         if isinstance(loan.source, Lender):
             account.times["loan_closed"] = self._books.clock()

@@ -2,6 +2,7 @@
 
 import functools
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
@@ -24,8 +25,8 @@ OnQuiet = Callable[[tuple[bytes, ...] | None, bool], None]
 once, on whatever thread."""
 ReadRun = Callable[[Seq[int], Seq[int]], list["Future[None]"]]
 """read(block_ids, blocks): the reads that bring the one into the other."""
-Peers = list[tuple[BlockPart, Peer]]
-"""Ranks of another worker, and what each holds of a block."""
+Peers = list[tuple[BlockPart, Peer, "Progress"]]
+"""Ranks of another worker, what each holds of a block, and how reads of it get on."""
 
 
 class AnyLanding(Protocol):
@@ -33,6 +34,39 @@ class AnyLanding(Protocol):
 
     def withdraw(self) -> list[int]:
         """Cancel what can be; the blocks that are still being written. It is over when `on_quiet` was called."""
+
+    def stuck_s(self) -> float:
+        """For how long nothing has come from where it reads, in seconds; 0 when it is quiet."""
+
+
+class Progress:
+    """How the reads of one origin get on. To a transport, one that hangs is as one that takes long; and those that wait
+    behind it hang as well, so what counts is when any of them last ended. From any thread."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._num_reading = 0
+        self._moved_at = 0.0
+
+    def follow(self, read: "Future[None]") -> None:
+        """One more is queued or posted."""
+        with self._lock:
+            if not self._num_reading:
+                self._moved_at = self._clock()
+            self._num_reading += 1
+        read.add_done_callback(self._ended)
+
+    def stuck_s(self) -> float:
+        """For how long none has ended; 0 when nothing is read."""
+        with self._lock:
+            return self._clock() - self._moved_at if self._num_reading else 0.0
+
+    def _ended(self, read: "Future[None]") -> None:
+        with self._lock:
+            self._num_reading -= 1
+            if not read.cancelled():
+                self._moved_at = self._clock()
 
 
 class Landing:
@@ -42,9 +76,15 @@ class Landing:
     Reads end on whatever thread; the last to be quiet says so, once, by `on_quiet`.
     """
 
-    def __init__(self, fingerprints_of: Callable[[Seq[int]], tuple[bytes, ...]], on_quiet: OnQuiet) -> None:
-        """`fingerprints_of` blocks: one entry for each."""
+    def __init__(
+        self,
+        fingerprints_of: Callable[[Seq[int]], tuple[bytes, ...]],
+        on_quiet: OnQuiet,
+        origins: Seq[Progress] = (),
+    ) -> None:
+        """`fingerprints_of` blocks: one entry for each. `origins`: of all that is read from."""
         self._fingerprints_of = fingerprints_of
+        self._origins = origins
         self._on_quiet = on_quiet
         self._pieces: list[_Piece] = []
         self._lock = threading.Lock()
@@ -63,6 +103,9 @@ class Landing:
     def is_quiet(self) -> bool:
         """Nothing is read any more."""
         return self._num_reading == 0
+
+    def stuck_s(self) -> float:
+        return 0.0 if self.is_quiet else max((origin.stuck_s() for origin in self._origins), default=0.0)
 
     def withdraw(self) -> list[int]:
         writing = list[int]()
@@ -130,9 +173,11 @@ class OwnRank(Rank):
         transport: Transport,
         part: BlockPart,
         fingerprints: Callable[[Seq[int]], NDArray[np.uint64]],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`fingerprints` of blocks: [blocks, this rank's KV heads]. The transport has registered this rank's pool when
-        anything lands."""
+        anything lands. `clock` says the time, in seconds."""
+        self._clock = clock
         self._transport = transport
         self._part = part
         self._fingerprints = fingerprints
@@ -149,7 +194,7 @@ class OwnRank(Rank):
         endpoints = split_endpoint(endpoint)
         theirs = parts_of(self._part.block_bytes, len(endpoints))
         peers = self._peers[endpoint] = [
-            (part, self._transport.connect(own))
+            (part, self._transport.connect(own), Progress(self._clock))
             for part, own in zip(theirs, endpoints, strict=True)
             if part_spans(self._part, part, [(0, 0)])
         ]
@@ -157,43 +202,52 @@ class OwnRank(Rank):
             self.drop(next(iter(self._peers)))
         return peers
 
-    def lanes(self, endpoint: bytes) -> tuple[str, ...]:
-        """What was read from there travelled over; empty before the first read."""
-        peers = self._peers.get(endpoint, [])
-        return tuple(dict.fromkeys(lane for _, peer in peers for lane in peer.lanes))
-
     def land(self, endpoint: bytes, block_ids: Seq[int], blocks: Seq[int], flow: str, on_quiet: OnQuiet) -> Landing:
+        peers: Peers = []
+        failure: TransferError | None = None
+        try:
+            peers = self.connect(endpoint)
+        except TransferError as error:
+            failure = error
+
         def read(block_ids: Seq[int], blocks: Seq[int]) -> list[Future[None]]:
-            try:
-                return self._read(self.connect(endpoint), block_ids, blocks, flow)
-            except TransferError as error:
-                return [failed_read(error)]
+            return [failed_read(failure)] if failure else self._read(peers, block_ids, blocks, flow)
 
-        return self.follow(read, block_ids, blocks, on_quiet)
+        return self.follow(read, block_ids, blocks, on_quiet, [origin for _, _, origin in peers])
 
-    def follow(self, read: ReadRun, block_ids: Seq[int], blocks: Seq[int], on_quiet: OnQuiet) -> Landing:
-        """Land `block_ids` in `blocks` by reads of whatever kind, a run at a time, each checked when it is there."""
-        landing = Landing(self._fingerprints_of, on_quiet)
+    def follow(
+        self, read: ReadRun, block_ids: Seq[int], blocks: Seq[int], on_quiet: OnQuiet, origins: Seq[Progress]
+    ) -> Landing:
+        """Land `block_ids` in `blocks` by reads of whatever kind, a run at a time, each checked when it is there.
+        `read` has `origins` follow what it reads."""
+        landing = Landing(self._fingerprints_of, on_quiet, origins)
         runs = [slice(at, at + self._read_blocks) for at in range(0, len(blocks), self._read_blocks)]
         landing.follow([(blocks[run], read(block_ids[run], blocks[run])) for run in runs])
         return landing
 
     def drop(self, endpoint: bytes) -> None:
-        for _, peer in self._peers.pop(endpoint, []):
+        for _, peer, _ in self._peers.pop(endpoint, []):
             self._transport.drop(peer)
 
     def _read(self, peers: Peers, block_ids: Seq[int], blocks: Seq[int], flow: str) -> list["Future[None]"]:
         reads: list[Future[None]] = []
-        for theirs, peer in peers:
+        for theirs, peer, progress in peers:
             spans = part_spans(self._part, theirs, zip(blocks, block_ids, strict=True))
             try:
-                reads.append(self._transport.read(peer, spans, flow))
+                read = self._transport.read(peer, spans, flow)
+                progress.follow(read)
+                reads.append(read)
             except ValueError:  # the lender announced a block that its pool does not have
                 reads.append(failed_read(TransferError("announced blocks lie outside the lender's pool")))
         return reads
 
     def _fingerprints_of(self, blocks: Seq[int]) -> tuple[bytes, ...]:
         return tuple(row.tobytes() for row in self._fingerprints(blocks))
+
+
+def lanes_of(peers: Peers) -> tuple[str, ...]:
+    """What was read from them travelled over, also when they have departed; empty before the first read."""
+    return tuple(dict.fromkeys(lane for _, peer, _ in peers for lane in peer.lanes))
 
 
 def failed_read(error: TransferError) -> "Future[None]":

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.keys import BlockKey
-from engine.lending.landing import AnyLanding, OwnRank, Rank
+from engine.lending.landing import AnyLanding, OwnRank, Peers, Progress, Rank, lanes_of
 from engine.messages import CloseLoan, FromEngine, OpenLoan, ReleaseLoan
 from engine.tiers.tiers import Tiers
 from engine.tiers.work import Held
@@ -66,6 +66,7 @@ class Lender(Source):
         self._block_bytes = block_bytes
         self._emit = emit
         self._endpoint = b""
+        self._peers: Peers = []
         self._unreleased: tuple[int, int] | None = None
         """First block and count of what has been read since the last ReleaseLoan."""
         self.may_compute = may_compute
@@ -79,13 +80,13 @@ class Lender(Source):
 
     def connect(self, endpoint: bytes) -> None:
         """The lender has started. Raises TransferError."""
-        self._own.connect(endpoint)
+        self._peers = self._own.connect(endpoint)
         self._endpoint = endpoint
 
     @property
     def lanes(self) -> tuple[str, ...]:
         """Of rank 0; the others' are of the same kind."""
-        return self._own.lanes(self._endpoint)
+        return lanes_of(self._peers)
 
     def land(self, block_ids: Sequence[int], blocks: Sequence[int], on_quiet: RankQuiet) -> list[AnyLanding]:
         assert self._endpoint
@@ -117,12 +118,15 @@ class LowerTiers(Source):
     """Blocks that this engine's pool evicted. Block ids are places in the run that the loan is of. Of an engine of one
     rank: what a tier holds are whole blocks."""
 
-    def __init__(self, tiers: Tiers, keys: Sequence[BlockKey], write_block: WriteBlock, own: OwnRank) -> None:
-        """`keys` are held by the tiers, and stay there until `close`."""
+    def __init__(
+        self, tiers: Tiers, keys: Sequence[BlockKey], write_block: WriteBlock, own: OwnRank, progress: Progress
+    ) -> None:
+        """`keys` are held by the tiers, and stay there until `close`. `progress`: of all reads of these tiers."""
         self._tiers = tiers
         self._held: list[Held] = tiers.pin(keys)
         self._write_block = write_block
         self._own = own
+        self._progress = progress
 
     def num_held(self, tier: str) -> int:
         """Of its blocks, those that are read from there."""
@@ -135,13 +139,15 @@ class LowerTiers(Source):
         def read(block_ids: Sequence[int], blocks: Sequence[int]) -> list[Future[None]]:
             return [self._read(block_ids, blocks)]
 
-        return [self._own.follow(read, block_ids, blocks, partial(on_quiet, 0))]
+        return [self._own.follow(read, block_ids, blocks, partial(on_quiet, 0), [self._progress])]
 
     def _read(self, block_ids: Sequence[int], blocks: Sequence[int]) -> "Future[None]":
         def write(index: int, content: NDArray[np.uint8]) -> None:
             self._write_block(blocks[index], content)
 
-        return self._tiers.read([self._held[place] for place in block_ids], write)
+        reading = self._tiers.read([self._held[place] for place in block_ids], write)
+        self._progress.follow(reading)
+        return reading
 
     def spoiled(self, key: BlockKey) -> None:
         self._tiers.forget([key])

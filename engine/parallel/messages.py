@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+BEAT_S = 0.2
+
 # ------------------------------------------------------------------------------------------ to a follower
 
 
@@ -74,4 +76,12 @@ class Answer:
     blocks: tuple[int, ...] = ()
 
 
-FromFollower = Joined | NotJoined | Landed | Answer
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The follower's main thread turns: said every BEAT_S."""
+
+    stuck_s: dict[int, float]
+    """Landings, by number, for which nothing has come for a while, and for how long."""
+
+
+FromFollower = Joined | NotJoined | Landed | Answer | Beat

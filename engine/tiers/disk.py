@@ -1,7 +1,8 @@
 """The tier on disk: one file of fixed slots per engine process, found again after a restart.
 
 Files lie in `<disk_dir>/<first 16 hex digits of the model fingerprint>-<block_bytes>/kv-<n>.blocks`. Each process
-locks the first one that nobody else has (flock), with all that a dead process left there.
+locks the first one that nobody else has (flock), with all that a dead process left there. Models come and go: a file of
+another one that nobody has, and that was not written for STALE_S, is removed when a process starts.
 
 What a file promises. A slot is overwritten in three steps: its header is zeroed, the payload is written, the new
 header is written. A process that dies in between, kill -9 included, therefore leaves no valid header over bytes that
@@ -14,6 +15,8 @@ anything. So whoever reads a block must compare the fingerprint of what it read 
 import fcntl
 import logging
 import os
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +29,7 @@ from kvtransfer.errors import TransferError
 
 MAX_FILES = 1024
 """Processes of one host that share a directory."""
+STALE_S = 7 * 24 * 3600.0
 log = logging.getLogger(__name__)
 
 
@@ -45,6 +49,7 @@ class DiskTier:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._fd, self.path = _lock_one(directory)
+            _remove_stale(disk_dir, directory)
         except OSError as error:
             raise EngineStartError("kv_disk_dir", f"{directory}: {error.strerror}") from error
         self.num_refused = 0
@@ -85,6 +90,8 @@ class DiskTier:
 
     def close(self) -> None:
         """Leave the file to the next process. Nothing may be reading or writing."""
+        with suppress(OSError):
+            os.utime(self._fd)
         os.close(self._fd)
 
     def _open(self, num_slots: int, model_fingerprint: bytes) -> None:
@@ -152,5 +159,22 @@ def _lock_one(directory: Path) -> tuple[int, Path]:
             os.close(fd)
             raise
         else:
-            return fd, path
+            if os.fstat(fd).st_nlink:
+                return fd, path
+            os.close(fd)  # it was removed in this moment
     raise OSError(0, f"all {MAX_FILES} files are in use")
+
+
+def _remove_stale(disk_dir: Path, own: Path) -> None:
+    """Files that nobody has locked and nobody has written for long, but for those in `own`."""
+    for path in disk_dir.glob("*-*/kv-*.blocks"):
+        with suppress(OSError):  # it is locked, or another process removes it
+            if path.parent == own or time.time() - path.stat().st_mtime < STALE_S:
+                continue
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+                log.info("%s is removed: nobody has used it for %.0f days", path, STALE_S / 86400)
+            finally:
+                os.close(fd)

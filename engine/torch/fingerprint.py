@@ -42,6 +42,9 @@ class TensorFingerprints:
         folded = torch.empty(len(blocks), self._words.shape[1], dtype=torch.int64, device=self._words.device)
         for first in range(0, len(blocks), BLOCKS_AT_ONCE):
             ids = torch.tensor(blocks[first : first + BLOCKS_AT_ONCE], device=self._words.device)
-            folded[first : first + len(ids)] = (self._words[ids] * self._multipliers).sum(-1)
+            words = self._words[ids]
+            halves = words.view(torch.int32)
+            halves[..., 0::2] ^= halves[..., 1::2]  # the lower half is the first
+            folded[first : first + len(ids)] = words.mul_(self._multipliers).sum(-1)
         sums: NDArray[np.int64] = folded.cpu().numpy()
         return sums.view(np.uint64) + self._zero

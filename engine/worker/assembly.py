@@ -34,6 +34,7 @@ def open_core(
         StepBudget(config.max_batch_tokens, config.prefill_chunk(spec.role)),
         max_queued_loans=config.max_queued_loans,
         reserve_output_tokens=config.reserve_output_tokens,
+        read_silence_s=config.peer_silence_s,
     )
     fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
     tiers = _open_tiers(config, runner.layout, fingerprint)

@@ -80,7 +80,8 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
     kv_host_memory_mib: NonNegativeInt = 0
     """Host memory for blocks that the pool evicts. They come back from there where that is quicker than computing."""
     kv_disk_dir: Path | None = None
-    """A directory for blocks that leave host memory. They outlive the worker. Workers of one host may share it."""
+    """A directory for blocks that leave host memory. They outlive the worker. Workers of one host may share it, also
+    of several models. What was left of another model a week ago goes when a worker starts."""
     kv_disk_mib: PositiveInt = 4096
     """Size of this worker's file in `kv_disk_dir`."""
     max_batch_tokens: PositiveInt = 2048
@@ -127,8 +128,10 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
     """UCX transports that KV must travel over, such as rc_mlx5 or cuda_ipc, or a group of them: rdma, shm. Where UCX
     would fall back to others, the worker does not start, or its loans fail. Default: whatever UCX finds best."""
     max_queued_loans: PositiveInt = 256
-    peer_silence_s: PositiveFloat = 10.0
-    """A lender whose engine says nothing for so long is given up, and so is a borrower."""
+    peer_silence_s: PositiveFloat = 8.0
+    """A lender whose engine says nothing for so long is given up, and so is a borrower. So is a loan, when for so long
+    nothing comes from where it is read, be it the lender, host memory or disk. Below 10 s with the second that it takes
+    to notice a rank that hangs."""
     drain_s: NonNegativeFloat = 30.0
     """Told to stop, the worker lets its streams and loans finish for so long, and then hands its streams over to other
     workers, which may read its blocks for a while longer."""

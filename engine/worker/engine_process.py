@@ -187,7 +187,8 @@ def _loop(core: EngineCore, computer: _Computer, front: _Front, ranks: Ranks | N
             front.send()  # somebody waits for an answer
         if not computer.running and (batch := core.begin_step()):
             computer.start(batch)
-        core.report()
+        if ranks is None or not ranks.silent:
+            core.report()
         front.send()
 
 

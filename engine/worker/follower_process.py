@@ -10,6 +10,7 @@ import os
 import pickle
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -20,7 +21,19 @@ from cluster.garbage import spare_the_started
 from cluster.logs import set_up
 from engine.errors import EngineStartError
 from engine.lending.landing import Landing, OwnRank
-from engine.parallel.messages import Answer, Copy, Drop, FromFollower, Joined, Land, Landed, NotJoined, Withdraw
+from engine.parallel.messages import (
+    BEAT_S,
+    Answer,
+    Beat,
+    Copy,
+    Drop,
+    FromFollower,
+    Joined,
+    Land,
+    Landed,
+    NotJoined,
+    Withdraw,
+)
 from engine.parallel.steps import StepReader, filled_blocks
 from engine.worker.preparation import become_child, num_threads, own_transport, prepare
 from engine.worker.spec import RankSpec
@@ -120,7 +133,14 @@ def _serve(
         landings.pop(number, None)
         say(Landed(number, fingerprints, peer_gone))
 
+    beat_at = time.monotonic()
     while True:
+        if (now := time.monotonic()) >= beat_at:
+            stuck_s = {number: landing.stuck_s() for number, landing in list(landings.items())}
+            say(Beat({number: seconds for number, seconds in stuck_s.items() if seconds >= BEAT_S}))
+            beat_at = now + BEAT_S
+        if not reads.poll(beat_at - now):
+            continue
         match reads.recv():
             case Land(number, endpoint, block_ids, blocks, flow):
                 landing = landings[number] = rank.land(endpoint, block_ids, blocks, flow, partial(quiet, number))

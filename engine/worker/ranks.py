@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
@@ -27,6 +28,7 @@ from engine.errors import EngineStartError, RankLost
 from engine.lending.landing import OnQuiet, OtherRank
 from engine.parallel.messages import (
     Answer,
+    Beat,
     Copy,
     Drop,
     FromFollower,
@@ -44,6 +46,8 @@ log = logging.getLogger(__name__)
 
 ANSWER_S = 20.0
 """A follower whose main thread does not answer for so long is gone, whatever its process says."""
+SILENT_S = 1.0
+"""A follower that has said nothing for so long hangs or is stopped, and while it is, so is all of the engine."""
 END_S = 3.0
 """For a follower that was told to end."""
 
@@ -60,9 +64,21 @@ class Follower(OtherRank, FollowingRank):
         self._quiet: dict[int, OnQuiet] = {}
         """By number of the landing: whom to tell."""
         self._num_landings = 0
+        self._stuck_s: dict[int, float] = {}
+        """By number of the landing, as it last said."""
+        self._heard_at = time.monotonic()
         self._process, self._reads, self._steps = _start_process()
         self._reads.send(spec)
         threading.Thread(target=self._listen, name=f"rank-{self.rank}", daemon=True).start()
+
+    @property
+    def is_silent(self) -> bool:
+        """It has joined, and has not said for a while that its main thread turns."""
+        return time.monotonic() - self._heard_at >= SILENT_S
+
+    def stuck_s(self, number: int) -> float:
+        """For how long nothing has come for a landing."""
+        return self._stuck_s.get(number, 0.0)
 
     def wait_joined(self) -> bool:
         """Whether its shard is loaded, yet. Raises what it failed with: EngineStartError or RankLost."""
@@ -147,7 +163,10 @@ class Follower(OtherRank, FollowingRank):
             self._joined.set_exception(lost)
 
     def _hear(self, message: FromFollower) -> None:
+        self._heard_at = time.monotonic()
         match message:
+            case Beat(stuck_s):
+                self._stuck_s = stuck_s
             case Joined(endpoint):
                 self._joined.set_result(endpoint)
             case NotJoined(field, reason):
@@ -174,6 +193,9 @@ class _FarLanding:
     def withdraw(self) -> list[int]:
         return self.follower.withdraw(self.number)
 
+    def stuck_s(self) -> float:
+        return self.follower.stuck_s(self.number)
+
 
 class Ranks:
     """All followers of an engine."""
@@ -191,6 +213,11 @@ class Ranks:
         for follower in self.followers:
             if follower.lost is not None:
                 raise follower.lost
+
+    @property
+    def silent(self) -> bool:
+        """One of them is: the engine is not to say that it turns."""
+        return any(follower.is_silent for follower in self.followers)
 
     def all_joined(self) -> bool:
         """Raises EngineStartError or RankLost."""

@@ -12,6 +12,8 @@ constexpr long UNROLL = 4;  // independent sums, or each product would wait for 
 
 inline Words load(const uint64_t* p) { return *reinterpret_cast<const UnalignedWords*>(p); }
 
+inline Words mixed(Words words) { return words ^ (words >> 32); }
+
 uint64_t fold(const uint64_t* words, const uint64_t* multipliers, long count) {
     Words sums[UNROLL] = {};
     long i = 0;
@@ -19,13 +21,13 @@ uint64_t fold(const uint64_t* words, const uint64_t* multipliers, long count) {
         for (long j = 0; j < UNROLL; j++) {
             const long at = i + j * LANES;
             __builtin_prefetch(words + at + 64 * LANES);
-            sums[j] += load(words + at) * load(multipliers + at);
+            sums[j] += mixed(load(words + at)) * load(multipliers + at);
         }
     Words all = {};
     for (long j = 0; j < UNROLL; j++) all += sums[j];
     uint64_t total = 0;
     for (long lane = 0; lane < LANES; lane++) total += all[lane];
-    for (; i < count; i++) total += words[i] * multipliers[i];
+    for (; i < count; i++) total += (words[i] ^ (words[i] >> 32)) * multipliers[i];
     return total;
 }
 

@@ -207,7 +207,8 @@ class Fleet:
         if ttft_s is not None:
             self.ttft_scores.add(placed.predicted_ttft_s, ttft_s)
         kv = finish.receipt.kv
-        if kv.mismatched_blocks or (kv.loan_failure and not kv.moved_blocks):
+        # What came wrong from the decode worker's own tiers is not the lender's failure, and says no loan_failure.
+        if kv.loan_failure and (kv.mismatched_blocks or not kv.moved_blocks):
             placed.lent = False
         elif kv.moved_blocks and not kv.loan_failure:
             placed.lent = True

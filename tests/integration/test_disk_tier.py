@@ -201,6 +201,28 @@ def test_each_process_has_its_own_file_and_a_dead_ones_is_taken_over(tmp_path: P
         here.close()
 
 
+def test_what_another_model_left_is_removed_when_it_is_old_and_nobody_has_it(tmp_path: Path) -> None:
+    config = TierConfig(BLOCK_BYTES, tmp_path, disk_bytes_for(2))
+
+    def start(model: bytes) -> tuple[Tiers, Path]:
+        tiers = Tiers(config, BLOCK_BYTES, HEADS, model)
+        assert tiers._disk is not None
+        return tiers, tiers._disk.path
+
+    started = [start(bytes([number]) * 32) for number in range(4)]
+    paths = [path for _, path in started]
+    for tiers, _ in started[:3]:
+        tiers.close()
+    mine = tmp_path / "notes-1" / "kv.txt"
+    mine.parent.mkdir()
+    mine.touch()
+    for path in (paths[0], paths[1], paths[3], mine):
+        os.utime(path, (0, time.time() - 8 * 24 * 3600))
+    start(bytes([1]) * 32)[0].close()
+    assert [path.exists() for path in (*paths, mine)] == [False, True, True, True, True]
+    started[3][0].close()
+
+
 # -------------------------------------------------------------------------------------------- damage
 
 

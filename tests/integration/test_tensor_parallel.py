@@ -1,7 +1,9 @@
 """Engines of several ranks, each a process with its shard of the model and its part of every block."""
 
 import asyncio
+import os
 import random
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 
 from cluster.errors import StartError
 from engine.errors import ModelRefused
-from engine.messages import Generate
+from engine.messages import Generate, Load
 from engine.vocabulary import BeamParams, SamplingParams
 from support.core_engine import account_of
 from support.long_runs import long, mostly_long
@@ -24,6 +26,7 @@ from support.processes import (
     engine_of,
     finished,
     gone,
+    pause,
     ranks_of,
     running,
     workers_joined,
@@ -86,7 +89,10 @@ async def test_ranks_of_unlike_numbers_lend_to_each_other(make_model) -> None:  
     """Over NIXL: 1 to 2, 2 to 1 and 2 to 2, from whoever computed a prompt to who did not."""
     model = make_model("llama")
     sizes = {"one": 1, "two": 2, "both": 2}
-    named = {name: RealEngine(name, model, tensor_parallel=size, threads=size) for name, size in sizes.items()}
+    settings = {"peer_silence_s": 2.0}
+    named = {
+        name: RealEngine(name, model, tensor_parallel=size, threads=size, **settings) for name, size in sizes.items()
+    }
     pairs = [("one", "two"), ("two", "one"), ("two", "both")]
     async with engines(*named.values()):
         for number, (lender, borrower) in enumerate(pairs):
@@ -107,6 +113,7 @@ async def test_ranks_of_unlike_numbers_lend_to_each_other(make_model) -> None:  
         assert account_of(moved).lender_cached_blocks == account_of(moved).moved_blocks == 12
         for engine in named.values():
             await engine.books()
+        await _a_rank_is_stopped(named["both"], named["one"], prompt_of(2, 12 * BLOCK + 5))
         await _dies_whole(named["two"], victim=0)
         await _dies_whole(named["both"], victim=1)
 
@@ -138,6 +145,25 @@ async def test_four_ranks(tmp_path: Path) -> None:
                     assert chosen(await of[size].answer(alone)) == chosen(moved)
             for engine in of.values():
                 await engine.books()
+
+
+async def _a_rank_is_stopped(lender: RealEngine, borrower: RealEngine, held: list[int]) -> None:
+    """Rank 0 turns on, and lends what is `held`: nobody waits for the other rank's part of it, and the engine does not
+    say that all is well."""
+    (rank,) = lender.rank_pids()
+    await pause(rank)
+    request = greedy("stuck", held)
+    stuck = await borrower.answer(request, lender)
+    assert account_of(stuck).loan_failure == "no read has ended for 2 s"
+    alone = await borrower.answer(replace(request, request_id="not stuck", cache_salt="alone"))
+    assert chosen(stuck) == chosen(alone)
+    lender.said.clear()
+    await asyncio.sleep(0.6)
+    assert not lender._said(Load)
+    os.kill(rank, signal.SIGCONT)
+    await lender.until(lambda: lender._said(Load))
+    for engine in (borrower, lender):
+        await engine.books()
 
 
 async def _dies_whole(engine: RealEngine, victim: int) -> None:

@@ -5,6 +5,8 @@ never. Its transport posts a read at one moment and lets it land at another, wit
 every single move the books of every engine must balance. Time is the number of moves.
 """
 
+import math
+
 from engine.scheduler import StepBudget
 from engine.sim.states import prompt_logprob
 from kvtransfer.transport import Pool
@@ -27,6 +29,8 @@ FAULTS = [
     "duplicate",
 ]
 """By how often they are drawn."""
+STUCK_MOVES = 25.0
+"""In half of the trials a loan of which nothing has come for so many moves is given up."""
 
 
 class Cluster(Faults):
@@ -40,6 +44,7 @@ class Cluster(Faults):
         """Output tokens that admission promises blocks for; a small one makes engines preempt."""
         self.max_tokens = 6 if reserve > 6 else 12
         self.faults = faults
+        self.read_silence = STUCK_MOVES if faults and seed % 2 else math.inf
         self.fault_rate = self.rng.choice([0.02, 0.04, 0.08])
         self.one_sided = self.rng.random() < 0.5
         """Reads from a stopped process end all the same, as over shared memory."""
@@ -64,7 +69,16 @@ class Cluster(Faults):
         budget = StepBudget(rng.randint(2, 16), rng.randint(2, 12))
         name, num_blocks = f"node-{self.num_started}", rng.randint(*self.pool_range)
         tier_blocks = rng.choice([0, 12, 40])
-        node = Node(self.network, name, num_blocks, budget, self.reserve, tier_blocks)
+        node = Node(
+            self.network,
+            name,
+            num_blocks,
+            budget,
+            self.reserve,
+            tier_blocks,
+            self.read_silence,
+            lambda: float(self.now),
+        )
         node.runner.interrupted = lambda: self.in_mid_restore(node)
         return node
 

@@ -184,6 +184,7 @@ class Front:
             self.seen["reused"] += account.reused_blocks
             self.seen["restored"] += account.restored_blocks
             self.seen["mismatched"] += account.mismatched_blocks
+            self.seen["stuck"] += "no read has ended" in account.loan_failure + account.restore_failure
             self.seen["preempted"] += account.preemptions
         if message.finish is not None:
             assert message.finish is FinishReason.LENGTH

@@ -1,5 +1,7 @@
 """An engine under trial, and those who talk to it: clients, and streams to other engines."""
 
+import math
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -49,6 +51,8 @@ class Node:
         budget: StepBudget,
         reserve: int = 256,
         tier_blocks: int = 0,
+        read_silence_s: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`tier_blocks`: how many blocks its host memory holds, none with 0."""
         self.name = name
@@ -59,13 +63,13 @@ class Node:
         """What has arrived and was not handled yet."""
         self.transport = SlowTransport(network, name)
         self.runner = TrialRunner(num_blocks)
-        limits = CoreLimits(budget, 4, reserve, report_interval_s=0.0)
+        limits = CoreLimits(budget, 4, reserve, report_interval_s=0.0, read_silence_s=read_silence_s)
         self.tiers: Tiers | None = None
         if tier_blocks:
             config = TierConfig(tier_blocks * LAYOUT.block_bytes, None, 0)
             fingerprint = LAYOUT.fingerprint(self.runner.info.weights_fingerprint)
             self.tiers = Tiers(config, LAYOUT.block_bytes, LAYOUT.kv_heads, fingerprint, threaded=False)
-        self.core = EngineCore(self.runner, self.transport, limits, self.said.append, tiers=self.tiers)
+        self.core = EngineCore(self.runner, self.transport, limits, self.said.append, tiers=self.tiers, clock=clock)
         self.endpoint = self.core.start().endpoint
         self.batch: list[Chunk] = []
         """Being computed: `end_step` is still to come."""

@@ -79,17 +79,25 @@ def test_a_worker_that_joins_anew_is_another_one() -> None:
 USABLE = 100
 
 
-def lends(site: Site, failure: str = "", moved: int = 0) -> str | None:
+def lends(site: Site, failure: str = "", moved: int = 0, mismatched: int = 0) -> str | None:
     """A request of a long prompt that ends with such a receipt; who lent."""
     site.waiting.clear()
     demand = Demand(USABLE * BLOCK + 1, USABLE, USABLE + 1, BLOCK, 100)
     waiting = site.arrive(Claim("", 0, site.now), demand, site._keys(USABLE))
     placed = site.running[waiting]
-    receipt = public_pb.Receipt(kv=public_pb.KvReceipt(loan_failure=failure, moved_blocks=moved))
+    kv = public_pb.KvReceipt(loan_failure=failure, moved_blocks=moved, mismatched_blocks=mismatched)
+    receipt = public_pb.Receipt(kv=kv)
     site.fleet.started(placed)
     site.fleet.finished(placed, public_pb.Finish(receipt=receipt), 0.1)
     site.end(waiting)
     return placed.lender.worker_id if placed.lender else None
+
+
+def test_a_lender_whose_blocks_come_wrong_is_kept_apart_and_not_for_what_another_tier_had() -> None:
+    site = Site([10_000], lenders=2)
+    assert [lends(site, moved=50, mismatched=1) for _ in range(4)] == ["p0"] * 4, "the decode worker's own disk"
+    wrong = [lends(site, "block 50 arrived corrupted", moved=50, mismatched=1) for _ in range(3)]
+    assert wrong == ["p0", "p0", "p1"]
 
 
 def test_a_pair_whose_loans_fail_is_kept_apart() -> None:

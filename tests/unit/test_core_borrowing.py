@@ -8,6 +8,7 @@ from engine.messages import (
     Cancel,
     CloseLoan,
     FromEngine,
+    KvAccount,
     KvUse,
     LendReady,
     LendStarting,
@@ -24,7 +25,7 @@ from engine.scheduler import StepBudget
 from engine.sim.runner import SimRunner
 from engine.tiers.tiers import TierConfig, Tiers
 from kvtransfer.local import LocalNetwork, LocalTransport
-from support.checked_core import NOTHING_LEFT, LandingCore
+from support.checked_core import NOTHING_LEFT, LandingCore, held
 from support.core_engine import (
     TEN,
     TWELVE,
@@ -257,3 +258,41 @@ def test_what_the_tiers_below_the_pool_had_is_counted() -> None:
     assert found["pool"] == (4, 3, 9, 0)
     assert found["host"] == (8, 6, 9, 3), "the last request's chain came back; the pool and the first two had nothing"
     assert (found["remote"], last.read_bytes) == ((0, 0, 0, 0), 0)
+
+
+def test_a_tier_that_does_not_answer_is_given_up() -> None:
+    """A disk that hangs: what it holds is computed instead, now and while it hangs, and is brought back when it does
+    not any more."""
+    runner = SimRunner(LAYOUT, 4, VOCAB)
+    fingerprint = LAYOUT.fingerprint(runner.info.weights_fingerprint)
+    tiers = Tiers(
+        TierConfig(8 * LAYOUT.block_bytes, None, 0), LAYOUT.block_bytes, LAYOUT.kv_heads, fingerprint, threaded=False
+    )
+    said: list[FromEngine] = []
+    now = 100.0
+    limits = CoreLimits(WIDE, report_interval_s=0.0, min_report_interval_s=0.0, read_silence_s=5.0)
+    transport = LocalTransport(LocalNetwork(), "one")
+    core = EngineCore(runner, transport, limits, said.append, tiers=tiers, clock=lambda: now)
+    core.start()
+    prompt, others = (*TWELVE, 1, 2), tuple(range(500, 514))
+
+    def ask(name: str, prompt: tuple[int, ...], *, answers: bool = True) -> KvAccount:
+        """Where its KV came from. Unless the tiers answer, time passes."""
+        nonlocal now
+        core.handle(generate(name, prompt, 1))
+        for _ in range(8):
+            while core.step() or (answers and tiers.step()):
+                core.handle_posted()
+            now += 0 if answers else 1
+            core.handle_posted()
+            assert core.audit().fault == ""
+        return account_of([message for message in said if isinstance(message, Token) and message.request_id == name])
+
+    ask("first", prompt)
+    ask("evicts", others)
+    account = ask("hangs", prompt, answers=False)
+    assert (account.restored_blocks, account.computed_blocks) == (0, 4)
+    assert (account.restore_failure, account.loan_failure) == ("no read has ended for 5 s", "")
+    assert held(core) == NOTHING_LEFT
+    ask("evicts again", others)
+    assert ask("answers", prompt).restored_blocks > 0

@@ -45,10 +45,11 @@ class Silence:
     """A borrower that wants three blocks of PROMPT, the first of them posted, when its lender falls silent."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_blocks: int = 8) -> None:
+        self.now = 100.0
         monkeypatch.setattr("kvtransfer.transport.MAX_POSTED_BYTES", LAYOUT.block_bytes)
-        network: dict[bytes, Pool] = {}
+        network = self._network = dict[bytes, Pool]()
         budget = StepBudget(64, 64)
-        self.node = Node(network, "borrower", num_blocks, budget)
+        self.node = Node(network, "borrower", num_blocks, budget, read_silence_s=5.0, clock=lambda: self.now)
         self.node.tell(Lend("warm", tuple(range(100, 100 + num_blocks * WIDTH)), 0, "", True, 0))  # fills the pool
         self.node.core.step()
         self.node.tell(LendClosed("warm"))
@@ -56,11 +57,24 @@ class Silence:
         lender.tell(Lend("l", PROMPT, 0, "", True, 0))
         lender.core.step()
         (ready,) = [message for message in lender.said if isinstance(message, LendReady)]
-        self.node.tell(Generate("r", PROMPT, (), SamplingParams(2), "", 0, borrow=True))
-        self.node.tell(LoanStarted("r", lender.endpoint, 3, 0, 0.0))
-        self.node.tell(LoanBlocks("r", 0, ready.block_ids, ready.fingerprints))
         self.transport = self.node.transport
+        self._lender, self._ready = lender.endpoint, ready
+        self.borrow("r")
         self.transport.post("lender")
+
+    def borrow(self, request_id: str) -> None:
+        """Its lender has announced all that it wants."""
+        self.node.tell(Generate(request_id, PROMPT, (), SamplingParams(2), "", 0, borrow=True))
+        self.node.tell(LoanStarted(request_id, self._lender, 3, 0, 0.0))
+        self.node.tell(LoanBlocks(request_id, 0, self._ready.block_ids, self._ready.fingerprints))
+
+    def lender_dies(self) -> None:
+        del self._network[self._lender]
+
+    def look_at(self, now: float) -> None:
+        """The loop turns at that time."""
+        self.now = now
+        self.node.core.report()
 
     def books(self) -> tuple[int, int, int]:
         """Blocks held, reserved and quarantined."""
@@ -93,6 +107,55 @@ def test_a_silent_lender_keeps_one_window_and_the_request_goes_on(monkeypatch: p
     assert silence.transport.busy() == ["lender"]
     silence.transport.post("lender")
     assert silence.transport.posted == {}, "nothing is read any more"
+
+
+def test_a_lender_that_turns_while_its_bytes_do_not_come_is_given_up_as_a_silent_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    silence = Silence(monkeypatch, num_blocks=12)
+    silence.look_at(104.9)
+    assert silence.said(CloseLoan) == []
+    silence.look_at(105.2)
+    assert silence.said(CloseLoan) == [CloseLoan("r")]
+    assert silence.books() == (3, 1, 1)
+    silence.node.tell(Cancel("r"))
+    silence.borrow("s")  # its reads wait behind the one that hangs
+    silence.look_at(105.5)
+    assert silence.said(CloseLoan) == [CloseLoan("r"), CloseLoan("s")]
+    silence.node.tell(Cancel("s"))
+    assert silence.books() == (0, 0, 1)
+    silence.finish_the_read()
+    assert silence.books() == (0, 0, 0)
+    silence.borrow("t")
+    silence.transport.post("lender")
+    for now in range(106, 120, 4):
+        silence.look_at(now)
+        silence.finish_the_read()
+        if silence.transport.busy():
+            silence.transport.post("lender")
+        else:
+            break
+    while silence.node.core.step():
+        pass
+    account = next(message.account for message in silence.node.said if isinstance(message, Token))
+    assert account is not None
+    assert (account.moved_blocks, account.loan_failure) == (3, "")
+
+
+def test_when_the_lender_has_gone_the_receipt_still_says_over_what_the_blocks_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.lending.borrowing.LANDING_BYTES", LAYOUT.block_bytes)
+    silence = Silence(monkeypatch)
+    silence.finish_the_read()
+    silence.transport.post("lender")
+    silence.lender_dies()
+    silence.finish_the_read()
+    while silence.node.core.step():
+        silence.node.check()
+    account = next(message.account for message in silence.node.said if isinstance(message, Token))
+    assert account is not None
+    assert (account.moved_blocks, account.lanes, account.loan_failure) == (1, ("slow/memory",), "the read failed")
 
 
 def test_a_cancel_leaves_one_window_behind_and_evicts_nothing_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +230,7 @@ REACHED = {
     "moved": 200,
     "reused": 200,
     "mismatched": 20,
+    "stuck": 3,
     "quarantined": 300,
     "lost blocks": 3,
     "preempted": 30,

@@ -5,6 +5,7 @@ The link and the connection are the real ones; between them are queues instead o
 
 import asyncio
 import random
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,9 +17,10 @@ from hypothesis import strategies as st
 
 from cluster.errors import InvalidRequest, Overloaded, ServiceError
 from cluster.rpc import MAX_MESSAGE_BYTES
-from engine.messages import LoanBlocks, LoanFailed, LoanStarted
+from engine.messages import LendReady, LoanBlocks, LoanFailed, LoanStarted
 from engine.worker.loan_link import Loan, LoanLink
-from prefill_worker.connection import Connection
+from prefill_worker.connection import MAX_FRAME_BYTES, Connection
+from prefill_worker.loan import READY_BYTES, announcements
 from protos import lend_pb2 as pb
 from support.virtual_loop import run_virtually, settle
 
@@ -65,14 +67,15 @@ class GivenLoan:
         self.failure: ServiceError | None = None
         self.released: list[tuple[int, int]] = []
         self.closed = False
-        self._news: list[pb.LoanResponse] = []
+        self._news: deque[pb.LoanResponse] = deque()
 
     def start(self) -> None:
         self._news.append(pb.LoanResponse(starting=pb.Starting(end_block=99)))
         self.on_news()
 
-    def say(self, count: int) -> None:
-        ready = pb.BlocksReady(first=self.said, block_ids=range(self.said, self.said + count))
+    def say(self, count: int, num_bytes: int = 0) -> None:
+        blocks = range(self.said, self.said + count)
+        ready = pb.BlocksReady(first=self.said, block_ids=blocks, fingerprints=bytes(num_bytes))
         self._news.append(pb.LoanResponse(blocks_ready=ready))
         self.said += count
         self.on_news()
@@ -81,9 +84,8 @@ class GivenLoan:
         self.failure = InvalidRequest("release", "is wrong")
         self.on_news()
 
-    def take(self) -> list[pb.LoanResponse]:
-        news, self._news = self._news, []
-        return news
+    def take(self) -> pb.LoanResponse | None:
+        return self._news.popleft() if self._news else None
 
     def release(self, first: int, count: int) -> None:
         self.released.append((first, count))
@@ -103,6 +105,8 @@ class Wire:
         self.held = asyncio.Event()
         self.held.set()
         self.num_frames = 0
+        self.largest = 0
+        """Bytes of a frame of the lender's."""
         self.times_broken = 0
         self.link = LoanLink(self, "p0", self.borrower, SILENCE_S, self._broken)  # type: ignore[arg-type]
 
@@ -133,6 +137,7 @@ class _Call:
     async def __aiter__(self) -> AsyncIterator[pb.LenderFrame]:
         async for frame in self._wire.connection.frames():
             self._wire.num_frames += 1
+            self._wire.largest = max(self._wire.largest, frame.ByteSize())
             await self._wire.held.wait()
             yield pb.LenderFrame.FromString(frame.SerializeToString())
         if self._wire.connection.failure is not None:
@@ -219,6 +224,35 @@ async def test_one_that_no_message_takes_fails_alone() -> None:
     assert "bytes of tokens" in failed.reason
     assert set(wire.given) == {"small"}
     wire.link.break_off("over")
+
+
+async def test_more_blocks_than_a_message_takes_are_announced_in_several() -> None:
+    wire = Wire()
+    wire.open("long"), wire.open("short")
+    await settle()
+    for _ in range(40):
+        wire.given["long"].say(1, READY_BYTES)
+    wire.given["short"].say(1)
+    wire.given["long"].fail()
+    await settle()
+    assert wire.largest < 2 * READY_BYTES + MAX_FRAME_BYTES < MAX_MESSAGE_BYTES
+    *blocks, failed = wire.borrower.told_of("long")
+    assert [told.first for told in blocks] == list(range(40))
+    assert isinstance(failed, LoanFailed)
+    assert len(wire.borrower.told_of("short")) == 1
+    wire.link.break_off("over")
+
+
+def test_fingerprints_of_many_heads_go_in_parts() -> None:
+    width, count = 8 * 32, 70_000
+    prints = random.Random(1).randbytes(width * count)
+    parts = list(announcements(LendReady("a", 7, tuple(range(count)), prints, fetched=True)))
+    assert all(part.ByteSize() < 2 * READY_BYTES and part.fetched for part in parts)
+    assert [part.first for part in parts] == [7 + part.block_ids[0] for part in parts]
+    assert [block for part in parts for block in part.block_ids] == list(range(count))
+    assert b"".join(part.fingerprints for part in parts) == prints
+    (whole,) = announcements(LendReady("a", 7, (1, 2), bytes(2 * width), fetched=False))
+    assert whole == pb.BlocksReady(first=7, block_ids=[1, 2], fingerprints=bytes(2 * width))
 
 
 async def test_a_broken_link_lends_nothing() -> None:
