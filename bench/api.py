@@ -22,7 +22,7 @@ from rich.progress import Progress, TimeElapsedColumn
 
 from bench.bare_api import METHOD, WAITED
 from bench.models import SIM_VOCAB
-from bench.report import Bar, conclude, percentile
+from bench.report import Bar, conclude, of_rounds
 from bench.router.site import first_line, process, sim_site
 from cluster.rpc import channel
 from protos import inference_pb2 as pb
@@ -201,21 +201,21 @@ async def measure(progress: Progress, levels: tuple[int, ...]) -> dict[str, Any]
     task = progress.add_task("front doors", total=4 * sum(ROUNDS_OF[streams] for streams in levels) + 5 * ROUNDS)
     for streams in levels:
         step_s = streams / TOKENS_PER_S
-        added: dict[str, list[float]] = {}
+        added: dict[str, list[list[float]]] = {}
         async with sides(step_s, TOKENS) as found:
             for ask in found.asks.values():
                 await warm_up(ask)
             for _ in range(ROUNDS_OF[streams]):
                 for name, ask in found.asks.items():
-                    added.setdefault(name, []).extend(await hold(ask, streams, TOKENS * step_s))
+                    added.setdefault(name, []).append(await hold(ask, streams, TOKENS * step_s))
                     progress.advance(task)
         figures[f"{streams} streams"] = {
             name: {
-                "p50_ms": 1e3 * percentile(values, 0.5),
-                "p99_ms": 1e3 * percentile(values, 0.99),
-                "requests": len(values),
+                "p50_ms": 1e3 * of_rounds(rounds, 0.5),
+                "p99_ms": 1e3 * of_rounds(rounds, 0.99),
+                "requests": sum(map(len, rounds)),
             }
-            for name, values in added.items()
+            for name, rounds in added.items()
         }
     async with sides(0.0, SATURATION_TOKENS) as found:
         asks = found.asks | found.references

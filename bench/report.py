@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +33,12 @@ def percentile(values: Sequence[float], share: float) -> float:
     """Nearest rank; `share` in [0, 1]."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def of_rounds(rounds: Sequence[Sequence[float]], share: float) -> float:
+    """The median of rounds' percentiles. That of all values together would be of the moments in which the machine stood
+    still, which fall to one side of a comparison or the other."""
+    return statistics.median(percentile(values, share) for values in rounds)
 
 
 def conclude(name: str, bars: Sequence[Bar], figures: Mapping[str, Any], console: Console) -> None:
