@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
+from engine.errors import EngineStartError
 from engine.layout import KvLayout
 from engine.runner import ModelInfo
 from engine.torch.attention import use_attention
@@ -13,7 +14,10 @@ from engine.torch.backends import Backend, join
 from engine.torch.cuda.graphs import decode_graphs
 from engine.torch.device import KvMemory, allocate, staged
 from engine.torch.scoring import scored_rows
-from engine.vocabulary import Chunk
+from engine.vocabulary import Chunk, SamplingParams, Sequence
+
+WARM_UP_TOKENS = (24, 48, 96, 512)
+"""One for each size of tile that a kernel may choose."""
 
 
 class PagedModel:
@@ -43,6 +47,8 @@ class PagedModel:
         self.graphs = None
         if ranks == 1:  # a sum over ranks within a graph was never tried
             self.graphs = decode_graphs(self._attention, layout, self._forward_all, self.memory, info)
+        if device.type == "cuda":
+            self.warm_up(self.memory.scratch_block, info.max_context_tokens)
 
     @property
     def last_layer_trimmed(self) -> bool:
@@ -78,6 +84,19 @@ class PagedModel:
             logits_to_keep=rows,
         ).logits[0]
         return logits
+
+    @torch.inference_mode()
+    def warm_up(self, scratch_block: int, max_tokens: int) -> None:
+        """Compute prompts of several lengths, as far as the context goes, into one block that is nobody's: what is
+        compiled at its first use is no request's wait. Raises EngineStartError when there is no room for it."""
+        try:
+            for num_tokens in WARM_UP_TOKENS:
+                count = min(num_tokens, max_tokens)
+                blocks = [scratch_block] * self.layout.blocks_for(count)
+                sequence = Sequence("warm-up", [0] * count, count, b"", SamplingParams(1), 0, 0, blocks=blocks)
+                self.logits([Chunk(sequence, 0, count)])
+        except torch.cuda.OutOfMemoryError as error:
+            raise EngineStartError("kv_memory_mib", f"beside it the GPU has no room to compute: {error}") from error
 
     def _forward_all(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Logits of every token: [tokens, vocab]. The attention is prepared for them."""

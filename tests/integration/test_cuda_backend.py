@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -83,6 +84,15 @@ def test_sections_lie_apart_and_are_aligned() -> None:
     assert sections.fill(buffer, [step.positions, step.prefill_starts()[0][:0], step.tables]) == 18
     assert sections.views(buffer)[0].tolist() == [2, 3, 4]
     assert sections.views(buffer)[2][:2].tolist() == [0, 2]
+
+
+def test_what_is_computed_to_warm_up_is_written_into_nobodys_block(tiny_model: Path) -> None:
+    runner = TorchRunner(tiny_model, "float32", block_tokens=16, kv_bytes=1 << 20, backend="sdpa", device="cpu")
+    scratch = runner.pool.num_blocks - 1
+    runner.paged.warm_up(scratch, runner.info.max_context_tokens)
+    blocks = runner.paged.memory.byte_blocks
+    assert blocks[scratch].any()
+    assert not blocks[:scratch].any()
 
 
 # ---------------------------------------------------------------------------- attention
