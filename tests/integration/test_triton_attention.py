@@ -26,7 +26,7 @@ from support import triton_cpu
 from support.triton_compiler import in_a_process
 
 CPU = torch.device("cpu")
-CHUNKS = [(200, 1), (3, 1), (0, 5), (17, 40), (130, 66), (90, 1)]
+CHUNKS = [(130, 1), (3, 1), (0, 5), (17, 20), (70, 34), (40, 1)]
 """(start, tokens): two decodes, then what goes to the kernel for prompts, a single token among it."""
 
 
@@ -54,7 +54,7 @@ def spread(layout: KvLayout) -> tuple[list[Chunk], int]:
 @pytest.mark.parametrize(
     ("kept", "dtype", "heads", "kv_heads", "head_dim", "block_tokens", "window", "softcap", "processors"),
     [
-        ("auto", "float32", 4, 2, 16, 64, 100, 20.0, 1),
+        ("auto", "float32", 4, 2, 16, 64, 60, 20.0, 1),
         ("auto", "bfloat16", 6, 1, 80, 7, None, 0.0, 40),
         ("int8", "float16", 14, 2, 64, 16, None, 0.0, 40),
         ("int8", "bfloat16", 2, 1, 6, 7, 24, 20.0, 10),
