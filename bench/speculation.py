@@ -189,6 +189,8 @@ async def alone(off: Client, on: Client, asks: Sequence[Ask]) -> Compared:
 async def crowded(off: Client, on: Client, asks: Sequence[Ask]) -> Compared:
     """CROWD at once."""
     compared = Compared()
+    for client in (off, on):
+        await say(client, asks[0])
     for _ in range(ROUNDS):
         sides = [
             await asyncio.gather(*(say(client, asks[seed % len(asks)], seed) for seed in range(CROWD)))
