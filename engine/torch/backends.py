@@ -52,16 +52,15 @@ def join(model: nn.Module, pool: Tensor, layout: KvLayout, backend: Backend, ran
     if backend == "sdpa":
         return _sdpa(pool, layout)
     heads = query_heads(model) // ranks
-    kernels = "GPU" if on_gpu else "CPU"
-    for name in (ON_GPU if on_gpu else ("native",)) if backend == "auto" else (backend,):
+    if backend != "auto":
+        return _JOINS[backend](model, pool, layout, heads)
+    of_gpu = ("triton",) if layout.quantised else ON_GPU
+    for name in of_gpu if on_gpu else ("native",):
         try:
             return _JOINS[name](model, pool, layout, heads)
         except KernelsUnavailable as error:
-            if backend != "auto":
-                raise
-            reason = error
-            log.info("%s is not used: %s", name, error)
-    log.warning("the %s kernels are not used, expect several times slower steps: %s", kernels, reason)
+            log.warning("the %s kernels are not used: %s", name, error)
+    log.warning("attention is computed by torch, expect several times slower steps")
     return _sdpa(pool, layout)
 
 
