@@ -112,17 +112,24 @@ def test_attention_equals_the_reference(
 
 @pytest.mark.parametrize("native", [False, True])
 def test_unread_memory_does_not_matter(native: bool) -> None:
-    """What lies in a block after the sequence's end may be anything, scales too."""
+    """What lies in a block after the sequence's end may be anything, NaN too, and so may a block that is another's."""
     layout = KvLayout(1, 1, 64, 16, "float32", "int8")
-    sequence = Sequence("a", [0] * 5, 5, b"", SamplingParams(1), 0, 0, blocks=[0])
+    short, long = (
+        Sequence("a", [0] * length, length, b"", SamplingParams(1), 0, 0, blocks=blocks)
+        for length, blocks in ((6, [1]), (18, [2, 3]))
+    )
     results = []
-    for filling in (0, 0xFF) if native else (0, 0x11):  # torch reads whole rows, and masks: NaN would spread
-        pool = torch.full((1, 1, 1, 2, 16 * 66), filling, dtype=torch.uint8)
+    for filling in (0, 0xFF):
+        pool = torch.full((4, 1, 1, 2, 16 * 66), filling, dtype=torch.uint8)
         attention = NativePagedAttention(Kernels(), pool, layout, 1) if native else SdpaPagedAttention(pool, layout)
-        attention.prepare([Chunk(sequence, 0, 5)])
-        query, key, value = (randn(1, 1, 5, 64, seed=seed) for seed in range(3))
-        results.append(attention.attend(0, query, key, value, 0.125, None, 0.0))
-    assert torch.equal(*results)
+        for chunks in ([Chunk(short, 0, 5), Chunk(long, 0, 17)], [Chunk(short, 5, 1), Chunk(long, 17, 1)]):
+            count = sum(chunk.count for chunk in chunks)
+            attention.prepare(chunks)
+            query, key, value = (randn(1, 1, count, 64, seed=seed) for seed in range(3))
+            results.append(attention.attend(0, query, key, value, 0.125, None, 0.0))
+    assert all(result.isfinite().all() for result in results)
+    assert torch.equal(results[0], results[2])
+    assert torch.equal(results[1], results[3])
 
 
 # -------------------------------------------------------------------------------------------------------- whole models
