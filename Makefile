@@ -73,7 +73,7 @@ fuzz: $(INSTALLED)
 
 # Skipped without a GPU, so no part of `test`. On a machine with one: $(BIN)/python -m pip install -e '.[cuda]' first.
 gpu: $(INSTALLED)
-	$(BIN)/pytest tests/gpu
+	TRITON_INTERPRET=0 $(BIN)/pytest tests/gpu
 
 bench: $(INSTALLED)
 	@$(BIN)/python -m bench.serving

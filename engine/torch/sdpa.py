@@ -170,7 +170,8 @@ class SdpaPagedAttention(PagedAttention):
         mask = self.batch.decode_mask(window)
         # Masking adds to scores, and what lies there may be NaN: of whoever had the block, or, in padding, of another.
         unseen = ~mask.transpose(2, 3)
-        keys, values = keys.masked_fill(unseen, 0), values.masked_fill(unseen, 0)
+        keys.masked_fill_(unseen, 0)  # copies
+        values.masked_fill_(unseen, 0)
         # The heads that share a KV head become its query positions, so that no key is repeated.
         grouped = query.transpose(0, 1).reshape(count, self._layout.kv_heads, -1, head_dim)
         if softcap:

@@ -1,5 +1,6 @@
 """Models whose heads are large enough for GPU kernels. Everything here is skipped where torch sees no GPU."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ VOCAB = 1000
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
+        if os.environ["TRITON_INTERPRET"] != "0":
+            raise pytest.UsageError("kernels would be interpreted: run `make gpu`, or with TRITON_INTERPRET=0")
         return
     for item in items:
         if Path(__file__).parent in item.path.parents:

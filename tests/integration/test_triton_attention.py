@@ -10,6 +10,7 @@ from torch import Tensor
 from engine.layout import KvDtype, KvLayout
 from engine.model_dir import ModelDir
 from engine.torch.attention import use_attention
+from engine.torch.cuda import attention_kernels
 from engine.torch.cuda.graphs import Captured, DecodeGraphs
 from engine.torch.cuda.triton_attention import TritonPagedAttention
 from engine.torch.device import allocate
@@ -17,11 +18,6 @@ from engine.torch.kv_rows import kv_rows
 from engine.torch.loader import kv_layout, load_model
 from engine.torch.sdpa import SdpaPagedAttention
 from engine.vocabulary import Chunk, SamplingParams, Sequence
-
-if torch.cuda.is_available():
-    pytest.skip("tests/gpu runs the same kernels compiled", allow_module_level=True)
-
-from engine.torch.cuda import attention_kernels
 from support import triton_cpu
 from support.triton_compiler import in_a_process
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from engine.layout import KvLayout
-from engine.torch.cuda.step import LAST_LENS, POSITIONS, ROWS, TABLE_STARTS, TABLES, GpuAttention, Step
-from engine.torch.cuda.tables import StepTables
+from engine.torch.cuda.step import GpuAttention, Step
+from engine.torch.cuda.tables import LAST_LENS, POSITIONS, ROWS, TABLE_STARTS, TABLES, StepTables
 
 WORKSPACE_BYTES = 384 << 20
 """For partial results of contexts that are split. flashinfer asks for 128 MiB, and overflows that with 256 decodes of

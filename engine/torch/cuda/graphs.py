@@ -18,8 +18,8 @@ from torch import Tensor
 from engine.layout import KvLayout
 from engine.runner import ModelInfo
 from engine.torch.attention import PagedAttention
-from engine.torch.cuda.step import POSITIONS, TOKENS, GpuAttention, Step
-from engine.torch.cuda.tables import Sections, StepTables, host_buffer
+from engine.torch.cuda.step import GpuAttention, Step
+from engine.torch.cuda.tables import POSITIONS, TOKENS, Sections, StepTables, host_buffer
 from engine.torch.device import KvMemory
 from engine.vocabulary import Chunk
 
@@ -127,15 +127,7 @@ class DecodeGraphs:
     def _load(self, step: Step, sections: Sections, chunks: Sequence[Chunk]) -> None:
         tables = StepTables.of(self._layout, chunks)
         tables.pad(self._layout, step.num_decodes, self._scratch_block)
-        arrays = [
-            tables.token_ids,
-            tables.positions,
-            tables.rows,
-            tables.table_starts,
-            tables.last_lens,
-            tables.tables,
-        ]
-        used = sections.fill(self._host, arrays)
+        used = sections.fill(self._host, [*tables.arrays, tables.tables])
         self._device[:used].copy_(self._host[:used], non_blocking=True)
         self._attention.refill(step, sections.views(self._host), len(tables.tables))
 

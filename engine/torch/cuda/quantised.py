@@ -19,23 +19,25 @@ BLOCKS = (128, 64, 32, 16)
 FLOAT8_MULTIPLE = 16
 """Of inputs and outputs, which torch's product of float8 asks for."""
 FLOAT8_CAPABILITY = (8, 9)
-"""GPUs since Ada multiply float8."""
+"""GPUs since Ada multiply float8, and Triton converts it there."""
 
 
 def gpu_linear(layer: nn.Linear, kind: Weights, device: torch.device) -> nn.Module:
     """The layer with weights of this kind on the device, quantised there; as it is if they cannot be of this kind."""
     if kind == "fp8":
-        fits = layer.in_features % FLOAT8_MULTIPLE == 0 and layer.out_features % FLOAT8_MULTIPLE == 0
-        return Float8Linear.of(layer, device) if fits else layer
+        return Float8Linear.of(layer, device) if _fits_float8(layer) else layer
     return WeightOnlyLinear.of(QuantisedLinear.of(layer, kind, device))
 
 
 def of_checkpoint(layer: QuantisedLinear, float8_inputs: bool) -> nn.Module:
     """A layer that was saved quantised, where its values are. `float8_inputs`: its activations may become float8."""
-    fits = layer.in_features % FLOAT8_MULTIPLE == 0 and layer.out_features % FLOAT8_MULTIPLE == 0
-    if float8_inputs and fits:
+    if float8_inputs and _fits_float8(layer):
         return Float8Linear(layer.values, layer.scales, layer.bias, layer.dtype)
     return WeightOnlyLinear.of(layer)
+
+
+def _fits_float8(layer: nn.Linear | QuantisedLinear) -> bool:
+    return layer.in_features % FLOAT8_MULTIPLE == 0 and layer.out_features % FLOAT8_MULTIPLE == 0
 
 
 def check_gpu(kind: Weights, device: torch.device) -> None:

@@ -14,15 +14,10 @@ from engine.torch.attention import PagedAttention
 from engine.torch.cuda.tables import Sections, StepTables, host_buffer
 from engine.vocabulary import Chunk
 
-TOKENS, POSITIONS, ROWS, TABLE_STARTS, LAST_LENS = range(5)
-"""Order of the arrays of `StepTables` in `Step.host` and `Step.device`. Then come what a backend has for prompts, in
-steps that are no buckets, and the tables."""
-TABLES = -1
-
 
 @dataclass(slots=True)
 class Step:
-    """Views on the CPU, to plan by, and the same on the device."""
+    """Arrays of `StepTables` as views on the CPU, to plan by, and the same on the device."""
 
     num_decodes: int
     num_tokens: int
@@ -47,15 +42,7 @@ class GpuAttention(PagedAttention):
 
     def prepare(self, chunks: Sequence[Chunk]) -> None:
         tables = StepTables.of(self._layout, chunks)
-        arrays = [
-            tables.token_ids,
-            tables.positions,
-            tables.rows,
-            tables.table_starts,
-            tables.last_lens,
-            *self._of_prompts(tables),
-            tables.tables,
-        ]
+        arrays = [*tables.arrays, *self._of_prompts(tables), tables.tables]
         sections = Sections([len(values) for values in arrays])
         buffer = host_buffer(sections.num_elements, self.device)
         sections.fill(buffer, arrays)

@@ -11,6 +11,10 @@ from torch import Tensor
 from engine.layout import KvLayout
 from engine.vocabulary import Chunk
 
+TOKENS, POSITIONS, ROWS, TABLE_STARTS, LAST_LENS = range(5)
+"""Order of `StepTables.arrays`. Then come what a backend has for prompts, in steps that are no buckets, and the
+tables."""
+TABLES = -1
 ALIGNMENT = 16
 """Arrays begin at multiples of so many elements: 64 bytes."""
 
@@ -49,6 +53,11 @@ class StepTables:
             step.positions.extend(range(chunk.start, end))
             step._end_chunk(layout, chunk.sequence.blocks[: layout.blocks_for(end)], chunk.num_rows, end)
         return step
+
+    @property
+    def arrays(self) -> "list[array[int]]":
+        """All but the tables, in the order in which they cross to the GPU."""
+        return [self.token_ids, self.positions, self.rows, self.table_starts, self.last_lens]
 
     @property
     def num_chunks(self) -> int:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from engine.errors import KernelsUnavailable
 from engine.layout import KvLayout
-from engine.torch.cuda.step import LAST_LENS, POSITIONS, ROWS, TABLE_STARTS, TABLES, GpuAttention
-from engine.torch.cuda.tables import StepTables
+from engine.torch.cuda.quantised import FLOAT8_CAPABILITY
+from engine.torch.cuda.step import GpuAttention
+from engine.torch.cuda.tables import LAST_LENS, POSITIONS, ROWS, TABLE_STARTS, TABLES, StepTables
 from engine.torch.kv_rows import LARGEST, TYPES
 
 PROMPT_ROWS, PROMPT_WARPS = 64, 8
@@ -29,14 +30,12 @@ MAX_SPLITS = 32
 """Of a tile's keys, when there are too few tiles to keep all processors busy."""
 TILES = LAST_LENS + 1
 """Place of the array of tiles in a step."""
-FP8_CAPABILITY = (8, 9)
-"""CUDA's compute capability from which Triton converts float8_e4m3fn."""
 
 
 def load_kernels(layout: KvLayout, device: torch.device) -> Any:
     """The module. Raises KernelsUnavailable with the reason when it cannot be had, or not for this GPU."""
-    if layout.kept == "fp8" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
-        raise KernelsUnavailable(f"fp8 needs a GPU of compute capability {'.'.join(map(str, FP8_CAPABILITY))}")
+    if layout.kept == "fp8" and torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:
+        raise KernelsUnavailable(f"fp8 needs a GPU of compute capability {'.'.join(map(str, FLOAT8_CAPABILITY))}")
     try:
         from engine.torch.cuda import attention_kernels
     except Exception as error:  # importing Triton looks for drivers and compilers, which fail in ways of their own
