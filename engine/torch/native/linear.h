@@ -9,6 +9,7 @@
 
 #include <omp.h>
 
+#include "deal.h"
 #include "microkernel.h"
 
 #if defined(__AVX512BF16__)
@@ -16,8 +17,6 @@
 namespace {
 
 constexpr long DEPTH = 1024;     // of a unit of work: 128 KiB of weights, so that it and the next fit the L2 cache
-constexpr long RUNS = 64;        // of units that each thread takes
-constexpr long LONG_RUNS = 8;    // and with few rows
 constexpr long BLOCK_ROWS = 256; // rows of A that one unit is used for before the next is read
 
 inline long panels(long n) { return (n + PANEL - 1) / PANEL; }
@@ -91,17 +90,13 @@ void multiply_packed(const bfloat16* x, long x_stride, long m, Weights weights, 
     typedef std::remove_cvref_t<decltype(*weights.packed)> Element;
     const long num_panels = panels(n), panel_size = even(k) * Weights::STEP;
     const long blocks = (m + BLOCK_ROWS - 1) / BLOCK_ROWS, units = blocks * num_panels;
-    // Units go to threads in runs, as they become free: one that loses its core for a while holds up little.
-    // Few rows wait for memory, and what is fetched ahead is what comes next in it: their runs are longer, or it would be
-    // another thread's. (Up to ROWS rows fetch nothing ahead.) So up to 12 rows cost hardly more than one.
-    const long runs = m > ROWS && m <= 3 * ROWS ? LONG_RUNS : RUNS;
-    const long run = std::max(1L, units / (runs * omp_get_max_threads()));
-#pragma omp parallel
+    const int threads = omp_get_max_threads();
+    Deal deal(units, threads);
+#pragma omp parallel num_threads(threads)
     {
         alignas(64) float partial[BLOCK_ROWS * PANEL];
         typename Weights::Room room;
-#pragma omp for schedule(dynamic, run)
-        for (long unit = 0; unit < units; unit++) {
+        for (long unit; (unit = deal.take(omp_get_thread_num())) >= 0;) {
             const long block = unit / num_panels, panel = unit % num_panels;
             const long row0 = m * block / blocks, rows = m * (block + 1) / blocks - row0;
             const long most = most_of<Weights>(rows);
