@@ -89,7 +89,8 @@ class Timed:
 
 
 def prompt(length: int, seed: int) -> list[int]:
-    generator = random.Random(seed)
+    """None is the beginning of another of a different length, or it would be found in a cache of prefixes."""
+    generator = random.Random(f"{length} {seed}")
     return [generator.randrange(FIRST_TOKEN, LAST_TOKEN) for _ in range(length)]
 
 

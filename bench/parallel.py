@@ -80,7 +80,7 @@ class Measured(EngineListener):
         """From a new prompt to its first token."""
         self._count += 1
         began = time.perf_counter()
-        name = self._ask(random.Random(-self._count).choices(range(1000), k=PROMPT), 1)
+        name = self._ask(random.Random(f"prompt {self._count}").choices(range(1000), k=PROMPT), 1)
         while not self.times[name]:
             await self._news()
         return (self.times[name][0] - began) * 1e3

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.errors import EngineStartError
 from engine.layout import KvLayout
-from engine.torch.memory import huge_tensor, populate
+from engine.torch.memory import huge_tensor
 from kvtransfer.transport import AnyPool, DevicePool, Pool
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -60,7 +60,7 @@ class KvMemory:
 
 
 def allocate(layout: KvLayout, num_blocks: int, device: torch.device) -> KvMemory:
-    """Zeroed memory for `num_blocks` blocks; on a CPU it is taken from the system in the background. Raises EngineStartError when the GPU has not that much."""
+    """Zeroed memory for `num_blocks` blocks. Raises EngineStartError when the GPU has not that much."""
     on_gpu = device.type == "cuda"
     count = num_blocks + on_gpu
     shape: tuple[int, ...] = (count, layout.kv_heads, layout.layers, 2, layout.block_tokens, layout.head_dim)
@@ -69,7 +69,6 @@ def allocate(layout: KvLayout, num_blocks: int, device: torch.device) -> KvMemor
         shape, dtype = (*shape[:4], layout.block_tokens * layout.vector_bytes), torch.uint8
     if not on_gpu:
         memory = huge_tensor(num_blocks * layout.block_bytes)
-        populate(memory)
         bytes_view: NDArray[np.uint8] = memory.view(num_blocks, -1).numpy()
         return KvMemory(Pool(bytes_view, owner=memory), memory.view(dtype).view(shape))
     try:

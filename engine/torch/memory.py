@@ -5,6 +5,7 @@ import logging
 import mmap
 import os
 import threading
+import time
 from pathlib import Path
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor
 
 _HUGE = 2 << 20
 _CHUNK = 64 << 20
-_POPULATED_AT_ONCE = 16 << 20
+_POPULATED_AT_ONCE = 4 << 20
+_POPULATING = 0.25
+"""The share of a core that taking memory ahead may have: requests may be served meanwhile."""
 _MADV_DONTNEED, _MADV_POPULATE_WRITE = 4, 23
 
 log = logging.getLogger(__name__)
@@ -32,10 +35,11 @@ def huge_tensor(num_bytes: int) -> Tensor:
 
 
 def populate(tensor: Tensor) -> threading.Thread:
-    """Take the physical memory of a `huge_tensor` now, by a thread that is returned, and leave what it holds.
+    """Take the physical memory of a contiguous tensor now, by a thread that is returned, and leave what it holds.
 
     Memory that is first written in a step is found, zeroed and mapped in that step; in a virtual machine whose host has
-    yet to find it, that was 1.6 ms for each MiB. In pieces, since nothing else of the process can be mapped meanwhile.
+    yet to find it, that was 1.6 ms for each MiB. In pieces, since nothing else of the process can be mapped while one
+    is taken.
     """
     thread = threading.Thread(target=_populate, args=(tensor,), name="populate", daemon=True)
     thread.start()
@@ -44,13 +48,15 @@ def populate(tensor: Tensor) -> threading.Thread:
 
 def _populate(tensor: Tensor) -> None:
     advise = ctypes.CDLL(None, use_errno=True).madvise
-    for piece in tensor.split(_POPULATED_AT_ONCE):
+    for piece in tensor.view(-1).view(torch.uint8).split(_POPULATED_AT_ONCE):
         begin = piece.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
         length = piece.data_ptr() + piece.numel() - begin
+        began_at = time.monotonic()
         if advise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
             # Older than Linux 5.14, or another system: memory is taken as it is written.
             log.debug("memory is not taken ahead: %s", os.strerror(ctypes.get_errno()))
             return
+        time.sleep((time.monotonic() - began_at) * (1 / _POPULATING - 1))
 
 
 class Arena:

@@ -13,6 +13,7 @@ from engine.torch.attention import use_attention
 from engine.torch.backends import Backend, join
 from engine.torch.cuda.graphs import decode_graphs
 from engine.torch.device import KvMemory, allocate, staged
+from engine.torch.memory import populate
 from engine.torch.scoring import scored_rows
 from engine.vocabulary import Chunk, SamplingParams, Sequence
 
@@ -43,6 +44,8 @@ class PagedModel:
         self.argmax, self._last_rows = joined.argmax, joined.last_rows
         self.bind_threads: Callable[[Seq[int]], None] | None = joined.bind_threads
         self.device = device
+        if device.type == "cpu":  # what the weights were read from is given back by now: both at once are a peak
+            populate(self.memory.byte_blocks)
         use_attention(model, self._attention)
         self.graphs = None
         if ranks == 1:  # a sum over ranks within a graph was never tried

@@ -69,6 +69,18 @@ def test_gated(packs: Kernels, n: int, k: int, rows: int) -> None:
     assert_rounded(packs.gated(x, packs.pack_gated(gate, up)), exact)
 
 
+@pytest.mark.parametrize("threads", [1, 3, 5])
+def test_a_result_is_the_same_however_many_threads_compute_it(packs: Kernels, threads: int) -> None:
+    x, packed = randn(300, 1030), packs.pack(randn(777, 1030, seed=1))
+    expected = packs.linear(x, packed, None)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        assert all(torch.equal(packs.linear(x, packed, None), expected) for _ in range(5))
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_embedding_from_packed_weights_is_exact(packs: Kernels) -> None:
     weights = randn(300, 66)
     ids = torch.tensor([[0, 299, 64, 63, 128, 7]])

@@ -85,7 +85,7 @@ class Attention {
           group_(shape.heads / shape.kv_heads),
           depth_(round_up(shape.head_dim, PANEL)),
           to_value_(row_elements<P>(shape)) {
-        const long words = max_rows * depth_ * 2 + 2 * TILE_KEYS * depth_ + 2 * ROWS * TILE_KEYS + 4 * max_rows +
+        const long words = max_rows * depth_ * 2 + 2 * TILE_KEYS * depth_ + 2 * ROWS * TILE_KEYS + 2 * (max_rows + 2 * LANES) + 2 * (max_rows + LANES) +
                            LANES * depth_ + 2 * TILE_KEYS + 10 * LANES;
         memory_ = static_cast<float*>(std::aligned_alloc(64, round_up(words * 4, 64)));
         float* at = memory_;
@@ -100,8 +100,9 @@ class Attention {
         values_ = reinterpret_cast<E*>(take(TILE_KEYS * depth_));
         scores_ = take(ROWS * TILE_KEYS);
         weights_ = reinterpret_cast<E*>(take(ROWS * TILE_KEYS));
-        most_ = take(max_rows);
-        total_ = take(max_rows);
+        most_ = take(max_rows + LANES);  // read by vectors from any row on
+        total_ = take(max_rows + LANES);
+        positions_ = reinterpret_cast<int64_t*>(take(2 * max_rows));
         rows_ = reinterpret_cast<E*>(take(LANES * depth_));
         key_scales_ = take(TILE_KEYS);
         value_scales_ = take(TILE_KEYS);
@@ -120,20 +121,20 @@ class Attention {
         for (long first = lowest / TILE_KEYS * TILE_KEYS; first < end; first += TILE_KEYS) {
             const long count = std::min(TILE_KEYS, end - first);
             pack(pool, tables + item.table, kv_head, first, count);
-            for_row_groups(num_rows, [&](long r, int rows, long, long) { attend(item, r, rows, first); });
+            for_row_groups(num_rows, [&](long r, int rows, long, long) { attend(r, rows, first); });
         }
         write(item, kv_head, num_rows, out);
     }
 
    private:
-    long position_of(const AttentionItem& item, long row) const { return item.position + row / group_; }
-
     void read_queries(const AttentionItem& item, long kv_head, const T* query) {
-        for (long row = 0; row < item.count * group_; row++) {
-            const long head = kv_head * group_ + row % group_;
-            const T* from = query + (item.token + row / group_) * s_.query_token_stride + head * s_.query_head_stride;
-            widen_row(from, queries_ + row * depth_);
-        }
+        for (long t = 0, row = 0; t < item.count; t++)
+            for (long g = 0; g < group_; g++, row++) {
+                const long head = kv_head * group_ + g;
+                const T* from = query + (item.token + t) * s_.query_token_stride + head * s_.query_head_stride;
+                widen_row(from, queries_ + row * depth_);
+                positions_[row] = item.position + t;
+            }
     }
 
     const P* key_row(const P* pool, const int32_t* table, long kv_head, long position) const {
@@ -244,10 +245,10 @@ class Attention {
     }
 
     // One group of rows over the packed tile of keys that starts at position `first`.
-    void attend(const AttentionItem& item, long r, int rows, long first) {
-        const long visible = std::min(TILE_KEYS, position_of(item, r + rows - 1) + 1 - first);
+    void attend(long r, int rows, long first) {
+        const long visible = std::min(TILE_KEYS, positions_[r + rows - 1] + 1 - first);
         if (visible <= 0) return;
-        const long span = round_up(visible, PANEL);
+        const long span = round_up(visible, LANES);
         for (long k = 0; k < span; k += PANEL)
             tile_of<E, PAIR>(
                 rows, queries_ + r * depth_, depth_, keys_ + k * depth_, depth_, nullptr, 0,
@@ -258,8 +259,8 @@ class Attention {
                         store(scores_ + i * TILE_KEYS + k + j * LANES, bend(sum));
                     }
                 });
-        float fade[ROWS];
-        for (int i = 0; i < rows; i++) fade[i] = soften(item, r + i, i, first, span);
+        alignas(64) float fade[LANES];
+        with_rows(rows, [&]<int M>() { soften<M>(r, first, span, fade); });
         for (long d = 0; d < depth_; d += PANEL)
             tile_of<E, PAIR>(
                 rows, weights_, TILE_KEYS, values_ + d * TILE_KEYS, span, nullptr, 0,
@@ -277,32 +278,50 @@ class Attention {
         return score * (s_.scale * log2_e);
     }
 
-    // Scores of row `i` of the group to weights, 2^(score - largest so far); returns what earlier outputs fade by.
-    float soften(const AttentionItem& item, long row, int i, long first, long span) {
-        float* scores = scores_ + i * TILE_KEYS;
-        E* weights = weights_ + i * TILE_KEYS;
-        const long own = position_of(item, row);
-        const long end = std::clamp(own + 1 - first, 0L, span);
-        const long begin = s_.window ? std::clamp(own + 1 - s_.window - first, 0L, end) : 0;
+    // Scores of the group's M rows to weights, 2^(score - largest so far), and what each row's earlier outputs fade by.
+    // Rows go side by side: one alone would wait for its largest score, then for its sum.
+    template <int M>
+    ALWAYS_INLINE void soften(long r, long first, long span, float* fade) {
+        Vec most[M], sums[M];
+        alignas(64) float now[LANES] = {}, added[LANES] = {};
+#pragma GCC unroll 6
+        for (int i = 0; i < M; i++) {
+            hide(positions_[r + i] - first, span, scores_ + i * TILE_KEYS);
+            most[i] = splat(most_[r + i]);
+        }
+        for (long k = 0; k < span; k += LANES)
+#pragma GCC unroll 6
+            for (int i = 0; i < M; i++) most[i] = maximum(most[i], load(scores_ + i * TILE_KEYS + k));
+#pragma GCC unroll 6
+        for (int i = 0; i < M; i++) {
+            now[i] = largest(most[i]);
+            sums[i] = Vec{};
+        }
+        // A row that sees nothing up to here: all its weights are 2^-infinity, as is what it fades by.
+        const Vec base = maximum(load(now), splat(-3e38f));
+        store(fade, power_of_two<6>(load(most_ + r) - base));
+        std::memcpy(most_ + r, now, M * sizeof(float));
+        store(now, base);
+        for (long k = 0; k < span; k += LANES)
+#pragma GCC unroll 6
+            for (int i = 0; i < M; i++) {
+                const Vec weight = power_of_two<sizeof(E) == 4 ? 6 : 4>(load(scores_ + i * TILE_KEYS + k) - splat(now[i]));
+                sums[i] += weight;
+                store(weights_ + i * TILE_KEYS + k, QUANTISED ? weight * load(value_scales_ + k) : weight);
+            }
+#pragma GCC unroll 6
+        for (int i = 0; i < M; i++) added[i] = sum(sums[i]);
+        store(added, load(total_ + r) * load(fade) + load(added));
+        std::memcpy(total_ + r, added, M * sizeof(float));
+    }
+
+    // -infinity for the scores of what a row must not see; its own key is number `own` of the tile.
+    void hide(long own, long span, float* scores) const {
+        const long end = std::clamp(own + 1, 0L, span);
+        const long begin = s_.window ? std::clamp(own + 1 - s_.window, 0L, end) : 0;
+        if (begin == 0 && end == span) return;
         std::fill(scores, scores + begin, -INFINITY);
         std::fill(scores + end, scores + span, -INFINITY);
-        Vec most = splat(most_[row]);
-        for (long k = 0; k < span; k += LANES) most = maximum(most, load(scores + k));
-        const float now = largest(most);
-        if (now == -INFINITY) {  // this row sees nothing up to here
-            std::fill(weights, weights + span, narrow<E>(0.0f));
-            return 1.0f;
-        }
-        Vec sums{};
-        for (long k = 0; k < span; k += LANES) {
-            const Vec weight = power_of_two<sizeof(E) == 4 ? 6 : 5>(load(scores + k) - now);
-            sums += weight;
-            store(weights + k, QUANTISED ? weight * load(value_scales_ + k) : weight);
-        }
-        const float fade = std::exp2(most_[row] - now);
-        most_[row] = now;
-        total_[row] = total_[row] * fade + sum(sums);
-        return fade;
     }
 
     void write(const AttentionItem& item, long kv_head, long num_rows, T* out) const {
@@ -320,6 +339,7 @@ class Attention {
     const AttentionShape s_;
     const long group_, depth_, to_value_;
     float *memory_, *outputs_, *scores_, *most_, *total_, *key_scales_, *value_scales_;
+    int64_t* positions_;  // of rows
     E *queries_, *keys_, *values_, *weights_, *rows_;
 };
 

@@ -64,7 +64,8 @@ struct Gated {
         bfloat16* to = out + row * stride + panel * (PANEL / 2);
         for (long j = 0; j < VECTORS / 2; j++) {
             const Vec gate = sums[j];
-            store(to + j * LANES, gate / (1.0f + exponential(-gate)) * sums[j + VECTORS / 2]);
+            const Vec falling = power_of_two<4>(gate * -1.44269504f);  // e^-gate
+            store(to + j * LANES, gate / (1.0f + falling) * sums[j + VECTORS / 2]);
         }
     }
 };

@@ -95,19 +95,25 @@ ALWAYS_INLINE void tile(const E* a, long stride, const E* panel, long depth, con
     for (int i = 0; i < M; i++) end(i, acc[i]);
 }
 
+// Calls body.template operator()<rows>().
+template <typename Body>
+inline void with_rows(int rows, Body body) {
+    switch (rows) {
+        case 1: return body.template operator()<1>();
+        case 2: return body.template operator()<2>();
+#if defined(__AVX512F__)
+        case 3: return body.template operator()<3>();
+        case 4: return body.template operator()<4>();
+        case 5: return body.template operator()<5>();
+        case 6: return body.template operator()<6>();
+#endif
+    }
+}
+
 template <typename E, long PAIR, typename Begin, typename End>
 inline void tile_of(int rows, const E* a, long stride, const E* panel, long depth, const char* ahead, long lines,
                     Begin begin, End end) {
-    switch (rows) {
-        case 1: return tile<E, PAIR, 1>(a, stride, panel, depth, ahead, lines, begin, end);
-        case 2: return tile<E, PAIR, 2>(a, stride, panel, depth, ahead, lines, begin, end);
-#if defined(__AVX512F__)
-        case 3: return tile<E, PAIR, 3>(a, stride, panel, depth, ahead, lines, begin, end);
-        case 4: return tile<E, PAIR, 4>(a, stride, panel, depth, ahead, lines, begin, end);
-        case 5: return tile<E, PAIR, 5>(a, stride, panel, depth, ahead, lines, begin, end);
-        case 6: return tile<E, PAIR, 6>(a, stride, panel, depth, ahead, lines, begin, end);
-#endif
-    }
+    with_rows(rows, [&]<int M>() { tile<E, PAIR, M>(a, stride, panel, depth, ahead, lines, begin, end); });
 }
 
 // Calls body(first, count) for groups of at most ROWS rows, as even as they can be.

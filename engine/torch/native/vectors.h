@@ -126,26 +126,36 @@ inline Vec exponential(Vec x) {
     return x < splat(-87.3f) ? Vec{} : p * scale;
 }
 
-// 2^x for x <= 0, to 3e-6 with 5 terms and 2e-7 with 6.
+// 2^x, to 3e-6 by a polynomial of 4 terms that is least wrong where it is most, and to 2e-7 by one of 6. 0 for what is
+// far too small to matter.
 template <int TERMS>
 inline Vec power_of_two(Vec x) {
-    const Vec bounded = maximum(x, splat(-126.0f));
+    static_assert(TERMS == 4 || TERMS == 6);
 #if defined(__AVX512F__)
+    const Vec bounded = maximum(x, splat(-200.0f));  // whose power is 0
     const Vec n = (Vec)_mm512_roundscale_ps((__m512)bounded, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
+    const Vec bounded = maximum(x, splat(-126.0f));
     const Vec n = (bounded + 12582912.0f) - 12582912.0f;
 #endif
     const Vec r = bounded - n;
-    Vec p = splat(TERMS == 6 ? 1.5403530e-4f : 1.3333558e-3f);
-    if (TERMS == 6) p = p * r + 1.3333558e-3f;
-    p = p * r + 9.6181291e-3f;
-    p = p * r + 5.5504109e-2f;
-    p = p * r + 2.4022651e-1f;
-    p = p * r + 6.9314718e-1f;
+    Vec p;
+    if (TERMS == 4) {
+        p = splat(9.5828521e-3f);
+        p = p * r + 5.5906430e-2f;
+        p = p * r + 2.4024099e-1f;
+        p = p * r + 6.9312419e-1f;
+    } else {
+        p = splat(1.5403530e-4f);
+        p = p * r + 1.3333558e-3f;
+        p = p * r + 9.6181291e-3f;
+        p = p * r + 5.5504109e-2f;
+        p = p * r + 2.4022651e-1f;
+        p = p * r + 6.9314718e-1f;
+    }
     p = p * r + 1.0f;
 #if defined(__AVX512F__)
-    return (Vec)_mm512_mask_scalef_ps(_mm512_setzero_ps(), _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_GE_OQ),
-                                      (__m512)p, (__m512)n);
+    return (Vec)_mm512_scalef_ps((__m512)p, (__m512)n);
 #else
     const Vec scale = (Vec)((__builtin_convertvector(n, IntVec) + 127) << 23);
     return x < splat(-126.0f) ? Vec{} : p * scale;

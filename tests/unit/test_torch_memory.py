@@ -1,0 +1,32 @@
+"""Memory of large tensors, as the system sees it."""
+
+import ctypes
+import mmap
+
+import numpy as np
+import pytest
+import torch
+
+from engine.torch.memory import huge_tensor, populate
+
+SIZE = 40 << 20
+
+
+def resident(tensor: torch.Tensor) -> float:
+    """The share of a tensor's pages that have physical memory."""
+    pages = np.zeros(-(-tensor.numel() // mmap.PAGESIZE), np.uint8)
+    arguments = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.numel())
+    assert ctypes.CDLL(None).mincore(*arguments, pages.ctypes.data_as(ctypes.c_void_p)) == 0
+    return float((pages & 1).mean())
+
+
+def test_memory_is_taken_ahead_and_holds_what_it_held(caplog: pytest.LogCaptureFixture) -> None:
+    memory = huge_tensor(SIZE)
+    memory[5 << 20] = 7
+    assert resident(memory) < 0.5
+    with caplog.at_level("DEBUG", "engine.torch.memory"):
+        populate(memory).join()
+    if caplog.records:
+        pytest.skip(caplog.text)
+    assert resident(memory) == 1
+    assert memory[5 << 20] == 7 and int(memory.sum()) == 7
