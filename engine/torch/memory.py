@@ -48,7 +48,7 @@ def populate(tensor: Tensor) -> threading.Thread:
 
 def _populate(tensor: Tensor) -> None:
     advise = ctypes.CDLL(None, use_errno=True).madvise
-    for piece in tensor.view(-1).view(torch.uint8).split(_POPULATED_AT_ONCE):
+    for piece in torch.split(tensor.view(-1).view(torch.uint8), _POPULATED_AT_ONCE):
         begin = piece.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
         length = piece.data_ptr() + piece.numel() - begin
         began_at = time.monotonic()

@@ -15,7 +15,8 @@ DRIVER = """
 #include <omp.h>
 #include "deal.h"
 
-// Who took each unit, and as which of his; `rests[t]` turns of a loop between two units of thread t, below 0: it never asks.
+// Who took each unit, and as which of his. `rests[t]`: turns of a loop between two units of thread t; below 0 it never
+// asks.
 extern "C" void deal_out(long units, int threads, const int* rests, int* taken, int* owner, int* place) {
     Deal deal(units, threads);
 #pragma omp parallel num_threads(threads)

@@ -29,4 +29,5 @@ def test_memory_is_taken_ahead_and_holds_what_it_held(caplog: pytest.LogCaptureF
     if caplog.records:
         pytest.skip(caplog.text)
     assert resident(memory) == 1
-    assert memory[5 << 20] == 7 and int(memory.sum()) == 7
+    assert memory[5 << 20] == 7
+    assert int(memory.sum()) == 7
