@@ -37,7 +37,13 @@ class GrammarProcess:
         ours, its = socket.socketpair()
         with its:
             process = _spawn(model_dir, its)
-        return cls(process, *await asyncio.open_connection(sock=ours))
+        try:
+            return cls(process, *await asyncio.open_connection(sock=ours))
+        except asyncio.CancelledError:  # else nobody would know of it
+            process.kill()
+            ours.close()
+            await asyncio.shield(asyncio.to_thread(process.wait))
+            raise
 
     async def end(self) -> int:
         """Kill it; the status it ended with, which may be from before."""

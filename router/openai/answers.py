@@ -94,6 +94,11 @@ class Answer(ABC):
             events += self._last(choice)
         return events
 
+    @property
+    def complete(self) -> bool:
+        """The finish of every choice was seen."""
+        return not self._num_open
+
     def _news(self, choice: Choice, message: pb.GenerateResponse) -> bytes:
         choice.num_tokens += len(message.token_ids)
         detailed = message.logprobs or self._asked.token_ids or self._asked.continuous_usage

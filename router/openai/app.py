@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.drain import Drain
 from cluster.errors import ServiceError, UnknownModel
@@ -25,12 +26,13 @@ from router.serving import Serving
 def make_app(serving: Serving, models: ServedModels, drain: Drain, keys: ApiKeys, config: RouterConfig) -> FastAPI:
     """`drain` holds the requests under way, those by gRPC too."""
     # Its own pages would say nothing: bodies are read in `fields.py`, whose errors are OpenAI's.
-    app = FastAPI(openapi_url=None)
     started_at = int(time.time())
     completions = Endpoint(serving, drain, keys, read_completion, CompletionAnswer, config.default_deadline_s)
     chats = Endpoint(serving, drain, keys, read_chat, ChatAnswer, config.default_deadline_s)
-    app.router.add_route("/v1/completions", completions, methods=["POST"])  # type: ignore[arg-type]  # they are ASGI
-    app.router.add_route("/v1/chat/completions", chats, methods=["POST"])  # type: ignore[arg-type]
+    endpoints: dict[str, ASGIApp] = {"/v1/completions": completions, "/v1/chat/completions": chats}
+    app = _Application(endpoints)
+    for path, endpoint in endpoints.items():  # for who asks in another way than by POST
+        app.router.add_route(path, endpoint, methods=["POST"])  # type: ignore[arg-type]  # it is ASGI
 
     def seen(request: Request) -> ServedModels:
         """Raises ServiceError."""
@@ -67,6 +69,18 @@ def make_app(serving: Serving, models: ServedModels, drain: Drain, keys: ApiKeys
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ServiceError, _service_error)
     return app
+
+
+class _Application(FastAPI):
+    """Who generates is asked directly: a token would pass through ten coroutines of FastAPI's on its way out."""
+
+    def __init__(self, endpoints: Mapping[str, ASGIApp]) -> None:
+        super().__init__(openapi_url=None)
+        self._endpoints = endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        asked = scope["path"] if scope["type"] == "http" and scope["method"] == "POST" else ""
+        await self._endpoints.get(asked, super().__call__)(scope, receive, send)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

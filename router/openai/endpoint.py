@@ -66,7 +66,7 @@ class Endpoint:
                 asked = await asyncio.to_thread(self._asked, body, caller)
             names = asked.names
             exchange.request_id = asked.request_id
-            async with exchange.lasting(self._drain):
+            with exchange.lasting(self._drain):
                 await self._serve_in_time(exchange, asked, caller)
         except ClientGone:
             return
@@ -97,15 +97,20 @@ class Endpoint:
             self._serving.generate(request, asked.deadline_s, caller.principal, _beginner(answer, number, asked.echo))
             for number, request in enumerate(asked.requests)
         ]
+        last = b""
         async with aclosing(merged(streams)) as messages:
             async for number, raw in messages:
                 message = pb.GenerateResponse.FromString(raw)
                 if not asked.stream:
                     answer.absorb(number, message)
-                elif events := answer.chunk(number, message):
+                    continue
+                events = answer.chunk(number, message)
+                if answer.complete:
+                    last = events  # sent once the request is accounted for: its client may ask again at once
+                elif events:
                     await exchange.send_events(events)
         if asked.stream:
-            await exchange.end_events()
+            await exchange.end_events(last)
         else:
             await exchange.send_json(answer.whole())
 

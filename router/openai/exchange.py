@@ -1,8 +1,8 @@
 """One HTTP exchange: its body in, its answer out, and its end when the client goes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from starlette.types import Receive, Scope, Send
 
@@ -10,6 +10,7 @@ from cluster.drain import Drain
 from cluster.errors import Draining, InvalidRequest
 from cluster.rpc import MAX_MESSAGE_BYTES
 from router.openai.errors import ErrorAnswer, HttpRefusal
+from router.openai.server import CONNECTION, Connection
 
 MAX_BODY_BYTES = MAX_MESSAGE_BYTES
 """As of a message by gRPC."""
@@ -63,34 +64,23 @@ class Exchange:
         except TimeoutError:
             raise HttpRefusal(408, "request_timeout", f"the body did not come within {BODY_S:g} s") from None
 
-    @asynccontextmanager
-    async def lasting(self, drain: Drain) -> AsyncIterator[None]:
+    @contextmanager
+    def lasting(self, drain: Drain) -> Iterator[None]:
         """The body has come. What is within ends with ClientGone when the client goes, and with Draining when the time
         of a router that was told to stop is over."""
         if drain.draining:
             raise Draining("this router was told to stop")
         task = asyncio.current_task()
         assert task is not None
-        gone = False
-
-        async def watch() -> None:
-            nonlocal gone
-            while (await self._receive())["type"] != "http.disconnect":
-                pass
-            gone = True
-            task.cancel()
-
-        watching = asyncio.ensure_future(watch())
+        connection: Connection = self._scope[CONNECTION]
         try:
-            with drain.holding(task.cancel):
+            with connection.watched(task.cancel), drain.holding(task.cancel):
                 yield
         except asyncio.CancelledError:
-            if not gone and not drain.over:
+            if not connection.lost and not drain.over:
                 raise
             task.uncancel()
-            raise (ClientGone() if gone else Draining("this router was told to stop")) from None
-        finally:
-            watching.cancel()
+            raise (ClientGone() if connection.lost else Draining("this router was told to stop")) from None
 
     async def send_events(self, events: bytes) -> None:
         """Returns once the client is not too far behind."""
@@ -98,8 +88,11 @@ class Exchange:
             await self._start(200, EVENTS)
         await self._push(events, more=True)
 
-    async def end_events(self) -> None:
-        await self._push(b"", more=False)
+    async def end_events(self, events: bytes) -> None:
+        """The last of them."""
+        if not self.started:
+            await self._start(200, EVENTS)
+        await self._push(events, more=False)
 
     async def send_json(self, body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
         """The whole answer."""

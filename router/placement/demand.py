@@ -35,6 +35,8 @@ class Demand:
         """What a worker that promises so much output must have to start it now; 0: all of it."""
         if not reserve_output_tokens or not self.chain_tokens:
             return self.num_total_blocks
+        if len(self.chain_tokens) == 1:  # nearly always
+            return -(-min(self.max_chain_tokens, self.chain_tokens[0] + reserve_output_tokens) // self.block_tokens)
         ends = [min(self.max_chain_tokens, tokens + reserve_output_tokens) for tokens in self.chain_tokens]
         return num_blocks_of(ends, self.shared_tokens, self.block_tokens)
 

@@ -92,7 +92,7 @@ class Fleet:
         seen = load.placements_seen.get(self.mark, 0)
         for unseen in (worker.decodes_unseen, worker.lends_unseen):
             if unseen:
-                unseen.difference_update([placed for placed in unseen if placed.sequence <= seen])
+                unseen.see(seen)
         if self._workers.get(worker.worker_id) is not worker:
             return
         if first:
@@ -175,13 +175,14 @@ class Fleet:
             keys=tuple(keys),
             predicted_ttft_s=decision.predicted_ttft_s,
             situation=situation,
-            decode_before=self._view(decode),
-            lender_before=self._view(lender) if lender else None,
+            running_before=_running(decode),
+            queued_before=(_queued(decode), _queued(lender) if lender else 0),
         )
-        decode.decodes_unseen.add(placed)
+        blocks = demand.num_promised_blocks(decode.hello.reserve_output_tokens)
+        decode.decodes_unseen.add(placed, placed.num_streams, placed.own_tokens, blocks)
         self._refresh(decode)
         if lender is not None:
-            lender.lends_unseen.add(placed)
+            lender.lends_unseen.add(placed, tokens=placed.lender_tokens)
             self._refresh(lender)
             if placed.lender_computes:
                 self._computing.add(placed)
@@ -194,6 +195,7 @@ class Fleet:
         placed.started = True
         self._computing.discard(placed)
         if placed in placed.decode.decodes_unseen:
+            placed.decode.decodes_unseen.computed(placed)
             self._refresh(placed.decode)
         if placed.lender is not None and placed in placed.lender.lends_unseen:
             placed.lender.lends_unseen.remove(placed)
@@ -219,10 +221,10 @@ class Fleet:
             placed.lender.hit_blocks += kv.lender_cached_blocks
         if not self._learn_rates:
             return
-        load, before, lender = placed.decode.load, placed.decode_before, placed.lender_before
-        running = before.running + 1 if load is None else (before.running + 1 + max(1, load.running)) / 2
-        queued = before.queued_prefill_tokens, lender.queued_prefill_tokens if lender else 0
-        self._learner.observe(measured(finish, *queued, running, placed.num_streams))
+        load, running = placed.decode.load, placed.running_before + 1.0
+        if load is not None:
+            running = (running + max(1, load.running)) / 2
+        self._learner.observe(measured(finish, *placed.queued_before, running, placed.num_streams))
 
     def ended(self, placed: Placed) -> None:
         self.started(placed)
@@ -302,36 +304,49 @@ class Fleet:
         """Its figures have changed."""
         row = self._snapshot.row_of.get(worker.worker_id)
         if row is not None and self._workers.get(worker.worker_id) is worker:
-            view = self._view(worker)
-            self._snapshot.running[row] = view.running
-            self._snapshot.decoding[row] = view.decoding
-            self._snapshot.queued_prefill_tokens[row] = view.queued_prefill_tokens
-            self._snapshot.available_blocks[row] = view.available_blocks
-            self._snapshot.num_blocks[row] = view.num_blocks
-            self._snapshot.draining[row] = view.draining
+            load = worker.load
+            assert load is not None, "it is in the snapshot"
+            self._snapshot.running[row] = _running(worker)
+            self._snapshot.decoding[row] = load.decoding
+            self._snapshot.queued_prefill_tokens[row] = _queued(worker)
+            self._snapshot.available_blocks[row] = _available(worker)
+            self._snapshot.num_blocks[row] = load.num_blocks
+            self._snapshot.draining[row] = worker.draining
 
     def _view(self, worker: Worker) -> WorkerView:
         load = worker.load
-        assert load is not None
-        reserve = worker.hello.reserve_output_tokens
-        decodes, lends = worker.decodes_unseen, worker.lends_unseen
+        assert load is not None, "it has reported"
         return WorkerView(
             worker_id=worker.worker_id,
             decodes=worker.decodes,
             fingerprint=worker.hello.model_fingerprint,
-            running=load.running + sum(p.num_streams for p in decodes),
+            running=_running(worker),
             decoding=load.decoding,
-            queued_prefill_tokens=load.queued_prefill_tokens
-            + sum(p.lender_tokens for p in lends)
-            + sum(p.own_tokens for p in decodes if not p.started),
-            available_blocks=-1
-            if worker.shunned
-            else load.available_blocks - sum(p.demand.num_promised_blocks(reserve) for p in decodes),
+            queued_prefill_tokens=_queued(worker),
+            available_blocks=_available(worker),
             num_blocks=load.num_blocks,
-            reserve_output_tokens=reserve,
+            reserve_output_tokens=worker.hello.reserve_output_tokens,
             draining=worker.draining,
             traffic_share=worker.hello.traffic_share,
         )
+
+
+def _running(worker: Worker) -> int:
+    """Streams, of one that has reported; this and the next two count what its reports do not see yet."""
+    assert worker.load is not None
+    return worker.load.running + worker.decodes_unseen.streams
+
+
+def _queued(worker: Worker) -> int:
+    """Tokens of prompts."""
+    assert worker.load is not None
+    return worker.load.queued_prefill_tokens + worker.lends_unseen.tokens + worker.decodes_unseen.tokens
+
+
+def _available(worker: Worker) -> int:
+    """Blocks; -1: nothing may start there."""
+    assert worker.load is not None
+    return -1 if worker.shunned else worker.load.available_blocks - worker.decodes_unseen.blocks
 
 
 def _shared_prefix(keys: Sequence[BlockKey], others: Sequence[BlockKey]) -> int:

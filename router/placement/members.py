@@ -7,7 +7,6 @@ from engine.keys import BlockKey
 from protos import membership_pb2 as pb
 from router.placement.demand import Demand
 from router.placement.situation import Situation
-from router.placement.snapshot import WorkerView
 
 
 @dataclass(slots=True, eq=False)
@@ -23,9 +22,9 @@ class Worker:
     lost: bool = False
     """Its engine fell silent; calls to it are cancelled."""
     on_lost: set[Callable[[], object]] = field(default_factory=set)
-    decodes_unseen: "set[Placed]" = field(default_factory=set)
+    decodes_unseen: "Unseen" = field(default_factory=lambda: Unseen())
     """Placements on it that no report of its has seen."""
-    lends_unseen: "set[Placed]" = field(default_factory=set)
+    lends_unseen: "Unseen" = field(default_factory=lambda: Unseen())
     """Likewise as a lender, until their first token."""
     num_cached: int = 0
     """Blocks that it said it holds."""
@@ -51,6 +50,52 @@ class Worker:
         return self.hello.role == pb.ROLE_DECODE
 
 
+class Unseen:
+    """Placements that a worker's reports do not count yet, and what they come to."""
+
+    __slots__ = ("_taken", "blocks", "streams", "tokens")
+
+    def __init__(self) -> None:
+        self.streams = 0
+        self.tokens = 0
+        """Still to be computed."""
+        self.blocks = 0
+        """Promised."""
+        self._taken: dict[Placed, tuple[int, int, int]] = {}
+        """Streams, tokens and blocks of each."""
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    def __contains__(self, placed: "Placed") -> bool:
+        return placed in self._taken
+
+    def add(self, placed: "Placed", streams: int = 0, tokens: int = 0, blocks: int = 0) -> None:
+        self._taken[placed] = streams, tokens, blocks
+        self._count(streams, tokens, blocks)
+
+    def computed(self, placed: "Placed") -> None:
+        """One that is there: its tokens are."""
+        streams, tokens, blocks = self._taken[placed]
+        self._taken[placed] = streams, 0, blocks
+        self.tokens -= tokens
+
+    def remove(self, placed: "Placed") -> None:
+        """One that is there."""
+        streams, tokens, blocks = self._taken.pop(placed)
+        self._count(-streams, -tokens, -blocks)
+
+    def see(self, sequence: int) -> None:
+        """A report counts all that were placed up to this one."""
+        for placed in [placed for placed in self._taken if placed.sequence <= sequence]:
+            self.remove(placed)
+
+    def _count(self, streams: int, tokens: int, blocks: int) -> None:
+        self.streams += streams
+        self.tokens += tokens
+        self.blocks += blocks
+
+
 @dataclass(slots=True, eq=False)
 class Placed:
     """A placement under way."""
@@ -68,9 +113,10 @@ class Placed:
     predicted_ttft_s: float
     situation: Situation | None
     """Where these are kept; whoever keeps it takes it away from here."""
-    decode_before: WorkerView
-    """As they were without it."""
-    lender_before: WorkerView | None
+    running_before: int
+    """On the decode worker, without it."""
+    queued_before: tuple[int, int]
+    """Tokens of prompts that wait at the decode worker and at the lender, without its own."""
     started: bool = False
     """Its first token has come: the caches hold what it left in them, and have said so."""
     failed: bool = False

@@ -99,6 +99,29 @@ async def test_a_client_that_goes_does_not_shift_the_answers() -> None:
             await checker.check(StructuredOutput("regex", (f"{number}",)))
 
 
+async def test_a_client_that_goes_while_it_starts_leaves_no_process() -> None:
+    for turns in range(6):
+        async with checking() as checker:
+            check = asyncio.ensure_future(checker.check(GOOD))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            check.cancel()
+            await asyncio.wait([check])
+        assert _children() == set(), f"given up after {turns} turns of the loop"
+
+
+def _children() -> set[int]:
+    """Of this process, those that check grammars; the dead ones too that nobody has waited for."""
+    found = set[int]()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            command = stat.with_name("cmdline").read_bytes()
+            if parent == os.getpid() and (not command or b"grammar_process" in command):
+                found.add(int(stat.parent.name))
+    return found
+
+
 def test_a_router_is_not_forked_for_it() -> None:
     """By its event loop it would be, and gRPC's handlers would run in the fork: now and then they crash."""
     forks: list[None] = []
