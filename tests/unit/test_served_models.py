@@ -1,93 +1,27 @@
-"""Several models of one router: which one a request or a worker means, and how `auto` reads a prompt."""
+"""Several models of one router: which one a request, a worker or a key means."""
 
 import asyncio
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from cluster.errors import Forbidden, Incompatible, InvalidRequest, Overloaded, StartError, Unavailable, UnknownModel
+from cluster.errors import Forbidden, Incompatible, InvalidRequest, Overloaded, StartError, UnknownModel
 from engine.keys import block_keys, root_key
 from protos import inference_pb2 as pb
 from protos import membership_pb2
 from router.admission.request import Claim
 from router.config import RouterConfig
 from router.intake import Intake
-from router.models.chooser import Chosen, ModelChooser
 from router.models.config import ModelEntry
 from router.models.costs import Costs
-from router.models.served_model import ServedModel, ServedModels, read_models
+from router.models.served_model import read_models
 from router.placement.demand import Demand
-from router.runtime import serve_models
 from router.security.api_keys import Principal
-from router.tenant_gate import TenantGate
+from support.served_models import TEXT, hello_of, join, served
 from support.sim_directories import write_sim_model, write_tokenizer
-
-WORDS = [f"word{number}" for number in range(300)]
-TEXT = " ".join(WORDS[:40])
-
-
-def write_word_tokenizer(path: Path) -> None:
-    """A token a word, where that of the support package has one a byte."""
-    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate([*WORDS, "?"])}, unk_token="?"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    tokenizer.save(str(path / "tokenizer.json"))
-
-
-@pytest.fixture
-def byte_model(tmp_path: Path) -> Path:
-    path = write_sim_model(tmp_path / "bytes", 600, context=1000)
-    write_tokenizer(path, 600)
-    return path
-
-
-@pytest.fixture
-def word_model(tmp_path: Path) -> Path:
-    path = write_sim_model(tmp_path / "words", 400, context=2000)
-    write_word_tokenizer(path)
-    return path
-
-
-def served(entries: Sequence[dict[str, Any]], **config: Any) -> tuple[RouterConfig, ServedModels]:
-    parsed = RouterConfig.parse({"models": entries, **config})
-    return parsed, serve_models(parsed, read_models(parsed), TenantGate(parsed), b"incarnation")
-
-
-def hello_of(served_model: ServedModel, worker_id: str = "d0", **fields: Any) -> membership_pb2.Hello:
-    values: dict[str, Any] = {
-        "worker_id": worker_id,
-        "role": membership_pb2.ROLE_DECODE,
-        "model": served_model.model_dir.name,
-        "model_fingerprint": b"weights",
-        "config_fingerprint": served_model.config_fingerprint,
-        "block_tokens": 16,
-        "block_bytes": 1000,
-        "num_blocks": 100,
-    }
-    return membership_pb2.Hello(**(values | fields))
-
-
-def join(model: ServedModel, num_blocks: int = 100, queued_tokens: int = 0) -> None:
-    worker = model.fleet.joined(hello_of(model, f"{model.name}-d", num_blocks=num_blocks))
-    load = membership_pb2.LoadReport(
-        available_blocks=num_blocks, num_blocks=num_blocks, queued_prefill_tokens=queued_tokens
-    )
-    model.fleet.reported(worker, load)
-
-
-async def choose(config: RouterConfig, models: ServedModels, **request: Any) -> Chosen:
-    return await ModelChooser(config, models).choose(pb.GenerateRequest(**request), "", time.monotonic())
-
-
-def counted(choice: Chosen) -> list[str]:
-    return [verdict.option.name for verdict in choice.verdicts if verdict.option.counted]
-
 
 # ------------------------------------------------------------------ what is configured
 
@@ -227,95 +161,7 @@ def test_costs_are_counted_by_model() -> None:
     assert (free.prices, free.price, free.output_tokens) == (None, 0.0, 100)
 
 
-# ------------------------------------------------------------------ auto
-
-
-async def test_only_the_tokenizers_that_matter_read_the_prompt(byte_model: Path, word_model: Path) -> None:
-    """The same 40 words are 230 tokens of the one and 40 of the other: a price a token says little of a prompt's."""
-    cheap_token = {"path": byte_model, "input_price": 1, "output_price": 1}
-    config, models = served([cheap_token, {"path": word_model, "input_price": 100, "output_price": 100}])
-    for model in models:
-        join(model)
-    choice = await choose(config, models, text=TEXT)
-    assert (choice.model.name, counted(choice)) == ("bytes", ["bytes"])
-    assert len(choice.reading.prompt) == 230
-
-    # What costs twice as much a token costs a third: known once the first one has read it.
-    config, models = served([cheap_token, {"path": word_model, "input_price": 2, "output_price": 1}])
-    for model in models:
-        join(model)
-    choice = await choose(config, models, text=TEXT)
-    assert (choice.model.name, counted(choice)) == ("words", ["bytes", "words"])
-    assert len(choice.reading.prompt) == 40
-    assert "words" not in choice.reason.split(";")[1]
-    assert "bytes (no cheaper)" in choice.reason
-
-    # And what it took last time is remembered.
-    for _ in range(40):
-        choice = await choose(config, models, text=TEXT)
-    assert counted(choice) == ["words"]
-
-    config, models = served(
-        [cheap_token, {"path": word_model, "input_price": 2, "output_price": 1}], max_counted_models=1
-    )
-    for model in models:
-        join(model)
-    choice = await choose(config, models, text=TEXT)
-    assert (choice.model.name, counted(choice)) == ("bytes", ["bytes"])
-    assert "words (not looked at: 1 tokenizers have read the prompt, the limit)" in choice.reason
-
-
-async def test_a_rule_by_length_counts_with_the_first_model(byte_model: Path, word_model: Path) -> None:
-    rules = [{"name": "short", "max_prompt_tokens": 100, "models": ["bytes"]}, {"models": ["words"]}]
-    entries = [{"path": byte_model}, {"path": word_model}]
-    config, models = served(entries, model_rules=rules)
-    for model in models:
-        join(model)
-    short, long = await choose(config, models, text="word1"), await choose(config, models, text=TEXT)
-    assert (short.model.name, long.model.name) == ("bytes", "words")
-    assert "rule 'short'" in short.reason
-    assert "rule '2'" in long.reason
-    config, models = served(entries[::-1], model_rules=rules)
-    for model in models:
-        join(model)
-    assert (await choose(config, models, text=TEXT)).model.name == "bytes", "40 words"
-
-
-async def test_what_no_model_can_serve_says_of_each_why(byte_model: Path, word_model: Path) -> None:
-    config, models = served([{"path": byte_model, "quality": 0.3}, {"path": word_model, "tasks": ["code"]}])
-    for model in models:
-        join(model, num_blocks=40)
-    with pytest.raises(InvalidRequest) as caught:
-        await choose(config, models, text=TEXT, task="prose", min_quality=0.3, sampling=pb.Sampling(max_tokens=800))
-    assert caught.value.field == "model"
-    assert "bytes (sampling.max_tokens: prompt of 230 tokens + max_tokens of 800 exceed" in caught.value.message
-    assert "words (it has quality 0, below the 0.3 asked)" in caught.value.message
-    with pytest.raises(InvalidRequest, match="need 60 KV blocks; the largest pool has 40") as caught:
-        await choose(config, models, text=TEXT, task="code", sampling=pb.Sampling(max_tokens=720))
-    assert caught.value.field == "sampling.max_tokens", "for both, each in its own words"
-    with pytest.raises(InvalidRequest) as caught:
-        await choose(config, models, text=TEXT, sampling=pb.Sampling(temperature=-1))
-    assert caught.value.message == "must be 0 to 100, not -1.0", "the request's own fault, said once"
-    with pytest.raises(InvalidRequest, match="mean different things to bytes, words") as caught:
-        await choose(config, models, token_ids=[1, 2])
-    assert caught.value.field == "token_ids"
-    with pytest.raises(InvalidRequest, match="no chat template") as caught:
-        await choose(config, models, messages=[pb.ChatMessage(role="user", content="x")])
-    assert caught.value.field == "messages"
-    with pytest.raises(InvalidRequest, match="exactly one of text"):
-        await choose(config, models, text="x", token_ids=[1])
-
-
-async def test_a_model_without_workers_is_not_taken(byte_model: Path, word_model: Path) -> None:
-    config, models = served([{"path": byte_model}, {"path": word_model, "input_price": 1, "output_price": 1}])
-    with pytest.raises(Unavailable, match=r"bytes \(no decode worker\); words \(no decode worker\)"):
-        await choose(config, models, text=TEXT)
-    join(models.named("words"))
-    choice = await choose(config, models, text=TEXT)
-    assert choice.model.name == "words"
-    assert "passed over: bytes (no decode worker)" in choice.reason
-    with pytest.raises(Unavailable, match="no decode worker of 'bytes' has joined"):
-        await models.named("bytes").await_decode_workers(time.monotonic())
+# ------------------------------------------------------------------ workers and keys
 
 
 async def test_who_waits_for_a_first_worker_hears_of_it_at_once(byte_model: Path) -> None:
@@ -365,55 +211,6 @@ async def test_while_workers_are_replaced_the_caches_of_both_versions_are_known(
     demand, keys = model.needs(prompt, pb.Sampling(max_tokens=10, n=1), "salt", [prompt], False)
     assert not demand.other_keys, "the old version is gone"
     assert model.fleet.hits(keys).due.tolist() == [5, 6], "and what is being computed of the new one is known"
-
-
-async def test_a_busy_model_is_passed_over_for_one_that_is_in_time(byte_model: Path, word_model: Path) -> None:
-    config, models = served(
-        [{"path": byte_model}, {"path": word_model, "input_price": 1, "output_price": 1}],
-        decode_prefill_tokens_per_s=1000,
-        model_rules=[{"tenants": ["hasty"], "max_ttft_ms": 1000}],
-    )
-    join(models.named("bytes"), queued_tokens=5000)
-    join(models.named("words"))
-    assert (await choose(config, models, text=TEXT)).model.name == "bytes"
-    for asked in ({"max_ttft_ms": 1000.0}, {"tenant": "hasty"}):
-        choice = await choose(config, models, text=TEXT, **asked)
-        assert choice.model.name == "words"
-        assert "bytes (first token predicted in 5231 ms, the limit is 1000 ms)" in choice.reason
-
-
-async def test_models_of_one_tokenizer_read_token_ids_alike_and_text_once(byte_model: Path, tmp_path: Path) -> None:
-    larger = write_sim_model(tmp_path / "larger", 600, context=3000)
-    write_tokenizer(larger, 600)
-    config, models = served(
-        [{"path": byte_model, "quality": 0.1}, {"path": larger, "quality": 0.9}], max_counted_models=1
-    )
-    for model in models:
-        join(model)
-    assert (await choose(config, models, token_ids=[1, 2], min_quality=0.5)).model.name == "larger"
-    choice = await choose(config, models, text="x" * 990, sampling=pb.Sampling(max_tokens=20))
-    assert (choice.model.name, counted(choice)) == ("larger", ["bytes", "larger"])
-
-
-async def test_a_key_is_served_by_its_models_only(byte_model: Path, word_model: Path) -> None:
-    prices = {"input_price": 9.0, "output_price": 9.0}
-    entries = [{"path": byte_model, "name": "cheap"}, {"path": word_model, "name": "dear"} | prices]
-    rules = [{"name": "drafts", "tasks": ["draft"], "models": ["cheap"]}]
-    config, models = served(entries, default_model="cheap", model_rules=rules)
-    for model in models:
-        join(model)
-    assert models.only(None) is models
-    dear = models.only(["dear", "unknown"])
-    assert [model.name for model in dear] == ["dear"]
-    asked, why = dear.asked_for("")
-    assert asked is models.named("dear")
-    assert why == "the only one served", "the default is not this key's"
-    assert (await choose(config, models, text=TEXT)).model.name == "cheap"
-    assert (await choose(config, dear, text=TEXT)).model.name == "dear", "auto, too"
-    with pytest.raises(Forbidden, match="allows none of the models"):
-        await choose(config, dear, text=TEXT, task="draft")
-    with pytest.raises(Forbidden):
-        models.only(["unknown"]).asked_for("")
 
 
 async def test_what_a_key_may_not_use_it_cannot_find_either(byte_model: Path, word_model: Path) -> None:
