@@ -9,47 +9,6 @@ from router.placement.demand import Demand
 from router.placement.situation import Situation
 
 
-@dataclass(slots=True, eq=False)
-class Worker:
-    """One membership: from Hello to the end of its stream."""
-
-    hello: pb.Hello
-    load: pb.LoadReport | None = None
-    num_reports: int = 0
-    """Of load; the last of them may have said nothing new."""
-    next_cache_sequence: int | None = None
-    """None until the first snapshot."""
-    lost: bool = False
-    """Its engine fell silent; calls to it are cancelled."""
-    on_lost: set[Callable[[], object]] = field(default_factory=set)
-    decodes_unseen: "Unseen" = field(default_factory=lambda: Unseen())
-    """Placements on it that no report of its has seen."""
-    lends_unseen: "Unseen" = field(default_factory=lambda: Unseen())
-    """Likewise as a lender, until their first token."""
-    num_cached: int = 0
-    """Blocks that it said it holds."""
-    asked_blocks: int = 0
-    """Of prompts that it was to compute or lend, in streams that ended well."""
-    hit_blocks: int = 0
-    """Of those, what it had already."""
-    draining: bool = False
-    """It was told to stop: it takes nothing more, and can be read. For good."""
-    shunned: bool = False
-    """What was placed on it failed: nothing starts there for a while."""
-    failing: bool = False
-    """That, or it is to be seen whether it works again."""
-    failing_lenders: "set[Worker]" = field(default_factory=set)
-    """Likewise, those from whom its loans failed."""
-
-    @property
-    def worker_id(self) -> str:
-        return self.hello.worker_id
-
-    @property
-    def decodes(self) -> bool:
-        return self.hello.role == pb.ROLE_DECODE
-
-
 class Unseen:
     """Placements that a worker's reports do not count yet, and what they come to."""
 
@@ -94,6 +53,47 @@ class Unseen:
         self.streams += streams
         self.tokens += tokens
         self.blocks += blocks
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One membership: from Hello to the end of its stream."""
+
+    hello: pb.Hello
+    load: pb.LoadReport | None = None
+    num_reports: int = 0
+    """Of load; the last of them may have said nothing new."""
+    next_cache_sequence: int | None = None
+    """None until the first snapshot."""
+    lost: bool = False
+    """Its engine fell silent; calls to it are cancelled."""
+    on_lost: set[Callable[[], object]] = field(default_factory=set)
+    decodes_unseen: Unseen = field(default_factory=Unseen)
+    """Placements on it that no report of its has seen."""
+    lends_unseen: Unseen = field(default_factory=Unseen)
+    """Likewise as a lender, until their first token."""
+    num_cached: int = 0
+    """Blocks that it said it holds."""
+    asked_blocks: int = 0
+    """Of prompts that it was to compute or lend, in streams that ended well."""
+    hit_blocks: int = 0
+    """Of those, what it had already."""
+    draining: bool = False
+    """It was told to stop: it takes nothing more, and can be read. For good."""
+    shunned: bool = False
+    """What was placed on it failed: nothing starts there for a while."""
+    failing: bool = False
+    """That, or it is to be seen whether it works again."""
+    failing_lenders: "set[Worker]" = field(default_factory=set)
+    """Likewise, those from whom its loans failed."""
+
+    @property
+    def worker_id(self) -> str:
+        return self.hello.worker_id
+
+    @property
+    def decodes(self) -> bool:
+        return self.hello.role == pb.ROLE_DECODE
 
 
 @dataclass(slots=True, eq=False)
