@@ -3,7 +3,7 @@
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
 from protos import lend_pb2, membership_pb2
-from router.attempt import Emitted
+from router.emitted import Emitted
 from router.intake import Ticket
 from router.placement.core import Decision
 from router.placement.members import Placed

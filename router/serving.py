@@ -10,21 +10,23 @@ from dataclasses import dataclass
 
 from cluster.errors import (
     Draining,
+    Incompatible,
     InvalidRequest,
     NotSetUp,
     Overloaded,
     ServiceError,
+    Unavailable,
     UnknownRequest,
 )
 from engine.keys import BlockKey
 from protos import inference_pb2 as pb
 from router.admission.refusals import queue_full
-from router.attempt import Emitted, Retriable, run_attempt
 from router.config import RouterConfig
 from router.console.recent import Recent
 from router.decisions_file import DecisionsFile
 from router.decode_link import DecodeLink
 from router.decode_request import decode_request
+from router.emitted import Emitted
 from router.history import Entry, History
 from router.history import Placement as PastPlacement
 from router.intake import Intake, Ticket, asked_for
@@ -195,8 +197,7 @@ class Serving:
             try:
                 internal = decode_request(ticket, emitted, placed, decision, attempt, placed_at, time.monotonic())
                 link = model.links.to(placed.decode)
-                messages = run_attempt(link, internal, ticket.remaining_s())
-                async with contextlib.aclosing(messages):
+                async with contextlib.aclosing(link.generate(internal, ticket.remaining_s())) as messages:
                     async for message in messages:
                         if not placed.started:
                             model.fleet.started(placed)
@@ -211,22 +212,24 @@ class Serving:
                     if ticket.finish is not None:
                         past.finished(ticket.finish.receipt.kv)
                 return
-            except Retriable as failure:
+            except (Unavailable, Incompatible, Overloaded) as failure:
+                if isinstance(failure, Overloaded) and failure.permanent:
+                    raise
                 if emitted.finished:
                     return
                 log.info("attempt %d failed: %s", attempt, failure)
                 past.failed(str(failure))
-                if isinstance(failure.cause, Draining):
+                if isinstance(failure, Draining):
                     model.fleet.drains(placed.decode)  # nothing failed: it hands the request over, once
                     attempt += 1
                     continue
-                if isinstance(failure.cause, Overloaded):
+                if isinstance(failure, Overloaded):
                     model.dispatcher.refused(placed)  # raises when it was too often
                     continue
                 placed.failed = True
                 attempt, failures = attempt + 1, failures + 1
                 if failures == self._config.max_attempts:
-                    raise failure.cause from None
+                    raise
             finally:
                 late = time.monotonic() - placed_at > CONNECT_SOON_S
                 placed.failed |= late and not placed.started and link is not None and not link.connected

@@ -97,22 +97,21 @@ class Endpoint:
             self._serving.generate(request, asked.deadline_s, caller.principal, _beginner(answer, number, asked.echo))
             for number, request in enumerate(asked.requests)
         ]
+        if not asked.stream:
+            async with aclosing(merged(streams)) as messages:
+                async for number, raw in messages:
+                    answer.absorb(number, pb.GenerateResponse.FromString(raw))
+            await exchange.send_json(answer.whole())
+            return
         last = b""
         async with aclosing(merged(streams)) as messages:
             async for number, raw in messages:
-                message = pb.GenerateResponse.FromString(raw)
-                if not asked.stream:
-                    answer.absorb(number, message)
-                    continue
-                events = answer.chunk(number, message)
+                events = answer.chunk(number, pb.GenerateResponse.FromString(raw))
                 if answer.complete:
                     last = events  # sent once the request is accounted for: its client may ask again at once
                 elif events:
                     await exchange.send_events(events)
-        if asked.stream:
-            await exchange.end_events(last)
-        else:
-            await exchange.send_json(answer.whole())
+        await exchange.end_events(last)
 
 
 def _beginner(answer: Answer, number: int, echo: bool) -> Callable[[Ticket], None]:

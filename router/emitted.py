@@ -1,24 +1,11 @@
-"""One placement of one request: the call to its decode worker, passed through as bytes."""
+"""What a request's client has been sent, over however many attempts."""
 
-import contextlib
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
-from cluster.errors import Incompatible, Overloaded, ServiceError, Unavailable
-from protos import decode_pb2 as pb
-from protos import inference_pb2 as public_pb
-from router.decode_link import DecodeLink
+from protos import inference_pb2 as pb
 
 MAX_UNREAD_BYTES = 256 << 10
 """Of a request. Most never have as much."""
-
-
-class Retriable(Exception):
-    """The attempt failed for a reason that another placement may not have."""
-
-    def __init__(self, cause: ServiceError) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
 
 
 @dataclass(slots=True)
@@ -28,7 +15,7 @@ class EmittedChoice:
     token_ids: list[int] = field(default_factory=list)
     num_chars: int = 0
     """Of text. Python's and the worker's count: code points."""
-    reason: public_pb.FinishReason.ValueType | None = None
+    reason: pb.FinishReason.ValueType | None = None
     """Of its end, once it ended."""
 
     @property
@@ -80,7 +67,7 @@ class Emitted:
 
     def _read(self) -> None:
         for unread in self._unread:
-            message = public_pb.GenerateResponse.FromString(unread)
+            message = pb.GenerateResponse.FromString(unread)
             self._num_prompt_logprobs += len(message.prompt_logprobs)
             choice = self._choices[message.index]
             choice.token_ids += message.token_ids
@@ -89,18 +76,3 @@ class Emitted:
                 choice.reason = message.finish.reason
         self._unread.clear()
         self._unread_bytes = 0
-
-
-async def run_attempt(link: DecodeLink, request: pb.DecodeRequest, timeout_s: float) -> AsyncGenerator[bytes]:
-    """The worker's messages. Raises Retriable, or a ServiceError that no other placement would mend."""
-    messages = link.generate(request, timeout_s)
-    try:
-        async with contextlib.aclosing(messages):
-            async for message in messages:
-                yield message
-    except (Unavailable, Incompatible) as failure:
-        raise Retriable(failure) from None
-    except Overloaded as failure:
-        if failure.permanent:
-            raise
-        raise Retriable(failure) from None
