@@ -39,7 +39,7 @@ class GrammarProcess:
             process = _spawn(model_dir, its)
         try:
             return cls(process, *await asyncio.open_connection(sock=ours))
-        except asyncio.CancelledError:  # else nobody would know of it
+        except BaseException:  # nobody else knows of it
             process.kill()
             ours.close()
             await asyncio.shield(asyncio.to_thread(process.wait))

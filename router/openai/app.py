@@ -25,13 +25,12 @@ from router.serving import Serving
 
 def make_app(serving: Serving, models: ServedModels, drain: Drain, keys: ApiKeys, config: RouterConfig) -> FastAPI:
     """`drain` holds the requests under way, those by gRPC too."""
-    # Its own pages would say nothing: bodies are read in `fields.py`, whose errors are OpenAI's.
     started_at = int(time.time())
     completions = Endpoint(serving, drain, keys, read_completion, CompletionAnswer, config.default_deadline_s)
     chats = Endpoint(serving, drain, keys, read_chat, ChatAnswer, config.default_deadline_s)
     endpoints: dict[str, ASGIApp] = {"/v1/completions": completions, "/v1/chat/completions": chats}
     app = _Application(endpoints)
-    for path, endpoint in endpoints.items():  # for who asks in another way than by POST
+    for path, endpoint in endpoints.items():  # so that another method than POST is refused as such
         app.router.add_route(path, endpoint, methods=["POST"])  # type: ignore[arg-type]  # it is ASGI
 
     def seen(request: Request) -> ServedModels:
@@ -75,6 +74,7 @@ class _Application(FastAPI):
     """Who generates is asked directly: a token would pass through ten coroutines of FastAPI's on its way out."""
 
     def __init__(self, endpoints: Mapping[str, ASGIApp]) -> None:
+        # Its own pages would say nothing: bodies are read in `fields.py`, whose errors are OpenAI's.
         super().__init__(openapi_url=None)
         self._endpoints = endpoints
 

@@ -108,7 +108,7 @@ class Endpoint:
             async for number, raw in messages:
                 events = answer.chunk(number, pb.GenerateResponse.FromString(raw))
                 if answer.complete:
-                    last = events  # sent once the request is accounted for: its client may ask again at once
+                    last += events  # sent once the request is accounted for: its client may ask again at once
                 elif events:
                     await exchange.send_events(events)
         await exchange.end_events(last)

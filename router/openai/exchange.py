@@ -9,8 +9,8 @@ from starlette.types import Receive, Scope, Send
 from cluster.drain import Drain
 from cluster.errors import Draining, InvalidRequest
 from cluster.rpc import MAX_MESSAGE_BYTES
+from router.openai.connection import CONNECTION, Connection
 from router.openai.errors import ErrorAnswer, HttpRefusal
-from router.openai.server import CONNECTION, Connection
 
 MAX_BODY_BYTES = MAX_MESSAGE_BYTES
 """As of a message by gRPC."""

@@ -2,8 +2,6 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,6 +10,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from cluster.http_server import HttpServer
 from cluster.tls import Credentials
+from router.openai.connection import CONNECTION, Connection, JoiningTransport
 from router.openai.errors import error_of
 
 MAX_HEAD_BYTES = 64 << 10
@@ -22,33 +21,6 @@ KEEP_ALIVE_S = 75
 """Of a connection without a request."""
 CLOSED = "the handler is closed"
 """In uvloop's words."""
-CONNECTION = "tandem.connection"
-"""Of an ASGI scope: the `Connection` by which its request came."""
-
-
-class Connection:
-    """Tells the request that is being answered when its client has gone: as long as nobody reads from it, no ASGI
-    message would, and a task for each request that only reads would cost more than this."""
-
-    def __init__(self) -> None:
-        self.lost = False
-        self._on_lost: Callable[[], object] | None = None
-
-    @contextmanager
-    def watched(self, on_lost: Callable[[], object]) -> Iterator[None]:
-        """`on_lost` is called once at most, within the block; at once if the client has gone already."""
-        self._on_lost = on_lost
-        if self.lost:
-            on_lost()
-        try:
-            yield
-        finally:
-            self._on_lost = None
-
-    def lose(self) -> None:
-        self.lost = True
-        if self._on_lost is not None:
-            self._on_lost()
 
 
 class OpenAiServer(HttpServer):
@@ -81,40 +53,6 @@ def _told_gently(app: Any) -> Any:
         await app(scope, receive, send_if_there)
 
     return guarded
-
-
-class _Joining:
-    """A transport for one answer, whose head leaves with what follows it at once: one system call less, and one packet
-    less for the client to read."""
-
-    __slots__ = ("_begun", "_head", "_loop", "_transport")
-
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport = transport
-        self._loop = loop
-        self._begun = False
-        self._head: bytes | None = None
-
-    def write(self, data: bytes) -> None:
-        if not self._begun:
-            self._begun, self._head = True, data
-            self._loop.call_soon(self._flush)
-            return
-        if self._head is not None:
-            data, self._head = self._head + data, None
-        self._transport.write(data)
-
-    def is_closing(self) -> bool:
-        return self._transport.is_closing()
-
-    def close(self) -> None:
-        self._flush()
-        self._transport.close()
-
-    def _flush(self) -> None:
-        if self._head is not None and not self._transport.is_closing():
-            self._transport.write(self._head)
-        self._head = None
 
 
 class _Protocol(HttpToolsProtocol):
@@ -160,7 +98,7 @@ class _Protocol(HttpToolsProtocol):
             self._refusal = 431, f"path and headers may have {MAX_HEAD_BYTES} bytes at most"
             raise ValueError(self._refusal)  # uvicorn makes a refusal of it
         super().on_headers_complete()
-        self.cycle.transport = _Joining(self.transport, self.loop)  # type: ignore[assignment]  # all that it uses
+        self.cycle.transport = JoiningTransport(self.transport, self.loop)  # type: ignore[assignment]  # all that it uses
         if self.loop.time() >= self._old_at:
             self.cycle.keep_alive = False
 

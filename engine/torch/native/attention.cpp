@@ -85,8 +85,8 @@ class Attention {
           group_(shape.heads / shape.kv_heads),
           depth_(round_up(shape.head_dim, PANEL)),
           to_value_(row_elements<P>(shape)) {
-        const long words = max_rows * depth_ * 2 + 2 * TILE_KEYS * depth_ + 2 * ROWS * TILE_KEYS + 2 * (max_rows + 2 * LANES) + 2 * (max_rows + LANES) +
-                           LANES * depth_ + 2 * TILE_KEYS + 10 * LANES;
+        const long words = max_rows * depth_ * 2 + 2 * TILE_KEYS * depth_ + 2 * ROWS * TILE_KEYS + 4 * max_rows +
+                           LANES * depth_ + 2 * TILE_KEYS + 16 * LANES;
         memory_ = static_cast<float*>(std::aligned_alloc(64, round_up(words * 4, 64)));
         float* at = memory_;
         const auto take = [&at](long count) {

@@ -127,7 +127,7 @@ inline Vec exponential(Vec x) {
 }
 
 // 2^x, to 3e-6 by a polynomial of 4 terms that is least wrong where it is most, and to 2e-7 by one of 6. 0 for what is
-// far too small to matter.
+// far too small to matter. Without AVX-512, x may be 126 at most.
 template <int TERMS>
 inline Vec power_of_two(Vec x) {
     static_assert(TERMS == 4 || TERMS == 6);
