@@ -131,7 +131,9 @@ async def test_the_client_begins_the_trace(model: Path, cluster_of: Any, monkeyp
     kept = _spans_of_client(monkeypatch)
     sampling = pb.Sampling(max_tokens=4, temperature=0)
     async with collecting() as (collector, endpoint):
-        cluster = cluster_of(model, prefill=0, decode=1, router={"otlp_endpoint": endpoint}, engine="sim")
+        # A step takes its time: the answer that is left must not be over before the router hears of it.
+        router = {"otlp_endpoint": endpoint}
+        cluster = cluster_of(model, prefill=0, decode=1, router=router, engine="sim", sim_step_ms=5)
         async with cluster, Client(cluster.address) as client:
 
             def by_sync_client() -> None:
@@ -147,7 +149,9 @@ async def test_the_client_begins_the_trace(model: Path, cluster_of: Any, monkeyp
             with pytest.raises(InvalidRequest):
                 async for _ in client.generate(token_ids=[5000]):
                     pass
-            long = client.generate(token_ids=range(30), metadata=(("traceparent", TRACEPARENT),))
+            long = client.generate(
+                token_ids=range(30), sampling=pb.Sampling(max_tokens=4000), metadata=(("traceparent", TRACEPARENT),)
+            )
             async with aclosing(long):
                 await anext(long)
         await collector.until_ended(6)  # the router has said all it had when it left
