@@ -10,6 +10,7 @@
 namespace {
 
 constexpr long TILE_KEYS = 256;  // keys of which scores are kept at a time
+constexpr float HIDDEN = -1e30f; // what must not be seen has this score: finite, so that all have a power of 2
 
 // 16 rows of 16 four-byte words (`from_stride` words apart) to 16 columns (`to_stride` words apart).
 inline void transpose16(const uint32_t* from, long from_stride, uint32_t* to, long to_stride) {
@@ -115,7 +116,7 @@ class Attention {
         const long num_rows = item.count * group_, end = item.position + item.count;
         read_queries(item, kv_head, query);
         std::fill(outputs_, outputs_ + num_rows * depth_, 0.0f);
-        std::fill(most_, most_ + num_rows, -INFINITY);
+        std::fill(most_, most_ + num_rows, HIDDEN);
         std::fill(total_, total_ + num_rows, 0.0f);
         const long lowest = s_.window ? std::max(0L, item.position + 1 - s_.window) : 0;
         for (long first = lowest / TILE_KEYS * TILE_KEYS; first < end; first += TILE_KEYS) {
@@ -256,9 +257,10 @@ class Attention {
                 [&](int i, const Vec* sums) {
                     for (long j = 0; j < VECTORS; j++) {
                         const Vec sum = QUANTISED ? sums[j] * load(key_scales_ + k + j * LANES) : sums[j];
-                        store(scores_ + i * TILE_KEYS + k + j * LANES, bend(sum));
+                        store(scores_ + i * TILE_KEYS + k + j * LANES, sum);
                     }
                 });
+        if (s_.softcap > 0) bend(rows, span);
         alignas(64) float fade[LANES];
         with_rows(rows, [&]<int M>() { soften<M>(r, first, span, fade); });
         for (long d = 0; d < depth_; d += PANEL)
@@ -271,17 +273,19 @@ class Attention {
                 });
     }
 
-    // Scores are kept as logarithms to base 2, whose exponential is cheaper.
-    Vec bend(Vec score) const {
-        constexpr float log2_e = 1.44269504f;
-        if (s_.softcap > 0) return hyperbolic_tangent(score * (s_.scale / s_.softcap)) * (s_.softcap * log2_e);
-        return score * (s_.scale * log2_e);
+    // Scores scaled and capped: softcap * tanh(scale * score / softcap).
+    void bend(int rows, long span) {
+        for (long i = 0; i < rows; i++)
+            for (long k = i * TILE_KEYS; k < i * TILE_KEYS + span; k += LANES)
+                store(scores_ + k, hyperbolic_tangent(load(scores_ + k) * (s_.scale / s_.softcap)) * s_.softcap);
     }
 
-    // Scores of the group's M rows to weights, 2^(score - largest so far), and what each row's earlier outputs fade by.
-    // Rows go side by side: one alone would wait for its largest score, then for its sum.
+    // Scores of the group's M rows to weights, e^(scale * (score - largest so far)), and what each row's earlier outputs
+    // fade by. Rows go side by side: one alone would wait for its largest score, then for its sum.
     template <int M>
     ALWAYS_INLINE void soften(long r, long first, long span, float* fade) {
+        constexpr float log2_e = 1.44269504f;
+        const float scale = (s_.softcap > 0 ? 1.0f : s_.scale) * log2_e;
         Vec most[M], sums[M];
         alignas(64) float now[LANES] = {}, added[LANES] = {};
 #pragma GCC unroll 6
@@ -297,15 +301,16 @@ class Attention {
             now[i] = largest(most[i]);
             sums[i] = Vec{};
         }
-        // A row that sees nothing up to here: all its weights are 2^-infinity, as is what it fades by.
-        const Vec base = maximum(load(now), splat(-3e38f));
-        store(fade, power_of_two<6>(load(most_ + r) - base));
+        // A row that sees nothing up to here: nothing is added to it, as its weights are all 0.
+        const Vec base = maximum(load(now), splat(HIDDEN / 2)) * scale;
+        store(fade, power_of_two<6>(load(most_ + r) * scale - base));
         std::memcpy(most_ + r, now, M * sizeof(float));
         store(now, base);
         for (long k = 0; k < span; k += LANES)
 #pragma GCC unroll 6
             for (int i = 0; i < M; i++) {
-                const Vec weight = power_of_two<sizeof(E) == 4 ? 6 : 4>(load(scores_ + i * TILE_KEYS + k) - splat(now[i]));
+                const Vec exponent = load(scores_ + i * TILE_KEYS + k) * scale - splat(now[i]);
+                const Vec weight = power_of_two<sizeof(E) == 4 ? 6 : 4, true>(exponent);
                 sums[i] += weight;
                 store(weights_ + i * TILE_KEYS + k, QUANTISED ? weight * load(value_scales_ + k) : weight);
             }
@@ -315,13 +320,13 @@ class Attention {
         std::memcpy(total_ + r, added, M * sizeof(float));
     }
 
-    // -infinity for the scores of what a row must not see; its own key is number `own` of the tile.
+    // HIDDEN for the scores of what a row must not see; its own key is number `own` of the tile.
     void hide(long own, long span, float* scores) const {
         const long end = std::clamp(own + 1, 0L, span);
         const long begin = s_.window ? std::clamp(own + 1 - s_.window, 0L, end) : 0;
         if (begin == 0 && end == span) return;
-        std::fill(scores, scores + begin, -INFINITY);
-        std::fill(scores + end, scores + span, -INFINITY);
+        std::fill(scores, scores + begin, HIDDEN);
+        std::fill(scores + end, scores + span, HIDDEN);
     }
 
     void write(const AttentionItem& item, long kv_head, long num_rows, T* out) const {

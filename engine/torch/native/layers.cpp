@@ -14,21 +14,21 @@ template <typename T>
 void rms_norm(const T* x, long rows, long n, const T* weight, float epsilon, T* out) {
 #pragma omp parallel for schedule(static) if (rows > 16)
     for (long r = 0; r < rows; r++) {
+        constexpr long SUMS = 4;
         const T* from = x + r * n;
         T* to = out + r * n;
-        Vec squares{};
+        Vec squares[SUMS]{};  // several, or each addition would wait for the one before
         long i = 0;
-        for (; i + LANES <= n; i += LANES) {
-            const Vec value = load(from + i);
-            squares += value * value;
-        }
-        float total = sum(squares);
+        for (; i + SUMS * LANES <= n; i += SUMS * LANES)
+            for (long j = 0; j < SUMS; j++) {
+                const Vec value = load(from + i + j * LANES);
+                squares[j] += value * value;
+            }
+        for (; i + LANES <= n; i += LANES) squares[0] += load(from + i) * load(from + i);
+        float total = sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
         for (; i < n; i++) total += widen(from[i]) * widen(from[i]);
         const float scale = 1.0f / std::sqrt(total / n + epsilon);
-        for (i = 0; i + LANES <= n; i += LANES) {
-            store(to + i, load(from + i) * scale);
-            store(to + i, load(to + i) * load(weight + i));
-        }
+        for (i = 0; i + LANES <= n; i += LANES) store(to + i, rounded<T>(load(from + i) * scale) * load(weight + i));
         for (; i < n; i++) to[i] = narrow<T>(widen(narrow<T>(widen(from[i]) * scale)) * widen(weight[i]));
     }
 }

@@ -48,6 +48,22 @@ inline void store(bfloat16* p, Vec x) {
 #endif
 }
 
+// As it is once it was stored as bfloat16.
+template <typename T>
+inline Vec rounded(Vec x) {
+    if constexpr (sizeof(T) == 4) {
+        return x;
+    } else {
+#if defined(__AVX512BF16__)
+        return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)), 16);
+#else
+        T narrowed[LANES];
+        store(narrowed, x);
+        return load(narrowed);
+#endif
+    }
+}
+
 inline Vec load(const int8_t* p) {
     ByteVec bytes;
     std::memcpy(&bytes, p, LANES);
@@ -127,12 +143,12 @@ inline Vec exponential(Vec x) {
 }
 
 // 2^x, to 3e-6 by a polynomial of 4 terms that is least wrong where it is most, and to 2e-7 by one of 6. 0 for what is
-// far too small to matter. Without AVX-512, x may be 126 at most.
-template <int TERMS>
+// far too small to matter. Without AVX-512, x may be 126 at most. FINITE: no x is infinite, which saves an instruction.
+template <int TERMS, bool FINITE = false>
 inline Vec power_of_two(Vec x) {
     static_assert(TERMS == 4 || TERMS == 6);
 #if defined(__AVX512F__)
-    const Vec bounded = maximum(x, splat(-200.0f));  // whose power is 0
+    const Vec bounded = FINITE ? x : maximum(x, splat(-200.0f));  // whose power is 0
     const Vec n = (Vec)_mm512_roundscale_ps((__m512)bounded, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
     const Vec bounded = maximum(x, splat(-126.0f));
