@@ -6,6 +6,7 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor
 _HUGE = 2 << 20
 _CHUNK = 64 << 20
 _POPULATED_AT_ONCE = 4 << 20
-_POPULATING = 0.25
-"""The share of a core that taking memory ahead may have: requests may be served meanwhile."""
+_POPULATING = 0.1
+"""The share of a core that taking memory ahead has while requests are served."""
 _MADV_DONTNEED, _MADV_POPULATE_WRITE = 4, 23
 
 log = logging.getLogger(__name__)
@@ -34,19 +35,20 @@ def huge_tensor(num_bytes: int) -> Tensor:
     return tensor[first : first + num_bytes]
 
 
-def populate(tensor: Tensor) -> threading.Thread:
-    """Take the physical memory of a contiguous tensor now, by a thread that is returned, and leave what it holds.
+def populate(tensor: Tensor, busy: Callable[[], bool]) -> threading.Thread:
+    """Take the physical memory of a contiguous tensor now, by a thread that is returned, and leave what it holds. While
+    `busy()`, slowly.
 
     Memory that is first written in a step is found, zeroed and mapped in that step; in a virtual machine whose host has
     yet to find it, that was 1.6 ms for each MiB. In pieces, since nothing else of the process can be mapped while one
     is taken.
     """
-    thread = threading.Thread(target=_populate, args=(tensor,), name="populate", daemon=True)
+    thread = threading.Thread(target=_populate, args=(tensor, busy), name="populate", daemon=True)
     thread.start()
     return thread
 
 
-def _populate(tensor: Tensor) -> None:
+def _populate(tensor: Tensor, busy: Callable[[], bool]) -> None:
     advise = ctypes.CDLL(None, use_errno=True).madvise
     for piece in torch.split(tensor.view(-1).view(torch.uint8), _POPULATED_AT_ONCE):
         begin = piece.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
@@ -56,7 +58,8 @@ def _populate(tensor: Tensor) -> None:
             # Older than Linux 5.14, or another system: memory is taken as it is written.
             log.debug("memory is not taken ahead: %s", os.strerror(ctypes.get_errno()))
             return
-        time.sleep((time.monotonic() - began_at) * (1 / _POPULATING - 1))
+        if busy():
+            time.sleep((time.monotonic() - began_at) * (1 / _POPULATING - 1))
 
 
 class Arena:

@@ -38,6 +38,7 @@ class PagedModel:
         self.model = model
         self.layout = layout
         self.num_blocks = num_blocks
+        self._computing = False
         self.memory: KvMemory = allocate(layout, num_blocks, device)
         joined = join(model, self.memory.tensor, layout, backend, ranks)
         self.backend, self._attention = joined.backend, joined.attention
@@ -45,7 +46,7 @@ class PagedModel:
         self.bind_threads: Callable[[Seq[int]], None] | None = joined.bind_threads
         self.device = device
         if device.type == "cpu":  # what the weights were read from is given back by now: both at once are a peak
-            populate(self.memory.byte_blocks)
+            populate(self.memory.byte_blocks, lambda: self._computing)
         use_attention(model, self._attention)
         self.graphs = None
         if ranks == 1:  # a sum over ranks within a graph was never tried
@@ -60,6 +61,13 @@ class PagedModel:
 
     def logits(self, batch: Seq[Chunk]) -> Tensor:
         """Compute the chunks; the logits of every place of those that sample, in order: [places, vocab]."""
+        self._computing = True
+        try:
+            return self._logits(batch)
+        finally:
+            self._computing = False
+
+    def _logits(self, batch: Seq[Chunk]) -> Tensor:
         tokens: list[int] = []
         positions: list[int] = []
         last_rows: list[int] = []

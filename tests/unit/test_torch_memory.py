@@ -27,7 +27,17 @@ def test_memory_is_taken_ahead_and_holds_what_it_held() -> None:
     memory = huge_tensor(SIZE)
     memory[5 << 20] = 7
     assert resident(memory) < 0.5
-    populate(memory).join()
+    populate(memory, lambda: False).join()
     assert resident(memory) == 1
     assert memory[5 << 20] == 7
     assert int(memory.sum()) == 7
+
+
+@pytest.mark.skipif(OLD, reason="memory can be taken ahead since Linux 5.14")
+def test_memory_is_taken_slowly_only_while_requests_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, slept = iter([False, True, True, *[False] * 100]), list[float]()
+    monkeypatch.setattr("engine.torch.memory.time.sleep", slept.append)
+    memory = huge_tensor(SIZE)
+    populate(memory, lambda: next(asked)).join()
+    assert len(slept) == 2
+    assert resident(memory) == 1
