@@ -36,7 +36,7 @@ struct Plain {
         if (first + PANEL <= n) {
             for (long j = 0; j < VECTORS; j++) {
                 const Vec sum = bias ? sums[j] + load(bias + first + j * LANES) : sums[j];
-                store(to + j * LANES, adds ? load(to + j * LANES) + rounded(sum) : sum);
+                store(to + j * LANES, adds ? load(to + j * LANES) + rounded<bfloat16>(sum) : sum);
             }
             return;
         }
@@ -46,12 +46,6 @@ struct Plain {
             const bfloat16 sum = narrow<bfloat16>(bias ? all[c] + widen(bias[first + c]) : all[c]);
             to[c] = adds ? narrow<bfloat16>(widen(to[c]) + widen(sum)) : sum;
         }
-    }
-
-    static Vec rounded(Vec sum) {
-        bfloat16 narrowed[LANES];
-        store(narrowed, sum);
-        return load(narrowed);
     }
 };
 
