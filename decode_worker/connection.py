@@ -34,10 +34,11 @@ class _Served:
         self.paused = False
 
     def close(self) -> None:
-        if self.attempt is not None:
-            self.attempt.close()
         if self.timer is not None:
             self.timer.cancel()
+        if self.attempt is not None:
+            self.attempt.close()
+            self.attempt = None  # whose callback holds this: both would wait for a collection of cycles
 
 
 class Connection:

@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import uvloop
 from rich.console import Console
@@ -22,6 +23,7 @@ from bench.models import SIM_VOCAB
 from bench.report import Bar, of_rounds, percentile
 from bench.router.site import bare, sim_site
 from bench.serving import PROMPT_TOKENS, chain_added
+from cluster.garbage import spare_the_started
 from cluster.rpc import channel
 from protos import inference_pb2 as pb
 
@@ -29,27 +31,45 @@ RATE = 200.0
 ROUNDS = 12
 ROUND_S = 4.0
 MAX_ADDED = 1.5
+Asked = TypeVar("Asked")
 
 
-async def one_round(request: Callable[[], Awaitable[float]], seeds: random.Random) -> list[float]:
-    """Arrivals do not wait for answers."""
+def arrivals(seeds: random.Random) -> list[float]:
+    """Of one round, in seconds from its start."""
+    moments = list(accumulate(seeds.expovariate(RATE) for _ in range(int(2 * RATE * ROUND_S))))
+    return [moment for moment in moments if moment < ROUND_S]
+
+
+async def one_round(ask: Callable[[bytes], Awaitable[Asked]], moments: Sequence[float]) -> list[Asked]:
+    """They do not wait for answers. What is asked was made before, and what came is read afterwards: what a client
+    does for itself is nothing that the cluster adds."""
+    prompts = [_request() for _ in moments]
     loop = asyncio.get_running_loop()
-    running: list[asyncio.Task[float]] = []
-    at, end = loop.time(), loop.time() + ROUND_S
-    while (at := at + seeds.expovariate(RATE)) < end:
-        await asyncio.sleep(at - loop.time())
-        running.append(asyncio.ensure_future(request()))
+    running: list[asyncio.Task[Asked]] = []
+    start = loop.time()
+    for moment, prompt in zip(moments, prompts, strict=True):
+        await asyncio.sleep(start + moment - loop.time())
+        running.append(asyncio.ensure_future(ask(prompt)))
     return list(await asyncio.gather(*running))
 
 
-async def tandem_added(call: Any) -> float:
-    """As `bench/serving.py` has it; but for its last message nothing is parsed, as nothing of the chain's is."""
+def _request() -> bytes:
     prompt = [random.randrange(SIM_VOCAB) for _ in range(PROMPT_TOKENS)]
     request = pb.GenerateRequest(token_ids=prompt, sampling=pb.Sampling(max_tokens=NUM_TOKENS))
+    return request.SerializeToString()
+
+
+async def tandem_asked(call: Any, request: bytes) -> tuple[float, bytes]:
+    """TTFT, and the last message."""
     started_at, ttft_s, message = time.monotonic(), 0.0, b""
     async for message in call(request):  # noqa: B007
         ttft_s = ttft_s or time.monotonic() - started_at
-    receipt = pb.GenerateResponse.FromString(message).finish.receipt
+    return ttft_s, message
+
+
+def tandem_added(ttft_s: float, last_message: bytes) -> float:
+    """As `bench/serving.py` has it."""
+    receipt = pb.GenerateResponse.FromString(last_message).finish.receipt
     assert receipt.kv.moved_blocks == (PROMPT_TOKENS - 1) // 16
     return ttft_s - sum(s.duration_ms for s in receipt.stages if s.name in ("decode queue", "prompt tail")) / 1e3
 
@@ -66,17 +86,17 @@ async def compare(console: Console) -> dict[str, Any]:
     async with contextlib.AsyncExitStack() as stack:
         site = await stack.enter_async_context(sim_site(router, **workers))
         to_router = await stack.enter_async_context(channel(site.router.address))
-        generate = to_router.unary_stream(
-            "/tandem.v1.Inference/Generate", request_serializer=pb.GenerateRequest.SerializeToString
-        )
+        generate: Any = to_router.unary_stream("/tandem.v1.Inference/Generate")
         bare_workers = await stack.enter_async_context(bare("workers"))
         bare_router = await stack.enter_async_context(bare("router", bare_workers.address))
-        call = (await stack.enter_async_context(channel(bare_router.address))).unary_stream("/chain/Generate")
-        await one_round(lambda: tandem_added(generate), seeds)  # warm up
-        await one_round(lambda: chain_added(call), seeds)
-        for _ in track(range(ROUNDS), "added latency", console=console):
-            ours.append(await one_round(lambda: tandem_added(generate), seeds))
-            chain.append(await one_round(lambda: chain_added(call), seeds))
+        call: Any = (await stack.enter_async_context(channel(bare_router.address))).unary_stream("/chain/Generate")
+        spare_the_started()  # or the client's own collections are part of both tails
+        for number in track(range(1 + ROUNDS), "added latency", console=console):
+            asked = await one_round(lambda request: tandem_asked(generate, request), arrivals(seeds))
+            added = await one_round(lambda _: chain_added(call), arrivals(seeds))
+            if number:  # else to warm up
+                ours.append([tandem_added(*each) for each in asked])
+                chain.append(added)
     return {name: _quantiles(rounds) for name, rounds in (("tandem", ours), ("bare", chain))}
 
 
