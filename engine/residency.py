@@ -68,7 +68,7 @@ class Residency:
     def admit(self, sequence: Sequence, keys: Seq[BlockKey]) -> bool:
         """Give a new sequence the cached blocks of `keys` and a promise of more, or do nothing and say False."""
         waiting = [*self._preempted, *([self._stalled] if self._stalled else [])]
-        if not admits(sequence.priority, waiting, self._oldest()):
+        if waiting and not admits(sequence.priority, waiting, self._oldest()):
             return False
         return self._books.start(sequence, keys, self.num_promised_blocks(sequence))
 

@@ -251,13 +251,15 @@ class Chunk:
     @property
     def samples(self) -> bool:
         """The chunk reaches the sequence's end, so that its next token is sampled."""
-        return self.sequence.sampling is not None and self.start + self.count == self.sequence.num_tokens
+        return self.sequence.sampling is not None and self.start + self.count == len(self.sequence.token_ids)
 
     @property
     def scored(self) -> range:
         """Positions of the chunk whose logits give the log probability of the prompt token that follows."""
         sequence = self.sequence
-        return range(max(self.start, sequence.num_scored), min(self.start + self.count, sequence.num_to_score))
+        if not (num_to_score := sequence.num_to_score):  # as of most
+            return range(0)
+        return range(max(self.start, sequence.num_scored), min(self.start + self.count, num_to_score))
 
     @property
     def answers(self) -> bool:

@@ -260,6 +260,8 @@ Global___AuditReport: _TypeAlias = AuditReport  # noqa: Y015
 
 @_typing.final
 class WorkerMessage(_message.Message):
+    """What is new. Changes of the cache come before the load that was reported after them."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     HELLO_FIELD_NUMBER: _builtins.int
@@ -267,7 +269,7 @@ class WorkerMessage(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
-        """First on the stream, once."""
+        """First on the stream, once, with nothing else."""
 
     @_builtins.property
     def cache(self) -> Global___CacheEvents: ...
@@ -280,13 +282,11 @@ class WorkerMessage(_message.Message):
         cache: Global___CacheEvents | None = ...,
         load: Global___LoadReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "hello", b"hello", "load", b"load", "message", b"message"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "hello", b"hello", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "hello", b"hello", "load", b"load", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "hello", b"hello", "load", b"load"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "cache", "load"]  # noqa: Y015
-    _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerMessage: _TypeAlias = WorkerMessage  # noqa: Y015
 

@@ -111,17 +111,16 @@ class MembershipService(pb_grpc.MembershipServicer):
         if model.fleet.worker(worker.worker_id) is not worker:
             raise AlreadyThere(f"another stream of {worker.worker_id!r} has taken the place of this one", "worker_id")
         self._heard_at[worker] = time.monotonic()
+        if message.HasField("hello"):
+            raise InvalidRequest("hello", "came twice")
         in_step = True
-        match message.WhichOneof("message"):
-            case "load":
-                model.fleet.reported(worker, message.load)
-                model.heard()
-            case "cache":
-                for _ in model.fleet.change_cache(worker, message.cache):
-                    await asyncio.sleep(0)  # streams go on
-                in_step = worker.next_cache_sequence is not None
-            case _:
-                raise InvalidRequest("hello", "came twice")
+        if message.HasField("cache"):
+            for _ in model.fleet.change_cache(worker, message.cache):
+                await asyncio.sleep(0)  # streams go on
+            in_step = worker.next_cache_sequence is not None
+        if message.HasField("load"):
+            model.fleet.reported(worker, message.load)
+            model.heard()
         model.dispatcher.kick()
         return in_step
 

@@ -75,9 +75,13 @@ class SimRunner(Runner):
         self._words[blocks[positions // width - first], :, positions % width] = states[:, None, None]
 
     def _answer(self, chunk: Chunk) -> Sampled:
-        prompt = tuple(TokenLogprobs(prompt_logprob(self._sample(chunk, p + 1)), (), ()) for p in chunk.scored)
+        prompt: tuple[TokenLogprobs, ...] = ()
+        if scored := chunk.scored:
+            prompt = tuple(TokenLogprobs(prompt_logprob(self._sample(chunk, p + 1)), (), ()) for p in scored)
         if not chunk.samples:
             return Sampled(-1, prompt=prompt)
+        if not chunk.guesses:  # as most are
+            return self._next(chunk, chunk.start + chunk.count, prompt)
         ends = range(chunk.start + chunk.count, chunk.start + chunk.num_rows + 1)
         return verified(chunk.guesses, (self._next(chunk, end, prompt) for end in ends))
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 
 import grpc
 
@@ -15,7 +16,7 @@ from cluster.rpc import channel
 from cluster.tls import Trust
 from engine.messages import CacheChanged, Load, TakeSnapshot
 from engine.worker.engine_client import EngineClient
-from engine.worker.news import cache_events, load_report, parts_of, summary
+from engine.worker.news import cache_events, load_report, messages_of, parts_of, summary
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 
@@ -228,13 +229,16 @@ class Memberships:
                 while not backlog.empty():
                     news.append(backlog.get_nowait())
                 spoke_at = time.monotonic()
-                for message in summary(news):
-                    if isinstance(message, Load):
-                        yield pb.WorkerMessage(load=load_report(message, self._draining()))
-                    elif synchronised or message.snapshot:
+                load: pb.LoadReport | None = None
+                caches: list[pb.CacheEvents] = []
+                for said in summary(news):
+                    if isinstance(said, Load):
+                        load = load_report(said, self._draining())
+                    elif synchronised or said.snapshot:
                         synchronised = True
-                        for part in parts_of(cache_events(message)):
-                            yield pb.WorkerMessage(cache=part)
+                        caches.append(cache_events(said))
+                for message in messages_of(chain.from_iterable(map(parts_of, caches)), load):
+                    yield message
 
         with self._engine.watching(watch):
             call = stub.Join(outgoing())

@@ -26,6 +26,8 @@ FRAME_BYTES = 4 << 20
 """A frame takes no more loans beyond this; the next one takes them."""
 MARGIN_BYTES = 1 << 10
 """What a frame has beside a loan."""
+TOGETHER_S = 0.005
+"""At most so long does a lender wait to hear what it may have back: with the next loan's want it costs nothing."""
 
 
 class _Told(NamedTuple):
@@ -57,6 +59,9 @@ class LoanLink:
         self._numbers = 0
         self._leaving: dict[int, list[pb.LoanRequest]] = {}
         """Not sent yet, by loan."""
+        self._hurried = False
+        """It waits no longer for what else there may be."""
+        self._later: asyncio.TimerHandle | None = None
         self._due = False
         self._waker = Waker()
         self.broken = False
@@ -90,7 +95,10 @@ class LoanLink:
         """Of a loan that is over, silently nowhere."""
         if request.number in self._loans:
             self._leaving.setdefault(request.number, []).append(request)
-            self._waker.wake()
+            if request.HasField("want"):
+                self._hurry()
+            elif self._later is None:
+                self._later = asyncio.get_running_loop().call_later(TOGETHER_S, self._hurry)
 
     def close(self, number: int) -> None:
         """The lender lets go of everything; nothing more is forwarded to the engine. May be called again."""
@@ -113,7 +121,7 @@ class LoanLink:
         self._leaving.clear()
         self._call.cancel()
         self._reading.cancel()
-        self._waker.wake()
+        self._hurry()
         self._on_broken()
 
     def _forget(self, number: int) -> "_Told":
@@ -130,20 +138,29 @@ class LoanLink:
         self._due = True
         self._waker.wake()
 
+    def _hurry(self) -> None:
+        if self._later is not None:
+            self._later.cancel()
+            self._later = None
+        self._hurried = True
+        self._waker.wake()
+
     async def _outgoing(self) -> AsyncIterator[pb.BorrowerFrame]:
         while not self.broken:
-            if self._leaving or self._due:
+            if self._due or (self._hurried and self._leaving):
                 yield self._frame()
             else:
                 await self._waker.sleep()
 
     def _frame(self) -> pb.BorrowerFrame:
-        self._due = False
+        """What does not fit follows at once."""
+        self._due = self._hurried = False
         requests: list[pb.LoanRequest] = []
         num_bytes = 0
         for number, said in tuple(self._leaving.items()):
             num_bytes += sum(request.ByteSize() for request in said)
             if requests and num_bytes > FRAME_BYTES:
+                self._hurried = True
                 break
             requests += self._leaving.pop(number)
         return pb.BorrowerFrame(requests=requests, engine_turned=self._pulse.take())

@@ -1,6 +1,6 @@
 """What a worker tells routers, out of what its engine says. Pure."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from engine.messages import CacheChanged, Load
 from engine.pool import CacheEvent, Stored
@@ -26,6 +26,20 @@ def summary(news: Sequence[CacheChanged | Load]) -> list[CacheChanged | Load]:
             events += message.events
     changed = [CacheChanged(sequence, tuple(events))] if events else []
     return [*snapshot, *changed, *load]
+
+
+def messages_of(caches: Iterable[pb.CacheEvents], load: pb.LoadReport | None) -> Iterator[pb.WorkerMessage]:
+    """As few as can be: the load goes with the last change."""
+    message: pb.WorkerMessage | None = None
+    for cache in caches:
+        if message is not None:
+            yield message
+        message = pb.WorkerMessage(cache=cache)
+    if load is not None:
+        message = pb.WorkerMessage() if message is None else message
+        message.load.CopyFrom(load)
+    if message is not None:
+        yield message
 
 
 def load_report(load: Load, draining: bool) -> pb.LoadReport:

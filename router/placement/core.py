@@ -78,11 +78,12 @@ def place(demand: Demand, workers: Workers, hits: Hits, rates: Rates, available:
 
     Ties go to the first in order of worker ids.
     """
-    if not len(workers.ids):
-        return None
     rows = np.flatnonzero(startable(demand, workers, available))
-    if not len(rows):
-        return None
+    return place_on(rows, demand, workers, hits, rates) if len(rows) else None
+
+
+def place_on(rows: Ints, demand: Demand, workers: Workers, hits: Hits, rates: Rates) -> Decision:
+    """The cheapest way among those that begin on the decode workers of `rows`, of which there are some."""
     way, num_candidates, rivals = _Matrices(demand, workers, hits, rates, rows).cheapest()
     best = assess(demand, workers, hits, rates, way)
     return Decision(

@@ -16,7 +16,7 @@ import numpy as np
 from engine.keys import KEY_BYTES, BlockKey, split_keys
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
-from router.placement.core import Decision, place, startable
+from router.placement.core import Decision, place, place_on, startable
 from router.placement.demand import Demand
 from router.placement.index import PrefixIndex
 from router.placement.learning import Learner
@@ -276,11 +276,12 @@ class Fleet:
     def decide(self, demand: Demand, keys: Sequence[BlockKey], available: Ints | None = None) -> Decision | None:
         """Where it would go now; None when no decode worker can start it. `available`: blocks that it may take of each
         worker of `snapshot`, where these are not all there are."""
-        if not startable(demand, self._snapshot, available).any():
+        rows = np.flatnonzero(startable(demand, self._snapshot, available))
+        if not len(rows):
             return None  # what the caches hold need not be asked
         hits = self.hits(keys, demand.other_keys)
         self._decided = demand, hits, available
-        return place(demand, self._snapshot, hits, self.rates, available)
+        return place_on(rows, demand, self._snapshot, hits, self.rates)
 
     def least_ttft_s(self, demand: Demand, keys: Sequence[BlockKey]) -> float | None:
         """Predicted if there were room everywhere and no prompt were queued anywhere; None where nobody could hold

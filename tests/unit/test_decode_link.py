@@ -4,7 +4,9 @@ The link and the connection are the real ones; between them are queues instead o
 """
 
 import asyncio
+import gc
 import random
+import weakref
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -188,6 +190,34 @@ async def test_one_that_nobody_reads_is_paused_and_comes_as_one_message() -> Non
     assert slow.tokens == quick.tokens
     assert slow.num_messages < PAUSE_AT + 15
     link.break_off(Unavailable("over"))
+
+
+@pytest.mark.parametrize("how", ["over", "cancelled", "closed"])
+async def test_one_that_is_over_is_freed_at_once(how: str) -> None:
+    """And does not wait for a collection of cycles, which would be a pause for everybody."""
+    there: list[weakref.ref[ScriptedAttempt]] = []
+
+    def begin(request: pb.DecodeRequest, on_news: Callable[[], object]) -> Any:
+        attempt = ScriptedAttempt(request, on_news)
+        there.append(weakref.ref(attempt))
+        if how == "over":
+            attempt.end()
+        return attempt
+
+    connection = Connection(begin)
+    gc.disable()
+    try:
+        connection.absorb(pb.RouterFrame(placed=[pb.PlacedRequest(number=1, timeout_ms=10_000)]))
+        match how:
+            case "over":
+                assert (await anext(connection.frames())).parts[0].ended
+            case "cancelled":
+                connection.absorb(pb.RouterFrame(cancelled=[1]))
+            case "closed":
+                connection.close()
+        assert [attempt() for attempt in there] == [None]
+    finally:
+        gc.enable()
 
 
 async def test_a_deadline_ends_it_at_both_ends() -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from cluster.errors import InvalidRequest, Overloaded, ServiceError
 from cluster.rpc import MAX_MESSAGE_BYTES
 from engine.messages import LendReady, LoanBlocks, LoanFailed, LoanStarted
-from engine.worker.loan_link import Loan, LoanLink
+from engine.worker.loan_link import TOGETHER_S, Loan, LoanLink
 from prefill_worker.connection import MAX_FRAME_BYTES, Connection
 from prefill_worker.loan import READY_BYTES, announcements
 from protos import lend_pb2 as pb
@@ -153,7 +153,17 @@ class _Call:
         self._wire.connection.end()
 
 
-async def test_each_gets_its_own_and_no_other() -> None:
+async def said() -> None:
+    """What may wait for more has waited."""
+    await asyncio.sleep(TOGETHER_S)
+    await settle()
+
+
+def test_each_gets_its_own_and_no_other() -> None:
+    run_virtually(_two())
+
+
+async def _two() -> None:
     wire = Wire()
     loans = {name: wire.open(name) for name in ("a", "b")}
     await settle()
@@ -169,10 +179,17 @@ async def test_each_gets_its_own_and_no_other() -> None:
     loans["a"].release(0, 1)
     loans["b"].release(1, 2)
     await settle()
+    assert wire.given["a"].released == [], "it may go with another loan's want"
+    await said()
+    assert wire.num_frames == 3
     assert (wire.given["a"].released, wire.given["b"].released) == ([(0, 1)], [(1, 2)])
     loans["a"].close()
+    wire.open("c")
     await settle()
     assert (wire.given["a"].closed, wire.given["b"].closed) == (True, False)
+    assert wire.num_frames == 4
+    await said()
+    assert wire.num_frames == 4
     wire.link.break_off("over")
 
 
@@ -193,24 +210,32 @@ async def test_refusals_and_mistakes_end_their_loan_only() -> None:
     wire.link.break_off("over")
 
 
-async def test_what_is_closed_before_it_was_said_is_never_said() -> None:
+def test_what_is_closed_before_it_was_said_is_never_said() -> None:
+    run_virtually(_unsaid())
+
+
+async def _unsaid() -> None:
     wire = Wire()
     loan = wire.open("a")
     loan.release(0, 1)
     loan.close()
     loan.release(1, 1)
-    await settle()
+    await said()
     assert (wire.num_frames, wire.given) == (0, {})
     wire.link.break_off("over")
 
 
-async def test_a_close_says_all_that_releases_would() -> None:
+def test_a_close_says_all_that_releases_would() -> None:
+    run_virtually(_closed())
+
+
+async def _closed() -> None:
     wire = Wire()
     loan = wire.open("a")
     await settle()
     loan.release(0, 1)
     loan.close()
-    await settle()
+    await said()
     assert (wire.given["a"].released, wire.given["a"].closed) == ([], True)
     wire.link.break_off("over")
 
@@ -330,7 +355,7 @@ moves = st.lists(
 @given(moves, st.booleans(), st.randoms(use_true_random=False))
 @settings(max_examples=150, deadline=None)
 def test_any_schedule(schedule: list[tuple[str, int, int]], breaks: bool, seeds: random.Random) -> None:
-    asyncio.run(_any_schedule(schedule, breaks, seeds))
+    run_virtually(_any_schedule(schedule, breaks, seeds))
 
 
 async def _any_schedule(schedule: list[tuple[str, int, int]], breaks: bool, seeds: random.Random) -> None:
@@ -367,8 +392,10 @@ async def _any_schedule(schedule: list[tuple[str, int, int]], breaks: bool, seed
                 wire.held.set()
         if seeds.random() < 0.7:
             await settle()
+        if seeds.random() < 0.3:
+            await asyncio.sleep(TOGETHER_S * seeds.random())
     wire.held.set()
-    await settle()
+    await said()
     for name in loans:
         told, given_loan = wire.borrower.told_of(name), wire.given.get(name)
         blocks = [block for message in told if isinstance(message, LoanBlocks) for block in message.block_ids]

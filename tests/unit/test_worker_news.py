@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from engine.messages import CacheChanged, Load
 from engine.pool import CacheEvent, Removed, Stored
 from engine.worker import news
-from engine.worker.news import cache_events, parts_of, summary
+from engine.worker.news import cache_events, messages_of, parts_of, summary
 from protos import membership_pb2 as pb
 from router.placement.fleet import Fleet
 from router.placement.rates import Priors
@@ -103,3 +103,15 @@ def test_the_middle_of_a_snapshot_alone_is_no_cache() -> None:
     fleet = Fleet("router", PRIORS)
     worker = fleet.joined(HELLO)
     assert not fleet.cache_changed(worker, pb.CacheEvents(sequence=7, continued=True))
+
+
+@given(st.integers(0, 3), st.booleans())
+def test_a_load_goes_with_the_last_change_before_it(num_changes: int, reported: bool) -> None:
+    caches = [pb.CacheEvents(sequence=number) for number in range(num_changes)]
+    load = pb.LoadReport(step=7) if reported else None
+    messages = list(messages_of(iter(caches), load))
+    assert [message.cache for message in messages if message.HasField("cache")] == caches
+    assert [message.HasField("load") for message in messages if message.HasField("load")] == [True] * reported
+    assert len(messages) == max(num_changes, int(reported))
+    assert not reported or messages[-1].load == load
+    assert not any(message.HasField("hello") for message in messages)
