@@ -142,7 +142,7 @@ class LoanLink:
         if self._later is not None:
             self._later.cancel()
             self._later = None
-        self._hurried = True
+        self._hurried = bool(self._leaving)
         self._waker.wake()
 
     async def _outgoing(self) -> AsyncIterator[pb.BorrowerFrame]:
