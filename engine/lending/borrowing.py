@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from engine.bookkeeper import Bookkeeper
@@ -286,13 +287,15 @@ class BorrowingDesk:
 
     def _read(self, loan: Loan, first: int, block_ids: tuple[int, ...]) -> None:
         blocks = loan.wanted.sequence.blocks[first : first + len(block_ids)]
-
-        def on_quiet(rank: int, fingerprints: tuple[bytes, ...] | None, peer_gone: bool) -> None:
-            self._post(ReadLanded(loan, first, rank, fingerprints, peer_gone))
-
         if isinstance(loan.source, Lender):
             self._books.counts.reads_begin(1 + len(self._others), self._books.clock())
-        loan.landings[first] = dict(enumerate(loan.source.land(block_ids, blocks, on_quiet)))
+        loan.landings[first] = dict(enumerate(loan.source.land(block_ids, blocks, partial(self._quiet, loan, first))))
+
+    def _quiet(
+        self, loan: Loan, first: int, rank: int, fingerprints: tuple[bytes, ...] | None, peer_gone: bool
+    ) -> None:
+        """On whatever thread."""
+        self._post(ReadLanded(loan, first, rank, fingerprints, peer_gone))
 
     def _abandon(self, loan: Loan, needed: bool) -> bool:
         """Withdraw reads; False when the sequence lost blocks to a read in flight and has no others for them. A block

@@ -123,6 +123,7 @@ class Landing:
             self._peer_gone |= isinstance(failure, PeerGone)
             if piece.num_reading:
                 return
+            piece.reads.clear()  # they hold this, as what they call: it would be freed by a collection of cycles only
         if not piece.failed:
             piece.arrived = self._fingerprints_of(piece.blocks)  # now, while it is in this core's cache
         with self._lock:
