@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import grpc
@@ -24,7 +24,6 @@ from router.status import cluster_status
 
 Parsed = TypeVar("Parsed", bound=Message)
 NAME = "tandem.v1.Inference"
-_Answer = TypeVar("_Answer")
 
 
 class InferenceService:
@@ -74,8 +73,7 @@ class InferenceService:
 
     async def Generate(self, raw: bytes, context: Any) -> AsyncIterator[bytes]:
         traceparent.set(from_metadata(context.invocation_metadata()))
-
-        async def responses() -> AsyncGenerator[bytes]:
+        async with self._answering(context):
             request, principal = _parsed(pb.GenerateRequest, raw), self._principal(context)
             async with contextlib.aclosing(
                 self._serving.generate(request, context.time_remaining(), principal)
@@ -83,24 +81,18 @@ class InferenceService:
                 async for message in messages:
                     yield message
 
-        async for response in self._streamed(responses(), context):
-            yield response
-
     async def GenerateBatch(self, raw: bytes, context: Any) -> AsyncIterator[pb.BatchResult]:
         traceparent.set(from_metadata(context.invocation_metadata()))
-
-        async def results() -> AsyncGenerator[pb.BatchResult]:
+        async with self._answering(context):
             request, principal = _parsed(pb.GenerateBatchRequest, raw), self._principal(context)
             each = generate_batch(request, lambda one: self._serving.generate(one, context.time_remaining(), principal))
-            async with contextlib.aclosing(each) as made:
-                async for result in made:
+            async with contextlib.aclosing(each) as results:
+                async for result in results:
                     yield result
 
-        async for result in self._streamed(results(), context):
-            yield result
-
-    async def _streamed(self, responses: AsyncGenerator[_Answer], context: Any) -> AsyncIterator[_Answer]:
-        """With errors as statuses, and an end to it when the router was told to stop."""
+    @contextlib.asynccontextmanager
+    async def _answering(self, context: Any) -> AsyncIterator[None]:
+        """A stream within it ends with its errors as statuses, and when the router was told to stop."""
         stopped = Draining(f"router {self._router_id} was told to stop")
         task = asyncio.current_task()
         assert task is not None
@@ -108,9 +100,7 @@ class InferenceService:
             if self._drain.draining:
                 raise stopped
             with self._drain.holding(task.cancel):
-                async with contextlib.aclosing(responses):
-                    async for response in responses:
-                        yield response
+                yield
         except ServiceError as error:
             await context.abort_with_status(to_status(error))
         except asyncio.CancelledError:
