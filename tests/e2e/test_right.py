@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from support.long_runs import mostly_long
-from support.processes import LENDER_ALWAYS
+from support.processes import LENDER_ALWAYS, until
 from tandem.client import Client
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "mixtral", "qwen3_moe")
@@ -62,6 +62,13 @@ async def test_kv_moves_over_ucx_between_processes_and_is_found_again(make_model
         assert first.kv.ucx_transports, "UCX's own account of the lanes"
         assert first.kv.moved_bytes == usable * 2 * 3 * 2 * BLOCK * 16 * 4
         assert first.finish.usage.cached_tokens == 0
+
+        async def heard() -> bool:
+            (model,) = (await client.cluster_status()).models
+            (decode,) = (worker for worker in model.workers if worker.worker_id == "decode-0")
+            return decode.cached_blocks >= usable and not decode.running
+
+        await until(heard, "the router knows what the decode worker holds")
 
         # The same prompt again moves nothing, and goes where the blocks are.
         second = await ask(client, prompt)
