@@ -12,7 +12,7 @@ COLLECTIONS = 400
 def spare_the_started() -> None:
     """Once everything is loaded: no collection looks at what is there now, and large ones are rare.
 
-    Nearly all that serving makes is freed by its count of references; what is not is gRPC's, five objects a request.
+    Nearly all that serving makes is freed by its count of references; the rest is mostly gRPC's, five objects a call.
     Left alone, collections were pauses of up to 34 ms in a router and 66 in a process of workers: modules and code
     alone are 60,000 objects. docs/benchmarks.md.
     """

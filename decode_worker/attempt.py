@@ -10,7 +10,7 @@ from cluster.errors import Draining, Incompatible, ServiceError
 from cluster.logs import of
 from decode_worker.generation import Generation
 from decode_worker.placed_request import check_request, engine_request, lead_tokens
-from engine.messages import Cancel, Token
+from engine.messages import Cancel
 from engine.worker.engine_client import Letter
 from engine.worker.lenders import Borrowing, Chain
 from engine.worker.runtime import WorkerContext
@@ -80,9 +80,7 @@ class Attempt:
             self._engine.forget(self._engine_id)
 
     def _heard(self, letter: Letter) -> None:
-        if not isinstance(letter, Token) and self._loan.handle(letter):  # most are tokens
-            return
-        if self.over:
+        if self._loan.handle(letter) or self.over:
             return
         try:
             self._generation.absorb(letter)

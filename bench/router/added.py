@@ -22,7 +22,7 @@ from bench.chain import NUM_TOKENS, STEP_S
 from bench.models import SIM_VOCAB
 from bench.report import Bar, of_rounds, percentile
 from bench.router.site import bare, sim_site
-from bench.serving import PROMPT_TOKENS, chain_added
+from bench.serving import PROMPT_TOKENS, chain_added, computed_s
 from cluster.garbage import spare_the_started
 from cluster.rpc import channel
 from protos import inference_pb2 as pb
@@ -68,10 +68,7 @@ async def tandem_asked(call: Any, request: bytes) -> tuple[float, bytes]:
 
 
 def tandem_added(ttft_s: float, last_message: bytes) -> float:
-    """As `bench/serving.py` has it."""
-    receipt = pb.GenerateResponse.FromString(last_message).finish.receipt
-    assert receipt.kv.moved_blocks == (PROMPT_TOKENS - 1) // 16
-    return ttft_s - sum(s.duration_ms for s in receipt.stages if s.name in ("decode queue", "prompt tail")) / 1e3
+    return ttft_s - computed_s(pb.GenerateResponse.FromString(last_message).finish.receipt)
 
 
 async def compare(console: Console) -> dict[str, Any]:

@@ -59,9 +59,8 @@ class LoanLink:
         self._numbers = 0
         self._leaving: dict[int, list[pb.LoanRequest]] = {}
         """Not sent yet, by loan."""
-        self._hurried = False
-        """It waits no longer for what else there may be."""
         self._later: asyncio.TimerHandle | None = None
+        """While what is to leave waits for what else there may be."""
         self._due = False
         self._waker = Waker()
         self.broken = False
@@ -94,11 +93,11 @@ class LoanLink:
     def say(self, request: pb.LoanRequest) -> None:
         """Of a loan that is over, silently nowhere."""
         if request.number in self._loans:
-            self._leaving.setdefault(request.number, []).append(request)
             if request.HasField("want"):
                 self._hurry()
-            elif self._later is None:
+            elif not self._leaving and self._later is None:
                 self._later = asyncio.get_running_loop().call_later(TOGETHER_S, self._hurry)
+            self._leaving.setdefault(request.number, []).append(request)
 
     def close(self, number: int) -> None:
         """The lender lets go of everything; nothing more is forwarded to the engine. May be called again."""
@@ -142,25 +141,24 @@ class LoanLink:
         if self._later is not None:
             self._later.cancel()
             self._later = None
-        self._hurried = bool(self._leaving)
         self._waker.wake()
 
     async def _outgoing(self) -> AsyncIterator[pb.BorrowerFrame]:
         while not self.broken:
-            if self._due or (self._hurried and self._leaving):
+            if self._due or (self._leaving and self._later is None):
                 yield self._frame()
             else:
                 await self._waker.sleep()
 
     def _frame(self) -> pb.BorrowerFrame:
         """What does not fit follows at once."""
-        self._due = self._hurried = False
+        self._due = False
         requests: list[pb.LoanRequest] = []
         num_bytes = 0
         for number, said in tuple(self._leaving.items()):
             num_bytes += sum(request.ByteSize() for request in said)
             if requests and num_bytes > FRAME_BYTES:
-                self._hurried = True
+                self._hurry()
                 break
             requests += self._leaving.pop(number)
         return pb.BorrowerFrame(requests=requests, engine_turned=self._pulse.take())

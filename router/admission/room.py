@@ -32,8 +32,7 @@ class Room:
             headroom = np.ceil((1 - batch_block_share) * workers.num_blocks).astype(np.int64)
             empty = available >= workers.num_blocks
             available = np.where(empty, available, np.maximum(-1, available - headroom))
-        if kept_rows:
-            available[list(kept_rows)] = -1
+        available[list(kept_rows)] = -1
         starts = workers.starts
         pools = workers.num_blocks[starts]
         equal = len(workers.reserves) == 1 and bool(len(pools)) and int(pools.min()) == int(pools.max())

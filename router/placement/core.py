@@ -67,11 +67,10 @@ def startable(demand: Demand, workers: Workers, available: Ints | None = None) -
 
     A worker that could not hold the whole request would refuse it for good.
     """
-    promised = [demand.num_promised_blocks(reserve) for reserve in workers.reserves]
-    needed = promised[0] if len(promised) == 1 else np.array(promised, np.int64)[workers.reserve_of]
+    promised = np.array([demand.num_promised_blocks(reserve) for reserve in workers.reserves], np.int64)
     there = workers.available_blocks if available is None else available
     could: Bools = workers.starts & (workers.num_blocks >= demand.num_total_blocks)
-    return workers.in_share(could & (there >= needed), could, demand.lot)
+    return workers.in_share(could & (there >= promised[workers.reserve_of]), could, demand.lot)
 
 
 def place(demand: Demand, workers: Workers, hits: Hits, rates: Rates, available: Ints | None = None) -> Decision | None:
