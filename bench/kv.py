@@ -130,8 +130,9 @@ async def measure_bandwidth(model: Path, cores: Sequence[int], progress: Progres
         Workers(prefill_0=settings | {"cores": (cores[0],)}, decode_0=settings | {"cores": (cores[1],)}) as workers,
         Bare(cores) as bare,
     ):
-        for _ in range(4):  # until both pools were written once: memory that never was costs as much again
+        for _ in range(4):  # until all pools were read and written once: the first time may cost as much again
             await one_loan(workers, tokens(BLOCK * 1024, seeds))
+            await bare.read(256 << 20)
         task = progress.add_task("bandwidth", total=sum(ROUNDS.values()))
         for size in SIZES_MIB:
             ours, theirs, copies = [], [], []

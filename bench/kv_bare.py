@@ -20,8 +20,10 @@ from typing import Any
 
 import grpc
 import numpy as np
+from numpy.typing import NDArray
 
 from cluster.rpc import Server
+from engine.memory import huge_memory
 from kvtransfer.nixl_agent import make_agent
 from kvtransfer.registry import open_transport
 from kvtransfer.transport import MAX_POSTED_BYTES, READ_BYTES, Pool, Span
@@ -33,8 +35,15 @@ def say(**fields: Any) -> None:
     print(json.dumps(fields), flush=True)
 
 
+def filled(num_bytes: int) -> NDArray[np.uint8]:
+    """Memory as an engine's pool has, of which every page is there."""
+    memory = huge_memory(num_bytes)
+    memory[:] = 1
+    return memory
+
+
 def lend(name: str, num_bytes: int) -> None:
-    memory = np.ones(num_bytes, np.uint8)
+    memory = filled(num_bytes)
     agent = make_agent(name)
     agent.register_memory([(memory.ctypes.data, num_bytes, 0, "")], "DRAM")
     say(metadata=b64encode(agent.get_agent_metadata()).decode(), base=memory.ctypes.data)
@@ -43,8 +52,8 @@ def lend(name: str, num_bytes: int) -> None:
 
 def read(name: str, num_bytes: int) -> None:
     """Reads one after the other, each of spans of at most MAX_POSTED_BYTES; it polls without pause."""
-    memory = np.ones(num_bytes, np.uint8)
-    copied = np.ones(num_bytes, np.uint8)
+    memory = filled(num_bytes)
+    copied = filled(num_bytes)
     agent = make_agent(name)
     agent.register_memory([(memory.ctypes.data, num_bytes, 0, "")], "DRAM")
     say(ready=True)
@@ -89,7 +98,7 @@ def windows(spans: list[list[int]]) -> list[list[list[int]]]:
 
 def pool(transport: str, num_bytes: int) -> None:
     opened = open_transport(transport, f"bench-{os.getpid()}")
-    say(endpoint=opened.register(Pool(np.ones((1, num_bytes), np.uint8))).decode())
+    say(endpoint=opened.register(Pool(filled(num_bytes).reshape(1, -1))).decode())
     sys.stdin.read()
     opened.close()
 
@@ -97,7 +106,7 @@ def pool(transport: str, num_bytes: int) -> None:
 def reads(transport: str, num_bytes: int) -> None:
     """All reads of a request are queued at once, as the engine does."""
     opened = open_transport(transport, f"bench-{os.getpid()}")
-    opened.register(Pool(np.ones((1, num_bytes), np.uint8)))
+    opened.register(Pool(filled(num_bytes).reshape(1, -1)))
     say(ready=True)
     peer = opened.connect(json.loads(sys.stdin.readline())["endpoint"].encode())
     for line in sys.stdin:

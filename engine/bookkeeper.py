@@ -45,7 +45,7 @@ class Bookkeeper:
         """What the pool evicts goes to `tiers`, and comes back where `rates` say that it is worth it. `clock` says the
         time for everybody who keeps these books, in seconds."""
         self.clock = clock
-        self.pool = BlockPool(num_blocks, self._demote)
+        self.pool = BlockPool(num_blocks, self._demote if tiers is not None else None)
         self.layout = layout
         self.tiers = tiers
         self.rates = rates or WorkRates()
@@ -203,8 +203,7 @@ class Bookkeeper:
         return Removed(gone) if gone else None
 
     def _demote(self, evicted: list[Evicted]) -> None:
-        if self.tiers is None:
-            return
+        assert self.tiers is not None
         contents = self._memory.read_blocks([each.block for each in evicted])
         for each, content in zip(evicted, contents, strict=True):
             self.tiers.put(each.parent, each.key, content, self.fingerprints_of([each.block]))

@@ -95,7 +95,7 @@ class EngineCore:
         self._model_fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
         self._books = Bookkeeper(runner.pool.num_blocks, runner.layout, runner, tiers, clock=clock)
         part = BlockPart(runner.layout.block_bytes, 0, 1 + len(others))
-        own = OwnRank(transport, part, runner.part_fingerprints, clock)
+        own = OwnRank(transport, part, runner.part_fingerprints, runner.folding, clock)
         self._others = others
         self._borrowing = BorrowingDesk(
             self._books, transport.name, emit, self.post, own, others, limits.read_silence_s

@@ -52,7 +52,7 @@ class Evicted(NamedTuple):
 class BlockPool:
     """Reference counts, prefix cache and reservations over `num_blocks` blocks. Not thread-safe."""
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[list[Evicted]], None] = lambda evicted: None) -> None:
+    def __init__(self, num_blocks: int, on_evict: Callable[[list[Evicted]], None] | None = None) -> None:
         """`on_evict` is called before the blocks are anybody else's."""
         assert num_blocks > 0
         self.num_blocks = num_blocks
@@ -131,20 +131,24 @@ class BlockPool:
         """Turn `count` promised blocks into held ones with one reference, evicting where nothing is free."""
         assert 0 <= count <= self._reserved
         self._reserved -= count
-        evicted: list[Evicted] = []
-        blocks: list[int] = []
-        for _ in range(count):
-            if self._free:
-                block = self._free.popleft()
-            else:
-                block, _ = self._cached.popitem(last=False)
-                evicted.append(self._forget(block))
+        num_free = min(count, len(self._free))
+        blocks = [self._free.popleft() for _ in range(num_free)]
+        if num_free < count:
+            blocks += self._evict(count - num_free)
+        for block in blocks:
             self._refs[block] = 1
-            blocks.append(block)
         blocks.sort()  # neighbours in the pool are read as one span
-        if evicted:
-            self._on_evict(evicted)
-            self._events.append(Removed(tuple(each.key for each in evicted)))
+        return blocks
+
+    def _evict(self, count: int) -> list[int]:
+        """The oldest cached blocks, nameless now."""
+        blocks = [self._cached.popitem(last=False)[0] for _ in range(count)]
+        names = [self._name_of.pop(block) for block in blocks]
+        for _, key in names:
+            del self._block_of[key]
+        if self._on_evict is not None:
+            self._on_evict([Evicted(block, *name) for block, name in zip(blocks, names, strict=True)])
+        self._events.append(Removed(tuple(key for _, key in names)))
         return blocks
 
     def acquire(self, blocks: Iterable[int]) -> None:
@@ -243,11 +247,6 @@ class BlockPool:
             claimed = Counter(block for blocks in holders for block in blocks)
             counts = {block: refs for block, refs in enumerate(self._refs) if refs}
             assert claimed == counts, f"claimed {dict(claimed)}, counted {counts}"
-
-    def _forget(self, block: int) -> Evicted:
-        parent, key = self._name_of.pop(block)
-        del self._block_of[key]
-        return Evicted(block, parent, key)
 
     def _stored(self, parent: BlockKey, run: list[BlockKey]) -> None:
         if run:

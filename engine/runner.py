@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from engine.layout import KvLayout
 from engine.vocabulary import Chunk, Sampled
-from kvtransfer.fingerprint import Fingerprints
+from kvtransfer.fingerprint import Fingerprints, Folding
 from kvtransfer.transport import AnyPool, Pool
 
 
@@ -78,11 +78,19 @@ class Runner(ABC):
         Called from any thread, also while `execute` runs. A runner whose pool is not in main memory brings its own. One
         of several ranks is asked only for blocks that its last step filled.
         """
-        if self._fingerprints is None:
-            assert isinstance(self.pool, Pool)
-            self._fingerprints = Fingerprints(self.pool.memory, self.pool_layout.kv_heads)
-        return self._fingerprints.of(blocks)
+        return self._in_main_memory().of(blocks)
 
     def part_fingerprints(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
         """Of what `pool` has of the blocks, any of them: [len(blocks), KV heads of this rank]. From any thread."""
         return self.fingerprints(blocks)
+
+    @property
+    def folding(self) -> Folding | None:
+        """How each KV head of a block in `pool` is fingerprinted; None where that is not for the CPU to do."""
+        return self._in_main_memory().folding if isinstance(self.pool, Pool) else None
+
+    def _in_main_memory(self) -> Fingerprints:
+        if self._fingerprints is None:
+            assert isinstance(self.pool, Pool)
+            self._fingerprints = Fingerprints(self.pool.memory, self.pool_layout.kv_heads)
+        return self._fingerprints

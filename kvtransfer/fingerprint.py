@@ -55,6 +55,21 @@ def _random(rng: np.random.Generator, count: int) -> NDArray[np.uint64]:
     return rng.integers(0, np.iinfo(np.uint64).max, count, np.uint64, endpoint=True)
 
 
+class Folding:
+    """How spans of `num_words` words are folded, by whoever sees them."""
+
+    def __init__(self, num_words: int) -> None:
+        self.num_words = num_words
+        self._constants = of = constants(num_words)
+        self.arguments = (num_words, of.page.ctypes.data, PAGE_WORDS, of.chunks.ctypes.data, int(of.zero))
+        """For native code; valid as long as this is."""
+
+    def of(self, words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """[..., num_words] to [...], by numpy."""
+        folded: NDArray[np.uint64] = np.matmul(words ^ (words >> np.uint64(32)), self._constants.multipliers)
+        return folded + self._constants.zero
+
+
 class Fingerprints:
     """Of the blocks of one pool uint8 [num_blocks, block_bytes]; `block_bytes` must be a multiple of `kv_heads * 8`.
 
@@ -66,22 +81,20 @@ class Fingerprints:
         assert pool.flags.c_contiguous
         self._num_blocks = len(pool)
         self._words = pool.view(np.uint64).reshape(len(pool), kv_heads, -1)
-        num_words = self._words.shape[2]
-        of = self._constants = constants(num_words)
-        self._before = (self._words.ctypes.data,)
-        self._after = (kv_heads, num_words, of.page.ctypes.data, PAGE_WORDS, of.chunks.ctypes.data, int(of.zero))
+        self.folding = Folding(self._words.shape[2])
+        self._address = self._words.ctypes.data
 
     def of(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
         """[len(blocks), kv_heads]"""
         folded = np.empty((len(blocks), self._words.shape[1]), np.uint64)
         if (native := _native()) is None:
             for row, block in enumerate(blocks):  # one block at a time: stays in the cache, needs no gather
-                words = self._words[block]
-                np.matmul(words ^ (words >> np.uint64(32)), self._constants.multipliers, out=folded[row])
-            return folded + self._constants.zero
+                folded[row] = self.folding.of(self._words[block])
+            return folded
         ids = array("q", blocks)
         assert not ids or 0 <= min(ids) <= max(ids) < self._num_blocks
-        native(*self._before, ids.buffer_info()[0], len(ids), *self._after, folded.ctypes.data)
+        heads = self._words.shape[1]
+        native(self._address, ids.buffer_info()[0], len(ids), heads, *self.folding.arguments, folded.ctypes.data)
         return folded
 
 

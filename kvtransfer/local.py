@@ -4,12 +4,12 @@ Reads run when `step` is called, or at once with `eager=True`, so that a test de
 """
 
 from collections.abc import Hashable, Sequence
-from concurrent.futures import Future
 from threading import Lock
 
 from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError, TransportUnavailable
 from kvtransfer.fair_queue import FairQueue
-from kvtransfer.transport import AnyPool, Peer, Pool, Span, Transport, check_spans
+from kvtransfer.fingerprint import Folding
+from kvtransfer.transport import AnyPool, Peer, Pool, Read, Span, Transport, check_spans
 
 PREFIX = b"tandem-local:"
 
@@ -42,7 +42,7 @@ class LocalTransport(Transport):
         self._endpoint = PREFIX + name.encode()
         self._eager = eager
         self._peers: dict[bytes, LocalPeer] = {}
-        self._queue: FairQueue[tuple[LocalPeer, tuple[Span, ...], Future[None]]] = FairQueue()
+        self._queue: FairQueue[tuple[LocalPeer, tuple[Span, ...], Read]] = FairQueue()
         self._closing = Lock()  # orders `read` against `close` and `drop`
         self._closed = False
         self.pool: Pool | None = None
@@ -66,11 +66,11 @@ class LocalTransport(Transport):
         name = endpoint.removeprefix(PREFIX).decode()
         return self._peers.setdefault(endpoint, LocalPeer(name, endpoint, remote.pool.num_bytes))
 
-    def read(self, peer: Peer, spans: Sequence[Span], flow: Hashable = None) -> Future[None]:
+    def read(self, peer: Peer, spans: Sequence[Span], flow: Hashable = None, folding: Folding | None = None) -> Read:
         assert isinstance(peer, LocalPeer)
         assert self.pool is not None
         check_spans(spans, self.pool.num_bytes, peer.num_bytes)
-        future: Future[None] = Future()
+        future = Read()
         with self._closing:
             if self._closed:
                 future.set_exception(TransferError("the transport was closed"))
@@ -113,7 +113,7 @@ class LocalTransport(Transport):
         for _, _, future in withdrawn:
             future.cancel()
 
-    def _copy(self, peer: LocalPeer, spans: tuple[Span, ...], future: Future[None]) -> None:
+    def _copy(self, peer: LocalPeer, spans: tuple[Span, ...], future: Read) -> None:
         remote = self._network.transports.get(peer.endpoint)
         if remote is None or remote.pool is None or self.pool is None:
             future.set_exception(PeerGone(f"{peer.name} is gone"))

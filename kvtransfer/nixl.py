@@ -4,26 +4,35 @@ One thread owns all posting and polling, because posting a shared-memory read bl
 because NIXL serialises calls anyway. While it has nothing to do, whoever asks for a small read posts it, which takes no
 longer than to wake somebody for it. Reads of at most MAX_POSTED_BYTES are posted per peer, so a peer that falls silent
 holds up only its own queue. NIXL cannot abort a posted read: it is quiet when it is done, failed, or the agent is gone.
+
+Between main memories of one host it does without NIXL (`cross_memory.py`): such a read is over when it is posted.
 """
 
 import contextlib
-import json
 import os
 import queue
 import threading
 import time
-from base64 import b64encode
 from collections.abc import Hashable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
+from kvtransfer.cross_memory import Attached, attach, own_address, prepare
 from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError, TransportUnavailable
-from kvtransfer.fair_queue import FairQueue
-from kvtransfer.nixl_agent import FORMAT, Memory, make_agent, module, parse_endpoint
+from kvtransfer.fingerprint import Folding
+from kvtransfer.nixl_agent import Endpoint, Memory, make_agent, module, parse_endpoint
+from kvtransfer.nixl_lane import Drop, Job, Lane, NixlPeer, Posted
 from kvtransfer.strict_lanes import StrictLanes
-from kvtransfer.transport import MAX_POSTED_BYTES, AnyPool, Peer, Span, Transport, check_spans
-from kvtransfer.ucx_lanes import LaneLog, process_lane_log
+from kvtransfer.transport import (
+    MAX_POSTED_BYTES,
+    AnyPool,
+    Peer,
+    Read,
+    Span,
+    Transport,
+    check_spans,
+    max_blocks_per_read,
+)
+from kvtransfer.ucx_lanes import process_lane_log
 
 CLOSED = "the transport was closed"
 SPIN_S = 200e-6
@@ -33,86 +42,6 @@ SMALL_BYTES = 512 << 10
 POLL_S = 100e-6
 MAX_POLL_S = 2e-3
 """The longer a read takes, the less often it is asked after; a silent peer must not keep a core busy."""
-
-
-@dataclass(slots=True)
-class _Job:
-    peer: "NixlPeer"
-    spans: tuple[Span, ...]
-    """Offsets are addresses."""
-    num_bytes: int
-    flow: Hashable
-    future: "Future[None]"
-    handle: Any = None
-    posted_at: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Drop:
-    peer: "NixlPeer"
-
-
-@dataclass(frozen=True, slots=True)
-class _Posted:
-    """By who asked for it; the thread is to see to its end."""
-
-    job: _Job
-
-    @property
-    def peer(self) -> "NixlPeer":
-        return self.job.peer
-
-
-@dataclass(slots=True)
-class _Lane:
-    """The queue of one peer, and its reads that are posted: MAX_POSTED_BYTES at most."""
-
-    queued: FairQueue[_Job] = field(default_factory=FairQueue)
-    posted: list[_Job] = field(default_factory=list)
-    posted_bytes: int = 0
-    seen: bool = False
-    """Its first read has arrived, over lanes that were demanded."""
-    dropped: bool = False
-    """To be forgotten once it is idle."""
-
-    @property
-    def idle(self) -> bool:
-        return not self.posted and not self.queued
-
-    @property
-    def has_room(self) -> bool:
-        """The next read in line may be posted beside those that are."""
-        if not self.queued:
-            return False
-        return self.posted_bytes + self.queued.peek().num_bytes <= MAX_POSTED_BYTES
-
-    def add(self, job: _Job) -> None:
-        """It is posted."""
-        self.posted.append(job)
-        self.posted_bytes += job.num_bytes
-
-    def remove(self, job: _Job) -> None:
-        """It is over."""
-        self.posted.remove(job)
-        self.posted_bytes -= job.num_bytes
-
-    def withdraw(self, peer: "NixlPeer | None" = None) -> None:
-        """Cancel what is queued, of one peer or of all that share the agent."""
-        for job in self.queued.remove(lambda job: peer is None or job.peer is peer):
-            job.future.cancel()
-
-
-class NixlPeer(Peer):
-    def __init__(self, name: str, endpoint: bytes, memory: Memory, log: LaneLog) -> None:
-        self.name = name
-        self.endpoint = endpoint
-        self.memory = memory
-        self.dropped = False
-        self._log = log
-
-    @property
-    def lanes(self) -> tuple[str, ...]:
-        return self._log.lanes()
 
 
 class NixlTransport(Transport):
@@ -142,13 +71,18 @@ class NixlTransport(Transport):
         self._pool: AnyPool | None = None
         self._memory = Memory(0, 0)
         self._registration: Any = None
-        self._inbox: queue.SimpleQueue[_Job | _Posted | _Drop | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Job | Posted | Drop | None] = queue.SimpleQueue()
         self._asleep = False
         """The thread is, until something comes."""
         self._closing = threading.Lock()  # orders `read` against `close`: nothing is queued after the stop marker
         self._closed = False
-        self._in_flight: list[_Job] = []  # what was posted when the thread stopped
+        self._in_flight: list[Job] = []  # what was posted when the thread stopped
         self._thread = threading.Thread(target=self._run, name="nixl-reads", daemon=True)
+
+    def blocks_per_read(self, block_bytes: int, peer: Peer | None = None) -> int:
+        if isinstance(peer, NixlPeer) and peer.attached is not None:
+            return max_blocks_per_read(block_bytes)  # checked as they come, they need no room in the cache
+        return super().blocks_per_read(block_bytes)
 
     def register(self, pool: AnyPool) -> bytes:
         """Takes pools in main memory and, where UCX has its CUDA modules, on a GPU."""
@@ -164,19 +98,29 @@ class NixlTransport(Transport):
                 f"NIXL cannot register {memory.num_bytes} bytes of {memory.kind}: {error}"
             ) from error
         self._thread.start()
-        metadata = b64encode(self._agent.get_agent_metadata()).decode()
-        return json.dumps({"format": FORMAT, **memory.fields(), "metadata": metadata}).encode()
+        process = None
+        if memory.kind == "DRAM":
+            process = own_address()
+            prepare()
+        return Endpoint(memory, self._agent.get_agent_metadata(), process).to_bytes()
 
     def connect(self, endpoint: bytes) -> NixlPeer:
-        memory, metadata = parse_endpoint(endpoint)
+        parsed = parse_endpoint(endpoint)
         with self._lock:
             if (known := self._peers.get(endpoint)) is not None:
                 return known
             if self._agent is None:
                 raise TransferError(CLOSED)
-            name = self._remotes[endpoint] = self._remotes.get(endpoint) or self._add_remote(metadata)
-            peer = self._peers[endpoint] = NixlPeer(name, endpoint, memory, self._log)
+            name = self._remotes[endpoint] = self._remotes.get(endpoint) or self._add_remote(parsed.metadata)
+            attached = self._attach(parsed)
+            peer = self._peers[endpoint] = NixlPeer(name, endpoint, parsed.memory, self._log, attached)
         return peer
+
+    def _attach(self, endpoint: Endpoint) -> Attached | None:
+        """From main memory to main memory of one host."""
+        if endpoint.process is None or endpoint.memory.kind != "DRAM" or self._memory.kind != "DRAM":
+            return None
+        return attach(endpoint.process)
 
     def _add_remote(self, metadata: bytes) -> str:
         bindings = module("_bindings")
@@ -189,13 +133,13 @@ class NixlTransport(Transport):
             raise PeerGone(f"cannot reach the peer: {error}") from error
         return name
 
-    def read(self, peer: Peer, spans: Sequence[Span], flow: Hashable = None) -> "Future[None]":
+    def read(self, peer: Peer, spans: Sequence[Span], flow: Hashable = None, folding: Folding | None = None) -> Read:
         assert isinstance(peer, NixlPeer)
         assert self._pool is not None
         local, remote = self._memory, peer.memory
         check_spans(spans, local.num_bytes, remote.num_bytes)
         absolute = tuple(Span(local.base + s.local_offset, remote.base + s.remote_offset, s.length) for s in spans)
-        job = _Job(peer, absolute, sum(span.length for span in spans), flow, Future())
+        job = Job(peer, absolute, sum(span.length for span in spans), flow, folding, Read())
         with self._closing:
             if self._closed:
                 job.future.set_exception(TransferError(CLOSED))
@@ -205,14 +149,14 @@ class NixlTransport(Transport):
                 self._inbox.put(job)
         return job.future
 
-    def _post_now(self, job: _Job) -> bool:
+    def _post_now(self, job: Job) -> bool:
         """If it is small and nothing else is under way. Demanded lanes are the thread's affair."""
         if job.num_bytes > SMALL_BYTES or not self._asleep or self._strict or not self._inbox.empty():
             return False
         job.future.set_running_or_notify_cancel()
         state = self._begin(job)
         if state == "PROC":
-            self._inbox.put(_Posted(job))
+            self._inbox.put(Posted(job))
         else:
             self._end(job, state)
         return True
@@ -225,7 +169,7 @@ class NixlTransport(Transport):
             peer.dropped = True
             with self._lock:
                 del self._peers[peer.endpoint]
-            self._inbox.put(_Drop(peer))
+            self._inbox.put(Drop(peer))
 
     def close(self) -> None:
         with self._closing:
@@ -252,7 +196,7 @@ class NixlTransport(Transport):
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        lanes: dict[str, _Lane] = {}
+        lanes: dict[str, Lane] = {}
         while self._take(lanes):
             for lane in lanes.values():
                 for job in tuple(lane.posted):
@@ -265,7 +209,7 @@ class NixlTransport(Transport):
                 del lanes[name]
         self._stop(lanes)
 
-    def _take(self, lanes: dict[str, _Lane]) -> bool:
+    def _take(self, lanes: dict[str, Lane]) -> bool:
         """Move new jobs into their lanes; sleep when there is nothing to do. False: the transport closes."""
         posted = [job for lane in lanes.values() for job in lane.posted]
         busy = any(not lane.idle or lane.dropped for lane in lanes.values())
@@ -284,17 +228,17 @@ class NixlTransport(Transport):
             self._asleep = False
             if item is None:
                 return False
-            lane = lanes.setdefault(item.peer.name, _Lane())
-            if isinstance(item, _Drop):
+            lane = lanes.setdefault(item.peer.name, Lane())
+            if isinstance(item, Drop):
                 lane.dropped = True
                 lane.withdraw(item.peer)
-            elif isinstance(item, _Posted):
+            elif isinstance(item, Posted):
                 lane.add(item.job)
             else:
                 lane.queued.put(item.flow, item)
             timeout = 0.0
 
-    def _post(self, lane: _Lane) -> int:
+    def _post(self, lane: Lane) -> int:
         """The next read, which may be over when this returns; its bytes."""
         job = lane.queued.pop()
         if not job.future.set_running_or_notify_cancel():
@@ -303,8 +247,14 @@ class NixlTransport(Transport):
         self._settle(lane, job, self._begin(job))
         return job.num_bytes
 
-    def _begin(self, job: _Job) -> str | TransferError:
+    def _begin(self, job: Job) -> str | TransferError:
         """Post a read, on whatever thread: what NIXL says of it, or why it cannot be."""
+        if (attached := job.peer.attached) is not None:
+            try:
+                job.found = attached.read(job.spans, job.folding)
+            except TransferError as error:
+                return error
+            return "DONE"
         try:
             with self._lock:
                 local = self._descriptors(self._memory, [(span.local_offset, span.length) for span in job.spans])
@@ -320,7 +270,7 @@ class NixlTransport(Transport):
         """NIXL's list of (address, length) pieces."""
         return self._agent.get_xfer_descs([(*piece, memory.device) for piece in pieces], memory.kind)
 
-    def _poll(self, lane: _Lane, job: _Job) -> None:
+    def _poll(self, lane: Lane, job: Job) -> None:
         try:
             with self._lock:
                 state: str | TransferError = self._agent.check_xfer_state(job.handle)
@@ -328,7 +278,7 @@ class NixlTransport(Transport):
             state = PeerGone(str(error))
         self._settle(lane, job, state)
 
-    def _settle(self, lane: _Lane, job: _Job, state: str | TransferError) -> None:
+    def _settle(self, lane: Lane, job: Job, state: str | TransferError) -> None:
         if state == "PROC":
             return
         lane.remove(job)
@@ -336,7 +286,7 @@ class NixlTransport(Transport):
             state = self._refusal(lane, job) or state
         self._end(job, state)
 
-    def _refusal(self, lane: _Lane, job: _Job) -> TransferError | None:
+    def _refusal(self, lane: Lane, job: Job) -> TransferError | None:
         """Of the first bytes from a peer, when they came over lanes that were not demanded."""
         try:
             if not lane.seen:
@@ -355,19 +305,19 @@ class NixlTransport(Transport):
             with contextlib.suppress(Exception):  # NIXL's own types: it has found out by itself that the peer is gone
                 self._agent.remove_remote_agent(name)
 
-    def _end(self, job: _Job, state: str | TransferError) -> None:
+    def _end(self, job: Job, state: str | TransferError) -> None:
         """Its end, as NIXL or this says it. On whatever thread."""
         if job.handle is not None:
             with self._lock, contextlib.suppress(Exception):  # of a failed read; the agent keeps what it cannot free
                 job.handle.release()
             job.handle = None
         if state == "DONE":
-            job.future.set_result(None)
+            job.future.set_result(job.found)
         else:
             error = state if isinstance(state, TransferError) else TransferError(f"NIXL says {state}")
             job.future.set_exception(error)
 
-    def _stop(self, lanes: dict[str, _Lane]) -> None:
+    def _stop(self, lanes: dict[str, Lane]) -> None:
         """Reads in flight are still being written: `close` fails them once the agent is gone."""
         for lane in lanes.values():
             lane.withdraw()

@@ -2,13 +2,14 @@
 
 import json
 import threading
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Literal
 
+from kvtransfer.cross_memory import ProcessAddress
 from kvtransfer.errors import EndpointMismatch
 from kvtransfer.transport import AnyPool, DevicePool
 
@@ -71,8 +72,24 @@ def module(name: str) -> ModuleType:
     return import_module(f"{package}.{name}")
 
 
-def parse_endpoint(endpoint: bytes) -> tuple[Memory, bytes]:
-    """The peer's pool, and NIXL's metadata."""
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """What a peer says of itself."""
+
+    memory: Memory
+    metadata: bytes
+    """NIXL's."""
+    process: ProcessAddress | None = None
+    """For those on the same host, of a pool in main memory."""
+
+    def to_bytes(self) -> bytes:
+        where = {"process": self.process.fields()} if self.process is not None else {}
+        metadata = b64encode(self.metadata).decode()
+        return json.dumps({"format": FORMAT, **self.memory.fields(), **where, "metadata": metadata}).encode()
+
+
+def parse_endpoint(endpoint: bytes) -> Endpoint:
+    """Raises EndpointMismatch."""
     try:
         fields = json.loads(endpoint)
         if fields["format"] != FORMAT:
@@ -80,6 +97,7 @@ def parse_endpoint(endpoint: bytes) -> tuple[Memory, bytes]:
         base, num_bytes = fields["base"], fields["bytes"]
         kind, device = fields.get("kind", "DRAM"), fields.get("device", 0)
         metadata = b64decode(fields["metadata"], validate=True)
+        process = ProcessAddress.parse(fields["process"]) if "process" in fields else None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise EndpointMismatch("not an endpoint of the nixl transport") from error
     for name, value in (("base", base), ("bytes", num_bytes)):
@@ -87,4 +105,4 @@ def parse_endpoint(endpoint: bytes) -> tuple[Memory, bytes]:
             raise EndpointMismatch(f"the endpoint's {name!r} is {value!r}, not a positive number")
     if kind not in ("DRAM", "VRAM") or type(device) is not int or not 0 <= device < 1 << 16:
         raise EndpointMismatch(f"the endpoint's memory is {kind!r} of device {device!r}")
-    return Memory(base, num_bytes, kind, device), metadata
+    return Endpoint(Memory(base, num_bytes, kind, device), metadata, process)

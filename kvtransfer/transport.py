@@ -13,6 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtransfer.fingerprint import Folding
+
+Found = NDArray[np.uint64] | None
+"""What a read found on the way: the fingerprint of each part it brought, or None where it did not look."""
+Read = Future[Found]
+
 MAX_POSTED_BYTES = 8 << 20
 """What is posted per peer at a time is never more, nor is a single read: so this much memory at most stays
 untouchable when a peer falls silent in mid-read, because no transport can abort what it posted."""
@@ -91,8 +97,8 @@ class Transport(ABC):
 
     name: str
 
-    def blocks_per_read(self, block_bytes: int) -> int:
-        """How many blocks a read is best of. Raises ValueError for blocks that no read can carry."""
+    def blocks_per_read(self, block_bytes: int, peer: Peer | None = None) -> int:
+        """How many blocks a read, of this `peer`, is best of. Raises ValueError for blocks that no read can carry."""
         return max(1, min(READ_BYTES // block_bytes, max_blocks_per_read(block_bytes)))
 
     @abstractmethod
@@ -111,11 +117,14 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def read(self, peer: Peer, spans: Sequence[Span], flow: Hashable = None) -> "Future[None]":
+    def read(self, peer: Peer, spans: Sequence[Span], flow: Hashable = None, folding: Folding | None = None) -> Read:
         """Queue one read of at most MAX_POSTED_BYTES; so much at most is posted per peer at a time.
 
         Reads of one `flow`, such as a request, are posted in order; flows of one peer take turns, a read each, so
         that none waits for all of another's. The turn of a flow that comes anew is after those that are there.
+
+        The spans are whole parts of `folding`, one after the other: a transport that sees the bytes pass may
+        fingerprint them as it writes them, and then its result is those of all parts, in order. Else it is None.
 
         The future's `cancel()` says True only while nothing was posted; from then on the destination belongs to
         the transport until the future is done, with a result or with a TransferError. Callbacks of the future

@@ -17,8 +17,9 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 
 from kvtransfer.errors import PeerGone, TransferError, TransportUnavailable
+from kvtransfer.fingerprint import Folding
 from kvtransfer.strict_lanes import StrictLanes
-from kvtransfer.transport import AnyPool, Peer, Span, Transport, check_spans
+from kvtransfer.transport import AnyPool, Peer, Read, Span, Transport, check_spans
 from kvtransfer.ucx_lanes import process_lane_log
 from kvtransfer.ucxx_control import Control, open_listener
 from kvtransfer.ucxx_end import Memory, Ucx
@@ -88,7 +89,7 @@ class UcxxTransport(Transport):
             self._peers[endpoint] = peer
         return peer
 
-    def read(self, peer: Peer, spans: Sequence[Span], flow: Hashable = None) -> "Future[None]":
+    def read(self, peer: Peer, spans: Sequence[Span], flow: Hashable = None, folding: Folding | None = None) -> Read:
         """Raises ValueError also for more than 65536 spans."""
         assert isinstance(peer, UcxxPeer)
         assert self._pool is not None

@@ -10,13 +10,12 @@ fails. A BorrowLink connects anew for the next read; that it finds the same proc
 import contextlib
 import time
 from collections.abc import Hashable
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 from kvtransfer.errors import PeerGone, TransferError
 from kvtransfer.fair_queue import FairQueue
 from kvtransfer.strict_lanes import StrictLanes
-from kvtransfer.transport import Peer, Span
+from kvtransfer.transport import Peer, Read, Span
 from kvtransfer.ucx_lanes import LaneLog
 from kvtransfer.ucxx_control import Control, start_connecting
 from kvtransfer.ucxx_end import Memory, Ucx, UcxEnd
@@ -59,7 +58,7 @@ class Job:
     peer: UcxxPeer
     spans: tuple[Span, ...]
     flow: Hashable
-    future: "Future[None]"
+    future: Read
 
 
 class Link:

@@ -864,7 +864,9 @@ class KvReceipt(_message.Message):
     """Why less was brought back from host memory or disk than they held; empty when it was not."""
     @_builtins.property
     def ucx_transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """UCX's own account of the lanes that reads from this lender use, such as "cma/memory"."""
+        """The lanes that reads from this lender use, by UCX's own account and in its names, such as "rc_mlx5/mlx5_0:1";
+        "cma/memory" also where `nixl` itself read from main memory of the same host.
+        """
 
     def __init__(
         self,

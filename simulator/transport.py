@@ -1,13 +1,13 @@
 """A transport that moves no bytes and takes the time that a link would take for them."""
 
 from collections.abc import Hashable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 from engine.lending.borrowing import LANDING_BYTES
 from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError
 from kvtransfer.fair_queue import FairQueue
-from kvtransfer.transport import AnyPool, Peer, Span, Transport
+from kvtransfer.fingerprint import Folding
+from kvtransfer.transport import AnyPool, Peer, Read, Span, Transport
 from simulator.clock import VirtualClock
 from simulator.links import Links
 
@@ -15,16 +15,16 @@ PREFIX = b"tandem-virtual:"
 
 
 @dataclass(slots=True)
-class _Read:
+class _Queued:
     num_bytes: int
-    future: "Future[None]"
+    future: Read
 
 
 class VirtualPeer(Peer):
     def __init__(self, name: str) -> None:
         self.name = name
-        self.reads: FairQueue[_Read] = FairQueue()
-        self.reading: _Read | None = None
+        self.reads: FairQueue[_Queued] = FairQueue()
+        self.reading: _Queued | None = None
         """One is posted at a time: what the windows of the real transports come to."""
         self.dropped = False
 
@@ -47,7 +47,7 @@ class VirtualTransport(Transport):
         self._closed = False
         self.num_bytes_read = 0
 
-    def blocks_per_read(self, block_bytes: int) -> int:
+    def blocks_per_read(self, block_bytes: int, peer: Peer | None = None) -> int:
         """Nothing is copied, so that the reads of a landing are one."""
         return max(1, LANDING_BYTES // block_bytes)
 
@@ -62,13 +62,13 @@ class VirtualTransport(Transport):
         name = endpoint.removeprefix(PREFIX).decode()
         return self._peers.setdefault(name, VirtualPeer(name))
 
-    def read(self, peer: Peer, spans: Sequence[Span], flow: Hashable = None) -> "Future[None]":
+    def read(self, peer: Peer, spans: Sequence[Span], flow: Hashable = None, folding: Folding | None = None) -> Read:
         assert isinstance(peer, VirtualPeer)
-        future: Future[None] = Future()
+        future = Read()
         if self._closed or peer.dropped:
             future.set_exception(PeerGone(f"{peer.name} was dropped"))
             return future
-        peer.reads.put((peer.name, flow), _Read(sum(span.length for span in spans), future))
+        peer.reads.put((peer.name, flow), _Queued(sum(span.length for span in spans), future))
         self._post(peer)
         return future
 
@@ -91,10 +91,10 @@ class VirtualTransport(Transport):
                 peer.reading = read
                 self._clock.after(self._latency_s, self._start, peer, read)
 
-    def _start(self, peer: VirtualPeer, read: _Read) -> None:
+    def _start(self, peer: VirtualPeer, read: _Queued) -> None:
         self._links.transfer(peer.name, self._worker_id, read.num_bytes, lambda whole: self._over(peer, read, whole))
 
-    def _over(self, peer: VirtualPeer, read: _Read, whole: bool) -> None:
+    def _over(self, peer: VirtualPeer, read: _Queued, whole: bool) -> None:
         peer.reading = None
         if whole:
             self.num_bytes_read += read.num_bytes

@@ -175,17 +175,15 @@ class LendingDesk:
             self._waiting.remove(loan.request.loan_id)
 
     def _waits_for_sibling(self, loan: _Loan) -> bool:
+        computing = [(other.job, other.keys) for other in self._loans.values() if other.job is not None]
+        if not computing:
+            return False
         num_cached = len(self._books.pool.match(loan.keys))
         if num_cached == len(loan.keys):
             return False
         missing = loan.keys[num_cached]
         # A key names its whole chain, so it stands at the same place in every chain that has it.
-        return any(
-            other.job is not None
-            and len(other.job.keys) <= num_cached < len(other.keys)
-            and other.keys[num_cached] == missing
-            for other in self._loans.values()
-        )
+        return any(len(job.keys) <= num_cached < len(keys) and keys[num_cached] == missing for job, keys in computing)
 
     def refuse_waiting(self, reason: str) -> None:
         """Nobody waits any longer."""

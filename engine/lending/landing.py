@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.errors import PeerGone, TransferError
+from kvtransfer.fingerprint import Folding
 from kvtransfer.ranks import BlockPart, part_spans, parts_of, split_endpoint
-from kvtransfer.transport import Peer, Transport
+from kvtransfer.transport import Found, Peer, Read, Transport
 
 MAX_PEERS = 1024
 """Workers that a rank stays connected to. Nobody tells it of one that departs while nothing is read from it: that is
@@ -23,7 +24,9 @@ forgotten when so many others were read from since."""
 OnQuiet = Callable[[tuple[bytes, ...] | None, bool], None]
 """on_quiet(fingerprints of what arrived, one entry per block, or None when it did not all arrive; peer_gone). Called
 once, on whatever thread."""
-ReadRun = Callable[[Seq[int], Seq[int]], list["Future[None]"]]
+AnyRead = Read | Future[None]
+"""By a transport, or from a tier."""
+ReadRun = Callable[[Seq[int], Seq[int]], Seq[AnyRead]]
 """read(block_ids, blocks): the reads that bring the one into the other."""
 Peers = list[tuple[BlockPart, Peer, "Progress"]]
 """Ranks of another worker, what each holds of a block, and how reads of it get on."""
@@ -49,7 +52,7 @@ class Progress:
         self._num_reading = 0
         self._moved_at = 0.0
 
-    def follow(self, read: "Future[None]") -> None:
+    def follow(self, read: AnyRead) -> None:
         """One more is queued or posted."""
         with self._lock:
             if not self._num_reading:
@@ -62,7 +65,7 @@ class Progress:
         with self._lock:
             return self._clock() - self._moved_at if self._num_reading else 0.0
 
-    def _ended(self, read: "Future[None]") -> None:
+    def _ended(self, read: AnyRead) -> None:
         with self._lock:
             self._num_reading -= 1
             if not read.cancelled():
@@ -91,7 +94,7 @@ class Landing:
         self._num_reading = 0
         self._peer_gone = False
 
-    def follow(self, pieces: Seq[tuple[Seq[int], Seq["Future[None]"]]]) -> None:
+    def follow(self, pieces: Seq[tuple[Seq[int], Seq[AnyRead]]]) -> None:
         """Runs of blocks, and the reads that fill each; all of them together."""
         self._pieces = [_Piece(blocks, list(reads), len(reads)) for blocks, reads in pieces]
         self._num_reading = len(self._pieces)
@@ -115,17 +118,21 @@ class Landing:
                 writing += piece.blocks
         return writing
 
-    def _quiet(self, piece: "_Piece", done: "Future[None]") -> None:
+    def _quiet(self, piece: "_Piece", done: AnyRead) -> None:
         failure = CancelledError() if done.cancelled() else done.exception()
         with self._lock:
             piece.num_reading -= 1
             piece.failed |= failure is not None
+            piece.found = None if failure is not None else done.result()
             self._peer_gone |= isinstance(failure, PeerGone)
             if piece.num_reading:
                 return
             piece.reads.clear()  # they hold this, as what they call: it would be freed by a collection of cycles only
         if not piece.failed:
-            piece.arrived = self._fingerprints_of(piece.blocks)  # now, while it is in this core's cache
+            if piece.found is not None:
+                piece.arrived = entries(piece.found.reshape(len(piece.blocks), -1))
+            else:
+                piece.arrived = self._fingerprints_of(piece.blocks)  # now, while it is in this core's cache
         with self._lock:
             self._num_reading -= 1
             if self._num_reading:
@@ -138,11 +145,13 @@ class Landing:
 class _Piece:
     """A run of blocks of a landing."""
 
-    __slots__ = ("arrived", "blocks", "failed", "num_reading", "reads")
+    __slots__ = ("arrived", "blocks", "failed", "found", "num_reading", "reads")
 
-    def __init__(self, blocks: Seq[int], reads: list["Future[None]"], num_reading: int) -> None:
+    def __init__(self, blocks: Seq[int], reads: list[AnyRead], num_reading: int) -> None:
         self.blocks, self.reads, self.num_reading = blocks, reads, num_reading
         self.failed = False
+        self.found: Found = None
+        """By the one read that brought it, if it looked."""
         self.arrived: tuple[bytes, ...] = ()
 
 
@@ -174,14 +183,16 @@ class OwnRank(Rank):
         transport: Transport,
         part: BlockPart,
         fingerprints: Callable[[Seq[int]], NDArray[np.uint64]],
+        folding: Folding | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`fingerprints` of blocks: [blocks, this rank's KV heads]. The transport has registered this rank's pool when
-        anything lands. `clock` says the time, in seconds."""
+        """`fingerprints` of blocks: [blocks, this rank's KV heads], made by `folding` if the transport may make them.
+        It has registered this rank's pool when anything lands. `clock` says the time, in seconds."""
         self._clock = clock
         self._transport = transport
         self._part = part
         self._fingerprints = fingerprints
+        self._folding = folding
         self._read_blocks = transport.blocks_per_read(part.num_bytes)
         self._peers: OrderedDict[bytes, Peers] = OrderedDict()
         """By endpoint, the one that was used last at the end."""
@@ -211,18 +222,27 @@ class OwnRank(Rank):
         except TransferError as error:
             failure = error
 
-        def read(block_ids: Seq[int], blocks: Seq[int]) -> list[Future[None]]:
+        def read(block_ids: Seq[int], blocks: Seq[int]) -> Seq[AnyRead]:
             return [failed_read(failure)] if failure else self._read(peers, block_ids, blocks, flow)
 
-        return self.follow(read, block_ids, blocks, on_quiet, [origin for _, _, origin in peers])
+        size = self._part.num_bytes
+        run = min((self._transport.blocks_per_read(size, peer) for _, peer, _ in peers), default=None)
+        return self.follow(read, block_ids, blocks, on_quiet, [origin for _, _, origin in peers], run)
 
     def follow(
-        self, read: ReadRun, block_ids: Seq[int], blocks: Seq[int], on_quiet: OnQuiet, origins: Seq[Progress]
+        self,
+        read: ReadRun,
+        block_ids: Seq[int],
+        blocks: Seq[int],
+        on_quiet: OnQuiet,
+        origins: Seq[Progress],
+        run_blocks: int | None = None,
     ) -> Landing:
-        """Land `block_ids` in `blocks` by reads of whatever kind, a run at a time, each checked when it is there.
-        `read` has `origins` follow what it reads."""
+        """Land `block_ids` in `blocks` by reads of whatever kind, a run of so many at a time, each checked when it is
+        there. `read` has `origins` follow what it reads."""
         landing = Landing(self._fingerprints_of, on_quiet, origins)
-        runs = [slice(at, at + self._read_blocks) for at in range(0, len(blocks), self._read_blocks)]
+        step = run_blocks or self._read_blocks
+        runs = [slice(at, at + step) for at in range(0, len(blocks), step)]
         landing.follow([(blocks[run], read(block_ids[run], blocks[run])) for run in runs])
         return landing
 
@@ -230,12 +250,13 @@ class OwnRank(Rank):
         for _, peer, _ in self._peers.pop(endpoint, []):
             self._transport.drop(peer)
 
-    def _read(self, peers: Peers, block_ids: Seq[int], blocks: Seq[int], flow: str) -> list["Future[None]"]:
-        reads: list[Future[None]] = []
+    def _read(self, peers: Peers, block_ids: Seq[int], blocks: Seq[int], flow: str) -> list[Read]:
+        reads: list[Read] = []
+        folding = self._folding if len(peers) == 1 else None  # of several, each brings pieces of blocks
         for theirs, peer, progress in peers:
             spans = part_spans(self._part, theirs, zip(blocks, block_ids, strict=True))
             try:
-                read = self._transport.read(peer, spans, flow)
+                read = self._transport.read(peer, spans, flow, folding)
                 progress.follow(read)
                 reads.append(read)
             except ValueError:  # the lender announced a block that its pool does not have
@@ -243,7 +264,13 @@ class OwnRank(Rank):
         return reads
 
     def _fingerprints_of(self, blocks: Seq[int]) -> tuple[bytes, ...]:
-        return tuple(row.tobytes() for row in self._fingerprints(blocks))
+        return entries(self._fingerprints(blocks))
+
+
+def entries(fingerprints: NDArray[np.uint64]) -> tuple[bytes, ...]:
+    """One for each block of [blocks, KV heads]."""
+    joined, width = fingerprints.tobytes(), fingerprints.shape[1] * fingerprints.itemsize
+    return tuple(joined[at : at + width] for at in range(0, len(joined), width))
 
 
 def lanes_of(peers: Peers) -> tuple[str, ...]:
@@ -251,8 +278,8 @@ def lanes_of(peers: Peers) -> tuple[str, ...]:
     return tuple(dict.fromkeys(lane for _, peer, _ in peers for lane in peer.lanes))
 
 
-def failed_read(error: TransferError) -> "Future[None]":
+def failed_read(error: TransferError) -> Read:
     """One that came quiet at once."""
-    future: Future[None] = Future()
+    future = Read()
     future.set_exception(error)
     return future

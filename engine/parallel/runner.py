@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from engine.parallel.steps import StepWriter, filled_blocks
 from engine.runner import Runner
 from engine.vocabulary import Chunk, Sampled
+from kvtransfer.fingerprint import Folding
 
 
 class FollowingRank(ABC):
@@ -64,3 +65,7 @@ class ParallelRunner(Runner):
 
     def part_fingerprints(self, blocks: Seq[int]) -> NDArray[np.uint64]:
         return self._own.part_fingerprints(blocks)
+
+    @property
+    def folding(self) -> Folding | None:
+        return self._own.folding

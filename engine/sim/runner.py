@@ -13,12 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.layout import KvLayout
+from engine.memory import huge_memory
 from engine.model_dir import ModelDir
 from engine.runner import ModelInfo, Runner
 from engine.sim.states import choice_token, likeliest, prompt_logprob, state_after, states_of, token_of, token_of_all
 from engine.sim.timing import AT_ONCE, StepTiming
 from engine.vocabulary import Chunk, Sampled, TokenLogprobs, verified
 from kvtransfer.transport import Pool
+
+LARGE_BYTES = 64 << 20
+"""A pool of so many lies in huge pages, as other engines' do. Smaller ones are many in a process, each hardly used."""
 
 
 class SimRunner(Runner):
@@ -39,7 +43,7 @@ class SimRunner(Runner):
         assert layout.head_bytes % (8 * layout.block_tokens) == 0
         self.layout = layout
         self.info = ModelInfo(weights_fingerprint, vocab_size, max_context_tokens, eos_token_ids=frozenset())
-        self.pool = Pool(np.zeros((num_blocks, layout.block_bytes), np.uint8))
+        self.pool = Pool(_memory(num_blocks * layout.block_bytes).reshape(num_blocks, -1))
         self.timing = timing
         self._reads_all = reads_all
         self._root = int.from_bytes(layout.fingerprint(weights_fingerprint)[:8], "little")
@@ -125,3 +129,8 @@ def sim_runner(
         timing=timing,
         reads_all=reads_all,
     )
+
+
+def _memory(num_bytes: int) -> NDArray[np.uint8]:
+    """Zeroed."""
+    return huge_memory(num_bytes) if num_bytes >= LARGE_BYTES else np.zeros(num_bytes, np.uint8)

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_HUGE = 2 << 20
+from engine.memory import huge_memory
+
 _CHUNK = 64 << 20
 _POPULATED_AT_ONCE = 4 << 20
 _POPULATING = 0.1
@@ -23,16 +24,8 @@ log = logging.getLogger(__name__)
 
 
 def huge_tensor(num_bytes: int) -> Tensor:
-    """Zeroed uint8 memory that begins on a huge page; physical memory is taken when it is first written.
-
-    For what is read at random: of 4 KiB pages, each would cost a walk of the page table.
-    """
-    memory = mmap.mmap(-1, num_bytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    first = -tensor.data_ptr() % _HUGE
-    return tensor[first : first + num_bytes]
+    """uint8 [num_bytes], as `huge_memory` says."""
+    return torch.from_numpy(huge_memory(num_bytes))
 
 
 def populate(tensor: Tensor, busy: Callable[[], bool]) -> threading.Thread:

@@ -115,7 +115,7 @@ def main() -> None:
         rank0.say(NotJoined(field, str(reason)))
         os._exit(1)  # other threads may wait for ranks that never come
     part = BlockPart(runner.layout.block_bytes, spec.rank, spec.ranks)
-    rank = OwnRank(transport, part, runner.fingerprints)
+    rank = OwnRank(transport, part, runner.fingerprints, runner.folding)
     rank0.say(Joined(endpoint))
     spare_the_started()
     try:

@@ -5,14 +5,16 @@ import threading
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError
+from kvtransfer.fingerprint import Folding, fingerprint_blocks
 from kvtransfer.ranks import BlockPart, part_spans
-from kvtransfer.transport import MAX_POSTED_BYTES, Peer, Span
+from kvtransfer.transport import MAX_POSTED_BYTES, Peer, Read, Span
 from support.transport_worlds import (
     BLOCK,
     LENDER_BLOCKS,
@@ -71,12 +73,15 @@ def ucxx_world(ucxx_lenders: list[ProcessLender]) -> Iterator[UcxxWorld]:
     made.close()
 
 
-@pytest.fixture(params=["local", "nixl", "ucxx", "ucxx-tcp"])
+@pytest.fixture(params=["local", "nixl", "nixl-itself", "ucxx", "ucxx-tcp"])
 def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     made: World
     if request.param == "local":
         made = LocalWorld()
     elif request.param == "nixl":
+        made = NixlWorld(request.getfixturevalue("lenders"))
+    elif request.param == "nixl-itself":  # as from another host, or another container
+        monkeypatch.setattr("kvtransfer.nixl.attach", lambda address: None)
         made = NixlWorld(request.getfixturevalue("lenders"))
     elif request.param == "ucxx":
         made = UcxxWorld(request.getfixturevalue("ucxx_lenders"))
@@ -128,6 +133,26 @@ def test_the_whole_pool_to_its_last_byte(world: World) -> None:
     assert world.memory[: lender.data.nbytes].tobytes() == lender.data.tobytes()
 
 
+def test_fingerprints_that_a_read_says_are_those_of_what_it_brought(world: World) -> None:
+    """In the order of the spans; a transport that does not look says nothing."""
+    lender = world.lender(0)
+    pairs = [(8, 3), (9, 4), (20, 6), (3, 1), (40, 2)]
+    heads = 4
+    folding = Folding(BLOCK // heads // 8)
+    peer = world.reader.connect(lender.endpoint)
+    for folds in (folding, None, folding):
+        world.memory[:] = UNTOUCHED
+        read = world.reader.read(peer, part_spans(BlockPart(BLOCK), BlockPart(BLOCK), pairs), None, folds)
+        world.done(read)
+        own, theirs = world.memory.reshape(-1, BLOCK), lender.data.reshape(-1, BLOCK)
+        assert all(own[mine].tobytes() == theirs[remote].tobytes() for mine, remote in pairs)
+        found = read.result()
+        assert (found is not None) is (folds is not None and getattr(peer, "attached", None) is not None)
+        if found is not None:
+            expected = fingerprint_blocks(theirs, [remote for _, remote in pairs], heads)
+            assert np.array_equal(found.reshape(-1, heads), expected)
+
+
 def test_two_lenders_are_not_mixed_up(world: World) -> None:
     first, second = world.lender(0), world.lender(1)
     reads = [
@@ -160,7 +185,7 @@ def test_flows_of_one_peer_take_turns(world: World) -> None:
     peer = world.reader.connect(world.lender(0).endpoint)
     finished: list[tuple[str, int]] = []
     wanted = [("much", number) for number in range(8)] + [("little", 0), ("some", 0), ("little", 1)]
-    reads: list[Future[None]] = []
+    reads: list[Read] = []
     with world.held(peer, 0):
         for flow, number in wanted:
             reads.append(world.reader.read(peer, [Span(BLOCK, 0, BLOCK)], flow))
@@ -254,13 +279,17 @@ def test_an_endpoint_of_another_format_is_refused(world: World) -> None:
         *[("bytes", value) for value in ("12", -1, 0, 1.5, True, {})],
         *[("metadata", value) for value in (1, "not base64!", "", "AAAA", [])],
         ("format", ["tandem-nixl-1"]),
+        *[
+            ("process", value)
+            for value in (1, [], {}, {"host": "here", "pid": -1, "secret_at": 1, "secret": "00" * 16})
+        ],
     ],
 )
 def test_an_endpoint_of_nixl_with_a_bad_field(
     nixl_world: NixlWorld, lenders: list[ProcessLender], field: str, value: Any
 ) -> None:
     fields = json.loads(lenders[0].endpoint)
-    fields.pop(field)
+    del fields[field]
     if value is not None:
         fields[field] = value
     with pytest.raises(EndpointMismatch):
@@ -417,7 +446,7 @@ def test_closing_twice_is_fine(world: World) -> None:
 def test_reads_from_many_threads_while_it_closes_are_all_settled(world: World) -> None:
     """No read is left without an answer, whichever side of the stop it falls on."""
     peer = world.reader.connect(world.lender(0).endpoint)
-    reads: list[Future[None]] = []
+    reads: list[Read] = []
     closed = threading.Event()
 
     def keep_reading() -> None:
@@ -530,7 +559,7 @@ def test_after_close_nothing_is_written_by_a_peer_that_wakes(
     wait_until(in_flight.running, "the read is posted")
     woken: list[bool] = []
 
-    def reuse(_: "Future[None]") -> None:
+    def reuse(_: Read) -> None:
         world.memory[:] = UNTOUCHED
         lender.wake()
         # It sends what it was asked for within milliseconds. (UCX may also end it: its reply finds nobody.)

@@ -3,13 +3,13 @@
 import random
 from collections import deque
 from collections.abc import Hashable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvtransfer.errors import PeerGone, TransferError
-from kvtransfer.transport import DevicePool, Peer, Pool, Span, Transport, check_spans
+from kvtransfer.fingerprint import Folding
+from kvtransfer.transport import DevicePool, Found, Peer, Pool, Read, Span, Transport, check_spans
 from support.sim_model import LAYOUT
 
 
@@ -17,8 +17,9 @@ from support.sim_model import LAYOUT
 class SlowRead:
     peer: "SlowPeer"
     spans: tuple[Span, ...]
-    future: "Future[None]"
+    future: Read
     flow: Hashable
+    folding: Folding | None
 
     def blocks(self) -> list[int]:
         """The own blocks it writes into."""
@@ -56,6 +57,8 @@ class SlowTransport(Transport):
         self.stalled_until: dict[str, int] = {}
         """By peer: the move of the trial before which its read does not end."""
         self.pool: Pool | None = None
+        self._looks = False
+        """Every other read says the fingerprints of what it brought: the contract leaves it open."""
 
     def register(self, pool: Pool | DevicePool) -> bytes:
         assert isinstance(pool, Pool)
@@ -68,11 +71,11 @@ class SlowTransport(Transport):
             raise PeerGone(f"nobody at {endpoint!r}")
         return self._peers.setdefault(endpoint, SlowPeer(endpoint.decode(), self._network[endpoint].num_bytes))
 
-    def read(self, peer: Peer, spans: Sequence[Span], flow: Hashable = None) -> "Future[None]":
+    def read(self, peer: Peer, spans: Sequence[Span], flow: Hashable = None, folding: Folding | None = None) -> Read:
         assert isinstance(peer, SlowPeer)
         assert self.pool is not None
         check_spans(spans, self.pool.num_bytes, peer.num_bytes)
-        read = SlowRead(peer, tuple(spans), Future(), flow)
+        read = SlowRead(peer, tuple(spans), Read(), flow, folding)
         self.queued.setdefault(peer.name, deque()).append(read)
         return read.future
 
@@ -110,7 +113,8 @@ class SlowTransport(Transport):
         source = remote.memory.reshape(-1)
         for span in read.spans:
             self._bytes()[span.local_offset :][: span.length] = source[span.remote_offset :][: span.length]
-        read.future.set_result(None)
+        self._looks = not self._looks
+        read.future.set_result(self._found(read) if self._looks else None)
 
     def land_corrupted(self, peer: str, rng: random.Random) -> None:
         """As `land`, with one bit wrong."""
@@ -131,6 +135,12 @@ class SlowTransport(Transport):
     def busy(self) -> list[str]:
         """Peers with a read that could be posted."""
         return [peer for peer, queue in self.queued.items() if queue and peer not in self.posted]
+
+    def _found(self, read: SlowRead) -> Found:
+        if read.folding is None:
+            return None
+        brought = [self._bytes()[span.local_offset :][: span.length] for span in read.spans]
+        return read.folding.of(np.concatenate(brought).view(np.uint64).reshape(-1, read.folding.num_words))
 
     def _bytes(self) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
         assert self.pool is not None

@@ -13,7 +13,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import ClassVar
@@ -23,7 +22,7 @@ from numpy.typing import NDArray
 
 from kvtransfer.local import LocalNetwork, LocalTransport
 from kvtransfer.nixl import NixlTransport
-from kvtransfer.transport import Peer, Pool, Span, Transport
+from kvtransfer.transport import Peer, Pool, Read, Span, Transport
 from kvtransfer.ucxx import UcxxTransport
 
 BLOCK = 4096
@@ -129,7 +128,7 @@ class World(ABC):
         """A lender of this test's own, to be killed."""
 
     @abstractmethod
-    def done(self, future: "Future[None]") -> None:
+    def done(self, future: Read) -> None:
         """Wait for it; raises what it failed with."""
 
     @abstractmethod
@@ -161,7 +160,7 @@ class LocalWorld(World):
     def mortal(self) -> Lender:
         return self.lender(99)
 
-    def done(self, future: "Future[None]") -> None:
+    def done(self, future: Read) -> None:
         while not future.done():
             assert self.reader.step()
         future.result(0)
@@ -197,7 +196,7 @@ class ProcessWorld(World):
         self._mortals.append(ProcessLender(99, LENDER_BLOCKS * BLOCK, self.transport, **self._env))
         return self._mortals[-1]
 
-    def done(self, future: "Future[None]") -> None:
+    def done(self, future: Read) -> None:
         future.result(TIMEOUT_S)
 
     @abstractmethod

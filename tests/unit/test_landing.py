@@ -6,12 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from engine.lending import landing
 from engine.lending.landing import OwnRank
+from kvtransfer.fingerprint import Folding, fingerprint_blocks
 from kvtransfer.local import LocalNetwork, LocalTransport
-from kvtransfer.ranks import BlockPart
+from kvtransfer.ranks import BlockPart, join_endpoints
 from kvtransfer.transport import Pool
+from support.slow_transport import SlowTransport
 
 BLOCK = 64
 
@@ -62,3 +65,44 @@ def test_a_landing_that_is_over_is_freed_at_once(eager: bool) -> None:
         assert freed() is None
     finally:
         gc.enable()
+
+
+def test_what_a_transport_found_on_the_way_is_not_looked_for_again() -> None:
+    """By a read of whole blocks from one rank; of several, each brings a piece of each block."""
+    network = dict[bytes, Pool]()
+    reader, pool = SlowTransport(network, "reader"), pool_of(0)
+    reader.register(pool)
+    looked: list[list[int]] = []
+
+    def fingerprints(blocks: Sequence[int]) -> NDArray[np.uint64]:
+        looked.append(list(blocks))
+        return fingerprint_blocks(pool.memory, blocks, kv_heads=2)
+
+    rank = OwnRank(reader, BlockPart(BLOCK), fingerprints, Folding(BLOCK // 2 // 8))
+    contents = np.random.default_rng(1).integers(0, 256, (4, BLOCK), np.uint8)
+    whole = SlowTransport(network, "whole").register(Pool(contents))
+    halves = [
+        SlowTransport(network, f"half {half}").register(Pool(contents[:, half * 32 : half * 32 + 32].copy()))
+        for half in (0, 1)
+    ]
+    quiet: list[tuple[bytes, ...] | None] = []
+
+    def read_from(endpoint: bytes) -> list[tuple[bytes, ...] | None]:
+        pool.memory[:] = 0
+        looked.clear()
+        quiet.clear()
+        rank.land(endpoint, [3, 1], [0, 2], "flow", lambda prints, gone: quiet.append(prints))
+        for peer in reader.busy():
+            reader.post(peer)
+            reader.land(peer)
+        assert np.array_equal(pool.memory[[0, 2]], contents[[3, 1]])
+        return quiet
+
+    expected = tuple(row.tobytes() for row in fingerprint_blocks(contents, [3, 1], kv_heads=2))
+    assert read_from(whole) == [expected]
+    assert looked == []
+    assert read_from(whole) == [expected]
+    assert looked == [[0, 2]]  # this transport looks every other time
+    for _ in range(2):
+        assert read_from(join_endpoints(halves)) == [expected]
+        assert looked == [[0, 2]]
