@@ -1,6 +1,9 @@
 """A request as the router placed it: checked, and said in the engine's words."""
 
+from array import array
+
 from cluster.errors import InvalidRequest
+from engine.keys import token_array
 from engine.messages import Generate, PlacementMark
 from engine.structured import FIELD, read_structured
 from engine.text import check_token_ids
@@ -44,7 +47,7 @@ def engine_request(engine_id: str, request: pb.DecodeRequest) -> Generate:
     others = [emitted_of(request, choice)[0] for choice in range(1, num_choices(sampling))]
     return Generate(
         request_id=engine_id,
-        prompt=tuple(request.prompt_token_ids),
+        prompt=token_array(request.prompt_token_ids),
         emitted=tuple(request.emitted_token_ids),
         sampling=SamplingParams(
             max_tokens=sampling.max_tokens,
@@ -93,11 +96,11 @@ def emitted_of(request: pb.DecodeRequest, choice: int) -> tuple[tuple[int, ...],
     return (), 0
 
 
-def lead_tokens(request: pb.DecodeRequest) -> list[int]:
+def lead_tokens(request: pb.DecodeRequest) -> "array[int]":
     """Of the choice that computes what all share, and borrows for it: the first that is not finished."""
     choice = next(c for c in range(num_choices(request.sampling)) if c not in request.finished_choices)
     emitted = () if request.sampling.HasField("beam_width") else emitted_of(request, choice)[0]
-    return [*request.prompt_token_ids, *emitted]
+    return token_array(request.prompt_token_ids) + array("I", emitted)
 
 
 def _beam(sampling: public_pb.Sampling) -> BeamParams | None:

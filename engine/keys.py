@@ -10,6 +10,8 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
+import numpy as np
+
 BlockKey = bytes
 KEY_BYTES = 16
 
@@ -31,6 +33,18 @@ def block_keys(parent: BlockKey, token_ids: Sequence[int], block_tokens: int, fi
         parent = blake2b(packed[start : start + width], key=parent, digest_size=KEY_BYTES).digest()
         keys.append(parent)
     return keys
+
+
+def token_array(token_ids: Sequence[int]) -> "array[int]":
+    """As uint32. Those of a protobuf message come over at once, and not as a Python object each."""
+    if isinstance(token_ids, list | tuple):
+        return array("I", token_ids)
+    return array("I", np.asarray(token_ids, np.uint32).tobytes())
+
+
+def max_token(token_ids: Sequence[int]) -> int:
+    """The largest of them, as fast as `token_array`. There must be one."""
+    return max(token_ids) if isinstance(token_ids, list | tuple) else int(np.asarray(token_ids, np.uint32).max())
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:

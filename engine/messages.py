@@ -24,7 +24,7 @@ class Generate:
     """Serve a request: admit it at once or answer Rejected. With `borrow`, ask for a loan of what is missing."""
 
     request_id: str
-    prompt: tuple[int, ...]
+    prompt: Sequence[int]
     emitted: tuple[int, ...]
     sampling: SamplingParams
     cache_salt: str

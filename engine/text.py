@@ -1,12 +1,11 @@
 """Between tokens and text: the tokenizer of a model directory, and its incremental decoding. Needs no torch."""
 
-from array import array
 from collections.abc import Sequence
 
-import numpy as np
 from tokenizers import Tokenizer
 
 from cluster.errors import InvalidRequest
+from engine.keys import max_token
 from engine.model_dir import ModelDir
 
 NO_CHARACTER = "\ufffd"
@@ -32,10 +31,7 @@ def load_tokenizer(model_dir: ModelDir) -> Tokenizer | None:
 
 def check_token_ids(token_ids: Sequence[int], field: str, vocab_size: int) -> None:
     """Raises InvalidRequest. A token that is none would end the engine, with all that runs on it."""
-    if not len(token_ids):
-        return
-    largest = int(np.asarray(token_ids).max()) if isinstance(token_ids, array) else max(token_ids)
-    if largest >= vocab_size:
+    if len(token_ids) and (largest := max_token(token_ids)) >= vocab_size:
         raise InvalidRequest(field, f"token id {largest} is out of range: the vocabulary has {vocab_size}")
 
 

@@ -6,6 +6,7 @@ and a pidfd, so that one which ended is never mistaken for another that has its 
 """
 
 import ctypes
+import logging
 import os
 import secrets
 import select
@@ -13,7 +14,6 @@ import sys
 import weakref
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from errno import ESRCH
 from functools import cache
@@ -33,6 +33,8 @@ LANE = "cma/memory"
 SECRET_BYTES = 16
 _NAMES_OF_IT = frozenset({"all", "cma", "shm", "sm"})
 """In UCX_TLS."""
+Native = Callable[..., int]
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,28 +66,31 @@ class ProcessAddress:
 class Attached:
     """Another process of this host, whose memory this one may read. From any thread."""
 
-    def __init__(self, address: ProcessAddress, pidfd: int) -> None:
+    def __init__(self, address: ProcessAddress, pidfd: int, native: Native) -> None:
         self._pid = address.pid
+        self._native = native
         self._pidfd = pidfd
         weakref.finalize(self, os.close, pidfd)
         self.lanes: tuple[str, ...] = ()
         """What the bytes travelled over; empty before the first read."""
 
     def read(self, spans: Sequence[Span], folding: Folding | None = None) -> NDArray[np.uint64] | None:
-        """Copy `spans`, whose offsets are addresses here and there. With a `folding`, of which they must be whole
-        parts: the fingerprint of each part, in order.
+        """Copy `spans`, whose offsets are addresses here and there. With a `folding`, of which they are whole parts:
+        the fingerprint of each part, in order.
 
-        Raises PeerGone when the process has ended, TransferError when its memory is not there.
+        Raises PeerGone when the process has ended, TransferError when its memory is not there, ValueError for spans
+        that are no whole parts.
         """
         flat = array("q", [value for span in spans for value in (span.local_offset, span.remote_offset, span.length)])
         found = None
         of: tuple[Any, ...] = (0, None, 0, None, 0, None)
         if folding is not None:
             part_bytes = folding.num_words * WORD_BYTES
-            assert not any(span.length % part_bytes for span in spans)
+            if any(span.length % part_bytes for span in spans):
+                raise ValueError(f"spans of whole parts of {part_bytes} bytes, not {spans}")
             found = np.empty(sum(span.length for span in spans) // part_bytes, np.uint64)
             of = (*folding.arguments, found.ctypes.data)
-        error = _native()(self._pid, flat.buffer_info()[0], len(spans), *of)
+        error = self._native(self._pid, flat.buffer_info()[0], len(spans), *of)
         if error == ESRCH or self._has_ended():
             raise PeerGone(f"process {self._pid} has ended")
         if error:
@@ -103,33 +108,32 @@ class Attached:
 @cache
 def own_address() -> ProcessAddress | None:
     """Of this process, for others on this host; None where they cannot reach its memory anyway."""
-    if (host := _this_host()) is None:
+    if (host := _this_host()) is None or not hasattr(os, "pidfd_open"):
         return None
     return ProcessAddress(host, os.getpid(), ctypes.addressof(_secret), _secret.raw)
 
 
 def prepare() -> None:
-    """Compile and load what reads, so that no first read waits for it. Where there is no compiler, nothing."""
-    with suppress(NotCompiled):
-        _native()
+    """Compile and load what reads, which takes a while once per machine, so that nobody waits for it later."""
+    _compiled()
 
 
 def attach(address: ProcessAddress) -> Attached | None:
     """None when its memory cannot be read from here: on another host or in another container, not permitted, excluded
-    by UCX_TLS, no compiler, or a process that has ended."""
-    if address.host != _this_host() or not _wanted_by(os.environ.get("UCX_TLS", "all")):
+    by UCX's environment, no compiler, or a process that has ended."""
+    own = own_address()
+    if own is None or address.host != own.host or not _wanted_by(os.environ) or (native := _compiled()) is None:
         return None
     try:
-        _native()
         pidfd = os.pidfd_open(address.pid)
-    except (NotCompiled, OSError):
+    except OSError:
         return None
-    attached = Attached(address, pidfd)
+    attached = Attached(address, pidfd, native)
     secret = ctypes.create_string_buffer(SECRET_BYTES)
     try:
         attached.read([Span(ctypes.addressof(secret), address.secret_at, SECRET_BYTES)])
     except TransferError:
-        secret.raw = bytes(SECRET_BYTES)
+        return None
     if secret.raw != address.secret:
         return None
     attached.lanes = ()
@@ -150,15 +154,21 @@ def _this_host() -> str | None:
         return None
 
 
-def _wanted_by(ucx_tls: str) -> bool:
-    """UCX would read over shared memory, too, as far as its user says."""
-    names = frozenset(ucx_tls.removeprefix("^").split(","))
-    return not names & _NAMES_OF_IT if ucx_tls.startswith("^") else bool(names & _NAMES_OF_IT)
+def _wanted_by(environment: Mapping[str, str]) -> bool:
+    """UCX would use its `cma`, too, as far as its user says there."""
+    transports, devices = environment.get("UCX_TLS", "all"), environment.get("UCX_SHM_DEVICES", "all")
+    names = {name.removeprefix("\\") for name in transports.removeprefix("^").split(",")}
+    named = bool(names & _NAMES_OF_IT)
+    return named is not transports.startswith("^") and bool({"all", "memory"} & set(devices.split(",")))
 
 
 @cache
-def _native() -> Callable[..., int]:
-    function = load_library(Path(__file__).with_name("native") / "cross_memory.cpp").tandem_read_memory
+def _compiled() -> Native | None:
+    try:
+        function = load_library(Path(__file__).with_name("native") / "cross_memory.cpp").tandem_read_memory
+    except (NotCompiled, OSError) as error:
+        log.warning("memory of other processes is read by NIXL, and checked afterwards: %s", error)
+        return None
     pointer, long = ctypes.c_void_p, ctypes.c_long
     function.argtypes = [ctypes.c_int, pointer, long, long, pointer, long, pointer, ctypes.c_uint64, pointer]
     function.restype = ctypes.c_int

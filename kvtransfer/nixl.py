@@ -16,7 +16,7 @@ import time
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from kvtransfer.cross_memory import Attached, attach, own_address, prepare
+from kvtransfer.cross_memory import LANE, Attached, attach, own_address, prepare
 from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError, TransportUnavailable
 from kvtransfer.fingerprint import Folding
 from kvtransfer.nixl_agent import Endpoint, Memory, make_agent, module, parse_endpoint
@@ -117,8 +117,10 @@ class NixlTransport(Transport):
         return peer
 
     def _attach(self, endpoint: Endpoint) -> Attached | None:
-        """From main memory to main memory of one host."""
+        """From main memory to main memory of one host, where those lanes are not refused."""
         if endpoint.process is None or endpoint.memory.kind != "DRAM" or self._memory.kind != "DRAM":
+            return None
+        if not self._strict.allows(LANE):
             return None
         return attach(endpoint.process)
 
@@ -252,8 +254,8 @@ class NixlTransport(Transport):
         if (attached := job.peer.attached) is not None:
             try:
                 job.found = attached.read(job.spans, job.folding)
-            except TransferError as error:
-                return error
+            except Exception as error:  # whatever it is, others' reads go on
+                return error if isinstance(error, TransferError) else TransferError(f"{job.peer.name}: {error}")
             return "DONE"
         try:
             with self._lock:

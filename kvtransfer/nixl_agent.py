@@ -103,6 +103,8 @@ def parse_endpoint(endpoint: bytes) -> Endpoint:
     for name, value in (("base", base), ("bytes", num_bytes)):
         if type(value) is not int or not 0 < value < 1 << 63:
             raise EndpointMismatch(f"the endpoint's {name!r} is {value!r}, not a positive number")
+    if base + num_bytes > 1 << 63:
+        raise EndpointMismatch(f"the endpoint's {num_bytes} bytes at {base} are beyond any address")
     if kind not in ("DRAM", "VRAM") or type(device) is not int or not 0 <= device < 1 << 16:
         raise EndpointMismatch(f"the endpoint's memory is {kind!r} of device {device!r}")
     return Endpoint(Memory(base, num_bytes, kind, device), metadata, process)

@@ -39,15 +39,16 @@ class StrictLanes:
             known.add("tcp")  # for UCX's own messages: with error handling it has none over shared memory
         os.environ.setdefault("UCX_TLS", ",".join(sorted(known)))
 
+    def allows(self, lane: str) -> bool:
+        """As `Peer.lanes` says it."""
+        return not self.wanted or lane.partition("/")[0] in self._allowed | set(COPIES)
+
     def check(self, lanes: tuple[str, ...]) -> None:
         """`lanes` as `Peer.lanes` says them, such as "rc_mlx5/mlx5_0:1".
 
         Raises TransportRefused when one is of a transport that was not demanded, or when nothing is known of them.
         """
-        if not self.wanted:
-            return
-        foreign = {lane.partition("/")[0] for lane in lanes} - self._allowed - set(COPIES)
-        if foreign or not lanes:
+        if self.wanted and not (lanes and all(map(self.allows, lanes))):
             raise TransportRefused(self.wanted, lanes)
 
     def unavailable(self, cause: object) -> TransportRefused:

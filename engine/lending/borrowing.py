@@ -36,7 +36,7 @@ from engine.messages import FromEngine, KvAccount, LoanBlocks, LoanFailed, LoanS
 from engine.vocabulary import Sequence
 from kvtransfer.errors import TransferError
 
-LANDING_BYTES = 32 << 20
+LANDING_BYTES = 64 << 20
 """So much of an announcement is one landing at most. The loop is woken once for it, and when the lender goes in its
 middle, what has come of it is lost."""
 LOOKS_PER_SILENCE = 20

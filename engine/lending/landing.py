@@ -73,8 +73,8 @@ class Progress:
 
 
 class Landing:
-    """Several reads small enough to be checked while the cache still has what they brought, and one message to the
-    loop, for which they would be many to wake for.
+    """Several reads and one message to the loop, for which they would be many to wake for. What a read brought is
+    checked when it is there, if the transport did not fingerprint it on the way.
 
     Reads end on whatever thread; the last to be quiet says so, once, by `on_quiet`.
     """
@@ -225,8 +225,7 @@ class OwnRank(Rank):
         def read(block_ids: Seq[int], blocks: Seq[int]) -> Seq[AnyRead]:
             return [failed_read(failure)] if failure else self._read(peers, block_ids, blocks, flow)
 
-        size = self._part.num_bytes
-        run = min((self._transport.blocks_per_read(size, peer) for _, peer, _ in peers), default=None)
+        run = self._transport.blocks_per_read(self._part.num_bytes, peers[0][1]) if len(peers) == 1 else None
         return self.follow(read, block_ids, blocks, on_quiet, [origin for _, _, origin in peers], run)
 
     def follow(

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstddef>
+#include <cstdlib>
 
 #include "fold.h"
 
@@ -16,8 +17,29 @@ using namespace tandem;
 
 namespace {
 
-constexpr long BUFFER_BYTES = 512 << 10;
+constexpr long LEAST_BYTES = 128 << 10, MOST_BYTES = 1 << 20;  // of a buffer
 constexpr int MAX_PIECES = 512;  // of one call; the kernel takes 1,024
+
+// Half of what the core has for itself: the other half is for the words' way out.
+long buffer_bytes() {
+#ifdef _SC_LEVEL2_CACHE_SIZE
+    static const long half = sysconf(_SC_LEVEL2_CACHE_SIZE) / 2;  // 0 where it is not known
+    return std::clamp(half & -4096, LEAST_BYTES, MOST_BYTES);
+#else
+    return LEAST_BYTES;
+#endif
+}
+
+// Of a thread that reads.
+class Buffer {
+  public:
+    Buffer() : bytes(static_cast<char*>(std::aligned_alloc(64, buffer_bytes()))) {}
+    ~Buffer() { std::free(bytes); }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+
+    char* const bytes;
+};
 
 struct Span {
     char* to;
@@ -76,15 +98,18 @@ int read_plain(int pid, const Span* spans, long count) {
 }
 
 int read_folding(int pid, const Span* spans, long count, Folder& folder) {
-    alignas(64) static thread_local char buffer[BUFFER_BYTES];
+    static thread_local const Buffer own;
+    char* const buffer = own.bytes;
+    if (!buffer) return ENOMEM;
+    const long room = buffer_bytes();
     iovec from[MAX_PIECES];
     Span pieces[MAX_PIECES];
     long span = 0, done = 0;  // of that span
     while (span < count) {
         long bytes = 0;
         int n = 0;
-        for (; span < count && bytes < BUFFER_BYTES && n < MAX_PIECES; n++) {
-            const long length = std::min(spans[span].length - done, BUFFER_BYTES - bytes);
+        for (; span < count && bytes < room && n < MAX_PIECES; n++) {
+            const long length = std::min(spans[span].length - done, room - bytes);
             pieces[n] = {spans[span].to + done, spans[span].at + done, length};
             from[n] = {const_cast<char*>(pieces[n].at), static_cast<size_t>(length)};
             bytes += length, done += length;
@@ -97,9 +122,6 @@ int read_folding(int pid, const Span* spans, long count, Folder& folder) {
             folder.take(reinterpret_cast<const uint64_t*>(words), reinterpret_cast<uint64_t*>(pieces[i].to),
                         pieces[i].length / static_cast<long>(sizeof(uint64_t)));
     }
-#ifdef __SSE2__
-    _mm_sfence();  // streamed words are seen by whoever hears that the read is over
-#endif
     return 0;
 }
 
@@ -112,5 +134,9 @@ extern "C" int tandem_read_memory(int pid, const Span* spans, long count, long w
                                   long page_words, const uint64_t* chunks, uint64_t zero, uint64_t* out) {
     if (!words) return read_plain(pid, spans, count);
     Folder folder({words, page, page_words, chunks, zero}, out);
-    return read_folding(pid, spans, count, folder);
+    const int error = read_folding(pid, spans, count, folder);
+#ifdef __SSE2__
+    _mm_sfence();  // streamed words are there for whoever hears that the read is over
+#endif
+    return error;
 }

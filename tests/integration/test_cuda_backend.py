@@ -29,7 +29,7 @@ from engine.vocabulary import Chunk, SamplingParams, Sequence
 from kvtransfer.errors import EndpointMismatch, TransportUnavailable
 from kvtransfer.fingerprint import fingerprint_blocks
 from kvtransfer.local import LocalNetwork, LocalTransport
-from kvtransfer.nixl_agent import FORMAT, Memory, parse_endpoint
+from kvtransfer.nixl_agent import FORMAT, Endpoint, Memory, parse_endpoint
 from kvtransfer.transport import DevicePool, Pool
 from support.fake_flashinfer import FakeFlashinfer
 
@@ -299,10 +299,10 @@ def endpoint(**fields: object) -> bytes:
 def test_endpoints_say_where_their_memory_is() -> None:
     on_gpu = Memory.of(DevicePool(4096, num_blocks=3, block_bytes=100, device=1))
     assert on_gpu == Memory(4096, 300, "VRAM", 1)
-    assert parse_endpoint(endpoint(**on_gpu.fields())) == (on_gpu, b"")
+    assert parse_endpoint(endpoint(**on_gpu.fields())) == Endpoint(on_gpu, b"")
     in_main_memory = Memory.of(Pool(np.zeros((3, 8), np.uint8)))
     assert set(in_main_memory.fields()) == {"base", "bytes"}  # as peers that know of nothing else write and read it
-    assert parse_endpoint(endpoint(**in_main_memory.fields())) == (in_main_memory, b"")
+    assert parse_endpoint(endpoint(**in_main_memory.fields())) == Endpoint(in_main_memory, b"")
 
 
 @pytest.mark.parametrize("wrong", [{"kind": "FILE"}, {"device": -1}, {"device": "0"}, {"device": True}, {"kind": None}])

@@ -13,8 +13,9 @@ import pytest
 
 from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError
 from kvtransfer.fingerprint import Folding, fingerprint_blocks
+from kvtransfer.nixl import SMALL_BYTES, NixlTransport
 from kvtransfer.ranks import BlockPart, part_spans
-from kvtransfer.transport import MAX_POSTED_BYTES, Peer, Read, Span
+from kvtransfer.transport import MAX_POSTED_BYTES, Peer, Pool, Read, Span
 from support.transport_worlds import (
     BLOCK,
     LENDER_BLOCKS,
@@ -276,7 +277,7 @@ def test_an_endpoint_of_another_format_is_refused(world: World) -> None:
     [
         *[(name, None) for name in ("format", "base", "bytes", "metadata")],
         *[("base", value) for value in ("12", -1, 0, 1.5, True, [], 1 << 64)],
-        *[("bytes", value) for value in ("12", -1, 0, 1.5, True, {})],
+        *[("bytes", value) for value in ("12", -1, 0, 1.5, True, {}, (1 << 63) - 1)],
         *[("metadata", value) for value in (1, "not base64!", "", "AAAA", [])],
         ("format", ["tandem-nixl-1"]),
         *[
@@ -467,6 +468,27 @@ def test_reads_from_many_threads_while_it_closes_are_all_settled(world: World) -
             read.result(TIMEOUT_S)
         except (CancelledError, TransferError):
             continue
+
+
+@pytest.mark.parametrize("num_bytes", [BLOCK, 2 * SMALL_BYTES], ids=["on the caller's thread", "on the transport's"])
+def test_a_read_that_breaks_in_an_unexpected_way_fails_alone(
+    lenders: list[ProcessLender], num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*_: object) -> None:
+        raise MemoryError("no memory")
+
+    reader = NixlTransport("breaking")
+    reader.register(Pool(np.zeros((1, 2 * SMALL_BYTES), np.uint8)))
+    big = ProcessLender(5, 2 * SMALL_BYTES)
+    try:
+        broken, other = reader.connect(big.endpoint), reader.connect(lenders[0].endpoint)
+        monkeypatch.setattr(broken.attached, "read", read)
+        with pytest.raises(TransferError, match="no memory"):
+            reader.read(broken, [Span(0, 0, num_bytes)]).result(TIMEOUT_S)
+        reader.read(other, [Span(0, 0, BLOCK)]).result(TIMEOUT_S)
+    finally:
+        reader.close()
+        big.kill()
 
 
 # ------------------------------------------------------- reads in flight: over TCP, from a stopped process

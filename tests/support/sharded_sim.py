@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.core import CoreLimits
+from engine.layout import KvLayout
 from engine.lending.landing import OtherRank, OwnRank
 from engine.runner import Runner
 from engine.sim.runner import SimRunner
@@ -21,6 +22,7 @@ from kvtransfer.transport import Pool, Transport
 from support.checked_core import LandingCore
 from support.core_engine import WIDE
 from support.sim_model import LAYOUT, VOCAB
+from support.slow_transport import SlowTransport
 
 
 class NearRank(OwnRank, OtherRank):
@@ -47,6 +49,10 @@ class ShardedSim(Runner):
             pool.memory[:] = self._sim.pool.memory[:, rank * width : (rank + 1) * width]
         return sampled
 
+    @property
+    def pool_layout(self) -> KvLayout:
+        return LAYOUT.part(len(self.pools))
+
     def fingerprints(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
         return np.concatenate([of.of(blocks) for of in self._prints], axis=1)
 
@@ -69,7 +75,8 @@ class ShardedEngine(LandingCore):
         self.ranks = [open_transport(f"{name}-{rank}") for rank in range(ranks)]
         others: list[OtherRank] = []
         for rank, transport in enumerate(self.ranks[1:], 1):
-            other = NearRank(transport, BlockPart(LAYOUT.block_bytes, rank, ranks), self.sharded.prints_of(rank))
+            part = BlockPart(LAYOUT.block_bytes, rank, ranks)
+            other = NearRank(transport, part, self.sharded.prints_of(rank), self.sharded.folding)
             other.endpoint = transport.register(self.sharded.pools[rank])
             others.append(other)
         limits = CoreLimits(WIDE, 2, report_interval_s=0.0, min_report_interval_s=0.0)
@@ -77,5 +84,5 @@ class ShardedEngine(LandingCore):
 
     def land(self) -> bool:
         """One read, of the last rank that has any."""
-        steps = (rank.step() for rank in reversed(self.ranks) if isinstance(rank, LocalTransport))
+        steps = (rank.step() for rank in reversed(self.ranks) if isinstance(rank, LocalTransport | SlowTransport))
         return any(steps)

@@ -97,6 +97,16 @@ class SlowTransport(Transport):
             if read.future.set_running_or_notify_cancel():
                 self.posted[peer] = read
 
+    def step(self) -> bool:
+        """Some read is posted and done; False when there is none."""
+        for peer in [*self.posted, *self.busy()]:
+            if peer not in self.posted:
+                self.post(peer)
+            if peer in self.posted:
+                self.land(peer)
+                return True
+        return False
+
     def scribble(self, peer: str, rng: random.Random) -> None:
         """Some bytes of a posted read are written: anything may stand there until it is done."""
         span = rng.choice(self.posted[peer].spans)

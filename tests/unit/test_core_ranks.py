@@ -17,6 +17,16 @@ from support.slow_transport import SlowTransport
 SIZES = [(1, 1), (1, 2), (2, 1), (2, 2)]
 
 
+def pair_that_looks(borrowers: int, lenders: int) -> Pair:
+    """Of whose reads every other one brings fingerprints along."""
+    network: dict[bytes, Pool] = {}
+
+    def engine(name: str, ranks: int) -> ShardedEngine:
+        return ShardedEngine(name, ranks, lambda rank: SlowTransport(network, rank))
+
+    return Pair(engines=(engine("borrower", borrowers), engine("lender", lenders)))
+
+
 def pair_of(borrowers: int, lenders: int) -> Pair:
     network = LocalNetwork()
 
@@ -38,6 +48,20 @@ def test_every_rank_reads_its_part_whatever_the_two_sizes(borrowers: int, lender
     assert moved(account) == (0, 3, 1, 2, 0)
     assert account.moved_bytes == 3 * LAYOUT.block_bytes
     assert (account.lanes, account.loan_failure) == (("local/memory",), "")
+
+
+@pytest.mark.parametrize(("borrowers", "lenders"), SIZES)
+def test_fingerprints_that_a_rank_s_transport_found_are_those_of_its_part(borrowers: int, lenders: int) -> None:
+    pair = pair_that_looks(borrowers, lenders)
+    for number in range(3):
+        prompt = (*(token + 20 * number for token in TWELVE), 1, 2)
+        pair.submit(f"r{number}", prompt)
+        pair.run()
+        pair.check_served(f"r{number}")
+        account = account_of(pair.tokens)
+        assert (account.moved_blocks, account.mismatched_blocks, account.loan_failure) == (3, 0, "")
+        pair.tokens.clear()
+        pair.closed.clear()
 
 
 def test_all_of_them_are_the_same_to_the_world() -> None:

@@ -103,6 +103,7 @@ def test_memory_that_is_not_there(folding: Folding | None) -> None:
         {"pid": 1 << 22},
         {"secret": bytes(16)},
         {"secret_at": 4096},
+        {"secret_at": 4096, "secret": bytes(16)},
     ],
 )
 def test_who_is_not_here_or_not_the_one_is_not_attached_to(change: dict[str, object]) -> None:
@@ -121,19 +122,43 @@ def test_who_is_not_here_or_not_the_one_is_not_attached_to(change: dict[str, obj
         ("^tcp", True),
         ("^cma", False),
         ("^sm", False),
+        ("\\cma,tcp", True),
+        ("^\\cma", False),
+        ("", False),
     ],
 )
 def test_it_is_done_where_ucx_would(ucx_tls: str, may: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", ucx_tls)
     assert (attach(address()) is not None) is may
+    monkeypatch.setenv("UCX_SHM_DEVICES", "")
+    assert attach(address()) is None
+    monkeypatch.setenv("UCX_SHM_DEVICES", "memory,other")
+    assert (attach(address()) is not None) is may
 
 
 def test_without_a_compiler_it_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    def native() -> None:
+    tried: list[object] = []
+
+    def load(source: object) -> None:
+        tried.append(source)
         raise cross_memory.NotCompiled("no C++ compiler")
 
-    monkeypatch.setattr(cross_memory, "_native", native)
-    assert attach(address()) is None
+    monkeypatch.setattr(cross_memory, "load_library", load)
+    cross_memory._compiled.cache_clear()
+    try:
+        assert attach(address()) is None
+        assert attach(address()) is None
+        assert len(tried) == 1, "whoever connects next does not wait for it again"
+    finally:
+        cross_memory._compiled.cache_clear()
+
+
+def test_spans_that_are_no_whole_parts_are_refused() -> None:
+    own = np.zeros(128, np.uint8)
+    spans = [Span(own.ctypes.data, MEMORY.ctypes.data, 64), Span(own.ctypes.data + 64, MEMORY.ctypes.data, 60)]
+    with pytest.raises(ValueError, match="whole parts of 64 bytes"):
+        attached().read(spans, Folding(8))
+    assert not own.any()
 
 
 def test_a_process_that_has_ended() -> None:

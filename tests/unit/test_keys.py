@@ -1,10 +1,22 @@
 """Names of blocks: exact values, since router and workers of different versions must agree on them."""
 
+from array import array
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.keys import KEY_BYTES, block_keys, pack_tokens, root_key, split_keys, unpack_tokens
+from engine.keys import (
+    KEY_BYTES,
+    block_keys,
+    max_token,
+    pack_tokens,
+    root_key,
+    split_keys,
+    token_array,
+    unpack_tokens,
+)
+from protos.decode_pb2 import DecodeRequest
 
 ROOT = root_key(b"model", "")
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)
@@ -66,3 +78,12 @@ def test_tokens_survive_being_packed(token_ids: list[int]) -> None:
     assert list(unpack_tokens(packed)) == token_ids
     with pytest.raises(ValueError, match="multiple"):
         unpack_tokens(packed + b"x")
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=50))
+def test_tokens_of_a_message_are_those_of_a_list(token_ids: list[int]) -> None:
+    message = DecodeRequest(prompt_token_ids=token_ids)
+    for given_as in (token_ids, tuple(token_ids), array("I", token_ids), message.prompt_token_ids):
+        assert token_array(given_as) == array("I", token_ids)
+        if token_ids:
+            assert max_token(given_as) == max(token_ids)

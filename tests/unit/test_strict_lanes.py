@@ -40,6 +40,13 @@ def test_lanes_that_were_not(wanted: tuple[str, ...], lanes: tuple[str, ...]) ->
     assert isinstance(caught.value, TransferError)
 
 
+def test_lanes_are_allowed_one_by_one() -> None:
+    assert StrictLanes().allows("cma/memory")
+    assert StrictLanes(("shm",)).allows("cma/memory")
+    assert StrictLanes(("tcp",)).allows("cuda_copy/cuda")
+    assert not StrictLanes(("rdma",)).allows("cma/memory")
+
+
 def test_the_refusal_names_both() -> None:
     assert str(TransportRefused(("rdma",), ("tcp/lo",))) == "strict_lanes demands rdma; found tcp/lo"
     assert str(TransportRefused(("rdma", "shm"), ())) == "strict_lanes demands rdma, shm; found none"
