@@ -113,6 +113,8 @@ class MembershipService(pb_grpc.MembershipServicer):
         self._heard_at[worker] = time.monotonic()
         if message.HasField("hello"):
             raise InvalidRequest("hello", "came twice")
+        if not (message.HasField("cache") or message.HasField("load")):
+            raise InvalidRequest("load", "neither cache nor load is said")
         in_step = True
         if message.HasField("cache"):
             for _ in model.fleet.change_cache(worker, message.cache):

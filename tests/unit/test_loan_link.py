@@ -1,7 +1,4 @@
-"""Borrower and lender at the two ends of their stream, in memory: what any schedule of loans may do to it.
-
-The link and the connection are the real ones; between them are queues instead of gRPC, and the engines are scripted.
-"""
+"""What any schedule of loans may do to a link and to the connection at its other end (`loan_wire.py`)."""
 
 import asyncio
 import random

@@ -337,6 +337,13 @@ async def test_two_hellos(site: Site) -> None:
     assert error.field == "hello"
 
 
+async def test_a_message_that_says_nothing(site: Site) -> None:
+    error = await join(site, hello(site), membership_pb2.WorkerMessage())
+    assert isinstance(error, InvalidRequest)
+    assert error.field == "load"
+    await only_one_decode_worker(site)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
