@@ -1,9 +1,17 @@
 """Main memory for what is large."""
 
+import logging
 import mmap
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+
+from cluster.roles import Role
+from kvtransfer.memory_file import MemoryFile
+from kvtransfer.transport import Pool
+
+log = logging.getLogger(__name__)
 
 HUGE_BYTES = 2 << 20
 """A huge page has so many."""
@@ -20,3 +28,30 @@ def huge_memory(num_bytes: int) -> NDArray[np.uint8]:
     array = np.frombuffer(memory, np.uint8)
     first = -array.ctypes.data % HUGE_BYTES
     return array[first : first + num_bytes]
+
+
+def pool_memory(num_blocks: int, block_bytes: int, in_file: bool) -> Pool:
+    """Zeroed, as `huge_memory`; or in a file, if there can be one."""
+    num_bytes = num_blocks * block_bytes
+    if in_file:
+        try:
+            file = MemoryFile(num_bytes)
+            return Pool(file.memory.reshape(num_blocks, block_bytes), file=file)
+        except OSError as error:
+            log.warning("others on this host cannot map the KV blocks: %s", error)
+    return Pool(huge_memory(num_bytes).reshape(num_blocks, block_bytes))
+
+
+def belongs_in_file(role: Role) -> bool:
+    """The KV pool of a worker of that role. Others on this host read blocks twice as fast then. But on most machines
+    files have small pages, which cost a decode step of many sequences 3 %, and prompts nothing."""
+    return role == "prefill" or _files_have_huge_pages()
+
+
+def _files_have_huge_pages() -> bool:
+    """Where they are asked for."""
+    try:
+        setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
+    except OSError:
+        return False
+    return any(f"[{chosen}]" in setting for chosen in ("always", "within_size", "advise", "force"))

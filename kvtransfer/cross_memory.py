@@ -1,16 +1,21 @@
-"""Reads from the main memory of another process on this host, by Linux's cross-memory attach.
+"""Reads from the main memory of another process on this host: mapped, or by Linux's cross-memory attach.
 
-It is what UCX's `cma` lane does, with two differences. Fingerprints are made of the bytes as they pass, which costs
-next to nothing where reading them again costs a quarter of the copy. And a process is known by a secret in its memory
-and a pidfd, so that one which ended is never mistaken for another that has its number now.
+It is what UCX's lanes `posix` and `cma` do, with two differences. Fingerprints are made of the bytes as they pass,
+which costs next to nothing where reading them again costs a quarter of the copy. And a process is known by a secret and
+a pidfd, so that one which ended is never mistaken for another that has its number now.
+
+Memory is mapped where its owner has it in a memory file. Then a CPU looks ahead across pages, which it cannot where the
+kernel copies them one by one.
 """
 
+import contextlib
 import ctypes
 import logging
 import os
 import secrets
 import select
 import sys
+import threading
 import weakref
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -25,13 +30,14 @@ from numpy.typing import NDArray
 
 from kvtransfer.errors import PeerGone, TransferError
 from kvtransfer.fingerprint import WORD_BYTES, Folding
+from kvtransfer.memory_file import FileAddress, MappedFile
 from kvtransfer.native.compiler import NotCompiled, load_library
 from kvtransfer.transport import Span
 
-LANE = "cma/memory"
-"""As UCX calls it."""
+MAPPED, ATTACHED = "posix/memory", "cma/memory"
+"""Lanes, as UCX calls them."""
 SECRET_BYTES = 16
-_NAMES_OF_IT = frozenset({"all", "cma", "shm", "sm"})
+_NAMES = {MAPPED: frozenset({"all", "posix", "mm", "shm", "sm"}), ATTACHED: frozenset({"all", "cma", "shm", "sm"})}
 """In UCX_TLS."""
 Native = Callable[..., int]
 log = logging.getLogger(__name__)
@@ -63,20 +69,36 @@ class ProcessAddress:
         return cls(host, pid, secret_at, secret)
 
 
+@dataclass(frozen=True, slots=True)
+class FilePool:
+    """Memory that is a file in the process whose it is, at addresses [base, base + num_bytes) there."""
+
+    file: FileAddress
+    base: int
+    num_bytes: int
+
+
 class Attached:
     """Another process of this host, whose memory this one may read. From any thread."""
 
-    def __init__(self, address: ProcessAddress, pidfd: int, native: Native) -> None:
-        self._pid = address.pid
+    def __init__(self, process: ProcessAddress, native: Native, pool: FilePool | None = None) -> None:
+        """All of it, or of a `pool` in a file nothing else. Raises OSError when the process has ended, or TransferError
+        when it is another one; whether all its memory is that of another, `reads` says."""
+        self._pid = process.pid
+        self._pidfd = os.pidfd_open(process.pid)  # first: what is found out afterwards is true of whom it is about
+        weakref.finalize(self, os.close, self._pidfd)
         self._native = native
-        self._pidfd = pidfd
-        weakref.finalize(self, os.close, pidfd)
+        self._pool = pool
+        self._mapped: MappedFile | None = None
+        if pool is not None:
+            self._mapped = MappedFile(process.pid, pool.file, pool.num_bytes)
+            _endings().watch(self._pidfd, self)
         self.lanes: tuple[str, ...] = ()
         """What the bytes travelled over; empty before the first read."""
 
     def read(self, spans: Sequence[Span], folding: Folding | None = None) -> NDArray[np.uint64] | None:
-        """Copy `spans`, whose offsets are addresses here and there. With a `folding`, of which they are whole parts:
-        the fingerprint of each part, in order.
+        """Copy `spans` of what this is attached to; their offsets are addresses here and there. With a `folding`, of
+        which they are whole parts: the fingerprint of each part, in order.
 
         Raises PeerGone when the process has ended, TransferError when its memory is not there, ValueError for spans
         that are no whole parts.
@@ -90,19 +112,62 @@ class Attached:
                 raise ValueError(f"spans of whole parts of {part_bytes} bytes, not {spans}")
             found = np.empty(sum(span.length for span in spans) // part_bytes, np.uint64)
             of = (*folding.arguments, found.ctypes.data)
-        error = self._native(self._pid, flat.buffer_info()[0], len(spans), *of)
+        pid, shift, mapped = self._pid, 0, self._mapped  # kept until it is read
+        if self._pool is not None:
+            if mapped is None or self._has_ended():
+                raise PeerGone(f"process {self._pid} has ended")
+            pid, shift = 0, mapped.base - self._pool.base
+        error = self._native(pid, shift, flat.buffer_info()[0], len(spans), *of)
         if error == ESRCH or self._has_ended():
             raise PeerGone(f"process {self._pid} has ended")
         if error:
             raise TransferError(f"the memory of process {self._pid} cannot be read: {os.strerror(error)}")
-        self.lanes = (LANE,)
+        self.lanes = (ATTACHED if self._pool is None else MAPPED,)
         return found
+
+    def reads(self, address: int, expected: bytes) -> bool:
+        """What is there is that. Raises TransferError."""
+        found = ctypes.create_string_buffer(len(expected))
+        self.read([Span(ctypes.addressof(found), address, len(expected))])
+        self.lanes = ()
+        return found.raw == expected
+
+    def let_go(self) -> None:
+        """If the process has ended, give up what was mapped of it: its memory would be there as long as that is."""
+        if self._has_ended():
+            self._mapped = None
 
     def _has_ended(self) -> bool:
         """Until it has, nobody else gets its number."""
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
         return bool(poll.poll(0))
+
+
+class _Endings:
+    """Has those who mapped a process's memory let go when it ends. A thread that sleeps until then."""
+
+    def __init__(self) -> None:
+        self._poll = select.epoll()
+        self._watching: dict[int, weakref.ref[Attached]] = {}
+        threading.Thread(target=self._run, name="endings", daemon=True).start()
+
+    def watch(self, pidfd: int, attached: Attached) -> None:
+        """Until `pidfd` is closed."""
+        self._watching[pidfd] = weakref.ref(attached)
+        self._poll.register(pidfd, select.EPOLLIN | select.EPOLLONESHOT)
+
+    def _run(self) -> None:
+        while True:
+            for pidfd, _ in self._poll.poll():
+                if (attached := self._watching[pidfd]()) is not None:  # perhaps the next who has that number: it looks
+                    attached.let_go()
+                del attached  # or this thread would keep it until the next one ends
+
+
+@cache
+def _endings() -> _Endings:
+    return _Endings()
 
 
 @cache
@@ -118,26 +183,27 @@ def prepare() -> None:
     _compiled()
 
 
-def attach(address: ProcessAddress) -> Attached | None:
-    """None when its memory cannot be read from here: on another host or in another container, not permitted, excluded
-    by UCX's environment, no compiler, or a process that has ended."""
+def attach(
+    process: ProcessAddress, pool: FilePool | None = None, allows: Callable[[str], bool] = lambda lane: True
+) -> Attached | None:
+    """To its `pool`, if that may be mapped, else to all its memory.
+
+    None when nothing of it can be read from here: on another host or in another container, not permitted, excluded by
+    UCX's environment or by what `allows` lanes, no compiler, or a process that has ended.
+    """
     own = own_address()
-    if own is None or address.host != own.host or not _wanted_by(os.environ) or (native := _compiled()) is None:
+    if own is None or process.host != own.host:
         return None
-    try:
-        pidfd = os.pidfd_open(address.pid)
-    except OSError:
+    lanes = [lane for lane in (MAPPED, ATTACHED) if allows(lane) and _wanted_by(os.environ, lane)]
+    if not lanes or (native := _compiled()) is None:
         return None
-    attached = Attached(address, pidfd, native)
-    secret = ctypes.create_string_buffer(SECRET_BYTES)
-    try:
-        attached.read([Span(ctypes.addressof(secret), address.secret_at, SECRET_BYTES)])
-    except TransferError:
-        return None
-    if secret.raw != address.secret:
-        return None
-    attached.lanes = ()
-    return attached
+    with contextlib.suppress(OSError, TransferError):
+        if MAPPED in lanes and pool is not None:
+            return Attached(process, native, pool)
+    with contextlib.suppress(OSError, TransferError):
+        if ATTACHED in lanes and (attached := Attached(process, native)).reads(process.secret_at, process.secret):
+            return attached
+    return None
 
 
 _secret = ctypes.create_string_buffer(secrets.token_bytes(SECRET_BYTES), SECRET_BYTES)
@@ -154,11 +220,11 @@ def _this_host() -> str | None:
         return None
 
 
-def _wanted_by(environment: Mapping[str, str]) -> bool:
-    """UCX would use its `cma`, too, as far as its user says there."""
+def _wanted_by(environment: Mapping[str, str], lane: str) -> bool:
+    """UCX might use it, too, as far as its user says there."""
     transports, devices = environment.get("UCX_TLS", "all"), environment.get("UCX_SHM_DEVICES", "all")
     names = {name.removeprefix("\\") for name in transports.removeprefix("^").split(",")}
-    named = bool(names & _NAMES_OF_IT)
+    named = bool(names & _NAMES[lane])
     return named is not transports.startswith("^") and bool({"all", "memory"} & set(devices.split(",")))
 
 
@@ -170,6 +236,6 @@ def _compiled() -> Native | None:
         log.warning("memory of other processes is read by NIXL, and checked afterwards: %s", error)
         return None
     pointer, long = ctypes.c_void_p, ctypes.c_long
-    function.argtypes = [ctypes.c_int, pointer, long, long, pointer, long, pointer, ctypes.c_uint64, pointer]
+    function.argtypes = [ctypes.c_int, long, pointer, long, long, pointer, long, pointer, ctypes.c_uint64, pointer]
     function.restype = ctypes.c_int
     return function

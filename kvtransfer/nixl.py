@@ -16,7 +16,7 @@ import time
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from kvtransfer.cross_memory import LANE, Attached, attach, own_address, prepare
+from kvtransfer.cross_memory import Attached, FilePool, attach, own_address, prepare
 from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError, TransportUnavailable
 from kvtransfer.fingerprint import Folding
 from kvtransfer.nixl_agent import Endpoint, Memory, make_agent, module, parse_endpoint
@@ -26,6 +26,7 @@ from kvtransfer.transport import (
     MAX_POSTED_BYTES,
     AnyPool,
     Peer,
+    Pool,
     Read,
     Span,
     Transport,
@@ -98,11 +99,12 @@ class NixlTransport(Transport):
                 f"NIXL cannot register {memory.num_bytes} bytes of {memory.kind}: {error}"
             ) from error
         self._thread.start()
-        process = None
-        if memory.kind == "DRAM":
+        process = file = None
+        if isinstance(pool, Pool):
             process = own_address()
+            file = pool.file.address if pool.file is not None else None
             prepare()
-        return Endpoint(memory, self._agent.get_agent_metadata(), process).to_bytes()
+        return Endpoint(memory, self._agent.get_agent_metadata(), process, file).to_bytes()
 
     def connect(self, endpoint: bytes) -> NixlPeer:
         parsed = parse_endpoint(endpoint)
@@ -120,9 +122,10 @@ class NixlTransport(Transport):
         """From main memory to main memory of one host, where those lanes are not refused."""
         if endpoint.process is None or endpoint.memory.kind != "DRAM" or self._memory.kind != "DRAM":
             return None
-        if not self._strict.allows(LANE):
-            return None
-        return attach(endpoint.process)
+        pool = None
+        if endpoint.file is not None:
+            pool = FilePool(endpoint.file, endpoint.memory.base, endpoint.memory.num_bytes)
+        return attach(endpoint.process, pool, self._strict.allows)
 
     def _add_remote(self, metadata: bytes) -> str:
         bindings = module("_bindings")

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from kvtransfer.cross_memory import ProcessAddress
 from kvtransfer.errors import EndpointMismatch
+from kvtransfer.memory_file import FileAddress
 from kvtransfer.transport import AnyPool, DevicePool
 
 FORMAT = "tandem-nixl-1"
@@ -81,9 +82,13 @@ class Endpoint:
     """NIXL's."""
     process: ProcessAddress | None = None
     """For those on the same host, of a pool in main memory."""
+    file: FileAddress | None = None
+    """What that pool is, if they may map it."""
 
     def to_bytes(self) -> bytes:
         where = {"process": self.process.fields()} if self.process is not None else {}
+        if self.file is not None:
+            where["file"] = self.file.fields()
         metadata = b64encode(self.metadata).decode()
         return json.dumps({"format": FORMAT, **self.memory.fields(), **where, "metadata": metadata}).encode()
 
@@ -98,6 +103,7 @@ def parse_endpoint(endpoint: bytes) -> Endpoint:
         kind, device = fields.get("kind", "DRAM"), fields.get("device", 0)
         metadata = b64decode(fields["metadata"], validate=True)
         process = ProcessAddress.parse(fields["process"]) if "process" in fields else None
+        file = FileAddress.parse(fields["file"]) if "file" in fields else None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise EndpointMismatch("not an endpoint of the nixl transport") from error
     for name, value in (("base", base), ("bytes", num_bytes)):
@@ -107,4 +113,4 @@ def parse_endpoint(endpoint: bytes) -> Endpoint:
         raise EndpointMismatch(f"the endpoint's {num_bytes} bytes at {base} are beyond any address")
     if kind not in ("DRAM", "VRAM") or type(device) is not int or not 0 <= device < 1 << 16:
         raise EndpointMismatch(f"the endpoint's memory is {kind!r} of device {device!r}")
-    return Endpoint(Memory(base, num_bytes, kind, device), metadata, process)
+    return Endpoint(Memory(base, num_bytes, kind, device), metadata, process, file)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.fingerprint import Folding
+from kvtransfer.memory_file import MemoryFile
 
 Found = NDArray[np.uint64] | None
 """What a read found on the way: the fingerprint of each part it brought, or None where it did not look."""
@@ -45,6 +46,8 @@ class Pool:
 
     memory: NDArray[np.uint8]
     owner: Any = None
+    file: MemoryFile | None = None
+    """What the memory is, from its beginning on, where other processes of this host may map it."""
 
     @property
     def num_bytes(self) -> int:

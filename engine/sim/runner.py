@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.layout import KvLayout
-from engine.memory import huge_memory
+from engine.memory import pool_memory
 from engine.model_dir import ModelDir
 from engine.runner import ModelInfo, Runner
 from engine.sim.states import choice_token, likeliest, prompt_logprob, state_after, states_of, token_of, token_of_all
@@ -39,11 +39,12 @@ class SimRunner(Runner):
         weights_fingerprint: bytes = b"sim",
         timing: StepTiming = AT_ONCE,
         reads_all: bool = True,
+        pool_in_file: bool = False,
     ) -> None:
         assert layout.head_bytes % (8 * layout.block_tokens) == 0
         self.layout = layout
         self.info = ModelInfo(weights_fingerprint, vocab_size, max_context_tokens, eos_token_ids=frozenset())
-        self.pool = Pool(_memory(num_blocks * layout.block_bytes).reshape(num_blocks, -1))
+        self.pool = _pool(num_blocks, layout.block_bytes, pool_in_file)
         self.timing = timing
         self._reads_all = reads_all
         self._root = int.from_bytes(layout.fingerprint(weights_fingerprint)[:8], "little")
@@ -115,6 +116,7 @@ def sim_runner(
     timing: StepTiming = AT_ONCE,
     block_kib: int = 2,
     reads_all: bool = True,
+    pool_in_file: bool = False,
 ) -> SimRunner:
     """A runner that stands for the model in a directory: its vocabulary, context and weights' fingerprint. 16 tokens
     have `block_kib` of KV."""
@@ -128,9 +130,12 @@ def sim_runner(
         weights_fingerprint=model_dir.config_fingerprint(),
         timing=timing,
         reads_all=reads_all,
+        pool_in_file=pool_in_file,
     )
 
 
-def _memory(num_bytes: int) -> NDArray[np.uint8]:
+def _pool(num_blocks: int, block_bytes: int, in_file: bool) -> Pool:
     """Zeroed."""
-    return huge_memory(num_bytes) if num_bytes >= LARGE_BYTES else np.zeros(num_bytes, np.uint8)
+    if in_file or num_blocks * block_bytes >= LARGE_BYTES:
+        return pool_memory(num_blocks, block_bytes, in_file)
+    return Pool(np.zeros((num_blocks, block_bytes), np.uint8))

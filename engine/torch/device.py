@@ -8,15 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.errors import EngineStartError
 from engine.layout import KvLayout
-from engine.torch.memory import huge_tensor
-from kvtransfer.transport import AnyPool, DevicePool, Pool
+from engine.memory import pool_memory
+from kvtransfer.transport import AnyPool, DevicePool
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -59,8 +57,9 @@ class KvMemory:
         return blocks
 
 
-def allocate(layout: KvLayout, num_blocks: int, device: torch.device) -> KvMemory:
-    """Zeroed memory for `num_blocks` blocks. Raises EngineStartError when the GPU has not that much."""
+def allocate(layout: KvLayout, num_blocks: int, device: torch.device, in_file: bool = False) -> KvMemory:
+    """Zeroed memory for `num_blocks` blocks; main memory as `pool_memory` says. Raises EngineStartError when the GPU
+    has not that much."""
     on_gpu = device.type == "cuda"
     count = num_blocks + on_gpu
     shape: tuple[int, ...] = (count, layout.kv_heads, layout.layers, 2, layout.block_tokens, layout.head_dim)
@@ -68,9 +67,8 @@ def allocate(layout: KvLayout, num_blocks: int, device: torch.device) -> KvMemor
     if layout.quantised:
         shape, dtype = (*shape[:4], layout.block_tokens * layout.vector_bytes), torch.uint8
     if not on_gpu:
-        memory = huge_tensor(num_blocks * layout.block_bytes)
-        bytes_view: NDArray[np.uint8] = memory.view(num_blocks, -1).numpy()
-        return KvMemory(Pool(bytes_view, owner=memory), memory.view(dtype).view(shape))
+        in_main_memory = pool_memory(num_blocks, layout.block_bytes, in_file)
+        return KvMemory(in_main_memory, torch.from_numpy(in_main_memory.memory).view(dtype).view(shape))
     try:
         tensor = torch.zeros(shape, dtype=dtype, device=device)
     except torch.cuda.OutOfMemoryError as error:

@@ -33,13 +33,15 @@ class PagedModel:
         backend: Backend,
         device: torch.device,
         ranks: int = 1,
+        in_file: bool = False,
     ) -> None:
-        """`model` and `layout` are what one of so many tensor-parallel ranks has of them."""
+        """`model` and `layout` are what one of so many tensor-parallel ranks has of them. `in_file`: see
+        `pool_memory`."""
         self.model = model
         self.layout = layout
         self.num_blocks = num_blocks
         self._computing = False
-        self.memory: KvMemory = allocate(layout, num_blocks, device)
+        self.memory: KvMemory = allocate(layout, num_blocks, device, in_file)
         joined = join(model, self.memory.tensor, layout, backend, ranks)
         self.backend, self._attention = joined.backend, joined.attention
         self.argmax, self._last_rows = joined.argmax, joined.last_rows

@@ -50,10 +50,12 @@ class TorchRunner(Runner):
         draft: Path | None = None,
         variant: Variant = AS_SAVED,
         place: Place | None = None,
+        pool_in_file: bool = False,
     ) -> None:
         """`source` is a model directory; of a built model `dtype` is what it has, and its weights stay as they are.
         `draft`: the directory of a model that guesses for it. `place`: this is one of several tensor-parallel ranks,
-        with its shard of the model and its part of each KV block; `kv_bytes` are of all of them together."""
+        with its shard of the model and its part of each KV block; `kv_bytes` are of all of them together.
+        `pool_in_file`: see `belongs_in_file`."""
         self.device = choose_device(device, place.rank if place is not None else None)
         group = RankGroup(place, self.device) if place is not None else None
         self._grammars: Grammars | None = None
@@ -76,7 +78,9 @@ class TorchRunner(Runner):
         if num_blocks < 1:
             raise EngineStartError("kv_memory_mib", f"less than one KV block of {self.layout.block_bytes} bytes")
         ranks = group.size if group is not None else 1
-        paged = self.paged = PagedModel(self._model, part, self.info, num_blocks, backend, self.device, ranks)
+        paged = self.paged = PagedModel(
+            self._model, part, self.info, num_blocks, backend, self.device, ranks, pool_in_file
+        )
         self.pool, self.backend = paged.memory.pool, paged.backend
         self._blocks = paged.memory.byte_blocks
         self._device_fingerprints = TensorFingerprints(self._blocks, part.kv_heads) if self._on_gpu else None

@@ -42,7 +42,7 @@ def open_core(
     return EngineCore(runner, transport, limits, emit, wake, tiers, speculator=speculator, others=others)
 
 
-def open_sim_runner(config: WorkerConfig) -> SimRunner:
+def open_sim_runner(config: WorkerConfig, pool_in_file: bool = False) -> SimRunner:
     return sim_runner(
         config.model,
         config.block_tokens,
@@ -50,6 +50,7 @@ def open_sim_runner(config: WorkerConfig) -> SimRunner:
         config.sim_timing(),
         config.sim_block_kib,
         reads_all=config.sim_reads == "all",
+        pool_in_file=pool_in_file,
     )
 
 

@@ -20,6 +20,7 @@ from cluster.garbage import spare_the_started
 from cluster.logs import set_up
 from engine.core import EngineCore
 from engine.errors import EngineStartError, RankLost
+from engine.memory import belongs_in_file
 from engine.messages import FromEngine, StartFailed, ToEngine
 from engine.parallel.runner import ParallelRunner
 from engine.runner import Runner
@@ -215,7 +216,7 @@ def _make_runner(spec: EngineSpec, ranks: Ranks | None) -> Runner:
     """Bound to its cores."""
     config, draft, variant = spec.config, draft_of(spec), spec.config.variant()
     if config.engine == "sim":
-        return open_sim_runner(config)
+        return open_sim_runner(config, belongs_in_file(spec.role))
     if ranks is not None:
         own = open_rank(RankSpec(spec, 0, ranks.meeting))
         ranks.met()
@@ -227,7 +228,15 @@ def _make_runner(spec: EngineSpec, ranks: Ranks | None) -> Runner:
 
     set_threads(num_threads(config))
     runner = TorchRunner(
-        config.model, config.dtype, config.block_tokens, config.kv_bytes, config.backend, config.device, draft, variant
+        config.model,
+        config.dtype,
+        config.block_tokens,
+        config.kv_bytes,
+        config.backend,
+        config.device,
+        draft,
+        variant,
+        pool_in_file=belongs_in_file(spec.role),
     )
     if num_threads(config) == len(own_cores := config.cores or ()):
         runner.bind(own_cores, config.shared_cores)

@@ -21,6 +21,7 @@ from cluster.garbage import spare_the_started
 from cluster.logs import set_up
 from engine.errors import EngineStartError
 from engine.lending.landing import Landing, OwnRank
+from engine.memory import belongs_in_file
 from engine.parallel.messages import (
     BEAT_S,
     Answer,
@@ -177,6 +178,7 @@ def open_rank(spec: RankSpec) -> "TorchRunner":
         config.device,
         variant=config.variant(),
         place=place,
+        pool_in_file=belongs_in_file(spec.engine.role),
     )
     own = config.cores or ()
     if num_threads(config) == len(own):

@@ -1,7 +1,8 @@
-// Reads another process's memory by Linux's cross-memory attach, and fingerprints what passes.
+// Reads another process's memory, and fingerprints what passes.
 //
-// The kernel copies page by page, which no CPU prefetches across. So it copies into a small buffer that stays in this
-// core's cache; from there words go to where they belong and into their sums, for next to nothing.
+// Memory that is mapped here is read as one's own is. Any other the kernel copies, by its cross-memory attach, page by
+// page, which no CPU prefetches across. So it copies into a small buffer that stays in this core's cache; from there
+// words go to where they belong and into their sums.
 
 #include <sys/uio.h>
 #include <unistd.h>
@@ -10,6 +11,7 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstdlib>
+#include <cstring>
 
 #include "fold.h"
 
@@ -52,7 +54,10 @@ class Folder {
   public:
     Folder(const Folding& folding, uint64_t* out) : folding_(folding), total_(folding.zero), out_(out) {}
 
-    void take(const uint64_t* words, uint64_t* to, long count) {
+    void take(const char* from, char* into, long bytes) {
+        const uint64_t* words = reinterpret_cast<const uint64_t*>(from);
+        uint64_t* to = reinterpret_cast<uint64_t*>(into);
+        long count = bytes / static_cast<long>(sizeof(uint64_t));
         while (count) {
             const long in_page = word_ % folding_.page_words;
             const long n = std::min({count, folding_.page_words - in_page, folding_.words - word_});
@@ -118,23 +123,32 @@ int read_folding(int pid, const Span* spans, long count, Folder& folder) {
         const iovec to = {buffer, static_cast<size_t>(bytes)};
         if (const int error = copy(pid, &to, 1, from, n, bytes)) return error;
         const char* words = buffer;
-        for (int i = 0; i < n; words += pieces[i++].length)
-            folder.take(reinterpret_cast<const uint64_t*>(words), reinterpret_cast<uint64_t*>(pieces[i].to),
-                        pieces[i].length / static_cast<long>(sizeof(uint64_t)));
+        for (int i = 0; i < n; words += pieces[i++].length) folder.take(words, pieces[i].to, pieces[i].length);
+    }
+    return 0;
+}
+
+int read_mapped(long shift, const Span* spans, long count, Folder* folder) {
+    for (long i = 0; i < count; i++) {
+        const auto& [to, at, length] = spans[i];
+        if (folder)
+            folder->take(at + shift, to, length);
+        else
+            std::memcpy(to, at + shift, length);
     }
     return 0;
 }
 
 }  // namespace
 
-// spans: [count, 3] of (own address, address in process `pid`, bytes). With `words`, the spans are parts of `words`
-// words each, one after the other, and out has a fingerprint of each. Returns 0 or an errno; then what was written is
-// anything.
-extern "C" int tandem_read_memory(int pid, const Span* spans, long count, long words, const uint64_t* page,
+// spans: [count, 3] of (own address, address in process `pid`, bytes). Without a `pid`, what they name there is mapped
+// here, `shift` bytes further on. With `words`, the spans are parts of `words` words each, one after the other, and out
+// has a fingerprint of each. Returns 0 or an errno; then what was written is anything.
+extern "C" int tandem_read_memory(int pid, long shift, const Span* spans, long count, long words, const uint64_t* page,
                                   long page_words, const uint64_t* chunks, uint64_t zero, uint64_t* out) {
-    if (!words) return read_plain(pid, spans, count);
+    if (!words) return pid ? read_plain(pid, spans, count) : read_mapped(shift, spans, count, nullptr);
     Folder folder({words, page, page_words, chunks, zero}, out);
-    const int error = read_folding(pid, spans, count, folder);
+    const int error = pid ? read_folding(pid, spans, count, folder) : read_mapped(shift, spans, count, &folder);
 #ifdef __SSE2__
     _mm_sfence();  // streamed words are there for whoever hears that the read is over
 #endif

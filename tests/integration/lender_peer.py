@@ -1,16 +1,18 @@
 """A process whose pool others read: `python lender_peer.py NAME SEED NUM_BYTES [TRANSPORT]`.
 
-Prints its endpoint as one line of JSON, then answers every line on standard input with the same line. Ends with
-its standard input, or with its parent.
+Where LENDER_IN_FILE is set, its pool is a file that they may map. Prints its endpoint as one line of JSON, then answers
+every line on standard input with the same line. Ends with its standard input, or with its parent.
 """
 
 import ctypes
 import json
+import os
 import signal
 import sys
 
 import numpy as np
 
+from kvtransfer.memory_file import MemoryFile
 from kvtransfer.registry import open_transport
 from kvtransfer.transport import Pool
 
@@ -26,7 +28,12 @@ def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     name, seed, num_bytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     transport = open_transport(sys.argv[4] if len(sys.argv) > 4 else "nixl", name)
-    endpoint = transport.register(Pool(contents(seed, num_bytes).reshape(1, -1)))
+    pool = Pool(contents(seed, num_bytes).reshape(1, -1))
+    if "LENDER_IN_FILE" in os.environ:
+        file = MemoryFile(num_bytes)
+        file.memory[:] = pool.memory[0]
+        pool = Pool(file.memory.reshape(1, -1), file=file)
+    endpoint = transport.register(pool)
     print(json.dumps({"endpoint": endpoint.decode()}), flush=True)
     for line in sys.stdin:
         print(line, end="", flush=True)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvtransfer.cross_memory import ATTACHED, MAPPED
 from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError
 from kvtransfer.fingerprint import Folding, fingerprint_blocks
 from kvtransfer.nixl import SMALL_BYTES, NixlTransport
@@ -49,6 +50,11 @@ def lenders() -> Iterator[list[ProcessLender]]:
 
 
 @pytest.fixture(scope="module")
+def file_lenders() -> Iterator[list[ProcessLender]]:
+    yield from start_lenders("nixl", LENDER_IN_FILE="1")
+
+
+@pytest.fixture(scope="module")
 def ucxx_lenders() -> Iterator[list[ProcessLender]]:
     yield from start_lenders("ucxx")
 
@@ -74,15 +80,17 @@ def ucxx_world(ucxx_lenders: list[ProcessLender]) -> Iterator[UcxxWorld]:
     made.close()
 
 
-@pytest.fixture(params=["local", "nixl", "nixl-itself", "ucxx", "ucxx-tcp"])
+@pytest.fixture(params=["local", "nixl", "nixl-mapped", "nixl-itself", "ucxx", "ucxx-tcp"])
 def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     made: World
     if request.param == "local":
         made = LocalWorld()
     elif request.param == "nixl":
         made = NixlWorld(request.getfixturevalue("lenders"))
+    elif request.param == "nixl-mapped":
+        made = NixlWorld(request.getfixturevalue("file_lenders"), LENDER_IN_FILE="1")
     elif request.param == "nixl-itself":  # as from another host, or another container
-        monkeypatch.setattr("kvtransfer.nixl.attach", lambda address: None)
+        monkeypatch.setattr("kvtransfer.nixl.attach", lambda *_: None)
         made = NixlWorld(request.getfixturevalue("lenders"))
     elif request.param == "ucxx":
         made = UcxxWorld(request.getfixturevalue("ucxx_lenders"))
@@ -284,18 +292,20 @@ def test_an_endpoint_of_another_format_is_refused(world: World) -> None:
             ("process", value)
             for value in (1, [], {}, {"host": "here", "pid": -1, "secret_at": 1, "secret": "00" * 16})
         ],
+        *[("file", value) for value in (1, [], {}, {"descriptor": -1, "secret": "00" * 16})],
     ],
 )
 def test_an_endpoint_of_nixl_with_a_bad_field(
-    nixl_world: NixlWorld, lenders: list[ProcessLender], field: str, value: Any
+    nixl_world: NixlWorld, file_lenders: list[ProcessLender], field: str, value: Any
 ) -> None:
-    fields = json.loads(lenders[0].endpoint)
+    good = file_lenders[0].endpoint
+    fields = json.loads(good)
     del fields[field]
     if value is not None:
         fields[field] = value
     with pytest.raises(EndpointMismatch):
         nixl_world.reader.connect(json.dumps(fields).encode())
-    nixl_world.done(nixl_world.reader.read(nixl_world.reader.connect(lenders[0].endpoint), [Span(0, 0, BLOCK)]))
+    nixl_world.done(nixl_world.reader.read(nixl_world.reader.connect(good), [Span(0, 0, BLOCK)]))
 
 
 @pytest.mark.parametrize(
@@ -468,6 +478,26 @@ def test_reads_from_many_threads_while_it_closes_are_all_settled(world: World) -
             read.result(TIMEOUT_S)
         except (CancelledError, TransferError):
             continue
+
+
+def test_lanes_within_one_host(lenders: list[ProcessLender], file_lenders: list[ProcessLender]) -> None:
+    """What may be mapped is; a file that is another one by now is nobody's, and its process is read without it."""
+    reader = NixlTransport("lanes")
+    reader.register(Pool(np.zeros((1, BLOCK), np.uint8)))
+    fields = json.loads(file_lenders[1].endpoint)
+    fields["file"]["secret"] = "00" * 16
+    another = json.dumps(fields).encode()
+    try:
+        for endpoint, lane in [
+            (lenders[0].endpoint, ATTACHED),
+            (file_lenders[0].endpoint, MAPPED),
+            (another, ATTACHED),
+        ]:
+            peer = reader.connect(endpoint)
+            reader.read(peer, [Span(0, 0, BLOCK)]).result(TIMEOUT_S)
+            assert peer.lanes == (lane,)
+    finally:
+        reader.close()
 
 
 @pytest.mark.parametrize("num_bytes", [BLOCK, 2 * SMALL_BYTES], ids=["on the caller's thread", "on the transport's"])

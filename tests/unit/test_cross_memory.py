@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer import cross_memory
-from kvtransfer.cross_memory import LANE, Attached, ProcessAddress, attach, own_address
+from kvtransfer.cross_memory import ATTACHED, MAPPED, Attached, FilePool, ProcessAddress, attach, own_address
 from kvtransfer.errors import PeerGone, TransferError
 from kvtransfer.fingerprint import Folding
+from kvtransfer.memory_file import MemoryFile
 from kvtransfer.transport import Span
 
 CHILD = """
@@ -23,7 +24,10 @@ from kvtransfer.cross_memory import own_address
 print(json.dumps(own_address().fields()), flush=True)
 sys.stdin.read()
 """
-MEMORY = np.random.default_rng(5).integers(0, 256, 3 << 20, np.uint8)
+FILE = MemoryFile(3 << 20)
+MEMORY = FILE.memory
+MEMORY[:] = np.random.default_rng(5).integers(0, 256, MEMORY.nbytes, np.uint8)
+POOL = FilePool(FILE.address, MEMORY.ctypes.data, MEMORY.nbytes)
 UNTOUCHED = 0xEE
 
 
@@ -33,8 +37,8 @@ def address() -> ProcessAddress:
     return own
 
 
-def attached() -> Attached:
-    own = attach(address())
+def attached(mapped: bool = False) -> Attached:
+    own = attach(address(), POOL if mapped else None)
     assert own is not None
     return own
 
@@ -54,9 +58,9 @@ def reads(draw: st.DrawFn) -> tuple[int, int, list[tuple[int, int, int]]]:
     return words, draw(st.sampled_from([0, 8, 16, 40])), draw(st.permutations(spans))
 
 
-@given(reads(), st.booleans())
+@given(reads(), st.booleans(), st.booleans())
 def test_what_is_read_is_there_with_its_fingerprints_and_nothing_else_changes(
-    read: tuple[int, int, list[tuple[int, int, int]]], folds: bool
+    read: tuple[int, int, list[tuple[int, int, int]]], folds: bool, mapped: bool
 ) -> None:
     words, shift, parts = read
     part_bytes = 8 * words
@@ -71,7 +75,7 @@ def test_what_is_read_is_there_with_its_fingerprints_and_nothing_else_changes(
         expected[first + to * part_bytes :][: source.nbytes] = source
         found += folding.of(source.view(np.uint64).reshape(count, words)).tolist()
         spans.append(Span(own.ctypes.data + to * part_bytes, MEMORY.ctypes.data + at * part_bytes, source.nbytes))
-    said = attached().read(spans, folding if folds else None)
+    said = attached(mapped).read(spans, folding if folds else None)
     assert np.array_equal(raw, expected)
     if folds:
         assert said is not None
@@ -80,11 +84,12 @@ def test_what_is_read_is_there_with_its_fingerprints_and_nothing_else_changes(
         assert said is None
 
 
-def test_lanes_are_known_after_the_first_read() -> None:
-    process, own = attached(), np.zeros(64, np.uint8)
+@pytest.mark.parametrize(("mapped", "lane"), [(False, ATTACHED), (True, MAPPED)])
+def test_lanes_are_known_after_the_first_read(mapped: bool, lane: str) -> None:
+    process, own = attached(mapped), np.zeros(64, np.uint8)
     assert process.lanes == ()
     process.read([Span(own.ctypes.data, MEMORY.ctypes.data, 64)])
-    assert process.lanes == (LANE,)
+    assert process.lanes == (lane,)
 
 
 @pytest.mark.parametrize("folding", [None, Folding(8)])
@@ -111,29 +116,46 @@ def test_who_is_not_here_or_not_the_one_is_not_attached_to(change: dict[str, obj
 
 
 @pytest.mark.parametrize(
-    ("ucx_tls", "may"),
+    ("ucx_tls", "lane"),
     [
-        ("all", True),
-        ("tcp,cma", True),
-        ("shm", True),
-        ("sm,self", True),
-        ("tcp", False),
-        ("rc,cuda_copy", False),
-        ("^tcp", True),
-        ("^cma", False),
-        ("^sm", False),
-        ("\\cma,tcp", True),
-        ("^\\cma", False),
-        ("", False),
+        ("all", MAPPED),
+        ("tcp,cma", ATTACHED),
+        ("tcp,posix", MAPPED),
+        ("mm", MAPPED),
+        ("shm", MAPPED),
+        ("sm,self", MAPPED),
+        ("tcp", None),
+        ("rc,cuda_copy", None),
+        ("^tcp", MAPPED),
+        ("^cma", MAPPED),
+        ("^posix", ATTACHED),
+        ("^cma,mm", None),
+        ("^sm", None),
+        ("\\cma,tcp", ATTACHED),
+        ("^\\cma,\\posix", None),
+        ("", None),
     ],
 )
-def test_it_is_done_where_ucx_would(ucx_tls: str, may: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_done_where_ucx_would(ucx_tls: str, lane: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> str | None:
+        if (process := attach(address(), POOL)) is None:
+            return None
+        own = np.zeros(8, np.uint8)
+        process.read([Span(own.ctypes.data, MEMORY.ctypes.data, 8)])
+        return process.lanes[0]
+
     monkeypatch.setenv("UCX_TLS", ucx_tls)
-    assert (attach(address()) is not None) is may
+    assert found() == lane
     monkeypatch.setenv("UCX_SHM_DEVICES", "")
-    assert attach(address()) is None
+    assert found() is None
     monkeypatch.setenv("UCX_SHM_DEVICES", "memory,other")
-    assert (attach(address()) is not None) is may
+    assert found() == lane
+
+
+@pytest.mark.parametrize("allowed", [{MAPPED, ATTACHED}, {ATTACHED}, {MAPPED}, set()])
+def test_only_lanes_that_are_allowed(allowed: set[str]) -> None:
+    assert (attach(address(), None, allowed.__contains__) is not None) is (ATTACHED in allowed)
+    assert (attach(address(), POOL, allowed.__contains__) is not None) is bool(allowed)
 
 
 def test_without_a_compiler_it_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,152 @@
+"""Memory that others may map: this process's own, and that of a child that ends."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from engine.memory import belongs_in_file, pool_memory
+from kvtransfer.cross_memory import FilePool, ProcessAddress, attach
+from kvtransfer.errors import PeerGone, TransferError
+from kvtransfer.memory_file import FileAddress, MappedFile, MemoryFile
+from kvtransfer.transport import Span
+
+NUM_BYTES = 3 << 20
+CHILD = f"""
+import json, sys
+from kvtransfer.cross_memory import own_address
+from kvtransfer.memory_file import MemoryFile
+file = MemoryFile({NUM_BYTES})
+file.memory[:] = 7
+process, address = own_address().fields(), file.address.fields()
+print(json.dumps([process, address, file.memory.ctypes.data]), flush=True)
+sys.stdin.read()
+"""
+
+
+def num_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def num_mapped() -> int:
+    return Path("/proc/self/maps").read_text().count("tandem-kv")
+
+
+def test_what_is_written_is_seen_by_who_has_mapped_it() -> None:
+    file = MemoryFile(NUM_BYTES)
+    assert not file.memory.any()
+    assert file.memory.nbytes == NUM_BYTES
+    mapped = MappedFile(os.getpid(), file.address, NUM_BYTES)
+    seen = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * NUM_BYTES).from_address(mapped.base))
+    file.memory[:] = np.arange(NUM_BYTES, dtype=np.uint8)
+    assert np.array_equal(seen, file.memory)
+
+
+def test_nobody_can_make_it_smaller_or_larger() -> None:
+    file = MemoryFile(NUM_BYTES)
+    for size in (0, NUM_BYTES, 2 * NUM_BYTES):
+        with pytest.raises(PermissionError):
+            os.ftruncate(file.address.descriptor, size)
+
+
+def test_it_is_gone_with_the_last_who_knows_of_it() -> None:
+    before = num_files(), num_mapped()
+    file = MemoryFile(NUM_BYTES)
+    mapped = MappedFile(os.getpid(), file.address, NUM_BYTES)
+    assert num_mapped() == before[1] + 2
+    del file, mapped
+    assert (num_files(), num_mapped()) == before
+
+
+def test_another_file_with_its_number_is_refused(tmp_path: Path) -> None:
+    def refused(descriptor: int, num_bytes: int = NUM_BYTES, secret: bytes = bytes(16)) -> None:
+        before = num_files()
+        with pytest.raises((OSError, TransferError)):
+            MappedFile(os.getpid(), FileAddress(descriptor, secret), num_bytes)
+        assert num_files() == before
+
+    file = MemoryFile(NUM_BYTES)
+    ordinary = os.open(tmp_path / "ordinary", os.O_CREAT | os.O_RDWR)
+    os.ftruncate(ordinary, NUM_BYTES + 16)
+    unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, NUM_BYTES + 16)
+    pipe = os.pipe()
+    closed = os.dup(0)
+    os.close(closed)
+    for descriptor in (ordinary, unsealed, *pipe, closed):
+        refused(descriptor)
+    refused(file.address.descriptor)
+    refused(file.address.descriptor, NUM_BYTES - 1, file.address.secret)
+    MappedFile(os.getpid(), file.address, NUM_BYTES)
+    for descriptor in (ordinary, unsealed, *pipe):
+        os.close(descriptor)
+
+
+def test_the_memory_of_a_process_that_has_ended_is_given_back() -> None:
+    """It would be there for as long as somebody has it mapped, though nobody reads it any more."""
+    before = num_mapped()
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        process, address, base = json.loads(child.stdout.readline())
+        pool = FilePool(FileAddress.parse(address), base, NUM_BYTES)
+        attached, own = attach(ProcessAddress.parse(process), pool), np.zeros(64, np.uint8)
+        assert attached is not None
+        attached.read([Span(own.ctypes.data, base + NUM_BYTES - 64, 64)])
+        assert own.tolist() == [7] * 64
+        assert num_mapped() == before + 1
+        child.kill()
+    give_up_at = time.monotonic() + 20
+    while num_mapped() > before:
+        assert time.monotonic() < give_up_at, "what it had is still mapped"
+        time.sleep(0.002)
+    with pytest.raises(PeerGone):
+        attached.read([Span(own.ctypes.data, base, 64)])
+    assert attach(ProcessAddress.parse(process), pool) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("descriptor", value) for value in (-1, "1", 1.0, True, 1 << 31, None)],
+        *[("secret", value) for value in ("", "00", "zz" * 16, 1, None)],
+    ],
+)
+def test_an_address_with_a_bad_field(field: str, value: object) -> None:
+    address = FileAddress(5, bytes(range(16)))
+    assert FileAddress.parse(address.fields()) == address
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        FileAddress.parse(address.fields() | {field: value})
+
+
+def test_a_pool_is_in_a_file_where_there_can_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = pool_memory(3, 4096, in_file=True)
+    assert pool.memory.shape == (3, 4096)
+    assert pool.file is not None
+    assert pool.memory.ctypes.data == pool.file.memory.ctypes.data
+    assert pool_memory(3, 4096, in_file=False).file is None
+
+    def refuse(*_: object) -> int:
+        raise OSError("not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    pool = pool_memory(3, 4096, in_file=True)
+    assert pool.file is None
+    assert not pool.memory.any()
+
+
+@pytest.mark.parametrize(
+    ("setting", "huge"), [("always within_size advise [never] deny force", False), ("always [advise] never", True)]
+)
+def test_a_decode_workers_pool_is_in_a_file_only_with_huge_pages(
+    setting: str, huge: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda _: setting)
+    assert belongs_in_file("decode") is huge
+    assert belongs_in_file("prefill")
