@@ -88,7 +88,7 @@ class Peer(ABC):
     @property
     @abstractmethod
     def lanes(self) -> tuple[str, ...]:
-        """What the bytes really travel over, such as "cma/memory"; empty before the first read."""
+        """What the bytes really travel over, such as "posix/memory"; empty before the first read."""
 
 
 class Transport(ABC):

@@ -865,7 +865,7 @@ class KvReceipt(_message.Message):
     @_builtins.property
     def ucx_transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The lanes that reads from this lender use, by UCX's own account and in its names, such as "rc_mlx5/mlx5_0:1";
-        "cma/memory" also where `nixl` itself read from main memory of the same host.
+        "posix/memory" and "cma/memory" also where `nixl` itself read from main memory of the same host.
         """
 
     def __init__(

@@ -119,11 +119,13 @@ def check_shared_memory(machine: Machine, num_workers: int) -> list[Finding]:
 
 
 def check_ptrace(machine: Machine, config: WorkerConfig) -> list[Finding]:
-    """NIXL reads the memory of another process of this host (CMA), which the kernel allows as it allows ptrace."""
+    """Memory of another process of this host that is not in a file is read by CMA, which the kernel allows as it allows
+    ptrace."""
     scope = machine.ptrace_scope
     if scope and config.transport == "nixl":
-        advice = "sysctl kernel.yama.ptrace_scope=0, or the capability SYS_PTRACE; else workers of one host use TCP"
-        return [Finding("ptrace scope", "warning", f"{scope}: no reading of other processes' memory", advice)]
+        advice = "sysctl kernel.yama.ptrace_scope=0, or the capability SYS_PTRACE; else TCP is used where blocks of a "
+        advice += "decode worker are wanted on the same host"
+        return [Finding("ptrace scope", "warning", f"{scope}: no reading of other processes' private memory", advice)]
     return [Finding("ptrace scope", "ok", "not restricted" if not scope else f"{scope}; {config.transport} needs none")]
 
 

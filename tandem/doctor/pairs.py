@@ -122,7 +122,7 @@ def better_lanes(machine: Machine, config: WorkerConfig, across_hosts: bool = Fa
         return GROUPS["rdma"] if machine.host.active_rdma else ()
     if config.transport == "nixl":
         on_gpu = bool(machine.torch_gpus) and config.device != "cpu"
-        return ("cuda_ipc",) if on_gpu else () if machine.ptrace_scope else ("cma",)
+        return ("cuda_ipc",) if on_gpu else ("posix",)
     return GROUPS["rdma"] if machine.host.active_rdma else ()
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.memory import pool_memory
 from kvtransfer.errors import TransferError
 from kvtransfer.registry import open_transport
 from kvtransfer.sysfs import use_nearest_nics
@@ -51,13 +52,13 @@ class PatternPool:
 
     def __init__(self, pattern: Bytes, gpu: bool) -> None:
         self._start = len(pattern)
-        contents = np.concatenate([pattern, np.zeros_like(pattern)])
         if gpu:
             from engine.torch.patterns import put_on_gpu
 
-            self.pool: Pool | DevicePool = put_on_gpu(contents)
+            self.pool: Pool | DevicePool = put_on_gpu(np.concatenate([pattern, np.zeros_like(pattern)]))
         else:
-            self.pool = Pool(contents.reshape(1, -1))
+            self.pool = pool_memory(1, 2 * len(pattern), in_file=True)  # as prefill workers have it
+            self.pool.memory[0, : len(pattern)] = pattern
 
     def clear(self) -> None:
         """Empty the room, so that what is found there has arrived since."""
