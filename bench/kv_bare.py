@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.rpc import Server
-from engine.memory import huge_memory
+from engine.memory import huge_memory, pool_memory
 from kvtransfer.nixl_agent import make_agent
 from kvtransfer.registry import open_transport
 from kvtransfer.transport import MAX_POSTED_BYTES, READ_BYTES, Pool, Span
@@ -98,7 +98,9 @@ def windows(spans: list[list[int]]) -> list[list[list[int]]]:
 
 def pool(transport: str, num_bytes: int) -> None:
     opened = open_transport(transport, f"bench-{os.getpid()}")
-    say(endpoint=opened.register(Pool(filled(num_bytes).reshape(1, -1))).decode())
+    lent = pool_memory(1, num_bytes, in_file=True)
+    lent.memory[:] = 1
+    say(endpoint=opened.register(lent).decode())
     sys.stdin.read()
     opened.close()
 
