@@ -43,8 +43,8 @@ def pool_memory(num_blocks: int, block_bytes: int, in_file: bool) -> Pool:
 
 
 def belongs_in_file(role: Role) -> bool:
-    """The KV pool of a worker of that role. Others on this host read blocks twice as fast then. But on most machines
-    files have small pages, which cost a decode step of many sequences 3 %, and prompts nothing."""
+    """The KV pool of a worker of that role. Others on this host read blocks in half to two thirds of the time then. But
+    on most machines files have small pages, which cost decode steps of many sequences 3 to 5 %, and prompts nothing."""
     return role == "prefill" or _files_have_huge_pages()
 
 
