@@ -1,5 +1,6 @@
 """Main memory for what is large."""
 
+import contextlib
 import logging
 import mmap
 from pathlib import Path
@@ -23,7 +24,7 @@ def huge_memory(num_bytes: int) -> NDArray[np.uint8]:
     For what is read at random: of 4 KiB pages, each would cost a walk of the page table.
     """
     memory = mmap.mmap(-1, num_bytes + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    with contextlib.suppress(AttributeError, OSError):  # a system or a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(memory, np.uint8)
     first = -array.ctypes.data % HUGE_BYTES
@@ -43,8 +44,9 @@ def pool_memory(num_blocks: int, block_bytes: int, in_file: bool) -> Pool:
 
 
 def belongs_in_file(role: Role) -> bool:
-    """The KV pool of a worker of that role. Others on this host read blocks in half to two thirds of the time then. But
-    on most machines files have small pages, which cost decode steps of many sequences 3 to 5 %, and prompts nothing."""
+    """The KV pool of a worker that starts in that role. Others on this host then read it in half to two thirds of the
+    time that the kernel's copy takes. But on most machines files have small pages, which cost decode steps of many
+    sequences 3 to 5 %, and prompts nothing."""
     return role == "prefill" or _files_have_huge_pages()
 
 

@@ -82,8 +82,9 @@ class Attached:
     """Another process of this host, whose memory this one may read. From any thread."""
 
     def __init__(self, process: ProcessAddress, native: Native, pool: FilePool | None = None) -> None:
-        """All of it, or of a `pool` in a file nothing else. Raises OSError when the process has ended, or TransferError
-        when it is another one; whether all its memory is that of another, `reads` says."""
+        """With a `pool`, to that alone. Raises OSError when the process has ended, TransferError when the pool is not
+        there. Without, to all its memory, and somebody must find out by `reads` whether it is the process that was
+        meant."""
         self._pid = process.pid
         self._pidfd = os.pidfd_open(process.pid)  # first: what is found out afterwards is true of whom it is about
         weakref.finalize(self, os.close, self._pidfd)
@@ -112,18 +113,22 @@ class Attached:
                 raise ValueError(f"spans of whole parts of {part_bytes} bytes, not {spans}")
             found = np.empty(sum(span.length for span in spans) // part_bytes, np.uint64)
             of = (*folding.arguments, found.ctypes.data)
-        pid, shift, mapped = self._pid, 0, self._mapped  # kept until it is read
-        if self._pool is not None:
-            if mapped is None or self._has_ended():
-                raise PeerGone(f"process {self._pid} has ended")
-            pid, shift = 0, mapped.base - self._pool.base
-        error = self._native(pid, shift, flat.buffer_info()[0], len(spans), *of)
+        error = self._copy(flat.buffer_info()[0], len(spans), *of)
         if error == ESRCH or self._has_ended():
             raise PeerGone(f"process {self._pid} has ended")
         if error:
             raise TransferError(f"the memory of process {self._pid} cannot be read: {os.strerror(error)}")
         self.lanes = (ATTACHED if self._pool is None else MAPPED,)
         return found
+
+    def _copy(self, *what: Any) -> int:
+        """0, or an errno. It raises nothing: what is mapped would be there for as long as anybody has the error."""
+        if self._pool is None:
+            return self._native(self._pid, 0, *what)
+        mapped = self._mapped  # it may be let go meanwhile
+        if mapped is None or self._has_ended():
+            return ESRCH
+        return self._native(0, mapped.base - self._pool.base, *what)
 
     def reads(self, address: int, expected: bytes) -> bool:
         """What is there is that. Raises TransferError."""
@@ -181,6 +186,7 @@ def own_address() -> ProcessAddress | None:
 def prepare() -> None:
     """Compile and load what reads, which takes a while once per machine, so that nobody waits for it later."""
     _compiled()
+    _endings()
 
 
 def attach(

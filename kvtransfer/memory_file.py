@@ -5,6 +5,7 @@ open or mapped. Nobody can make it smaller, so whoever has mapped it never meets
 secret behind what it holds, so that nothing else is mistaken for it that has its number later.
 """
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -47,20 +48,22 @@ class MemoryFile:
     """Of this process. Its descriptor is closed with the last who knows of it."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Raises OSError where there is no such thing."""
+        """Raises OSError where there is no such thing, or not so much memory."""
         if not hasattr(os, "memfd_create"):
             raise OSError("this system has no memory files")
+        # A file may be larger than memory, and who writes it then is killed: so ask for as much in the ordinary way.
+        mmap.mmap(-1, num_bytes + SECRET_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
         descriptor = os.memfd_create("tandem-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, descriptor)
         os.ftruncate(descriptor, num_bytes + SECRET_BYTES)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         mapped = mmap.mmap(descriptor, num_bytes + SECRET_BYTES)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(AttributeError, OSError):  # a system or a kernel without huge pages
             mapped.madvise(mmap.MADV_HUGEPAGE)  # of no effect where `shmem_enabled` is `never`
         self.address = FileAddress(descriptor, secrets.token_bytes(SECRET_BYTES))
         mapped[num_bytes:] = self.address.secret
         self.memory: NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)[:num_bytes]
-        """Zeroed; physical memory is taken when it is first written."""
+        """Zeroed; physical memory is taken when it is first written or, unlike ordinary memory, read."""
 
 
 class MappedFile:
@@ -68,8 +71,9 @@ class MappedFile:
 
     def __init__(self, pid: int, file: FileAddress, num_bytes: int) -> None:
         """Raises OSError when it may not be opened, TransferError when it is not the one."""
-        # Not waiting: whatever has that number by now may be a pipe.
-        descriptor = os.open(f"/proc/{pid}/fd/{file.descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        # Whatever has that number by now: a named pipe would have us wait, a terminal become ours.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+        descriptor = os.open(f"/proc/{pid}/fd/{file.descriptor}", flags)
         try:
             if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise TransferError(f"file {file.descriptor} of process {pid} might become smaller")

@@ -122,7 +122,8 @@ def better_lanes(machine: Machine, config: WorkerConfig, across_hosts: bool = Fa
         return GROUPS["rdma"] if machine.host.active_rdma else ()
     if config.transport == "nixl":
         on_gpu = bool(machine.torch_gpus) and config.device != "cpu"
-        return ("cuda_ipc",) if on_gpu else ("posix",)
+        ours = machine.compiler is not None or not machine.ptrace_scope  # else neither Tandem nor UCX can read it
+        return ("cuda_ipc",) if on_gpu else ("posix",) if ours else ()
     return GROUPS["rdma"] if machine.host.active_rdma else ()
 
 

@@ -295,7 +295,7 @@ async def test_a_deadline_passes(model: Path, cluster_of: Any) -> None:
             deadline_s = 0.02 + rounds.rng.random() * 0.5
             began = time.monotonic()
             asked = rounds.start(timeout_s=deadline_s)
-            if not await asked.ends(DeadlineExceeded):
+            if not await asked.ends(DeadlineExceeded, Overloaded):  # who is placed shortly before it is refused
                 assert time.monotonic() - began < deadline_s + 0.5
             rounds.freed_s.append(await rounds.free(list(cluster.workers), 1.0))
 
@@ -344,7 +344,9 @@ class Memory:
             for line in Path(f"/proc/{self._pid}/maps").read_text().splitlines():
                 span, flags, _, _, inode, *_ = line.split()
                 first, end = (int(part, 16) for part in span.split("-"))
-                if not flags.startswith("rw") or inode != "0" or end - first < len(content) or end - first > 1 << 27:
+                if not flags.startswith("rw") or (inode != "0" and "memfd:tandem-kv" not in line):
+                    continue
+                if not len(content) <= end - first <= 1 << 27:
                     continue
                 memory.seek(first)
                 at = (memory.read(end - first) or b"").find(content)

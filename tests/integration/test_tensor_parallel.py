@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from cluster.errors import StartError
+from cluster.roles import Role
 from engine.errors import ModelRefused
 from engine.messages import Generate, Load
 from engine.vocabulary import BeamParams, SamplingParams
+from kvtransfer.ranks import split_endpoint
 from support.core_engine import account_of
 from support.long_runs import long, mostly_long
 from support.processes import (
@@ -91,12 +93,18 @@ async def test_ranks_of_unlike_numbers_lend_to_each_other(make_model) -> None:  
     model = make_model("llama")
     sizes = {"one": 1, "two": 2, "both": 2}
     lanes = {"one": ["tcp"], "two": [], "both": []}
+    roles: dict[str, Role] = {"one": "decode", "two": "prefill", "both": "decode"}
     named = {
-        name: RealEngine(name, model, tensor_parallel=size, threads=size, strict_lanes=lanes[name], peer_silence_s=2.0)
+        name: RealEngine(
+            name, model, roles[name], tensor_parallel=size, threads=size, strict_lanes=lanes[name], peer_silence_s=2.0
+        )
         for name, size in sizes.items()
     }
     pairs = [("one", "two"), ("two", "one"), ("two", "both")]
+    over = {"one": "tcp", "two": "cma", "both": "posix"}
     async with engines(*named.values()):
+        files = [b'"file"' in endpoint for endpoint in split_endpoint(named["two"].ready.endpoint)]
+        assert files == [True, True], "each rank of a prefill worker has its part of the pool in a file"
         for number, (lender, borrower) in enumerate(pairs):
             request = greedy(f"{lender} to {borrower}", prompt_of(number, 12 * BLOCK + 5))
             moved = await named[borrower].answer(request, named[lender])
@@ -104,7 +112,7 @@ async def test_ranks_of_unlike_numbers_lend_to_each_other(make_model) -> None:  
             assert account.loan_failure == ""
             assert (account.moved_blocks, account.mismatched_blocks) == (12, 0)
             assert account.moved_bytes == 12 * named[borrower].ready.block_bytes
-            assert ["tcp" in lane for lane in account.lanes] == [borrower == "one"]
+            assert [lane.partition("/")[0] for lane in account.lanes] == [over[borrower]]
             alone = replace(request, request_id="alone", cache_salt="alone")
             expected = await named["one"].answer(alone)
             assert chosen(moved) == chosen(expected)

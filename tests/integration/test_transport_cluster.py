@@ -24,7 +24,8 @@ async def tokens_over(cluster_of: Any, ask: Any, model: Path, transport: str) ->
     for answer in answers:
         assert answer.kv.transport == transport
         assert answer.kv.moved_blocks == answer.kv.verified_blocks > 0
-        assert answer.kv.ucx_transports
+        lanes = [lane.partition("/")[0] for lane in answer.kv.ucx_transports]
+        assert lanes == ["posix" if transport == "nixl" else "tcp"], "a prefill worker's pool is mapped by `nixl`"
         assert not answer.kv.loan_failure
     return [answer.token_ids for answer in answers]
 

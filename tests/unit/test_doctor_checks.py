@@ -155,6 +155,8 @@ def test_pairs(result: PairResult, level: Level) -> None:
         (SERVER, CONFIG, ("tcp/lo",), "warning"),
         (SERVER, CONFIG, ("cuda_ipc/cuda",), "ok"),
         (replace(LAPTOP, ptrace_scope=1), CONFIG, ("tcp/lo",), "warning"),
+        (replace(LAPTOP, compiler=None), CONFIG, ("tcp/lo",), "warning"),
+        (replace(LAPTOP, ptrace_scope=1, compiler=None), CONFIG, ("tcp/lo",), "ok"),
     ],
 )
 def test_tcp_is_a_fall_back_where_there_is_better(

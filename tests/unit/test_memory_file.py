@@ -1,11 +1,14 @@
 """Memory that others may map: this process's own, and that of a child that ends."""
 
+import gc
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,6 +38,13 @@ def num_files() -> int:
 
 def num_mapped() -> int:
     return Path("/proc/self/maps").read_text().count("tandem-kv")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.002)
 
 
 def test_what_is_written_is_seen_by_who_has_mapped_it() -> None:
@@ -75,16 +85,32 @@ def test_another_file_with_its_number_is_refused(tmp_path: Path) -> None:
     os.ftruncate(ordinary, NUM_BYTES + 16)
     unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
     os.ftruncate(unsealed, NUM_BYTES + 16)
-    pipe = os.pipe()
+    os.mkfifo(tmp_path / "pipe")
+    pipe = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     closed = os.dup(0)
     os.close(closed)
-    for descriptor in (ordinary, unsealed, *pipe, closed):
+    for descriptor in (ordinary, unsealed, pipe, closed):
         refused(descriptor)
     refused(file.address.descriptor)
-    refused(file.address.descriptor, NUM_BYTES - 1, file.address.secret)
+    for num_bytes in (NUM_BYTES - 1, NUM_BYTES + 1):
+        refused(file.address.descriptor, num_bytes, file.address.secret)
     MappedFile(os.getpid(), file.address, NUM_BYTES)
-    for descriptor in (ordinary, unsealed, *pipe):
+    for descriptor in (ordinary, unsealed, pipe):
         os.close(descriptor)
+
+
+def test_one_that_is_larger_than_memory_is_refused() -> None:
+    """By who makes it, and not by the system that kills who writes it."""
+    before = num_files()
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        MemoryFile(1 << 46)
+    assert num_files() == before
+
+
+def test_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmap.MADV_HUGEPAGE", 9999)
+    assert pool_memory(3, 4096, in_file=True).file is not None
+    assert not pool_memory(3, 4096, in_file=False).memory.any()
 
 
 def test_the_memory_of_a_process_that_has_ended_is_given_back() -> None:
@@ -102,13 +128,40 @@ def test_the_memory_of_a_process_that_has_ended_is_given_back() -> None:
         assert own.tolist() == [7] * 64
         assert num_mapped() == before + 1
         child.kill()
-    give_up_at = time.monotonic() + 20
-    while num_mapped() > before:
-        assert time.monotonic() < give_up_at, "what it had is still mapped"
-        time.sleep(0.002)
+    until(lambda: num_mapped() == before)
     with pytest.raises(PeerGone):
         attached.read([Span(own.ctypes.data, base, 64)])
     assert attach(ProcessAddress.parse(process), pool) is None
+
+
+def test_an_error_keeps_nothing_mapped() -> None:
+    """A process ends in the middle of a read, and somebody has the error for as long as he likes."""
+    before = num_mapped()
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        process, address, base = json.loads(child.stdout.readline())
+        attached = attach(ProcessAddress.parse(process), FilePool(FileAddress.parse(address), base, NUM_BYTES))
+        assert attached is not None
+        native, own = attached._native, np.zeros(64, np.uint8)
+
+        def dies(*what: Any) -> int:
+            error = native(*what)
+            child.kill()
+            child.wait()
+            return error
+
+        attached._native = dies
+        gc.disable()
+        try:
+            with pytest.raises(PeerGone) as kept:
+                attached.read([Span(own.ctypes.data, base, 64)])
+            attached._native = native
+            until(lambda: num_mapped() == before)
+        finally:
+            gc.enable()
+        assert kept.value.__traceback__ is not None
 
 
 @pytest.mark.parametrize(
