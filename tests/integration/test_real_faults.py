@@ -369,7 +369,9 @@ async def test_bytes_are_corrupted_after_they_were_announced(model: Path, cluste
     async with rounds.on(cluster_of(model, router=ROUTER, **SIM | {"kv_host_memory_mib": 0})) as cluster:
         borrower, lender = cluster.decode[0], cluster.prefill[0]
         memory = Memory(engine_of(lender))
-        for _ in rounds:
+
+        async def flips() -> bool:
+            """False when nothing was lent: for a while after a loan that failed, the borrower computes itself."""
             prompt = rounds.rng.choices(range(VOCAB), k=80 * BLOCK + 1)
             asked = Asked(rounds, Stream(rounds.client, prompt, 20), prompt, 20)
             await rounds.moment(0.1)
@@ -389,8 +391,13 @@ async def test_bytes_are_corrupted_after_they_were_announced(model: Path, cluste
             assert await asked.ends()
             if address is not None:
                 memory.flip(address)
+            return address is not None
+
+        for _ in rounds:
+            while not await flips():
+                pass
             rounds.freed_s.append(await rounds.free(list(cluster.workers), 1.0))
-        assert ROUNDS < 10 or rounds.seen["mismatched"] > ROUNDS // 4, rounds.seen
+        assert ROUNDS < 10 or rounds.seen["mismatched"] > ROUNDS // 2, rounds.seen
 
 
 async def test_the_pool_is_exhausted(model: Path, cluster_of: Any) -> None:
