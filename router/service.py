@@ -94,20 +94,24 @@ class InferenceService:
     async def _answering(self, context: Any) -> AsyncIterator[None]:
         """A stream within it ends with its errors as statuses, and when the router was told to stop."""
         stopped = Draining(f"router {self._router_id} was told to stop")
+        if self._drain.draining:
+            await context.abort_with_status(to_status(stopped))
         task = asyncio.current_task()
         assert task is not None
-        try:
-            if self._drain.draining:
-                raise stopped
-            with self._drain.holding(task.cancel):
+        streaming = True
+        # Under way until its client was told how it ended: the server stops as soon as nothing is.
+        with self._drain.holding(lambda: streaming and task.cancel()):
+            try:
                 yield
-        except ServiceError as error:
-            await context.abort_with_status(to_status(error))
-        except asyncio.CancelledError:
-            if not self._drain.over or context.cancelled():
-                raise
-            task.uncancel()  # by us, and not because its client went
-            await context.abort_with_status(to_status(stopped))
+            except ServiceError as error:
+                streaming = False
+                await context.abort_with_status(to_status(error))
+            except asyncio.CancelledError:
+                streaming = False
+                if not self._drain.over or context.cancelled():
+                    raise
+                task.uncancel()  # by us, and not because its client went
+                await context.abort_with_status(to_status(stopped))
 
     async def Explain(self, request: pb.GenerateRequest, context: Any) -> pb.Explanation:
         explained = await self._serving.explain(request, context.time_remaining(), self._principal(context))
