@@ -197,8 +197,12 @@ async def measure_fixed_cost(
 async def measure_transports(cores: Sequence[int], progress: Progress) -> dict[str, Any]:
     """64 MiB through each of our transports, in turns, beside memcpy."""
     num_bytes, rounds = 64 << 20, 15
-    kinds = {"nixl": ("nixl", {}), "ucxx": ("ucxx", {})}
-    kinds |= {"nixl over cma": ("nixl", {"UCX_TLS": "cma,tcp"}), "nixl over tcp": ("nixl", {"UCX_TLS": "tcp"})}
+    kinds = {
+        "nixl": ("nixl", {}),
+        "nixl over cma": ("nixl", {"UCX_TLS": "cma,tcp"}),
+        "nixl over tcp": ("nixl", {"UCX_TLS": "tcp"}),
+        "ucxx": ("ucxx", {}),
+    }
     if find_spec("ucxx") is None:
         del kinds["ucxx"]
     task = progress.add_task("transports", total=rounds)

@@ -1,8 +1,8 @@
 """Reads from the main memory of another process on this host: mapped, or by Linux's cross-memory attach.
 
 It is what UCX's lanes `posix` and `cma` do, with two differences. Fingerprints are made of the bytes as they pass,
-which costs next to nothing where reading them again costs a quarter of the copy. And a process is known by a secret and
-a pidfd, so that one which ended is never mistaken for another that has its number now.
+which costs less than reading them again. And a process is known by a secret and a pidfd, so that one which ended is
+never mistaken for another that has its number now.
 
 Memory is mapped where its owner has it in a memory file. Then a CPU looks ahead across pages, which it cannot where the
 kernel copies them one by one.
@@ -30,13 +30,12 @@ from numpy.typing import NDArray
 
 from kvtransfer.errors import PeerGone, TransferError
 from kvtransfer.fingerprint import WORD_BYTES, Folding
-from kvtransfer.memory_file import FileAddress, MappedFile
+from kvtransfer.memory_file import SECRET_BYTES, FileAddress, MappedFile
 from kvtransfer.native.compiler import NotCompiled, load_library
 from kvtransfer.transport import Span
 
 MAPPED, ATTACHED = "posix/memory", "cma/memory"
 """Lanes, as UCX calls them."""
-SECRET_BYTES = 16
 _NAMES = {MAPPED: frozenset({"all", "posix", "mm", "shm", "sm"}), ATTACHED: frozenset({"all", "cma", "shm", "sm"})}
 """In UCX_TLS."""
 Native = Callable[..., int]
@@ -184,7 +183,8 @@ def own_address() -> ProcessAddress | None:
 
 
 def prepare() -> None:
-    """Compile and load what reads, which takes a while once per machine, so that nobody waits for it later."""
+    """Compile and load what reads, which takes a while once per machine, and start what hears of ends, so that nobody
+    waits for it later."""
     _compiled()
     _endings()
 

@@ -39,13 +39,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The registered memory of one process: [num_blocks, block_bytes] of uint8, contiguous.
-
-    `owner` keeps the memory alive for as long as the transport may touch it.
-    """
+    """The registered memory of one process: [num_blocks, block_bytes] of uint8, contiguous."""
 
     memory: NDArray[np.uint8]
-    owner: Any = None
     file: MemoryFile | None = None
     """What the memory is, from its beginning on, where other processes of this host may map it."""
 
@@ -62,7 +58,8 @@ class Pool:
 class DevicePool:
     """The registered memory of one process on a GPU: `num_blocks` blocks of `block_bytes`, contiguous from `address`.
 
-    A transport takes it only where its `register` says so. `owner` keeps the memory alive, as above.
+    A transport takes it only where its `register` says so. `owner` keeps the memory alive for as long as the transport
+    may touch it.
     """
 
     address: int

@@ -25,10 +25,9 @@ from engine.messages import FromEngine, StartFailed, ToEngine
 from engine.parallel.runner import ParallelRunner
 from engine.runner import Runner
 from engine.vocabulary import Chunk, Sampled
-from engine.worker.assembly import IDLE_TURN_S, draft_of, open_core, open_sim_runner
-from engine.worker.follower_process import open_rank
+from engine.worker.assembly import IDLE_TURN_S, draft_of, open_core, open_sim_runner, open_torch_runner
 from engine.worker.link import LinkWaiter, MessageLink
-from engine.worker.preparation import become_child, num_threads, own_transport, prepare
+from engine.worker.preparation import become_child, own_transport, prepare
 from engine.worker.ranks import Ranks
 from engine.worker.spec import EngineSpec, RankSpec
 from kvtransfer.errors import TransportUnavailable
@@ -214,33 +213,14 @@ def _start(spec: EngineSpec, front: _Front, ranks: Ranks | None) -> tuple[Engine
 
 def _make_runner(spec: EngineSpec, ranks: Ranks | None) -> Runner:
     """Bound to its cores."""
-    config, draft, variant = spec.config, draft_of(spec), spec.config.variant()
-    if config.engine == "sim":
-        return open_sim_runner(config, belongs_in_file(spec.role))
-    if ranks is not None:
-        own = open_rank(RankSpec(spec, 0, ranks.meeting))
-        ranks.met()
-        return ParallelRunner(own, ranks.followers)
-    try:
-        from engine.torch.runner import TorchRunner, set_threads
-    except ModuleNotFoundError as error:
-        raise EngineStartError("engine", f"{error}; install tandem-serving[worker]") from None
-
-    set_threads(num_threads(config))
-    runner = TorchRunner(
-        config.model,
-        config.dtype,
-        config.block_tokens,
-        config.kv_bytes,
-        config.backend,
-        config.device,
-        draft,
-        variant,
-        pool_in_file=belongs_in_file(spec.role),
-    )
-    if num_threads(config) == len(own_cores := config.cores or ()):
-        runner.bind(own_cores, config.shared_cores)
-    return runner
+    if spec.config.engine == "sim":
+        return open_sim_runner(spec.config, belongs_in_file(spec.role))
+    if ranks is None:
+        return open_torch_runner(spec.config, spec.role, draft_of(spec))
+    rank = RankSpec(spec, 0, ranks.meeting)
+    own = open_torch_runner(rank.config, spec.role, rank=rank)
+    ranks.met()
+    return ParallelRunner(own, ranks.followers)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from cluster.garbage import spare_the_started
 from cluster.logs import set_up
 from engine.errors import EngineStartError
 from engine.lending.landing import Landing, OwnRank
-from engine.memory import belongs_in_file
 from engine.parallel.messages import (
     BEAT_S,
     Answer,
@@ -36,7 +35,8 @@ from engine.parallel.messages import (
     Withdraw,
 )
 from engine.parallel.steps import StepReader, filled_blocks
-from engine.worker.preparation import become_child, num_threads, own_transport, prepare
+from engine.worker.assembly import open_torch_runner
+from engine.worker.preparation import become_child, own_transport, prepare
 from engine.worker.spec import RankSpec
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.ranks import BlockPart
@@ -77,7 +77,7 @@ class _Stepper:
 
     def _run(self) -> None:
         try:
-            runner = open_rank(self._spec)
+            runner = open_torch_runner(self._spec.config, self._spec.engine.role, rank=self._spec)
         except BaseException as error:
             self._made.set_exception(error)
             return
@@ -155,35 +155,6 @@ def _serve(
                 say(Answer())
             case Drop(endpoint):
                 rank.drop(endpoint)
-
-
-def open_rank(spec: RankSpec) -> "TorchRunner":
-    """This rank's runner, bound to its cores; on the thread that will use it. Waits for the other ranks. Raises
-    EngineStartError."""
-    try:
-        from engine.torch.ranks import Place
-        from engine.torch.runner import TorchRunner, set_threads
-    except ModuleNotFoundError as error:
-        raise EngineStartError("engine", f"{error}; install tandem-serving[worker]") from None
-
-    config = spec.config
-    set_threads(num_threads(config))
-    place = Place(spec.rank, spec.ranks, spec.meeting)
-    runner = TorchRunner(
-        config.model,
-        config.dtype,
-        config.block_tokens,
-        config.kv_bytes,
-        config.backend,
-        config.device,
-        variant=config.variant(),
-        place=place,
-        pool_in_file=belongs_in_file(spec.engine.role),
-    )
-    own = config.cores or ()
-    if num_threads(config) == len(own):
-        runner.bind(own, ())
-    return runner
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ int read_folding(int pid, const Span* spans, long count, Folder& folder) {
     return 0;
 }
 
-int read_mapped(long shift, const Span* spans, long count, Folder* folder) {
+void read_mapped(long shift, const Span* spans, long count, Folder* folder) {
     for (long i = 0; i < count; i++) {
         const auto& [to, at, length] = spans[i];
         if (folder)
@@ -136,7 +136,6 @@ int read_mapped(long shift, const Span* spans, long count, Folder* folder) {
         else
             std::memcpy(to, at + shift, length);
     }
-    return 0;
 }
 
 }  // namespace
@@ -146,9 +145,12 @@ int read_mapped(long shift, const Span* spans, long count, Folder* folder) {
 // has a fingerprint of each. Returns 0 or an errno; then what was written is anything.
 extern "C" int tandem_read_memory(int pid, long shift, const Span* spans, long count, long words, const uint64_t* page,
                                   long page_words, const uint64_t* chunks, uint64_t zero, uint64_t* out) {
-    if (!words) return pid ? read_plain(pid, spans, count) : read_mapped(shift, spans, count, nullptr);
     Folder folder({words, page, page_words, chunks, zero}, out);
-    const int error = pid ? read_folding(pid, spans, count, folder) : read_mapped(shift, spans, count, &folder);
+    int error = 0;
+    if (!pid)
+        read_mapped(shift, spans, count, words ? &folder : nullptr);
+    else
+        error = words ? read_folding(pid, spans, count, folder) : read_plain(pid, spans, count);
 #ifdef __SSE2__
     _mm_sfence();  // streamed words are there for whoever hears that the read is over
 #endif

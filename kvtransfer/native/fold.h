@@ -35,7 +35,7 @@ struct Leave {
 // Into memory that is 64-byte aligned and will not be read soon: past the cache, which would first fetch what is to be
 // overwritten.
 struct Stream {
-    static constexpr bool AHEAD = false;  // they come from the cache, or by writing alone it has all it can do
+    static constexpr bool AHEAD = false;  // from the cache; where they are mapped memory, it changed nothing
     uint64_t* to;
     void operator()(long at, const Words& words) const {
 #if defined(__AVX512F__)

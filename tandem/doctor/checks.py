@@ -123,8 +123,10 @@ def check_ptrace(machine: Machine, config: WorkerConfig) -> list[Finding]:
     ptrace."""
     scope = machine.ptrace_scope
     if scope and config.transport == "nixl":
-        advice = "sysctl kernel.yama.ptrace_scope=0, or the capability SYS_PTRACE; else TCP is used where blocks of a "
-        advice += "decode worker are wanted on the same host"
+        advice = (
+            "sysctl kernel.yama.ptrace_scope=0, or the capability SYS_PTRACE; "
+            "else TCP is used where blocks of a decode worker are wanted on the same host"
+        )
         return [Finding("ptrace scope", "warning", f"{scope}: no reading of other processes' private memory", advice)]
     return [Finding("ptrace scope", "ok", "not restricted" if not scope else f"{scope}; {config.transport} needs none")]
 

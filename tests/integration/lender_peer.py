@@ -12,9 +12,8 @@ import sys
 
 import numpy as np
 
-from kvtransfer.memory_file import MemoryFile
+from engine.memory import pool_memory
 from kvtransfer.registry import open_transport
-from kvtransfer.transport import Pool
 
 PR_SET_PDEATHSIG = 1
 
@@ -28,11 +27,8 @@ def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     name, seed, num_bytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     transport = open_transport(sys.argv[4] if len(sys.argv) > 4 else "nixl", name)
-    pool = Pool(contents(seed, num_bytes).reshape(1, -1))
-    if "LENDER_IN_FILE" in os.environ:
-        file = MemoryFile(num_bytes)
-        file.memory[:] = pool.memory[0]
-        pool = Pool(file.memory.reshape(1, -1), file=file)
+    pool = pool_memory(1, num_bytes, in_file="LENDER_IN_FILE" in os.environ)
+    pool.memory[0] = contents(seed, num_bytes)
     endpoint = transport.register(pool)
     print(json.dumps({"endpoint": endpoint.decode()}), flush=True)
     for line in sys.stdin:

@@ -1,47 +1,32 @@
 """What `kvtransfer/transport.py` promises, held against every transport."""
 
-import json
 import threading
-import time
-from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
-from typing import Any
 
 import numpy as np
 import pytest
 
-from kvtransfer.cross_memory import ATTACHED, MAPPED
 from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError
 from kvtransfer.fingerprint import Folding, fingerprint_blocks
-from kvtransfer.nixl import SMALL_BYTES, NixlTransport
 from kvtransfer.ranks import BlockPart, part_spans
-from kvtransfer.transport import MAX_POSTED_BYTES, Peer, Pool, Read, Span
+from kvtransfer.transport import MAX_POSTED_BYTES, Peer, Read, Span
 from support.transport_worlds import (
     BLOCK,
     LENDER_BLOCKS,
     READER_BLOCKS,
     TIMEOUT_S,
     UNTOUCHED,
-    WORLDS,
     LocalWorld,
     NixlWorld,
     ProcessLender,
-    ProcessWorld,
     UcxxWorld,
     World,
+    start_lenders,
     wait_until,
 )
 
 WINDOW = MAX_POSTED_BYTES
-
-
-def start_lenders(transport: str, **env: str) -> Iterator[list[ProcessLender]]:
-    """Two processes for all tests that do them no harm."""
-    started = [ProcessLender(number, transport=transport, **env) for number in range(2)]
-    yield started
-    for lender in started:
-        lender.kill()
 
 
 @pytest.fixture(scope="module")
@@ -62,22 +47,6 @@ def ucxx_lenders() -> Iterator[list[ProcessLender]]:
 @pytest.fixture(scope="module")
 def ucxx_tcp_lenders() -> Iterator[list[ProcessLender]]:
     yield from start_lenders("ucxx", UCX_TLS="tcp")
-
-
-@pytest.fixture(scope="module")
-def nixl_world(lenders: list[ProcessLender]) -> Iterator[NixlWorld]:
-    """One for all tests that only try to connect."""
-    made = NixlWorld(lenders)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def ucxx_world(ucxx_lenders: list[ProcessLender]) -> Iterator[UcxxWorld]:
-    """One for all tests that only try to connect."""
-    made = UcxxWorld(ucxx_lenders)
-    yield made
-    made.close()
 
 
 @pytest.fixture(params=["local", "nixl", "nixl-mapped", "nixl-itself", "ucxx", "ucxx-tcp"])
@@ -280,68 +249,6 @@ def test_an_endpoint_of_another_format_is_refused(world: World) -> None:
         world.reader.connect(world.another_format)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        *[(name, None) for name in ("format", "base", "bytes", "metadata")],
-        *[("base", value) for value in ("12", -1, 0, 1.5, True, [], 1 << 64)],
-        *[("bytes", value) for value in ("12", -1, 0, 1.5, True, {}, (1 << 63) - 1)],
-        *[("metadata", value) for value in (1, "not base64!", "", "AAAA", [])],
-        ("format", ["tandem-nixl-1"]),
-        *[
-            ("process", value)
-            for value in (1, [], {}, {"host": "here", "pid": -1, "secret_at": 1, "secret": "00" * 16})
-        ],
-        *[("file", value) for value in (1, [], {}, {"descriptor": -1, "secret": "00" * 16})],
-    ],
-)
-def test_an_endpoint_of_nixl_with_a_bad_field(
-    nixl_world: NixlWorld, file_lenders: list[ProcessLender], field: str, value: Any
-) -> None:
-    good = file_lenders[0].endpoint
-    fields = json.loads(good)
-    del fields[field]
-    if value is not None:
-        fields[field] = value
-    with pytest.raises(EndpointMismatch):
-        nixl_world.reader.connect(json.dumps(fields).encode())
-    nixl_world.done(nixl_world.reader.read(nixl_world.reader.connect(good), [Span(0, 0, BLOCK)]))
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        *[(name, None) for name in ("format", "host", "port", "bytes", "incarnation", "secret")],
-        *[("host", value) for value in (1, "", "localhost", "256.1.1.1", "127.0.0.1:1", [])],
-        *[("port", value) for value in ("12", -1, 0, 1.5, True, 1 << 16)],
-        *[("bytes", value) for value in ("12", -1, 0, 1.5, True, {}, 1 << 63)],
-        *[(name, value) for name in ("incarnation", "secret") for value in (1, "", "zz", "00")],
-        ("format", ["tandem-ucxx-1"]),
-    ],
-)
-def test_an_endpoint_of_ucxx_with_a_bad_field(
-    ucxx_world: UcxxWorld, ucxx_lenders: list[ProcessLender], field: str, value: Any
-) -> None:
-    fields = json.loads(ucxx_lenders[0].endpoint)
-    fields.pop(field)
-    if value is not None:
-        fields[field] = value
-    with pytest.raises(EndpointMismatch):
-        ucxx_world.reader.connect(json.dumps(fields).encode())
-    ucxx_world.done(ucxx_world.reader.read(ucxx_world.reader.connect(ucxx_lenders[0].endpoint), [Span(0, 0, BLOCK)]))
-
-
-@pytest.mark.parametrize("share", [0.01, 0.1, 0.5, 0.9, 0.999])
-def test_metadata_of_nixl_cut_short_is_refused(
-    nixl_world: NixlWorld, lenders: list[ProcessLender], share: float
-) -> None:
-    fields = json.loads(lenders[0].endpoint)
-    metadata = b64decode(fields["metadata"])
-    fields["metadata"] = b64encode(metadata[: int(share * len(metadata))]).decode()
-    with pytest.raises(EndpointMismatch):
-        nixl_world.reader.connect(json.dumps(fields).encode())
-
-
 # ---------------------------------------------------------------------------- cancelling, dying, closing
 
 
@@ -478,152 +385,3 @@ def test_reads_from_many_threads_while_it_closes_are_all_settled(world: World) -
             read.result(TIMEOUT_S)
         except (CancelledError, TransferError):
             continue
-
-
-def test_lanes_within_one_host(lenders: list[ProcessLender], file_lenders: list[ProcessLender]) -> None:
-    """What may be mapped is; a file that is another one by now is nobody's, and its process is read without it."""
-    reader = NixlTransport("lanes")
-    reader.register(Pool(np.zeros((1, BLOCK), np.uint8)))
-    fields = json.loads(file_lenders[1].endpoint)
-    fields["file"]["secret"] = "00" * 16
-    another = json.dumps(fields).encode()
-    try:
-        for endpoint, lane in [
-            (lenders[0].endpoint, ATTACHED),
-            (file_lenders[0].endpoint, MAPPED),
-            (another, ATTACHED),
-        ]:
-            peer = reader.connect(endpoint)
-            reader.read(peer, [Span(0, 0, BLOCK)]).result(TIMEOUT_S)
-            assert peer.lanes == (lane,)
-    finally:
-        reader.close()
-
-
-@pytest.mark.parametrize("num_bytes", [BLOCK, 2 * SMALL_BYTES], ids=["on the caller's thread", "on the transport's"])
-def test_a_read_that_breaks_in_an_unexpected_way_fails_alone(
-    lenders: list[ProcessLender], num_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def read(*_: object) -> None:
-        raise MemoryError("no memory")
-
-    reader = NixlTransport("breaking")
-    reader.register(Pool(np.zeros((1, 2 * SMALL_BYTES), np.uint8)))
-    big = ProcessLender(5, 2 * SMALL_BYTES)
-    try:
-        broken, other = reader.connect(big.endpoint), reader.connect(lenders[0].endpoint)
-        monkeypatch.setattr(broken.attached, "read", read)
-        with pytest.raises(TransferError, match="no memory"):
-            reader.read(broken, [Span(0, 0, num_bytes)]).result(TIMEOUT_S)
-        reader.read(other, [Span(0, 0, BLOCK)]).result(TIMEOUT_S)
-    finally:
-        reader.close()
-        big.kill()
-
-
-# ------------------------------------------------------- reads in flight: over TCP, from a stopped process
-
-
-@pytest.fixture(params=["nixl", "ucxx"])
-def stopped(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[ProcessWorld, ProcessLender, Peer]]:
-    """A connected lender that is stopped, so that a read from it stays in flight."""
-    monkeypatch.setenv("UCX_TLS", "tcp")
-    lender = ProcessLender(7, WINDOW, request.param, UCX_TLS="tcp")
-    world = WORLDS[request.param]([], num_bytes=WINDOW + BLOCK)
-    try:
-        peer = world.reader.connect(lender.endpoint)
-        world.done(world.reader.read(peer, [Span(WINDOW, 0, BLOCK)]))
-        lender.stop()
-        yield world, lender, peer
-    finally:
-        world.close()
-        lender.kill()
-
-
-def test_a_read_in_flight_cannot_be_cancelled_and_completes(
-    stopped: tuple[ProcessWorld, ProcessLender, Peer],
-) -> None:
-    world, lender, peer = stopped
-    read = world.reader.read(peer, [Span(0, 0, WINDOW)])
-    wait_until(read.running, "the read is posted")
-    assert not read.cancel()
-    lender.wake()
-    world.done(read)
-    assert world.memory[:WINDOW].tobytes() == lender.data.tobytes()
-
-
-def test_a_silent_peer_holds_up_no_other(stopped: tuple[ProcessWorld, ProcessLender, Peer]) -> None:
-    world, lender, peer = stopped
-    stuck = world.reader.read(peer, [Span(0, 0, WINDOW - BLOCK)])
-    other = ProcessLender(8, transport=world.transport, UCX_TLS="tcp")
-    try:
-        world.done(world.reader.read(world.reader.connect(other.endpoint), [Span(WINDOW - BLOCK, 0, BLOCK)]))
-        assert world.memory[WINDOW - BLOCK : WINDOW].tobytes() == other.data[:BLOCK].tobytes()
-        assert not stuck.done()
-        lender.wake()
-        world.done(stuck)
-    finally:
-        other.kill()
-
-
-def test_a_peer_killed_in_mid_read_fails_it_and_what_waits_behind_it(
-    stopped: tuple[ProcessWorld, ProcessLender, Peer],
-) -> None:
-    world, lender, peer = stopped
-    reads = [world.reader.read(peer, [Span(0, 0, WINDOW)]) for _ in range(3)]
-    wait_until(reads[0].running, "the read is posted")
-    lender.process.kill()
-    for read in reads:
-        with pytest.raises(TransferError):
-            world.done(read)
-
-
-def test_dropping_a_silent_peer_leaves_what_is_posted_until_it_is_quiet(
-    stopped: tuple[ProcessWorld, ProcessLender, Peer],
-) -> None:
-    """The read is settled only when nothing is written any more; one of a new connection comes through as well."""
-    world, lender, peer = stopped
-    reads = [world.reader.read(peer, [Span(0, 0, WINDOW)]) for _ in range(3)]
-    wait_until(reads[0].running, "the read is posted")
-    world.reader.drop(peer)
-    wait_until(lambda: all(read.done() for read in reads[1:]), "queued ones are cancelled")
-    assert all(read.cancelled() for read in reads[1:])
-    again = world.reader.connect(lender.endpoint)
-    behind = world.reader.read(again, [Span(WINDOW, BLOCK, BLOCK)])
-    lender.wake()
-    if reads[0].exception(TIMEOUT_S) is None:
-        assert world.memory[:WINDOW].tobytes() == lender.data.tobytes()
-    at_its_end = world.memory[:WINDOW].tobytes()
-    world.done(behind)
-    assert world.memory[WINDOW:].tobytes() == lender.data[BLOCK : 2 * BLOCK].tobytes()
-    assert world.memory[:WINDOW].tobytes() == at_its_end
-
-
-def test_after_close_nothing_is_written_by_a_peer_that_wakes(
-    stopped: tuple[ProcessWorld, ProcessLender, Peer],
-) -> None:
-    """A read in flight fails, and only once its memory is safe to use: here it is refilled at that very moment."""
-    world, lender, peer = stopped
-    in_flight = world.reader.read(peer, [Span(0, 0, WINDOW)])
-    queued = [world.reader.read(peer, [Span(0, 0, WINDOW)]) for _ in range(2)]
-    wait_until(in_flight.running, "the read is posted")
-    woken: list[bool] = []
-
-    def reuse(_: Read) -> None:
-        world.memory[:] = UNTOUCHED
-        lender.wake()
-        # It sends what it was asked for within milliseconds. (UCX may also end it: its reply finds nobody.)
-        give_up_at = time.monotonic() + 0.3
-        while world.untouched() and lender.process.poll() is None and time.monotonic() < give_up_at:
-            time.sleep(0.001)
-        woken.append(world.untouched())
-
-    in_flight.add_done_callback(reuse)
-    world.reader.close()
-    assert woken == [True]
-    assert isinstance(in_flight.exception(), TransferError)
-    assert all(read.cancelled() for read in queued)
-    lender.kill()
-    assert world.untouched()

@@ -108,6 +108,14 @@ class ProcessLender(Lender):
             pipe.close()
 
 
+def start_lenders(transport: str, **env: str) -> Iterator[list[ProcessLender]]:
+    """Two processes for all tests that do them no harm."""
+    started = [ProcessLender(number, LENDER_BLOCKS * BLOCK, transport, **env) for number in range(2)]
+    yield started
+    for lender in started:
+        lender.kill()
+
+
 class World(ABC):
     """A reader, its memory, and lenders to read from."""
 

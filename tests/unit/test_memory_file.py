@@ -5,8 +5,8 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from kvtransfer.cross_memory import FilePool, ProcessAddress, attach
 from kvtransfer.errors import PeerGone, TransferError
 from kvtransfer.memory_file import FileAddress, MappedFile, MemoryFile
 from kvtransfer.transport import Span
+from support.transport_worlds import wait_until
 
 NUM_BYTES = 3 << 20
 CHILD = f"""
@@ -40,11 +41,15 @@ def num_mapped() -> int:
     return Path("/proc/self/maps").read_text().count("tandem-kv")
 
 
-def until(condition: Callable[[], bool]) -> None:
-    give_up_at = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.002)
+@contextmanager
+def lender() -> Iterator[tuple[subprocess.Popen[str], ProcessAddress, FilePool]]:
+    """A process with a file full of sevens."""
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        process, address, base = json.loads(child.stdout.readline())
+        yield child, ProcessAddress.parse(process), FilePool(FileAddress.parse(address), base, NUM_BYTES)
 
 
 def test_what_is_written_is_seen_by_who_has_mapped_it() -> None:
@@ -116,35 +121,26 @@ def test_a_kernel_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_memory_of_a_process_that_has_ended_is_given_back() -> None:
     """It would be there for as long as somebody has it mapped, though nobody reads it any more."""
     before = num_mapped()
-    with subprocess.Popen(
-        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdout is not None
-        process, address, base = json.loads(child.stdout.readline())
-        pool = FilePool(FileAddress.parse(address), base, NUM_BYTES)
-        attached, own = attach(ProcessAddress.parse(process), pool), np.zeros(64, np.uint8)
+    with lender() as (child, process, pool):
+        attached, own = attach(process, pool), np.zeros(64, np.uint8)
         assert attached is not None
-        attached.read([Span(own.ctypes.data, base + NUM_BYTES - 64, 64)])
+        attached.read([Span(own.ctypes.data, pool.base + NUM_BYTES - 64, 64)])
         assert own.tolist() == [7] * 64
         assert num_mapped() == before + 1
         child.kill()
-    until(lambda: num_mapped() == before)
+    wait_until(lambda: num_mapped() == before, "nothing is mapped")
     with pytest.raises(PeerGone):
-        attached.read([Span(own.ctypes.data, base, 64)])
-    assert attach(ProcessAddress.parse(process), pool) is None
+        attached.read([Span(own.ctypes.data, pool.base, 64)])
+    assert attach(process, pool) is None
 
 
 def test_an_error_keeps_nothing_mapped() -> None:
     """A process ends in the middle of a read, and somebody has the error for as long as he likes."""
     before = num_mapped()
-    with subprocess.Popen(
-        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdout is not None
-        process, address, base = json.loads(child.stdout.readline())
-        attached = attach(ProcessAddress.parse(process), FilePool(FileAddress.parse(address), base, NUM_BYTES))
+    with lender() as (child, process, pool):
+        attached, own = attach(process, pool), np.zeros(64, np.uint8)
         assert attached is not None
-        native, own = attached._native, np.zeros(64, np.uint8)
+        native = attached._native
 
         def dies(*what: Any) -> int:
             error = native(*what)
@@ -156,9 +152,9 @@ def test_an_error_keeps_nothing_mapped() -> None:
         gc.disable()
         try:
             with pytest.raises(PeerGone) as kept:
-                attached.read([Span(own.ctypes.data, base, 64)])
+                attached.read([Span(own.ctypes.data, pool.base, 64)])
             attached._native = native
-            until(lambda: num_mapped() == before)
+            wait_until(lambda: num_mapped() == before, "nothing is mapped")
         finally:
             gc.enable()
         assert kept.value.__traceback__ is not None
