@@ -1,5 +1,6 @@
 """Transports by name."""
 
+import os
 from collections.abc import Sequence
 
 from kvtransfer.strict_lanes import StrictLanes
@@ -9,16 +10,25 @@ NAMES = ("nixl", "ucxx")
 """Those that work between processes."""
 
 
-def open_transport(name: str, agent_name: str, host: str = "127.0.0.1", strict_lanes: Sequence[str] = ()) -> Transport:
+NO_HOOKS = "UCX_MEM_MMAP_HOOK_MODE", "none"
+"""Else UCX rewrites the process's mmap, munmap and so on as it is loaded, which takes 0.4 s of spinning, to hear of
+memory that goes while it is registered. Ours is registered once, and stays. With GPUs it is left as UCX wants it."""
+
+
+def open_transport(
+    name: str, agent_name: str, host: str = "127.0.0.1", strict_lanes: Sequence[str] = (), on_gpu: bool = False
+) -> Transport:
     """`agent_name` must be unique among all processes that will ever meet; peers reach this one by `host`.
 
     `strict_lanes`: what the bytes must travel over, see `strict_lanes.py`; a process has one demand at most, since
-    UCX learns of it through the environment.
+    UCX learns of it through the environment. `on_gpu`: there will be pools in a GPU's memory.
 
     Raises TransportUnavailable when it does not start here, TransportRefused when it does not over the lanes that are
     demanded, KeyError for an unknown name.
     """
     strict = StrictLanes(strict_lanes)
+    if not on_gpu:
+        os.environ.setdefault(*NO_HOOKS)
     if name == "nixl":
         from kvtransfer.nixl import NixlTransport
 

@@ -45,6 +45,8 @@ def num_threads(config: WorkerConfig) -> int:
 
 def own_transport(config: WorkerConfig, agent_name: str) -> Transport:
     """Raises TransportUnavailable."""
-    if config.engine == "torch" and config.device != "cpu" and (chosen := use_nearest_nics(os.environ)) is not None:
+    on_gpu = config.engine == "torch" and config.device != "cpu"
+    if on_gpu and (chosen := use_nearest_nics(os.environ)) is not None:
         log.info(chosen)
-    return open_transport(config.transport, agent_name, config.advertise_host or config.host, config.strict_lanes)
+    host = config.advertise_host or config.host
+    return open_transport(config.transport, agent_name, host, config.strict_lanes, on_gpu)

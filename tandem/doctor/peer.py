@@ -105,7 +105,7 @@ def serve(spec: PeerSpec, pattern: Bytes) -> None:
     if spec.gpu:
         use_nearest_nics(os.environ)
     try:
-        transport = open_transport(spec.transport, spec.name, spec.host, spec.strict_lanes)
+        transport = open_transport(spec.transport, spec.name, spec.host, spec.strict_lanes, spec.gpu)
         pool = PatternPool(pattern, spec.gpu)
         endpoint = transport.register(pool.pool).decode()
     except TransferError as error:

@@ -32,7 +32,7 @@ def main() -> None:
     name, seed, num_blocks, block_bytes = sys.argv[1], *map(int, sys.argv[2:5])
     memory = contents(seed, num_blocks, block_bytes).cuda()
     torch.cuda.synchronize()
-    transport = open_transport("nixl", name)
+    transport = open_transport("nixl", name, on_gpu=True)
     print(json.dumps({"endpoint": transport.register(device_pool(memory)).decode()}), flush=True)
     sys.stdin.read()
     transport.close()

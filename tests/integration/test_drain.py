@@ -26,6 +26,7 @@ from support.processes import (
     Stream,
     alive,
     assert_equal_answers,
+    busiest_decoder,
     engine_of,
     finished,
     lending,
@@ -98,8 +99,7 @@ async def test_a_decode_worker_hands_over_what_it_cannot_finish(model, cluster_o
         many, few = range(4), range(4, 8)
         undisturbed = await finished(start("undisturbed", many, 600) + start("undisturbed", few, 60))
         streams = await begun(start("disturbed", many, 600))
-        num_here = {worker.name: (await report_of(worker.address)).requests for worker in cluster.decode}
-        leaving = named(cluster, max(num_here, key=lambda name: num_here[name]))  # wherever they were placed
+        leaving, num_here = await busiest_decoder(cluster)
         streams += await begun(start("disturbed", few, 60))
         leaving.process.send_signal(signal.SIGTERM)
         await says_that_it_stops(leaving.address)
@@ -115,7 +115,7 @@ async def test_a_decode_worker_hands_over_what_it_cannot_finish(model, cluster_o
         assert (1, True) in placed[len(many) :]
         assert set(placed[: len(many)]) <= {(1, False), (2, False)}
         handed_over = [s for s in streams if s.receipt.placement.attempt == 2]
-        assert len(handed_over) == num_here[leaving.name]
+        assert len(handed_over) == num_here
         readers = [s for s in handed_over if s.receipt.placement.lender == leaving.name]
         assert readers, "it stayed readable"
         for stream in readers:
@@ -176,12 +176,13 @@ async def test_a_lender_is_drained_under_load(model, cluster_of, audit, drain_s:
         there = [s for s in streams if s.receipt.placement.lender == "leaving"]
         assert there
         assert {s.receipt.placement.attempt for s in streams} == {1}
-        failed = [s.receipt.kv.loan_failure for s in there if s.receipt.kv.loan_failure]
-        if drain_s > 1:
-            assert not failed
+        failed = [s.receipt.kv for s in there if s.receipt.kv.loan_failure]
+        assert all("told to stop" in kv.loan_failure for kv in failed)
+        if drain_s > 1:  # what was under way; who was placed there just before may have come too late to be taken
+            assert not any(kv.moved_blocks for kv in failed)
+            assert len(failed) < len(there)
         else:
             assert failed
-            assert all("told to stop" in failure for failure in failed)
         await finished([after])
         assert after.receipt.placement.lender == "prefill-0"
         await ended(leaving, 8)
@@ -214,7 +215,7 @@ async def test_a_second_signal_ends_a_worker_at_once(model, cluster_of) -> None:
     async with running(cluster_of(model, decode=2, router={}, **SIM, drain_s=60)) as (cluster, client):
         streams = [Stream(client, prompt_of(n, 50), 300, cache_salt="disturbed") for n in range(4)]
         await asyncio.gather(*(stream.reached(5) for stream in streams))
-        leaving = named(cluster, "decode-0")
+        leaving, _ = await busiest_decoder(cluster)
         leaving.process.send_signal(signal.SIGTERM)
         await says_that_it_stops(leaving.address)
         await asyncio.sleep(0.2)
@@ -223,7 +224,7 @@ async def test_a_second_signal_ends_a_worker_at_once(model, cluster_of) -> None:
         async with asyncio.timeout(1):
             assert await leaving.process.wait() == -signal.SIGTERM
         await finished(streams)
-        assert {stream.receipt.placement.decode_worker for stream in streams} == {"decode-1"}
+        assert leaving.name not in {stream.receipt.placement.decode_worker for stream in streams}
 
 
 async def refusal_of(client: Client) -> ServiceError:

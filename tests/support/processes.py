@@ -209,6 +209,13 @@ async def report_of(address: str) -> membership_pb2.AuditReport:
         return report
 
 
+async def busiest_decoder(cluster: LocalCluster) -> tuple[RoleProcess, int]:
+    """The decode worker that most requests were placed on, and how many it has."""
+    num_requests = [(await report_of(worker.address)).requests for worker in cluster.decode]
+    most = max(num_requests)
+    return cluster.decode[num_requests.index(most)], most
+
+
 async def lending(worker: RoleProcess, num_loans: int, num_blocks: int) -> None:
     """So many loans are under way there, with so many blocks held for them."""
 
