@@ -15,6 +15,7 @@ from queue import SimpleQueue
 from engine.bookkeeper import Bookkeeper
 from engine.lending.borrowing import BorrowingDesk, ReadLanded
 from engine.lending.desk import LendingDesk
+from engine.lending.early import EarlyLink, EarlyWords
 from engine.lending.landing import OtherRank, OwnRank
 from engine.messages import (
     Audit,
@@ -79,11 +80,13 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         speculator: Speculator | None = None,
         others: Seq[OtherRank] = (),
+        early: EarlyLink | None = None,
     ) -> None:
         """`emit` is called from `handle` and `step`, and must not block. `wake` is called by `post`, from whatever
         thread that runs on: there is something for `handle_posted`. `clock` says the time, in seconds. Without a
         `speculator` nothing is guessed. `others`: the engine's ranks beside the one whose pool `runner` has, each with
-        as many blocks of the same numbers; `runner` computes on them, too. With them there can be no `tiers`."""
+        as many blocks of the same numbers; `runner` computes on them, too. With them there can be no `tiers`. `early`:
+        to other engines of this host."""
         assert not (others and tiers)
         self._runner = runner
         self._transport = transport
@@ -97,11 +100,18 @@ class EngineCore:
         part = BlockPart(runner.layout.block_bytes, 0, 1 + len(others))
         own = OwnRank(transport, part, runner.part_fingerprints, runner.folding, clock)
         self._others = others
+        self._early = EarlyWords(early)
         self._borrowing = BorrowingDesk(
-            self._books, transport.name, emit, self.post, own, others, limits.read_silence_s
+            self._books, transport.name, emit, self.post, own, self._early, others, limits.read_silence_s
         )
         self._lending = LendingDesk(
-            self._books, self._borrowing, self._model_fingerprint, emit, limits.max_queued_loans, self._next_arrival
+            self._books,
+            self._borrowing,
+            self._model_fingerprint,
+            emit,
+            self._early,
+            limits.max_queued_loans,
+            self._next_arrival,
         )
         self._requests = RequestDesk(
             self._books,
@@ -124,6 +134,7 @@ class EngineCore:
         """Register the pool; what the front announces to the world."""
         own = self._transport.register(self._runner.pool)
         endpoint = join_endpoints([own, *(rank.endpoint for rank in self._others)])
+        self._early.lends_from(endpoint)
         layout, info = self._runner.layout, self._runner.info
         return Ready(
             endpoint=endpoint,
@@ -143,7 +154,8 @@ class EngineCore:
         self._wake()
 
     def handle_posted(self) -> None:
-        """Handle what other threads posted."""
+        """Handle what other threads posted, and what other engines said early."""
+        self._borrowing.handle_early()
         while not self._posted.empty():  # only this takes from it
             self.handle(self._posted.get_nowait())
 

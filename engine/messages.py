@@ -95,6 +95,8 @@ class Lend:
     mark: PlacementMark = PlacementMark()
     borrow: bool = False
     """Somebody is named who holds more of it: ask for a loan of what is missing before computing it."""
+    early: bytes = b""
+    """Where the borrower's engine may be told early, see `engine/lending/early.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +250,8 @@ class OpenLoan:
     first_block: int
     end_block: int
     may_compute: bool
+    early: bytes = b""
+    """As of Lend."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from cluster.errors import Incompatible, InvalidRequest, Overloaded, ServiceError, Unavailable
 from engine import messages
 from engine.keys import unpack_tokens
+from engine.lending.early import ADDRESS_BYTES
 from engine.messages import LendClosed, LendReady, LendRefused, LendReleased, LendStarting, PlacementMark
 from engine.text import check_token_ids
 from engine.worker.engine_client import Letter
@@ -112,6 +113,8 @@ def _lend(context: WorkerContext, loan_id: str, want: pb.Want) -> messages.Lend:
         raise Incompatible("weights, layout or dtype differ from the borrower's", "model_fingerprint")
     tokens = _tokens(want)
     check_token_ids(tokens, "token_ids", context.ready.vocab_size)
+    if want.early and len(want.early) != ADDRESS_BYTES:
+        raise InvalidRequest("early", f"{len(want.early)} bytes, not {ADDRESS_BYTES}")
     num_blocks = len(tokens) // context.ready.block_tokens
     if want.first_block >= num_blocks:
         raise InvalidRequest("first_block", f"no block wanted in [{want.first_block}, {num_blocks})")
@@ -124,6 +127,7 @@ def _lend(context: WorkerContext, loan_id: str, want: pb.Want) -> messages.Lend:
         priority=want.priority,
         mark=PlacementMark(want.router_id, want.placement_sequence),
         borrow=want.HasField("source"),
+        early=want.early,
     )
 
 

@@ -109,6 +109,7 @@ class Want(_message.Message):
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     PLACEMENT_SEQUENCE_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    EARLY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     lender_incarnation: _builtins.bytes
     """The lender this was meant for; another process at the same address refuses."""
@@ -127,6 +128,10 @@ class Want(_message.Message):
     router_id: _builtins.str
     """The placement that caused this; echoed in the lender's load reports."""
     placement_sequence: _builtins.int
+    early: _builtins.bytes
+    """16 bytes that name the borrower's engine to those of its host, and 16 of a secret of this loan: the lender's engine may
+    say Starting and BlocksReady there too, at once. What is said here is what counts.
+    """
     @_builtins.property
     def source(self) -> Global___Holder:
         """Somebody who holds more of the chain: a lender that computes reads from there what it lacks, before it computes."""
@@ -145,10 +150,11 @@ class Want(_message.Message):
         router_id: _builtins.str = ...,
         placement_sequence: _builtins.int = ...,
         source: Global___Holder | None = ...,
+        early: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "first_block", b"first_block", "lender_incarnation", b"lender_incarnation", "may_compute", b"may_compute", "model_fingerprint", b"model_fingerprint", "placement_sequence", b"placement_sequence", "priority", b"priority", "request_id", b"request_id", "router_id", b"router_id", "source", b"source", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "early", b"early", "first_block", b"first_block", "lender_incarnation", b"lender_incarnation", "may_compute", b"may_compute", "model_fingerprint", b"model_fingerprint", "placement_sequence", b"placement_sequence", "priority", b"priority", "request_id", b"request_id", "router_id", b"router_id", "source", b"source", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -172,6 +172,10 @@ class Borrower:
         """The lender has not said yet that it has room."""
         return self._state is _State.OPENING
 
+    def expects(self, first: int) -> bool:
+        """An announcement from `first` on is the next one."""
+        return self._state is _State.READING and first == self._announced_end
+
     def handle(self, event: Event) -> list[Action]:
         """The next state and what to do; events after the end are ignored, since they were under way."""
         if self.done:

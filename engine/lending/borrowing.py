@@ -30,6 +30,7 @@ from engine.lending.borrower import (
     Release,
     Started,
 )
+from engine.lending.early import EarlyWords, Word
 from engine.lending.landing import AnyLanding, OwnRank, Progress, Rank
 from engine.lending.sources import Lender, LowerTiers, Source
 from engine.messages import FromEngine, KvAccount, LoanBlocks, LoanFailed, LoanStarted
@@ -107,6 +108,7 @@ class BorrowingDesk:
         emit: Callable[[FromEngine], None],
         post: Callable[[ReadLanded], None],
         own: OwnRank,
+        early: EarlyWords,
         others: Seq[Rank] = (),
         read_silence_s: float = math.inf,
     ) -> None:
@@ -117,6 +119,7 @@ class BorrowingDesk:
         self._emit = emit
         self._post = post
         self._own, self._others = own, others
+        self._early = early
         self._read_silence_s = read_silence_s
         self._looked_at = 0.0
         self._below = Progress(books.clock)
@@ -143,9 +146,37 @@ class BorrowingDesk:
         return self._restore(wanted) or self._borrow(wanted)
 
     def started(self, message: LoanStarted) -> None:
-        if (found := self._of_lender(message.request_id)) is None:
-            return
-        loan, lender = found
+        self._early.met(message.endpoint)
+        if (found := self._of_lender(message.request_id)) is not None and not self._was_said(*found, message):
+            self._start(*found, message)
+
+    def announced(self, message: LoanBlocks) -> None:
+        if (found := self._of_lender(message.request_id)) is not None and not self._was_said(*found, message):
+            self._announce(*found, message)
+
+    def handle_early(self) -> None:
+        """What lenders said early, where it is what comes next."""
+        for word in self._early.take():
+            if (found := self._of_lender(word.request_id)) is None:
+                continue
+            loan, lender = found
+            match word:
+                case LoanStarted() if loan.machine.opening:
+                    lender.early.append(word)
+                    self._start(loan, lender, word)
+                case LoanBlocks(_, first) if loan.machine.expects(first):
+                    lender.early.append(word)
+                    self._announce(loan, lender, word)
+
+    def _was_said(self, loan: Loan, lender: Lender, message: Word) -> bool:
+        """Early; if it was something else, the loan is over."""
+        if not lender.early:
+            return False
+        if lender.early.popleft() != message:
+            self._handle(loan, Failed("protocol error: the lender said something else early"))
+        return True
+
+    def _start(self, loan: Loan, lender: Lender, message: LoanStarted) -> None:
         times = loan.wanted.account.times
         times["loan_started"] = self._books.clock()
         times["lender_queued_s"] = message.queued_ms / 1e3
@@ -157,10 +188,7 @@ class BorrowingDesk:
             return
         self._handle(loan, Started(message.end_block))
 
-    def announced(self, message: LoanBlocks) -> None:
-        if (found := self._of_lender(message.request_id)) is None:
-            return
-        loan, lender = found
+    def _announce(self, loan: Loan, lender: Lender, message: LoanBlocks) -> None:
         times = loan.wanted.account.times
         times.setdefault("first_blocks_ready", self._books.clock())
         times["last_blocks_ready"] = self._books.clock()
@@ -248,7 +276,7 @@ class BorrowingDesk:
         loan = self._open(wanted, lender, first, len(wanted.keys), may_be_part=not wanted.lender_computes)
         self._books.counts.looked(REMOTE, len(wanted.keys) - first, 0)
         wanted.account.times["loan_opened"] = self._books.clock()
-        lender.open(first, loan.machine.end)
+        lender.open(first, loan.machine.end, self._early.expect(sequence.request_id))
         return True
 
     def _open(self, wanted: Wanted, source: Source, first: int, end: int, may_be_part: bool = False) -> Loan:
@@ -327,6 +355,7 @@ class BorrowingDesk:
                 account.restore_failure = failure
             loan.source.spoiled(wanted.keys[loan.machine.bound_end])
         if isinstance(loan.source, Lender):
+            self._early.forget(wanted.sequence.request_id)
             account.times["loan_closed"] = self._books.clock()
             if account.moved_blocks:
                 account.lanes = loan.source.lanes

@@ -7,6 +7,7 @@ from engine.bookkeeper import Bookkeeper
 from engine.keys import BlockKey, block_keys, root_key
 from engine.kv_counts import POOL
 from engine.lending.borrowing import BorrowingDesk, Wanted
+from engine.lending.early import EarlyWords
 from engine.lending.lender import (
     Action,
     Announce,
@@ -49,6 +50,7 @@ class LendingDesk:
         borrowing: BorrowingDesk,
         model_fingerprint: bytes,
         emit: Callable[[FromEngine], None],
+        early: EarlyWords,
         max_queued: int,
         next_arrival: Callable[[], int],
     ) -> None:
@@ -58,6 +60,7 @@ class LendingDesk:
         self._borrowing = borrowing
         self._model_fingerprint = model_fingerprint
         self._emit = emit
+        self._early = early
         self._max_queued = max_queued
         self._loans: dict[str, _Loan] = {}
         self._waiting: list[str] = []
@@ -227,11 +230,11 @@ class LendingDesk:
             match action:
                 case SendStarting(end, cached_end):
                     queued_ms = (self._books.clock() - loan.asked_at) * 1e3
-                    self._emit(LendStarting(loan_id, end, cached_end, queued_ms))
+                    self._say(loan, LendStarting(loan_id, end, cached_end, queued_ms))
                 case Announce(first, block_ids, fetched):
                     self._books.pool.acquire(block_ids)
                     fingerprints = self._books.fingerprints_of(block_ids)
-                    self._emit(LendReady(loan_id, first, block_ids, fingerprints, fetched))
+                    self._say(loan, LendReady(loan_id, first, block_ids, fingerprints, fetched))
                 case Unhold(block_ids):
                     self._books.pool.release(block_ids)
                 case StopComputing():
@@ -244,6 +247,10 @@ class LendingDesk:
                 self._waiting.remove(loan_id)
             else:
                 self._books.pool.touch(loan.keys)
+
+    def _say(self, loan: _Loan, message: LendStarting | LendReady) -> None:
+        self._early.tell(loan.request.early, message)
+        self._emit(message)
 
     def _root(self, request: Lend) -> BlockKey:
         return root_key(self._model_fingerprint, request.cache_salt)

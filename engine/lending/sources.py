@@ -5,6 +5,7 @@ a block that arrived wrong.
 """
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.keys import BlockKey
+from engine.lending.early import Word
 from engine.lending.landing import AnyLanding, OwnRank, Peers, Progress, Rank, lanes_of
 from engine.messages import CloseLoan, FromEngine, OpenLoan, ReleaseLoan
 from engine.tiers.tiers import Tiers
@@ -74,9 +76,11 @@ class Lender(Source):
         """Chain blocks below it were cached at the lender."""
         self.fetched_end = 0
         """Announced chain blocks below it, and not below `cached_end`, the lender itself had from elsewhere."""
+        self.early: deque[Word] = deque()
+        """What was said early, and not by the lease yet."""
 
-    def open(self, first: int, end: int) -> None:
-        self._emit(OpenLoan(self._loan_id, first, end, self.may_compute))
+    def open(self, first: int, end: int, early: bytes) -> None:
+        self._emit(OpenLoan(self._loan_id, first, end, self.may_compute, early))
 
     def connect(self, endpoint: bytes) -> None:
         """The lender has started. Raises TransferError."""

@@ -8,6 +8,7 @@ from cluster.roles import Role
 from engine.core import CoreLimits, EngineCore
 from engine.errors import EngineStartError
 from engine.layout import KvLayout
+from engine.lending.early import EarlyLink
 from engine.lending.landing import OtherRank
 from engine.memory import belongs_in_file
 from engine.messages import FromEngine
@@ -35,8 +36,9 @@ def open_core(
     emit: Callable[[FromEngine], None],
     wake: Callable[[], None] = lambda: None,
     others: Sequence[OtherRank] = (),
+    early: EarlyLink | None = None,
 ) -> EngineCore:
-    """`others`: ranks beside the one that this process is. Raises EngineStartError."""
+    """`others`: ranks beside the one that this process is. `early`: to other engines. Raises EngineStartError."""
     config = spec.config
     limits = CoreLimits(
         StepBudget(config.max_batch_tokens, config.prefill_chunk(spec.role)),
@@ -47,7 +49,7 @@ def open_core(
     fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
     tiers = _open_tiers(config, runner.layout, fingerprint)
     speculator = _open_speculator(spec, runner)
-    return EngineCore(runner, transport, limits, emit, wake, tiers, speculator=speculator, others=others)
+    return EngineCore(runner, transport, limits, emit, wake, tiers, speculator=speculator, others=others, early=early)
 
 
 def open_sim_runner(config: WorkerConfig, pool_in_file: bool = False) -> SimRunner:

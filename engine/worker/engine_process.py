@@ -26,6 +26,7 @@ from engine.parallel.runner import ParallelRunner
 from engine.runner import Runner
 from engine.vocabulary import Chunk, Sampled
 from engine.worker.assembly import IDLE_TURN_S, draft_of, open_core, open_sim_runner, open_torch_runner
+from engine.worker.early_socket import open_early_socket
 from engine.worker.link import LinkWaiter, MessageLink
 from engine.worker.preparation import become_child, own_transport, prepare
 from engine.worker.ranks import Ranks
@@ -45,6 +46,7 @@ class _Front:
         self._waiter = LinkWaiter(link)
         self._said: list[FromEngine] = []
         self.wake = self._waiter.wake
+        self.watch = self._waiter.watch
 
     def say(self, message: FromEngine) -> None:
         self._said.append(message)
@@ -205,7 +207,9 @@ def _start(spec: EngineSpec, front: _Front, ranks: Ranks | None) -> tuple[Engine
     computer = _Computer(spec, ranks, front.wake)
     runner = computer.runner()
     others = ranks.followers if ranks is not None else ()
-    core = open_core(spec, runner, transport, front.say, front.wake, others)
+    if (early := open_early_socket()) is not None:
+        front.watch(early.fileno())
+    core = open_core(spec, runner, transport, front.say, front.wake, others, early)
     front.say(core.start())
     front.send()
     return core, computer

@@ -93,6 +93,7 @@ class Lenders:
             router_id=chain.router_id,
             placement_sequence=chain.placement_sequence,
             source=chain.source if wanted.may_compute else None,
+            early=wanted.early,
         )
         return self._link(holder).open(engine_id, want)
 

@@ -87,6 +87,10 @@ class LinkWaiter:
         self._selector.register(self._event, selectors.EVENT_READ)
         self._watches_writing = False
 
+    def watch(self, descriptor: int) -> None:
+        """Waits end for what can be read there, too; who waits reads it."""
+        self._selector.register(descriptor, selectors.EVENT_READ)
+
     def wake(self) -> None:
         """From any thread: end the current or next wait."""
         os.eventfd_write(self._event, 1)

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from engine.core import CoreLimits, EngineCore
+from engine.lending.early import EarlyLink
 from engine.lending.landing import OtherRank
 from engine.messages import FromEngine, ToEngine
 from engine.runner import Runner
@@ -42,9 +43,12 @@ class CheckedCore:
         limits: CoreLimits,
         speculator: Speculator | None = None,
         others: Sequence[OtherRank] = (),
+        early: EarlyLink | None = None,
     ) -> None:
         self.said: list[FromEngine] = []
-        self.core = EngineCore(runner, transport, limits, self.said.append, speculator=speculator, others=others)
+        self.core = EngineCore(
+            runner, transport, limits, self.said.append, speculator=speculator, others=others, early=early
+        )
         self.ready = self.core.start()
 
     def tell(self, *messages: ToEngine) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from engine.core import CoreLimits
+from engine.lending.early import EarlyLink
 from engine.messages import Generate, KvAccount, Lend, LendStarting, Token
 from engine.scheduler import StepBudget
 from engine.sim.runner import SimRunner
@@ -28,11 +29,12 @@ class Engine(LandingCore):
         network: LocalNetwork | None = None,
         eager: bool = True,
         max_queued_loans: int = 2,
+        early: EarlyLink | None = None,
     ) -> None:
         self.transport = LocalTransport(network or LocalNetwork(), name, eager)
         self.runner = SimRunner(LAYOUT, num_blocks, VOCAB)
         limits = CoreLimits(budget, max_queued_loans, report_interval_s=0.0, min_report_interval_s=0.0)
-        super().__init__(self.runner, self.transport, limits)
+        super().__init__(self.runner, self.transport, limits, early=early)
 
     def land(self) -> bool:
         return self.transport.step()

@@ -62,9 +62,9 @@ class Pair:
         out: list[ToEngine] = []
         for message in self.borrower.hear(OpenLoan, ReleaseLoan, CloseLoan, Token, Rejected):
             match message:
-                case OpenLoan(request_id, first, end):
+                case OpenLoan(request_id, first, end, _, early):
                     tokens = self.prompts[request_id][: end * 4]
-                    out.append(Lend(request_id, tokens, first, "", self.may_compute, 0))
+                    out.append(Lend(request_id, tokens, first, "", self.may_compute, 0, early=early))
                 case ReleaseLoan(request_id, first, count):
                     out.append(LendReleased(request_id, first, count))
                 case CloseLoan(request_id):

@@ -7,13 +7,14 @@ every single move the books of every engine must balance. Time is the number of 
 
 import math
 
+from engine.lending.sources import Lender
 from engine.scheduler import StepBudget
 from engine.sim.states import prompt_logprob
 from kvtransfer.transport import Pool
 from support.sim_model import VOCAB, undisturbed
 from support.trial_cells import lender_state
 from support.trial_faults import Faults
-from support.trial_node import Client, Node, searched
+from support.trial_node import Client, Node, TrialLink, searched
 
 KINDS = 6 * [(1, 0)] + [(2, 0), (3, 0), (1, 2), (2, 3)]
 """Choices and beams of a request."""
@@ -51,6 +52,8 @@ class Cluster(Faults):
         self.crowded_length = 17 if reserve > 6 else 9
         self.pool_range = (6, 7) if crowded else self.rng.choice([(6, 10), (8, 16), (10, 24)])
         self.network: dict[bytes, Pool] = {}
+        self.links: dict[bytes, TrialLink] | None = {} if seed // 5 % 3 else None
+        """In two thirds of the trials engines tell each other early, too."""
         self.num_started = 0
         self.now = 0
         self.restoring: list[Node] = []
@@ -78,6 +81,7 @@ class Cluster(Faults):
             tier_blocks,
             self.read_silence,
             lambda: float(self.now),
+            TrialLink(self.links) if self.links is not None else None,
         )
         node.runner.interrupted = lambda: self.in_mid_restore(node)
         return node
@@ -207,6 +211,10 @@ class Cluster(Faults):
             node.check()
             self.seen["quarantined"] += bool(node.core._books.pool.num_quarantined)
             self.seen["waiting preempted"] += bool(node.core._requests.residency.preempted)
+            self.seen["said early"] += any(
+                isinstance(loan.source, Lender) and bool(loan.source.early)
+                for loan in node.core._borrowing._loans.values()
+            )
             if contents:
                 node.check_contents()
 

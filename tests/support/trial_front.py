@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 from engine.keys import block_keys, root_key
 from engine.messages import (
@@ -74,6 +75,8 @@ class Front:
 
     def receive(self, node: Node) -> None:
         """What has arrived is handled, what transports have done and what peers say in either order."""
+        if node.link is not None:
+            node.link.hand_on(self.rng.randint(0, 3), self.rng)
         if self.rng.random() < 0.5:
             node.core.handle_posted()
         while node.inbox:
@@ -137,9 +140,9 @@ class Front:
                     assert not stream.closed, "a loan was closed twice"
                     stream.closed = True
                     stream.to_lender.append(LendClosed(stream.loan_id))
-                case LendStarting(loan_id, end, cached_end, _):
+                case LendStarting(loan_id, end, cached_end, queued_ms):
                     stream = self.loan(loan_id)
-                    self.to_borrower(stream, LoanStarted(stream.request_id, node.endpoint, end, cached_end, 0.0))
+                    self.to_borrower(stream, LoanStarted(stream.request_id, node.endpoint, end, cached_end, queued_ms))
                 case LendReady(loan_id, first, block_ids, fingerprints, fetched):
                     stream = self.loan(loan_id)
                     self.seen["lent on"] += fetched * len(block_ids)
@@ -186,6 +189,7 @@ class Front:
             self.seen["mismatched"] += account.mismatched_blocks
             self.seen["stuck"] += "no read has ended" in account.loan_failure + account.restore_failure
             self.seen["preempted"] += account.preemptions
+            assert "early" not in account.loan_failure, account.loan_failure
         if message.finish is not None:
             assert message.finish is FinishReason.LENGTH
             client.finished.add(message.choice)
@@ -227,7 +231,7 @@ class Front:
             return
         has_source = message.may_compute and self.rng.random() < 0.7
         lend = Lend(stream.loan_id, tokens, message.first_block, "", message.may_compute, priority, borrow=has_source)
-        stream.to_lender.append(lend)
+        stream.to_lender.append(replace(lend, early=message.early))
 
     def to_borrower(self, stream: Stream, message: ToEngine) -> None:
         """To a borrower that has closed already it arrives all the same, or not."""

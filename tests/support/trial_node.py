@@ -1,6 +1,7 @@
 """An engine under trial, and those who talk to it: clients, and streams to other engines."""
 
 import math
+import random
 import time
 from collections import deque
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.core import CoreLimits, EngineCore
+from engine.lending.early import NAME_BYTES, EarlyLink
 from engine.messages import FromEngine, Generate, ToEngine, Token
 from engine.scheduler import StepBudget
 from engine.sim.runner import SimRunner
@@ -40,6 +42,34 @@ class TrialRunner(SimRunner):
         self.pool.memory[block, half:] = content[half:]
 
 
+class TrialLink(EarlyLink):
+    """Words arrive when they are handed on, in order, or never."""
+
+    def __init__(self, links: "dict[bytes, TrialLink]") -> None:
+        self.name = len(links).to_bytes(NAME_BYTES, "little")
+        self._links = links
+        self.coming: deque[bytes] = deque()
+        self._arrived: list[bytes] = []
+        links[self.name] = self
+
+    def send(self, name: bytes, word: bytes) -> None:
+        self._links[name].coming.append(word)
+
+    def hand_on(self, count: int, rng: random.Random) -> None:
+        """The next so many, of which some are lost; and whatever others write here."""
+        for _ in range(min(count, len(self.coming))):
+            word = self.coming.popleft()
+            if rng.random() < 0.9:
+                self._arrived.append(word)
+            if rng.random() < 0.05:
+                self._arrived.append(word[: rng.randrange(len(word))])
+                self._arrived.append(rng.randbytes(NAME_BYTES) + word[NAME_BYTES:])
+
+    def take(self) -> list[bytes]:
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+
 class Node:
     """One engine process."""
 
@@ -53,9 +83,12 @@ class Node:
         tier_blocks: int = 0,
         read_silence_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
+        link: TrialLink | None = None,
     ) -> None:
-        """`tier_blocks`: how many blocks its host memory holds, none with 0."""
+        """`tier_blocks`: how many blocks its host memory holds, none with 0. `link`: what lenders say early comes by
+        it."""
         self.name = name
+        self.link = link
         self.alive = True
         self.stopped = False
         self.said: list[FromEngine] = []
@@ -69,7 +102,9 @@ class Node:
             config = TierConfig(tier_blocks * LAYOUT.block_bytes, None, 0)
             fingerprint = LAYOUT.fingerprint(self.runner.info.weights_fingerprint)
             self.tiers = Tiers(config, LAYOUT.block_bytes, LAYOUT.kv_heads, fingerprint, threaded=False)
-        self.core = EngineCore(self.runner, self.transport, limits, self.said.append, tiers=self.tiers, clock=clock)
+        self.core = EngineCore(
+            self.runner, self.transport, limits, self.said.append, tiers=self.tiers, clock=clock, early=link
+        )
         self.endpoint = self.core.start().endpoint
         self.batch: list[Chunk] = []
         """Being computed: `end_step` is still to come."""

@@ -236,6 +236,7 @@ REACHED = {
     "preempted": 30,
     "parted": 50,
     "searched": 50,
+    "said early": 100,
     "lent on": 5,
     "released": 100,
     "restored": 3,

@@ -1,0 +1,19 @@
+"""Early words within a process."""
+
+from engine.lending.early import EarlyLink
+
+
+class Post(EarlyLink):
+    """Words to whom they name, at once."""
+
+    def __init__(self, boxes: dict[bytes, list[bytes]], name: bytes) -> None:
+        self.name = name
+        self.boxes = boxes
+        boxes[name] = []
+
+    def send(self, name: bytes, word: bytes) -> None:
+        self.boxes[name].append(word)
+
+    def take(self) -> list[bytes]:
+        taken, self.boxes[self.name] = self.boxes[self.name], []
+        return taken
