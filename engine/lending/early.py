@@ -29,7 +29,7 @@ MAX_BLOCKS_BYTES = MAX_WORD_BYTES - 64
 MAX_ENDPOINTS = 1024
 """Of lenders; one that is forgotten is known again with its next loan."""
 _STARTING = struct.Struct("<IId")
-_READY = struct.Struct("<II?")
+_READY = struct.Struct("<III?")
 _KINDS = {"starting": b"s", "ready": b"r"}
 
 Word = LoanStarted | LoanBlocks
@@ -80,7 +80,7 @@ class EarlyWords:
                 if 4 * count + len(fingerprints) > MAX_BLOCKS_BYTES:
                     return
                 ids = struct.pack(f"<{count}I", *block_ids)
-                word = _KINDS["ready"] + _READY.pack(first, count, fetched) + ids + fingerprints
+                word = _KINDS["ready"] + _READY.pack(first, count, len(fingerprints), fetched) + ids + fingerprints
         self._link.send(address[:NAME_BYTES], address[NAME_BYTES:] + word)
 
     # ------------------------------------------------------------------ the borrower's side
@@ -124,9 +124,11 @@ class EarlyWords:
                 endpoint = self._endpoints.get(rest[:DIGEST_BYTES])
                 return None if endpoint is None else LoanStarted(loan_id, endpoint, end, cached_end, queued_ms)
             if kind == _KINDS["ready"]:
-                first, count, fetched = _READY.unpack_from(rest)
+                first, count, num_bytes, fetched = _READY.unpack_from(rest)
                 ids = struct.unpack_from(f"<{count}I", rest, _READY.size)
-                return LoanBlocks(loan_id, first, ids, rest[_READY.size + 4 * count :], fetched)
+                fingerprints = rest[_READY.size + 4 * count :]
+                if len(fingerprints) == num_bytes:
+                    return LoanBlocks(loan_id, first, ids, fingerprints, fetched)
         except struct.error:
             return None
         return None

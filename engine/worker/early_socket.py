@@ -1,5 +1,6 @@
 """Early words between the engines of one host: Linux's abstract Unix sockets, which no folder holds and no process
-outlives. Engines in other containers or on other hosts are not found there, and are told nothing early."""
+outlives. Engines in other containers or on other hosts are not found there, and are told nothing early. The kernel
+keeps as many words for each as `net.unix.max_dgram_qlen` says, often 10, and more are lost."""
 
 import contextlib
 import secrets
@@ -9,6 +10,9 @@ from engine.lending.early import MAX_WORD_BYTES, NAME_BYTES, EarlyLink
 
 PREFIX = b"\0tandem-early-"
 """What a borrower says of its address can make a lender write to such sockets, and to no others."""
+
+MAX_AT_ONCE = 1024
+"""Whoever writes without end does not keep the loop from turning."""
 
 
 class EarlySocket(EarlyLink):
@@ -29,7 +33,7 @@ class EarlySocket(EarlyLink):
     def take(self) -> list[bytes]:
         words: list[bytes] = []
         with contextlib.suppress(BlockingIOError):
-            while True:
+            while len(words) < MAX_AT_ONCE:
                 words.append(self._socket.recv(MAX_WORD_BYTES))
         return words
 

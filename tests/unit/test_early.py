@@ -115,9 +115,18 @@ def test_who_knows_the_secret_may_say_nonsense(kind: bytes, rest: bytes) -> None
         assert said.request_id == "request"
 
 
-@pytest.mark.parametrize("count", [0, 2**32 - 1])
-def test_a_count_that_the_word_does_not_have(count: int) -> None:
+@pytest.mark.parametrize("said", [STARTING, READY])
+def test_a_word_that_is_not_whole_is_dropped(said: LendStarting | LendReady) -> None:
     two = Two()
-    word = two.address[NAME_BYTES:] + b"r" + struct.pack("<II?", 0, count, False)
+    two.lender.tell(two.address, said)
+    (word,) = two.box.take()
+    for changed in [*(word[:length] for length in range(len(word))), word + b"x"]:
+        two.box.boxes[two.box.name].append(changed)
+        assert two.borrower.take() == []
+
+
+def test_a_count_that_the_word_does_not_have() -> None:
+    two = Two()
+    word = two.address[NAME_BYTES:] + b"r" + struct.pack("<III?", 0, 2**32 - 1, 0, False)
     two.box.boxes[two.box.name].append(word)
-    assert two.borrower.take() == ([] if count else [LoanBlocks("request", 0, (), b"")])
+    assert two.borrower.take() == []
