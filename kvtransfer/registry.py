@@ -8,11 +8,10 @@ from kvtransfer.transport import Transport
 
 NAMES = ("nixl", "ucxx")
 """Those that work between processes."""
-
-
 NO_HOOKS = "UCX_MEM_MMAP_HOOK_MODE", "none"
 """Else UCX rewrites the process's mmap, munmap and so on as it is loaded, which takes 0.4 s of spinning, to hear of
-memory that goes while it is registered. Ours is registered once, and stays. With GPUs it is left as UCX wants it."""
+memory that goes while it is registered. What `nixl` reads into is registered once, and stays. With GPUs, and for
+`ucxx`, whose memory UCX registers as it comes, hooks are as UCX wants them."""
 
 
 def open_transport(
@@ -27,9 +26,9 @@ def open_transport(
     demanded, KeyError for an unknown name.
     """
     strict = StrictLanes(strict_lanes)
-    if not on_gpu:
-        os.environ.setdefault(*NO_HOOKS)
     if name == "nixl":
+        if not on_gpu:
+            os.environ.setdefault(*NO_HOOKS)
         from kvtransfer.nixl import NixlTransport
 
         return NixlTransport(agent_name, strict)

@@ -8,8 +8,9 @@ borrower's need not wait for the first.
            └───────────────────── early word ─────────────────────────────┘
 
 Nothing is owned by it: a loan lives and ends by the lease, and whatever is said early is said there too. So an early
-word may get lost or come late; it counts only if it is the very next thing to be said of the loan, and then the lease
-must say the same, or the loan is over. It is known by a secret of the loan, which only the lender has been told.
+word may get lost or come late; it counts only if it is the very next thing to be said of the loan, and the lease must
+say the same after it, message by message, or the loan is over, if it still lives then. Who may say it is who knows the
+loan's secret, which only the lender has been told.
 """
 
 import os
@@ -20,9 +21,13 @@ from hashlib import blake2b
 
 from engine.messages import LendReady, LendStarting, LoanBlocks, LoanStarted
 
-NAME_BYTES = SECRET_BYTES = DIGEST_BYTES = 16
+VERSION = 1
+"""Of what a word looks like: engines of another one do not find each other."""
+NAME_BYTES = DIGEST_BYTES = 16
+KEY_BYTES = 8
+SECRET_BYTES = KEY_BYTES + 8
 ADDRESS_BYTES = NAME_BYTES + SECRET_BYTES
-"""Of where a loan's early words go: whose link, and the loan's secret."""
+"""Of where a loan's early words go: whose link, and the loan's secret, of which the first half is the link's key."""
 MAX_WORD_BYTES = 64 << 10
 MAX_BLOCKS_BYTES = MAX_WORD_BYTES - 64
 """What is longer is said by the lease alone."""
@@ -30,7 +35,7 @@ MAX_ENDPOINTS = 1024
 """Of lenders; one that is forgotten is known again with its next loan."""
 _STARTING = struct.Struct("<IId")
 _READY = struct.Struct("<III?")
-_KINDS = {"starting": b"s", "ready": b"r"}
+_IS_STARTING, _IS_READY = b"s", b"r"
 
 Word = LoanStarted | LoanBlocks
 
@@ -40,6 +45,8 @@ class EarlyLink(ABC):
 
     name: bytes
     """NAME_BYTES of this engine's own."""
+    key: bytes
+    """KEY_BYTES with which every word to this engine begins."""
 
     @abstractmethod
     def send(self, name: bytes, word: bytes) -> None:
@@ -74,13 +81,13 @@ class EarlyWords:
             return
         match said:
             case LendStarting(_, end, cached_end, queued_ms):
-                word = _KINDS["starting"] + self._own_digest + _STARTING.pack(end, cached_end, queued_ms)
+                word = _IS_STARTING + self._own_digest + _STARTING.pack(end, cached_end, queued_ms)
             case LendReady(_, first, block_ids, fingerprints, fetched):
                 count = len(block_ids)
                 if 4 * count + len(fingerprints) > MAX_BLOCKS_BYTES:
                     return
                 ids = struct.pack(f"<{count}I", *block_ids)
-                word = _KINDS["ready"] + _READY.pack(first, count, len(fingerprints), fetched) + ids + fingerprints
+                word = _IS_READY + _READY.pack(first, count, len(fingerprints), fetched) + ids + fingerprints
         self._link.send(address[:NAME_BYTES], address[NAME_BYTES:] + word)
 
     # ------------------------------------------------------------------ the borrower's side
@@ -89,7 +96,7 @@ class EarlyWords:
         """The address for words of this loan, until `forget`; empty without a link."""
         if self._link is None:
             return b""
-        secret = os.urandom(SECRET_BYTES)
+        secret = self._link.key + os.urandom(SECRET_BYTES - KEY_BYTES)
         self._loans[secret], self._secrets[loan_id] = loan_id, secret
         return self._link.name + secret
 
@@ -115,15 +122,15 @@ class EarlyWords:
 
     def _parse(self, word: bytes) -> Word | None:
         """None for what is not for a loan of ours, or makes no sense."""
-        secret, kind, rest = word[:SECRET_BYTES], word[SECRET_BYTES : SECRET_BYTES + 1], word[SECRET_BYTES + 1 :]
-        if (loan_id := self._loans.get(secret)) is None:
+        if (loan_id := self._loans.get(word[:SECRET_BYTES])) is None:
             return None
+        kind, rest = word[SECRET_BYTES : SECRET_BYTES + 1], word[SECRET_BYTES + 1 :]
         try:
-            if kind == _KINDS["starting"]:
+            if kind == _IS_STARTING:
                 end, cached_end, queued_ms = _STARTING.unpack(rest[DIGEST_BYTES:])
                 endpoint = self._endpoints.get(rest[:DIGEST_BYTES])
                 return None if endpoint is None else LoanStarted(loan_id, endpoint, end, cached_end, queued_ms)
-            if kind == _KINDS["ready"]:
+            if kind == _IS_READY:
                 first, count, num_bytes, fetched = _READY.unpack_from(rest)
                 ids = struct.unpack_from(f"<{count}I", rest, _READY.size)
                 fingerprints = rest[_READY.size + 4 * count :]

@@ -96,7 +96,7 @@ async def test_a_decode_worker_hands_over_what_it_cannot_finish(model, cluster_o
             await asyncio.gather(*(stream.reached(5) for stream in streams))
             return streams
 
-        many, few = range(4), range(4, 8)
+        many, few = range(4), range(4, 12)  # of so many, some come to whichever worker leaves
         undisturbed = await finished(start("undisturbed", many, 600) + start("undisturbed", few, 60))
         streams = await begun(start("disturbed", many, 600))
         leaving, num_here = await busiest_decoder(cluster)

@@ -2,15 +2,18 @@
 
 import os
 import random
+import select
 import signal
-from collections.abc import Callable
+import socket
+import struct
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine.lending.early import NAME_BYTES
-from engine.worker.early_socket import PREFIX, EarlySocket
+from engine.lending.early import KEY_BYTES, MAX_WORD_BYTES, NAME_BYTES
+from engine.worker.early_socket import MAX_AT_ONCE, PREFIX, EarlySocket
 from support.processes import LENDER_ALWAYS, Stream, assert_equal_answers, finished, lending, pause, running
 
 VOCAB, BLOCK = 600, 16
@@ -41,22 +44,57 @@ async def test_a_loan_goes_on_while_the_lenders_front_stands_still(model: Path, 
         await audit([worker.address for worker in cluster.workers])
 
 
-def test_words_between_sockets() -> None:
+@pytest.fixture
+def sockets() -> Iterator[tuple[EarlySocket, EarlySocket]]:
     one, other = EarlySocket(), EarlySocket()
-    try:
-        assert one.name != other.name
-        assert other.take() == []
-        one.send(other.name, b"first")
-        one.send(other.name, b"second")
-        one.send(bytes(NAME_BYTES), b"to nobody")
-        assert other.take() == [b"first", b"second"]
-        assert one.take() == other.take() == []
-        assert f"@{PREFIX[1:].decode()}{other.name.hex()}" in Path("/proc/net/unix").read_text()
-        for _ in range(100_000):  # more than anybody keeps: what is too much is lost, and nobody waits
-            one.send(other.name, b"word")
-        assert 0 < len(other.take()) < 100_000
-        other.close()
-        one.send(other.name, b"to one that is gone")
-    finally:
-        one.close()
-        other.close()
+    yield one, other
+    one.close()
+    other.close()
+
+
+def test_words_between_sockets(sockets: tuple[EarlySocket, EarlySocket]) -> None:
+    one, other = sockets
+    assert one.name != other.name
+    assert one.key != other.key
+    assert other.take() == []
+    longest = other.key + bytes(MAX_WORD_BYTES - KEY_BYTES)
+    for word in (other.key + b"first", longest):
+        one.send(other.name, word)
+    one.send(bytes(NAME_BYTES), b"to nobody")
+    assert other.take() == [other.key + b"first", longest]
+    assert one.take() == other.take() == []
+    other.close()
+    one.send(other.name, other.key + b"to one that is gone")
+
+
+def test_what_is_too_much_is_lost_and_nobody_waits(sockets: tuple[EarlySocket, EarlySocket]) -> None:
+    one, other = sockets
+    words = [other.key + b"%d" % number for number in range(10_000)]
+    for word in words:
+        one.send(other.name, word)
+    taken = other.take()
+    assert taken == words[: len(taken)]
+    assert 0 < len(taken) <= MAX_AT_ONCE
+
+
+def test_who_does_not_know_the_key_is_not_heard(sockets: tuple[EarlySocket, EarlySocket]) -> None:
+    """Nor is the engine woken, and what comes along is let go of where it was sent."""
+    one, other = sockets
+    address = next(
+        line.split()[-1]
+        for line in Path("/proc/net/unix").read_text().splitlines()
+        if line.endswith(f"@{PREFIX[1:].decode()}{other.name.hex()}")
+    )
+    mine, theirs = socket.socketpair()
+    with mine, theirs, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+        almost = other.key[:-1] + bytes([other.key[-1] ^ 1])
+        for word in (b"", b"x", other.key[:7], almost, almost + bytes(1000), bytes(100)):
+            stranger.sendto(word, "\0" + address[1:])
+            along = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("@i", theirs.fileno()))
+            stranger.sendmsg([word], [along], 0, "\0" + address[1:])
+        theirs.close()
+        mine.settimeout(10)
+        assert mine.recv(1) == b"", "nobody has the other end any more"
+        assert select.select([other], [], [], 0) == ([], [], [])
+    one.send(other.name, other.key + b"word")
+    assert other.take() == [other.key + b"word"]

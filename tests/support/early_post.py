@@ -1,6 +1,6 @@
 """Early words within a process."""
 
-from engine.lending.early import EarlyLink
+from engine.lending.early import KEY_BYTES, EarlyLink
 
 
 class Post(EarlyLink):
@@ -8,6 +8,7 @@ class Post(EarlyLink):
 
     def __init__(self, boxes: dict[bytes, list[bytes]], name: bytes) -> None:
         self.name = name
+        self.key = name[:KEY_BYTES]
         self.boxes = boxes
         boxes[name] = []
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from kvtransfer.local import LocalNetwork, LocalTransport
 from kvtransfer.nixl import NixlTransport
+from kvtransfer.nixl_lane import Job
 from kvtransfer.transport import Peer, Pool, Read, Span, Transport
 from kvtransfer.ucxx import UcxxTransport
 
@@ -244,10 +245,14 @@ class NixlWorld(ProcessWorld):
         return NixlTransport(f"reader-{os.getpid()}-{NixlWorld.count}")
 
     def hold(self, peer: Peer, own_offset: int, hold: Callable[[], None]) -> None:
-        # Added before the read can be done, since a callback of a future that is done runs on this thread.
-        with self.reader._lock:
-            self.reader._asleep = False  # or this thread would post it
-            self.reader.read(peer, [Span(own_offset, 0, BLOCK)]).add_done_callback(lambda _: hold())
+        def post_now(job: Job) -> bool:
+            """Never on this thread, where a callback of a read that is done would run, too."""
+            job.future.add_done_callback(lambda _: hold())
+            return False
+
+        self.reader._post_now = post_now  # type: ignore[method-assign]
+        self.reader.read(peer, [Span(own_offset, 0, BLOCK)])
+        del self.reader._post_now
 
 
 class UcxxWorld(ProcessWorld):

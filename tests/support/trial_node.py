@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.core import CoreLimits, EngineCore
-from engine.lending.early import NAME_BYTES, EarlyLink
+from engine.lending.early import KEY_BYTES, NAME_BYTES, EarlyLink
 from engine.messages import FromEngine, Generate, ToEngine, Token
 from engine.scheduler import StepBudget
 from engine.sim.runner import SimRunner
@@ -47,6 +47,7 @@ class TrialLink(EarlyLink):
 
     def __init__(self, links: "dict[bytes, TrialLink]") -> None:
         self.name = len(links).to_bytes(NAME_BYTES, "little")
+        self.key = self.name[:KEY_BYTES]
         self._links = links
         self.coming: deque[bytes] = deque()
         self._arrived: list[bytes] = []

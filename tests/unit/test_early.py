@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from engine.lending.early import ADDRESS_BYTES, MAX_BLOCKS_BYTES, MAX_ENDPOINTS, NAME_BYTES, EarlyWords
 from engine.messages import LendReady, LendStarting, LoanBlocks, LoanStarted
+from prefill_worker.loan import announcements
 from support.early_post import Post
 
 ENDPOINT = b"the lender's endpoint"
@@ -60,6 +61,13 @@ def test_nobody_is_told_of_what_has_no_address_or_too_much_of_it() -> None:
     assert two.borrower.take() == []
     two.lender.tell(two.address, LendReady("loan", 0, tuple(range(count)), bytes(8 * count)))
     assert len(two.borrower.take()) == 1
+
+
+def test_what_is_said_early_is_one_message_of_the_lease() -> None:
+    """Both are held against each other message by message."""
+    count = MAX_BLOCKS_BYTES // 12
+    (message,) = announcements(LendReady("loan", 0, tuple(range(count)), bytes(8 * count)))
+    assert len(message.block_ids) == count
 
 
 def test_a_loan_that_is_over_and_a_lender_that_was_never_met() -> None:
