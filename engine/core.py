@@ -86,7 +86,7 @@ class EngineCore:
         thread that runs on: there is something for `handle_posted`. `clock` says the time, in seconds. Without a
         `speculator` nothing is guessed. `others`: the engine's ranks beside the one whose pool `runner` has, each with
         as many blocks of the same numbers; `runner` computes on them, too. With them there can be no `tiers`. `early`:
-        to other engines of this host."""
+        to other engines, see `engine/lending/early.py`."""
         assert not (others and tiers)
         self._runner = runner
         self._transport = transport

@@ -129,8 +129,8 @@ class Want(_message.Message):
     """The placement that caused this; echoed in the lender's load reports."""
     placement_sequence: _builtins.int
     early: _builtins.bytes
-    """16 bytes that name the borrower's engine to those of its host, and 16 of a secret of this loan: the lender's engine may
-    say Starting and BlocksReady there too, at once. What is said here is what counts.
+    """16 bytes that name the borrower's engine to others of its host, and 16 of a secret of this loan: the lender's engine
+    may say Starting and BlocksReady there too, at once, one of its messages for one here. What is said here counts.
     """
     @_builtins.property
     def source(self) -> Global___Holder:

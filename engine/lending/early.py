@@ -1,8 +1,8 @@
-"""What a lender's engine says to the borrower's engine at once, if both are on one host.
+"""What a lender's engine says to the borrower's engine at once, where they can reach each other.
 
 What is said of a loan goes from the lender's engine to its front, by the Lend stream to the borrower's front, and from
-there to its engine. Where the engines can reach each other, the lender's says it a second time, in one hop, and the
-borrower's need not wait for the first.
+there to its engine. Engines of one host and network namespace say it a second time, in one hop, and the borrower's
+need not wait for the first.
 
     lender's engine ── front ══ Lend stream, the lease ══ front ── borrower's engine
            └───────────────────── early word ─────────────────────────────┘

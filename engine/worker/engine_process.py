@@ -25,11 +25,12 @@ from engine.messages import FromEngine, StartFailed, ToEngine
 from engine.parallel.runner import ParallelRunner
 from engine.runner import Runner
 from engine.vocabulary import Chunk, Sampled
-from engine.worker.assembly import IDLE_TURN_S, draft_of, open_core, open_sim_runner, open_torch_runner
+from engine.worker.assembly import IDLE_TURN_S, draft_of, open_core
 from engine.worker.early_socket import open_early_socket
 from engine.worker.link import LinkWaiter, MessageLink
 from engine.worker.preparation import become_child, own_transport, prepare
 from engine.worker.ranks import Ranks
+from engine.worker.runners import open_sim_runner, open_torch_runner
 from engine.worker.spec import EngineSpec, RankSpec
 from kvtransfer.errors import TransportUnavailable
 

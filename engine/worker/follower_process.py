@@ -35,8 +35,8 @@ from engine.parallel.messages import (
     Withdraw,
 )
 from engine.parallel.steps import StepReader, filled_blocks
-from engine.worker.assembly import open_torch_runner
 from engine.worker.preparation import become_child, own_transport, prepare
+from engine.worker.runners import open_torch_runner
 from engine.worker.spec import RankSpec
 from kvtransfer.errors import TransportUnavailable
 from kvtransfer.ranks import BlockPart

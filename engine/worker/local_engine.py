@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 from engine.messages import FromEngine, ToEngine
 from engine.vocabulary import Chunk
-from engine.worker.assembly import IDLE_TURN_S, open_core, open_sim_runner
+from engine.worker.assembly import IDLE_TURN_S, open_core
 from engine.worker.engine_client import EngineHost, EngineListener
+from engine.worker.runners import open_sim_runner
 from engine.worker.spec import EngineSpec
 from kvtransfer.local import LocalNetwork, LocalTransport
 

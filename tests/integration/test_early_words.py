@@ -17,7 +17,7 @@ from engine.worker.early_socket import MAX_AT_ONCE, PREFIX, EarlySocket
 from support.processes import LENDER_ALWAYS, Stream, assert_equal_answers, finished, lending, pause, running
 
 VOCAB, BLOCK = 600, 16
-SIM: dict[str, Any] = {"engine": "sim", "sim_step_ms": 20.0, "max_prefill_tokens": 32, "kv_memory_mib": 4}
+SIM: dict[str, Any] = {"engine": "sim", "sim_step_ms": 40.0, "max_prefill_tokens": 32, "kv_memory_mib": 4}
 
 
 @pytest.fixture(scope="module")

@@ -19,34 +19,12 @@ from support.transport_worlds import (
     UNTOUCHED,
     LocalWorld,
     NixlWorld,
-    ProcessLender,
     UcxxWorld,
     World,
-    start_lenders,
     wait_until,
 )
 
 WINDOW = MAX_POSTED_BYTES
-
-
-@pytest.fixture(scope="module")
-def lenders() -> Iterator[list[ProcessLender]]:
-    yield from start_lenders("nixl")
-
-
-@pytest.fixture(scope="module")
-def file_lenders() -> Iterator[list[ProcessLender]]:
-    yield from start_lenders("nixl", LENDER_IN_FILE="1")
-
-
-@pytest.fixture(scope="module")
-def ucxx_lenders() -> Iterator[list[ProcessLender]]:
-    yield from start_lenders("ucxx")
-
-
-@pytest.fixture(scope="module")
-def ucxx_tcp_lenders() -> Iterator[list[ProcessLender]]:
-    yield from start_lenders("ucxx", UCX_TLS="tcp")
 
 
 @pytest.fixture(params=["local", "nixl", "nixl-mapped", "nixl-itself", "ucxx", "ucxx-tcp"])

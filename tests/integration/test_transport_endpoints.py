@@ -12,22 +12,7 @@ from kvtransfer.cross_memory import ATTACHED, MAPPED
 from kvtransfer.errors import EndpointMismatch, TransferError
 from kvtransfer.nixl import SMALL_BYTES, NixlTransport
 from kvtransfer.transport import Pool, Span
-from support.transport_worlds import BLOCK, TIMEOUT_S, NixlWorld, ProcessLender, UcxxWorld, start_lenders
-
-
-@pytest.fixture(scope="module")
-def lenders() -> Iterator[list[ProcessLender]]:
-    yield from start_lenders("nixl")
-
-
-@pytest.fixture(scope="module")
-def file_lenders() -> Iterator[list[ProcessLender]]:
-    yield from start_lenders("nixl", LENDER_IN_FILE="1")
-
-
-@pytest.fixture(scope="module")
-def ucxx_lenders() -> Iterator[list[ProcessLender]]:
-    yield from start_lenders("ucxx")
+from support.transport_worlds import BLOCK, TIMEOUT_S, NixlWorld, ProcessLender, UcxxWorld
 
 
 @pytest.fixture(scope="module")

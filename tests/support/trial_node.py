@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.core import CoreLimits, EngineCore
-from engine.lending.early import KEY_BYTES, NAME_BYTES, EarlyLink
+from engine.lending.early import KEY_BYTES, NAME_BYTES, SECRET_BYTES, EarlyLink
 from engine.messages import FromEngine, Generate, ToEngine, Token
 from engine.scheduler import StepBudget
 from engine.sim.runner import SimRunner
@@ -64,7 +64,7 @@ class TrialLink(EarlyLink):
                 self._arrived.append(word)
             if rng.random() < 0.05:
                 self._arrived.append(word[: rng.randrange(len(word))])
-                self._arrived.append(rng.randbytes(NAME_BYTES) + word[NAME_BYTES:])
+                self._arrived.append(rng.randbytes(SECRET_BYTES) + word[SECRET_BYTES:])
 
     def take(self) -> list[bytes]:
         arrived, self._arrived = self._arrived, []

@@ -16,12 +16,12 @@ PROMPT = (*TWELVE, 1, 2)
 OTHER = (*range(100, 112), 1, 2)
 
 
-def early_pair(budget: StepBudget = WIDE, may_compute: bool = True) -> Pair:
+def early_pair(budget: StepBudget = WIDE) -> Pair:
     """They have met, by a loan before."""
     network, boxes = LocalNetwork(), dict[bytes, list[bytes]]()
     borrower = Engine("borrower", network=network, early=Post(boxes, b"b" * NAME_BYTES))
     lender = Engine("lender", network=network, budget=budget, early=Post(boxes, b"l" * NAME_BYTES))
-    pair = Pair(engines=(borrower, lender), may_compute=may_compute)
+    pair = Pair(engines=(borrower, lender))
     pair.submit("met", OTHER)
     pair.run()
     pair.check_served("met")

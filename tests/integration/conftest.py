@@ -1,0 +1,27 @@
+"""Processes to read from, for tests of transports: some for all tests of a file."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from support.transport_worlds import ProcessLender, start_lenders
+
+
+@pytest.fixture(scope="module")
+def lenders() -> Iterator[list[ProcessLender]]:
+    yield from start_lenders("nixl")
+
+
+@pytest.fixture(scope="module")
+def file_lenders() -> Iterator[list[ProcessLender]]:
+    yield from start_lenders("nixl", LENDER_IN_FILE="1")
+
+
+@pytest.fixture(scope="module")
+def ucxx_lenders() -> Iterator[list[ProcessLender]]:
+    yield from start_lenders("ucxx")
+
+
+@pytest.fixture(scope="module")
+def ucxx_tcp_lenders() -> Iterator[list[ProcessLender]]:
+    yield from start_lenders("ucxx", UCX_TLS="tcp")
