@@ -7,8 +7,9 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 
-from cluster.errors import DeadlineExceeded, InvalidRequest, ServiceError, to_proto
+from cluster.errors import DeadlineExceeded, InvalidRequest, ServiceError
 from cluster.logs import of
+from cluster.status import to_proto
 from cluster.waker import Waker
 from decode_worker.attempt import Attempt
 from protos import decode_pb2 as pb

@@ -9,7 +9,8 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from tokenizers import Tokenizer
 
-from cluster.errors import InvalidRequest, ServiceError, to_status
+from cluster.errors import InvalidRequest, ServiceError
+from cluster.status import to_status
 from decode_worker.attempt import Attempt
 from decode_worker.connection import Connection
 from engine.text import load_tokenizer

@@ -3,8 +3,9 @@
 import logging
 from collections.abc import AsyncIterator, Callable
 
-from cluster.errors import InvalidRequest, ServiceError, Unavailable, to_proto
+from cluster.errors import InvalidRequest, ServiceError, Unavailable
 from cluster.logs import of
+from cluster.status import to_proto
 from cluster.waker import Waker
 from engine.worker.engine_client import EngineClient
 from engine.worker.pulse import Pulse

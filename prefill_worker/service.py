@@ -7,7 +7,8 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from cluster.errors import InvalidRequest, ServiceError, to_status
+from cluster.errors import InvalidRequest, ServiceError
+from cluster.status import to_status
 from engine.worker.runtime import WorkerContext
 from prefill_worker.connection import Connection
 from prefill_worker.loan import Loan

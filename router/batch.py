@@ -5,7 +5,8 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
-from cluster.errors import InvalidRequest, ServiceError, to_proto
+from cluster.errors import InvalidRequest, ServiceError
+from cluster.status import to_proto
 from protos import inference_pb2 as pb
 
 MAX_REQUESTS = 4096

@@ -75,8 +75,8 @@ class DecisionsFile:
 def _said(refusal: ServiceError | None) -> str:
     """Without the words of what is wrong with a request: they may have parts of it."""
     if isinstance(refusal, InvalidRequest):
-        return f"{refusal.code.name}: {refusal.field}"
-    return "" if refusal is None else f"{refusal.code.name}: {refusal}"
+        return f"{refusal.code}: {refusal.field}"
+    return "" if refusal is None else f"{refusal.code}: {refusal}"
 
 
 def _head(entry: Entry) -> dict[str, Any]:

@@ -6,8 +6,9 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from cluster.errors import AlreadyThere, Incompatible, InvalidRequest, ServiceError, to_status
+from cluster.errors import AlreadyThere, Incompatible, InvalidRequest, ServiceError
 from cluster.protocol import PROTOCOL
+from cluster.status import to_status
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 from router.models.served_model import ServedModel, ServedModels

@@ -109,7 +109,7 @@ class Watched:
         self._last_at = now
 
     def failed(self, error: ServiceError) -> None:
-        self._count(self._metrics.errors, 1, error.code.name)
+        self._count(self._metrics.errors, 1, error.code)
 
     def left(self) -> None:
         """Its client did."""

@@ -10,7 +10,8 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from cluster.drain import Drain
-from cluster.errors import Draining, InvalidRequest, ServiceError, to_status
+from cluster.errors import Draining, InvalidRequest, ServiceError
+from cluster.status import to_status
 from cluster.trace_context import from_metadata, traceparent
 from protos import inference_pb2 as pb
 from router.batch import generate_batch

@@ -118,7 +118,7 @@ class Tracing:
 
     def failed(self, ticket: Ticket | None, arrived_at: float, error: ServiceError) -> None:
         """It ended with an error, now. `arrived_at`: of the monotonic clock."""
-        self._cut_short(ticket, arrived_at, error.code.name, str(error))
+        self._cut_short(ticket, arrived_at, error.code, str(error))
 
     def cancelled(self, ticket: Ticket | None, arrived_at: float) -> None:
         """Its client left, or it was ended, now: no error of ours."""

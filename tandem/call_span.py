@@ -63,8 +63,8 @@ class CallSpan:
         if isinstance(error, ServiceError):
             from opentelemetry.trace import Status, StatusCode
 
-            span.set_attribute("error.type", error.code.name)
-            span.set_status(Status(StatusCode.ERROR, error.code.name))
+            span.set_attribute("error.type", error.code)
+            span.set_status(Status(StatusCode.ERROR, error.code))
         elif error is not None:
             span.set_attribute("error.type", "CANCELLED")
         span.end()

@@ -16,8 +16,9 @@ from typing import Any, Self, TypeVar
 import grpc
 from google.rpc import status_pb2
 
-from cluster.errors import InvalidRequest, ServiceError, Unavailable, UnknownRequest, from_proto, from_rpc_error
+from cluster.errors import InvalidRequest, ServiceError, Unavailable, UnknownRequest
 from cluster.rpc import channel
+from cluster.status import from_proto, from_rpc_error
 from cluster.tls import Visitor
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc

@@ -206,7 +206,7 @@ async def _generate(client: Client, request: pb.GenerateRequest, timeout_s: floa
 
 
 def _error(error: ServiceError) -> dict[str, Any]:
-    return {"error": {"code": error.code.name, "field": error.field, "message": error.message}}
+    return {"error": {"code": error.code, "field": error.field, "message": error.message}}
 
 
 def _write(file: TextIO, values: dict[str, Any]) -> None:

@@ -74,7 +74,7 @@ async def _start_role(module: str, config: Any) -> Any:
 
         set_up("router", config.id(), config)
         return await start_router(config)
-    from decode_worker.__main__ import add_services
+    from decode_worker.program import add_services
     from engine.worker.runtime import start_worker
 
     role: roles.Role = "prefill" if module == "prefill_worker" else "decode"

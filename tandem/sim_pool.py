@@ -18,7 +18,7 @@ from cluster.logs import set_up
 from cluster.process import run_role
 from cluster.roles import Role
 from cluster.settings import LogSettings
-from decode_worker.__main__ import add_services
+from decode_worker.program import add_services
 from engine.worker.config import WorkerConfig
 from engine.worker.local_engine import LocalEngine
 from engine.worker.runtime import Worker, start_worker

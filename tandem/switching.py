@@ -3,9 +3,10 @@
 import grpc
 from rich.console import Console
 
-from cluster.errors import InvalidRequest, from_rpc_error
+from cluster.errors import InvalidRequest
 from cluster.roles import ROLES
 from cluster.rpc import channel
+from cluster.status import from_rpc_error
 from cluster.tls import Trust
 from planner.executors.switcher import switch_role
 from protos import inference_pb2 as public_pb

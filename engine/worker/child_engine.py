@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class ChildEngine(EngineHost):
-    """`python -m engine.worker.engine_process`, at the other end of a socket."""
+    """`engine/worker/engine_process.py`, at the other end of a socket."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
@@ -30,7 +30,7 @@ class ChildEngine(EngineHost):
         self._link = MessageLink(own)
         with other:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "engine.worker.engine_process", str(other.fileno())],
+                [sys.executable, "-m", "cluster.launch", "engine.worker.engine_process", str(other.fileno())],
                 pass_fds=[other.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONUNBUFFERED": "1"},

@@ -1,4 +1,4 @@
-"""The engine's own process: `python -m engine.worker.engine_process FD`.
+"""The engine's own process: `python -m cluster.launch engine.worker.engine_process FD`.
 
 One loop on the main thread: what arrived, what was computed, what to compute next, what is to be said. It never waits
 for a slow front (see `link.py`). The runner computes on a second thread, so that handshakes do not wait for steps.
@@ -226,7 +226,3 @@ def _make_runner(spec: EngineSpec, ranks: Ranks | None) -> Runner:
     own = open_torch_runner(rank.config, spec.role, rank=rank)
     ranks.met()
     return ParallelRunner(own, ranks.followers)
-
-
-if __name__ == "__main__":
-    main()

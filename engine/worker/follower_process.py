@@ -1,4 +1,4 @@
-"""A rank of an engine that follows rank 0: `python -m engine.worker.follower_process READS_FD STEPS_FD`.
+"""A rank of an engine that follows rank 0: `python -m cluster.launch engine.worker.follower_process READS_FD STEPS_FD`.
 
 Two threads, as in rank 0. The main one performs the reads that it is told, into this rank's part of the pool; the other
 loads this rank's shard of the model and computes the steps. It ends when rank 0 does: by the closed sockets, or at once
@@ -155,7 +155,3 @@ def _serve(
                 say(Answer())
             case Drop(endpoint):
                 rank.drop(endpoint)
-
-
-if __name__ == "__main__":
-    main()

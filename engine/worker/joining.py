@@ -11,8 +11,9 @@ from itertools import chain
 import grpc
 
 from cluster.discovery import Discovery, Roster
-from cluster.errors import AlreadyThere, Incompatible, ServiceError, TandemError, from_rpc_error
+from cluster.errors import AlreadyThere, Incompatible, ServiceError, TandemError
 from cluster.rpc import channel
+from cluster.status import from_rpc_error
 from cluster.tls import Trust
 from engine.messages import CacheChanged, Load, TakeSnapshot
 from engine.worker.engine_client import EngineClient

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import grpc
 from google.rpc import status_pb2
 
-from cluster.errors import from_proto, from_rpc_error
 from cluster.logs import of
 from cluster.rpc import MAX_MESSAGE_BYTES
+from cluster.status import from_proto, from_rpc_error
 from cluster.waker import Waker
 from engine.messages import LoanBlocks, LoanFailed, LoanStarted, ToEngine
 from engine.worker.engine_client import EngineClient

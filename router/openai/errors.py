@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
-
 from cluster.errors import InvalidRequest, Overloaded, ServiceError, Unauthenticated, Unavailable
 
 RETRY_AFTER_S = 1.0
@@ -41,14 +39,14 @@ class _Kind:
 
 
 _KINDS = {
-    grpc.StatusCode.INVALID_ARGUMENT: _Kind(400, "invalid_request_error", "invalid_value"),
-    grpc.StatusCode.UNAUTHENTICATED: _Kind(401, "invalid_request_error", "invalid_api_key"),
-    grpc.StatusCode.PERMISSION_DENIED: _Kind(403, "invalid_request_error", "permission_denied"),
-    grpc.StatusCode.NOT_FOUND: _Kind(404, "invalid_request_error", "model_not_found"),
-    grpc.StatusCode.RESOURCE_EXHAUSTED: _Kind(429, "rate_limit_error", "rate_limit_exceeded"),
-    grpc.StatusCode.UNAVAILABLE: _Kind(503, "server_error", "unavailable"),
-    grpc.StatusCode.FAILED_PRECONDITION: _Kind(503, "server_error", "unavailable"),
-    grpc.StatusCode.DEADLINE_EXCEEDED: _Kind(504, "server_error", "deadline_exceeded"),
+    "INVALID_ARGUMENT": _Kind(400, "invalid_request_error", "invalid_value"),
+    "UNAUTHENTICATED": _Kind(401, "invalid_request_error", "invalid_api_key"),
+    "PERMISSION_DENIED": _Kind(403, "invalid_request_error", "permission_denied"),
+    "NOT_FOUND": _Kind(404, "invalid_request_error", "model_not_found"),
+    "RESOURCE_EXHAUSTED": _Kind(429, "rate_limit_error", "rate_limit_exceeded"),
+    "UNAVAILABLE": _Kind(503, "server_error", "unavailable"),
+    "FAILED_PRECONDITION": _Kind(503, "server_error", "unavailable"),
+    "DEADLINE_EXCEEDED": _Kind(504, "server_error", "deadline_exceeded"),
 }
 _WEB_CODES = {404: "not_found", 405: "method_not_allowed", 408: "request_timeout", 431: "headers_too_large"}
 _INTERNAL = _Kind(500, "server_error", "internal_error")

@@ -7,7 +7,8 @@ from typing import Any
 
 import grpc
 
-from cluster.errors import ServiceError, to_status
+from cluster.errors import ServiceError
+from cluster.status import to_status
 from router.security.api_keys import ApiKeys
 
 OPEN_SERVICES = ("/grpc.health.v1.", "/grpc.reflection.v1alpha.")

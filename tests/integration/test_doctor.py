@@ -18,8 +18,9 @@ import grpc
 import pytest
 from rich.console import Console
 
-from cluster.errors import InvalidRequest, StartError, from_rpc_error
+from cluster.errors import InvalidRequest, StartError
 from cluster.rpc import Server, channel
+from cluster.status import from_rpc_error
 from engine.worker.config import WorkerConfig
 from support.certificates import Authority
 from support.long_runs import mostly_long

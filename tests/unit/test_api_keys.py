@@ -8,7 +8,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.errors import Forbidden, ServiceError, StartError, Unauthenticated, from_rpc_error, to_status
+from cluster.errors import Forbidden, ServiceError, StartError, Unauthenticated
+from cluster.status import from_rpc_error, to_status
 from protos import inference_pb2 as pb
 from router.config import RouterConfig
 from router.intake import isolated

@@ -7,16 +7,9 @@ import grpc
 import pytest
 
 from cluster.config import read_file, to_overrides
-from cluster.errors import (
-    MAX_RETRY_AFTER_S,
-    InvalidRequest,
-    Overloaded,
-    StartError,
-    Unavailable,
-    from_rpc_error,
-    to_status,
-)
+from cluster.errors import InvalidRequest, Overloaded, StartError, Unavailable
 from cluster.roles import Role
+from cluster.status import MAX_RETRY_AFTER_S, from_rpc_error, to_status
 from engine.errors import ModelRefused
 from engine.model_dir import ModelDir
 from engine.worker.config import WorkerConfig

@@ -7,8 +7,9 @@ import grpc
 import numpy as np
 
 from cluster.drain import Drain
-from cluster.errors import AlreadyThere, Draining, ServiceError, Unavailable, from_rpc_error, to_status
+from cluster.errors import AlreadyThere, Draining, ServiceError, Unavailable
 from cluster.rpc import Channels
+from cluster.status import from_rpc_error, to_status
 from router.placement.core import place
 from router.placement.demand import Demand
 from router.placement.explain import explain

@@ -6,7 +6,6 @@ what a peer must know to speak to them. After every test a good request is serve
 
 from typing import Any
 
-import grpc
 import pytest
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -180,7 +179,7 @@ async def test_bytes_that_are_no_message(site: Site, who: str, method: str) -> N
     ):  # read on their own
         assert isinstance(error, InvalidRequest)
     else:
-        assert error.code is grpc.StatusCode.UNKNOWN, "gRPC's own answer, before any of our code runs"
+        assert error.code == "UNKNOWN", "gRPC's own answer, before any of our code runs"
     assert "parsing" in error.message
 
 
@@ -196,7 +195,7 @@ async def test_a_message_of_100_mb(site: Site, who: str, method: str) -> None:
 async def test_an_unknown_method(site: Site) -> None:
     for who in ("router", "prefill", "decode"):
         error = await refusal(site.link(address_of(site, who)).unary_unary("/tandem.v1.Inference/Nonsense")(b""))
-        assert error.code is grpc.StatusCode.UNIMPLEMENTED
+        assert error.code == "UNIMPLEMENTED"
 
 
 # ------------------------------------------------------------------------------------- health and reflection
@@ -214,7 +213,7 @@ async def test_health_of_every_process(site: Site) -> None:
             answer = await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING, (who, name)
         error = await refusal(stub.Check(health_pb2.HealthCheckRequest(service="nonsense"), timeout=5))
-        assert error.code is grpc.StatusCode.NOT_FOUND
+        assert error.code == "NOT_FOUND"
 
 
 async def test_reflection_of_every_process(site: Site) -> None:

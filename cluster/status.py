@@ -1,0 +1,125 @@
+"""Errors of `errors.py` on the wire: gRPC statuses whose details name the field."""
+
+from collections.abc import Iterable
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import Message
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from cluster.errors import (
+    AlreadyThere,
+    DeadlineExceeded,
+    Draining,
+    Forbidden,
+    Incompatible,
+    InvalidRequest,
+    NotSetUp,
+    Overloaded,
+    ServiceError,
+    Unauthenticated,
+    Unavailable,
+    UnknownModel,
+    UnknownRequest,
+)
+
+_KINDS: dict[str, type[ServiceError]] = {
+    kind.code: kind
+    for kind in (
+        UnknownModel,
+        Unavailable,
+        AlreadyThere,
+        Unauthenticated,
+        Forbidden,
+        Incompatible,
+        NotSetUp,
+        DeadlineExceeded,
+    )
+}
+PERMANENT = "PERMANENT"
+DRAINING = "DRAINING"
+DOMAIN = "tandem"
+MAX_RETRY_AFTER_S = 1e9
+"""What a status can say."""
+
+
+def to_status(error: ServiceError) -> "rpc_status._Status":
+    """What a servicer passes to `context.abort_with_status`: code, message, and details naming the field."""
+    return rpc_status.to_status(to_proto(error))
+
+
+def to_proto(error: ServiceError) -> status_pb2.Status:
+    """The same, where a status is part of a message."""
+    status = status_pb2.Status(code=code_pb2.Code.Value(error.code), message=str(error))
+    if error.field:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+        _add(status, error_details_pb2.BadRequest(field_violations=[violation]))
+    if isinstance(error, Overloaded) and error.permanent:
+        _add(status, error_details_pb2.ErrorInfo(reason=PERMANENT, domain=DOMAIN))
+    if isinstance(error, Overloaded) and error.retry_after_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(round(min(error.retry_after_s, MAX_RETRY_AFTER_S) * 1e9))
+        _add(status, error_details_pb2.RetryInfo(retry_delay=delay))
+    if isinstance(error, Overloaded) and error.limit is not None:
+        subject, description = error.limit
+        reached = error_details_pb2.QuotaFailure.Violation(subject=subject, description=description)
+        _add(status, error_details_pb2.QuotaFailure(violations=[reached]))
+    if isinstance(error, Draining):
+        _add(status, error_details_pb2.ErrorInfo(reason=DRAINING, domain=DOMAIN))
+    return status
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError) -> ServiceError:
+    """The typed error behind a failed call, with its field where the details name one."""
+    return _typed(error.code().name, error.details() or error.code().name, _details(error))
+
+
+def from_proto(status: status_pb2.Status) -> ServiceError:
+    """The same, of what `to_proto` made."""
+    return _typed(code_pb2.Code.Name(status.code), status.message, status.details)
+
+
+def _typed(code: str, message: str, details: Iterable[any_pb2.Any]) -> ServiceError:
+    field, permanent, draining = "", False, False
+    retry_after_s: float | None = None
+    limit: tuple[str, str] | None = None
+    for detail in details:
+        bad, info, retry = error_details_pb2.BadRequest(), error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+        quota = error_details_pb2.QuotaFailure()
+        if detail.Unpack(bad) and bad.field_violations:
+            field, message = bad.field_violations[0].field, bad.field_violations[0].description
+        elif detail.Unpack(info):
+            permanent |= info.reason == PERMANENT
+            draining |= info.reason == DRAINING
+        elif detail.Unpack(retry):
+            retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+        elif detail.Unpack(quota) and quota.violations:
+            limit = quota.violations[0].subject, quota.violations[0].description
+    if code == "INVALID_ARGUMENT":
+        return InvalidRequest(field, message)
+    if code == "RESOURCE_EXHAUSTED":
+        return Overloaded(message, field, permanent, retry_after_s, limit)
+    kind = Draining if draining else _KINDS.get(code)
+    if kind is UnknownModel and field == "request_id":
+        kind = UnknownRequest
+    if kind is not None:
+        return kind(message, field)
+    unknown = ServiceError(message, field)
+    unknown.code = code
+    return unknown
+
+
+def _details(error: grpc.aio.AioRpcError) -> list[any_pb2.Any]:
+    for key, value in error.trailing_metadata() or ():
+        if key == rpc_status.GRPC_DETAILS_METADATA_KEY:
+            status = status_pb2.Status()
+            status.ParseFromString(value if isinstance(value, bytes) else value.encode())
+            return list(status.details)
+    return []
+
+
+def _add(status: status_pb2.Status, detail: Message) -> None:
+    packed = any_pb2.Any()
+    packed.Pack(detail)
+    status.details.append(packed)

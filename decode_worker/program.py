@@ -1,0 +1,27 @@
+"""`python -m decode_worker --config FILE --set key=value`: one decode worker until SIGTERM."""
+
+import sys
+from typing import Any
+
+from cluster.errors import StartError
+from cluster.logs import set_up
+from cluster.process import run_role
+from decode_worker.service import add_decode_service
+from engine.worker.config import WorkerConfig
+from engine.worker.runtime import WorkerContext, start_worker
+from prefill_worker.service import add_lend_service
+
+
+def add_services(server: Any, context: WorkerContext) -> list[str]:
+    """Of a worker of either role, since it may switch: it lends what it holds, and it could decode."""
+    return [*add_decode_service(server, context), *add_lend_service(server, context)]
+
+
+def main() -> int:
+    try:
+        config = WorkerConfig.from_command_line("decode_worker")
+        set_up("decode", config.id_for("decode"), config)
+    except StartError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return run_role(lambda: start_worker(config, "decode", add_services))
