@@ -12,7 +12,7 @@ TWO := -n 2 --dist loadfile -m "not long" --durations 15 --durations-min 5
 SEVERAL := tests/integration tests/helm tests/e2e/test_right.py tests/e2e/test_structured.py
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test test-long test-faults fuzz lint types unit integration helm e2e ray gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel protos check-protos install clean
+.PHONY: demo test tests tests-beside test-long test-faults fuzz lint types unit integration helm e2e ray gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -26,7 +26,16 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	@$(BIN)/tandem demo
 
-test: lint types check-protos unit integration e2e ray
+test: lint types check-protos
+	@$(MAKE) --no-print-directory --jobs=2 tests tests-beside
+
+tests:
+	@$(MAKE) --no-print-directory unit && $(MAKE) --no-print-directory integration
+
+# Ray's mostly wait, so they run beside the others. What they say is said when they are over.
+tests-beside:
+	@said=$$(mktemp); ($(MAKE) --no-print-directory e2e && $(MAKE) --no-print-directory ray) > $$said 2>&1; \
+	code=$$?; cat $$said; rm $$said; exit $$code
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -42,7 +51,6 @@ unit: $(INSTALLED)
 integration: $(INSTALLED) $(HELM)
 	$(BIN)/pytest $(TWO) $(SEVERAL)
 
-# Looks whether anything is left of what it started, so nothing else may run.
 e2e: $(INSTALLED)
 	$(BIN)/pytest tests/e2e/test_up.py
 

@@ -19,7 +19,10 @@ from tandem.client import Client
 
 ROOT = Path(__file__).parent.parent.parent
 BIN = Path(sys.executable).parent
+MARK = ("TANDEM_STARTED_BY", str(os.getpid()))
+"""In the environment of all that these tests start: other tests' processes run at the same time."""
 ENVIRONMENT = os.environ | {
+    MARK[0]: MARK[1],
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "disabled",  # else a token that an earlier Ray left in the home folder is wanted here and there
     "PYTHONUNBUFFERED": "1",
@@ -47,17 +50,22 @@ def run(*arguments: str, timeout: float = 120, **options: object) -> "subprocess
 
 
 def of_this_model(model: Path) -> list[str]:
-    """Command lines of running processes that name `model`, or that are engines of it."""
+    """Command lines of running processes that name `model`, and of engines."""
     lines = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                ours = "=".join(MARK).encode() in (entry / "environ").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if str(model) in command or "engine.worker.engine_process" in command:
+            if str(model) in command or (ours and "engine.worker.engine_process" in command):
                 lines.append(command)
     return lines
+
+
+def engines_of(model: Path) -> int:
+    return sum("engine.worker.engine_process" in command for command in of_this_model(model))
 
 
 def wait_until_gone(model: Path, timeout_s: float = 20) -> None:
@@ -65,6 +73,16 @@ def wait_until_gone(model: Path, timeout_s: float = 20) -> None:
     while left := of_this_model(model):
         assert time.monotonic() < give_up_at, left
         time.sleep(0.1)
+
+
+def wait_until_nothing_is_new(shared_memory: set[str], timeout_s: float = 5) -> None:
+    """Other tests' comes and goes in a moment."""
+    give_up_at = time.monotonic() + timeout_s
+    left = set(os.listdir("/dev/shm")) - shared_memory
+    while left:
+        assert time.monotonic() < give_up_at, left
+        time.sleep(0.1)
+        left &= set(os.listdir("/dev/shm"))
 
 
 async def tokens_from(address: str) -> list[int]:
@@ -116,6 +134,7 @@ def test_ray_job_submit(tiny_model: Path, ray_head: str, tmp_path: Path) -> None
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
     try:
         assert len(asyncio.run(tokens_from(f"127.0.0.1:{port}"))) == 256
+        assert engines_of(tiny_model) == 2
     finally:
         logs = run(BIN / "ray", "job", "logs", "--address", ray_head, "tandem-test").stdout
         run(BIN / "ray", "job", "stop", "--address", ray_head, "tandem-test")
@@ -163,6 +182,7 @@ def test_ctrl_c_leaves_nothing_behind(tiny_model: Path) -> None:
     try:
         assert up.stdout.readline().startswith("tandem: tiny-llama"), "says what it does before anything slow"
         asyncio.run(tokens_from(f"127.0.0.1:{port}"))
+        assert engines_of(tiny_model) == 2
         with urllib.request.urlopen(f"http://127.0.0.1:{http_port}/ready", timeout=10) as answer:
             assert json.load(answer)["status"] == "ready"
         os.killpg(up.pid, signal.SIGINT)  # as a terminal does: the whole group
@@ -174,7 +194,7 @@ def test_ctrl_c_leaves_nothing_behind(tiny_model: Path) -> None:
     assert output.splitlines()[-1] == "tandem: stopped"
     assert f"OpenAI-compatible API at http://127.0.0.1:{http_port}/v1" in output
     wait_until_gone(tiny_model)
-    assert set(os.listdir("/dev/shm")) == shared_memory
+    wait_until_nothing_is_new(shared_memory)
     assert not [line for line in run("ps", "-eo", "args").stdout.splitlines() if "raylet" in line]
 
 

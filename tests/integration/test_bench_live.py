@@ -68,7 +68,7 @@ async def test_what_is_offered_is_what_is_served_and_what_is_logged(
 
 
 async def test_text_has_about_as_many_tokens_as_it_should(cluster_of: Any) -> None:
-    async with cluster_of(STORYTELLER, prefill=0, decode=1) as cluster:
+    async with cluster_of(STORYTELLER, prefill=0, decode=1, engine="sim") as cluster:
         load = Load(profile_named("short-chat"), concurrency=4, most=8, scale=0.15)
         report = await run_bench(
             quiet(), GrpcDoor([cluster.address], "", 600, as_text=True), load, Wanted(Slo(60.0, 60.0))
@@ -124,7 +124,7 @@ async def test_a_model_that_is_not_served_is_named(model: Path, cluster_of: Any)
 
 @long
 async def test_by_http_it_sees_the_same(cluster_of: Any) -> None:
-    async with cluster_of(STORYTELLER, prefill=0, decode=1, router={"http_port": 0}) as cluster:
+    async with cluster_of(STORYTELLER, prefill=0, decode=1, engine="sim", router={"http_port": 0}) as cluster:
         load = Load(profile_named("short-chat"), concurrency=4, most=8, scale=0.3)
         door = HttpDoor(f"http://{cluster.router.http_address}", "", 60, receipts=True)
         report = await run_bench(quiet(), door, load, Wanted(Slo(60.0, 60.0)))

@@ -72,7 +72,7 @@ async def test_the_page_shows_workers_links_and_requests(model: Path, cluster_of
 
 
 async def test_each_is_told_once_and_nothing_of_what_was_said(cluster_of: Any) -> None:
-    cluster = cluster_of(STORYTELLER, prefill=0, decode=1, router={"http_port": 0})
+    cluster = cluster_of(STORYTELLER, prefill=0, decode=1, engine="sim", router={"http_port": 0})
     numbers, told, texts = [], "", []
     async with cluster, Client(cluster.address) as client, aiohttp.ClientSession() as session:
         url = f"http://{cluster.router.http_address}/console/data"

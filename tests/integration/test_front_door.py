@@ -65,7 +65,7 @@ async def test_leaving_a_batch_leaves_nothing_under_way(model: Path, cluster_of:
 
 
 async def test_tokens_are_those_that_the_model_gets(cluster_of: Any) -> None:
-    async with cluster_of(STORYTELLER, prefill=0, decode=1) as cluster, Client(cluster.address) as client:
+    async with cluster_of(STORYTELLER, prefill=0, decode=1, engine="sim") as cluster, Client(cluster.address) as client:
         text = "Once upon a time, a fox"
         tokens = await client.tokenize(text)
         pieces = [piece async for piece in client.generate(text, sampling=pb.Sampling(max_tokens=2))]
@@ -126,7 +126,7 @@ async def test_the_status_is_what_there_is(model: Path, cluster_of: Any) -> None
 async def test_samples_and_feedback_are_kept(cluster_of: Any, tmp_path: Path) -> None:
     kept = tmp_path / "samples.jsonl"
     router = {"samples_file": str(kept), "sample_texts": True}
-    started = cluster_of(STORYTELLER, prefill=0, decode=1, router=router)
+    started = cluster_of(STORYTELLER, prefill=0, decode=1, engine="sim", router=router)
     async with started as cluster, Client(cluster.address) as client:
         sampling = pb.Sampling(max_tokens=6, temperature=0)
         pieces = [piece async for piece in client.generate("Once", sampling=sampling, request_id="r1", tenant="t")]

@@ -178,14 +178,14 @@ async def test_one_models_workers_die_and_the_other_does_not_notice(
     rules = {"model_rules": [], "worker_silence_s": 2.0, "default_model": "auto"}
     async with cluster_of(two, **rules, **limits) as cluster, Client(cluster.address) as client:
 
-        def start(name: str, salt: str) -> list[Stream]:
+        def start(name: str, salt: str, max_tokens: int = 60) -> list[Stream]:
             prompts = [[number + 1] * (100 + number) for number in range(6)]
-            return [Stream(client, prompt, 60, model=name, cache_salt=salt) for prompt in prompts]
+            return [Stream(client, prompt, max_tokens, model=name, cache_salt=salt) for prompt in prompts]
 
         undisturbed = await finished(start("small", "1"))
         await finished(start("large", "1"))
 
-        lost, kept = start("large", "2"), start("small", "2")
+        lost, kept = start("large", "2", 2000), start("small", "2")
         for stream in (*lost, *kept):
             await stream.reached(3)
         dying = [named(cluster, name) for name in ("large-decode-0", "large-prefill-0")]
