@@ -1,5 +1,6 @@
 """The chart, rendered by the real helm, and what holds of all that is rendered."""
 
+import functools
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from kubernetes_validate import utils
 
 from cluster.roles import ROLES
 from planner.runtime import PlannerConfig
@@ -22,6 +24,7 @@ KUBERNETES = ("1.31", "1.34", "1.37")
 HPA: dict[str, Any] = {"enabled": True, "minReplicas": 2, "maxReplicas": 9, "target": "0.8"}
 OPERATORS = {"ServiceMonitor", "PrometheusRule"}
 """Kinds of others, of which Kubernetes has no schema."""
+utils.schema_contents = functools.cache(utils.schema_contents)  # it reads megabytes for each manifest
 EXAMPLES = sorted((ROOT / "helm" / "examples").glob("*.yaml"))
 
 
