@@ -29,12 +29,13 @@ demo: $(INSTALLED)
 test: lint types check-protos
 	@$(MAKE) --no-print-directory --jobs=2 tests tests-beside
 
+# Unit tests, whose time nobody looks at, leave the cores to those that run beside them.
 tests:
-	@$(MAKE) --no-print-directory unit && $(MAKE) --no-print-directory integration
+	@nice $(MAKE) --no-print-directory unit && $(MAKE) --no-print-directory integration
 
-# Ray's mostly wait, so they run beside the others. What they say is said when they are over.
+# Ray's mostly wait. What they say is said when they are over.
 tests-beside:
-	@said=$$(mktemp); ($(MAKE) --no-print-directory e2e && $(MAKE) --no-print-directory ray) > $$said 2>&1; \
+	@said=$$(mktemp); ($(MAKE) --no-print-directory ray && $(MAKE) --no-print-directory e2e) > $$said 2>&1; \
 	code=$$?; cat $$said; rm $$said; exit $$code
 
 lint: $(INSTALLED)
