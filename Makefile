@@ -12,7 +12,7 @@ TWO := -n 2 --dist loadfile -m "not long" --durations 15 --durations-min 5
 SEVERAL := tests/integration tests/helm tests/e2e/test_right.py tests/e2e/test_structured.py
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test tests tests-beside test-long test-faults fuzz lint types unit integration helm e2e ray gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel protos check-protos install clean
+.PHONY: demo test test-long test-faults fuzz lint types unit integration helm e2e ray gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -26,17 +26,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	@$(BIN)/tandem demo
 
-test: lint types check-protos
-	@$(MAKE) --no-print-directory --jobs=2 tests tests-beside
-
-# Unit tests, whose time nobody looks at, leave the cores to those that run beside them.
-tests:
-	@nice $(MAKE) --no-print-directory unit && $(MAKE) --no-print-directory integration
-
-# Ray's mostly wait. What they say is said when they are over.
-tests-beside:
-	@said=$$(mktemp); ($(MAKE) --no-print-directory ray && $(MAKE) --no-print-directory e2e) > $$said 2>&1; \
-	code=$$?; cat $$said; rm $$said; exit $$code
+# Of the first four nobody looks at the time. Those that come then take theirs alone: beside others Ray times out.
+test: $(INSTALLED)
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync unit lint types check-protos
+	@$(MAKE) --no-print-directory integration e2e ray
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

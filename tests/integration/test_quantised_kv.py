@@ -24,6 +24,7 @@ from engine.torch.sdpa import SdpaPagedAttention
 from engine.variant import AS_SAVED, Variant
 from engine.vocabulary import Chunk, SamplingParams, Sequence
 from support.guessing import Recording, always
+from support.long_runs import long
 from support.torch_engine import TorchEngine, all_ids, ids, request, requests
 from support.torch_models import VOCAB, logits_after, random_prompts, runner_of
 from tandem.client import Client
@@ -210,7 +211,7 @@ def test_speculation_preemption_prefix_hits_and_replay_change_no_token(saved: Pa
         assert all_ids(TorchEngine(large).ask(*requests(PROMPTS, sampling, emitted))) == rest, "replay after a failover"
 
 
-@pytest.mark.parametrize(("variant", "backend"), [(BOTH, "auto"), (FP8, "sdpa")])
+@pytest.mark.parametrize(("variant", "backend"), [(BOTH, "auto"), pytest.param(FP8, "sdpa", marks=long)])
 async def test_lent_over_a_real_transport(
     saved: Path, cluster_of: Any, ask: Any, variant: Variant, backend: Backend
 ) -> None:
