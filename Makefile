@@ -12,7 +12,7 @@ TWO := -n 2 --dist loadfile -m "not long" --durations 15 --durations-min 5
 SEVERAL := tests/integration tests/helm tests/e2e/test_right.py tests/e2e/test_structured.py
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test test-long test-faults fuzz lint types unit integration helm e2e ray gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel protos check-protos install clean
+.PHONY: demo test test-long test-faults fuzz lint types unit integration helm e2e ray gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel bench-cores protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -46,7 +46,7 @@ integration: $(INSTALLED) $(HELM)
 	$(BIN)/pytest $(TWO) $(SEVERAL)
 
 e2e: $(INSTALLED)
-	$(BIN)/pytest tests/e2e/test_up.py
+	$(BIN)/pytest tests/e2e/test_up.py tests/e2e/test_by_hand.py
 
 # A process of its own: Ray's test cluster leaves its traces in the one that it is made in.
 ray: $(INSTALLED)
@@ -112,6 +112,9 @@ bench-quantised: $(INSTALLED)
 
 bench-parallel: $(INSTALLED)
 	@$(BIN)/python -m bench.parallel
+
+bench-cores: $(INSTALLED)
+	@$(BIN)/python -m bench.cores
 
 bench-api: $(INSTALLED)
 	@$(BIN)/python -m bench.api

@@ -47,7 +47,7 @@ Generate = Callable[[Sequence[int], int], AsyncIterator[float]]
 class Tandem:
     """A cluster that was started for this benchmark, with its client."""
 
-    def __init__(self, model: Path, cores: Sequence[int], num_prefill: int, **settings: Any) -> None:
+    def __init__(self, model: Path, cores: Sequence[int], num_prefill: int, /, **settings: Any) -> None:
         """`settings`: of the workers, in place of those here."""
         # vLLM guesses nothing by default, and random weights repeat themselves, which would make guesses right.
         worker: dict[str, Any] = {"model": model, "kv_memory_mib": KV_MIB, "speculation": "off"}

@@ -40,7 +40,8 @@ class Runner(ABC):
         return self.layout
 
     def bind(self, own_cores: Sequence[int], shared_cores: Sequence[int]) -> None:  # noqa: B027 - most need nothing
-        """Called once, on the thread that will call `execute`: where its threads may compute. Both may be empty."""
+        """Called between steps, on the thread that calls `execute`: where its threads compute from now on. Without
+        `own_cores` where they did."""
 
     @property
     def draft_pass_s(self) -> float:

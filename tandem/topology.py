@@ -7,12 +7,12 @@ from typing import Any
 from pydantic import Field, NonNegativeInt
 
 from cluster.errors import StartError
+from cluster.roles import ROLES, Role
 from engine.worker.config import WorkerConfig
+from engine.worker.core_sharing import CoreShare, share_cores
 from router.config import RouterConfig
 from router.models.config import ModelEntry
 
-DECODE_NICENESS = 3
-"""Of two engines on one core, the one that decodes gets a third. Measured: docs/benchmarks.md."""
 MODULES = {"prefill": "prefill_worker", "decode": "decode_worker"}
 
 
@@ -43,37 +43,6 @@ class Topology:
         """(module to run, its configuration), decode workers first: without one nothing is served."""
         decode = [(MODULES["decode"], config) for config in self.decode]
         return decode + [(MODULES["prefill"], config) for config in self.prefill]
-
-
-def share_cores(cores: Sequence[int], num_engines: int) -> list[tuple[int, ...]]:
-    """Disjoint sets of cores, as equal as can be; engines beyond the number of cores share one core each.
-
-    Co-located engines that are not kept apart slow each other several times over.
-    """
-    if num_engines >= len(cores):
-        return [(cores[number % len(cores)],) for number in range(num_engines)]
-    each, extra = divmod(len(cores), num_engines)
-    shares: list[tuple[int, ...]] = []
-    start = 0
-    for number in range(num_engines):
-        end = start + each + (number < extra)
-        shares.append(tuple(cores[start:end]))
-        start = end
-    return shares
-
-
-def _lend_cores(prefill: Sequence[tuple[int, ...]], decode: Sequence[tuple[int, ...]]) -> list[dict[str, Any]]:
-    """Settings by which prefill engines compute on decode engines' cores too, each core lent to one of them.
-
-    A decode step mostly waits for weights to come from memory, and a prompt is soon over: it gets more of a core that
-    both want, or prompts would queue behind streams that are faster than anybody reads.
-    """
-    own = {core for share in prefill for core in share}
-    lent = [core for share in decode for core in share if core not in own]
-    if not prefill:
-        return [{} for _ in decode]
-    shares = [tuple(lent[number :: len(prefill)]) for number in range(len(prefill))]
-    return [{"shared_cores": share} for share in shares] + [{"niceness": DECODE_NICENESS} for _ in decode]
 
 
 class ClusterModel(ModelEntry):
@@ -144,17 +113,20 @@ def _plan(
     if routers < 1:
         raise StartError("routers", f"at least one router is needed, not {routers}")
     several = len(models) > 1
-    named = [
-        [(name, model) for model in models for name in model.workers(role, several)] for role in ("prefill", "decode")
-    ]
+    named = [[(name, model) for model in models for name in model.workers(role, several)] for role in ROLES]
     num_prefill = len(named[0])
-    shares = share_cores(cores, sum(map(len, named)))
-    lent = _lend_cores(shares[:num_prefill], shares[num_prefill:])
+    roles: list[Role] = [role for role, names in zip(ROLES, named, strict=True) for _ in names]
+    shares = share_cores(cores, roles)
     workers = [
-        WorkerConfig.parse({"worker_id": name, "cores": share} | extra | worker | {"model": model.path} | model.worker)
-        for (name, model), share, extra in zip([*named[0], *named[1]], shares, lent, strict=True)
+        WorkerConfig.parse(_settings(name, share) | worker | {"model": model.path} | model.worker)
+        for (name, model), share in zip([*named[0], *named[1]], shares, strict=True)
     ]
     return Topology(_routers(router, routers), tuple(workers[:num_prefill]), tuple(workers[num_prefill:]))
+
+
+def _settings(worker_id: str, share: CoreShare) -> dict[str, Any]:
+    on_cores = {"cores": share.own, "shared_cores": share.shared, "niceness": share.niceness}
+    return {"worker_id": worker_id} | on_cores
 
 
 def _routers(router: dict[str, Any], num_routers: int) -> tuple[RouterConfig, ...]:

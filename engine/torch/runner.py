@@ -93,7 +93,10 @@ class TorchRunner(Runner):
     def bind(self, own_cores: Seq[int], shared_cores: Seq[int]) -> None:
         """Cores of others only for the kernels, which give work to threads as they become free: torch's operators
         deal it out in equal parts, and would wait for the thread that gets the least of its core."""
-        if self.paged.bind_threads is None or not own_cores:
+        if not own_cores:
+            return
+        if self.paged.bind_threads is None:
+            torch.set_num_threads(len(own_cores))
             return
         cores = [*own_cores, *shared_cores]
         torch.set_num_threads(len(cores))  # of teams that this thread begins

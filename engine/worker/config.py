@@ -99,8 +99,10 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
     for itself. They get no others while other workers could serve those; a request of theirs that they have no room for
     goes to the others. Default: no canary."""
     cores: tuple[int, ...] | None = None
-    """CPU cores the engine process is pinned to. Engines that share cores unpinned slow each other several times
-    over."""
+    """CPU cores the engine process is pinned to. Engines that share cores unpinned slow each other several times over.
+    Default: torch engines of one host that are told neither this nor `threads` keep off each other's cores by
+    themselves, anew as they come and go. Not so ranks of `tensor_parallel`, and containers that have a network of their
+    own or a CPU limit below the cores they see."""
     shared_cores: tuple[int, ...] = ()
     """Cores of other engines that the native backend computes on as well, with one thread bound to each: what a
     prefill worker gets of the cores of a decode worker, whose steps wait for memory more than they compute."""

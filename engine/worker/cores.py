@@ -1,6 +1,7 @@
 """Which CPU cores an engine process uses, and how far it steps back behind others there."""
 
 import contextlib
+import errno
 import math
 import os
 import random
@@ -8,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from engine.errors import EngineStartError
+from engine.worker.core_sharing import CoreShare
 
 AUTOGROUP = Path("/proc/self/autogroup")
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -66,12 +68,33 @@ def stay_on(cores: Sequence[int]) -> None:
         raise EngineStartError("cores", f"this machine does not have all of {list(cores)}") from None
 
 
+def settle(share: CoreShare) -> None:
+    """Every thread of this process is on the share's own cores from now on, until it is bound more narrowly, and steps
+    back as the share says. It does not come forward again: that is not for everybody to do. Raises EngineStartError."""
+    for thread in map(int, os.listdir("/proc/self/task")):
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            try:
+                os.sched_setaffinity(thread, share.own)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                raise EngineStartError("cores", f"this machine does not have all of {list(share.own)}") from None
+            if share.niceness > os.getpriority(os.PRIO_PROCESS, thread):
+                os.setpriority(os.PRIO_PROCESS, thread, share.niceness)
+    if share.niceness:
+        _weigh_alone(share.niceness)
+
+
 def step_back(niceness: int) -> None:
     """Get less of a core that others want too. Where Linux weighs sessions instead of processes (autogroup), this
     process becomes a session of its own to be weighed as one."""
     if not niceness:
         return
     os.nice(niceness)
+    _weigh_alone(niceness)
+
+
+def _weigh_alone(niceness: int) -> None:
     with contextlib.suppress(OSError):  # leads a session already, or there are no autogroups
         os.setsid()
     with contextlib.suppress(OSError):

@@ -6,6 +6,7 @@ It dies with its front: by the closed socket, or at once by the kernel when the 
 tensor-parallel ranks it is rank 0; the others are its children, see `ranks.py`.
 """
 
+import contextlib
 import logging
 import os
 import socket
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from cluster.garbage import spare_the_started
 from cluster.logs import set_up
@@ -26,11 +27,14 @@ from engine.parallel.runner import ParallelRunner
 from engine.runner import Runner
 from engine.vocabulary import Chunk, Sampled
 from engine.worker.assembly import IDLE_TURN_S, draft_of, open_core
+from engine.worker.core_sharing import CoreShare
+from engine.worker.cores import settle
 from engine.worker.early_socket import open_early_socket
 from engine.worker.link import LinkWaiter, MessageLink
+from engine.worker.neighbours import LOOK_EVERY_S, Neighbours
 from engine.worker.preparation import become_child, own_transport, prepare
 from engine.worker.ranks import Ranks
-from engine.worker.runners import open_sim_runner, open_torch_runner
+from engine.worker.runners import find_neighbours, open_sim_runner, open_torch_runner
 from engine.worker.spec import EngineSpec, RankSpec
 from kvtransfer.errors import TransportUnavailable
 
@@ -164,17 +168,37 @@ class _Computer:
 
     def _run(self) -> None:
         try:
-            runner = _make_runner(self._spec, self._ranks)
+            neighbours = find_neighbours(self._spec.config, self._spec.role)
+            runner = _make_runner(self._spec, self._ranks, neighbours)
         except BaseException as error:
             self._made.set_exception(error)
             return
         self._made.set_result(runner)
-        while (batch := self._batches.get()) is not None:
+        while (batch := self._next(runner, neighbours)) is not None:
             try:
                 self._result = batch, runner.execute(batch)
             except BaseException as error:
                 self._result = batch, error
             self._wake()
+
+    def _next(self, runner: Runner, neighbours: Neighbours | None) -> list[Chunk] | None:
+        """The batch that is to be computed now, on the cores that other engines leave to this one; None: no more."""
+        while neighbours is not None:
+            if (share := neighbours.changed()) is not None:
+                _move(runner, share)
+            with contextlib.suppress(Empty):
+                return self._batches.get(timeout=LOOK_EVERY_S)
+        return self._batches.get()
+
+
+def _move(runner: Runner, share: CoreShare) -> None:
+    try:
+        settle(share)
+    except EngineStartError as error:  # they were there when it started; where it is now it can go on
+        log.warning("stays on the cores that it has: %s", error)
+        return
+    runner.bind(share.own, share.shared)
+    log.info("computes on %s from now on", share)
 
 
 def _loop(core: EngineCore, computer: _Computer, front: _Front, ranks: Ranks | None) -> None:
@@ -216,12 +240,12 @@ def _start(spec: EngineSpec, front: _Front, ranks: Ranks | None) -> tuple[Engine
     return core, computer
 
 
-def _make_runner(spec: EngineSpec, ranks: Ranks | None) -> Runner:
+def _make_runner(spec: EngineSpec, ranks: Ranks | None, neighbours: Neighbours | None) -> Runner:
     """Bound to its cores."""
     if spec.config.engine == "sim":
         return open_sim_runner(spec.config, belongs_in_file(spec.role))
     if ranks is None:
-        return open_torch_runner(spec.config, spec.role, draft_of(spec))
+        return open_torch_runner(spec.config, spec.role, draft_of(spec), neighbours=neighbours)
     rank = RankSpec(spec, 0, ranks.meeting)
     own = open_torch_runner(rank.config, spec.role, rank=rank)
     ranks.met()

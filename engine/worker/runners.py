@@ -1,5 +1,8 @@
 """What an engine computes with, as its settings say. A rank that follows needs no more of an engine than this."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,11 +11,16 @@ from engine.errors import EngineStartError
 from engine.memory import belongs_in_file
 from engine.sim.runner import SimRunner, sim_runner
 from engine.worker.config import WorkerConfig
+from engine.worker.core_sharing import CoreShare
+from engine.worker.cores import settle
+from engine.worker.neighbours import Neighbours, heeds_neighbours
 from engine.worker.preparation import num_threads
 from engine.worker.spec import RankSpec
 
 if TYPE_CHECKING:
     from engine.torch.runner import TorchRunner
+
+log = logging.getLogger(__name__)
 
 
 def open_sim_runner(config: WorkerConfig, pool_in_file: bool = False) -> SimRunner:
@@ -27,18 +35,44 @@ def open_sim_runner(config: WorkerConfig, pool_in_file: bool = False) -> SimRunn
     )
 
 
+def find_neighbours(config: WorkerConfig, role: Role) -> Neighbours | None:
+    """Other engines to share cores with; None for one that computes elsewhere, or is not to heed others. Raises
+    EngineStartError."""
+    if config.engine != "torch" or not heeds_neighbours(config):
+        return None
+    with _needing_torch():
+        from engine.torch.device import choose_device
+
+    if choose_device(config.device).type != "cpu":
+        return None
+    try:
+        return Neighbours(role, config.cores)
+    except OSError as error:
+        log.info("other engines of this host are not seen (%s): it may compute on the same cores as they do", error)
+        return None
+
+
 def open_torch_runner(
-    config: WorkerConfig, role: Role, draft: Path | None = None, rank: RankSpec | None = None
+    config: WorkerConfig,
+    role: Role,
+    draft: Path | None = None,
+    rank: RankSpec | None = None,
+    neighbours: Neighbours | None = None,
 ) -> "TorchRunner":
     """Bound to its cores; on the thread that will use it. As one of several ranks, which waits for the others, with its
     share of `config`. Raises EngineStartError."""
-    try:
+    with _needing_torch():
         from engine.torch.ranks import Place
         from engine.torch.runner import TorchRunner, set_threads
-    except ModuleNotFoundError as error:
-        raise EngineStartError("engine", f"{error}; install tandem-serving[worker]") from None
 
-    threads, own_cores = num_threads(config), config.cores or ()
+    share = CoreShare(config.cores or (), config.shared_cores)
+    threads = num_threads(config)
+    if neighbours is not None and (found := neighbours.changed()) is not None:
+        # After torch has come: by the cores that a process has when it loads OpenMP it is decided for good how many
+        # threads wait for each other without going to sleep.
+        settle(found)
+        share, threads = found, len(found.own)
+        log.info("computes on %s", share)
     set_threads(threads)
     runner = TorchRunner(
         config.model,
@@ -52,6 +86,14 @@ def open_torch_runner(
         Place(rank.rank, rank.ranks, rank.meeting) if rank is not None else None,
         belongs_in_file(role),
     )
-    if threads == len(own_cores):
-        runner.bind(own_cores, config.shared_cores)
+    if threads == len(share.own):
+        runner.bind(share.own, share.shared)
     return runner
+
+
+@contextmanager
+def _needing_torch() -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise EngineStartError("engine", f"{error}; install tandem-serving[worker]") from None

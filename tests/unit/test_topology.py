@@ -1,24 +1,11 @@
 """Cores and ids of the workers `tandem up` starts."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cluster.errors import StartError
-from tandem.topology import plan_topology, share_cores
+from tandem.topology import plan_topology
 
 SETTINGS = {"model": "m"}
-
-
-@given(st.lists(st.integers(0, 255), min_size=1, max_size=16, unique=True), st.integers(1, 20))
-def test_engines_share_no_core_while_there_are_enough(cores: list[int], num_engines: int) -> None:
-    shares = share_cores(cores, num_engines)
-    assert len(shares) == num_engines
-    assert all(shares)
-    if num_engines <= len(cores):
-        assert sorted(core for share in shares for core in share) == sorted(cores)
-        sizes = {len(share) for share in shares}
-        assert max(sizes) - min(sizes) <= 1
 
 
 def test_every_worker_has_its_id_and_cores() -> None:

@@ -1,0 +1,67 @@
+"""Workers started one by one, as the README does, that nobody told which cores are theirs."""
+
+import os
+
+from engine.worker.core_sharing import CoreShare, share_cores
+from support.processes import LENDER_ALWAYS, Stream, assert_equal_answers, engine_of, kill_worker, until, workers_joined
+from tandem.client import Client
+from tandem.demo import STORYTELLER
+from tandem.local import LocalCluster, RoleProcess
+from tandem.topology import Topology, plan_topology
+
+TOLD_NOTHING = {"cores": None, "shared_cores": (), "niceness": 0}
+CORES = tuple(sorted(os.sched_getaffinity(0)))
+
+
+def computes_on(engine: int) -> tuple[set[int], set[int]]:
+    """Cores of its main thread, and those of its other threads beside them."""
+    own = os.sched_getaffinity(engine)
+    others: set[int] = set()
+    for thread in os.listdir(f"/proc/{engine}/task"):
+        try:
+            others |= os.sched_getaffinity(int(thread))
+        except ProcessLookupError:
+            continue
+    return own, others - own
+
+
+async def settled(role: RoleProcess, share: CoreShare) -> None:
+    engine = engine_of(role)
+
+    async def there() -> bool:
+        own, others = computes_on(engine)
+        return own == set(share.own) and others <= set(share.shared)
+
+    await until(there, f"{role.name} computes on {share}")
+    assert os.getpriority(os.PRIO_PROCESS, engine) >= share.niceness
+
+
+def told_nothing(num_prefill: int, num_decode: int) -> Topology:
+    worker = {"model": STORYTELLER, "kv_memory_mib": 32, "device": "cpu"} | TOLD_NOTHING
+    router = {"model": STORYTELLER, "port": 0} | LENDER_ALWAYS
+    return plan_topology(num_prefill, num_decode, router, worker, CORES)
+
+
+async def test_engines_that_are_told_nothing_keep_off_each_others_cores() -> None:
+    prompt, longer = list(range(1, 200)), [*range(300, 400), *range(1, 200)]
+    whole = share_cores(CORES, ["decode"])[0]
+    async with LocalCluster(told_nothing(0, 1)) as cluster, Client(cluster.address) as client:
+        (first,) = cluster.decode
+        await settled(first, whole)
+        undisturbed = await Stream(client, prompt, 300).task
+
+        stream = Stream(client, prompt, 300)
+        of_prefill, of_decode = share_cores(CORES, ["prefill", "decode"])
+        prefill = await cluster.add_worker("prefill_worker", told_nothing(1, 1).prefill[0])
+        await settled(first, of_decode)
+        await settled(prefill, of_prefill)
+        await workers_joined(client, 1, 1)
+        assert (await Stream(client, longer, 4).task).receipt.kv.moved_blocks, "it computes there"
+        await settled(prefill, of_prefill)
+        assert_equal_answers([await stream.task, await Stream(client, prompt, 300).task], [undisturbed] * 2)
+
+        kill_worker(prefill)
+        await settled(first, whole)
+        second = told_nothing(0, 2).decode[1].model_copy(update={"cores": CORES[:1]})
+        await cluster.add_worker("decode_worker", second)
+        await settled(first, CoreShare(CORES[1:] or CORES))
