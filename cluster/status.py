@@ -76,8 +76,9 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> ServiceError:
 
 
 def from_proto(status: status_pb2.Status) -> ServiceError:
-    """The same, of what `to_proto` made."""
-    return _typed(code_pb2.Code.Name(status.code), status.message, status.details)
+    """The same, of what `to_proto` made; a code that there is not is UNKNOWN."""
+    code = code_pb2.Code.Name(status.code) if status.code in code_pb2.Code.values() else "UNKNOWN"
+    return _typed(code, status.message, status.details)
 
 
 def _typed(code: str, message: str, details: Iterable[any_pb2.Any]) -> ServiceError:

@@ -5,6 +5,7 @@ tells each its cores (`tandem up`). Where nobody does, each says what it is (`Cl
 the same shares from the same claims, and each takes its own.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,6 +16,7 @@ DECODE_NICENESS = 3
 """Of two engines on one core, the one that decodes gets a third. Measured: docs/benchmarks.md."""
 MAX_CORE = 8191
 """More than Linux knows of."""
+_RANGE = re.compile(r"([0-9]{1,4})(?:-([0-9]{1,4})(?:/([0-9]{1,4}))?)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,8 @@ class CoreShare:
 
 
 def share_cores(cores: Sequence[int], roles: Sequence[Role]) -> list[CoreShare]:
-    """Of an engine of each role. Disjoint cores of their own, as equally many as can be, in the order of `cores` and
-    those for prefill first; engines beyond the number of cores share one each.
+    """Of an engine of each role. Disjoint cores of their own, as equally many as can be, in the order of `cores` (see
+    `in_machine_order`) and those for prefill first; engines beyond the number of cores share one each.
 
     Prefill engines compute on decode engines' cores too, each of which is lent to one of them. A decode step mostly
     waits for weights to come from memory, and a prompt is soon over: it gets more of a core that both want, or prompts
@@ -96,37 +98,46 @@ class Claim(NamedTuple):
         return cls(int(since), int(pid), role, kind == "told", cores)
 
 
-def own_share(own: Claim, claims: Iterable[Claim]) -> CoreShare:
-    """Of an engine that was told nothing: what others were told to use is theirs, while that leaves anything, and the
-    rest is shared by all who may use the same cores."""
+def own_share(own: Claim, claims: Iterable[Claim], in_order: Sequence[int]) -> CoreShare:
+    """Of an engine that was told nothing: what others were told to use is theirs, and so is what others may use who may
+    use nothing else, while that leaves anything; the rest is shared by all who may use the same cores. `in_order`: the
+    engine's cores, in the order in which they are shared out."""
     claims = set(claims)
-    taken = {core for claim in claims if claim.told for core in claim.cores}
-    free = [core for core in own.cores if core not in taken] or own.cores
+    may_use = set(own.cores)
+    taken = {core for claim in claims if claim.told or may_use > set(claim.cores) for core in claim.cores}
     peers = sorted(claim for claim in claims | {own} if not claim.told and claim.cores == own.cores)
+    free = [core for core in in_order if core not in taken] or in_order
     return share_cores(free, [peer.role for peer in peers])[peers.index(own)]
 
 
-def as_ranges(cores: Sequence[int]) -> str:
-    """As Linux writes them: 0-3,8."""
-    ranges: list[list[int]] = []
-    for core in cores:
-        if ranges and core == ranges[-1][1] + 1:
-            ranges[-1][1] = core
+def as_ranges(cores: Iterable[int]) -> str:
+    """0-3,8 as Linux writes them, and 0-6/2 for every second one."""
+    runs: list[list[int]] = []
+    for core in sorted(cores):
+        last = runs[-1] if runs else []
+        if len(last) == 1 or (len(last) > 1 and core - last[-1] == last[1] - last[0]):
+            last.append(core)
         else:
-            ranges.append([core, core])
-    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in ranges)
+            runs.append([core])
+    return ",".join(text for run in runs for text in _as_texts(run))
+
+
+def _as_texts(run: list[int]) -> list[str]:
+    first, last = run[0], run[-1]
+    step = run[1] - first if len(run) > 1 else 0
+    if step == 1:
+        return [f"{first}-{last}"]
+    return [f"{first}-{last}/{step}"] if len(run) > 2 else [str(core) for core in run]
 
 
 def from_ranges(text: str) -> tuple[int, ...]:
-    """Empty for anything that `as_ranges` does not write of cores in order."""
+    """Empty for anything that `as_ranges` does not write."""
     cores: list[int] = []
     for part in text.split(","):
-        first, _, last = part.partition("-")
-        ends = [first, last] if "-" in part else [first]
-        if not all(end.isascii() and end.isdigit() and len(end) <= len(str(MAX_CORE)) for end in ends):
+        if (match := _RANGE.fullmatch(part)) is None:
             return ()
-        low, high = int(ends[0]), int(ends[-1])
-        if not low <= high <= MAX_CORE or (cores and low <= cores[-1]):
+        first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
+        if not first <= last <= MAX_CORE or step < 1 or (cores and first <= cores[-1]):
             return ()
-        cores += range(low, high + 1)
+        cores += range(first, last + 1, step)
     return tuple(cores)

@@ -1,27 +1,42 @@
 """Which CPU cores an engine process uses, and how far it steps back behind others there."""
 
 import contextlib
-import errno
 import math
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from engine.errors import EngineStartError
 from engine.worker.core_sharing import CoreShare
 
 AUTOGROUP = Path("/proc/self/autogroup")
+CPUS = Path("/sys/devices/system/cpu")
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def available_cores() -> list[int]:
-    """Those this process may use: as many as its control group has time for, which may be fewer than it sees. A run of
-    those then, drawn anew for each process: other containers of the machine draw theirs."""
-    cores = sorted(os.sched_getaffinity(0))
+    """Those this process may use, in the machine's order: as many as its control group has time for, which may be fewer
+    than it sees. A run of those then, drawn anew for each process: other containers of the machine draw theirs."""
+    cores = in_machine_order(os.sched_getaffinity(0))
     count = num_available()
     first = random.randrange(len(cores)) if count < len(cores) else 0
-    return sorted((cores[first:] + cores[:first])[:count])
+    drawn = (cores[first:] + cores[:first])[:count]
+    return [core for core in cores if core in drawn]
+
+
+def in_machine_order(cores: Iterable[int], root: Path = CPUS) -> list[int]:
+    """Neighbours are near each other: hardware threads of one core first, then cores of one socket. Many machines
+    number them the other way, and engines that got a half of the numbers each would share all cores. By number where
+    the system does not say."""
+    return sorted(cores, key=lambda core: (*_place(root / f"cpu{core}/topology"), core))
+
+
+def _place(topology: Path) -> tuple[int, int]:
+    """Socket and core."""
+    with contextlib.suppress(OSError, ValueError):
+        return int((topology / "physical_package_id").read_text()), int((topology / "core_id").read_text())
+    return 0, 0
 
 
 def num_available() -> int:
@@ -68,21 +83,25 @@ def stay_on(cores: Sequence[int]) -> None:
         raise EngineStartError("cores", f"this machine does not have all of {list(cores)}") from None
 
 
-def settle(share: CoreShare) -> None:
+def settle_on(share: CoreShare) -> None:
     """Every thread of this process is on the share's own cores from now on, until it is bound more narrowly, and steps
-    back as the share says. It does not come forward again: that is not for everybody to do. Raises EngineStartError."""
-    for thread in map(int, os.listdir("/proc/self/task")):
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
-            try:
+    back as the share says. It does not come forward again: that is not for everybody to do. Raises OSError where the
+    system does not let it, or has not all of these cores."""
+    settled: set[int] = set()
+    while found := set(map(int, os.listdir("/proc/self/task"))) - settled:  # one not settled yet may start another
+        for thread in found:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
                 os.sched_setaffinity(thread, share.own)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                raise EngineStartError("cores", f"this machine does not have all of {list(share.own)}") from None
-            if share.niceness > os.getpriority(os.PRIO_PROCESS, thread):
-                os.setpriority(os.PRIO_PROCESS, thread, share.niceness)
+                _step_back(thread, share.niceness)
+        settled |= found
     if share.niceness:
         _weigh_alone(share.niceness)
+
+
+def _step_back(thread: int, niceness: int) -> None:
+    if niceness > os.getpriority(os.PRIO_PROCESS, thread):
+        with contextlib.suppress(PermissionError):  # then both get the same of a core that they share
+            os.setpriority(os.PRIO_PROCESS, thread, niceness)
 
 
 def step_back(niceness: int) -> None:

@@ -27,8 +27,6 @@ from engine.parallel.runner import ParallelRunner
 from engine.runner import Runner
 from engine.vocabulary import Chunk, Sampled
 from engine.worker.assembly import IDLE_TURN_S, draft_of, open_core
-from engine.worker.core_sharing import CoreShare
-from engine.worker.cores import settle
 from engine.worker.early_socket import open_early_socket
 from engine.worker.link import LinkWaiter, MessageLink
 from engine.worker.neighbours import LOOK_EVERY_S, Neighbours
@@ -184,21 +182,11 @@ class _Computer:
     def _next(self, runner: Runner, neighbours: Neighbours | None) -> list[Chunk] | None:
         """The batch that is to be computed now, on the cores that other engines leave to this one; None: no more."""
         while neighbours is not None:
-            if (share := neighbours.changed()) is not None:
-                _move(runner, share)
+            if (share := neighbours.settle()) is not None:
+                runner.bind(share.own, share.shared)
             with contextlib.suppress(Empty):
                 return self._batches.get(timeout=LOOK_EVERY_S)
         return self._batches.get()
-
-
-def _move(runner: Runner, share: CoreShare) -> None:
-    try:
-        settle(share)
-    except EngineStartError as error:  # they were there when it started; where it is now it can go on
-        log.warning("stays on the cores that it has: %s", error)
-        return
-    runner.bind(share.own, share.shared)
-    log.info("computes on %s from now on", share)
 
 
 def _loop(core: EngineCore, computer: _Computer, front: _Front, ranks: Ranks | None) -> None:

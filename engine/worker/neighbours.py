@@ -6,18 +6,27 @@ nobody who deals out cores, no file that outlives anybody, and engines started b
 containers of one network namespace find each other. Engines in others do not; there containers have their limits.
 """
 
+import logging
 import os
 import re
 import socket
 import time
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 from cluster.roles import Role
 from engine.worker.config import WorkerConfig
 from engine.worker.core_sharing import Claim, CoreShare, own_share
-from engine.worker.cores import num_available
+from engine.worker.cores import in_machine_order, num_available, settle_on
+
+log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
+LEAST_BETWEEN_LOOKS = 50
+"""Of what a look took: the kernel lists all sockets of the namespace, which may be very many."""
+MAX_HEEDED = 1024
+"""Anybody may write claims, and each has to be read."""
 SOCKETS = Path("/proc/self/net/unix")
 NAME = "tandem-cores-1-"
 """And its version: engines of another one are not heeded."""
@@ -27,35 +36,63 @@ _LISTED = re.compile(rb" @" + NAME.encode() + rb"(\S+)$", re.MULTILINE)
 class Neighbours:
     """As one engine sees them. Used by one thread."""
 
-    def __init__(self, role: Role, told: tuple[int, ...] | None) -> None:
-        """`told`: cores that it was told to use. Raises OSError where there are no such sockets, or no list of them."""
-        cores = told or tuple(os.sched_getaffinity(0))
-        self._own = Claim(time.monotonic_ns(), os.getpid(), role, told is not None, tuple(sorted(cores)))
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    def __init__(self, role: Role, told: Sequence[int]) -> None:
+        """`told`: cores that it was told to use; none: whatever it may. Raises OSError where there are no such sockets,
+        or no list of them."""
+        self._role = role
+        self._told = self._apart = bool(told)
+        """Whether others are to make room for it, and whether it need not for them."""
+        self._since = time.monotonic_ns()
+        self._socket: socket.socket | None = None
+        self._claim(tuple(sorted(told)) or _allowed())
+        _read_claims()
         self._share: CoreShare | None = None
         self._look_at = 0.0
-        try:
-            self._socket.bind(f"\0{NAME}{self._own}".encode())
-            _read_claims()
-        except OSError:
-            self._socket.close()
-            raise
 
-    def changed(self) -> CoreShare | None:
-        """This engine's share, where it is another than when last asked; the others are looked at once a second. Always
-        None for an engine that was told its cores."""
-        if self._own.told or time.monotonic() < self._look_at:
+    def settle(self) -> CoreShare | None:
+        """This engine's share, on which all threads of its process are then; None where it has none of its own, or is
+        where it was when last asked. The others are looked at once a second."""
+        if self._apart or (began_at := time.monotonic()) < self._look_at:
             return None
-        self._look_at = time.monotonic() + LOOK_EVERY_S
         try:
-            claims = _read_claims()
-        except OSError:  # out of descriptors, say: what was seen last is the best that is known
+            share = self._look()
+            if share != self._share:
+                settle_on(share)
+        except OSError as error:  # it still computes, where the system puts it
+            log.warning("cannot keep off other engines' cores: %s", error)
+            self._leave()
+            self._apart = True
             return None
-        share = own_share(self._own, claims)
+        self._look_at = began_at + max(LOOK_EVERY_S, LEAST_BETWEEN_LOOKS * (time.monotonic() - began_at))
         if share == self._share:
             return None
         self._share = share
+        log.info("computes on %s", share)
         return share
+
+    def _look(self) -> CoreShare:
+        here = _allowed()
+        if self._share is not None and set(here) != set(self._share.own):  # somebody else has moved it
+            if here != self._own.cores:
+                self._claim(here)
+            self._share = None
+        return own_share(self._own, _read_claims(), self._in_order)
+
+    def _claim(self, cores: tuple[int, ...]) -> None:
+        claim = Claim(self._since, os.getpid(), self._role, self._told, cores)
+        claimed = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            claimed.bind(f"\0{NAME}{claim}".encode())
+        except OSError:
+            claimed.close()
+            raise
+        self._leave()  # as what it was
+        self._own, self._socket = claim, claimed
+        self._in_order = in_machine_order(cores)
+
+    def _leave(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
 
 
 def heeds_neighbours(config: WorkerConfig) -> bool:
@@ -67,5 +104,11 @@ def heeds_neighbours(config: WorkerConfig) -> bool:
 
 
 def _read_claims() -> list[Claim]:
-    names = (name.decode(errors="replace") for name in _LISTED.findall(SOCKETS.read_bytes()))
+    listed = islice(_LISTED.finditer(SOCKETS.read_bytes()), MAX_HEEDED)
+    names = (found[1].decode(errors="replace") for found in listed)
     return [claim for name in names if (claim := Claim.parse(name)) is not None]
+
+
+def _allowed() -> tuple[int, ...]:
+    """By the process's main thread: others are bound more narrowly."""
+    return tuple(sorted(os.sched_getaffinity(os.getpid())))

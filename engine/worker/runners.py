@@ -12,7 +12,6 @@ from engine.memory import belongs_in_file
 from engine.sim.runner import SimRunner, sim_runner
 from engine.worker.config import WorkerConfig
 from engine.worker.core_sharing import CoreShare
-from engine.worker.cores import settle
 from engine.worker.neighbours import Neighbours, heeds_neighbours
 from engine.worker.preparation import num_threads
 from engine.worker.spec import RankSpec
@@ -46,9 +45,9 @@ def find_neighbours(config: WorkerConfig, role: Role) -> Neighbours | None:
     if choose_device(config.device).type != "cpu":
         return None
     try:
-        return Neighbours(role, config.cores)
+        return Neighbours(role, config.cores or ())
     except OSError as error:
-        log.info("other engines of this host are not seen (%s): it may compute on the same cores as they do", error)
+        log.warning("other engines of this host do not see this one, and may compute on the same cores: %s", error)
         return None
 
 
@@ -67,12 +66,10 @@ def open_torch_runner(
 
     share = CoreShare(config.cores or (), config.shared_cores)
     threads = num_threads(config)
-    if neighbours is not None and (found := neighbours.changed()) is not None:
-        # After torch has come: by the cores that a process has when it loads OpenMP it is decided for good how many
-        # threads wait for each other without going to sleep.
-        settle(found)
+    # After torch has come: by the cores that a process has when it loads OpenMP it is decided for good how many threads
+    # wait for each other without going to sleep.
+    if neighbours is not None and (found := neighbours.settle()) is not None:
         share, threads = found, len(found.own)
-        log.info("computes on %s", share)
     set_threads(threads)
     runner = TorchRunner(
         config.model,

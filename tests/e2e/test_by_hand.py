@@ -29,11 +29,10 @@ async def settled(role: RoleProcess, share: CoreShare) -> None:
     engine = engine_of(role)
 
     async def there() -> bool:
-        own, others = computes_on(engine)
-        return own == set(share.own) and others <= set(share.shared)
+        nice = os.getpriority(os.PRIO_PROCESS, engine)
+        return nice >= share.niceness and computes_on(engine) == (set(share.own), set(share.shared))
 
     await until(there, f"{role.name} computes on {share}")
-    assert os.getpriority(os.PRIO_PROCESS, engine) >= share.niceness
 
 
 def told_nothing(num_prefill: int, num_decode: int) -> Topology:

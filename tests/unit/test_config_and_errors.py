@@ -5,11 +5,12 @@ from pathlib import Path
 
 import grpc
 import pytest
+from google.rpc import status_pb2
 
 from cluster.config import read_file, to_overrides
 from cluster.errors import InvalidRequest, Overloaded, StartError, Unavailable
 from cluster.roles import Role
-from cluster.status import MAX_RETRY_AFTER_S, from_rpc_error, to_status
+from cluster.status import MAX_RETRY_AFTER_S, from_proto, from_rpc_error, to_proto, to_status
 from engine.errors import ModelRefused
 from engine.model_dir import ModelDir
 from engine.worker.config import WorkerConfig
@@ -179,3 +180,9 @@ def test_when_to_try_again_is_bounded_by_what_a_status_can_say() -> None:
     never = over_the_wire(Overloaded("never", retry_after_s=float("inf")))
     assert isinstance(never, Overloaded)
     assert never.retry_after_s == MAX_RETRY_AFTER_S
+
+
+def test_a_status_that_there_is_not_is_an_unknown_error() -> None:
+    error = from_proto(status_pb2.Status(code=4711, message="what a later version says"))
+    assert (error.code, str(error)) == ("UNKNOWN", "what a later version says")
+    assert type(from_proto(to_proto(Unavailable("later")))) is Unavailable

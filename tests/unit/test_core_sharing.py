@@ -51,10 +51,10 @@ def engines(draw: st.DrawFn, host: tuple[int, ...]) -> list[Claim]:
 def test_all_come_to_the_same_shares_whatever_the_order_they_are_listed_in(data: st.DataObject) -> None:
     host = data.draw(cores_of_a_host)
     claims = data.draw(engines(host))
-    told = {core for claim in claims if claim.told for core in claim.cores}
+    taken = {core for claim in claims if claim.told or claim.cores != host for core in claim.cores}
     peers = [claim for claim in claims if not claim.told and claim.cores == host]
-    free = set(host) - told or set(host)
-    shares = {claim: own_share(claim, data.draw(st.permutations(claims))) for claim in peers}
+    free = set(host) - taken or set(host)
+    shares = {claim: own_share(claim, data.draw(st.permutations(claims)), host) for claim in peers}
     for share in shares.values():
         assert set(share.own) <= free
         assert set(share.shared) <= free - set(share.own)
@@ -66,13 +66,29 @@ def test_all_come_to_the_same_shares_whatever_the_order_they_are_listed_in(data:
 
 def test_one_that_is_not_listed_yet_counts_itself() -> None:
     first, second = (Claim(since, 7, "decode", False, (0, 1)) for since in (1, 2))
-    assert own_share(first, []).own == (0, 1)
-    assert own_share(second, [first]).own == (1,)
+    assert own_share(first, [], (0, 1)).own == (0, 1)
+    assert own_share(second, [first], (0, 1)).own == (1,)
 
 
-def test_who_may_use_other_cores_is_not_reckoned_with() -> None:
-    here, there = Claim(1, 7, "decode", False, (0, 1)), Claim(2, 8, "decode", False, (2, 3))
-    assert own_share(here, [here, there]).own == (0, 1)
+@pytest.mark.parametrize(
+    ("other", "own"),
+    [
+        ((2, 3), (0, 1, 2, 3)),
+        ((3, 4), (0, 1, 2, 3)),
+        ((0, 1, 2, 3, 4, 5), (0, 1, 2, 3)),
+        ((0, 1, 2, 3), (0, 1)),
+    ],
+)
+def test_who_may_use_only_some_of_an_engines_cores_has_them(other: tuple[int, ...], own: tuple[int, ...]) -> None:
+    """Left alone is what lies elsewhere, partly elsewhere, and around."""
+    here, there = Claim(1, 7, "decode", False, (0, 1, 2, 3)), Claim(2, 8, "decode", False, other)
+    assert own_share(here, [here, there], here.cores).own == (own if other != (2, 3) else (0, 1))
+
+
+def test_cores_are_shared_out_in_the_machines_order() -> None:
+    first, second = (Claim(since, 7, "decode", False, (0, 1, 2, 3)) for since in (1, 2))
+    assert own_share(first, [second], (0, 2, 1, 3)).own == (0, 2)
+    assert own_share(second, [first], (0, 2, 1, 3)).own == (1, 3)
 
 
 @given(
@@ -89,7 +105,7 @@ def test_a_claim_is_read_as_it_was_written(claim: Claim) -> None:
     assert Claim.parse(str(claim)) == claim
 
 
-@given(st.text() | st.from_regex(r"(prefill|decode|other)-(told|shares)-[0-9]*-[0-9a]*-[0-9,-]*", fullmatch=True))
+@given(st.text() | st.from_regex(r"(prefill|decode|other)-(told|shares)-[0-9]*-[0-9a]*-[0-9,/-]*", fullmatch=True))
 def test_what_anybody_writes_is_a_claim_or_none(text: str) -> None:
     claim = Claim.parse(text)
     assert claim is None or (claim.cores and max(claim.cores) <= MAX_CORE)
@@ -106,6 +122,8 @@ def test_what_anybody_writes_is_a_claim_or_none(text: str) -> None:
         f"decode-told-1-2-0-{MAX_CORE + 1}",
         "decode-told-1-2-3,3",
         "decode-told-1-2-4-2",
+        "decode-told-1-2-0-4/0",
+        "decode-told-1-2-0/2",
         "decode-told-x-2-0",
         "decode-told-1-²-0",
         "decode-asks-1-2-0",
@@ -119,3 +137,9 @@ def test_nonsense_is_no_claim(text: str) -> None:
 def test_ranges_are_written_as_linux_does() -> None:
     assert as_ranges((0, 1, 2, 3, 8)) == "0-3,8"
     assert from_ranges("0-3,8") == (0, 1, 2, 3, 8)
+
+
+def test_every_second_core_of_a_large_machine_fits_into_a_name() -> None:
+    cores = tuple(range(0, 512, 2))
+    assert as_ranges(cores) == "0-510/2"
+    assert from_ranges("0-510/2") == cores

@@ -11,7 +11,7 @@ import pytest
 from engine.errors import EngineStartError
 from engine.worker import cores
 from engine.worker.config import WorkerConfig
-from engine.worker.cores import AUTOGROUP, available_cores, cpu_quota, stay_on
+from engine.worker.cores import AUTOGROUP, available_cores, cpu_quota, in_machine_order, stay_on
 from engine.worker.preparation import num_threads
 
 REPORT = """
@@ -89,3 +89,17 @@ def test_no_more_threads_than_the_limit_has_time_for(
     assert WorkerConfig(model=Path("m"), tensor_parallel=2).of_rank(0).threads == max(1, count // 2)
     chosen = available_cores()
     assert (len(set(chosen)), set(chosen) <= seen, chosen) == (count, True, sorted(chosen))
+
+
+def test_neighbours_in_the_machines_order_are_near_each_other(tmp_path: Path) -> None:
+    for core in range(8):  # two sockets of two cores of two threads, numbered as Linux mostly does
+        topology = tmp_path / f"cpu{core}/topology"
+        topology.mkdir(parents=True)
+        (topology / "physical_package_id").write_text(f"{core // 2 % 2}\n")
+        (topology / "core_id").write_text(f"{core % 2}\n")
+    assert in_machine_order(range(8), tmp_path) == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert in_machine_order([7, 2, 3], tmp_path) == [2, 3, 7]
+
+
+def test_where_the_machine_does_not_say_cores_are_in_order_of_their_numbers(tmp_path: Path) -> None:
+    assert in_machine_order({8, 1, 3}, tmp_path) == [1, 3, 8]
