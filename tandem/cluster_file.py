@@ -18,7 +18,7 @@ from cluster.config import read_file
 from cluster.errors import StartError
 from router.models.config import ModelsConfig
 from router.models.served_model import read_models
-from tandem.topology import ClusterModel, Topology, plan_models, plan_topology
+from tandem.topology import ClusterModel, FindsCores, Topology, plan_models, plan_topology
 
 KEYS = ("models", "router", "worker", "ray", "planner")
 HTTP_PORT = 8000
@@ -58,15 +58,22 @@ class Cluster:
     models: tuple[ClusterModel, ...]
     settings: Settings
 
-    def plan(self, router: dict[str, Any], worker: dict[str, Any], cores: Sequence[int], num_routers: int) -> Topology:
+    def plan(
+        self,
+        router: dict[str, Any],
+        worker: dict[str, Any],
+        cores: Sequence[int],
+        num_routers: int,
+        finds_cores: FindsCores = lambda _: False,
+    ) -> Topology:
         """With settings that go before those of the file. Raises StartError."""
         if self.settings.models:
             routers, workers = self.settings.router | router, self.settings.worker | worker
-            return plan_models(self.models, routers, workers, cores, num_routers)
+            return plan_models(self.models, routers, workers, cores, num_routers, finds_cores)
         (only,) = self.models
         one = {"model": only.path}
         routers, workers = self.settings.router | one | router, self.settings.worker | one | worker
-        return plan_topology(only.prefill, only.decode, routers, workers, cores, num_routers)
+        return plan_topology(only.prefill, only.decode, routers, workers, cores, num_routers, finds_cores)
 
     def http_settings(self, port: int | None, off: bool) -> dict[str, Any]:
         """Of every router: what the command line says goes before the file, and that before the default."""

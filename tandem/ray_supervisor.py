@@ -27,7 +27,8 @@ LOOK_EVERY_S = 10.0
 """Which role each worker has: anybody may have told it to switch."""
 LONG_ENOUGH_S = 60.0
 """Who lived for so long begins with the first wait again."""
-UNPINNED: dict[str, Any] = {"cores": None, "shared_cores": (), "niceness": 0}
+TOLD_NOTHING: dict[str, Any] = {"cores": None, "shared_cores": (), "niceness": 0}
+"""Of cores."""
 
 
 class Ground:
@@ -110,7 +111,7 @@ class Supervisor:
         update: dict[str, Any] = {"routers": self._joined_at}
         of_node = {}
         if self._several_hosts:  # cores are of this host, and an address must be one that others reach
-            update |= UNPINNED
+            update |= TOLD_NOTHING
             of_node = {"host": "", "advertise_host": ""}
         config = config.model_copy(update=update)
         return self._ground.role(config.worker_id, module, config, self._group.take(module), of_node)

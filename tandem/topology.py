@@ -1,6 +1,6 @@
 """How many of which role, and which CPU cores each engine gets. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ from engine.worker.core_sharing import CoreShare, share_cores
 from router.config import RouterConfig
 from router.models.config import ModelEntry
 
+FindsCores = Callable[[WorkerConfig], bool]
+"""Whether an engine with such settings need not be told its cores."""
 MODULES = {"prefill": "prefill_worker", "decode": "decode_worker"}
 
 
@@ -77,9 +79,11 @@ def plan_topology(
     worker: dict[str, Any],
     cores: Sequence[int],
     num_routers: int = 1,
+    finds_cores: FindsCores = lambda _: False,
 ) -> Topology:
-    """Of one model. `router` and `worker` are settings as in their configurations; each worker gets its id and its
-    cores, and each of several routers its id and its ports: those given, or the system's choice, and those after them.
+    """Of one model. `router` and `worker` are settings as in their configurations; each worker gets its id, and its
+    cores unless `finds_cores`, and each of several routers its id and its ports: those given, or the system's choice,
+    and those after them.
 
     Raises StartError.
     """
@@ -88,7 +92,7 @@ def plan_topology(
     if num_prefill < 0:
         raise StartError("prefill", f"must not be negative: {num_prefill}")
     model = ClusterModel.parse({"path": worker["model"], "prefill": num_prefill, "decode": num_decode})
-    return _plan([model], router, worker, cores, num_routers)
+    return _plan([model], router, worker, cores, num_routers, finds_cores)
 
 
 def plan_models(
@@ -97,16 +101,22 @@ def plan_models(
     worker: dict[str, Any],
     cores: Sequence[int],
     num_routers: int = 1,
+    finds_cores: FindsCores = lambda _: False,
 ) -> Topology:
     """Of several models, whose workers are called after them. Else as `plan_topology`."""
     if "model" in router or "models" in router:
         raise StartError("router", "its models are those of the cluster: name none in its settings")
     entries = [model.entry for model in models]
-    return _plan(models, router | {"models": entries}, worker, cores, num_routers)
+    return _plan(models, router | {"models": entries}, worker, cores, num_routers, finds_cores)
 
 
 def _plan(
-    models: Sequence[ClusterModel], router: dict[str, Any], worker: dict[str, Any], cores: Sequence[int], routers: int
+    models: Sequence[ClusterModel],
+    router: dict[str, Any],
+    worker: dict[str, Any],
+    cores: Sequence[int],
+    routers: int,
+    finds_cores: FindsCores,
 ) -> Topology:
     if not any(model.decode for model in models):
         raise StartError("models", "at least one decode worker is needed")
@@ -117,16 +127,16 @@ def _plan(
     num_prefill = len(named[0])
     roles: list[Role] = [role for role, names in zip(ROLES, named, strict=True) for _ in names]
     shares = share_cores(cores, roles)
-    workers = [
-        WorkerConfig.parse(_settings(name, share) | worker | {"model": model.path} | model.worker)
-        for (name, model), share in zip([*named[0], *named[1]], shares, strict=True)
-    ]
+    workers: list[WorkerConfig] = []
+    for (name, model), share in zip([*named[0], *named[1]], shares, strict=True):
+        settings = {"worker_id": name} | worker | {"model": model.path} | model.worker
+        config = WorkerConfig.parse(settings)
+        workers.append(config if finds_cores(config) else WorkerConfig.parse(_on(share) | settings))
     return Topology(_routers(router, routers), tuple(workers[:num_prefill]), tuple(workers[num_prefill:]))
 
 
-def _settings(worker_id: str, share: CoreShare) -> dict[str, Any]:
-    on_cores = {"cores": share.own, "shared_cores": share.shared, "niceness": share.niceness}
-    return {"worker_id": worker_id} | on_cores
+def _on(share: CoreShare) -> dict[str, Any]:
+    return {"cores": share.own, "shared_cores": share.shared, "niceness": share.niceness}
 
 
 def _routers(router: dict[str, Any], num_routers: int) -> tuple[RouterConfig, ...]:

@@ -1,8 +1,8 @@
 """Which CPU cores each of several engines on one host computes on. Pure.
 
-Engines that are not kept apart slow each other several times over. Who starts all of them knows how many there are, and
-tells each its cores (`tandem up`). Where nobody does, each says what it is (`Claim`, see `neighbours.py`), all reckon
-the same shares from the same claims, and each takes its own.
+Engines that are not kept apart slow each other several times over. Who starts all of them for good knows how many there
+are, and may tell each its cores (`tandem demo`). Where nobody does, each says what it is (a `Claim`), all
+reckon the same shares from the same claims, and each takes its own.
 """
 
 import re

@@ -2,8 +2,8 @@
 
 Each engine holds an abstract Unix socket whose name is its claim (`core_sharing.py`). Nobody connects to it: that it is
 there is all it says. The kernel lists the names, and takes one away with its process, however that ends. So there is
-nobody who deals out cores, no file that outlives anybody, and engines started by hand, by Ray on several hosts or in
-containers of one network namespace find each other. Engines in others do not; there containers have their limits.
+nobody who deals out cores, no file that outlives anybody, and engines started by Ray, by hand or in containers of one
+network namespace find each other. Engines in others do not; there containers have their limits.
 """
 
 import logging
@@ -98,6 +98,8 @@ class Neighbours:
 def heeds_neighbours(config: WorkerConfig) -> bool:
     """Whether an engine with such settings is to say what it is: told its cores, it is avoided; told nothing, it also
     avoids. A container with time for fewer cores than it sees cannot know which of them others leave to it."""
+    if config.engine != "torch":
+        return False
     if config.cores:
         return True
     return (config.threads, config.tensor_parallel) == (None, 1) and num_available() >= len(os.sched_getaffinity(0))

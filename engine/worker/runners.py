@@ -37,7 +37,7 @@ def open_sim_runner(config: WorkerConfig, pool_in_file: bool = False) -> SimRunn
 def find_neighbours(config: WorkerConfig, role: Role) -> Neighbours | None:
     """Other engines to share cores with; None for one that computes elsewhere, or is not to heed others. Raises
     EngineStartError."""
-    if config.engine != "torch" or not heeds_neighbours(config):
+    if not heeds_neighbours(config):
         return None
     with _needing_torch():
         from engine.torch.device import choose_device

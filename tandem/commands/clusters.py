@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.errors import StartError
 from engine.worker.cores import available_cores
+from engine.worker.neighbours import heeds_neighbours
 from tandem.commands.common import console, run
 from tandem.steps import Steps
 
@@ -35,7 +36,8 @@ def serve_cluster(
     for each in cluster.models:
         console.print(f"tandem: {each.known_as}, {each.prefill} prefill + {each.decode} decode")
     cluster.check()  # before Ray is started for nothing
-    topology = cluster.plan(router, worker, available_cores(), routers)
+    # Who is told its cores has them for good, and workers come and go here.
+    topology = cluster.plan(router, worker, available_cores(), routers, finds_cores=heeds_neighbours)
     with Steps(console, "tandem: ") as steps:
         steps("looking for a Ray cluster")
         try:

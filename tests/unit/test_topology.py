@@ -32,6 +32,17 @@ def test_prefill_engines_also_compute_on_the_cores_of_decode_engines_which_step_
     assert all(worker.niceness == 0 for worker in topology.prefill)
 
 
+def test_who_finds_its_cores_is_not_told_them() -> None:
+    """Who was told has them for good: a worker added later would be told those of the one it is modelled on."""
+    workers = {"model": "m", "cores": (1,)}, {"model": "m", "threads": 2}, {"model": "m"}
+    planned = [
+        plan_topology(1, 1, SETTINGS, worker, [0, 1], finds_cores=lambda config: config.threads is None).workers()
+        for worker in workers
+    ]
+    cores = [[(config.cores, config.niceness > 0) for _, config in each] for each in planned]
+    assert cores == [[((1,), False)] * 2, [((1,), True), ((0,), False)], [(None, False)] * 2]
+
+
 def test_nobody_steps_back_where_nothing_is_shared() -> None:
     alone = plan_topology(0, 2, SETTINGS, SETTINGS, [0, 1, 2])
     assert [(worker.shared_cores, worker.niceness) for worker in alone.decode] == [((), 0), ((), 0)]
