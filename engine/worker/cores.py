@@ -11,6 +11,7 @@ from engine.errors import EngineStartError
 from engine.worker.core_sharing import CoreShare
 
 AUTOGROUP = Path("/proc/self/autogroup")
+MAX_NICENESS = 19
 CPUS = Path("/sys/devices/system/cpu")
 CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
@@ -83,16 +84,16 @@ def stay_on(cores: Sequence[int]) -> None:
         raise EngineStartError("cores", f"this machine does not have all of {list(cores)}") from None
 
 
-def settle_on(share: CoreShare) -> None:
+def settle_on(share: CoreShare, niceness: int) -> None:
     """Every thread of this process is on the share's own cores from now on, until it is bound more narrowly, and steps
-    back as the share says. It does not come forward again: that is not for everybody to do. Raises OSError where the
-    system does not let it, or has not all of these cores."""
+    back as the share says from `niceness`, which is what it began with (15 under Ray). It does not come forward again:
+    that is not for everybody to do. Raises OSError where the system does not let it, or has none of these cores."""
     settled: set[int] = set()
     while found := set(map(int, os.listdir("/proc/self/task"))) - settled:  # one not settled yet may start another
         for thread in found:
             with contextlib.suppress(ProcessLookupError):  # it has just ended
                 os.sched_setaffinity(thread, share.own)
-                _step_back(thread, share.niceness)
+                _step_back(thread, min(niceness + share.niceness, MAX_NICENESS))
         settled |= found
     if share.niceness:
         _weigh_alone(share.niceness)

@@ -42,6 +42,7 @@ class Neighbours:
         self._role = role
         self._told = self._apart = bool(told)
         """Whether others are to make room for it, and whether it need not for them."""
+        self._niceness = os.getpriority(os.PRIO_PROCESS, os.getpid())
         self._since = time.monotonic_ns()
         self._socket: socket.socket | None = None
         self._claim(tuple(sorted(told)) or _allowed())
@@ -57,7 +58,7 @@ class Neighbours:
         try:
             share = self._look()
             if share != self._share:
-                settle_on(share)
+                settle_on(share, self._niceness)
         except OSError as error:  # it still computes, where the system puts it
             log.warning("cannot keep off other engines' cores: %s", error)
             self._leave()

@@ -29,8 +29,8 @@ async def settled(role: RoleProcess, share: CoreShare) -> None:
     engine = engine_of(role)
 
     async def there() -> bool:
-        nice = os.getpriority(os.PRIO_PROCESS, engine)
-        return nice >= share.niceness and computes_on(engine) == (set(share.own), set(share.shared))
+        niceness = os.getpriority(os.PRIO_PROCESS, engine) - os.nice(0)
+        return niceness >= share.niceness and computes_on(engine) == (set(share.own), set(share.shared))
 
     await until(there, f"{role.name} computes on {share}")
 

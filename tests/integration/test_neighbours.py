@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from engine.worker.core_sharing import DECODE_NICENESS
+
+AS_STARTED = os.nice(0) + 5
 CORES = sorted(os.sched_getaffinity(0))
 PROCESS = """
 import json, os, re, sys, threading
@@ -17,6 +20,7 @@ from engine.worker import neighbours
 from engine.worker.config import WorkerConfig
 
 name, role, told, refused = json.loads(sys.argv[1])
+os.nice(5)
 neighbours.NAME = name
 neighbours._LISTED = re.compile(rb" @" + name.encode() + rb"(\\S+)$", re.MULTILINE)
 neighbours.LOOK_EVERY_S = neighbours.LEAST_BETWEEN_LOOKS = 0
@@ -29,7 +33,8 @@ own = neighbours.Neighbours(role, told)
 for line in sys.stdin:
     share = own.settle()
     places = {tuple(sorted(os.sched_getaffinity(int(thread)))) for thread in os.listdir("/proc/self/task")}
-    print(json.dumps([share and [share.own, share.shared], list(places)]), flush=True)
+    niceness = {os.getpriority(os.PRIO_PROCESS, int(thread)) for thread in os.listdir("/proc/self/task")}
+    print(json.dumps([share and [share.own, share.shared], list(places), list(niceness)]), flush=True)
 """
 pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="one core is everybody's")
 
@@ -46,7 +51,7 @@ class Engine:
 
     def settle(self) -> Any:
         """Where it moved to, [own cores, shared cores], or None. `places`: of all its threads, each once."""
-        self.moved, self.places = self._ask()
+        self.moved, self.places, self.niceness = self._ask()
         return self.moved
 
     def _ask(self) -> Any:
@@ -100,7 +105,12 @@ def test_one_alone_has_all_cores_and_two_a_half_each_until_one_is_gone(start: St
 def test_one_for_prefill_comes_first_and_computes_on_both(start: Start) -> None:
     decode, prefill = start("decode"), start("prefill")
     assert prefill.moved == [half(0), half(1)]
+    assert decode.niceness == prefill.niceness == [AS_STARTED]
     assert decode.settle() == [half(1), []]
+    assert decode.niceness == [AS_STARTED + DECODE_NICENESS], "it steps back from where it was"
+    prefill.kill()
+    assert decode.settle() == [CORES, []]
+    assert decode.niceness == [AS_STARTED + DECODE_NICENESS], "coming forward is not for everybody"
 
 
 def test_who_was_told_is_left_its_cores_and_stays_there(start: Start) -> None:
