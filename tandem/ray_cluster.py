@@ -32,6 +32,9 @@ from tandem.topology import Topology
 JOIN_TIMEOUT_S = 60.0
 OBJECT_STORE_BYTES = 100 << 20
 """Tandem keeps nothing in Ray's object store; this is near its least size."""
+OF_OUR_OWN = {"gcs_rpc_server_reconnect_timeout_s": 8}
+"""Of a Ray cluster that ends with its driver. Where both are told to stop together, as by systemd, its parts would wait
+a minute for its head to come back."""
 
 
 Work = Callable[[list[str]], Awaitable[object]]
@@ -157,7 +160,8 @@ async def _ray(say: Steps) -> AsyncIterator[None]:
         say("joined the Ray cluster that was running")
     except ConnectionError:
         say("no Ray cluster is running: starting one on this machine")
-        ray.init(address="local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
+        options = {"object_store_memory": OBJECT_STORE_BYTES, "_system_config": OF_OUR_OWN}
+        ray.init(address="local", include_dashboard=False, **options, **quiet)
     try:
         yield
     finally:
