@@ -5,11 +5,12 @@ that names the key.
 """
 
 import argparse
+import inspect
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -30,9 +31,9 @@ class Config(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(map(str, first["loc"])) or "config"
-            reason = first["msg"]
+            reason = first["msg"].removeprefix("Value error, ")
             if first["type"] == "extra_forbidden":
-                reason = f"unknown key; known are {', '.join(sorted(cls.model_fields))}"
+                reason = f"unknown key; known are {', '.join(sorted(_model_at(cls, first['loc'][:-1]).model_fields))}"
             raise StartError(field, reason) from None
 
     @classmethod
@@ -44,6 +45,17 @@ class Config(BaseModel):
         parser.epilog = "keys: " + ", ".join(cls.model_fields)
         options = parser.parse_args(arguments)
         return cls.parse(read_file(options.config) | parse_overrides(options.set))
+
+
+def _model_at(model: type[BaseModel], place: Sequence[int | str]) -> type[BaseModel]:
+    """Of what is at `place` in a configuration, as pydantic names places."""
+    for part in place:
+        if part in model.model_fields:
+            kinds: list[Any] = [model.model_fields[str(part)].annotation]
+            while kinds and not (inspect.isclass(kinds[0]) and issubclass(kinds[0], BaseModel)):
+                kinds = [*kinds[1:], *get_args(kinds[0])]
+            model = kinds[0] if kinds else model
+    return model
 
 
 def read_file(path: Path | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.roles import Role
+from engine.errors import EngineStartError
 from kvtransfer.memory_file import MemoryFile
 from kvtransfer.transport import Pool
 
@@ -21,9 +22,12 @@ HUGE_BYTES = 2 << 20
 def huge_memory(num_bytes: int) -> NDArray[np.uint8]:
     """Zeroed memory that begins on a huge page; physical memory is taken when it is first written.
 
-    For what is read at random: of 4 KiB pages, each would cost a walk of the page table.
+    For what is read at random: of 4 KiB pages, each would cost a walk of the page table. Raises MemoryError.
     """
-    memory = mmap.mmap(-1, num_bytes + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, num_bytes + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError, ValueError) as error:
+        raise MemoryError(f"{num_bytes >> 20} MiB cannot be had here: {error}") from None
     with contextlib.suppress(AttributeError, OSError):  # a system or a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(memory, np.uint8)
@@ -32,15 +36,18 @@ def huge_memory(num_bytes: int) -> NDArray[np.uint8]:
 
 
 def pool_memory(num_blocks: int, block_bytes: int, in_file: bool) -> Pool:
-    """Zeroed, as `huge_memory`; or in a file, if there can be one."""
+    """Zeroed, as `huge_memory`; or in a file, if there can be one. Raises EngineStartError."""
     num_bytes = num_blocks * block_bytes
     if in_file:
         try:
             file = MemoryFile(num_bytes)
             return Pool(file.memory.reshape(num_blocks, block_bytes), file=file)
-        except OSError as error:
+        except (OSError, OverflowError, ValueError) as error:
             log.warning("others on this host cannot map the KV blocks: %s", error)
-    return Pool(huge_memory(num_bytes).reshape(num_blocks, block_bytes))
+    try:
+        return Pool(huge_memory(num_bytes).reshape(num_blocks, block_bytes))
+    except MemoryError as error:
+        raise EngineStartError("kv_memory_mib", str(error)) from None
 
 
 def belongs_in_file(role: Role) -> bool:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from cluster.errors import AlreadyThere, Incompatible, InvalidRequest, ServiceError
@@ -79,6 +79,8 @@ class MembershipService(pb_grpc.MembershipServicer):
                     other.fleet.left(old)
                     other.dispatcher.kick()
         log.info("%s joined from %s for %s", hello.worker_id, hello.address, model.name)
+        if said := _strangers(hello, model.fleet.workers):
+            log.warning("%s", said)
         worker = model.fleet.joined(hello)
         self._heard_at[worker] = time.monotonic()
         return model, worker
@@ -133,6 +135,17 @@ def _lose(worker: Worker) -> None:
     worker.lost = True
     for cancel in tuple(worker.on_lost):
         cancel()
+
+
+def _strangers(hello: pb.Hello, workers: Iterable[Worker]) -> str:
+    """What is to be said of a worker that can exchange blocks with none of the others, empty if it can or is alone."""
+    others = [worker.hello for worker in workers if worker.worker_id != hello.worker_id]
+    if not others or any(other.model_fingerprint == hello.model_fingerprint for other in others):
+        return ""
+    other = others[0]
+    here, there = (f"{each.block_tokens} tokens in {each.block_bytes} bytes" for each in (hello, other))
+    differs = f"its blocks are {here}, not {there}" if here != there else "its weights or dtypes are others"
+    return f"{hello.worker_id} exchanges no KV with {other.worker_id}, nor with any other of {hello.model}: {differs}"
 
 
 def _check(hello: pb.Hello) -> None:

@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from cluster.errors import ServiceError
+from cluster.errors import Forbidden, ServiceError, Unauthenticated
 from protos import inference_pb2 as pb
 from tandem.client import Target
 from tandem.receipts import format_bytes
@@ -38,6 +38,8 @@ async def follow(console: Console, target: Target, interval_s: float) -> None:
                 try:
                     status = await client.cluster_status()
                     shown, before = view(status, before), status
+                except (Unauthenticated, Forbidden):
+                    raise
                 except ServiceError as error:
                     shown = Text(f"{target.address}: {error}", style="red")
                 live.update(shown, refresh=True)

@@ -1,6 +1,7 @@
 """Configuration of a worker, of either role."""
 
 import os
+import re
 import socket
 from pathlib import Path
 from typing import Literal
@@ -150,6 +151,14 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
             stream_s=self.sim_stream_us * 1e-6,
             kv_token_s=self.sim_kv_token_ns * 1e-9,
         )
+
+    @field_validator("routers")
+    @classmethod
+    def _have_ports(cls, routers: tuple[str, ...]) -> tuple[str, ...]:
+        for router in routers:
+            if not re.search(r".:[0-9]{1,5}$", router):
+                raise ValueError(f"{router!r} is not host:port")
+        return routers
 
     @field_validator("speculation", mode="before")
     @classmethod

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import suppress
@@ -28,6 +29,8 @@ REFUSED_RETRY_S = 5.0
 """After a router that discovery named has refused this worker, or this worker it."""
 NAME_TAKEN_S = 10.0
 """How long a worker waits for a predecessor of its name to leave."""
+WARN_AFTER_S, WARN_EVERY_S = 5.0, 60.0
+"""Of a router that cannot be reached."""
 TOGETHER_S = 0.02
 """At most so long does a router wait for what happened here; all that happened since it last heard comes at once."""
 MAX_BACKLOG = 4096
@@ -39,7 +42,8 @@ class _Router:
     """One router, by its address."""
 
     address: str
-    backlog: "asyncio.Queue[CacheChanged | Load]" = field(default_factory=lambda: asyncio.Queue(MAX_BACKLOG))
+    backlog: "asyncio.Queue[CacheChanged | Load | None]" = field(default_factory=lambda: asyncio.Queue(MAX_BACKLOG))
+    """None: nothing more comes."""
     task: "asyncio.Future[TandemError] | None" = None
     router_id: str = ""
     """Empty while there is no stream to it."""
@@ -49,8 +53,10 @@ class _Router:
     """What it was told last."""
     over: asyncio.Event = field(default_factory=asyncio.Event)
     """The stream is to end, and another to begin."""
-    refusal: str = ""
-    """Why one of us does not want the other, as it was logged."""
+    said: str = ""
+    """Why there is no stream to it, as it was logged last; empty while there is one."""
+    apart_since: float = field(default_factory=time.monotonic)
+    warned_at: float = -math.inf
 
 
 class Memberships:
@@ -183,12 +189,18 @@ class Memberships:
             await asyncio.sleep(wait_s)
 
     def _log(self, router: _Router, failure: ServiceError) -> None:
-        refusal = str(failure) if isinstance(failure, AlreadyThere | Incompatible) else ""
-        if refusal and refusal != router.refusal:
-            log.error("not joined to %s: %s", router.address, failure)
-        else:
-            log.info("not joined to %s: %s", router.address, failure)
-        router.refusal = refusal
+        """Refusals at once. A router that cannot be reached may be about to start: only after a while, and then every
+        minute."""
+        now, said = time.monotonic(), str(failure)
+        if isinstance(failure, AlreadyThere | Incompatible):
+            if said != router.said:
+                log.error("not joined to %s: %s", router.address, said)
+        elif now - router.apart_since >= WARN_AFTER_S and now - router.warned_at >= WARN_EVERY_S:
+            log.warning("not joined to %s for %.0f s: %s", router.address, now - router.apart_since, said)
+            router.warned_at = now
+        elif said != router.said:
+            log.info("not joined to %s: %s", router.address, said)
+        router.said = said
 
     async def _join_once(self, stub: pb_grpc.MembershipStub, router: _Router) -> ServiceError:
         """Why the stream ended."""
@@ -199,7 +211,8 @@ class Memberships:
         except ServiceError as error:
             return error
         finally:
-            router.router_id = ""
+            if router.router_id:
+                router.router_id, router.apart_since, router.warned_at = "", time.monotonic(), -math.inf
         return ServiceError("the stream ended")
 
     async def _join(self, stub: pb_grpc.MembershipStub, router: _Router) -> None:
@@ -219,16 +232,22 @@ class Memberships:
         async def outgoing() -> AsyncIterator[pb.WorkerMessage]:
             yield pb.WorkerMessage(hello=hello)
             await welcomed.wait()
+            if over.is_set():
+                return
             self._engine.send(TakeSnapshot())
             synchronised, spoke_at = False, 0.0
             while not over.is_set():  # an engine speaks a few times a second
-                news = [await backlog.get()]
+                if (first := await backlog.get()) is None:
+                    return
+                news = [first]
                 with suppress(TimeoutError):
                     async with asyncio.timeout(spoke_at + TOGETHER_S - time.monotonic()):
                         await router.urgent.wait()
                 router.urgent.clear()
                 while not backlog.empty():
-                    news.append(backlog.get_nowait())
+                    if (further := backlog.get_nowait()) is None:
+                        return
+                    news.append(further)
                 spoke_at = time.monotonic()
                 load: pb.LoadReport | None = None
                 caches: list[pb.CacheEvents] = []
@@ -251,7 +270,11 @@ class Memberships:
                     elif answer.HasField("resync"):
                         self._engine.send(TakeSnapshot())
             finally:
-                call.cancel()  # when the router ended it, `outgoing` would wait for its next message for good
+                call.cancel()
+                over.set()  # whoever ended it: `outgoing` would wait for a welcome or its next message for good
+                welcomed.set()
+                with suppress(asyncio.QueueFull):
+                    backlog.put_nowait(None)
 
     def _welcome(self, router: _Router, welcome: pb.Welcome) -> None:
         """Raises Incompatible when another router, or the same one by another address, goes by that id: what each had
@@ -263,5 +286,5 @@ class Memberships:
                     "each needs an id of its own, and one address",
                     "router_id",
                 )
-        router.router_id = welcome.router_id
+        router.router_id, router.said = welcome.router_id, ""
         log.info("joined to router %s at %s", welcome.router_id, router.address)

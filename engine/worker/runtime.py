@@ -92,6 +92,8 @@ class Worker:
         self._discovery = discovery
         self._leaving = leaving
         config = context.config
+        if not config.routers and not config.redis_url:
+            log.warning("neither routers nor redis_url is set: this worker joins nobody")
         self._memberships = Memberships(
             _hello(context, address),
             context.engine,

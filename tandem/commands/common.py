@@ -114,10 +114,12 @@ def asking(command: Callable[..., None]) -> Callable[..., None]:
             if not str(error).startswith(NOBODY_THERE):
                 raise
             why = str(error).rpartition(": ")[2]
-            raise Unavailable(
-                f"no router answers at {address}: {why}. `tandem demo` or `tandem up` starts one here; --address or "
-                "TANDEM_ADDRESS names another"
-            ) from error
+            where = "`tandem demo` or `tandem up` starts one here; --address or TANDEM_ADDRESS names another"
+            if "refused" not in why:  # somebody is there
+                where += (
+                    "; perhaps one that is there has no TLS" if visitor else "; with TLS, --tls or --tls-ca is needed"
+                )
+            raise Unavailable(f"no router answers at {address}: {why}. {where}") from error
 
     own = list(inspect.signature(command).parameters.values())[1:]
     both = [*own, *inspect.signature(_access).parameters.values()]

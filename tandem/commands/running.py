@@ -22,8 +22,11 @@ def up(
     prefill: Annotated[int, typer.Option(help="prefill workers")] = 1,
     decode: Annotated[int, typer.Option(help="decode workers")] = 1,
     routers: Annotated[int, typer.Option(help="routers; any of them serves any request")] = 1,
-    host: Annotated[str, typer.Option(help="address the routers listen on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="port of the first router, the others follow; 0 chooses")] = 50051,
+    host: Annotated[str | None, typer.Option(help="address the routers listen on; default: 127.0.0.1")] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="of the first router, the others follow; 0 chooses; default: 50051"),
+    ] = None,
     http_port: Annotated[int | None, typer.Option(help="of the OpenAI-compatible API, likewise; default: 8000")] = None,
     no_http: Annotated[bool, typer.Option("--no-http", help="serve gRPC only")] = False,
     worker: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="setting of every worker")] = None,
@@ -42,7 +45,8 @@ def up(
     from tandem.cluster_file import read_cluster
 
     cluster = read_cluster(config, model, prefill, decode)
-    settings = {"host": host, "port": port} | cluster.http_settings(http_port, no_http) | parse_overrides(router or [])
+    listen = {key: value for key, value in (("host", host), ("port", port)) if value is not None}
+    settings = listen | cluster.http_settings(http_port, no_http) | parse_overrides(router or [])
     serve_cluster(cluster, settings, parse_overrides(worker or []), routers, autoscale)
 
 
@@ -121,7 +125,9 @@ def doctor(
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="setting of a worker")] = None,
     print_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
     peer: Annotated[list[str] | None, typer.Option(metavar="HOST:PORT", help="another host that listens")] = None,
-    listen: Annotated[int | None, typer.Option(metavar="PORT", help="be such a host; 0 chooses")] = None,
+    listen: Annotated[
+        int | None, typer.Option(metavar="PORT", min=0, max=65535, help="be such a host; 0 chooses")
+    ] = None,
 ) -> None:
     """Check this host before any request: what is installed and allowed, and whether KV moves between workers.
 

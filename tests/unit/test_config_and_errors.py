@@ -43,6 +43,18 @@ def test_an_unknown_key_names_the_known_ones() -> None:
         RouterConfig.parse({"model": "m", "queue": 3})
 
 
+def test_an_unknown_key_further_inside_names_those_known_there() -> None:
+    with pytest.raises(StartError, match=r"^models\.0\.foo: unknown key; known are .*input_price") as caught:
+        RouterConfig.parse({"models": [{"path": "m", "foo": 1}]})
+    assert "http_port" not in caught.value.reason
+
+
+@pytest.mark.parametrize("router", ["127.0.0.1", "host", "host:", "", "host:port"])
+def test_a_router_without_a_port_is_named(router: str) -> None:
+    with pytest.raises(StartError, match=r"^routers: .*host:port"):
+        WorkerConfig.parse({"model": "m", "routers": ["127.0.0.1:1", router]})
+
+
 def test_speculation_is_of_decode_workers_of_the_torch_engine() -> None:
     def chosen(role: Role, *settings: str) -> str:
         overrides = [f"--set={setting}" for setting in ("model=m", *settings)]

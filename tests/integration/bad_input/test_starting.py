@@ -51,6 +51,8 @@ async def test_a_process_that_cannot_start_says_which_setting_is_at_fault(site: 
         ("prefill_worker", model, "engine=sim", f"port={taken}"): "port",
         ("prefill_worker", model, "engine=simm"): "engine",
         ("prefill_worker", model, "engine=sim", "kv_memory_mib=0"): "kv_memory_mib",
+        ("prefill_worker", model, "engine=sim", "kv_memory_mib=1000000000"): "kv_memory_mib",
+        ("decode_worker", model, "engine=sim", "kv_memory_mib=1000000000000000"): "kv_memory_mib",
         ("decode_worker", "engine=sim", f"model={tmp_path}/absent"): "model",
         ("decode_worker", "engine=sim", f"model={tmp_path}"): "model",
         ("decode_worker", "engine=sim", f"model={tmp_path}/no-vocabulary"): "model",
