@@ -116,9 +116,7 @@ def asking(command: Callable[..., None]) -> Callable[..., None]:
             why = str(error).rpartition(": ")[2]
             where = "`tandem demo` or `tandem up` starts one here; --address or TANDEM_ADDRESS names another"
             if "refused" not in why:  # somebody is there
-                where += (
-                    "; perhaps one that is there has no TLS" if visitor else "; with TLS, --tls or --tls-ca is needed"
-                )
+                where += "; does it have TLS?" if visitor else "; if it has TLS, --tls or --tls-ca is needed"
             raise Unavailable(f"no router answers at {address}: {why}. {where}") from error
 
     own = list(inspect.signature(command).parameters.values())[1:]
