@@ -61,6 +61,3 @@ async def test_engines_that_are_told_nothing_keep_off_each_others_cores() -> Non
 
         kill_worker(prefill)
         await settled(first, whole)
-        second = told_nothing(0, 2).decode[1].model_copy(update={"cores": CORES[:1]})
-        await cluster.add_worker("decode_worker", second)
-        await settled(first, CoreShare(CORES[1:] or CORES))

@@ -91,12 +91,12 @@ async def test_kv_moves_over_ucx_between_processes_and_is_found_again(make_model
         await audit([worker.address for worker in cluster.workers])
 
 
-async def test_a_second_decode_worker_gets_the_lenders_cached_blocks(make_model, cluster_of, ask) -> None:  # type: ignore[no-untyped-def]
+async def test_a_second_decode_worker_gets_the_lenders_cached_blocks(model, cluster_of, ask) -> None:  # type: ignore[no-untyped-def]
     """What one request made the lender compute, another decode worker borrows without computing."""
     prompt = prompts()[-1]
     usable = (len(prompt) - 1) // BLOCK
-    path = make_model("llama")
-    async with cluster_of(path, decode=2, max_prefill_tokens=CHUNK) as cluster, Client(cluster.address) as client:
+    settings = {"engine": "sim", "sim_step_ms": 5.0, "max_prefill_tokens": CHUNK}
+    async with cluster_of(model, decode=2, **settings) as cluster, Client(cluster.address) as client:
         first = await ask(client, prompt)
         home = first.placement.decode_worker
         long = asyncio.gather(*(ask(client, prompt, max_tokens=200, ignore_eos=True) for _ in range(6)))
