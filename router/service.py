@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
@@ -74,41 +75,45 @@ class InferenceService:
 
     async def Generate(self, raw: bytes, context: Any) -> AsyncIterator[bytes]:
         traceparent.set(from_metadata(context.invocation_metadata()))
-        async with self._answering(context):
+        async with self._answering(context) as answer:
             request, principal = _parsed(pb.GenerateRequest, raw), self._principal(context)
             async with contextlib.aclosing(
                 self._serving.generate(request, context.time_remaining(), principal)
             ) as messages:
                 async for message in messages:
+                    answer.sending = True
                     yield message
+                    answer.sent()
 
     async def GenerateBatch(self, raw: bytes, context: Any) -> AsyncIterator[pb.BatchResult]:
         traceparent.set(from_metadata(context.invocation_metadata()))
-        async with self._answering(context):
+        async with self._answering(context) as answer:
             request, principal = _parsed(pb.GenerateBatchRequest, raw), self._principal(context)
             each = generate_batch(request, lambda one: self._serving.generate(one, context.time_remaining(), principal))
             async with contextlib.aclosing(each) as results:
                 async for result in results:
+                    answer.sending = True
                     yield result
+                    answer.sent()
 
     @contextlib.asynccontextmanager
-    async def _answering(self, context: Any) -> AsyncIterator[None]:
+    async def _answering(self, context: Any) -> AsyncIterator["_Answer"]:
         """A stream within it ends with its errors as statuses, and when the router was told to stop."""
         stopped = Draining(f"router {self._router_id} was told to stop")
         if self._drain.draining:
             await context.abort_with_status(to_status(stopped))
         task = asyncio.current_task()
         assert task is not None
-        streaming = True
+        answer = _Answer(task, stopped)
         # Under way until its client was told how it ended: the server stops as soon as nothing is.
-        with self._drain.holding(lambda: streaming and task.cancel()):
+        with self._drain.holding(answer.end):
             try:
-                yield
+                yield answer
             except ServiceError as error:
-                streaming = False
+                answer.streaming = False
                 await context.abort_with_status(to_status(error))
             except asyncio.CancelledError:
-                streaming = False
+                answer.streaming = False
                 if not self._drain.over or context.cancelled():
                     raise
                 task.uncancel()  # by us, and not because its client went
@@ -152,6 +157,30 @@ class InferenceService:
     async def Feedback(self, request: pb.FeedbackRequest, context: Any) -> pb.FeedbackResponse:
         self._samples.feedback(request, self._principal(context))
         return pb.FeedbackResponse()
+
+
+@dataclass(slots=True)
+class _Answer:
+    """A stream of messages, and how it ends when the router was told to stop."""
+
+    task: "asyncio.Task[Any]"
+    stopped: Draining
+    streaming: bool = True
+    sending: bool = False
+    """gRPC has a message, on the same task. Cancelled there, the call would end without a word to its client."""
+    over: bool = False
+
+    def end(self) -> None:
+        if self.sending:
+            self.over = True
+        elif self.streaming:
+            self.task.cancel()
+
+    def sent(self) -> None:
+        """Raises Draining."""
+        self.sending = False
+        if self.over:
+            raise self.stopped
 
 
 def _typed(method: Callable[[Any, Any], Awaitable[Any]], kind: type[Any]) -> Callable[[bytes, Any], Awaitable[Any]]:
