@@ -16,16 +16,16 @@ from rich.console import Console
 from bench.engine import Tandem, interference, request
 from bench.models import qwen2_half_b
 from bench.report import OUT, Bar, conclude
+from tandem.topology import TOLD_NOTHING
 
 ROUNDS = 3
 TOLD, BY_THEMSELVES, ALL = "told", "by themselves", "all of them each"
-NOTHING: dict[str, Any] = {"cores": None, "shared_cores": (), "niceness": 0}
 
 
 async def compare(console: Console) -> dict[str, dict[str, float]]:
     """Medians of the rounds, in milliseconds, by how engines come to their cores."""
     model, cores = qwen2_half_b(OUT / "qwen2-0.5b"), sorted(os.sched_getaffinity(0))
-    ways = {TOLD: {}, BY_THEMSELVES: NOTHING, ALL: NOTHING | {"threads": len(cores)}}
+    ways = {TOLD: {}, BY_THEMSELVES: TOLD_NOTHING, ALL: TOLD_NOTHING | {"threads": len(cores)}}
     measured: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
     for number in range(ROUNDS):
         for way, settings in ways.items():

@@ -18,7 +18,7 @@ from tandem.ray_group import Group
 from tandem.ray_role import Role
 from tandem.ray_settings import RaySettings
 from tandem.steps import Steps
-from tandem.topology import MODULES, Topology
+from tandem.topology import MODULES, TOLD_NOTHING, Topology
 
 JOIN_TIMEOUT_S, LOOK_FOR_IT_EVERY_S = 60.0, 0.1
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
@@ -27,8 +27,6 @@ LOOK_EVERY_S = 10.0
 """Which role each worker has: anybody may have told it to switch."""
 LONG_ENOUGH_S = 60.0
 """Who lived for so long begins with the first wait again."""
-TOLD_NOTHING: dict[str, Any] = {"cores": None, "shared_cores": (), "niceness": 0}
-"""Of cores."""
 
 
 class Ground:

@@ -15,6 +15,8 @@ from router.models.config import ModelEntry
 
 FindsCores = Callable[[WorkerConfig], bool]
 """Whether an engine with such settings need not be told its cores."""
+TOLD_NOTHING: dict[str, Any] = {"cores": None, "shared_cores": (), "niceness": 0}
+"""Settings of a worker that finds its cores."""
 MODULES = {"prefill": "prefill_worker", "decode": "decode_worker"}
 
 

@@ -3,13 +3,13 @@
 import os
 
 from engine.worker.core_sharing import CoreShare, share_cores
+from engine.worker.neighbours import heeds_neighbours
 from support.processes import LENDER_ALWAYS, Stream, assert_equal_answers, engine_of, kill_worker, until, workers_joined
 from tandem.client import Client
 from tandem.demo import STORYTELLER
 from tandem.local import LocalCluster, RoleProcess
 from tandem.topology import Topology, plan_topology
 
-TOLD_NOTHING = {"cores": None, "shared_cores": (), "niceness": 0}
 CORES = tuple(sorted(os.sched_getaffinity(0)))
 
 
@@ -36,9 +36,9 @@ async def settled(role: RoleProcess, share: CoreShare) -> None:
 
 
 def told_nothing(num_prefill: int, num_decode: int) -> Topology:
-    worker = {"model": STORYTELLER, "kv_memory_mib": 32, "device": "cpu"} | TOLD_NOTHING
+    worker = {"model": STORYTELLER, "kv_memory_mib": 32, "device": "cpu"}
     router = {"model": STORYTELLER, "port": 0} | LENDER_ALWAYS
-    return plan_topology(num_prefill, num_decode, router, worker, CORES)
+    return plan_topology(num_prefill, num_decode, router, worker, CORES, finds_cores=heeds_neighbours)
 
 
 async def test_engines_that_are_told_nothing_keep_off_each_others_cores() -> None:

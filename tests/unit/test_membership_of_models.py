@@ -127,21 +127,20 @@ async def test_who_can_exchange_blocks_with_nobody_is_told_of(
     kinds = {
         "first": {},
         "as the first": {},
-        "others": {"block_tokens": 7},
+        "others": {"block_tokens": 7, "model_fingerprint": b"blocks"},
         "weights": {"model_fingerprint": b"other"},
         "as weights": {"model_fingerprint": b"other"},
+    }
+    expected = {
+        "others": "its blocks are 7 tokens in 100 bytes, not 16 tokens in 100 bytes",
+        "weights": "its weights or dtypes are others",
     }
     members = []
     for worker_id, hello in kinds.items():
         caplog.clear()
-        hello = {"model_fingerprint": b"blocks"} | hello if "block_tokens" in hello else hello
         members.append(Member(service, of_a, b"1", worker_id=worker_id, address=worker_id, model="a", **hello))
         await members[-1].welcomed()
         said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-        expected = {
-            "others": "its blocks are 7 tokens in 100 bytes, not 16 tokens in 100 bytes",
-            "weights": "its weights or dtypes are others",
-        }
         if worker_id in expected:
             assert said == [f"{worker_id} exchanges no KV with first, nor with any other of a: {expected[worker_id]}"]
         else:
