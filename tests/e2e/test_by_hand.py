@@ -3,6 +3,7 @@
 import os
 
 from engine.worker.core_sharing import CoreShare, share_cores
+from engine.worker.cores import in_machine_order
 from engine.worker.neighbours import heeds_neighbours
 from support.processes import LENDER_ALWAYS, Stream, assert_equal_answers, engine_of, kill_worker, until, workers_joined
 from tandem.client import Client
@@ -10,7 +11,7 @@ from tandem.demo import STORYTELLER
 from tandem.local import LocalCluster, RoleProcess
 from tandem.topology import Topology, plan_topology
 
-CORES = tuple(sorted(os.sched_getaffinity(0)))
+CORES = tuple(in_machine_order(os.sched_getaffinity(0)))
 
 
 def computes_on(engine: int) -> tuple[set[int], set[int]]:
