@@ -26,11 +26,11 @@ from simulator.replay import Scenario, Setup, replay
 from simulator.results import Results, Slo
 from simulator.traces.reading import Trace, Window, served_of
 from simulator.workloads import profile_named
-from tandem.calibrated import show_calibration
-from tandem.demo import STORYTELLER
+from tandem.cli.calibrate import show_calibration
+from tandem.cli.demo import STORYTELLER
 from tandem.loadgen.command import Load, Wanted, run_bench
-from tandem.loadgen.doors import GrpcDoor
-from tandem.local import LocalCluster
+from tandem.loadgen.frontends import GrpcDoor
+from tandem.local.local_cluster import LocalCluster
 from tandem.topology import plan_topology
 
 SLO = Slo(1.0, 0.05)

@@ -8,7 +8,7 @@ import grpc
 import uvloop
 
 from protos import inference_pb2 as pb
-from router.service import NAME
+from router.frontend.grpc_service import NAME
 
 MODEL = pb.Model(name="bare", max_context_tokens=1 << 20, vocab_size=1000, decode_workers=1)
 MESSAGES = [

@@ -31,7 +31,7 @@ from bench.serving import children, peak_memory_mib
 from bench.vllm_server import VllmServer
 from protos import inference_pb2 as pb
 from tandem.client import Client
-from tandem.local import LocalCluster
+from tandem.local.local_cluster import LocalCluster
 from tandem.topology import plan_topology
 
 VLLM = Path(".venv-vllm")

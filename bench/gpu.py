@@ -17,11 +17,11 @@ from torch import Tensor
 
 from bench.models import LLAMA_8B, llama_8b
 from bench.report import Bar, conclude
-from engine.torch.cuda.quantised import gpu_linear
-from engine.torch.quantised import quantise_linears
-from engine.torch.runner import TorchRunner
-from engine.variant import Variant, Weights
-from engine.vocabulary import Chunk, SamplingParams, Sequence
+from engine.backends.torch.cuda.quantised import gpu_linear
+from engine.backends.torch.quantised import quantise_linears
+from engine.backends.torch.runner import TorchRunner
+from engine.core.core_types import Chunk, SamplingParams, Sequence
+from engine.model.quantization import Variant, Weights
 
 DECODES = ((1, 512), (8, 2048), (32, 2048), (16, 8192), (64, 4096))
 """(batch size, context)"""

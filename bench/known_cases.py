@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from bench.traces import CONVERSATION, TICK_S
-from engine.sim.timing import StepTiming
+from engine.backends.sim.timing import StepTiming
 from simulator.calibration import Calibration
 from simulator.gpus import GPUS
 from simulator.model_shape import DEFAULT_CONFIG, ModelShape, open_shape, shape_of

@@ -23,9 +23,9 @@ from rich.progress import Progress, TimeElapsedColumn
 
 from bench.known_cases import CASES, Case, with_whole_prompts
 from bench.report import Bar, conclude
+from simulator.plan.aggregated import Together
 from simulator.plan.load import Load
 from simulator.plan.search import GOAL, apart_of
-from simulator.plan.together import Together
 from simulator.replay import Scenario, Setup, bill, replay
 from simulator.report import MARGIN
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from bench.models import linear_shapes
-from engine.torch.native.kernels import Kernels
+from engine.backends.torch.native.kernels import Kernels
 
 ROUNDS = 15
 

@@ -13,7 +13,7 @@ from bench.router.site import first_line, process
 from simulator.results import Slo
 from simulator.workloads import profile_named
 from tandem.loadgen.command import Load, Wanted, run_bench
-from tandem.loadgen.doors import GrpcDoor
+from tandem.loadgen.frontends import GrpcDoor
 
 RATE = 1000.0
 RUN_S = 10.0

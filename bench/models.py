@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from engine.torch.runner import BuiltModel
+    from engine.backends.torch.runner import BuiltModel
 
 SIM_VOCAB = 1000
 QWEN2_HALF_B = {
@@ -41,8 +41,8 @@ def llama_8b(device: str) -> "BuiltModel":
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    from engine.runner import ModelInfo
-    from engine.torch.runner import BuiltModel
+    from engine.backends.torch.runner import BuiltModel
+    from engine.core.model_runner import ModelInfo
 
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA_8B), dtype=torch.bfloat16).eval()

@@ -18,12 +18,12 @@ from rich.console import Console
 
 from bench.models import qwen2_half_b
 from bench.report import OUT, conclude
+from engine.config import WorkerConfig
+from engine.core.core_types import SamplingParams
 from engine.messages import FromEngine, Generate, Ready, StartFailed, Token
-from engine.vocabulary import SamplingParams
-from engine.worker.child_engine import ChildEngine
-from engine.worker.config import WorkerConfig
-from engine.worker.engine_client import EngineListener
-from engine.worker.spec import EngineSpec
+from engine.process.child_engine import ChildEngine
+from engine.process.engine_client import EngineListener
+from engine.process.spec import EngineSpec
 
 ROUNDS = 5
 TOKENS = 24

@@ -2,12 +2,12 @@
 
 import random
 
-from engine.core import CoreLimits, EngineCore
-from engine.layout import KvLayout
+from engine.backends.sim.runner import SimRunner
+from engine.core.core_types import SamplingParams
+from engine.core.engine_core import CoreLimits, EngineCore
+from engine.core.scheduler import StepBudget
+from engine.kv.layout import KvLayout
 from engine.messages import Generate
-from engine.scheduler import StepBudget
-from engine.sim.runner import SimRunner
-from engine.vocabulary import SamplingParams
 from kvtransfer.local import LocalNetwork, LocalTransport
 
 REQUESTS = 200

@@ -22,17 +22,17 @@ from torch import Tensor
 from bench.engine import Tandem, alone, batch, long_prompt, request
 from bench.models import qwen2_half_b
 from bench.report import OUT, Bar, conclude
-from engine.core import CoreLimits, EngineCore
+from engine.backends.torch.backends import Backend
+from engine.backends.torch.runner import TorchRunner
+from engine.core.core_types import Chunk, SamplingParams, Sequence
+from engine.core.engine_core import CoreLimits, EngineCore
+from engine.core.scheduler import StepBudget
 from engine.messages import Generate as Ask
 from engine.messages import Rejected
-from engine.scheduler import StepBudget
-from engine.torch.backends import Backend
-from engine.torch.runner import TorchRunner
-from engine.variant import AS_SAVED, Variant
-from engine.vocabulary import Chunk, SamplingParams, Sequence
+from engine.model.quantization import AS_SAVED, Variant
 from kvtransfer.local import LocalNetwork, LocalTransport
 from protos import inference_pb2 as pb
-from tandem.demo import STORYTELLER
+from tandem.cli.demo import STORYTELLER
 
 ROUNDS = 3
 HELD_OUT_SEED = 1_000_007

@@ -28,9 +28,9 @@ from bench.models import sim_model
 from bench.report import Bar, conclude, percentile
 from cluster.rpc import channel
 from protos import inference_pb2 as pb
+from tandem.cli.demo import LORE, STORYTELLER, SUBJECTS
 from tandem.client import Client
-from tandem.demo import LORE, STORYTELLER, SUBJECTS
-from tandem.local import LocalCluster
+from tandem.local.local_cluster import LocalCluster
 from tandem.topology import plan_topology
 
 CONCURRENT = 16

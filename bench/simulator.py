@@ -27,7 +27,7 @@ from bench.simulator_prefill import (
     run,
 )
 from bench.traces import CONVERSATION, TICK_S
-from cluster.garbage import spare_the_started
+from cluster.garbage_collection import spare_the_started
 from simulator.decision_log import LoggedFleet, decide_again
 from simulator.gpus import gpu_named
 from simulator.model_shape import open_shape

@@ -14,20 +14,20 @@ import numpy as np
 
 from bench.traces import CONVERSATION, TICK_S
 from cluster.roles import Role
-from engine.core import CoreLimits
-from engine.keys import BlockKey
-from engine.layout import KvLayout
-from engine.scheduler import StepBudget
-from engine.sim.timing import StepTiming
+from engine.backends.sim.timing import StepTiming
+from engine.core.engine_core import CoreLimits
+from engine.core.scheduler import StepBudget
+from engine.kv.block_keys import BlockKey
+from engine.kv.layout import KvLayout
 from protos import membership_pb2 as pb
 from router.admission.config import AdmissionConfig
 from router.placement.candidates import Way
-from router.placement.core import Decision
 from router.placement.demand import Demand
 from router.placement.fleet import Fleet
-from router.placement.members import Placed, Worker
+from router.placement.place import Decision
 from router.placement.rates import Ints, Priors, Rates
-from router.placement.snapshot import Hits
+from router.placement.worker_records import Placed, Worker
+from router.placement.worker_table import Hits
 from simulator.cluster import ClusterSpec, FleetMaker, SimCluster
 from simulator.policies import LeastLoaded, PolicyFleet, RoundRobin
 from simulator.request import Fate, Outcome, TraceRequest

@@ -29,8 +29,8 @@ from bench.copying import SMALL, copying_model
 from bench.engine import Tandem
 from bench.report import OUT, Bar, conclude
 from protos import inference_pb2 as pb
+from tandem.cli.demo import STORYTELLER, SUBJECTS
 from tandem.client import Client
-from tandem.demo import STORYTELLER, SUBJECTS
 
 ROUNDS = 3
 STORY_TOKENS, STORIES = 120, 4

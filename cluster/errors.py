@@ -1,4 +1,4 @@
-"""Errors that leave a process, as types; `status.py` has what they are on the wire.
+"""Errors that leave a process, as types; `error_status.py` has what they are on the wire.
 
 TandemError
 ├── StartError            a process cannot start: which setting is at fault, and why

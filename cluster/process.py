@@ -12,7 +12,7 @@ from typing import Protocol
 import uvloop
 
 from cluster.errors import TandemError
-from cluster.garbage import spare_the_started
+from cluster.garbage_collection import spare_the_started
 
 
 @dataclass(frozen=True, slots=True)

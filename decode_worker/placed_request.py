@@ -3,11 +3,11 @@
 from array import array
 
 from cluster.errors import InvalidRequest
-from engine.keys import token_array
+from engine.core.core_types import MAX_CHAINS, BeamParams, SamplingParams
+from engine.kv.block_keys import token_array
 from engine.messages import Generate, PlacementMark
-from engine.structured import FIELD, read_structured
-from engine.text import check_token_ids
-from engine.vocabulary import MAX_CHAINS, BeamParams, SamplingParams
+from engine.model.detokenizer import check_token_ids
+from engine.sampling.structured_output import FIELD, read_structured
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
 

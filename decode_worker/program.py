@@ -7,7 +7,7 @@ from cluster.errors import StartError
 from cluster.logs import set_up
 from cluster.process import run_role
 from decode_worker.service import add_decode_service
-from engine.worker.config import WorkerConfig
+from engine.config import WorkerConfig
 from engine.worker.runtime import WorkerContext, start_worker
 from prefill_worker.service import add_lend_service
 

@@ -9,11 +9,11 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from tokenizers import Tokenizer
 
+from cluster.error_status import to_status
 from cluster.errors import InvalidRequest, ServiceError
-from cluster.status import to_status
-from decode_worker.attempt import Attempt
-from decode_worker.connection import Connection
-from engine.text import load_tokenizer
+from decode_worker.decode_attempt import Attempt
+from decode_worker.router_stream import Connection
+from engine.model.detokenizer import load_tokenizer
 from engine.worker.runtime import WorkerContext
 from protos import decode_pb2 as pb
 from protos import decode_pb2_grpc as pb_grpc

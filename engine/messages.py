@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.pool import CacheEvent
-from engine.scheduler import StepBudget
-from engine.vocabulary import Failure, FinishReason, SamplingParams, TokenLogprobs
+from engine.core.core_types import Failure, FinishReason, SamplingParams, TokenLogprobs
+from engine.core.scheduler import StepBudget
+from engine.kv.block_pool import CacheEvent
 
 # ----------------------------------------------------------------------------------------- to the engine
 
@@ -96,7 +96,7 @@ class Lend:
     borrow: bool = False
     """Somebody is named who holds more of it: ask for a loan of what is missing before computing it."""
     early: bytes = b""
-    """Where the borrower's engine may be told early, see `engine/lending/early.py`."""
+    """Where the borrower's engine may be told early, see `engine/lending/fast_path.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +303,7 @@ class CacheChanged:
 
 
 class TierUse(NamedTuple):
-    """One tier of KV, in blocks; see `engine/kv_counts.py`."""
+    """One tier of KV, in blocks; see `engine/kv/kv_stats.py`."""
 
     tier: str
     blocks: int

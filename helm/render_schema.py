@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.config import Config
-from engine.worker.config import WorkerConfig
+from engine.config import WorkerConfig
 from planner.runtime import PlannerConfig
 from router.config import RouterConfig
 from router.models.config import ModelEntry

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from cluster.roles import ROLES, Role
 from planner.config import PolicyConfig, PoolConfig
-from planner.learned import Learned
+from planner.estimates import Learned
 from planner.observation import Observation
 from planner.sizing import decode_is_full, load_of, streams_per_worker
 

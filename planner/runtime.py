@@ -13,13 +13,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from pydantic import Field, PositiveFloat
 
 from cluster.discovery import Discovery, Roster, open_discovery
+from cluster.error_status import from_rpc_error
 from cluster.errors import ServiceError, StartError, TandemError, Unavailable
 from cluster.metrics import MetricsServer, new_registry
 from cluster.process import Addresses
 from cluster.roles import ROLES, Role
 from cluster.rpc import Server, channel
 from cluster.settings import DiscoverySettings, HealthSettings, LogSettings, MetricsSettings
-from cluster.status import from_rpc_error
 from cluster.tls import Trust, member_of
 from planner.config import PolicyConfig
 from planner.executors.executor import Executor, ExecutorFailed, NoExecutor

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from cluster.roles import Role
 from planner.config import PolicyConfig
-from planner.learned import Learned
+from planner.estimates import Learned
 from planner.observation import Observation
 
 LEAST_STREAMS = 1.0

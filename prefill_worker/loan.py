@@ -9,12 +9,12 @@ from contextlib import ExitStack
 
 from cluster.errors import Incompatible, InvalidRequest, Overloaded, ServiceError, Unavailable
 from engine import messages
-from engine.keys import unpack_tokens
-from engine.lending.early import ADDRESS_BYTES
+from engine.kv.block_keys import unpack_tokens
+from engine.lending.fast_path import ADDRESS_BYTES
 from engine.messages import LendClosed, LendReady, LendRefused, LendReleased, LendStarting, PlacementMark
-from engine.text import check_token_ids
-from engine.worker.engine_client import Letter
-from engine.worker.lenders import Borrowing, Chain
+from engine.model.detokenizer import check_token_ids
+from engine.process.engine_client import Letter
+from engine.worker.lender_streams import Borrowing, Chain
 from engine.worker.runtime import WorkerContext
 from protos import lend_pb2 as pb
 

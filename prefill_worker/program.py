@@ -6,7 +6,7 @@ from cluster.errors import StartError
 from cluster.logs import set_up
 from cluster.process import run_role
 from decode_worker.program import add_services
-from engine.worker.config import WorkerConfig
+from engine.config import WorkerConfig
 from engine.worker.runtime import start_worker
 
 

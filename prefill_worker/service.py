@@ -7,10 +7,10 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
+from cluster.error_status import to_status
 from cluster.errors import InvalidRequest, ServiceError
-from cluster.status import to_status
 from engine.worker.runtime import WorkerContext
-from prefill_worker.connection import Connection
+from prefill_worker.borrower_stream import Connection
 from prefill_worker.loan import Loan
 from protos import lend_pb2 as pb
 from protos import lend_pb2_grpc as pb_grpc

@@ -15,24 +15,24 @@ from cluster.process import Addresses
 from cluster.rpc import Server
 from cluster.tls import Credentials, Trust
 from protos import membership_pb2_grpc as pb_grpc
+from router.admission.dispatcher import Dispatcher
+from router.admission.tenant_limits import TenantGate
 from router.config import RouterConfig
-from router.decisions_file import DecisionsFile
-from router.dispatch import Dispatcher
-from router.membership_service import MembershipService
-from router.metrics import ClusterCollector, RouterMetrics
-from router.models.served_model import ModelFiles, ServedModel, ServedModels, read_models
+from router.frontend.grpc_service import NAME, InferenceService
+from router.membership.membership_service import MembershipService
+from router.models.model_runtime import ModelFiles, ServedModel, ServedModels, read_models
+from router.observability.decision_log import DecisionsFile
+from router.observability.metrics import ClusterCollector, RouterMetrics
+from router.observability.samples import Samples
+from router.observability.tracing import Tracing
 from router.placement.fleet import Fleet
-from router.samples import Samples
+from router.request_path.request_handler import Serving
 from router.security.api_keys import ApiKeys
 from router.security.guard import KeyInterceptor
-from router.service import NAME, InferenceService
-from router.serving import Serving
-from router.tenant_gate import TenantGate
-from router.tracing import Tracing
 
 if TYPE_CHECKING:
     from router.admission.redis_quota import RedisLedger
-    from router.openai.server import OpenAiServer
+    from router.frontend.openai.server import OpenAiServer
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ async def start_router(config: RouterConfig) -> Router:
             parts.push_async_callback(internal.stop, GRACE_S)
         http = None
         if config.http_port is not None:
-            from router.http_door import open_http  # as below
+            from router.frontend.http_frontend import open_http  # as below
 
             http = await open_http(config, config.http_port, public, serving, models, requests, keys, inference)
             parts.push_async_callback(http.close)

@@ -11,11 +11,11 @@
 | placement, admission, the prefix index, learning from receipts | real | `router`, called by `router.py` |
 | scheduling, block pools, prefix caches, loans, preemption, load reports | real | `engine`, called by `worker.py` |
 | receipts | real | `decode_worker.receipt` |
-| what fronts, streams and futures do between those | a stand-in that decides nothing | `fronts.py`, `router.py` |
-| how long a step takes | modelled: a roofline of a named GPU, or a line | `gpus.py`, `engine/sim/timing.py` |
+| what fronts, streams and futures do between those | a stand-in that decides nothing | `front_processes.py`, `router.py` |
+| how long a step takes | modelled: a roofline of a named GPU, or a line | `gpus.py`, `engine/backends/sim/timing.py` |
 | how long a read takes | modelled: NICs shared among transfers | `links.py` |
 | how late a message is | one constant between processes, another for what workers tell routers | `ClusterSpec` |
-| workers that come, go and switch roles | as they do; a start takes what one says | `cluster.py`, `leaving.py` |
+| workers that come, go and switch roles | as they do; a start takes what one says | `cluster.py`, `worker_drain.py` |
 | how many there are to be | the real planner's policy | `autoscale.py` |
 | deaths of workers | a machine without power, noticed one message later | `SimCluster.kill` |
 | bytes of KV | left out: blocks have no memory, and one fingerprint | `runner.py` |
@@ -29,7 +29,7 @@ max_tokens are just that); clients that give up; workers that hang without dying
 same figures, to the bit.
 
 **Fast**: every step may be computed by itself, as an engine does. By default steps that are all alike are not: a decode
-worker whose next k steps only add a token to each stream makes them at once (`engine/steady.py`, `worker.py`). A test
+worker whose next k steps only add a token to each stream makes them at once (`engine/core/uniform_decode.py`, `worker.py`). A test
 holds both ways to the same outcomes, reports and times to the bit.
 
 **Other policies** (`policies.py`) stand where placement does, for comparison: nothing but ours is ever served by.

@@ -7,7 +7,7 @@ from cluster.roles import ROLES, Role
 from planner.config import PolicyConfig
 from planner.observation import Tallies, counters_of, observe
 from planner.policy import State, Wish, decide
-from router.status import load_status
+from router.membership.status import load_status
 from simulator.cluster import START_S, SimCluster
 from simulator.worker import SimWorker, WorkerSpec
 

@@ -10,8 +10,8 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from cluster.roles import Role
-from engine.layout import KvLayout
-from engine.sim.timing import StepTiming, StepWork, Timing
+from engine.backends.sim.timing import StepTiming, StepWork, Timing
+from engine.kv.layout import KvLayout
 from simulator.errors import SHOWN, BadSetup
 
 LONGEST_S = 3600.0

@@ -6,22 +6,22 @@ from dataclasses import dataclass, field
 from itertools import count, pairwise
 
 from cluster.roles import ON_WIRE, Role
+from engine.core.scheduler import StepBudget
 from engine.messages import CacheChanged, Load, Ready, SetBudget, TakeSnapshot
-from engine.scheduler import StepBudget
-from engine.worker.news import cache_events, load_report
+from engine.worker.worker_events import cache_events, load_report
 from protos import membership_pb2 as pb
 from router.admission.config import AdmissionConfig
 from router.placement.fleet import Fleet
 from router.placement.rates import Priors
 from simulator.clock import VirtualClock
-from simulator.fronts import Fronts
-from simulator.gaps import Gaps
-from simulator.leaving import DRAIN_S, Leaving
+from simulator.front_processes import Fronts
+from simulator.latency_histogram import Gaps
 from simulator.links import Links
 from simulator.request import Outcome, TraceRequest
 from simulator.router import SimRouter
 from simulator.transport import VirtualTransport
 from simulator.worker import SimWorker, WorkerSpec
+from simulator.worker_drain import DRAIN_S, Leaving
 
 START_S = 1.0
 """Before a trace begins: every router knows every worker by then."""

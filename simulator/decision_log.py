@@ -5,13 +5,13 @@ import json
 from collections.abc import Sequence
 from typing import TextIO
 
-from engine.keys import BlockKey
-from router.placement.core import Decision
+from engine.kv.block_keys import BlockKey
+from router.placement.decision_codec import decided_again, read_recorded, recorded
 from router.placement.demand import Demand
 from router.placement.fleet import Fleet
+from router.placement.place import Decision
+from router.placement.placement_snapshot import Situation
 from router.placement.rates import Ints, Priors
-from router.placement.recorded import decided_again, read_recorded, recorded
-from router.placement.situation import Situation
 
 
 class LoggedFleet(Fleet):

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.sim.timing import StepTiming
+from engine.backends.sim.timing import StepTiming
 from simulator.calibration import Calibration, Fit
 from simulator.errors import BadSetup
 from simulator.traces.receipts import Served

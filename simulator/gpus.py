@@ -22,7 +22,7 @@ them on large prompts and large batches (MFU of 40 to 60 % and 70 to 85 % of the
 
 from dataclasses import dataclass, field
 
-from engine.sim.timing import StepWork
+from engine.backends.sim.timing import StepWork
 from simulator.errors import BadSetup, shown
 from simulator.model_shape import ModelShape
 

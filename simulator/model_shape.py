@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelRefused
-from engine.layout import DTYPE_BYTES
-from engine.model_dir import ModelDir
+from engine.kv.layout import DTYPE_BYTES
+from engine.model.model_dir import ModelDir
 from simulator.errors import BadSetup, shown
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}

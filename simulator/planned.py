@@ -2,7 +2,7 @@
 
 import math
 
-from engine.sim.timing import StepWork, Timing
+from engine.backends.sim.timing import StepWork, Timing
 from planner.config import PolicyConfig, PoolConfig
 from simulator.autoscale import Autoscale
 from simulator.errors import BadSetup

@@ -1,4 +1,4 @@
-"""Other ways to choose workers than `router/placement/core.py`, to hold it against. No part of Tandem routes by them.
+"""Other ways to choose workers than `router/placement/place.py`, to hold it against. No part of Tandem routes by them.
 
 Each is asked where and when ours would be: by the real admission, of the real fleet's snapshot.
 """
@@ -9,14 +9,14 @@ from hashlib import blake2b
 
 import numpy as np
 
-from engine.keys import BlockKey
+from engine.kv.block_keys import BlockKey
 from router.placement.candidates import Way, assess
-from router.placement.core import Decision, startable
 from router.placement.demand import Demand
 from router.placement.fleet import Fleet
-from router.placement.members import Placed
+from router.placement.place import Decision, startable
 from router.placement.rates import Ints
-from router.placement.snapshot import Hits
+from router.placement.worker_records import Placed
+from router.placement.worker_table import Hits
 
 PREFIX_TOKENS = 1024
 """By so many leading tokens the prefix hash chooses."""

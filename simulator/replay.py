@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from cluster.roles import Role
-from engine.core import CoreLimits
-from engine.layout import KvLayout
-from engine.scheduler import StepBudget
-from engine.sim.timing import StepTiming, StepWork
-from engine.worker.config import WorkerConfig
+from engine.backends.sim.timing import StepTiming, StepWork
+from engine.config import WorkerConfig
+from engine.core.engine_core import CoreLimits
+from engine.core.scheduler import StepBudget
+from engine.kv.layout import KvLayout
 from router.admission.config import AdmissionConfig
 from router.config import RouterConfig
 from router.placement.rates import Priors

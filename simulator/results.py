@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from simulator.errors import check_above_0
-from simulator.gaps import Gaps
+from simulator.latency_histogram import Gaps
 from simulator.request import Fate, Outcome
 
 SHARES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}

@@ -1,28 +1,28 @@
-"""A router in virtual time: the real fleet, admission and placement, and what `router/serving.py`,
-`router/dispatch.py` and `router/membership_service.py` do around them, without sockets and futures."""
+"""A router in virtual time: the real fleet, admission and placement, and what `router/request_path/request_handler.py`,
+`router/admission/dispatcher.py` and `router/membership/membership_service.py` do around them, without sockets and futures."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cluster.errors import InvalidRequest, Overloaded
 from decode_worker.receipt import build_receipt
-from engine.keys import BlockKey, block_keys, root_key
+from engine.core.core_types import SamplingParams
+from engine.kv.block_keys import BlockKey, block_keys, root_key
 from engine.messages import Generate, PlacementMark, Rejected, Token
-from engine.vocabulary import SamplingParams
 from protos import decode_pb2, inference_pb2
 from protos import membership_pb2 as pb
+from router.admission.admission import Admission, Outcome, Started
 from router.admission.config import AdmissionConfig
-from router.admission.core import Admission, Outcome, Started
-from router.admission.limits import Tenants
+from router.admission.rate_limiter import Tenants
 from router.admission.request import Claim, Waiting
-from router.needs import demand_of
-from router.placement.core import Decision
 from router.placement.demand import Demand
 from router.placement.fleet import Fleet
-from router.placement.members import Placed, Worker
+from router.placement.place import Decision
+from router.placement.worker_records import Placed, Worker
+from router.request_path.request_demand import demand_of
 from simulator.clock import Appointment, VirtualClock
-from simulator.fronts import Attempt, Fronts
-from simulator.gaps import Gaps
+from simulator.front_processes import Attempt, Fronts
+from simulator.latency_histogram import Gaps
 from simulator.request import Fate
 from simulator.request import Outcome as Result
 from simulator.runner import output_token

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.layout import KvLayout
-from engine.runner import ModelInfo, Runner
-from engine.vocabulary import Chunk, Sampled
-from engine.vocabulary import Sequence as Chain
+from engine.core.core_types import Chunk, Sampled
+from engine.core.core_types import Sequence as Chain
+from engine.core.model_runner import ModelInfo, Runner
+from engine.kv.layout import KvLayout
 from kvtransfer.transport import DevicePool
 
 FIRST_OUTPUT_TOKEN = 1 << 31

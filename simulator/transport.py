@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from engine.lending.borrowing import LANDING_BYTES
+from engine.lending.borrower_manager import LANDING_BYTES
 from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError
 from kvtransfer.fair_queue import FairQueue
 from kvtransfer.fingerprint import Folding

@@ -1,9 +1,9 @@
 """A worker in virtual time: a real engine, whose steps take as long as `timing` says and compute nothing.
 
-It turns as the engine process does (`engine/worker/engine_process.py`): what has arrived is handled at once, also while
+It turns as the engine process does (`engine/process/engine_process.py`): what has arrived is handled at once, also while
 a step runs; a step begins as soon as there is something to compute; load is reported four times a second at least.
 
-**Runs.** Where steps are all alike (`engine/steady.py`), many happen at once: the run is put off until its last step
+**Runs.** Where steps are all alike (`engine/core/uniform_decode.py`), many happen at once: the run is put off until its last step
 ends, a report is due or a message comes, whatever is first, and only what has ended by then is done. What the world
 sees is the same to the bit as with every step by itself (`skip=False`; `tests/unit/test_simulator_runs.py`).
 """
@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cluster.roles import Role
-from engine.core import CoreLimits, EngineCore, Input
-from engine.layout import KvLayout
+from engine.backends.sim.timing import StepWork, Timing
+from engine.core.core_types import Chunk
+from engine.core.core_types import Sequence as Chain
+from engine.core.engine_core import CoreLimits, EngineCore, Input
+from engine.kv.layout import KvLayout
 from engine.messages import FromEngine, Ready
-from engine.sim.timing import StepWork, Timing
-from engine.vocabulary import Chunk
-from engine.vocabulary import Sequence as Chain
 from simulator.clock import Appointment, VirtualClock
 from simulator.runner import UNLIMITED_CONTEXT, BytelessRunner, token_of
 from simulator.transport import VirtualTransport

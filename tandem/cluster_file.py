@@ -17,7 +17,7 @@ from typing import Any
 from cluster.config import read_file
 from cluster.errors import StartError
 from router.models.config import ModelsConfig
-from router.models.served_model import read_models
+from router.models.model_runtime import read_models
 from tandem.topology import ClusterModel, FindsCores, Topology, plan_models, plan_topology
 
 KEYS = ("models", "router", "worker", "ray", "planner")

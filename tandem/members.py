@@ -6,9 +6,9 @@ from typing import Any
 
 import grpc
 
+from cluster.error_status import from_rpc_error
 from cluster.errors import Unavailable
 from cluster.rpc import channel
-from cluster.status import from_rpc_error
 from cluster.tls import Trust
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc

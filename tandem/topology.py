@@ -8,8 +8,8 @@ from pydantic import Field, NonNegativeInt
 
 from cluster.errors import StartError
 from cluster.roles import ROLES, Role
-from engine.worker.config import WorkerConfig
-from engine.worker.core_sharing import CoreShare, share_cores
+from engine.config import WorkerConfig
+from engine.host.core_sharing import CoreShare, share_cores
 from router.config import RouterConfig
 from router.models.config import ModelEntry
 

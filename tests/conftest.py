@@ -19,7 +19,7 @@ from protos import inference_pb2 as pb
 from protos import membership_pb2, membership_pb2_grpc
 from support.sim_directories import write_sim_model, write_tokenizer
 from tandem.client import Client
-from tandem.local import LocalCluster
+from tandem.local.local_cluster import LocalCluster
 from tandem.topology import plan_topology
 
 VOCAB = 500

@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 
 from bench.report import Bar, percentile
-from engine.keys import KEY_BYTES, BlockKey, split_keys
+from engine.kv.block_keys import KEY_BYTES, BlockKey, split_keys
 from protos import membership_pb2 as pb
 from router.placement.demand import Demand
 from router.placement.fleet import Fleet
-from router.placement.members import Worker
 from router.placement.rates import Priors
+from router.placement.worker_records import Worker
 
 NUM_PREFILL = NUM_DECODE = 64
 BLOCK_TOKENS, BLOCK_BYTES = 16, 192 << 10

@@ -13,8 +13,8 @@ from typing import Any
 from bench.models import sim_model
 from router.config import RouterConfig
 from tandem.client import Client
-from tandem.local import RoleProcess, start_role, stop_process
-from tandem.sim_pool import SimPoolConfig
+from tandem.local.local_cluster import RoleProcess, start_role, stop_process
+from tandem.local.sim_workers import SimPoolConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ async def sim_site(router: dict[str, Any], **pool: Any) -> AsyncIterator[Site]:
                 await start_role("router", "router", RouterConfig.parse({"model": model, "port": 0} | router))
             )
             parsed = SimPoolConfig.parse({"model": model, "routers": (started[0].address,)} | pool)
-            started.append(await start_role("tandem.sim_pool", "workers", parsed))
+            started.append(await start_role("tandem.local.sim_workers", "workers", parsed))
             async with Client(started[0].address) as client:
                 await client.wait_for_workers(parsed.prefill, parsed.decode, 60)
             yield Site(*started)

@@ -13,17 +13,17 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.keys import BlockKey
-from engine.lending.early import Word
-from engine.lending.landing import AnyLanding, OwnRank, Peers, Progress, Rank, lanes_of
+from engine.kv.block_keys import BlockKey
+from engine.kv.tiers.tier_jobs import Held
+from engine.kv.tiers.tiers import Tiers
+from engine.lending.block_reads import AnyLanding, OwnRank, Peers, Progress, Rank, lanes_of
+from engine.lending.fast_path import Word
 from engine.messages import CloseLoan, FromEngine, OpenLoan, ReleaseLoan
-from engine.tiers.tiers import Tiers
-from engine.tiers.work import Held
 
 RELEASE_BYTES = 32 << 20
 """So much, and a range out of order, may be read before the lender is told."""
 RankQuiet = Callable[[int, tuple[bytes, ...] | None, bool], None]
-"""As OnQuiet of `landing.py`, with the rank's number before it."""
+"""As OnQuiet of `block_reads.py`, with the rank's number before it."""
 WriteBlock = Callable[[int, NDArray[np.uint8]], None]
 """write_block(block, its bytes): into the pool. Called on any thread."""
 

@@ -2,7 +2,7 @@
 
 Only sequences that decode get any, and no beams. Guesses take nothing from anybody: of the step's token budget what all
 others left, and of KV blocks what the sequence was promised, or what is available while nobody waits for any. So the
-bounds of `engine/scheduler.py` and `engine/preemption.py` hold as they stand; nobody is preempted for a guess.
+bounds of `engine/core/scheduler.py` and `engine/core/preemption.py` hold as they stand; nobody is preempted for a guess.
 """
 
 from collections.abc import Sequence as Seq
@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
-from engine.bookkeeper import Bookkeeper
-from engine.runner import Runner
+from engine.core.core_types import Chunk, Sampled, Sequence
+from engine.core.model_runner import Runner
+from engine.kv.kv_cache_manager import Bookkeeper
 from engine.speculation.ngrams import NgramIndex, continuation
-from engine.speculation.worth import Chances, OwnChances, StepCost, Wish, allot
-from engine.vocabulary import Chunk, Sampled, Sequence
+from engine.speculation.speculation_policy import Chances, OwnChances, StepCost, Wish, allot
 
 NGRAM = "ngram"
 """What the settings call it."""

@@ -5,11 +5,11 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from cluster.error_status import to_status
 from cluster.errors import InvalidRequest, ServiceError
 from cluster.roles import ON_WIRE
-from cluster.status import to_status
-from engine.worker.engine_client import EngineClient
-from engine.worker.switching import RoleSwitch
+from engine.process.engine_client import EngineClient
+from engine.worker.role_switch import RoleSwitch
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 

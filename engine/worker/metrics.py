@@ -1,5 +1,5 @@
 """What a worker tells Prometheus: its engine's last report, and its GPUs. What became of requests, the router tells
-(`router/metrics.py`): it has every receipt."""
+(`router/observability/metrics.py`): it has every receipt."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Info
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.kv_counts import REMOTE
+from engine.kv.kv_stats import REMOTE
 from engine.messages import KvUse, Load, Ready
 
 log = logging.getLogger(__name__)

@@ -17,17 +17,17 @@ from cluster.protocol import PROTOCOL
 from cluster.roles import ON_WIRE, Role
 from cluster.rpc import Server
 from cluster.tls import Member, member_of
+from engine.config import WorkerConfig
 from engine.messages import Ready
-from engine.model_dir import ModelDir
+from engine.model.model_dir import ModelDir
+from engine.process.child_engine import ChildEngine
+from engine.process.engine_client import EngineClient, EngineHost
+from engine.process.spec import EngineSpec
 from engine.worker.audit_service import AuditService
-from engine.worker.child_engine import ChildEngine
-from engine.worker.config import WorkerConfig
-from engine.worker.engine_client import EngineClient, EngineHost
-from engine.worker.joining import NAME_TAKEN_S, Memberships
-from engine.worker.lenders import Lenders
+from engine.worker.lender_streams import Lenders
+from engine.worker.membership import NAME_TAKEN_S, Memberships
 from engine.worker.metrics import register
-from engine.worker.spec import EngineSpec
-from engine.worker.switching import RoleSwitch
+from engine.worker.role_switch import RoleSwitch
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import grpc
 
+from cluster.error_status import from_rpc_error
 from cluster.roles import ON_WIRE, Role
 from cluster.rpc import channel
-from cluster.status import from_rpc_error
 from cluster.tls import Trust
 from planner.executors.executor import Executor, ExecutorFailed
 from protos import inference_pb2 as pb

@@ -7,7 +7,7 @@
     failing.py      workers and pairs of them that fail, and when they are tried again
     core.py         Admission: events in, starts and refusals out                  refusals.py the errors, with reasons
 
-`router/dispatch.py` is the shell: futures, a timer and the quota's ledger around one `Admission`.
+`router/admission/dispatcher.py` is the shell: futures, a timer and the quota's ledger around one `Admission`.
 
 Each distinct priority is a class. A request costs its prompt and the output it is promised blocks for, in tokens.
 

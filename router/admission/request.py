@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.keys import BlockKey
+from engine.kv.block_keys import BlockKey
 from router.placement.demand import Demand
-from router.placement.snapshot import Workers
+from router.placement.worker_table import Workers
 
 
 @dataclass(slots=True, eq=False)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cluster.errors import InvalidRequest
-from engine.model_dir import ModelDir
+from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
 
 MAX_TOOLS = 128

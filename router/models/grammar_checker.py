@@ -14,8 +14,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from cluster.errors import InvalidRequest, Unavailable
-from engine.model_dir import ModelDir
-from engine.vocabulary import StructuredOutput
+from engine.core.core_types import StructuredOutput
+from engine.model.model_dir import ModelDir
 
 START_S = 60.0
 """To load the tokenizer."""

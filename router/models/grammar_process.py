@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 from cluster.errors import InvalidRequest
-from engine.grammar import CHECK_STACK_BYTES, GrammarCompiler, reason_of
-from engine.model_dir import ModelDir
-from engine.vocabulary import StructuredOutput
+from engine.core.core_types import StructuredOutput
+from engine.model.model_dir import ModelDir
+from engine.sampling.grammar import CHECK_STACK_BYTES, GrammarCompiler, reason_of
 
 PR_SET_PDEATHSIG = 1
 MEMORY_BYTES = 8 << 30

@@ -7,8 +7,8 @@ from hashlib import blake2b
 from tokenizers import Tokenizer
 
 from cluster.errors import InvalidRequest
-from engine.model_dir import ModelDir
-from engine.text import load_tokenizer
+from engine.model.detokenizer import load_tokenizer
+from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
 from router.models.chat_template import ChatTemplate, chars_of, check_chat_fields
 

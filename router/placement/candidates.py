@@ -1,6 +1,6 @@
 """One way to start a request, and what it is predicted to cost, term by term. Pure.
 
-This is the model of costs, said once for one candidate. `core.py` computes the same for all of them at once and
+This is the model of costs, said once for one candidate. `place.py` computes the same for all of them at once and
 `explain.py` lists them; tests hold all three to the same figures, so the order of each sum below is part of it.
 """
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from router.placement.demand import Demand
 from router.placement.rates import Rates
-from router.placement.snapshot import Hits, Workers
+from router.placement.worker_table import Hits, Workers
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from router.placement.candidates import Candidate, Way, assess, best_source
-from router.placement.core import startable
 from router.placement.demand import Demand
+from router.placement.place import startable
 from router.placement.rates import Bools, Ints, Rates
-from router.placement.snapshot import Hits, Workers
+from router.placement.worker_table import Hits, Workers
 
 
 def explain(

@@ -13,20 +13,20 @@ from dataclasses import replace
 
 import numpy as np
 
-from engine.keys import KEY_BYTES, BlockKey, split_keys
+from engine.kv.block_keys import KEY_BYTES, BlockKey, split_keys
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
-from router.placement.core import Decision, place, place_on, startable
+from router.membership.traffic_counters import Traffic
+from router.observability.receipt_timings import measured
 from router.placement.demand import Demand
 from router.placement.index import PrefixIndex
-from router.placement.learning import Learner
-from router.placement.members import Placed, Worker
+from router.placement.place import Decision, place, place_on, startable
+from router.placement.placement_snapshot import Situation
+from router.placement.prediction_error import LogRatios
+from router.placement.rate_learning import Learner
 from router.placement.rates import Ints, Priors, Rates
-from router.placement.scores import LogRatios
-from router.placement.situation import Situation
-from router.placement.snapshot import Hits, Workers, WorkerView
-from router.receipts import measured
-from router.traffic import Traffic
+from router.placement.worker_records import Placed, Worker
+from router.placement.worker_table import Hits, Workers, WorkerView
 
 PART_KEYS = 16_384
 """Of a worker's cache, applied at a time: 7 ms. What a worker with tiers holds takes a second."""

@@ -13,7 +13,7 @@ The shards also bound how long a dictionary that grows holds everybody up.
 
 from collections.abc import Iterator, Sequence
 
-from engine.keys import BlockKey
+from engine.kv.block_keys import BlockKey
 
 NUM_SHARDS = 256
 """By a key's first byte."""

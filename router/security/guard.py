@@ -7,8 +7,8 @@ from typing import Any
 
 import grpc
 
+from cluster.error_status import to_status
 from cluster.errors import ServiceError
-from cluster.status import to_status
 from router.security.api_keys import ApiKeys
 
 OPEN_SERVICES = ("/grpc.health.v1.", "/grpc.reflection.v1alpha.")

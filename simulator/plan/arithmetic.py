@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from simulator.gpus import COMPUTE, MEMORY, USABLE_MEMORY, Roofline
-from simulator.plan.apart import NUM_MESSAGES, TAIL_STEPS, Apart
+from simulator.plan.aggregated import NUM_MESSAGES as TOGETHER_MESSAGES
+from simulator.plan.aggregated import Together
+from simulator.plan.disaggregated import NUM_MESSAGES, TAIL_STEPS, Apart
 from simulator.plan.load import Load
 from simulator.plan.prompts import PromptLine
 from simulator.plan.search import Option, Plan
 from simulator.plan.streams import Streams
-from simulator.plan.together import NUM_MESSAGES as TOGETHER_MESSAGES
-from simulator.plan.together import Together
 from simulator.replay import Setup
 
 

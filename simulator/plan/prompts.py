@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from engine.sim.timing import StepWork
+from engine.backends.sim.timing import StepWork
 from simulator.gpus import Roofline
 from simulator.plan.load import Lengths
-from simulator.plan.waiting import Waiting, waiting
+from simulator.plan.queueing import Waiting, waiting
 
 
 @dataclass(frozen=True, slots=True)

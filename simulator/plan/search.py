@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 
 from simulator.errors import BadSetup
 from simulator.gpus import Gpu, Roofline
-from simulator.plan.apart import Apart, DecodePool, PrefillPool
+from simulator.plan.aggregated import Together
+from simulator.plan.disaggregated import Apart, DecodePool, PrefillPool
 from simulator.plan.load import Load
 from simulator.plan.prompts import PromptLine
 from simulator.plan.streams import Streams
-from simulator.plan.together import Together
 from simulator.replay import Scenario, Setup, bill
 from simulator.report import MARGIN
 

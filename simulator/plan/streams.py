@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from engine.sim.timing import StepWork
+from engine.backends.sim.timing import StepWork
 from simulator.gpus import Roofline
 from simulator.plan.load import NORMAL, Load
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from engine.worker.config import WorkerConfig
+from engine.config import WorkerConfig
 from kvtransfer.strict_lanes import GROUPS
 from kvtransfer.topology import choices
 from tandem.doctor.findings import Finding, Level

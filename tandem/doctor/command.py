@@ -13,8 +13,8 @@ from rich.console import Console
 
 from cluster.errors import StartError
 from cluster.tls import member_of
-from engine.model_dir import ModelDir
-from engine.worker.config import WorkerConfig
+from engine.config import WorkerConfig
+from engine.model.model_dir import ModelDir
 from tandem.doctor.checks import check_all
 from tandem.doctor.findings import Finding, exit_code
 from tandem.doctor.hosts import DoctorService, HostLink, Told, listen

@@ -21,9 +21,9 @@ from typing import Any
 
 import grpc
 
+from cluster.error_status import from_rpc_error, to_status
 from cluster.errors import InvalidRequest, Overloaded, ServiceError
 from cluster.rpc import Server, channel
-from cluster.status import from_rpc_error, to_status
 from cluster.tls import Member
 from tandem.doctor.findings import Finding
 from tandem.doctor.links import PeerGone, PeerLink, ProcessLink

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from engine.worker.config import WorkerConfig
+from engine.config import WorkerConfig
 from kvtransfer.strict_lanes import GROUPS
 from tandem.doctor.findings import Finding
 from tandem.doctor.links import PeerGone, PeerLink, ProcessLink

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.memory import pool_memory
+from engine.host.memory import pool_memory
 from kvtransfer.errors import TransferError
 from kvtransfer.registry import open_transport
 from kvtransfer.sysfs import use_nearest_nics
@@ -53,7 +53,7 @@ class PatternPool:
     def __init__(self, pattern: Bytes, gpu: bool) -> None:
         self._start = len(pattern)
         if gpu:
-            from engine.torch.patterns import put_on_gpu
+            from engine.backends.torch.patterns import put_on_gpu
 
             self.pool: Pool | DevicePool = put_on_gpu(np.concatenate([pattern, np.zeros_like(pattern)]))
         else:
@@ -65,7 +65,7 @@ class PatternPool:
         if isinstance(self.pool, Pool):
             self.pool.memory[0, self._start :] = 0
             return
-        from engine.torch.patterns import clear_on_gpu
+        from engine.backends.torch.patterns import clear_on_gpu
 
         clear_on_gpu(self.pool, self._start)
 
@@ -73,7 +73,7 @@ class PatternPool:
         """What is in the room, [num_bytes]."""
         if isinstance(self.pool, Pool):
             return self.pool.memory[0, self._start :]
-        from engine.torch.patterns import fetch_from_gpu
+        from engine.backends.torch.patterns import fetch_from_gpu
 
         return fetch_from_gpu(self.pool)[self._start :]
 

@@ -19,8 +19,8 @@ from simulator.results import Slo, Spread, Tally
 from simulator.traces.reading import Trace
 from simulator.traces.receipts import Served, write_served
 from simulator.workloads import Profile, evenly, poisson, requests_of
-from tandem.loadgen.doors import Door
 from tandem.loadgen.drive import Asked, Drive
+from tandem.loadgen.frontends import Door
 from tandem.loadgen.report import Receipts, Report, tables_of, write_json, write_plot
 
 BEGIN_S = 0.2

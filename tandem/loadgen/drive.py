@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from cluster.errors import Overloaded, ServiceError, TandemError
 from protos import inference_pb2 as pb
-from simulator.gaps import Gaps
+from simulator.latency_histogram import Gaps
 from simulator.request import Fate, Outcome, TraceRequest
-from tandem.loadgen.doors import Door
+from tandem.loadgen.frontends import Door
 
 SLEEP_AT_LEAST_S = 0.001
 """What is due within it is sent now: sleeping for less costs more than it gains."""

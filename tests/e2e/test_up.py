@@ -59,13 +59,13 @@ def of_this_model(model: Path) -> list[str]:
                 ours = "=".join(MARK).encode() in (entry / "environ").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if str(model) in command or (ours and "engine.worker.engine_process" in command):
+            if str(model) in command or (ours and "engine.process.engine_process" in command):
                 lines.append(command)
     return lines
 
 
 def engines_of(model: Path) -> int:
-    return sum("engine.worker.engine_process" in command for command in of_this_model(model))
+    return sum("engine.process.engine_process" in command for command in of_this_model(model))
 
 
 def wait_until_gone(model: Path, timeout_s: float = 20) -> None:

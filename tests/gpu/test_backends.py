@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.core import CoreLimits, EngineCore
-from engine.layout import KvDtype
+from engine.backends.torch.backends import Backend
+from engine.backends.torch.device import Device
+from engine.backends.torch.runner import TorchRunner
+from engine.backends.torch.sampler import sample
+from engine.core.core_types import Chunk, SamplingParams, Sequence
+from engine.core.engine_core import CoreLimits, EngineCore
+from engine.core.scheduler import StepBudget
+from engine.kv.layout import KvDtype
 from engine.messages import FromEngine, Generate, Token
-from engine.scheduler import StepBudget
-from engine.torch.backends import Backend
-from engine.torch.device import Device
-from engine.torch.runner import TorchRunner
-from engine.torch.sampler import sample
-from engine.variant import Variant
-from engine.vocabulary import Chunk, SamplingParams, Sequence
+from engine.model.quantization import Variant
 from kvtransfer.fingerprint import fingerprint_blocks
 from kvtransfer.local import LocalNetwork, LocalTransport
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine.model_dir import ModelDir
-from engine.torch.cuda.quantised import FLOAT8_CAPABILITY, Float8Linear, WeightOnlyLinear, gpu_linear
-from engine.torch.loader import load_model
-from engine.torch.quantised import QuantisedLinear, float8_product
-from engine.torch.runner import TorchRunner
-from engine.variant import Variant, Weights
-from engine.vocabulary import Chunk, SamplingParams, Sequence
+from engine.backends.torch.cuda.quantised import FLOAT8_CAPABILITY, Float8Linear, WeightOnlyLinear, gpu_linear
+from engine.backends.torch.loader import load_model
+from engine.backends.torch.quantised import QuantisedLinear, float8_product
+from engine.backends.torch.runner import TorchRunner
+from engine.core.core_types import Chunk, SamplingParams, Sequence
+from engine.model.model_dir import ModelDir
+from engine.model.quantization import Variant, Weights
 from support.packed_models import Packing, pack_model
 
 Models = Callable[..., Path]

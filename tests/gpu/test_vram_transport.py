@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.torch.fingerprint import TensorFingerprints
+from engine.backends.torch.fingerprint import TensorFingerprints
 from kvtransfer.transport import Span, max_blocks_per_read
 
 SCRIPT = Path(__file__).with_name("vram_lender.py")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.worker.config import WorkerConfig
+from engine.config import WorkerConfig
 from planner.config import PoolConfig
 from planner.runtime import PlannerConfig
 from router.config import RouterConfig

@@ -69,5 +69,5 @@ def test_what_it_is_given_can_be_built(dockerfile: Path, tmp_path: Path) -> None
     for package in PACKAGES:
         assert f"{package}/__init__.py" in names or any(name.startswith(f"{package}/") for name in names)
     assert "kvtransfer/native/fingerprint.cpp" in names
-    assert "engine/torch/native/linear.cpp" in names
-    assert "engine/torch/native/microkernel.h" in names
+    assert "engine/backends/torch/native/linear.cpp" in names
+    assert "engine/backends/torch/native/microkernel.h" in names

@@ -12,7 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from cluster.roles import ROLES
-from engine.worker.config import WorkerConfig
+from engine.config import WorkerConfig
 from router.config import RouterConfig
 from support.chart import (
     CHART,

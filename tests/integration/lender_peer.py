@@ -12,7 +12,7 @@ import sys
 
 import numpy as np
 
-from engine.memory import pool_memory
+from engine.host.memory import pool_memory
 from kvtransfer.registry import open_transport
 
 PR_SET_PDEATHSIG = 1

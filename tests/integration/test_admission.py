@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
+from cluster.error_status import to_proto
 from cluster.errors import InvalidRequest, Overloaded, Unavailable
 from cluster.protocol import PROTOCOL
 from cluster.rpc import Server, channel
-from cluster.status import to_proto
-from engine.model_dir import ModelDir
+from engine.model.model_dir import ModelDir
 from protos import decode_pb2, decode_pb2_grpc, membership_pb2, membership_pb2_grpc
 from protos import inference_pb2 as pb
 from router.config import RouterConfig
 from support.processes import Stream, alive, finished, running, workers_joined
 from tandem.client import Client
-from tandem.local import start_role, stop_process
+from tandem.local.local_cluster import start_role, stop_process
 
 VOCAB = 600
 STEP_MS = 8.0

@@ -17,10 +17,10 @@ from simulator.results import Slo
 from simulator.traces.reading import Trace, Window
 from simulator.workloads import profile_named
 from support.long_runs import long
-from tandem.cli import app
-from tandem.demo import STORYTELLER
+from tandem.cli.demo import STORYTELLER
+from tandem.cli.main import app
 from tandem.loadgen.command import Load, Wanted, run_bench
-from tandem.loadgen.doors import GrpcDoor, HttpDoor
+from tandem.loadgen.frontends import GrpcDoor, HttpDoor
 
 TIMING = {"engine": "sim", "sim_step_ms": 2.0, "sim_prompt_token_us": 20.0, "sim_reads": "last"}
 

@@ -18,7 +18,7 @@ import pytest
 from cluster.errors import DeadlineExceeded, Overloaded, Unavailable
 from cluster.roles import Role
 from cluster.rpc import channel
-from engine.worker.config import WorkerConfig
+from engine.config import WorkerConfig
 from protos import inference_pb2 as pb
 from protos import membership_pb2, membership_pb2_grpc
 from router.config import RouterConfig
@@ -27,7 +27,7 @@ from router.runtime import start_router
 from support.processes import until
 from support.sim_cluster_model import SimClusterModel
 from tandem.client import Client
-from tandem.sim_pool import SimPool
+from tandem.local.sim_workers import SimPool
 
 STORM_S = float(os.environ.get("TANDEM_CHAOS_S", "15"))
 NUM_STORMS = int(os.environ.get("TANDEM_CHAOS_STORMS", "1"))

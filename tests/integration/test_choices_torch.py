@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from engine.core.core_types import BeamParams, FinishReason, SamplingParams
+from engine.core.scheduler import StepBudget
 from engine.messages import Token
-from engine.scheduler import StepBudget
-from engine.vocabulary import BeamParams, FinishReason, SamplingParams
 from support.torch_engine import TorchEngine, ids, request
 from support.torch_models import random_prompts, runner_of
 

@@ -10,22 +10,22 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from engine.backends.torch.attention import use_attention
+from engine.backends.torch.block_bytes import BlockBytes
+from engine.backends.torch.cuda.flashinfer_attention import FlashInferPagedAttention
+from engine.backends.torch.cuda.graphs import Captured, DecodeGraphs
+from engine.backends.torch.cuda.library import load_flashinfer
+from engine.backends.torch.cuda.modules import FusedRotary, fuse
+from engine.backends.torch.cuda.tables import Sections, StepTables
+from engine.backends.torch.device import choose_device, read_back, staged
+from engine.backends.torch.fingerprint import BLOCKS_AT_ONCE, TensorFingerprints
+from engine.backends.torch.loader import kv_layout, load_model
+from engine.backends.torch.runner import BuiltModel, TorchRunner
+from engine.backends.torch.sdpa import SdpaPagedAttention
+from engine.core.core_types import Chunk, SamplingParams, Sequence
 from engine.errors import EngineStartError, KernelsUnavailable
-from engine.layout import KvLayout
-from engine.model_dir import ModelDir
-from engine.torch.attention import use_attention
-from engine.torch.block_bytes import BlockBytes
-from engine.torch.cuda.flashinfer_attention import FlashInferPagedAttention
-from engine.torch.cuda.graphs import Captured, DecodeGraphs
-from engine.torch.cuda.library import load_flashinfer
-from engine.torch.cuda.modules import FusedRotary, fuse
-from engine.torch.cuda.tables import Sections, StepTables
-from engine.torch.device import choose_device, read_back, staged
-from engine.torch.fingerprint import BLOCKS_AT_ONCE, TensorFingerprints
-from engine.torch.loader import kv_layout, load_model
-from engine.torch.runner import BuiltModel, TorchRunner
-from engine.torch.sdpa import SdpaPagedAttention
-from engine.vocabulary import Chunk, SamplingParams, Sequence
+from engine.kv.layout import KvLayout
+from engine.model.model_dir import ModelDir
 from kvtransfer.errors import EndpointMismatch, TransportUnavailable
 from kvtransfer.fingerprint import fingerprint_blocks
 from kvtransfer.local import LocalNetwork, LocalTransport

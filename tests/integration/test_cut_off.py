@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import DeadlineExceeded, Overloaded
-from engine.worker.config import WorkerConfig
+from engine.config import WorkerConfig
 from support.processes import LENDER_ALWAYS, Stream, finished, running, until, workers_joined
 from tandem.client import Client
 

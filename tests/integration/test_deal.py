@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.torch.native import kernels
+from engine.backends.torch.native import kernels
 from kvtransfer.native.compiler import Source, load_libraries
 
 HEADER = Path(kernels.__file__).with_name("deal.h")

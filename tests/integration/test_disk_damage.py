@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.pool import Removed
-from engine.tiers.disk import DiskTier
-from engine.tiers.disk_format import SUPERBLOCK_BYTES, SlotHeader
-from engine.tiers.slots import NamedBlock
-from engine.tiers.tiers import TierConfig, Tiers
+from engine.kv.block_pool import Removed
+from engine.kv.tiers.disk import DiskTier
+from engine.kv.tiers.disk_format import SUPERBLOCK_BYTES, SlotHeader
+from engine.kv.tiers.slots import NamedBlock
+from engine.kv.tiers.tiers import TierConfig, Tiers
 from kvtransfer.errors import TransferError
 from support.disk_tiers import (
     BLOCK_BYTES,

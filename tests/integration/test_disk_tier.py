@@ -12,8 +12,8 @@ import pytest
 from numpy.typing import NDArray
 
 from engine.errors import EngineStartError
-from engine.pool import Removed
-from engine.tiers.tiers import TierConfig, Tiers
+from engine.kv.block_pool import Removed
+from engine.kv.tiers.tiers import TierConfig, Tiers
 from support.disk_tiers import (
     BLOCK_BYTES,
     DISK_SLOTS,

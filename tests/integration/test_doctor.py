@@ -18,10 +18,10 @@ import grpc
 import pytest
 from rich.console import Console
 
+from cluster.error_status import from_rpc_error
 from cluster.errors import InvalidRequest, StartError
 from cluster.rpc import Server, channel
-from cluster.status import from_rpc_error
-from engine.worker.config import WorkerConfig
+from engine.config import WorkerConfig
 from support.certificates import Authority
 from support.long_runs import mostly_long
 from tandem.doctor.command import run_doctor
@@ -60,7 +60,7 @@ def own_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tandem.cli", "doctor", *arguments]
+    command = [sys.executable, "-m", "tandem.cli.main", "doctor", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=HERE.parents[1])
 
 
@@ -100,7 +100,18 @@ def test_a_host_that_is_all_right(transport: str) -> None:
 @contextmanager
 def listening(*arguments: str) -> Iterator[str]:
     """Another host, as far as the doctor can tell: its address."""
-    command = [sys.executable, "-u", "-m", "tandem.cli", "doctor", "--listen", "0", "--set", "engine=sim", *arguments]
+    command = [
+        sys.executable,
+        "-u",
+        "-m",
+        "tandem.cli.main",
+        "doctor",
+        "--listen",
+        "0",
+        "--set",
+        "engine=sim",
+        *arguments,
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=HERE.parents[1])
     assert process.stdout is not None
     try:

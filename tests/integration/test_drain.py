@@ -39,7 +39,7 @@ from support.processes import (
 from support.redis_server import RedisServer
 from support.service_address import ServiceAddress
 from tandem.client import Client
-from tandem.local import RoleProcess
+from tandem.local.local_cluster import RoleProcess
 
 BLOCK = 16
 VOCAB = 600

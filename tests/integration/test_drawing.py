@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.torch import drawing
-from engine.torch.drawing import draw
-from engine.vocabulary import SamplingParams
+from engine.backends.torch import drawing
+from engine.backends.torch.drawing import draw
+from engine.core.core_types import SamplingParams
 
 CANDIDATES = 1024
 VOCAB = 5 * CANDIDATES

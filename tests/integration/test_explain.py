@@ -10,13 +10,13 @@ from rich.console import Console
 
 from cluster.errors import InvalidRequest, NotSetUp, ServiceError, UnknownRequest
 from protos import inference_pb2 as pb
-from router.decisions_file import read_decisions
-from router.explanations import told
-from router.placement.recorded import decided_again, read_recorded
+from router.observability.decision_log import read_decisions
+from router.observability.explanations import told
+from router.placement.decision_codec import decided_again, read_recorded
 from router.security.api_keys import PREFIX, hash_of
 from support.processes import LENDER_ALWAYS, Stream, kill_worker, named, running, until
+from tandem.cli.explain import came_of, candidate_table, show_decisions
 from tandem.client import Client, Target
-from tandem.explained import came_of, candidate_table, show_decisions
 
 BLOCK = 16
 

@@ -22,7 +22,7 @@ import pytest
 from cluster.errors import DeadlineExceeded, ServiceError, Unavailable
 from cluster.protocol import PROTOCOL
 from cluster.rpc import Server, channel
-from engine.model_dir import ModelDir
+from engine.model.model_dir import ModelDir
 from protos import decode_pb2, decode_pb2_grpc, membership_pb2, membership_pb2_grpc
 from protos import inference_pb2 as pb
 from router.config import RouterConfig
@@ -46,7 +46,7 @@ from support.processes import (
     workers_joined,
 )
 from tandem.client import Client
-from tandem.local import start_role, stop_process
+from tandem.local.local_cluster import start_role, stop_process
 
 BLOCK = 16
 STEP_MS = 8.0

@@ -14,11 +14,11 @@ from rich.console import Console
 from cluster.errors import InvalidRequest, NotSetUp, StartError
 from protos import inference_pb2 as pb
 from support.processes import Stream, finished, until
+from tandem.cli.batch import run_batch
+from tandem.cli.demo import STORYTELLER
+from tandem.cli.status import view
 from tandem.client import Client, Target, error_of
-from tandem.demo import STORYTELLER
-from tandem.offline import run_batch
-from tandem.status import view
-from tandem.sync_client import SyncClient
+from tandem.client.sync_client import SyncClient
 
 
 def request_of(*token_ids: int, max_tokens: int = 4, **more: Any) -> pb.GenerateRequest:

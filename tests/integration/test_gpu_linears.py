@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from engine.backends.torch.cuda import linear_kernels, quantised
+from engine.backends.torch.cuda.linear_kernels import num_splits, rows_to_float8
+from engine.backends.torch.cuda.modules import fuse, is_linear, join_layers
+from engine.backends.torch.cuda.quantised import Float8Linear, WeightOnlyLinear, check_gpu, gpu_linear, pack_int4
+from engine.backends.torch.loader import load_model
+from engine.backends.torch.quantised import QuantisedLinear, float8_product, float8_rows, quantise_linears
 from engine.errors import EngineStartError
-from engine.model_dir import ModelDir
-from engine.torch.cuda import linear_kernels, quantised
-from engine.torch.cuda.linear_kernels import num_splits, rows_to_float8
-from engine.torch.cuda.modules import fuse, is_linear, join_layers
-from engine.torch.cuda.quantised import Float8Linear, WeightOnlyLinear, check_gpu, gpu_linear, pack_int4
-from engine.torch.loader import load_model
-from engine.torch.quantised import QuantisedLinear, float8_product, float8_rows, quantise_linears
-from engine.variant import Variant, Weights
+from engine.model.model_dir import ModelDir
+from engine.model.quantization import Variant, Weights
 from support import triton_cpu
 from support.fake_flashinfer import FakeFlashinfer
 from support.long_runs import mostly_long
@@ -285,8 +285,8 @@ def test_fp8_where_torch_has_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("engine.torch.cuda.linear_kernels")
-    monkeypatch.setitem(sys.modules, "engine.torch.cuda.linear_kernels", None)
+    monkeypatch.delattr("engine.backends.torch.cuda.linear_kernels")
+    monkeypatch.setitem(sys.modules, "engine.backends.torch.cuda.linear_kernels", None)
     with pytest.raises(EngineStartError, match="weights: quantised weights on a GPU need Triton"):
         quantised.load_kernels()
 

@@ -13,8 +13,8 @@ import pytest
 import uvloop
 
 from cluster.errors import InvalidRequest
-from engine.model_dir import ModelDir
-from engine.vocabulary import StructuredOutput
+from engine.core.core_types import StructuredOutput
+from engine.model.model_dir import ModelDir
 from router.models.grammar_checker import GrammarChecker
 
 STORYTELLER = Path(__file__).parents[2] / "examples" / "storyteller" / "model"

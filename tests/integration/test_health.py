@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from cluster.rpc import LIVENESS, READINESS
-from engine.worker.config import WorkerConfig
+from engine.config import WorkerConfig
 from planner.runtime import PlannerConfig
 from support.processes import Stream, engine_of, finished, pause, says, until
 from support.redis_server import free_port
 from tandem.client import Client
-from tandem.local import start_role, stop_process
+from tandem.local.local_cluster import start_role, stop_process
 
 
 async def until_ready(address: str, ready: bool) -> None:

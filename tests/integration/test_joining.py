@@ -10,16 +10,16 @@ import grpc
 import pytest
 
 from cluster.discovery import StaticDiscovery
+from cluster.error_status import to_status
 from cluster.errors import AlreadyThere
-from cluster.status import to_status
-from engine.worker import joining
-from engine.worker.engine_client import EngineClient
-from engine.worker.joining import Memberships
+from engine.process.engine_client import EngineClient
+from engine.worker import membership as joining
+from engine.worker.membership import Memberships
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 from support.processes import until
 
-LOGGER = "engine.worker.joining"
+LOGGER = "engine.worker.membership"
 
 
 class Refusing(pb_grpc.MembershipServicer):

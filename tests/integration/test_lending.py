@@ -13,7 +13,7 @@ from typing import Any
 
 from support.processes import LENDER_ALWAYS, Stream, until
 from tandem.client import Client
-from tandem.local import stop_process
+from tandem.local.local_cluster import stop_process
 
 VOCAB = 1000
 BLOCK = 16

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from engine.worker.link import LinkWaiter, MessageLink
+from engine.process.message_socket import LinkWaiter, MessageLink
 
 
 @pytest.fixture

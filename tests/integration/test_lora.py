@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine.backends.torch import loader
+from engine.backends.torch.cuda.quantised import WeightOnlyLinear, gpu_linear
+from engine.backends.torch.loader import load_model
+from engine.backends.torch.quantised import QuantisedLinear, quantise
 from engine.errors import EngineStartError
-from engine.model_dir import ModelDir
-from engine.torch import loader
-from engine.torch.cuda.quantised import WeightOnlyLinear, gpu_linear
-from engine.torch.loader import load_model
-from engine.torch.quantised import QuantisedLinear, quantise
-from engine.variant import AS_SAVED, Variant
+from engine.model.model_dir import ModelDir
+from engine.model.quantization import AS_SAVED, Variant
 
 CPU = torch.device("cpu")
 RANK, ALPHA = 4, 10

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from cluster.errors import InvalidRequest, ServiceError, StartError, Unavailable, UnknownModel
-from engine.worker.config import WorkerConfig
+from engine.config import WorkerConfig
 from protos import inference_pb2 as pb
 from support.processes import (
     Stream,
@@ -24,9 +24,9 @@ from support.processes import (
     until,
 )
 from support.sim_directories import write_sim_model, write_tokenizer
+from tandem.cli.explain import model_table
 from tandem.client import Client
-from tandem.explained import model_table
-from tandem.local import LocalCluster, start_role
+from tandem.local.local_cluster import LocalCluster, start_role
 from tandem.topology import ClusterModel, plan_models
 
 SIM: dict[str, Any] = {"engine": "sim", "sim_step_ms": 4.0, "max_prefill_tokens": 64, "kv_memory_mib": 4}

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
+from engine.backends.torch.native.attention import NativePagedAttention
+from engine.backends.torch.native.kernels import LINEAR, Kernels
+from engine.backends.torch.native.modules import NativeRmsNorm
+from engine.backends.torch.runner import TorchRunner
+from engine.backends.torch.sdpa import SdpaPagedAttention
+from engine.core.core_types import Chunk, SamplingParams, Sequence
 from engine.errors import KernelsUnavailable
-from engine.layout import KvLayout
-from engine.torch.native.attention import NativePagedAttention
-from engine.torch.native.kernels import LINEAR, Kernels
-from engine.torch.native.modules import NativeRmsNorm
-from engine.torch.runner import TorchRunner
-from engine.torch.sdpa import SdpaPagedAttention
-from engine.vocabulary import Chunk, SamplingParams, Sequence
+from engine.kv.layout import KvLayout
 from support.torch_models import need_bfloat16_products
 
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from engine.torch import backends
-from engine.torch.native.decoder_layer import NativeDecoderLayer
-from engine.torch.native.kernels import Kernels
-from engine.torch.runner import TorchRunner
-from engine.variant import Variant
-from engine.vocabulary import Chunk
+from engine.backends.torch import backends
+from engine.backends.torch.native.decoder_layer import NativeDecoderLayer
+from engine.backends.torch.native.kernels import Kernels
+from engine.backends.torch.runner import TorchRunner
+from engine.core.core_types import Chunk
+from engine.model.quantization import Variant
 from support.torch_models import in_blocks, need_bfloat16_products, random_prompts, runner_of
 
 LAYERS = 3

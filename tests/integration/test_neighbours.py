@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from engine.worker.core_sharing import DECODE_NICENESS
-from engine.worker.cores import in_machine_order
+from engine.host.core_sharing import DECODE_NICENESS
+from engine.host.cpu_affinity import in_machine_order
 
 AS_STARTED = os.nice(0) + 5
 CORES = in_machine_order(os.sched_getaffinity(0))
 PROCESS = """
 import json, os, re, sys, threading
-from engine.worker import neighbours
-from engine.worker.config import WorkerConfig
+from engine.host import core_allocation as neighbours
+from engine.config import WorkerConfig
 
 name, role, told, refused = json.loads(sys.argv[1])
 os.nice(5)

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from support.openai_http import RawConnection, call, http_cluster
 from support.processes import report_of, until
 from tandem.client import Client
-from tandem.local import LocalCluster
+from tandem.local.local_cluster import LocalCluster
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 VOCAB = 600

@@ -10,15 +10,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engine.backends.torch import packed
+from engine.backends.torch.cuda.modules import fuse
+from engine.backends.torch.cuda.quantised import Float8Linear, WeightOnlyLinear
+from engine.backends.torch.loader import load_model
+from engine.backends.torch.quantised import QuantisedLinear
+from engine.backends.torch.sharding import refuse_by_plan
 from engine.errors import EngineStartError, ModelRefused
-from engine.model_dir import ModelDir
-from engine.torch import packed
-from engine.torch.cuda.modules import fuse
-from engine.torch.cuda.quantised import Float8Linear, WeightOnlyLinear
-from engine.torch.loader import load_model
-from engine.torch.quantised import QuantisedLinear
-from engine.torch.sharding import refuse_by_plan
-from engine.variant import Variant
+from engine.model.model_dir import ModelDir
+from engine.model.quantization import Variant
 from support import triton_cpu
 from support.fake_flashinfer import FakeFlashinfer
 from support.float8_models import BY_BLOCKS, BY_OUTPUTS, FLOAT8, save_float8

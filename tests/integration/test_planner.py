@@ -17,7 +17,7 @@ from planner.executors.kubernetes import KubernetesConfig, KubernetesExecutor
 from planner.runtime import PlannerConfig, start_planner
 from support.processes import Stream, engine_of, finished, running, says, until, workers_joined
 from support.scale_api import ScaleApi
-from tandem.local import start_role, stop_process
+from tandem.local.local_cluster import start_role, stop_process
 
 VOCAB = 600
 SIM: dict[str, Any] = {"engine": "sim", "sim_step_ms": 5.0, "kv_memory_mib": 16, "drain_s": 0.5}

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.scheduler import StepBudget
-from engine.torch.runner import TorchRunner
-from engine.vocabulary import SamplingParams
+from engine.backends.torch.runner import TorchRunner
+from engine.core.core_types import SamplingParams
+from engine.core.scheduler import StepBudget
 from support.torch_engine import Said, TorchEngine, all_ids, requests
 from support.torch_models import random_prompts, runner_of
 

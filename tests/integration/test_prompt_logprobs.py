@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.backends.torch import scoring
+from engine.backends.torch.native.kernels import Kernels
+from engine.core.core_types import SamplingParams, TokenLogprobs
+from engine.core.scheduler import StepBudget
 from engine.messages import Generate, PromptScored, Token
-from engine.scheduler import StepBudget
-from engine.torch import scoring
-from engine.torch.native.kernels import Kernels
-from engine.vocabulary import SamplingParams, TokenLogprobs
 from support.checked_core import of_kinds
 from support.torch_engine import TorchEngine, ids, request
 from support.torch_models import need_bfloat16_products, random_prompts, runner_of

@@ -11,18 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine.backends.torch.backends import Backend
+from engine.backends.torch.device import allocate
+from engine.backends.torch.kv_rows import LARGEST, QuantisedRows, quantise_vectors
+from engine.backends.torch.native.attention import NativePagedAttention
+from engine.backends.torch.native.kernels import Kernels
+from engine.backends.torch.runner import TorchRunner
+from engine.backends.torch.sdpa import SdpaPagedAttention
+from engine.core.core_types import Chunk, SamplingParams, Sequence
+from engine.core.scheduler import StepBudget
 from engine.errors import EngineStartError
-from engine.layout import KvDtype, KvLayout
-from engine.scheduler import StepBudget
-from engine.torch.backends import Backend
-from engine.torch.device import allocate
-from engine.torch.kv_rows import LARGEST, QuantisedRows, quantise_vectors
-from engine.torch.native.attention import NativePagedAttention
-from engine.torch.native.kernels import Kernels
-from engine.torch.runner import TorchRunner
-from engine.torch.sdpa import SdpaPagedAttention
-from engine.variant import AS_SAVED, Variant
-from engine.vocabulary import Chunk, SamplingParams, Sequence
+from engine.kv.layout import KvDtype, KvLayout
+from engine.model.quantization import AS_SAVED, Variant
 from support.guessing import Recording, always
 from support.long_runs import long
 from support.torch_engine import TorchEngine, all_ids, ids, request, requests

@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from engine.backends.torch.loader import load_model
+from engine.backends.torch.native.kernels import QUANTISED, Kernels
+from engine.backends.torch.native.modules import PackedGatedMlp, PackedLinear
+from engine.backends.torch.quantised import GROUP, QuantisedLinear, quantise, quantise_groups
+from engine.backends.torch.runner import BuiltModel, TorchRunner
+from engine.core.core_types import Chunk
 from engine.errors import EngineStartError, ModelRefused
-from engine.model_dir import ModelDir
-from engine.torch.loader import load_model
-from engine.torch.native.kernels import QUANTISED, Kernels
-from engine.torch.native.modules import PackedGatedMlp, PackedLinear
-from engine.torch.quantised import GROUP, QuantisedLinear, quantise, quantise_groups
-from engine.torch.runner import BuiltModel, TorchRunner
-from engine.variant import AS_SAVED, Variant
-from engine.vocabulary import Chunk
+from engine.model.model_dir import ModelDir
+from engine.model.quantization import AS_SAVED, Variant
 from support.long_runs import mostly_long
 from support.torch_models import copy_with, in_blocks, logits_after, random_prompts, runner_of
 
@@ -247,7 +247,7 @@ def test_files_that_lack_a_weight(make_model: MakeModel, tmp_path: Path) -> None
 
 def test_a_weight_of_another_class_is_left_to_transformers(kernels: Kernels) -> None:
     """As torchao's: a linear layer by its type, whose memory holds something else."""
-    from engine.torch.native.packing import can_pack
+    from engine.backends.torch.native.packing import can_pack
 
     class Strange(nn.Parameter):
         pass

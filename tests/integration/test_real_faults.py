@@ -21,7 +21,7 @@ from cluster.errors import DeadlineExceeded, Overloaded, Unavailable
 from support.cut_link import CutLink
 from support.fault_rounds import BLOCK, ROUNDS, VOCAB, Asked, Memory, Rounds
 from support.processes import LENDER_ALWAYS, Stream, engine_of, kill_worker, pause, report_of, until
-from tandem.local import RoleProcess
+from tandem.local.local_cluster import RoleProcess
 
 pytestmark = pytest.mark.timeout(300 + 60 * ROUNDS)
 SILENCE_S = 1.0

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import StartError, Unavailable
-from engine.worker.config import WorkerConfig
+from engine.config import WorkerConfig
 from router.config import RouterConfig
 from support.long_runs import long
 from support.processes import (
@@ -29,7 +29,7 @@ from support.processes import (
 )
 from support.redis_server import RedisServer, free_port
 from tandem.client import Client
-from tandem.local import LocalCluster, RoleProcess, start_role, stop_process
+from tandem.local.local_cluster import LocalCluster, RoleProcess, start_role, stop_process
 
 VOCAB = 600
 SIM: dict[str, Any] = {"engine": "sim", "sim_step_ms": 4.0, "max_prefill_tokens": 64, "kv_memory_mib": 4}

@@ -9,8 +9,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from engine.torch.sampler import sample, uniform
-from engine.vocabulary import SamplingParams, Sequence
+from engine.backends.torch.sampler import sample, uniform
+from engine.core.core_types import SamplingParams, Sequence
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 DRAWS = 4000

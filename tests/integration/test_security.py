@@ -16,9 +16,9 @@ import grpc
 import pytest
 import pytest_asyncio
 
+from cluster.error_status import from_rpc_error
 from cluster.errors import Forbidden, ServiceError, StartError, Unauthenticated, Unavailable
 from cluster.rpc import MAX_METADATA_BYTES, channel
-from cluster.status import from_rpc_error
 from cluster.tls import Credentials, File, Member, Visitor
 from conftest import Ask, ModelFactory
 from protos import decode_pb2, decode_pb2_grpc, lend_pb2, lend_pb2_grpc, membership_pb2, membership_pb2_grpc
@@ -28,7 +28,7 @@ from support.certificates import Authority, Issued
 from support.openai_http import http_cluster
 from support.processes import LENDER_ALWAYS, engine_of, until
 from tandem.client import Client, error_of
-from tandem.local import LocalCluster
+from tandem.local.local_cluster import LocalCluster
 from tandem.members import await_members
 
 VOCAB = 400

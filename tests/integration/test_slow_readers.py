@@ -15,7 +15,7 @@ from support.openai_http import RawConnection, http_cluster
 from support.processes import report_of
 from support.sim_directories import write_sim_model, write_tokenizer
 from tandem.client import Client
-from tandem.local import LocalCluster
+from tandem.local.local_cluster import LocalCluster
 
 VOCAB = 600
 NUM_SILENT = 8

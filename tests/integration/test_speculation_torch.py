@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from engine.backends.torch.runner import TorchRunner
+from engine.core.core_types import SamplingParams
+from engine.core.scheduler import StepBudget
 from engine.errors import EngineStartError
-from engine.model_dir import ModelDir
-from engine.scheduler import StepBudget
+from engine.model.model_dir import ModelDir
 from engine.speculation.speculator import DraftSource, NgramSource, Speculator
-from engine.torch.runner import TorchRunner
-from engine.vocabulary import SamplingParams
 from support.guessing import FreeRows, Recording, always
 from support.long_runs import long
 from support.torch_engine import Said, TorchEngine, all_ids, ids, request, requests

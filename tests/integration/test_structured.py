@@ -11,13 +11,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from engine.grammar import Grammars
+from engine.backends.torch.sampler import sample
+from engine.core.core_types import FinishReason, SamplingParams, Sequence, StructuredOutput
+from engine.core.scheduler import StepBudget
 from engine.messages import Failed, Token
-from engine.model_dir import ModelDir
-from engine.scheduler import StepBudget
+from engine.model.model_dir import ModelDir
+from engine.sampling.grammar import Grammars
 from engine.speculation.speculator import Speculator
-from engine.torch.sampler import sample
-from engine.vocabulary import FinishReason, SamplingParams, Sequence, StructuredOutput
 from support.checked_core import of_kinds
 from support.guessing import Recording, always
 from support.long_runs import mostly_long

@@ -14,9 +14,9 @@ import torch
 
 from cluster.errors import StartError
 from cluster.roles import Role
+from engine.core.core_types import BeamParams, SamplingParams
 from engine.errors import ModelRefused
 from engine.messages import Generate, Load
-from engine.vocabulary import BeamParams, SamplingParams
 from kvtransfer.ranks import split_endpoint
 from support.core_engine import account_of
 from support.long_runs import long, mostly_long
@@ -263,7 +263,7 @@ def _config(kind: str, **changed: Any) -> Any:
     ],
 )
 def test_models_that_cannot_be_cut(config: tuple[str, dict[str, Any]], ranks: int, reason: str) -> None:
-    from engine.torch.sharding import refuse_by_plan
+    from engine.backends.torch.sharding import refuse_by_plan
 
     kind, changed = config
     with pytest.raises(ModelRefused, match=reason):
@@ -271,7 +271,7 @@ def test_models_that_cannot_be_cut(config: tuple[str, dict[str, Any]], ranks: in
 
 
 def test_models_that_can() -> None:
-    from engine.torch.sharding import refuse_by_plan
+    from engine.backends.torch.sharding import refuse_by_plan
 
     refuse_by_plan(_config("LlamaConfig", vocab_size=101), 2)
     refuse_by_plan(_config("MixtralConfig"), 2)

@@ -20,7 +20,7 @@ from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
 from support.processes import until
 from tandem.client import Client
-from tandem.sync_client import SyncClient
+from tandem.client.sync_client import SyncClient
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"

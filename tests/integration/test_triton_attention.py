@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.layout import KvDtype, KvLayout
-from engine.model_dir import ModelDir
-from engine.torch.attention import use_attention
-from engine.torch.cuda import attention_kernels
-from engine.torch.cuda.graphs import Captured, DecodeGraphs
-from engine.torch.cuda.triton_attention import TritonPagedAttention
-from engine.torch.device import allocate
-from engine.torch.kv_rows import kv_rows
-from engine.torch.loader import kv_layout, load_model
-from engine.torch.sdpa import SdpaPagedAttention
-from engine.vocabulary import Chunk, SamplingParams, Sequence
+from engine.backends.torch.attention import use_attention
+from engine.backends.torch.cuda import attention_kernels
+from engine.backends.torch.cuda.graphs import Captured, DecodeGraphs
+from engine.backends.torch.cuda.triton_attention import TritonPagedAttention
+from engine.backends.torch.device import allocate
+from engine.backends.torch.kv_rows import kv_rows
+from engine.backends.torch.loader import kv_layout, load_model
+from engine.backends.torch.sdpa import SdpaPagedAttention
+from engine.core.core_types import Chunk, SamplingParams, Sequence
+from engine.kv.layout import KvDtype, KvLayout
+from engine.model.model_dir import ModelDir
 from support import triton_cpu
 from support.triton_compiler import in_a_process
 

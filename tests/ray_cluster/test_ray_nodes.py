@@ -70,8 +70,8 @@ import asyncio, json, sys, ray
 ray.init(sys.argv[1], log_to_driver=False)
 """
 LEAVES_NOTHING = """
-from tandem.ray_group import Group
-from tandem.ray_settings import RaySettings
+from tandem.ray.placement_group import Group
+from tandem.ray.settings import RaySettings
 settings = RaySettings.parse({"prefill": {"num_gpus": 1.5}, "decode": {"num_gpus": 0.5}})
 group = Group(settings, [])
 assert asyncio.run(group.spare("prefill_worker")) is None

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from protos import membership_pb2 as pb
+from router.admission.admission import Admission, Outcome, Refused, Started
 from router.admission.config import AdmissionConfig
-from router.admission.core import Admission, Outcome, Refused, Started
-from router.admission.limits import Tenants
+from router.admission.rate_limiter import Tenants
 from router.admission.refusals import Refusal
 from router.admission.request import Claim, Waiting
 from router.placement.demand import Demand
 from router.placement.fleet import Fleet
-from router.placement.members import Placed, Worker
 from router.placement.rates import Priors
+from router.placement.worker_records import Placed, Worker
 
 PRIORS = Priors(1000.0, 100.0, 1e9, 0.001, 0.001, 0.001)
 BLOCK = 4

@@ -4,11 +4,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from engine.core import CoreLimits, EngineCore
-from engine.lending.early import EarlyLink
-from engine.lending.landing import OtherRank
+from engine.core.engine_core import CoreLimits, EngineCore
+from engine.core.model_runner import Runner
+from engine.lending.block_reads import OtherRank
+from engine.lending.fast_path import EarlyLink
 from engine.messages import FromEngine, ToEngine
-from engine.runner import Runner
 from engine.speculation.speculator import Speculator
 from kvtransfer.transport import Transport
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from engine.torch.cuda import attention_kernels
-from engine.torch.cuda.triton_attention import KEYS, PROMPT_ROWS, PROMPT_WARPS
+from engine.backends.torch.cuda import attention_kernels
+from engine.backends.torch.cuda.triton_attention import KEYS, PROMPT_ROWS, PROMPT_WARPS
 from support.triton_compiler import compiled
 
 HEAD_DIM, BLOCK_TOKENS, LAYERS, KV_HEADS, HEADS = 128, 16, 32, 8, 32

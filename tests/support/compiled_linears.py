@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from engine.torch.cuda import linear_kernels
+from engine.backends.torch.cuda import linear_kernels
 from support.triton_compiler import compiled
 
 BY_ROWS: dict[str, Any] = {"values": "*i8", "scales": "*fp32", "zeros": None, "GROUP": 0, "BITS": 8, "BLOCK_K": 128}

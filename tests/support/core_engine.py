@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from engine.core import CoreLimits
-from engine.lending.early import EarlyLink
+from engine.backends.sim.runner import SimRunner
+from engine.core.core_types import SamplingParams
+from engine.core.engine_core import CoreLimits
+from engine.core.scheduler import StepBudget
+from engine.lending.fast_path import EarlyLink
 from engine.messages import Generate, KvAccount, Lend, LendStarting, Token
-from engine.scheduler import StepBudget
-from engine.sim.runner import SimRunner
-from engine.vocabulary import SamplingParams
 from kvtransfer.fingerprint import fingerprint_blocks
 from kvtransfer.local import LocalNetwork, LocalTransport
 from support.checked_core import LandingCore

@@ -1,5 +1,6 @@
 """Two engines, with every message carried by hand."""
 
+from engine.core.scheduler import StepBudget
 from engine.messages import (
     CloseLoan,
     KvAccount,
@@ -18,7 +19,6 @@ from engine.messages import (
     ToEngine,
     Token,
 )
-from engine.scheduler import StepBudget
 from kvtransfer.local import LocalNetwork
 from support.checked_core import NOTHING_LEFT, LandingCore
 from support.core_engine import WIDE, Engine, generate, tokens_of

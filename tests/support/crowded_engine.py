@@ -4,7 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.core import CoreLimits, EngineCore
+from engine.backends.sim.runner import SimRunner
+from engine.backends.sim.states import likeliest
+from engine.core.core_types import Chunk, FinishReason, SamplingParams
+from engine.core.engine_core import CoreLimits, EngineCore
+from engine.core.scheduler import StepBudget, max_wait_steps
 from engine.messages import (
     Cancel,
     FromEngine,
@@ -14,11 +18,7 @@ from engine.messages import (
     ToEngine,
     Token,
 )
-from engine.scheduler import StepBudget, max_wait_steps
-from engine.sim.runner import SimRunner
-from engine.sim.states import likeliest
 from engine.speculation.speculator import Speculator
-from engine.vocabulary import Chunk, FinishReason, SamplingParams
 from kvtransfer.local import LocalNetwork, LocalTransport
 from support.checked_core import NOTHING_LEFT, M, held, of_kinds
 from support.core_engine import WIDE
@@ -245,7 +245,7 @@ class Engine:
                 self._wait(other)
 
     def _wait(self, stream: Stream) -> None:
-        """It waits for its next token; the bound on that is the one that `engine/preemption.py` states, with what the
+        """It waits for its next token; the bound on that is the one that `engine/core/preemption.py` states, with what the
         scheduler's bound comes to in place of the most that it can."""
         older = [s for s in self.streams.values() if not s.over and s.arrival < stream.arrival]
         since = self.num_steps + self.core._books.in_step  # a step under way does not count

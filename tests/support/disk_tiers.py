@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.keys import BlockKey, block_keys, root_key
-from engine.pool import Stored
-from engine.tiers.disk_format import DiskFormat
-from engine.tiers.tiers import TierConfig, Tiers
+from engine.kv.block_keys import BlockKey, block_keys, root_key
+from engine.kv.block_pool import Stored
+from engine.kv.tiers.disk_format import DiskFormat
+from engine.kv.tiers.tiers import TierConfig, Tiers
 from kvtransfer.fingerprint import fingerprint_blocks
 
 PR_SET_PDEATHSIG = 1

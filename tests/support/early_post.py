@@ -1,6 +1,6 @@
 """Early words within a process."""
 
-from engine.lending.early import KEY_BYTES, EarlyLink
+from engine.lending.fast_path import KEY_BYTES, EarlyLink
 
 
 class Post(EarlyLink):

@@ -15,7 +15,7 @@ from cluster.errors import ServiceError
 from support.processes import Stream, engine_of, report_of, running, until
 from support.sim_cluster_model import SimClusterModel
 from tandem.client import Client
-from tandem.local import LocalCluster, RoleProcess
+from tandem.local.local_cluster import LocalCluster, RoleProcess
 
 ROUNDS = int(os.environ.get("TANDEM_REAL_FAULTS", "1"))
 VOCAB = 600

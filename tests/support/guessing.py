@@ -4,9 +4,9 @@ import random
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
+from engine.core.core_types import Chunk, Sampled, Sequence
+from engine.speculation.speculation_policy import StepCost, Wish
 from engine.speculation.speculator import Speculator
-from engine.speculation.worth import StepCost, Wish
-from engine.vocabulary import Chunk, Sampled, Sequence
 from support.sim_model import VOCAB, undisturbed
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 
 from cluster.errors import InvalidRequest, Overloaded, ServiceError
-from engine.worker.loan_link import Loan, LoanLink
-from prefill_worker.connection import Connection
+from engine.worker.loan_stream import Loan, LoanLink
+from prefill_worker.borrower_stream import Connection
 from protos import lend_pb2 as pb
 
 SILENCE_S = 5.0

@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from tandem.local import LocalCluster
+from tandem.local.local_cluster import LocalCluster
 from tandem.topology import plan_topology
 
 TOOL_TEMPLATE = """{{- bos_token -}}

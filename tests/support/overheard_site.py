@@ -8,12 +8,12 @@ from typing import Any
 
 import grpc
 
+from cluster.error_status import from_rpc_error
 from cluster.errors import ServiceError
-from cluster.status import from_rpc_error
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
 from protos import membership_pb2, membership_pb2_grpc
-from tandem.local import RoleProcess
+from tandem.local.local_cluster import RoleProcess
 
 VOCAB = 1000
 CONTEXT = 100_000

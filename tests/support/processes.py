@@ -17,7 +17,7 @@ from cluster.rpc import channel
 from protos import inference_pb2 as pb
 from protos import membership_pb2, membership_pb2_grpc
 from tandem.client import Client
-from tandem.local import LocalCluster, RoleProcess
+from tandem.local.local_cluster import LocalCluster, RoleProcess
 
 PATIENCE_S = 20.0
 LENDER_ALWAYS = {"decode_prefill_tokens_per_s": 100.0}
@@ -150,13 +150,13 @@ def children_running(pid: int, module: str) -> list[int]:
 
 def engine_of(role: RoleProcess) -> int:
     """The engine process behind a worker's front."""
-    (engine,) = children_running(role.pid, "engine.worker.engine_process")
+    (engine,) = children_running(role.pid, "engine.process.engine_process")
     return engine
 
 
 def ranks_of(engine: int) -> list[int]:
     """Processes of an engine's other ranks."""
-    return children_running(engine, "engine.worker.follower_process")
+    return children_running(engine, "engine.tensor_parallel.follower_process")
 
 
 async def gone(pids: Sequence[int], within_s: float = 3.0) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 from cluster.errors import StartError
 from cluster.roles import Role
+from engine.config import WorkerConfig
+from engine.core.core_types import SamplingParams, TokenLogprobs
 from engine.messages import (
     Audit,
     Audited,
@@ -35,11 +37,9 @@ from engine.messages import (
     ToEngine,
     Token,
 )
-from engine.vocabulary import SamplingParams, TokenLogprobs
-from engine.worker.child_engine import ChildEngine
-from engine.worker.config import WorkerConfig
-from engine.worker.engine_client import EngineListener
-from engine.worker.spec import EngineSpec
+from engine.process.child_engine import ChildEngine
+from engine.process.engine_client import EngineListener
+from engine.process.spec import EngineSpec
 from support.processes import gone, ranks_of
 
 PATIENCE_S, START_S = 30.0, 120.0

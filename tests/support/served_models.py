@@ -9,10 +9,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from protos import membership_pb2
+from router.admission.tenant_limits import TenantGate
 from router.config import RouterConfig
-from router.models.served_model import ServedModel, ServedModels, read_models
+from router.models.model_runtime import ServedModel, ServedModels, read_models
 from router.runtime import serve_models
-from router.tenant_gate import TenantGate
 
 WORDS = [f"word{number}" for number in range(300)]
 TEXT = " ".join(WORDS[:40])

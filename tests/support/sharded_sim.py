@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core import CoreLimits
-from engine.layout import KvLayout
-from engine.lending.landing import OtherRank, OwnRank
-from engine.runner import Runner
-from engine.sim.runner import SimRunner
-from engine.vocabulary import Chunk, Sampled
+from engine.backends.sim.runner import SimRunner
+from engine.core.core_types import Chunk, Sampled
+from engine.core.engine_core import CoreLimits
+from engine.core.model_runner import Runner
+from engine.kv.layout import KvLayout
+from engine.lending.block_reads import OtherRank, OwnRank
 from kvtransfer.fingerprint import Fingerprints
 from kvtransfer.local import LocalTransport
 from kvtransfer.ranks import BlockPart

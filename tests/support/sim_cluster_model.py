@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.layout import KvLayout
-from engine.model_dir import ModelDir
-from engine.sim.runner import sim_runner
-from engine.sim.states import states_of, token_of
+from engine.backends.sim.runner import sim_runner
+from engine.backends.sim.states import states_of, token_of
+from engine.kv.layout import KvLayout
+from engine.model.model_dir import ModelDir
 
 _MASK = (1 << 64) - 1
 

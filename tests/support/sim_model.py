@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.layout import KvLayout
-from engine.sim.states import choice_token, states_of, token_of_all
+from engine.backends.sim.states import choice_token, states_of, token_of_all
+from engine.kv.layout import KvLayout
 
 WIDTH = 4
 LAYOUT = KvLayout(layers=1, kv_heads=2, head_dim=1, block_tokens=WIDTH, dtype="float32")

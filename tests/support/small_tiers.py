@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.keys import root_key
-from engine.tiers.disk_format import DiskFormat
-from engine.tiers.tiers import TierConfig, Tiers
+from engine.kv.block_keys import root_key
+from engine.kv.tiers.disk_format import DiskFormat
+from engine.kv.tiers.tiers import TierConfig, Tiers
 from kvtransfer.fingerprint import fingerprint_blocks
 
 HEADS = 2

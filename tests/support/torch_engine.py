@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from engine.core import CoreLimits
+from engine.backends.torch.runner import TorchRunner
+from engine.core.core_types import SamplingParams
+from engine.core.engine_core import CoreLimits
+from engine.core.scheduler import StepBudget
 from engine.messages import Generate, Token
-from engine.scheduler import StepBudget
 from engine.speculation.speculator import Speculator
-from engine.torch.runner import TorchRunner
-from engine.vocabulary import SamplingParams
 from kvtransfer.local import LocalNetwork, LocalTransport
 from support.checked_core import NOTHING_LEFT, CheckedCore
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.torch.native.kernels import Kernels
-from engine.torch.runner import TorchRunner
-from engine.vocabulary import Chunk, SamplingParams, Sequence
+from engine.backends.torch.native.kernels import Kernels
+from engine.backends.torch.runner import TorchRunner
+from engine.core.core_types import Chunk, SamplingParams, Sequence
 
 BLOCK_TOKENS = 16
 VOCAB = 500

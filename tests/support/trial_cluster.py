@@ -7,9 +7,9 @@ every single move the books of every engine must balance. Time is the number of 
 
 import math
 
+from engine.backends.sim.states import prompt_logprob
+from engine.core.scheduler import StepBudget
 from engine.lending.sources import Lender
-from engine.scheduler import StepBudget
-from engine.sim.states import prompt_logprob
 from kvtransfer.transport import Pool
 from support.sim_model import VOCAB, undisturbed
 from support.trial_cells import lender_state

@@ -4,7 +4,8 @@ import random
 from collections import Counter
 from dataclasses import replace
 
-from engine.keys import block_keys, root_key
+from engine.core.core_types import FinishReason
+from engine.kv.block_keys import block_keys, root_key
 from engine.messages import (
     CloseLoan,
     Generate,
@@ -24,7 +25,6 @@ from engine.messages import (
     ToEngine,
     Token,
 )
-from engine.vocabulary import FinishReason
 from support.sim_model import LAYOUT, WIDTH
 from support.trial_cells import Cells
 from support.trial_node import Attempt, Client, Node, Stream

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core import CoreLimits, EngineCore
-from engine.lending.early import KEY_BYTES, NAME_BYTES, SECRET_BYTES, EarlyLink
+from engine.backends.sim.runner import SimRunner
+from engine.core.core_types import BeamParams, Chunk, Sampled, SamplingParams
+from engine.core.engine_core import CoreLimits, EngineCore
+from engine.core.scheduler import StepBudget
+from engine.kv.tiers.tiers import TierConfig, Tiers
+from engine.lending.fast_path import KEY_BYTES, NAME_BYTES, SECRET_BYTES, EarlyLink
 from engine.messages import FromEngine, Generate, ToEngine, Token
-from engine.scheduler import StepBudget
-from engine.sim.runner import SimRunner
-from engine.tiers.tiers import TierConfig, Tiers
-from engine.vocabulary import BeamParams, Chunk, Sampled, SamplingParams
 from kvtransfer.fingerprint import fingerprint_blocks
 from kvtransfer.transport import Pool
 from support.checked_core import NOTHING_LEFT, held

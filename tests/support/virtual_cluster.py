@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from cluster.roles import Role
-from engine.core import CoreLimits
-from engine.layout import KvLayout
-from engine.scheduler import StepBudget
-from engine.sim.timing import StepTiming
+from engine.backends.sim.timing import StepTiming
+from engine.core.engine_core import CoreLimits
+from engine.core.scheduler import StepBudget
+from engine.kv.layout import KvLayout
 from router.placement.rates import Priors
 from simulator.clock import VirtualClock
 from simulator.cluster import ClusterSpec, Failure, SimCluster, audit

@@ -1,7 +1,7 @@
 """Workers that fail what is placed on them, and pairs whose loans fail: left alone for a while, then tried by one."""
 
 from protos import inference_pb2 as public_pb
-from router.admission.failing import FIRST_S, MOST_S
+from router.admission.circuit_breaker import FIRST_S, MOST_S
 from router.admission.request import Claim, Waiting
 from router.placement.demand import Demand
 from support.admission_site import BLOCK, Site

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import Overloaded
-from router.admission.bucket import TokenBucket
 from router.admission.config import AdmissionConfig, TenantPolicy
-from router.admission.limits import Tenants
 from router.admission.quota import LocalLedger
+from router.admission.rate_limiter import Tenants
 from router.admission.refusals import Refusal
+from router.admission.token_bucket import TokenBucket
 
 
 class Clock:

@@ -8,13 +8,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.error_status import from_rpc_error, to_status
 from cluster.errors import Forbidden, ServiceError, StartError, Unauthenticated
-from cluster.status import from_rpc_error, to_status
 from protos import inference_pb2 as pb
 from router.config import RouterConfig
-from router.intake import isolated
-from router.openai.caller import caller_of
-from router.openai.errors import error_answer
+from router.frontend.openai.caller import caller_of
+from router.frontend.openai.errors import error_answer
+from router.request_path.preprocess import isolated
 from router.security.api_keys import (
     ANYBODY,
     LOOK_S,

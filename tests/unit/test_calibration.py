@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.sim.timing import StepTiming, StepWork
+from engine.backends.sim.timing import StepTiming, StepWork
 from simulator.calibration import Calibration, Jittered
 from simulator.cluster import SimCluster
 from simulator.errors import BadSetup

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import InvalidRequest
-from engine.model_dir import ModelDir
+from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
 from router.models.chat_template import ChatTemplate, chars_of, check_chat_fields
 

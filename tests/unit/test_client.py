@@ -7,9 +7,9 @@ import pytest
 
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
-from tandem.call_span import CallSpan
 from tandem.client import Metadata, Target
-from tandem.sync_client import SyncClient
+from tandem.client.call_span import CallSpan
+from tandem.client.sync_client import SyncClient
 
 
 class Stub:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import Unavailable
-from tandem import cli
+from tandem.cli.main import main as cli
 
 
 def _said(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
@@ -49,6 +49,6 @@ def test_where_no_router_is_it_says_how_to_start_one(
         last = "UNKNOWN: ipv4:127.0.0.1:1: Failed to connect to remote host: Connection refused"
         raise Unavailable(f"failed to connect to all addresses; last error: {last}")
 
-    monkeypatch.setattr("tandem.explained.show_decisions", ask)
+    monkeypatch.setattr("tandem.cli.explain.show_decisions", ask)
     said = _said(["explain", "--request", "r", "--address", "127.0.0.1:1"], monkeypatch, capsys)
     assert said.startswith("error: no router answers at 127.0.0.1:1: Connection refused. `tandem demo` or `tandem up` ")

@@ -8,12 +8,12 @@ import pytest
 from google.rpc import status_pb2
 
 from cluster.config import read_file, to_overrides
+from cluster.error_status import MAX_RETRY_AFTER_S, from_proto, from_rpc_error, to_proto, to_status
 from cluster.errors import InvalidRequest, Overloaded, StartError, Unavailable
 from cluster.roles import Role
-from cluster.status import MAX_RETRY_AFTER_S, from_proto, from_rpc_error, to_proto, to_status
+from engine.config import WorkerConfig
 from engine.errors import ModelRefused
-from engine.model_dir import ModelDir
-from engine.worker.config import WorkerConfig
+from engine.model.model_dir import ModelDir
 from router.admission.refusals import Reason, over_limit
 from router.config import RouterConfig
 

@@ -2,7 +2,10 @@
 
 import pytest
 
-from engine.keys import block_keys, root_key
+from engine.core.core_types import FinishReason, SamplingParams
+from engine.core.scheduler import StepBudget
+from engine.kv.block_keys import block_keys, root_key
+from engine.kv.block_pool import Removed, Stored
 from engine.messages import (
     Audit,
     Audited,
@@ -16,9 +19,6 @@ from engine.messages import (
     TakeSnapshot,
     Token,
 )
-from engine.pool import Removed, Stored
-from engine.scheduler import StepBudget
-from engine.vocabulary import FinishReason, SamplingParams
 from support.checked_core import NOTHING_LEFT
 from support.core_engine import TEN, TWELVE, WIDE, Engine, account_of, generate, lend, tokens_of
 from support.sim_model import LAYOUT, undisturbed

@@ -2,8 +2,11 @@
 
 import pytest
 
-from engine.core import CoreLimits, EngineCore
-from engine.kv_counts import KvCounts
+from engine.backends.sim.runner import SimRunner
+from engine.core.engine_core import CoreLimits, EngineCore
+from engine.core.scheduler import StepBudget
+from engine.kv.kv_stats import KvCounts
+from engine.kv.tiers.tiers import TierConfig, Tiers
 from engine.messages import (
     Cancel,
     CloseLoan,
@@ -21,9 +24,6 @@ from engine.messages import (
     TierUse,
     Token,
 )
-from engine.scheduler import StepBudget
-from engine.sim.runner import SimRunner
-from engine.tiers.tiers import TierConfig, Tiers
 from kvtransfer.local import LocalNetwork, LocalTransport
 from support.checked_core import NOTHING_LEFT, LandingCore, held
 from support.core_engine import (

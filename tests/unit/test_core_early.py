@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from engine.lending.early import NAME_BYTES
+from engine.core.scheduler import StepBudget
+from engine.lending.fast_path import NAME_BYTES
 from engine.messages import Cancel, LendReady, LendStarting, LoanBlocks, LoanStarted, ToEngine, Token
-from engine.scheduler import StepBudget
 from kvtransfer.local import LocalNetwork
 from support.core_engine import TWELVE, WIDE, Engine, account_of
 from support.core_pair import Pair, moved

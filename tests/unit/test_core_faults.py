@@ -8,6 +8,8 @@ import random
 
 import pytest
 
+from engine.core.core_types import SamplingParams
+from engine.core.scheduler import StepBudget
 from engine.messages import (
     Cancel,
     CloseLoan,
@@ -22,8 +24,6 @@ from engine.messages import (
     Rejected,
     Token,
 )
-from engine.scheduler import StepBudget
-from engine.vocabulary import SamplingParams
 from kvtransfer.transport import Pool
 from support.sim_model import LAYOUT, WIDTH, undisturbed
 from support.trial_cells import empty_cells, table
@@ -145,7 +145,7 @@ def test_a_lender_that_turns_while_its_bytes_do_not_come_is_given_up_as_a_silent
 def test_when_the_lender_has_gone_the_receipt_still_says_over_what_the_blocks_came(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("engine.lending.borrowing.LANDING_BYTES", LAYOUT.block_bytes)
+    monkeypatch.setattr("engine.lending.borrower_manager.LANDING_BYTES", LAYOUT.block_bytes)
     silence = Silence(monkeypatch)
     silence.finish_the_read()
     silence.transport.post("lender")

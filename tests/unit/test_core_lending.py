@@ -2,7 +2,9 @@
 
 import pytest
 
-from engine.keys import block_keys, root_key
+from engine.core.core_types import FinishReason
+from engine.core.scheduler import StepBudget
+from engine.kv.block_keys import block_keys, root_key
 from engine.messages import (
     Audit,
     Cancel,
@@ -13,8 +15,6 @@ from engine.messages import (
     LendStarting,
     Token,
 )
-from engine.scheduler import StepBudget
-from engine.vocabulary import FinishReason
 from support.checked_core import NOTHING_LEFT
 from support.core_engine import (
     TEN,

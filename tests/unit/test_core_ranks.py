@@ -2,8 +2,8 @@
 
 import pytest
 
+from engine.core.core_types import SamplingParams
 from engine.messages import Cancel, LoanFailed, Token
-from engine.vocabulary import SamplingParams
 from kvtransfer.local import LocalNetwork, LocalTransport
 from kvtransfer.ranks import split_endpoint
 from kvtransfer.transport import Pool

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded, ServiceError, Unavailable
-from decode_worker.connection import Connection
+from decode_worker.router_stream import Connection
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
-from router.decode_link import PAUSE_AT, DecodeLink
+from router.request_path.decode_stream import PAUSE_AT, DecodeLink
 from support.virtual_loop import settle
 
 

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from cluster.discovery import Roster, StaticDiscovery
 from cluster.errors import StartError
 from cluster.redis_link import PASSWORD_VARIABLE, RedisLink
-from engine.worker.config import WorkerConfig
+from engine.config import WorkerConfig
 from router.config import RouterConfig
 
 ADDRESSES = ["a:1", "b:2", "c:3"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.worker.config import WorkerConfig
+from engine.config import WorkerConfig
 from kvtransfer.topology import Gpu, Host, Nic, Place
 from tandem.doctor.checks import check_all
 from tandem.doctor.findings import Finding, Level, exit_code

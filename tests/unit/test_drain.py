@@ -7,14 +7,14 @@ import grpc
 import numpy as np
 
 from cluster.drain import Drain
+from cluster.error_status import from_rpc_error, to_status
 from cluster.errors import AlreadyThere, Draining, ServiceError, Unavailable
 from cluster.rpc import Channels
-from cluster.status import from_rpc_error, to_status
-from router.placement.core import place
 from router.placement.demand import Demand
 from router.placement.explain import explain
+from router.placement.place import place
 from router.placement.rates import Priors, Rates
-from router.placement.snapshot import Hits, Workers, WorkerView
+from router.placement.worker_table import Hits, Workers, WorkerView
 
 
 async def test_drain_is_idle_when_its_calls_are_over() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.lending.early import ADDRESS_BYTES, MAX_BLOCKS_BYTES, MAX_ENDPOINTS, NAME_BYTES, EarlyWords
+from engine.lending.fast_path import ADDRESS_BYTES, MAX_BLOCKS_BYTES, MAX_ENDPOINTS, NAME_BYTES, EarlyWords
 from engine.messages import LendReady, LendStarting, LoanBlocks, LoanStarted
 from prefill_worker.loan import announcements
 from support.early_post import Post

@@ -6,9 +6,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.errors import Overloaded, Unavailable
-from decode_worker.generation import MAX_TOKENS_AT_ONCE, Generation
+from decode_worker.output_stream import MAX_TOKENS_AT_ONCE, Generation
+from engine.core.core_types import FinishReason, TokenLogprobs
 from engine.messages import KvAccount, PromptScored, Rejected, Token
-from engine.vocabulary import FinishReason, TokenLogprobs
 from protos import decode_pb2 as internal_pb
 from protos import inference_pb2 as pb
 

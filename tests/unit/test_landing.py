@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.lending import landing
-from engine.lending.landing import OwnRank
+from engine.lending import block_reads as landing
+from engine.lending.block_reads import OwnRank
 from kvtransfer.fingerprint import Folding, fingerprint_blocks
 from kvtransfer.local import LocalNetwork, LocalTransport
 from kvtransfer.ranks import BlockPart, join_endpoints

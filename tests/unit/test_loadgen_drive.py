@@ -16,11 +16,11 @@ from protos import inference_pb2 as pb
 from simulator.errors import BadSetup, BadTrace
 from simulator.request import Fate, TraceRequest
 from simulator.traces.reading import Trace, Window
-from tandem.cli import app
+from tandem.cli.main import app
 from tandem.loadgen import command
 from tandem.loadgen.command import LeftOut, Load
-from tandem.loadgen.doors import Door, HttpDoor, OnTokens, _error, _read_event
 from tandem.loadgen.drive import Asked, Drive
+from tandem.loadgen.frontends import Door, HttpDoor, OnTokens, _error, _read_event
 
 
 class Behind(Door):

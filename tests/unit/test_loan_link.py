@@ -1,4 +1,4 @@
-"""What any schedule of loans may do to a link and to the connection at its other end (`loan_wire.py`)."""
+"""What any schedule of loans may do to a link and to the connection at its other end (`tests/support/loan_wire.py`)."""
 
 import asyncio
 import random
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from cluster.errors import Overloaded
 from cluster.rpc import MAX_MESSAGE_BYTES
 from engine.messages import LendReady, LoanBlocks, LoanFailed, LoanStarted
-from engine.worker.loan_link import TOGETHER_S, Loan
-from prefill_worker.connection import MAX_FRAME_BYTES
+from engine.worker.loan_stream import TOGETHER_S, Loan
+from prefill_worker.borrower_stream import MAX_FRAME_BYTES
 from prefill_worker.loan import READY_BYTES, announcements
 from protos import lend_pb2 as pb
 from support.loan_wire import SILENCE_S, Wire

@@ -21,7 +21,7 @@ TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 def _record(
     message: str = "attempt %d failed", extra: dict[str, str] | None = None, **fields: Any
 ) -> logging.LogRecord:
-    record = logging.LogRecord("router.serving", logging.INFO, "here", 1, message, (2,), None)
+    record = logging.LogRecord("router.request_path.request_handler", logging.INFO, "here", 1, message, (2,), None)
     vars(record).update(fields | (extra or {}))
     return record
 
@@ -42,7 +42,7 @@ def test_a_line_of_json_says_whose_it_is() -> None:
         "level": "info",
         "role": "router",
         "process": "router-a",
-        "logger": "router.serving",
+        "logger": "router.request_path.request_handler",
         "message": "attempt 2 failed",
         "request_id": "r-1",
         "trace_id": TRACE,
@@ -53,7 +53,7 @@ def test_a_line_of_no_request_has_no_id() -> None:
     lines = JsonLines("router", "router-a"), TextLines("router", "router-a")
     as_json, as_text = (each.format(_record()) for each in lines)
     assert not {"request_id", "trace_id", "exception"} & json.loads(as_json).keys()
-    assert as_text.endswith("INFO router router-a router.serving: attempt 2 failed")
+    assert as_text.endswith("INFO router router-a router.request_path.request_handler: attempt 2 failed")
 
 
 def test_an_exception_is_one_line_of_json() -> None:
@@ -70,8 +70,10 @@ def test_where_a_task_serves_many_the_line_names_its_request() -> None:
         _serving("another")
         return TextLines("decode", "d").format(_record(extra=of(name)))
 
-    assert " router.serving [r-7]: attempt" in copy_context().run(line, "r-7")
-    assert " router.serving ['r\\n7']: attempt" in copy_context().run(line, "r\n7"), "no id forges a line"
+    assert " router.request_path.request_handler [r-7]: attempt" in copy_context().run(line, "r-7")
+    assert " router.request_path.request_handler ['r\\n7']: attempt" in copy_context().run(line, "r\n7"), (
+        "no id forges a line"
+    )
 
 
 @pytest.mark.parametrize("sent", ["", "nonsense", "00-1234-5678-01", f"00-{TRACE[:-1]}g-00f067aa0ba902b7-01"])

@@ -9,13 +9,13 @@ import pytest
 
 from cluster.protocol import PROTOCOL
 from protos import membership_pb2 as pb
-from router import membership_service
+from router.admission.tenant_limits import TenantGate
 from router.config import RouterConfig
-from router.membership_service import MembershipService
-from router.models.served_model import ServedModel, ServedModels, read_models
+from router.membership import membership_service
+from router.membership.membership_service import MembershipService
+from router.models.model_runtime import ServedModel, ServedModels, read_models
 from router.placement.fleet import PART_KEYS
 from router.runtime import serve_models
-from router.tenant_gate import TenantGate
 from support.sim_directories import write_sim_model
 
 

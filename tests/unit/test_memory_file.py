@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.memory import belongs_in_file, pool_memory
+from engine.host.memory import belongs_in_file, pool_memory
 from kvtransfer.cross_memory import FilePool, ProcessAddress, attach
 from kvtransfer.errors import PeerGone, TransferError
 from kvtransfer.memory_file import FileAddress, MappedFile, MemoryFile

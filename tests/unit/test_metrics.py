@@ -13,8 +13,8 @@ from engine.messages import KvUse, Load, TierUse
 from engine.worker.metrics import EngineCollector, GpuCollector
 from planner.runtime import PlannerMetrics
 from protos import inference_pb2 as pb
-from router.intake import Ticket
-from router.metrics import RouterMetrics, Watched
+from router.observability.metrics import RouterMetrics, Watched
+from router.request_path.preprocess import Ticket
 
 MANUAL = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -197,7 +197,7 @@ def test_every_metric_stands_in_the_manual(registry: CollectorRegistry, watched:
     registry.register(GpuCollector(Nvml()))
     PlannerMetrics(registry, "m")
     documented = set(re.findall(r"`(tandem_[a-z0-9_]+)`", MANUAL.read_text()))
-    names = "router/metrics.py", "engine/worker/metrics.py", "planner/runtime.py"
+    names = "router/observability/metrics.py", "engine/worker/metrics.py", "planner/runtime.py"
     sources = [Path(__file__).parents[2] / name for name in names]
     families = {family.name for family in registry.collect()}
     there = {name.removesuffix("_total") for name in documented}

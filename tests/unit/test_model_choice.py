@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.models.choice import Choice, Count, Option, Wish, choose, governing_rule, needs_count
 from router.models.config import ModelRule
+from router.models.model_selection import Choice, Count, Option, Wish, choose, governing_rule, needs_count
 
 SMALL = Option("small", 1e-6, 2e-6, 0.4, (), 100, 50, counted=True, ttft_s=0.2)
 LARGE = Option("large", 4e-6, 8e-6, 0.9, ("code", "prose"), 90, 50, counted=True, ttft_s=0.5)

@@ -9,8 +9,8 @@ import pytest
 from cluster.errors import Forbidden, InvalidRequest, Unavailable
 from protos import inference_pb2 as pb
 from router.config import RouterConfig
-from router.models.chooser import Chosen, ModelChooser
-from router.models.served_model import ServedModels
+from router.models.model_runtime import ServedModels
+from router.models.model_selector import Chosen, ModelChooser
 from support.served_models import TEXT, join, served
 from support.sim_directories import write_sim_model, write_tokenizer
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.model_dir import ModelDir
+from engine.model.model_dir import ModelDir
 
 CONFIG = {"vocab_size": 100, "max_position_embeddings": 32}
 

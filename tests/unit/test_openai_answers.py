@@ -20,11 +20,11 @@ from cluster.errors import (
     UnknownModel,
 )
 from protos import inference_pb2 as pb
-from router.openai.answers import Answer, ChatAnswer, CompletionAnswer
-from router.openai.choice import Served
-from router.openai.errors import client_field, error_answer
-from router.openai.merging import merged
-from router.openai.request import Asked
+from router.frontend.openai.answers import Answer, ChatAnswer, CompletionAnswer
+from router.frontend.openai.choice import Served
+from router.frontend.openai.errors import client_field, error_answer
+from router.frontend.openai.merging import merged
+from router.frontend.openai.request import Asked
 
 STOP, LENGTH = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'

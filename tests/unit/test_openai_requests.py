@@ -7,11 +7,11 @@ import pytest
 
 from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
-from router.openai.caller import Caller, caller_of
-from router.openai.chat import read_chat
-from router.openai.completions import read_completion
-from router.openai.fields import HARMLESS, NEUTRAL, Fields, parse_object
-from router.openai.request import Asked
+from router.frontend.openai.caller import Caller, caller_of
+from router.frontend.openai.chat import read_chat
+from router.frontend.openai.completions import read_completion
+from router.frontend.openai.fields import HARMLESS, NEUTRAL, Fields, parse_object
+from router.frontend.openai.request import Asked
 from router.security.api_keys import ApiKeys
 
 CALLER = Caller("somebody", "r-1")

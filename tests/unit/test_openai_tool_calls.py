@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.openai.tool_calls import CLOSE, OPEN, ToolCall, ToolCallParser
+from router.frontend.openai.tool_calls import CLOSE, OPEN, ToolCall, ToolCallParser
 
 
 def parse(*pieces: str) -> list[str | ToolCall]:

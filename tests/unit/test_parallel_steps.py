@@ -7,8 +7,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.parallel.steps import StepReader, StepWriter, filled_blocks
-from engine.vocabulary import Chunk, SamplingParams, Sequence
+from engine.core.core_types import Chunk, SamplingParams, Sequence
+from engine.tensor_parallel.steps import StepReader, StepWriter, filled_blocks
 
 WIDTH = 4
 SAMPLING = SamplingParams(max_tokens=50, temperature=0)

@@ -16,19 +16,19 @@ from cluster.errors import StartError
 from simulator.errors import BadSetup
 from simulator.gpus import GPUS, gpu_named
 from simulator.model_shape import DEFAULT_CONFIG, open_shape, shape_of
-from simulator.plan.apart import Apart
+from simulator.plan.aggregated import Together
 from simulator.plan.arithmetic import sections
 from simulator.plan.check import check, requests_of
+from simulator.plan.disaggregated import Apart
 from simulator.plan.load import Lengths, Load
 from simulator.plan.prompts import PromptSteps, line_of
+from simulator.plan.queueing import waiting
 from simulator.plan.search import GOAL, Option, apart_of, plan, smallest
 from simulator.plan.streams import crossing, poisson_share, share_within
-from simulator.plan.together import Together
-from simulator.plan.waiting import waiting
 from simulator.replay import Setup, bill, roofline_of
 from simulator.results import Slo
-from tandem.cli import app
-from tandem.commands.common import console
+from tandem.cli.common import console
+from tandem.cli.main import app
 
 LLAMA = open_shape(None)
 

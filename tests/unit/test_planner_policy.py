@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cluster.errors import StartError
 from cluster.roles import ROLES
 from planner.config import PolicyConfig
-from planner.learned import Forecast, Ratio
+from planner.estimates import Forecast, Ratio
 from planner.observation import Counters, Observation, PoolSeen
 from planner.policy import State, decide
 from planner.sizing import Load

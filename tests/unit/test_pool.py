@@ -8,8 +8,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.keys import BlockKey, block_keys
-from engine.pool import BlockPool, Removed, Stored
+from engine.kv.block_keys import BlockKey, block_keys
+from engine.kv.block_pool import BlockPool, Removed, Stored
 
 ROOT = b"root"
 

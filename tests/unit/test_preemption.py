@@ -4,6 +4,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from engine.core.core_types import SamplingParams
+from engine.core.core_types import Sequence as Tokens
+from engine.core.preemption import admits, next_victim, oldest_of, restart_order
+from engine.core.scheduler import StepBudget
 from engine.messages import (
     Cancel,
     Lend,
@@ -16,10 +20,6 @@ from engine.messages import (
     OpenLoan,
     Rejected,
 )
-from engine.preemption import admits, next_victim, oldest_of, restart_order
-from engine.scheduler import StepBudget
-from engine.vocabulary import SamplingParams
-from engine.vocabulary import Sequence as Tokens
 from support.crowded_engine import Engine, tokens
 
 # ------------------------------------------------------------------------------------------------ rules

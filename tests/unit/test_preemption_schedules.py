@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.core.core_types import BeamParams
+from engine.core.scheduler import StepBudget
 from engine.messages import (
     Cancel,
     Rejected,
 )
-from engine.scheduler import StepBudget
-from engine.vocabulary import BeamParams
 from support.core_engine import WIDE
 from support.crowded_engine import Engine, tokens
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.layout import KvLayout
+from engine.kv.layout import KvLayout
 from kvtransfer.errors import EndpointMismatch
 from kvtransfer.fingerprint import fingerprint_blocks
 from kvtransfer.ranks import MAGIC, MAX_RANKS, BlockPart, join_endpoints, part_spans, parts_of, split_endpoint

@@ -16,12 +16,12 @@ from cluster.tls import Trust
 from planner.executors.executor import ExecutorFailed
 from protos import inference_pb2 as pb
 from support.virtual_loop import run_virtually
-from tandem.ray_control import Order
-from tandem.ray_planner import RayExecutor, planner_config
-from tandem.ray_role import Role
-from tandem.ray_settings import RaySettings
-from tandem.ray_supervisor import JOIN_TIMEOUT_S, LONG_ENOUGH_S, LONGEST_WAIT_S, Ground, Supervisor
-from tandem.steps import Steps
+from tandem.cli.progress import Steps
+from tandem.ray.control import Order
+from tandem.ray.planner import RayExecutor, planner_config
+from tandem.ray.role_actor import Role
+from tandem.ray.settings import RaySettings
+from tandem.ray.supervisor import JOIN_TIMEOUT_S, LONG_ENOUGH_S, LONGEST_WAIT_S, Ground, Supervisor
 from tandem.topology import MODULES, ClusterModel, Topology, plan_models, plan_topology
 
 LOAD_S = 100.0

@@ -1,7 +1,7 @@
 """What the router remembers of a stream, for the next attempt."""
 
 from protos import inference_pb2 as pb
-from router.emitted import MAX_UNREAD_BYTES, Emitted
+from router.request_path.stream_state import MAX_UNREAD_BYTES, Emitted
 
 
 def test_what_was_sent_is_kept_by_choice() -> None:

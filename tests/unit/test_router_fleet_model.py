@@ -3,14 +3,14 @@
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.keys import block_keys, root_key
+from engine.kv.block_keys import block_keys, root_key
 from protos import membership_pb2 as pb
-from router.placement.core import Decision, place
 from router.placement.demand import Demand
 from router.placement.fleet import Fleet
-from router.placement.members import Placed, Worker
+from router.placement.place import Decision, place
 from router.placement.rates import Priors
-from router.placement.snapshot import Hits, Workers, WorkerView
+from router.placement.worker_records import Placed, Worker
+from router.placement.worker_table import Hits, Workers, WorkerView
 
 ROOT = root_key(b"model", "")
 CHAINS = [block_keys(ROOT, tokens, 2) for tokens in ([0] * 8, [0] * 4 + [1] * 4, [1] * 8)]

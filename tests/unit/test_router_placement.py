@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.placement.core import Decision
-from router.placement.core import place as place_rows
 from router.placement.demand import Demand
+from router.placement.place import Decision
+from router.placement.place import place as place_rows
 from router.placement.rates import Priors, Rates
-from router.placement.snapshot import Hits, Workers, WorkerView
+from router.placement.worker_table import Hits, Workers, WorkerView
 
 RATES = Priors(
     prefill_tokens_per_s=1000,

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.random import Generator, default_rng
 
-from router.placement.core import FEW, place
 from router.placement.demand import Demand, lot_of
 from router.placement.explain import explain
+from router.placement.place import FEW, place
 from router.placement.rates import Floats, Priors, Rates
-from router.placement.snapshot import Hits, Workers, WorkerView
+from router.placement.worker_table import Hits, Workers, WorkerView
 
 PRIORS = Priors(1000, 100, 1e6, 0.01, 0.002, 0.001)
 SHARES = {"a": 0.0, "b": 0.1, "c": 0.0}

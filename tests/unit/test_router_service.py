@@ -8,8 +8,8 @@ import pytest
 
 from cluster.drain import Drain
 from protos import inference_pb2 as pb
+from router.frontend.grpc_service import InferenceService
 from router.security.api_keys import ANYBODY
-from router.service import InferenceService
 
 
 class Aborted(Exception):

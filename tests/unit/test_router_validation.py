@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import InvalidRequest
-from engine.model_dir import ModelDir
+from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
-from router.validation import check_names, check_prompt, resolve_sampling
+from router.request_path.validation import check_names, check_prompt, resolve_sampling
 
 CONTEXT, VOCAB = 100, 50
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.scheduler import StepBudget, max_wait_steps, schedule
-from engine.vocabulary import Chunk, SamplingParams, Sequence
+from engine.core.core_types import Chunk, SamplingParams, Sequence
+from engine.core.scheduler import StepBudget, max_wait_steps, schedule
 
 SAMPLING = SamplingParams(max_tokens=4)
 

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from cluster.errors import Forbidden, Incompatible, InvalidRequest, Overloaded, StartError, UnknownModel
-from engine.keys import block_keys, root_key
+from engine.kv.block_keys import block_keys, root_key
 from protos import inference_pb2 as pb
 from protos import membership_pb2
 from router.admission.request import Claim
 from router.config import RouterConfig
-from router.intake import Intake
 from router.models.config import ModelEntry
 from router.models.costs import Costs
-from router.models.served_model import read_models
+from router.models.model_runtime import read_models
 from router.placement.demand import Demand
+from router.request_path.preprocess import Intake
 from router.security.api_keys import Principal
 from support.served_models import TEXT, hello_of, join, served
 from support.sim_directories import write_sim_model, write_tokenizer

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.sim.timing import StepWork
+from engine.backends.sim.timing import StepWork
 from simulator.errors import BadSetup
 from simulator.gpus import GPUS, Roofline, gpu_named
 from simulator.model_shape import DEFAULT_CONFIG, open_shape, shape_of

@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from cluster.errors import StartError
-from engine.sim.timing import StepTiming
+from engine.backends.sim.timing import StepTiming
 from simulator.calibration import Calibration
 from simulator.cluster import SimCluster
 from simulator.decision_log import LoggedFleet, decide_again
@@ -25,7 +25,7 @@ from simulator.report import as_json, tables_of, verdict
 from simulator.request import Outcome, TraceRequest
 from simulator.results import Slo
 from support.virtual_cluster import cluster_spec, random_requests
-from tandem.cli import app
+from tandem.cli.main import app
 
 LLAMA = open_shape(None)
 SETUP = Setup(LLAMA, gpu_named("h100"), gpus=4)

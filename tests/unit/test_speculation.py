@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.core.core_types import BeamParams, Chunk, SamplingParams, Sequence
+from engine.core.scheduler import StepBudget
 from engine.messages import Cancel
-from engine.scheduler import StepBudget
 from engine.speculation.ngrams import MAX_ADDED, MAX_AGREEING, MAX_PLACES, Match, NgramIndex, continuation
+from engine.speculation.speculation_policy import GAIN, Chances, OwnChances, StepCost, Wish, allot
 from engine.speculation.speculator import NgramSource, Speculator
-from engine.speculation.worth import GAIN, Chances, OwnChances, StepCost, Wish, allot
-from engine.vocabulary import BeamParams, Chunk, SamplingParams, Sequence
 from support.crowded_engine import Engine, tokens
 from support.guessing import Oracle, always
 

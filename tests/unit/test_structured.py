@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import InvalidRequest
-from decode_worker.generation import Generation
+from decode_worker.output_stream import Generation
+from engine.core.core_types import Failure, StructuredOutput
 from engine.messages import Failed
-from engine.model_dir import ModelDir
-from engine.structured import MAX_CHARS, MAX_CHOICES, read_structured
-from engine.vocabulary import Failure, StructuredOutput
+from engine.model.model_dir import ModelDir
+from engine.sampling.structured_output import MAX_CHARS, MAX_CHOICES, read_structured
 from protos import decode_pb2
 from protos import inference_pb2 as pb
-from router.validation import resolve_sampling
-from tandem.talk import make_structured, parse_logit_bias
+from router.request_path.validation import resolve_sampling
+from tandem.cli.chat import make_structured, parse_logit_bias
 
 GOOD = {
     "json_schema": (pb.StructuredOutput(json_schema="{}"), StructuredOutput("json_schema", ("{}",))),

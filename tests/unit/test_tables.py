@@ -6,9 +6,9 @@ import pytest
 from rich.console import Console
 
 from protos import inference_pb2 as pb
-from tandem.explained import candidate_table, model_table
-from tandem.status import view
-from tandem.tables import uncut
+from tandem.cli.explain import candidate_table, model_table
+from tandem.cli.status import view
+from tandem.cli.tables import uncut
 
 
 def _shown(thing: object, width: int, terminal: bool = True) -> list[str]:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from engine.text import TextStream
+from engine.model.detokenizer import TextStream
 
 
 def make_tokenizer() -> Tokenizer:

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from engine.errors import EngineStartError
-from engine.keys import BlockKey, block_keys
-from engine.pool import Removed, Stored
-from engine.tiers.disk_format import PAGE_BYTES, SUPERBLOCK_BYTES, DiskFormat, SlotHeader
-from engine.tiers.slots import NamedBlock, Slots
-from engine.tiers.tiers import STAGING_BYTES, TierConfig, Tiers
-from engine.tiers.work import Held
+from engine.kv.block_keys import BlockKey, block_keys
+from engine.kv.block_pool import Removed, Stored
+from engine.kv.tiers.disk_format import PAGE_BYTES, SUPERBLOCK_BYTES, DiskFormat, SlotHeader
+from engine.kv.tiers.slots import NamedBlock, Slots
+from engine.kv.tiers.tier_jobs import Held
+from engine.kv.tiers.tiers import STAGING_BYTES, TierConfig, Tiers
 from kvtransfer.errors import TransferError
 from support.small_tiers import BLOCK_BYTES, FORMAT, HEADS, MODEL, ROOT, block_of, fingerprint_of, tiers_of
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from numpy.typing import NDArray
 
-from engine.keys import BlockKey, block_keys
-from engine.pool import Removed, Stored
-from engine.tiers.slots import NamedBlock
-from engine.tiers.tiers import Tiers
-from engine.tiers.work import Held
+from engine.kv.block_keys import BlockKey, block_keys
+from engine.kv.block_pool import Removed, Stored
+from engine.kv.tiers.slots import NamedBlock
+from engine.kv.tiers.tier_jobs import Held
+from engine.kv.tiers.tiers import Tiers
 from kvtransfer.errors import TransferError
 from support.small_tiers import BLOCK_BYTES, ROOT, block_of, fingerprint_of, tiers_of
 

@@ -9,7 +9,7 @@ import pytest
 from cluster.config import secrets_of, to_overrides
 from cluster.errors import StartError
 from cluster.tls import Credentials, File, Visitor, member_of
-from engine.worker.config import WorkerConfig
+from engine.config import WorkerConfig
 from router.config import RouterConfig
 from support.certificates import Authority, Issued
 from tandem.topology import plan_topology

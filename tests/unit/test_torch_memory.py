@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.layout import KvDtype, KvLayout
-from engine.torch.device import allocate
-from engine.torch.memory import huge_tensor, populate
+from engine.backends.torch.device import allocate
+from engine.backends.torch.memory import huge_tensor, populate
+from engine.kv.layout import KvDtype, KvLayout
 from kvtransfer.transport import Pool
 
 SIZE = 40 << 20
@@ -39,7 +39,7 @@ def test_memory_is_taken_ahead_and_holds_what_it_held() -> None:
 @pytest.mark.skipif(OLD, reason="memory can be taken ahead since Linux 5.14")
 def test_memory_is_taken_slowly_only_while_requests_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, slept = iter([False, True, True, *[False] * 100]), list[float]()
-    monkeypatch.setattr("engine.torch.memory.time.sleep", slept.append)
+    monkeypatch.setattr("engine.backends.torch.memory.time.sleep", slept.append)
     memory = huge_tensor(SIZE)
     populate(memory, lambda: next(asked)).join()
     assert len(slept) == 2

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos import inference_pb2 as pb
-from router.tracing import BETWEEN, SHORT_S, spans_of
+from router.observability.tracing import BETWEEN, SHORT_S, spans_of
 
 NAMES = ("tokenise", "router queue", "admit", "lender queue", "lender prefill", "prompt tail", "decode")
 stages = st.lists(

@@ -5,9 +5,9 @@ from typing import Any, get_args
 
 import pytest
 
+from engine.config import WorkerConfig
 from engine.errors import EngineStartError
-from engine.variant import AS_SAVED, Variant, Weights
-from engine.worker.config import WorkerConfig
+from engine.model.quantization import AS_SAVED, Variant, Weights
 
 SAVED, OTHER = bytes(32), bytes([1]) * 32
 

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.kv.block_pool import CacheEvent, Removed, Stored
 from engine.messages import CacheChanged, Load
-from engine.pool import CacheEvent, Removed, Stored
-from engine.worker import news
-from engine.worker.news import cache_events, messages_of, parts_of, summary
+from engine.worker import worker_events as news
+from engine.worker.worker_events import cache_events, messages_of, parts_of, summary
 from protos import membership_pb2 as pb
 from router.placement.fleet import Fleet
 from router.placement.rates import Priors

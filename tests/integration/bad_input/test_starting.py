@@ -10,7 +10,7 @@ import pytest
 
 from support.overheard_site import CONTEXT, VOCAB, Site
 from support.sim_directories import write_sim_model
-from tandem.local import stop_process
+from tandem.local.local_cluster import stop_process
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

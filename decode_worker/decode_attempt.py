@@ -1,0 +1,107 @@
+"""One placed request on this worker: the engine's messages in, the client's out, without waiting for anybody."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+from tokenizers import Tokenizer
+
+from cluster.errors import Draining, Incompatible, ServiceError
+from cluster.logs import of
+from decode_worker.output_stream import Generation
+from decode_worker.placed_request import check_request, engine_request, lead_tokens
+from engine.messages import Cancel
+from engine.process.engine_client import Letter
+from engine.worker.lender_streams import Borrowing, Chain
+from engine.worker.runtime import WorkerContext
+from protos import decode_pb2 as pb
+from protos import inference_pb2 as public_pb
+
+log = logging.getLogger(__name__)
+
+
+class Attempt:
+    """It begins when it is made, and lives until `close`; after that nothing of it is left here but its cache."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        tokenizer: Tokenizer | None,
+        engine_id: str,
+        request: pb.DecodeRequest,
+        on_news: Callable[[], object],
+    ) -> None:
+        """`on_news` is called whenever there is something to take, or to know: `over`.
+
+        Raises ServiceError for a request that cannot begin.
+        """
+        ready = context.ready
+        if request.worker_incarnation != context.incarnation:
+            raise Incompatible("this worker is another one than the one asked", "worker_incarnation")
+        context.check_taking()
+        check_request(request, ready.vocab_size, context.config.engine)
+        self._engine = context.engine
+        self._engine_id = engine_id
+        self._request_id = request.request_id
+        self._on_news = on_news
+        self._generation = Generation(request, tokenizer, context.worker_id, ready.block_tokens)
+        self._loan = Borrowing(context.lenders, engine_id, request.lender.worker, lambda: _chain(request))
+        self._open = True
+        self.failure: ServiceError | None = None
+        self._engine.send(engine_request(engine_id, request))
+        self._engine.listen(engine_id, self._heard)
+        self._held = ExitStack()
+        stopped = Draining(f"worker {context.worker_id} was told to stop and hands the request over")
+        self._held.enter_context(context.requests.holding(lambda: self.fail(stopped)))
+
+    @property
+    def over(self) -> bool:
+        """Nothing more will come than what can be taken now."""
+        return self._generation.finished or self.failure is not None
+
+    def take(self) -> Iterator[public_pb.GenerateResponse]:
+        """What is new. The longer it waited, the more tokens are in one message."""
+        while (response := self._generation.take()) is not None:
+            yield response
+
+    def fail(self, failure: ServiceError) -> None:
+        """It will not go on here."""
+        if not self.over:
+            self.failure = failure
+            self._on_news()
+
+    def close(self) -> None:
+        """End it, wherever it is. May be called again."""
+        if self._open:
+            self._open = False
+            self._held.close()
+            self._loan.cancel()
+            self._engine.send(Cancel(self._engine_id))
+            self._engine.forget(self._engine_id)
+
+    def _heard(self, letter: Letter) -> None:
+        if self._loan.handle(letter) or self.over:
+            return
+        try:
+            self._generation.absorb(letter)
+        except ServiceError as failure:
+            self.failure = failure
+        except Exception as error:  # a mistake in here ends this request, and not all that the engine speaks of
+            log.exception("%s failed", self._engine_id, extra=of(self._request_id))
+            self.failure = ServiceError(f"the decode worker failed: {error!r}")
+        for choice in self._generation.take_stopped():
+            self._engine.send(Cancel(self._engine_id, choice))
+        self._on_news()
+
+
+def _chain(request: pb.DecodeRequest) -> Chain:
+    """What the request borrows."""
+    return Chain(
+        request_id=request.request_id,
+        token_ids=lead_tokens(request),
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        router_id=request.router_id,
+        placement_sequence=request.placement_sequence,
+        source=request.lender.source if request.lender.HasField("source") else None,
+    )

@@ -1,0 +1,203 @@
+"""One request on its decode worker: engine messages in, client messages out."""
+
+import time
+
+from tokenizers import Tokenizer
+
+from cluster.errors import InvalidRequest, Overloaded, Unavailable
+from decode_worker.placed_request import emitted_of, num_choices
+from decode_worker.receipt import build_receipt, price_of
+from engine.core.core_types import FinishReason, TokenLogprobs
+from engine.messages import Failed, FromEngine, KvAccount, LendClosed, PromptScored, Rejected, Token
+from engine.model.detokenizer import TextStream
+from protos import decode_pb2 as internal_pb
+from protos import inference_pb2 as pb
+
+_REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
+
+
+MAX_PROMPT_LOGPROBS = 4096
+"""In one message, however long nobody has taken one: with the 20 likeliest each less than 1 MiB."""
+MAX_TOKENS_AT_ONCE = 64
+"""In one message of a choice, however long nobody has taken one. With the 20 likeliest of each some 20 kB, where a
+message of all that waits could be larger than a connection takes, and break it for every other request."""
+
+
+class _Choice:
+    """One choice: its text, and what of it is still to be sent."""
+
+    def __init__(self, index: int, text: TextStream, num_completion: int, num_known: int, finished: bool) -> None:
+        self.index = index
+        self.text = text
+        self.num_completion = num_completion
+        self.num_known = num_known
+        """Tokens that the engine will say though the client has them: of beams, which are searched anew."""
+        self.finished = finished
+        self.token_ids: list[int] = []
+        self.logprobs: list[pb.TokenLogprobs] = []
+        self.pieces: list[str] = []
+        self.finish: pb.Finish | None = None
+
+    def take(self) -> tuple[pb.GenerateResponse, bool]:
+        """What is to be sent, once; and whether there is more."""
+        if len(self.token_ids) > MAX_TOKENS_AT_ONCE:
+            return self._take_some(MAX_TOKENS_AT_ONCE), True
+        message = pb.GenerateResponse(
+            token_ids=self.token_ids,
+            text="".join(self.pieces),
+            logprobs=self.logprobs,
+            finish=self.finish,
+            index=self.index,
+        )
+        self.token_ids, self.logprobs, self.pieces, self.finish = [], [], [], None
+        return message, False
+
+    def _take_some(self, count: int) -> pb.GenerateResponse:
+        message = pb.GenerateResponse(
+            token_ids=self.token_ids[:count],
+            text="".join(self.pieces[:count]),
+            logprobs=self.logprobs[:count],
+            index=self.index,
+        )
+        del self.token_ids[:count], self.logprobs[:count], self.pieces[:count]
+        return message
+
+
+class Generation:
+    """Pure: no sockets, no engine. `absorb` tokens, then `take` the messages for the client.
+
+    Each message is of one choice. The `finish` of the one that ends last has what is of all: receipt and prompt.
+    """
+
+    def __init__(
+        self,
+        request: internal_pb.DecodeRequest,
+        tokenizer: Tokenizer | None,
+        worker_id: str,
+        block_tokens: int,
+    ) -> None:
+        self._request = request
+        self._worker_id = worker_id
+        self._block_tokens = block_tokens
+        self._received_at = time.monotonic()
+        self._account = KvAccount(times={"admitted": self._received_at})
+        self._num_guessed = 0
+        self._num_accepted = 0
+        self._prompt_logprobs: list[pb.TokenLogprobs] = []
+        self._news: dict[int, None] = {}
+        """Choices with something to send, in the order in which to send it."""
+        self._stopped: list[int] = []
+        self._choices = [self._choice(tokenizer, index) for index in range(num_choices(request.sampling))]
+        self._num_unfinished = sum(not choice.finished for choice in self._choices)
+
+    @property
+    def finished(self) -> bool:
+        """Every choice is."""
+        return not self._num_unfinished
+
+    def absorb(self, message: FromEngine | LendClosed | None) -> None:
+        """Raises ServiceError when the request failed."""
+        match message:
+            case Token():
+                self._token(message)
+            case PromptScored(_, logprobs):
+                self._prompt_logprobs += map(_logprobs, logprobs)
+            case Rejected(_, reason, permanent):
+                raise Overloaded(reason, "max_tokens" if permanent else "", permanent)
+            case Failed(_, failure):
+                raise InvalidRequest(failure.field, failure.reason)
+            case None:
+                raise Unavailable("the engine of the decode worker is gone")
+
+    def take(self) -> pb.GenerateResponse | None:
+        """What is new of one choice; None when nothing is of any."""
+        if self._prompt_logprobs:
+            scored = self._prompt_logprobs[:MAX_PROMPT_LOGPROBS]
+            del self._prompt_logprobs[:MAX_PROMPT_LOGPROBS]
+            return pb.GenerateResponse(prompt_logprobs=scored)
+        if not self._news:
+            return None
+        index = next(iter(self._news))
+        message, more = self._choices[index].take()
+        if not more:  # else it keeps its place, since the last finish must come last
+            del self._news[index]
+        return message
+
+    def take_stopped(self) -> list[int]:
+        """Choices that a stop string ended since the last call: the engine does not know."""
+        stopped, self._stopped = self._stopped, []
+        return stopped
+
+    def _choice(self, tokenizer: Tokenizer | None, index: int) -> _Choice:
+        """An earlier attempt streamed tokens and text: skip just that much of the text they make."""
+        request = self._request
+        token_ids, num_chars = emitted_of(request, index)
+        stream = TextStream(tokenizer, request.prompt_token_ids, request.sampling.stop, request.sampling.min_tokens)
+        text = "".join(stream.push(token_id) for token_id in token_ids)
+        num_known = len(token_ids) if request.sampling.HasField("beam_width") else 0
+        choice = _Choice(index, stream, len(token_ids), num_known, index in request.finished_choices)
+        if not choice.finished and (rest := text[num_chars:]):
+            choice.pieces.append(rest)
+            self._news[index] = None
+        return choice
+
+    def _token(self, token: Token) -> None:
+        self._account = token.account or self._account
+        self._num_guessed += token.guessed
+        self._num_accepted += token.followed_guess
+        choice = self._choices[token.choice]
+        if choice.finished:
+            return
+        if choice.num_known:
+            choice.num_known -= 1
+            return
+        choice.num_completion += 1
+        self._news[choice.index] = None
+        choice.token_ids.append(token.token_id)
+        choice.pieces.append(choice.text.push(token.token_id))
+        if token.logprobs is not None:
+            choice.logprobs.append(_logprobs(token.logprobs))
+        if choice.text.stopped:
+            if token.finish is None:
+                self._stopped.append(choice.index)
+            self._finish(choice, pb.FINISH_REASON_STOP, choice.text.stopped, None)
+        elif token.finish is not None:
+            choice.pieces.append(choice.text.finish())
+            is_stop_token = token.token_id in self._request.sampling.stop_token_ids
+            stop_match = str(token.token_id) if is_stop_token else ""
+            self._finish(choice, _REASONS[token.finish], stop_match, token.cumulative_logprob)
+
+    def _finish(
+        self, choice: _Choice, reason: pb.FinishReason.ValueType, stop_match: str, cumulative_logprob: float | None
+    ) -> None:
+        choice.finished = True
+        self._num_unfinished -= 1
+        finish = choice.finish = pb.Finish(reason=reason, stop_match=stop_match, cumulative_logprob=cumulative_logprob)
+        finish.usage.completion_tokens = choice.num_completion
+        if self.finished:
+            self._add_shared(finish)
+        del self._news[choice.index]
+        self._news[choice.index] = None  # behind all others: the last finish is the last message
+
+    def _add_shared(self, finish: pb.Finish) -> None:
+        account = self._account
+        cached_blocks = account.reused_blocks + account.restored_blocks
+        cached_blocks += account.lender_cached_blocks + account.lender_fetched_blocks
+        finish.usage.prompt_tokens = len(self._request.prompt_token_ids)
+        finish.usage.cached_tokens = cached_blocks * self._block_tokens
+        receipt = build_receipt(
+            self._request, account, self._block_tokens, self._received_at, time.monotonic(), self._worker_id
+        )
+        if self._num_guessed:
+            guessed = pb.Speculation(guessed_tokens=self._num_guessed, accepted_tokens=self._num_accepted)
+            receipt.speculation.CopyFrom(guessed)
+        if self._request.HasField("price"):
+            num_completion = sum(choice.num_completion for choice in self._choices)
+            receipt.price.CopyFrom(price_of(self._request, num_completion))
+        finish.receipt.CopyFrom(receipt)
+
+
+def _logprobs(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(
+        logprob=logprobs.logprob, top_token_ids=logprobs.top_token_ids, top_logprobs=logprobs.top_logprobs
+    )

@@ -1,0 +1,158 @@
+"""All requests of one router on this worker: what there is to say of any of them leaves in one message.
+
+A router that reads slowly gets fewer, larger messages: what a request says is taken when it can be sent.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+
+from cluster.error_status import to_proto
+from cluster.errors import DeadlineExceeded, InvalidRequest, ServiceError
+from cluster.logs import of
+from cluster.waker import Waker
+from decode_worker.decode_attempt import Attempt
+from protos import decode_pb2 as pb
+
+log = logging.getLogger(__name__)
+MAX_FRAME_BYTES = 1 << 20
+"""A frame takes no more requests beyond this; the next one takes them."""
+MAX_PART_BYTES = 64 << 10
+"""Likewise of one request: what more there is of it comes behind the others, where the router may have paused it."""
+
+Begin = Callable[[pb.DecodeRequest, Callable[[], object]], Attempt]
+"""Raises ServiceError."""
+
+
+class _Served:
+    """A request, by its number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.attempt: Attempt | None = None
+        self.refusal: ServiceError | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        self.paused = False
+
+    def close(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+        if self.attempt is not None:
+            self.attempt.close()
+            self.attempt = None  # whose callback holds this: both would wait for a collection of cycles
+
+
+class Connection:
+    """Fed with the router's frames, read for the worker's."""
+
+    def __init__(self, begin: Begin) -> None:
+        self._begin = begin
+        self._served: dict[int, _Served] = {}
+        self._news: dict[int, _Served] = {}
+        """Those that have something to say and may, in the order in which it came up."""
+        self._highest = -1
+        self._ended = False
+        self._waker = Waker()
+
+    @property
+    def num_requests(self) -> int:
+        """That are not over."""
+        return len(self._served)
+
+    def absorb(self, frame: pb.RouterFrame) -> None:
+        """Raises InvalidRequest for what no router says; the connection is of no use afterwards."""
+        for placed in frame.placed:
+            self._place(placed)
+        for number in frame.cancelled:
+            if (served := self._served.pop(number, None)) is not None:  # else it is over already
+                self._news.pop(number, None)
+                served.close()
+        for number in frame.paused:
+            if (served := self._served.get(number)) is not None:
+                served.paused = True
+                self._news.pop(number, None)
+        for number in frame.resumed:
+            if (served := self._served.get(number)) is not None:
+                served.paused = False
+                self._has_news(served)
+
+    async def frames(self) -> AsyncIterator[pb.DecodeFrame]:
+        """Until `end`."""
+        while True:
+            while not self._news and not self._ended:
+                await self._waker.sleep()
+            if self._ended:
+                return
+            yield self._frame()
+
+    def end(self) -> None:
+        """The router will say nothing more, and so is nothing said to it."""
+        self._ended = True
+        self._waker.wake()
+
+    def close(self) -> None:
+        """Ends all requests."""
+        for served in self._served.values():
+            served.close()
+        self._served.clear()
+        self._news.clear()
+
+    def _place(self, placed: pb.PlacedRequest) -> None:
+        if placed.number <= self._highest:
+            raise InvalidRequest("placed.number", f"must grow: {placed.number} came after {self._highest}")
+        self._highest = placed.number
+        served = self._served[placed.number] = _Served(placed.number)
+        try:
+            served.attempt = self._begin(placed.request, lambda: self._has_news(served))
+        except ServiceError as refusal:
+            served.refusal = refusal
+        except Exception as error:  # a mistake in here ends this request, and not all of the connection
+            log.exception("a request failed", extra=of(placed.request.request_id))
+            served.refusal = ServiceError(f"the decode worker failed: {error!r}")
+        if served.attempt is None:
+            self._has_news(served)
+            return
+        if placed.timeout_ms > 0:
+            failure = DeadlineExceeded("the deadline passed before the request was done")
+            served.timer = asyncio.get_running_loop().call_later(placed.timeout_ms / 1e3, served.attempt.fail, failure)
+
+    def _has_news(self, served: _Served) -> None:
+        if served.paused or served.number not in self._served:
+            return
+        self._news[served.number] = served
+        self._waker.wake()
+
+    def _frame(self) -> pb.DecodeFrame:
+        parts: list[pb.Part] = []
+        num_bytes = 0
+        while self._news and num_bytes < MAX_FRAME_BYTES:
+            served = self._news.pop(next(iter(self._news)))
+            part = pb.Part(number=served.number)
+            failure = served.refusal
+            if served.attempt is not None:
+                if _take_some(served.attempt, part):
+                    part.ended, failure = served.attempt.over, served.attempt.failure
+                else:
+                    self._news[served.number] = served
+            if failure is not None:
+                part.ended, part.status = True, to_proto(failure).SerializeToString()
+            if part.ended:
+                del self._served[served.number]
+                served.close()
+            elif not part.messages:
+                continue
+            num_bytes += part.ByteSize()
+            parts.append(part)
+        return pb.DecodeFrame(parts=parts)
+
+
+def _take_some(attempt: Attempt, part: pb.Part) -> bool:
+    """Whether that is all there is now."""
+    num_bytes = 0
+    for response in attempt.take():
+        raw = response.SerializeToString()
+        part.messages.append(raw)
+        num_bytes += len(raw)
+        if num_bytes >= MAX_PART_BYTES:
+            return False
+    return True

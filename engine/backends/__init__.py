@@ -1,0 +1,1 @@
+"""Engine backends: `torch` computes a transformers model, `sim` models compute time."""

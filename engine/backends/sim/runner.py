@@ -1,0 +1,149 @@
+"""A runner that computes nothing and yet cannot be fooled: each sampled token is a hash of all KV bytes read.
+
+Sampling reads every slot of the sequence back from the pool, so a block that is wrong, stale, misplaced or missing
+gives another token. Where thousands of long sequences run, it may read the last slot only: that was made from all
+before it.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.backends.sim.states import (
+    choice_token,
+    likeliest,
+    prompt_logprob,
+    state_after,
+    states_of,
+    token_of,
+    token_of_all,
+)
+from engine.backends.sim.timing import AT_ONCE, StepTiming
+from engine.core.core_types import Chunk, Sampled, TokenLogprobs, verified
+from engine.core.model_runner import ModelInfo, Runner
+from engine.host.memory import pool_memory
+from engine.kv.layout import KvLayout
+from engine.model.model_dir import ModelDir
+from kvtransfer.transport import Pool
+
+LARGE_BYTES = 64 << 20
+"""A pool of so many lies in huge pages, as other engines' do. Smaller ones are many in a process, each hardly used."""
+
+
+class SimRunner(Runner):
+    """Deterministic by its inputs. `weights_fingerprint` stands for the weights: other ones, other KV."""
+
+    pool: Pool
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        vocab_size: int = 1000,
+        max_context_tokens: int = 1 << 20,
+        weights_fingerprint: bytes = b"sim",
+        timing: StepTiming = AT_ONCE,
+        reads_all: bool = True,
+        pool_in_file: bool = False,
+    ) -> None:
+        assert layout.head_bytes % (8 * layout.block_tokens) == 0
+        self.layout = layout
+        self.info = ModelInfo(weights_fingerprint, vocab_size, max_context_tokens, eos_token_ids=frozenset())
+        self.pool = _pool(num_blocks, layout.block_bytes, pool_in_file)
+        self.timing = timing
+        self._reads_all = reads_all
+        self._root = int.from_bytes(layout.fingerprint(weights_fingerprint)[:8], "little")
+        slot_words = layout.head_bytes // 8 // layout.block_tokens
+        shape = (-1, layout.kv_heads, layout.block_tokens, slot_words)
+        self._words: NDArray[np.uint64] = self.pool.memory.view(np.uint64).reshape(shape)
+
+    def execute(self, batch: Sequence[Chunk]) -> list[Sampled]:
+        """Takes as long as `timing` says."""
+        if seconds := self.timing.seconds(batch):
+            time.sleep(seconds)
+        return self.compute(batch)
+
+    def compute(self, batch: Sequence[Chunk]) -> list[Sampled]:
+        """As `execute`, at once."""
+        for chunk in batch:
+            self._write(chunk)
+        return [self._answer(chunk) for chunk in batch if chunk.answers]
+
+    def _write(self, chunk: Chunk) -> None:
+        width, sequence, start = self.layout.block_tokens, chunk.sequence, chunk.start
+        before = self._root
+        if start:
+            before = int(self._words[sequence.blocks[(start - 1) // width], 0, (start - 1) % width, 0])
+        if chunk.num_rows == 1:  # most are
+            state = state_after(before, sequence.token_ids[start], start)
+            self._words[sequence.blocks[start // width], :, start % width] = state
+            return
+        states = states_of(before, chunk.token_ids, start)
+        first, end = start // width, start + chunk.num_rows
+        blocks = np.array(sequence.blocks[first : (end - 1) // width + 1])
+        positions = np.arange(start, end)
+        self._words[blocks[positions // width - first], :, positions % width] = states[:, None, None]
+
+    def _answer(self, chunk: Chunk) -> Sampled:
+        prompt: tuple[TokenLogprobs, ...] = ()
+        if scored := chunk.scored:
+            prompt = tuple(TokenLogprobs(prompt_logprob(self._sample(chunk, p + 1)), (), ()) for p in scored)
+        if not chunk.samples:
+            return Sampled(-1, prompt=prompt)
+        if not chunk.guesses:  # as most are
+            return self._next(chunk, chunk.start + chunk.count, prompt)
+        ends = range(chunk.start + chunk.count, chunk.start + chunk.num_rows + 1)
+        return verified(chunk.guesses, (self._next(chunk, end, prompt) for end in ends))
+
+    def _next(self, chunk: Chunk, end: int, prompt: tuple[TokenLogprobs, ...]) -> Sampled:
+        token, sampling = self._sample(chunk, end), chunk.sequence.sampling
+        assert sampling is not None
+        if sampling.beam is not None:
+            return Sampled(token, likeliest(token, sampling.logprobs or 1, self.info.vocab_size), prompt=prompt)
+        return Sampled(choice_token(token, chunk.sequence.choice, self.info.vocab_size), prompt=prompt)
+
+    def _sample(self, chunk: Chunk, end: int) -> int:
+        """From the sequence's first `end` tokens."""
+        if not self._reads_all:
+            block, slot = divmod(end - 1, self.layout.block_tokens)
+            last = self._words[chunk.sequence.blocks[block], :, slot]
+            return token_of(int(last.sum(dtype=np.uint64)), self.info.vocab_size)
+        blocks = chunk.sequence.blocks[: self.layout.blocks_for(end)]
+        slots = self._words[blocks].swapaxes(0, 1)  # [kv_heads, blocks, block_tokens, words]
+        flat = slots.reshape(self.layout.kv_heads, -1, slots.shape[-1])
+        return token_of_all(flat[:, :end], self.info.vocab_size)
+
+
+def sim_runner(
+    model_path: Path,
+    block_tokens: int,
+    kv_bytes: int,
+    timing: StepTiming = AT_ONCE,
+    block_kib: int = 2,
+    reads_all: bool = True,
+    pool_in_file: bool = False,
+) -> SimRunner:
+    """A runner that stands for the model in a directory: its vocabulary, context and weights' fingerprint. 16 tokens
+    have `block_kib` of KV."""
+    model_dir = ModelDir.open(model_path)
+    layout = KvLayout(layers=2, kv_heads=2, head_dim=2 * block_kib, block_tokens=block_tokens, dtype="float32")
+    return SimRunner(
+        layout,
+        num_blocks=max(1, kv_bytes // layout.block_bytes),
+        vocab_size=model_dir.vocab_size,
+        max_context_tokens=model_dir.max_context_tokens,
+        weights_fingerprint=model_dir.config_fingerprint(),
+        timing=timing,
+        reads_all=reads_all,
+        pool_in_file=pool_in_file,
+    )
+
+
+def _pool(num_blocks: int, block_bytes: int, in_file: bool) -> Pool:
+    """Zeroed."""
+    if in_file or num_blocks * block_bytes >= LARGE_BYTES:
+        return pool_memory(num_blocks, block_bytes, in_file)
+    return Pool(np.zeros((num_blocks, block_bytes), np.uint8))

@@ -1,0 +1,39 @@
+"""flashinfer: whether it is here, and whether it can serve a model."""
+
+import os
+from typing import Any
+
+import torch
+
+from engine.errors import KernelsUnavailable
+from engine.kv.layout import KvLayout
+
+HEAD_DIMS = (64, 128, 256)
+DTYPES = ("float16", "bfloat16")
+
+
+def load_flashinfer(layout: KvLayout) -> Any:
+    """The module. Raises KernelsUnavailable with the reason when it cannot be had, or not for KV of this layout."""
+    if layout.dtype not in DTYPES:
+        raise KernelsUnavailable(f"flashinfer computes in {' and '.join(DTYPES)}, not {layout.dtype}")
+    if layout.head_dim not in HEAD_DIMS:
+        raise KernelsUnavailable(f"flashinfer's heads are of {HEAD_DIMS} elements, not {layout.head_dim}")
+    if layout.quantised:
+        raise KernelsUnavailable("flashinfer reads no KV whose scales lie in its blocks")
+    return import_flashinfer()
+
+
+def import_flashinfer() -> Any:
+    """Raises KernelsUnavailable."""
+    # Its norms else come from a second compiler (CuTe DSL), which takes seconds for each shape.
+    os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
+    try:
+        import flashinfer
+    except Exception as error:  # importing it loads CUDA libraries, which fail in ways of their own
+        raise KernelsUnavailable(f"flashinfer cannot be imported: {error}") from error
+    return flashinfer
+
+
+def prefill_kernel() -> str:
+    """Of flashinfer's kernels for prompts the one for this GPU: those with Hopper's instructions, or any GPU's."""
+    return "fa3" if torch.cuda.get_device_capability() == (9, 0) else "fa2"

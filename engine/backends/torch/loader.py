@@ -1,0 +1,180 @@
+"""Loads a model of transformers for paged serving, or refuses it with the reason."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.utils import logging as transformers_logging
+
+from engine.backends.torch.lora import merge_lora
+from engine.backends.torch.packed import PackedScheme, load_packed, packed_scheme
+from engine.backends.torch.probe import Call, layers_of
+from engine.backends.torch.quantised import quantise_linears
+from engine.backends.torch.ranks import RankGroup
+from engine.backends.torch.sharding import load_shard
+from engine.errors import EngineStartError, ModelRefused
+from engine.kv.layout import DTYPE_BYTES, KvDtype, KvLayout
+from engine.model.model_dir import ModelDir
+from engine.model.quantization import AS_SAVED, Variant, Weights
+from kvtransfer.fingerprint import WORD_BYTES
+
+SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+"""These choose frequencies by the longest sequence of the batch, so one request would change another's output."""
+
+transformers_logging.disable_progress_bar()
+
+
+def load_model(
+    model_dir: ModelDir,
+    dtype: str,
+    device: torch.device,
+    variant: Variant = AS_SAVED,
+    group: RankGroup | None = None,
+) -> torch.nn.Module:
+    """The model in evaluation mode, in `dtype` ("auto": as saved), on a device; with a `group`, this rank's shard of
+    it, whose weights are as saved. Raises ModelRefused, or EngineStartError for what cannot be made of it."""
+    _refuse_by_device(variant, device)
+    config = _read_config(model_dir)
+    _refuse_by_config(config)
+    scheme = _refuse_by_quantisation(config, variant)
+    wanted = "auto" if dtype == "auto" else getattr(torch, dtype)
+    try:
+        if group is not None:
+            assert (variant.weights, variant.lora) == ("auto", None)
+            return load_shard(model_dir.path, config, wanted, group).to(device)
+        model: torch.nn.Module
+        if scheme is not None:
+            model, told = load_packed(model_dir.path, config, wanted, scheme, device)
+        else:
+            model, told = AutoModelForCausalLM.from_pretrained(
+                model_dir.path, dtype=wanted, local_files_only=True, trust_remote_code=False, output_loading_info=True
+            )
+    except torch.cuda.OutOfMemoryError as error:
+        raise _no_room(error) from error
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise ModelRefused(f"transformers cannot load it: {error}") from error
+    if missing := sorted(told["missing_keys"]):
+        raise ModelRefused(f"its files lack {len(missing)} of its weights, {missing[0]} among them")
+    if variant.lora is not None:
+        merge_lora(model, variant.lora)
+    try:
+        quantise_linears(model, variant.weights, *_makers(device))
+        return model.eval().to(device)
+    except torch.cuda.OutOfMemoryError as error:
+        raise _no_room(error) from error
+
+
+def _makers(device: torch.device) -> list[Callable[[torch.nn.Linear, Weights], torch.nn.Module]]:
+    """Of quantised layers: on a GPU they are made there one by one, so that only what they become must fit."""
+    if device.type != "cuda":
+        return []
+    from engine.backends.torch.cuda.quantised import gpu_linear
+
+    return [partial(gpu_linear, device=device)]
+
+
+def _no_room(error: torch.cuda.OutOfMemoryError) -> EngineStartError:
+    return EngineStartError("model", f"the GPU has no room for its weights: {error}")
+
+
+def _refuse_by_device(variant: Variant, device: torch.device) -> None:
+    """Raises EngineStartError for weights that are not computed with there."""
+    if variant.weights == "auto":
+        return
+    if device.type == "cuda":
+        from engine.backends.torch.cuda.quantised import check_gpu
+
+        check_gpu(variant.weights, device)
+    elif variant.weights == "fp8":
+        raise EngineStartError("weights", f"fp8 is for GPUs, not for the {device.type.upper()}: int8 is for that")
+
+
+def kv_layout(model: torch.nn.Module, block_tokens: int, kv_dtype: KvDtype = "auto") -> KvLayout:
+    """The shape of this model's KV. Raises ModelRefused, also for what paged attention cannot honour, and
+    EngineStartError where its KV cannot be kept in `kv_dtype`."""
+    layout = _layout_of(model, layers_of(model), block_tokens)
+    return layout if kv_dtype == "auto" else _quantised(layout, kv_dtype)
+
+
+def _quantised(layout: KvLayout, kv_dtype: KvDtype) -> KvLayout:
+    quantised = replace(layout, kept=kv_dtype)
+    if layout.head_dim % 2 or quantised.head_bytes % WORD_BYTES:
+        shape = f"{layout.layers} layers of {layout.block_tokens} tokens x {layout.head_dim}"
+        raise EngineStartError(
+            "kv_dtype", f"{kv_dtype} blocks of {shape} are no multiple of {WORD_BYTES} bytes; larger ones are"
+        )
+    return quantised
+
+
+def whole_layout(model: torch.nn.Module, part: KvLayout, ranks: int) -> KvLayout:
+    """Of the whole block, of which each of so many ranks has `part`. Raises ModelRefused when its plan leaves more than
+    its share on each."""
+    text = model.config.get_text_config()  # type: ignore[union-attr,operator]
+    kv_heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if part.kv_heads * ranks != kv_heads:
+        found = f"{part.kv_heads} of its {kv_heads} KV heads on each of {ranks} ranks"
+        raise ModelRefused(f"its tensor-parallel plan leaves {found}: tensor_parallel must be 1")
+    return replace(part, kv_heads=kv_heads)
+
+
+def _read_config(model_dir: ModelDir) -> Any:
+    try:
+        return AutoConfig.from_pretrained(model_dir.path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if "trust_remote_code" in str(error):
+            raise ModelRefused("it needs code that lies in its directory, which is never run") from error
+        raise ModelRefused(f"unsupported architecture or config: {error}") from error
+
+
+def _refuse_by_config(config: Any) -> None:
+    """What can be told before gigabytes are loaded."""
+    names = ", ".join(config.architectures or [config.model_type])
+    if config.is_encoder_decoder:
+        raise ModelRefused(f"{names} is an encoder-decoder; Tandem serves decoder-only models")
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ModelRefused(f"{names} is not a causal language model of transformers")
+    text = config.get_text_config()
+    if strange := set(getattr(text, "layer_types", None) or ()) - SERVED_LAYER_TYPES:
+        raise ModelRefused(f"{names} has {', '.join(sorted(strange))} layers, whose state is not paged KV")
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = {rope.get("rope_type")} | {part.get("rope_type") for part in rope.values() if isinstance(part, dict)}
+    if strange_rope := kinds & BATCH_DEPENDENT_ROPE:
+        raise ModelRefused(f"{names} uses {strange_rope.pop()} RoPE, whose result depends on the rest of the batch")
+
+
+def _refuse_by_quantisation(config: Any, variant: Variant) -> PackedScheme | None:
+    """How its layers are packed, where this project unpacks them itself. transformers ignores a method that it does not
+    know, and computes with what it finds."""
+    saved = getattr(config, "quantization_config", None)
+    if saved is None:
+        return None
+    settings = saved if isinstance(saved, dict) else saved.to_dict()
+    method = settings.get("quant_method", "a method that config.json does not name")
+    if variant.weights != "auto":
+        raise EngineStartError("weights", f"the model was saved quantised, by {method}; only auto is left")
+    if variant.lora is not None:
+        raise EngineStartError("lora", f"the model was saved quantised, by {method}: nothing can be merged into it")
+    if "quant_method" not in settings or not AutoHfQuantizer.supports_quant_method(settings):
+        raise ModelRefused(f"it was quantised by {method}, which transformers does not know")
+    return packed_scheme(settings)
+
+
+def _layout_of(model: torch.nn.Module, calls: list[Call], block_tokens: int) -> KvLayout:
+    layers = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr,operator]
+    if sorted(call.layer for call in calls) != list(range(layers)):
+        raise ModelRefused(f"only {len(calls)} of its {layers} layers use transformers' attention interface")
+    if len({(call.key.shape, call.value.shape, call.key.dtype) for call in calls}) != 1:
+        raise ModelRefused("its layers differ in KV shape or dtype")
+    key, value = calls[0].key, calls[0].value
+    _, kv_heads, _, head_dim = key.shape
+    if value.shape != key.shape:
+        raise ModelRefused(f"keys have {kv_heads} x {head_dim} and values {value.shape[1]} x {value.shape[3]}")
+    name = str(key.dtype).removeprefix("torch.")
+    if name not in DTYPE_BYTES:
+        raise EngineStartError("dtype", f"KV in {name} is not supported, only {', '.join(DTYPE_BYTES)}")
+    return KvLayout(layers=layers, kv_heads=kv_heads, head_dim=head_dim, block_tokens=block_tokens, dtype=name)

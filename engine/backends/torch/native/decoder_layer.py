@@ -1,0 +1,184 @@
+"""Whole decoder layers of one common kind, computed by the kernels without transformers' Python between them.
+
+The kind is Llama's: a norm, attention with rotary embedding, a residual sum, a norm, a gated MLP, a residual sum. That
+a layer is of it is not told by its name: it is computed both ways, and what is replaced gave the same to the bit.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.backends.torch.attention import PagedAttention, use_attention
+from engine.backends.torch.native.kernels import Kernels
+from engine.backends.torch.native.modules import NativeRmsNorm, PackedGatedMlp, PackedLinear
+from engine.core.core_types import Chunk
+
+log = logging.getLogger(__name__)
+
+LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+HEAD_NORMS = ("q_norm", "k_norm")
+PROBED_POSITIONS = (0, 1, 17)
+"""Of the tokens by which layers are compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What a layer says to its attention besides queries, keys and values."""
+
+    layer: int
+    scaling: float
+    window: int | None
+    softcap: float
+
+
+class Probe(PagedAttention):
+    """Stands in for attention while layers are compared: what it returns depends on every element that it is given."""
+
+    def __init__(self) -> None:
+        self.calls: list[AttentionCall] = []
+
+    def prepare(self, chunks: Sequence[Chunk]) -> None:
+        """There is no pool."""
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float
+    ) -> Tensor:
+        self.calls.append(AttentionCall(layer, scaling, window, softcap))
+        group = query.shape[1] // key.shape[1]
+        weights = torch.tanh(query * key.repeat_interleave(group, 1))
+        return (weights * value.repeat_interleave(group, 1)).transpose(1, 2).contiguous()
+
+
+class NativeDecoderLayer(nn.Module):
+    """Computes a layer `is_of_kind` in place of the hidden states that it is given."""
+
+    def __init__(self, kernels: Kernels, attention: PagedAttention, layer: Any, call: AttentionCall) -> None:
+        super().__init__()
+        mixer = layer.self_attn
+        self._kernels, self._attention, self._call = kernels, attention, call
+        self._before_attention, self._before_mlp = layer.input_layernorm, layer.post_attention_layernorm
+        self._query, self._key, self._value, self._out = (getattr(mixer, name) for name in PROJECTIONS)
+        self._query_norm, self._key_norm = (getattr(mixer, name, None) for name in HEAD_NORMS)
+        self._mlp = layer.mlp
+        self._head_dim: int = mixer.head_dim
+
+    def forward(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor], **others: object) -> Tensor:
+        """`hidden` [1, tokens, width] becomes the layer's output; cos and sin are [1, tokens, head_dim]."""
+        kernels, call = self._kernels, self._call
+        cos, sin = position_embeddings
+        normed = self._before_attention(hidden)
+        query, key = self._heads(self._query, self._query_norm, normed), self._heads(self._key, self._key_norm, normed)
+        value = self._heads(self._value, None, normed)
+        kernels.rotate(query, cos, sin)
+        kernels.rotate(key, cos, sin)
+        seen = self._attention.attend(call.layer, query, key, value, call.scaling, call.window, call.softcap)
+        kernels.add_linear(hidden, seen, self._out.packed, self._out.bias)
+        gated = kernels.gated(self._before_mlp(hidden), self._mlp.gated)
+        kernels.add_linear(hidden, gated, self._mlp.down, None)
+        return hidden
+
+    def _heads(self, linear: PackedLinear, norm: NativeRmsNorm | None, x: Tensor) -> Tensor:
+        """[1, heads, tokens, head_dim]."""
+        heads = self._kernels.linear(x, linear.packed, linear.bias).view(1, x.shape[1], -1, self._head_dim)
+        return (heads if norm is None else norm(heads)).transpose(1, 2)
+
+
+@torch.inference_mode()
+def use_native_layers(model: Any, kernels: Kernels, attention: PagedAttention) -> int:
+    """Replace, in place, the layers that are of the kind; how many. Their parts must have been replaced before.
+
+    The model is left with an attention that computes nothing, for `use_attention` to be called again.
+    """
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    if not isinstance(layers, nn.ModuleList) or not any(map(is_of_kind, layers)):
+        return 0
+    replaced = 0
+    for index, seen in enumerate(_observe(model, layers)):
+        if is_of_kind(layers[index]) and seen.can_be_asked_of(layers[index]):
+            probe = Probe()
+            native = NativeDecoderLayer(kernels, probe, layers[index], seen.calls[0])
+            if seen.is_what(native) and probe.calls == seen.calls:
+                layers[index] = NativeDecoderLayer(kernels, attention, layers[index], seen.calls[0])
+                replaced += 1
+    log.info("CPU kernels compute %d of %d layers as a whole", replaced, len(layers))
+    return replaced
+
+
+def is_of_kind(layer: Any) -> bool:
+    """Its parts are those of the kind, and the kernels'. What it makes of them is another question."""
+    if {name for name, _ in layer.named_children()} != {"self_attn", "mlp", *LAYER_NORMS}:
+        return False
+    names = {name for name, _ in layer.self_attn.named_children()}
+    if names not in ({*PROJECTIONS}, {*PROJECTIONS, *HEAD_NORMS}) or not hasattr(layer.self_attn, "head_dim"):
+        return False
+    norms = [getattr(layer, name) for name in LAYER_NORMS]
+    norms += [getattr(layer.self_attn, name) for name in names & {*HEAD_NORMS}]
+    linears = [getattr(layer.self_attn, name) for name in PROJECTIONS]
+    return (
+        all(type(norm) is NativeRmsNorm for norm in norms)
+        and all(type(linear) is PackedLinear and linear.last_rows is None for linear in linears)
+        and type(layer.mlp) is PackedGatedMlp
+        and layer.mlp.last_rows is None
+    )
+
+
+@dataclass(slots=True)
+class Seen:
+    """One layer's part in a forward of the model."""
+
+    calls: list[AttentionCall] = field(default_factory=list)
+    arguments: tuple[Any, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+    output: Any = None
+
+    def can_be_asked_of(self, layer: Any) -> bool:
+        """It was called as `NativeDecoderLayer.forward` can be."""
+        cos_and_sin = self.options.get("position_embeddings")
+        if len(self.calls) != 1 or len(self.arguments) != 1 or not isinstance(cos_and_sin, tuple):
+            return False
+        hidden, width = self.arguments[0], layer.self_attn.head_dim
+        return len(cos_and_sin) == 2 and all(
+            isinstance(part, Tensor)
+            and part.shape == (1, hidden.shape[1], width)
+            and part.dtype == hidden.dtype
+            and part.is_contiguous()
+            for part in cos_and_sin
+        )
+
+    def is_what(self, native: NativeDecoderLayer) -> bool:
+        """It returns the same to the bit."""
+        output = native(self.arguments[0].clone(), **self.options)
+        return isinstance(self.output, Tensor) and torch.equal(output, self.output)
+
+
+def _observe(model: Any, layers: nn.ModuleList) -> list[Seen]:
+    """What each layer did in a forward of a few tokens."""
+    probe, seen, hooks = Probe(), [Seen() for _ in layers], []
+    use_attention(model, probe)
+
+    def before(_: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], *, layer: Seen) -> None:
+        layer.arguments, layer.options = tuple(map(_copied, arguments)), dict(options)
+        probe.calls = layer.calls
+
+    def after(_: nn.Module, arguments: object, output: Any, *, layer: Seen) -> None:
+        layer.output = _copied(output)
+
+    for module, layer in zip(layers, seen, strict=True):
+        hooks.append(module.register_forward_pre_hook(partial(before, layer=layer), with_kwargs=True))
+        hooks.append(module.register_forward_hook(partial(after, layer=layer)))
+    vocabulary: int = model.config.get_text_config().vocab_size
+    tokens = torch.linspace(1, vocabulary - 1, len(PROBED_POSITIONS)).long()
+    model(input_ids=tokens[None], position_ids=torch.tensor([PROBED_POSITIONS]), use_cache=False, logits_to_keep=1)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,292 @@
+"""Puts the kernels in the place of a model's own linear layers, MLPs and norms.
+
+A module is replaced only where it is seen to do what the kernel does: by its type and, for what is known by its shape
+alone, by comparing both on random input. What is not recognised stays as transformers made it.
+"""
+
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.backends.torch.memory import forget_file_pages
+from engine.backends.torch.native.kernels import TYPES, Kernels, PackedMatrix
+from engine.backends.torch.native.packing import can_pack, is_packable, pack, pack_gated
+from engine.backends.torch.quantised import QuantisedLinear
+
+log = logging.getLogger(__name__)
+
+ROTARY = "apply_rotary_pos_emb"
+"""transformers' name for the rotary embedding of queries and keys, in each model's own module."""
+TOLERANCE = 0.02
+"""Largest difference of a replaced module, relative to its largest output: bfloat16 has 8 bits."""
+
+
+class LastRows:
+    """Which rows of the flattened batch, in order, somebody will read after the last layer's attention; None: all.
+
+    In the last layer only they are computed: the others' keys and values are still needed, what follows is not.
+    """
+
+    def __init__(self) -> None:
+        self.rows: Tensor | None = None
+
+    def only(self, x: Tensor, compute: Callable[[Tensor], Tensor], width: int) -> Tensor:
+        """`compute` on the rows needed of x [1, tokens, k]; [1, tokens, width] with zeros in the others."""
+        if self.rows is None or self.rows.numel() == x.shape[1]:
+            return compute(x)
+        out = x.new_zeros(1, x.shape[1], width)
+        if self.rows.numel():
+            out[:, self.rows] = compute(x[:, self.rows])
+        return out
+
+
+class PackedLinear(nn.Module):
+    """bfloat16 [..., k] to [..., n]."""
+
+    def __init__(self, kernels: Kernels, packed: PackedMatrix, bias: Tensor | None) -> None:
+        super().__init__()
+        self.packed = packed
+        self.bias = bias
+        self.last_rows: LastRows | None = None
+        self._kernels = kernels
+
+    @classmethod
+    def of(cls, kernels: Kernels, linear: nn.Linear | QuantisedLinear) -> "PackedLinear":
+        return cls(kernels, pack(kernels, linear), None if linear.bias is None else linear.bias.data)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.last_rows is not None:
+            return self.last_rows.only(x, self._compute, self.packed.n)
+        return self._compute(x)
+
+    def _compute(self, x: Tensor) -> Tensor:
+        return self._kernels.linear(x.contiguous(), self.packed, self.bias)
+
+
+class PackedEmbedding(nn.Module):
+    """Reads token embeddings from the packed output layer, where the two are one matrix."""
+
+    def __init__(self, kernels: Kernels, packed: PackedMatrix) -> None:
+        super().__init__()
+        self._kernels = kernels
+        self._packed = packed
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        return self._kernels.embed(token_ids.contiguous(), self._packed)
+
+
+class PackedGatedMlp(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, kernels: Kernels, mlp: nn.Module) -> None:
+        super().__init__()
+        gate, up, down = (_linear(mlp, name) for name in ("gate_proj", "up_proj", "down_proj"))
+        self.gated = pack_gated(kernels, gate, up)
+        self.down = pack(kernels, down)
+        self.last_rows: LastRows | None = None
+        self._kernels = kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.last_rows is not None:
+            return self.last_rows.only(x, self._compute, self.down.n)
+        return self._compute(x)
+
+    def _compute(self, x: Tensor) -> Tensor:
+        return self._kernels.linear(self._kernels.gated(x.contiguous(), self.gated), self.down, None)
+
+
+class NativeRmsNorm(nn.Module):
+    """weight * x / rms(x), of the last dimension."""
+
+    def __init__(self, kernels: Kernels, norm: nn.Module) -> None:
+        super().__init__()
+        weight, epsilon = norm.weight, norm.variance_epsilon
+        assert isinstance(weight, Tensor)
+        self._weight, self._epsilon = weight.data, float(epsilon)  # type: ignore[arg-type]
+        self._kernels = kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._kernels.rms_norm(x.contiguous(), self._weight, self._epsilon)
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """What `use_kernels` did."""
+
+    linears: int
+    mlps: int
+    norms: int
+    rotary: bool
+    last_rows: LastRows | None
+    """Set when the last layer computes only what is asked for."""
+
+
+@torch.inference_mode()
+def use_kernels(model: nn.Module, kernels: Kernels) -> Replaced:
+    """Replace what can be replaced, in place; the replaced weights are freed as it goes."""
+    norms = _replace_norms(model, kernels)
+    mlps = linears = 0
+    if kernels.multiplies_bfloat16:
+        mlps = _replace_mlps(model, kernels)
+        linears = _replace_linears(model, kernels)
+    rotary = _replace_rotary(model, kernels)
+    if linears:
+        _leave_file(model)
+    log.info("CPU kernels serve %d linear layers, %d MLPs and %d norms", linears, mlps, norms)
+    if slow := sum(isinstance(module, QuantisedLinear) for module in model.modules()):
+        log.warning("no CPU kernel multiplies %d quantised layers, expect many times slower steps", slow)
+    return Replaced(linears, mlps, norms, rotary, _trim_last_layer(model) if linears else None)
+
+
+def _leave_file(model: nn.Module) -> None:
+    """What was not replaced moves to memory of its own, or it would keep the whole file of weights mapped. Not tensors
+    of other classes, as torchao's: what they are made of is theirs."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        mapped = tensor.data
+        if type(mapped) is not Tensor:
+            continue
+        tensor.data = mapped.clone()
+        forget_file_pages(mapped)
+
+
+def _replace_norms(model: nn.Module, kernels: Kernels) -> int:
+    agrees: dict[type[nn.Module], bool] = {}
+    count = 0
+    for parent, name, module in _children(model):
+        weight = getattr(module, "weight", None)
+        if not (type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")):
+            continue
+        if not isinstance(weight, Tensor) or weight.dtype not in (torch.float32, torch.bfloat16):
+            continue
+        native = NativeRmsNorm(kernels, module)
+        if _same(agrees, module, native, weight.shape[-1], weight.dtype):
+            setattr(parent, name, native)
+            count += 1
+    return count
+
+
+def _replace_mlps(model: nn.Module, kernels: Kernels) -> int:
+    agrees: dict[type[nn.Module], bool] = {}
+    count = 0
+    for parent, name, module in _children(model):
+        if not _is_gated_mlp(module, kernels) or agrees.get(type(module)) is False:
+            continue
+        gate = _linear(module, "gate_proj")
+        native = PackedGatedMlp(kernels, module)
+        if _same(agrees, module, native, gate.in_features, torch.bfloat16):
+            setattr(parent, name, native)
+            count += 1
+    return count
+
+
+def _is_gated_mlp(module: nn.Module, kernels: Kernels) -> bool:
+    names = {name for name, _ in module.named_children()}
+    if not {"gate_proj", "up_proj", "down_proj"} <= names or names - {"gate_proj", "up_proj", "down_proj", "act_fn"}:
+        return False
+    parts = [getattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")]
+    if not all(can_pack(kernels, part) and part.bias is None for part in parts):
+        return False
+    return type(parts[0]) is type(parts[1]) and parts[0].out_features % 32 == 0
+
+
+def _replace_linears(model: nn.Module, kernels: Kernels) -> int:
+    """The output layer last, since the embedding may be the same matrix."""
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    count = 0
+    for parent, name, module in _children(model):
+        if not can_pack(kernels, module):
+            continue
+        assert is_packable(module)
+        native = PackedLinear.of(kernels, module)
+        shares = isinstance(module, nn.Linear) and module.weight is getattr(embedding, "weight", None)
+        if shares and type(embedding) is nn.Embedding and embedding.padding_idx is None:
+            model.set_input_embeddings(PackedEmbedding(kernels, native.packed))  # type: ignore[operator]
+        setattr(parent, name, native)
+        count += 1
+    return count
+
+
+def _replace_rotary(model: nn.Module, kernels: Kernels) -> bool:
+    """The rotary embedding is a function of the module that defines the model's attention."""
+    homes = {type(module).__module__ for module in model.modules() if hasattr(module, "layer_idx")}
+    original = {home: getattr(sys.modules[home], ROTARY, None) for home in homes}
+    if len(homes) != 1 or not callable(function := original[home := homes.pop()]):
+        return False
+    function = getattr(function, "original", function)
+
+    @functools.wraps(function)
+    def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: object, **others: object) -> Any:
+        plain = (
+            q.is_cpu and not args and not others and q.dim() == 4 and q.shape[0] == 1 and cos.shape[-1] == q.shape[-1]
+        )
+        if not plain or q.dtype not in TYPES or cos.dtype != q.dtype or q.stride(-1) != 1 or k.stride(-1) != 1:
+            return function(q, k, cos, sin, *args, **others)
+        cos, sin = cos.contiguous(), sin.contiguous()
+        kernels.rotate(q, cos, sin)
+        kernels.rotate(k, cos, sin)
+        return q, k
+
+    rotary.original = function  # type: ignore[attr-defined]
+    if not _same_rotary(function, rotary):
+        return False
+    setattr(sys.modules[home], ROTARY, rotary)
+    return True
+
+
+def _same_rotary(function: Callable[..., Any], native: Callable[..., Any]) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    q, k, cos, sin = (torch.randn(1, heads, 3, 32, generator=generator) for heads in (4, 2, 1, 1))
+    try:
+        wanted = function(q, k, cos[0], sin[0])
+        got = native(q.clone(), k.clone(), cos[0], sin[0])
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return all(torch.allclose(a, b, atol=1e-5) for a, b in zip(wanted, got, strict=True))
+
+
+def _trim_last_layer(model: nn.Module) -> LastRows | None:
+    """Let the last layer skip rows, if it is seen to change nothing for the others."""
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        return None
+    last_rows = LastRows()
+    trimmed = [
+        module
+        for name, module in layers[-1].named_modules()
+        if isinstance(module, PackedLinear | PackedGatedMlp) and name.rsplit(".")[-1] not in ("k_proj", "v_proj")
+    ]
+    if {type(module) for module in trimmed} != {PackedLinear, PackedGatedMlp}:
+        return None  # a mixture of experts, say: its rows are sorted by expert
+    for module in trimmed:
+        module.last_rows = last_rows
+    return last_rows
+
+
+def _same(
+    agrees: dict[type[nn.Module], bool], module: nn.Module, native: nn.Module, width: int, dtype: torch.dtype
+) -> bool:
+    """Whether both compute the same; asked once for each type."""
+    if type(module) not in agrees:
+        x = torch.randn(1, 5, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+        wanted, got = module(x).float(), native(x).float()
+        agrees[type(module)] = bool((wanted - got).abs().max() <= TOLERANCE * wanted.abs().max())
+        if not agrees[type(module)]:
+            log.info("%s is not what the kernel computes and stays as it is", type(module).__name__)
+    return agrees[type(module)]
+
+
+def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    """(parent, name, child) of every module but the model itself."""
+    return [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
+
+
+def _linear(module: nn.Module, name: str) -> nn.Linear | QuantisedLinear:
+    linear = getattr(module, name)
+    assert is_packable(linear)
+    return linear

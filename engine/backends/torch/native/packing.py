@@ -1,0 +1,41 @@
+"""Which layers the kernels can multiply, and their weights in the kernels' order."""
+
+from typing import TypeGuard
+
+import torch
+from torch import nn
+
+from engine.backends.torch.native.kernels import Kernels, PackedMatrix
+from engine.backends.torch.quantised import QuantisedLinear
+
+
+def is_packable(module: object) -> TypeGuard[nn.Linear | QuantisedLinear]:
+    """A linear layer of whatever dtype; subclasses compute something else."""
+    return type(module) in (nn.Linear, QuantisedLinear)
+
+
+def can_pack(kernels: Kernels, module: object) -> bool:
+    """Exactly a linear layer of bfloat16, saved so or quantised here. One whose weight is a tensor of some other class
+    (torchao's, say) only looks like one."""
+    if not is_packable(module) or module.in_features % 2:
+        return False
+    if isinstance(module, QuantisedLinear):
+        return module.made_here and kernels.multiplies_int8 and module.dtype is torch.bfloat16
+    return type(module.weight) is nn.Parameter and module.weight.dtype is torch.bfloat16
+
+
+def pack(kernels: Kernels, linear: nn.Linear | QuantisedLinear) -> PackedMatrix:
+    """The weights of a layer that `can_pack`, which is not to be used any more."""
+    if isinstance(linear, QuantisedLinear):
+        return (kernels.pack_int4 if linear.grouped else kernels.pack_int8)(linear.values, linear.scales)
+    return kernels.pack(linear.weight.data)
+
+
+def pack_gated(kernels: Kernels, gate: nn.Linear | QuantisedLinear, up: nn.Linear | QuantisedLinear) -> PackedMatrix:
+    """Two layers of one type and size, whose products are taken together; outputs must be a multiple of 32."""
+    if isinstance(gate, QuantisedLinear):
+        assert isinstance(up, QuantisedLinear)
+        pack_both = kernels.pack_gated_int4 if gate.grouped else kernels.pack_gated_int8
+        return pack_both((gate.values, gate.scales), (up.values, up.scales))
+    assert isinstance(up, nn.Linear)
+    return kernels.pack_gated(gate.weight.data, up.weight.data)

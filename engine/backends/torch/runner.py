@@ -1,0 +1,181 @@
+"""The torch engine: a transformers model over a paged KV pool."""
+
+from collections.abc import Sequence as Seq
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.backends.torch.backends import Backend
+from engine.backends.torch.block_bytes import BlockBytes
+from engine.backends.torch.device import Device, choose_device
+from engine.backends.torch.draft import DraftModel
+from engine.backends.torch.fingerprint import TensorFingerprints
+from engine.backends.torch.loader import kv_layout, load_model, whole_layout
+from engine.backends.torch.paged_model import PagedModel
+from engine.backends.torch.ranks import Place, RankGroup
+from engine.backends.torch.sampler import sample_chunks
+from engine.backends.torch.scoring import PromptScorer, wants_scores
+from engine.core.core_types import Chunk, Sampled
+from engine.core.model_runner import ModelInfo, Runner
+from engine.errors import EngineStartError
+from engine.kv.layout import KvLayout
+from engine.model.model_dir import ModelDir
+from engine.model.quantization import AS_SAVED, Variant
+from engine.sampling.grammar import Grammars
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltModel:
+    """A model that was made rather than loaded, where it shall compute. It serves no structured output."""
+
+    model: torch.nn.Module
+    info: ModelInfo
+
+
+class TorchRunner(Runner):
+    """One model on one device. Raises EngineStartError (or ModelRefused) when it cannot serve."""
+
+    def __init__(
+        self,
+        source: Path | BuiltModel,
+        dtype: str,
+        block_tokens: int,
+        kv_bytes: int,
+        backend: Backend = "auto",
+        device: Device = "auto",
+        draft: Path | None = None,
+        variant: Variant = AS_SAVED,
+        place: Place | None = None,
+        pool_in_file: bool = False,
+    ) -> None:
+        """`source` is a model directory; of a built model `dtype` is what it has, and its weights stay as they are.
+        `draft`: the directory of a model that guesses for it. `place`: this is one of several tensor-parallel ranks,
+        with its shard of the model and its part of each KV block; `kv_bytes` are of all of them together.
+        `pool_in_file`: see `belongs_in_file`."""
+        self.device = choose_device(device, place.rank if place is not None else None)
+        group = RankGroup(place, self.device) if place is not None else None
+        self._grammars: Grammars | None = None
+        model_dir: ModelDir | None = None
+        if isinstance(source, BuiltModel):
+            self._model = source.model
+            self.layout = part = kv_layout(self._model, block_tokens, variant.kv_dtype)
+            self.info = source.info
+        else:
+            model_dir = ModelDir.open(source)
+            self._model = load_model(model_dir, dtype, self.device, variant, group)
+            self.layout = part = kv_layout(self._model, block_tokens, variant.kv_dtype)
+            if group is not None:
+                self.layout = whole_layout(self._model, part, group.size)
+            samples = group is None or group.rank == 0
+            self.info = _info_of(model_dir, variant, known=samples)
+            self._grammars = Grammars(model_dir) if samples else None
+        self._part = part
+        num_blocks = kv_bytes // self.layout.block_bytes
+        if num_blocks < 1:
+            raise EngineStartError("kv_memory_mib", f"less than one KV block of {self.layout.block_bytes} bytes")
+        ranks = group.size if group is not None else 1
+        paged = self.paged = PagedModel(
+            self._model, part, self.info, num_blocks, backend, self.device, ranks, pool_in_file
+        )
+        self.pool, self.backend = paged.memory.pool, paged.backend
+        self._blocks = paged.memory.byte_blocks
+        self._device_fingerprints = TensorFingerprints(self._blocks, part.kv_heads) if self._on_gpu else None
+        self._device_bytes = BlockBytes(self._blocks) if self._on_gpu else None
+        self._scorer = PromptScorer(self._model, self.info.vocab_size)
+        self._draft: DraftModel | None = None
+        if draft is not None:
+            self._draft = DraftModel(draft, dtype, paged, model_dir, self.info, variant)
+
+    def bind(self, own_cores: Seq[int], shared_cores: Seq[int]) -> None:
+        """Cores of others only for the kernels, which give work to threads as they become free: torch's operators
+        deal it out in equal parts, and would wait for the thread that gets the least of its core."""
+        if not own_cores:
+            return
+        if self.paged.bind_threads is None:
+            torch.set_num_threads(len(own_cores))
+            return
+        cores = [*own_cores, *shared_cores]
+        torch.set_num_threads(len(cores))  # of teams that this thread begins
+        self.paged.bind_threads(cores)
+
+    @property
+    def pool_layout(self) -> KvLayout:
+        return self._part
+
+    @property
+    def draft_pass_s(self) -> float:
+        return self._draft.pass_s if self._draft is not None else 0.0
+
+    @torch.inference_mode()
+    def execute(self, batch: Seq[Chunk]) -> list[Sampled]:
+        if self._draft is not None:
+            batch = self._draft.guess(batch)
+        scores = wants_scores(batch)
+        with self._scorer.keeping() if scores else nullcontext():
+            logits = self.logits(batch)
+        sampling = [chunk for chunk in batch if chunk.samples]
+        sampled: list[Sampled] = []
+        if sampling:
+            sampled = sample_chunks(logits, sampling, self.info.eos_token_ids, self._grammars, self.paged.argmax)
+        if scores:
+            sampled = self._scorer.score(batch, sampled)
+        if self._on_gpu:  # a step that samples nothing is still computing
+            torch.cuda.current_stream(self.device).synchronize()
+        return sampled
+
+    @torch.inference_mode()
+    def follow(self, batch: Seq[Chunk]) -> None:
+        """As `execute`, of a rank that does not sample: what it says of logits is its part, and read by nobody."""
+        scores = wants_scores(batch)
+        with self._scorer.keeping() if scores else nullcontext():
+            self.logits(batch)
+        if scores:
+            self._scorer.follow(batch)
+        if self._on_gpu:
+            torch.cuda.current_stream(self.device).synchronize()
+
+    @torch.inference_mode()
+    def logits(self, batch: Seq[Chunk]) -> torch.Tensor:
+        """Compute the chunks; the logits of every place of those that sample, in order: [places, vocab]."""
+        return self.paged.logits(batch)
+
+    def fingerprints(self, blocks: Seq[int]) -> NDArray[np.uint64]:
+        """Of one of several ranks: of its part."""
+        if self._device_fingerprints is None:
+            return super().fingerprints(blocks)
+        return self._device_fingerprints.of(blocks)
+
+    def read_blocks(self, blocks: Seq[int]) -> Seq[NDArray[np.uint8]]:
+        return super().read_blocks(blocks) if self._device_bytes is None else self._device_bytes.read(blocks)
+
+    def write_block(self, block: int, content: NDArray[np.uint8]) -> None:
+        if self._device_bytes is None:
+            super().write_block(block, content)
+        else:
+            self._device_bytes.write(block, content)
+
+    def copy_block(self, source: int, target: int) -> None:
+        self._blocks[target] = self._blocks[source]
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+
+def _info_of(model_dir: ModelDir, variant: Variant, known: bool) -> ModelInfo:
+    """With the weights' fingerprint if it is to be `known`: it takes reading them all."""
+    return ModelInfo(
+        weights_fingerprint=variant.fingerprint(model_dir.weights_fingerprint()) if known else b"",
+        vocab_size=model_dir.vocab_size,
+        max_context_tokens=model_dir.max_context_tokens,
+        eos_token_ids=model_dir.eos_token_ids,
+    )
+
+
+def set_threads(threads: int) -> None:
+    """Compute threads of this process."""
+    torch.set_num_threads(threads)

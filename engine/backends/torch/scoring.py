@@ -1,0 +1,111 @@
+"""Log probabilities of prompt tokens: logits of whole chunks, a slice of them at a time.
+
+A step's forward gives the logits of the tokens that are sampled from. For every prompt token as well they would be, at
+a vocabulary of 150,000, 600 KB a token. So the hidden states of the step are kept, and what the model does after its
+layers is done to a few rows of them at a time.
+"""
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.backends.torch.device import staged
+from engine.core.core_types import Chunk, Sampled, TokenLogprobs
+
+SLICE_LOGITS = 1 << 23
+"""Logits at a time, at most: 32 MiB of float32."""
+
+
+def wants_scores(batch: Seq[Chunk]) -> bool:
+    """Some of its prompt tokens' log probabilities were asked for."""
+    return any(len(chunk.scored) > 0 for chunk in batch)
+
+
+def scored_rows(chunk: Chunk, first_row: int) -> range:
+    """The rows of `chunk.scored` in a flattened batch where the chunk begins at `first_row`."""
+    shift = first_row - chunk.start
+    return range(chunk.scored.start + shift, chunk.scored.stop + shift)
+
+
+class PromptScorer:
+    """Scores the prompt tokens of one forward of a causal language model of transformers."""
+
+    def __init__(self, model: nn.Module, vocab_size: int) -> None:
+        self._model = model
+        self._body: Any = model.get_decoder()  # type: ignore[operator]
+        self._slice_rows = max(1, SLICE_LOGITS // vocab_size)
+        self._hidden: Any = None
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """The forward within the block keeps the hidden states that `score` reads."""
+        forward = self._body.forward
+
+        def keep(*args: Any, **options: Any) -> Any:
+            self._hidden = forward(*args, **options)
+            return self._hidden
+
+        with self._replaced(keep):
+            yield
+
+    def score(self, batch: Seq[Chunk], sampled: Seq[Sampled]) -> list[Sampled]:
+        """One for each chunk that `answers`: what was sampled, one for each chunk that `samples`, and the scores."""
+        answers: list[Sampled] = []
+        tokens, first_row = iter(sampled), 0
+        with self._replaced(lambda *args, **options: self._hidden):
+            for chunk in batch:
+                if chunk.answers:
+                    token = next(tokens) if chunk.samples else Sampled(-1)
+                    prompt = tuple(self._score(chunk, scored_rows(chunk, first_row)))
+                    answers.append(replace(token, prompt=prompt))
+                first_row += chunk.num_rows
+        self._hidden = None
+        return answers
+
+    def follow(self, batch: Seq[Chunk]) -> None:
+        """Of a rank that has a part of the output layer: take part in what rank 0 scores."""
+        first_row = 0
+        with self._replaced(lambda *args, **options: self._hidden):
+            for chunk in batch:
+                for _ in self._slices(scored_rows(chunk, first_row)):
+                    pass
+                first_row += chunk.num_rows
+        self._hidden = None
+
+    def _score(self, chunk: Chunk, rows: range) -> Iterator[TokenLogprobs]:
+        sampling = chunk.sequence.sampling
+        num_top = (sampling.prompt_logprobs if sampling is not None else None) or 0
+        following = chunk.sequence.token_ids[chunk.scored.start + 1 : chunk.scored.stop + 1]
+        for first, logits in self._slices(rows):
+            targets = staged(following[first : first + self._slice_rows], torch.long, logits.device)
+            yield from _logprobs(logits, targets, num_top)
+
+    def _slices(self, rows: range) -> Iterator[tuple[int, Tensor]]:
+        """Logits [rows, vocab] of a few rows at a time, and which is the first of them."""
+        device = self._hidden.last_hidden_state.device
+        for first in range(0, len(rows), self._slice_rows):
+            part = staged(list(rows[first : first + self._slice_rows]), torch.long, device)
+            yield first, self._model(input_ids=part[None], use_cache=False, logits_to_keep=part).logits[0]
+
+    @contextmanager
+    def _replaced(self, forward: Callable[..., Any]) -> Iterator[None]:
+        """Let the layers of the model be something else, within the block."""
+        self._body.forward = forward
+        try:
+            yield
+        finally:
+            del self._body.forward
+
+
+def _logprobs(logits: Tensor, targets: Tensor, num_top: int) -> Iterator[TokenLogprobs]:
+    """`logits` [rows, vocab] of the model itself, `targets` [rows] the tokens that came."""
+    logprobs = logits.float().log_softmax(-1)
+    chosen: list[float] = logprobs.gather(-1, targets[:, None])[:, 0].tolist()
+    values, token_ids = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
+    for logprob, top_token_ids, top_logprobs in zip(chosen, token_ids.tolist(), values.tolist(), strict=True):
+        yield TokenLogprobs(logprob, tuple(top_token_ids), tuple(top_logprobs))

@@ -1,0 +1,201 @@
+"""The `sdpa` backend: paged attention by torch's own kernel, on any device. The reference for the others.
+
+The pool [num_blocks, kv_heads, layers, 2, block_tokens, head_dim] is read as rows, one per (block, head, layer, K or
+V), each [block_tokens * head_dim]: gathering whole rows gives keys in the order SDPA wants, and is eight times as
+fast as indexing the strided view of a layer. What a row is made of is known by `kv_rows.py` only.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from engine.backends.torch.attention import PagedAttention
+from engine.backends.torch.kv_rows import kv_rows
+from engine.core.core_types import Chunk
+from engine.kv.layout import KvLayout
+
+
+@dataclass(slots=True)
+class _Span:
+    """One chunk of the flattened batch: tokens [offset, offset + count) are positions [start, end)."""
+
+    offset: int
+    start: int
+    count: int
+    table: Tensor  # [blocks]
+    rows: Tensor  # [1, kv_heads, blocks]: keys of layer 0
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+@dataclass
+class PagedBatch:
+    """Where each token of a flattened batch goes and what it may see. Made once per step, used by every layer."""
+
+    layout: KvLayout
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    prefills: list[_Span] = field(default_factory=list)
+    decodes: list[_Span] = field(default_factory=list)
+    slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
+    """[tokens * kv_heads]: where each token's key goes in layer 0, in units of head_dim."""
+
+    @classmethod
+    def of(cls, layout: KvLayout, chunks: Sequence[Chunk], device: torch.device) -> "PagedBatch":
+        batch, offset, width = cls(layout, device), 0, layout.block_tokens
+        blocks: list[int] = []
+        offsets: list[int] = []
+        for chunk in chunks:
+            end = chunk.start + chunk.num_rows
+            table = torch.tensor(chunk.sequence.blocks[: layout.blocks_for(end)], device=device)
+            span = _Span(offset, chunk.start, chunk.num_rows, table, _rows(layout, table[None]))
+            (batch.decodes if chunk.num_rows == 1 else batch.prefills).append(span)
+            blocks += (chunk.sequence.blocks[position // width] for position in range(chunk.start, end))
+            offsets += (position % width for position in range(chunk.start, end))
+            offset += chunk.num_rows
+        rows = _rows(layout, torch.tensor(blocks, device=device)[:, None])[:, :, 0]  # [tokens, kv_heads]
+        batch.slots = (rows * width + torch.tensor(offsets, device=device)[:, None]).reshape(-1)
+        return batch
+
+    @cached_property
+    def decode_places(self) -> Tensor:
+        """Places of the single-token chunks in the flattened batch, [decodes]."""
+        return torch.tensor([span.offset for span in self.decodes], device=self.device)
+
+    @cached_property
+    def decode_tables(self) -> Tensor:
+        """Their block tables, padded with block 0, [decodes, blocks]."""
+        return torch.nn.utils.rnn.pad_sequence([span.table for span in self.decodes], batch_first=True)
+
+    @cached_property
+    def decode_rows(self) -> Tensor:
+        """Where their keys of layer 0 are, [decodes, kv_heads, blocks]."""
+        return _rows(self.layout, self.decode_tables)
+
+    @cached_property
+    def _masks(self) -> dict[Any, Tensor]:
+        return {}
+
+    def decode_mask(self, window: int | None) -> Tensor:
+        """Which positions each single token sees, [decodes, 1, 1, positions]."""
+        if (mask := self._masks.get(("decode", window))) is None:
+            positions = torch.arange(self.decode_tables.shape[1] * self.layout.block_tokens, device=self.device)
+            own = torch.tensor([span.start for span in self.decodes], device=self.device)[:, None]
+            mask = self._masks[("decode", window)] = _visible(own, positions, window)[:, None, None]
+        return mask
+
+    def prefill_mask(self, span: _Span, window: int | None) -> Tensor:
+        """Which positions each token of a chunk sees, [count, positions]."""
+        if (mask := self._masks.get((span.offset, window))) is None:
+            positions = torch.arange(span.end, device=self.device)
+            mask = self._masks[(span.offset, window)] = _visible(positions[span.start :, None], positions, window)
+        return mask
+
+
+def _visible(own: Tensor, positions: Tensor, window: int | None) -> Tensor:
+    """Causal, and within `window` positions (its own included) where there is one."""
+    mask = positions <= own
+    return mask if window is None else mask & (positions > own - window)
+
+
+class SdpaPagedAttention(PagedAttention):
+    """Over a pool as `KvMemory.tensor`."""
+
+    def __init__(self, pool: Tensor, layout: KvLayout) -> None:
+        self.batch = PagedBatch(layout, pool.device)
+        self._layout = layout
+        self._rows = kv_rows(pool, layout)
+
+    def prepare(self, chunks: Sequence[Chunk]) -> None:
+        self.batch = PagedBatch.of(self._layout, chunks, self.batch.device)
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float
+    ) -> Tensor:
+        batch = self.batch
+        self._write(layer, key, value)
+        out = torch.empty_like(query)
+        for span in batch.prefills:
+            rows = slice(span.offset, span.offset + span.count)
+            out[:, :, rows] = self._prefill(layer, span, query[:, :, rows], scaling, window, softcap)
+        if batch.decodes:
+            places = batch.decode_places
+            out[0, :, places] = self._decode(layer, query[0, :, places], scaling, window, softcap)
+        return out.transpose(1, 2).contiguous()
+
+    def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """New keys and values, [1, kv_heads, tokens, head_dim], into their slots."""
+        slots = self.batch.slots + 2 * layer * self._layout.block_tokens
+        self._rows.write(slots, key[0].transpose(0, 1).reshape(-1, key.shape[-1]))
+        slots = slots + self._layout.block_tokens
+        self._rows.write(slots, value[0].transpose(0, 1).reshape(-1, value.shape[-1]))
+
+    def _gather(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of `rows` [n, kv_heads, blocks], each [n, kv_heads, positions, head_dim]."""
+        n, kv_heads, blocks = rows.shape
+        shape = (n, kv_heads, blocks * self._layout.block_tokens, self._layout.head_dim)
+        flat = rows.reshape(-1) + 2 * layer
+        return self._rows.read(flat).view(shape), self._rows.read(flat + 1).view(shape)
+
+    def _prefill(
+        self,
+        layer: int,
+        span: _Span,
+        query: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float,
+    ) -> Tensor:
+        """`query` is [1, heads, count, head_dim], and so is what returns."""
+        keys, values = self._gather(layer, span.rows)
+        keys, values = keys[:, :, : span.end], values[:, :, : span.end]
+        if softcap:
+            return _softcapped(query, keys, values, self.batch.prefill_mask(span, window), scaling, softcap)
+        sees_all = window is None or span.end <= window
+        if span.start == 0 and sees_all:
+            return scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scaling, enable_gqa=True)
+        mask = self.batch.prefill_mask(span, window)
+        return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=True)
+
+    def _decode(self, layer: int, query: Tensor, scaling: float, window: int | None, softcap: float) -> Tensor:
+        """`query` is [heads, decodes, head_dim], and so is what returns. All single tokens in one call."""
+        heads, count, head_dim = query.shape
+        keys, values = self._gather(layer, self.batch.decode_rows)
+        mask = self.batch.decode_mask(window)
+        # Masking adds to scores, and what lies there may be NaN: of whoever had the block, or, in padding, of another.
+        unseen = ~mask.transpose(2, 3)
+        keys.masked_fill_(unseen, 0)  # copies
+        values.masked_fill_(unseen, 0)
+        # The heads that share a KV head become its query positions, so that no key is repeated.
+        grouped = query.transpose(0, 1).reshape(count, self._layout.kv_heads, -1, head_dim)
+        if softcap:
+            out = _softcapped(grouped, keys, values, mask, scaling, softcap)
+        else:
+            out = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
+        return out.reshape(count, heads, head_dim).transpose(0, 1)
+
+
+def _rows(layout: KvLayout, tables: Tensor) -> Tensor:
+    """Rows of the pool that hold keys of layer 0: [n, blocks] to [n, kv_heads, blocks].
+
+    Keys of layer l are 2 * l rows further on, its values one more.
+    """
+    heads = torch.arange(layout.kv_heads, device=tables.device)[None, :, None]
+    return (tables[:, None, :] * layout.kv_heads + heads) * (layout.layers * 2)
+
+
+def _softcapped(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float, softcap: float) -> Tensor:
+    """Attention whose scores are bent to (-softcap, softcap); SDPA has no such thing."""
+    groups = query.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+    scores = torch.matmul(query, keys.transpose(2, 3)) * scaling
+    scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return torch.matmul(weights, values)

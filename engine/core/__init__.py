@@ -1,0 +1,1 @@
+"""The engine core: scheduling, preemption and the step loop over requests and loans."""

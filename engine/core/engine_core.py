@@ -1,0 +1,331 @@
+"""The engine: one step loop over requests, loans taken and loans given.
+
+Everything is driven from one thread by `handle`, `handle_posted`, and `step` or its two halves; only `post` may be
+called from others. Between the halves the runner computes on a thread of its own while messages go on being handled: a
+handshake does not wait for steps.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
+
+from engine.core.core_types import Chunk, Sampled, Sequence
+from engine.core.load_reports import Reporter, ReportTimes
+from engine.core.model_runner import Runner
+from engine.core.request_manager import RequestDesk
+from engine.core.scheduler import StepBudget, schedule
+from engine.core.uniform_decode import SteadySteps
+from engine.kv.kv_cache_manager import Bookkeeper
+from engine.kv.tiers.tiers import Tiers
+from engine.lending.block_reads import OtherRank, OwnRank
+from engine.lending.borrower_manager import BorrowingDesk, ReadLanded
+from engine.lending.fast_path import EarlyLink, EarlyWords
+from engine.lending.lender_manager import LendingDesk
+from engine.messages import (
+    Audit,
+    Audited,
+    Cancel,
+    FromEngine,
+    Generate,
+    Lend,
+    LendClosed,
+    LendReleased,
+    LoanBlocks,
+    LoanFailed,
+    LoanStarted,
+    Ready,
+    SetBudget,
+    TakeSnapshot,
+    ToEngine,
+)
+from engine.speculation.speculator import Speculator
+from kvtransfer.ranks import BlockPart, join_endpoints
+from kvtransfer.transport import Transport
+
+Input = ToEngine | ReadLanded
+
+
+@dataclass(frozen=True, slots=True)
+class CoreLimits:
+    """What bounds the engine's work."""
+
+    budget: StepBudget
+    max_queued_loans: int = 256
+    reserve_output_tokens: int = 256
+    """Output for which a request is promised blocks when it starts, at most; beyond it takes what is available."""
+    report_interval_s: float = 0.25
+    """Load reports are at most so far apart while the loop turns, and heartbeats with them."""
+    min_report_interval_s: float = 0.02
+    """And at least so far apart, however much changes."""
+    max_step_s: float = 20.0
+    """A step that takes longer counts as hung: the loop, which turns on beside it, stops reporting."""
+    read_silence_s: float = math.inf
+    """A loan whose reads get nowhere for so long is over."""
+
+
+class EngineCore:
+    """Everything but threads and sockets."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        transport: Transport,
+        limits: CoreLimits,
+        emit: Callable[[FromEngine], None],
+        wake: Callable[[], None] = lambda: None,
+        tiers: Tiers | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        speculator: Speculator | None = None,
+        others: Seq[OtherRank] = (),
+        early: EarlyLink | None = None,
+    ) -> None:
+        """`emit` is called from `handle` and `step`, and must not block. `wake` is called by `post`, from whatever
+        thread that runs on: there is something for `handle_posted`. `clock` says the time, in seconds. Without a
+        `speculator` nothing is guessed. `others`: the engine's ranks beside the one whose pool `runner` has, each with
+        as many blocks of the same numbers; `runner` computes on them, too. With them there can be no `tiers`. `early`:
+        to other engines, see `engine/lending/fast_path.py`."""
+        assert not (others and tiers)
+        self._runner = runner
+        self._transport = transport
+        self._limits = limits
+        self._emit = emit
+        self._posted: SimpleQueue[ReadLanded] = SimpleQueue()
+        self._wake = wake
+        self._speculator = speculator
+        self._model_fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
+        self._books = Bookkeeper(runner.pool.num_blocks, runner.layout, runner, tiers, clock=clock)
+        part = BlockPart(runner.layout.block_bytes, 0, 1 + len(others))
+        own = OwnRank(transport, part, runner.part_fingerprints, runner.folding, clock)
+        self._others = others
+        self._early = EarlyWords(early)
+        self._borrowing = BorrowingDesk(
+            self._books, transport.name, emit, self.post, own, self._early, others, limits.read_silence_s
+        )
+        self._lending = LendingDesk(
+            self._books,
+            self._borrowing,
+            self._model_fingerprint,
+            emit,
+            self._early,
+            limits.max_queued_loans,
+            self._next_arrival,
+        )
+        self._requests = RequestDesk(
+            self._books,
+            self._borrowing,
+            self._model_fingerprint,
+            runner.info.eos_token_ids,
+            emit,
+            self._next_arrival,
+            limits.reserve_output_tokens,
+            runner.copy_block,
+        )
+        times = ReportTimes(limits.report_interval_s, limits.min_report_interval_s, limits.max_step_s)
+        self._reports = Reporter(self._books, self._requests, self._lending, times, emit, speculator)
+        self._arrivals = 0
+        self.steady = SteadySteps(
+            self._books, self._requests, self._lending, self._reports, limits.budget, self._take_arrivals
+        )
+
+    def start(self) -> Ready:
+        """Register the pool; what the front announces to the world."""
+        own = self._transport.register(self._runner.pool)
+        endpoint = join_endpoints([own, *(rank.endpoint for rank in self._others)])
+        self._early.lends_from(endpoint)
+        layout, info = self._runner.layout, self._runner.info
+        return Ready(
+            endpoint=endpoint,
+            transport=self._transport.name,
+            model_fingerprint=self._model_fingerprint,
+            block_tokens=layout.block_tokens,
+            block_bytes=layout.block_bytes,
+            kv_heads=layout.kv_heads,
+            num_blocks=self._books.pool.num_blocks,
+            vocab_size=info.vocab_size,
+            max_context_tokens=info.max_context_tokens,
+        )
+
+    def post(self, message: ReadLanded) -> None:
+        """Hand a message to the loop, from any thread."""
+        self._posted.put(message)
+        self._wake()
+
+    def handle_posted(self) -> None:
+        """Handle what other threads posted, and what other engines said early."""
+        self._borrowing.handle_early()
+        while not self._posted.empty():  # only this takes from it
+            self.handle(self._posted.get_nowait())
+
+    @property
+    def busy(self) -> bool:
+        """There is something to compute, and nothing is being computed: do not wait for messages."""
+        return not self._books.in_step and bool(self._runnable() or self._requests.residency.forkable)
+
+    def close(self) -> None:
+        """Stop all transfers; nothing touches the pool afterwards."""
+        self._transport.close()
+        if self._books.tiers is not None:
+            self._books.tiers.close()
+
+    def step(self) -> bool:
+        """Compute one batch and report; False when there was nothing to compute."""
+        batch = self.begin_step()
+        if batch:
+            self.end_step(batch, self._runner.execute(batch))
+        self.report()
+        return bool(batch)
+
+    def begin_step(self) -> list[Chunk]:
+        """What to compute next. Until `end_step`, messages may be handled while the runner executes it: whatever they
+        end, nobody else gets a block that the batch writes into."""
+        if not self._requests.num_requests and not self._lending.num_loans:
+            return []
+        self._requests.residency.begin_step()
+        self._requests.part()
+        self._start_loans()
+        batch = self._batch_with_room()
+        if self._speculator is not None and batch:
+            short = self._requests.residency.short
+            batch = self._speculator.add_guesses(batch, self._books, self._limits.budget.max_tokens, short)
+        now = self._books.clock()
+        self._reports.step_began(now)
+        for chunk in batch:
+            sequence = chunk.sequence
+            self._books.grow(sequence, chunk.end)
+            # Loans have ids of their own, perhaps equal to a request's; who decodes was computed before.
+            if sequence.sampling is not None and not sequence.decoding:
+                self._requests.computing(sequence, now)
+        self._books.begin_step(chunk.sequence for chunk in batch)
+        return batch
+
+    def end_step(self, batch: list[Chunk], sampled: list[Sampled]) -> None:
+        """The runner's answer to `begin_step`."""
+        prompts = [chunk for chunk in batch if not chunk.sequence.decoding]
+        seconds = self._reports.step_ended()
+        if prompts:
+            self._reports.changed = True
+            self._books.rates.computed(sum(chunk.count for chunk in prompts), seconds)
+        elif self._speculator is not None:
+            self._speculator.step_took(batch, sampled, seconds)
+        over = set(self._books.lingering)
+        self._books.end_step()
+        tokens = iter(sampled)
+        num_requests = self._requests.num_requests
+        results = [(chunk, next(tokens) if chunk.answers else None) for chunk in batch]
+        if prompts:  # first tokens leave first: they are waited for, while those of running streams come anyway
+            results.sort(key=lambda result: result[0].sequence.decoding)
+        for chunk, token in results:
+            sequence = chunk.sequence
+            if sequence in over or (sequence.sampling is not None and not self._requests.has(sequence)):
+                continue  # cancelled meanwhile, or another choice of the request failed just now
+            full = self._books.advance(sequence, chunk.count)
+            if sequence.sampling is None:
+                self._lending.computed(sequence, full)
+            elif token is not None:
+                if self._speculator is not None:
+                    self._speculator.heard(chunk, token)
+                self._requests.computed(sequence, token, chunk.samples)
+        self._requests.part()
+        self._reports.changed |= self._requests.num_requests != num_requests
+        self._requests.residency.restart()  # in what the batch gave back: the loop may sleep before the next step
+        self._start_loans()
+
+    def report(self) -> None:
+        """Tell the world what changed, and that the loop turns. A step that hangs silences it."""
+        self._borrowing.give_up_stuck()
+        self._reports.report()
+
+    def handle(self, message: Input) -> None:
+        """One message from the front, or from the transport's thread."""
+        self._reports.changed = True
+        match message:
+            case Generate():
+                self._reports.saw(message.mark)
+                self._requests.admit(message)
+            case Cancel(request_id, choice):
+                self._requests.cancel(request_id, choice)
+            case LoanStarted():
+                self._borrowing.started(message)
+            case LoanBlocks():
+                self._borrowing.announced(message)
+            case LoanFailed():
+                self._borrowing.failed(message)
+            case ReadLanded():
+                self._borrowing.landed(message)
+            case Lend():
+                self._reports.saw(message.mark)
+                self._lending.open(message)
+                self._start_loans()
+            case LendReleased(loan_id, first, count):
+                self._lending.release(loan_id, first, count)
+            case LendClosed(loan_id):
+                self._lending.close(loan_id)
+            case TakeSnapshot():
+                self._reports.send_snapshot()
+            case SetBudget(budget):
+                self._limits = replace(self._limits, budget=budget)
+                self.steady.budget = budget
+            case Audit(audit_id):
+                self._emit(self.audit(audit_id))
+
+    def audit(self, audit_id: int = 0) -> Audited:
+        """Hold the pool's books against everyone who claims a block."""
+        pool, fault = self._books.pool, ""
+        claims = [sequence.blocks for sequence in [*self._requests.sequences, *self._books.lingering]]
+        claims += self._lending.holdings()
+        try:
+            pool.check_integrity(claims)
+            promising = [*self._requests.sequences, *self._lending.started_jobs(), *self._books.lingering]
+            promised = sum(sequence.num_reserved for sequence in promising)
+            assert promised == pool.num_reserved, f"{pool.num_reserved} blocks are promised, {promised} expected"
+        except AssertionError as error:
+            fault = str(error) or "an invariant of the pool does not hold"
+        return Audited(
+            audit_id=audit_id,
+            fault=fault,
+            held_blocks=pool.num_held,
+            reserved_blocks=pool.num_reserved,
+            quarantined_blocks=pool.num_quarantined,
+            sequences=self._requests.num_requests,
+            loans=self._lending.num_loans,
+        )
+
+    # ------------------------------------------------------------------ the loop's parts
+
+    def _start_loans(self) -> None:
+        """Let waiting loans start; whoever waits for room itself, a lender's or its own, lets nobody wait for its own.
+
+        Else two engines, both full of requests that wait for the other's loan, would wait for good. As it is, whoever
+        is waited for waits for nothing but its own steps. And room that a loan takes is not taken back: an engine
+        whose own requests were preempted for want of it gives none away.
+        """
+        if not self._lending.num_waiting:
+            return
+        short = self._requests.residency.short
+        if not short:
+            self._lending.start_waiting()
+        if self._lending.num_waiting and (short or self._borrowing.waits_for_room):
+            self._lending.refuse_waiting("no room now, and requests of this worker wait for room themselves")
+
+    def _batch_with_room(self) -> list[Chunk]:
+        """The batch of the next step, with promises for all its blocks; requests are preempted until there are."""
+        while True:
+            batch = schedule(self._runnable(), self._limits.budget)
+            if self._requests.adopt(batch):
+                continue
+            if self._requests.residency.make_room(batch):
+                return batch
+
+    def _runnable(self) -> list[Sequence]:
+        return self._requests.residency.running + self._lending.jobs()
+
+    def _next_arrival(self) -> int:
+        """One count for requests and loans, arrivals and turns: the scheduler orders them together."""
+        return self._take_arrivals(1)
+
+    def _take_arrivals(self, count: int) -> int:
+        self._arrivals += count
+        return self._arrivals - count + 1

@@ -1,0 +1,135 @@
+"""What an engine tells the world of itself: changes of its cache, and its load as a sign that its loop turns."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.core.request_manager import RequestDesk
+from engine.kv.kv_cache_manager import Bookkeeper
+from engine.kv.kv_stats import POOL, REMOTE
+from engine.lending.lender_manager import LendingDesk
+from engine.messages import CacheChanged, FromEngine, KvUse, Load, PlacementMark, TierUse
+from engine.speculation.speculator import Speculator
+
+
+@dataclass(frozen=True, slots=True)
+class ReportTimes:
+    """When load is reported."""
+
+    interval_s: float
+    """Reports are at most so far apart while the loop turns."""
+    min_interval_s: float
+    """And at least so far apart, however much changes."""
+    max_step_s: float
+    """A step that takes longer counts as hung: nothing is reported any more."""
+
+
+class Reporter:
+    """Driven by the engine's loop; says nothing by itself."""
+
+    def __init__(
+        self,
+        books: Bookkeeper,
+        requests: RequestDesk,
+        lending: LendingDesk,
+        times: ReportTimes,
+        emit: Callable[[FromEngine], None],
+        speculator: Speculator | None = None,
+    ) -> None:
+        self._books = books
+        self._requests = requests
+        self._lending = lending
+        self._times = times
+        self._emit = emit
+        self._speculator = speculator
+        self._cache_sequence = 0
+        self._placements_seen: dict[str, int] = {}
+        self._kv_said: KvUse | None = None
+        self._reported_at = 0.0
+        self._step_began_at = 0.0
+        self._step_count = 0
+        self.changed = True
+        """Load has changed since the last report."""
+
+    def saw(self, mark: PlacementMark) -> None:
+        """The work of this placement is counted from now on."""
+        if mark.router_id:
+            seen = self._placements_seen.get(mark.router_id, 0)
+            self._placements_seen[mark.router_id] = max(seen, mark.sequence)
+
+    def step_began(self, now: float) -> None:
+        self._step_began_at = now
+
+    def step_ended(self) -> float:
+        """How long it took, in seconds."""
+        self._step_count += 1
+        return self._books.clock() - self._step_began_at
+
+    def count_steps(self, count: int) -> None:
+        """So many were made at once."""
+        self._step_count += count
+
+    def due(self, now: float) -> bool:
+        """Load is to be reported at that time."""
+        interval_s = self._times.min_interval_s if self.changed else self._times.interval_s
+        return now - self._reported_at >= interval_s
+
+    def report(self) -> None:
+        """Say what is due. A step that hangs silences it."""
+        self._report_cache()
+        self._report_load()
+
+    def send_snapshot(self) -> None:
+        """The whole prefix cache, for a reader that lost some changes."""
+        self._report_cache()
+        self._emit(CacheChanged(self._cache_sequence, tuple(self._books.cache_snapshot()), snapshot=True))
+
+    def _report_cache(self) -> None:
+        if events := self._books.take_cache_events():
+            self._emit(CacheChanged(self._cache_sequence, tuple(events)))
+            self._cache_sequence += len(events)
+
+    def _report_load(self) -> None:
+        now = self._books.clock()
+        if self._books.in_step and now - self._step_began_at > self._times.max_step_s:
+            return
+        if not self.due(now):
+            return
+        self._reported_at = now
+        self.changed = False
+        residency = self._requests.residency
+        running, preempted = residency.running, residency.preempted
+        prefilling = [s for s in (*running, *self._lending.started_jobs(), *preempted) if not s.decoding]
+        self._emit(
+            Load(
+                step=self._step_count,
+                running=self._requests.num_sequences,
+                loans=self._lending.num_loans,
+                queued_loans=self._lending.num_waiting,
+                queued_prefill_tokens=sum(s.num_remaining for s in prefilling) + self._lending.waiting_tokens(),
+                available_blocks=0 if residency.short else self._books.pool.num_available,
+                num_blocks=self._books.pool.num_blocks,
+                placements_seen=dict(self._placements_seen),
+                decoding=sum(s.decoding for s in running),
+                preempted=len(preempted),
+                preemptions=residency.num_preemptions,
+                guessed=self._speculator.num_guesses if self._speculator else 0,
+                guessed_right=self._speculator.num_right if self._speculator else 0,
+                kv=self._news_of_kv(now),
+            )
+        )
+
+    def _news_of_kv(self, now: float) -> KvUse | None:
+        """None where there is none."""
+        books, counts = self._books, self._books.counts
+        room: dict[str, tuple[int, int]] = {POOL: (books.pool.num_blocks, books.pool.num_filled)}
+        if books.tiers is not None:
+            room |= books.tiers.occupancy
+        tiers = tuple(
+            TierUse(tier, *room.get(tier, (0, 0)), counts.queries.get(tier, 0), counts.hits.get(tier, 0))
+            for tier in (*room, REMOTE)
+        )
+        use = KvUse(tiers, counts.read_bytes, counts.read_s(now), counts.num_mismatched)
+        if use == self._kv_said:
+            return None
+        self._kv_said = use
+        return use

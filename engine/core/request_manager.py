@@ -1,0 +1,318 @@
+"""The requests this engine serves: admitted or rejected at once, borrowing or running, until they finish.
+
+admitted ──no loan──────────────▶ running ──▶ finished
+    └──borrowing──loan is over──────┘ │ ▲
+                                      │ └──blocks for all its tokens──┐
+                                      └──somebody lacks a block──▶ preempted
+(a cancel ends any of them; a request that does not fit now is rejected, never queued: the router waits)
+
+Who is borrowing or running holds blocks, and a promise of those it was admitted with and has not taken yet. Who is
+preempted holds none. It restarts with all its tokens, computes in chunks what the prefix cache has lost of them, and
+goes on after the last one: what it emitted is not emitted again, and what it will emit is what it would have been,
+since sampling is keyed by (seed, choice, position). Victims are chosen where no step runs, at `begin_step`; who they
+are, and who restarts when, stands in `engine/core/preemption.py`.
+
+All of this is of one sequence. A request of several choices is admitted and borrows as one, its lead; then each choice
+runs and finishes by itself (`engine/sampling/parallel_sampling.py`), and the request is over with the last one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.core.core_types import Chunk, FinishReason, Sampled, Sequence
+from engine.core.running_set import Residency
+from engine.kv.block_keys import root_key
+from engine.kv.kv_cache_manager import Bookkeeper
+from engine.kv.kv_stats import POOL
+from engine.lending.borrower_manager import BorrowingDesk, Wanted
+from engine.messages import Failed, FromEngine, Generate, KvAccount, PromptScored, Rejected, Token
+from engine.sampling.beam_search import BeamSearch
+from engine.sampling.parallel_sampling import chains_of, num_blocks_at_most, search_of
+
+
+@dataclass(slots=True)
+class _Request:
+    chains: dict[int, Sequence]
+    """By choice, those that are not over."""
+    account: KvAccount
+    borrowing: bool
+    num_choices: int
+    """Of beams, how many of those found are wanted."""
+    search: BeamSearch | None = None
+    num_preemptions_over: int = 0
+    """Of chains that are over."""
+    num_recomputed_over: int = 0
+
+    @property
+    def is_parted(self) -> bool:
+        """Its chains are forked from each other, now or later."""
+        return self.num_choices > 1 or self.search is not None
+
+    def count_preemptions(self) -> bool:
+        """Bring the account up to date; False when nothing is new."""
+        before = self.account.preemptions
+        chains = self.chains.values()
+        self.account.preemptions = self.num_preemptions_over + sum(s.num_preemptions for s in chains)
+        self.account.recomputed_tokens = self.num_recomputed_over + sum(s.num_recomputed for s in chains)
+        return self.account.preemptions > before
+
+
+class RequestDesk:
+    """Requests by id, and the loans taken for them."""
+
+    def __init__(
+        self,
+        books: Bookkeeper,
+        borrowing: BorrowingDesk,
+        model_fingerprint: bytes,
+        eos_token_ids: frozenset[int],
+        emit: Callable[[FromEngine], None],
+        next_arrival: Callable[[], int],
+        reserve_output_tokens: int,
+        copy_block: Callable[[int, int], None],
+    ) -> None:
+        """`next_arrival` numbers arrivals and turns. `copy_block(source, target)` is called between steps."""
+        self.residency = Residency(books, reserve_output_tokens, next_arrival, copy_block)
+        self._books = books
+        self._borrowing = borrowing
+        self._model_fingerprint = model_fingerprint
+        self._eos_token_ids = eos_token_ids
+        self._emit = emit
+        self._next_arrival = next_arrival
+        self._requests: dict[str, _Request] = {}
+        self._num_parted = 0
+        """Of those."""
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._requests)
+
+    @property
+    def num_sequences(self) -> int:
+        return sum(len(request.chains) for request in self._requests.values())
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Of all requests: who claims which blocks."""
+        return [chain for request in self._requests.values() for chain in request.chains.values()]
+
+    def admit(self, message: Generate) -> None:
+        """Start it with blocks promised for its prompt and some output, or say Rejected."""
+        layout, pool = self._books.layout, self._books.pool
+        root = root_key(self._model_fingerprint, message.cache_salt)
+        search = search_of(message, self._eos_token_ids)
+        chains = chains_of(message, root, search, self._next_arrival)
+        if message.request_id in self._requests:
+            self._reject(message.request_id, "a request of this id is running here", permanent=True)
+            return
+        if not message.prompt or not chains or any(c.num_tokens >= c.max_num_tokens for c in chains):
+            reason = f"nothing to compute: {len(message.prompt)} prompt tokens, {len(message.emitted)} emitted"
+            self._reject(message.request_id, reason, permanent=True)
+            return
+        if (total := num_blocks_at_most(chains, layout)) > pool.num_blocks:
+            tokens = "max_tokens" if len(chains) == 1 else f"{len(chains)} x max_tokens"
+            reason = f"prompt + {tokens} need {total} KV blocks, the pool has {pool.num_blocks}"
+            self._reject(message.request_id, reason, permanent=True)
+            return
+        sequence = chains[0]
+        keys = self._books.usable_keys(sequence)
+        if not self.residency.admit(sequence, keys):
+            needed = self.residency.num_promised_blocks(sequence)
+            reason = f"{needed} KV blocks needed, {pool.num_available} available now"
+            if waiting := len(self.residency.preempted):
+                reason += f", {waiting} preempted requests wait for some"
+            self._reject(message.request_id, reason, permanent=False)
+            return
+        self._books.counts.looked(POOL, len(keys), len(sequence.blocks))
+        account = KvAccount(reused_blocks=len(sequence.blocks), times={"admitted": self._books.clock()})
+        by_choice = {chain.choice: chain for chain in chains}
+        request = _Request(by_choice, account, True, message.sampling.n, search)
+        self._requests[message.request_id] = request
+        self._num_parted += request.is_parted
+        lender = message.lender_computes if message.borrow else None
+        if not self._borrowing.take(Wanted(sequence, keys, lender, account, self)):
+            self.loan_over(sequence, lost_blocks=False)
+
+    def adopt(self, batch: list[Chunk]) -> bool:
+        """Those of the batch that are computed for the first time take what is cached by now: siblings that arrived
+        together compute once. True when the batch is no longer what is to be computed."""
+        adopted = 0
+        for chunk in batch:
+            sequence = chunk.sequence
+            if sequence.sampling is not None and not sequence.decoding and not sequence.num_preemptions:
+                account = self._requests[sequence.request_id].account
+                if "compute_started" not in account.times:
+                    found = self._books.adopt(sequence)
+                    self._books.counts.found(POOL, found)
+                    account.reused_blocks += found
+                    account.computed_blocks -= found
+                    account.computed_tokens -= found * self._books.layout.block_tokens
+                    adopted += found
+        return adopted > 0
+
+    def computing(self, sequence: Sequence, now: float) -> None:
+        """A step begins to compute some of the request's tokens."""
+        self._requests[sequence.request_id].account.times.setdefault("compute_started", now)
+
+    def has(self, sequence: Sequence) -> bool:
+        """It is not over."""
+        request = self._requests.get(sequence.request_id)
+        return request is not None and request.chains.get(sequence.choice) is sequence
+
+    def computed(self, sequence: Sequence, sampled: Sampled, samples: bool) -> None:
+        """What the runner has to say of a sequence's chunk; `samples`: the sequence's next token is among it, and those
+        after it as far as guesses were right. The chunk's own tokens were counted in the books; theirs are here."""
+        if sampled.prompt:
+            sequence.num_scored += len(sampled.prompt)
+            self._emit(PromptScored(sequence.request_id, sampled.prompt))
+        if samples:
+            self._append(sequence, sampled)
+            for following in sampled.following:
+                if not self.has(sequence):
+                    return  # the token before it was the last
+                self._books.advance(sequence, 1)  # of the guess, which is the sequence's last token by now
+                self._append(sequence, following, followed_guess=True)
+
+    def _append(self, sequence: Sequence, sampled: Sampled, followed_guess: bool = False) -> None:
+        """The sequence's next token is known, or what may come next of a beam, or that there can be none."""
+        if sampled.failure is not None:
+            self._emit(Failed(sequence.request_id, sampled.failure))
+            self._finish(sequence.request_id)
+            return
+        request = self._requests[sequence.request_id]
+        account = request.account
+        first = len(sequence.token_ids) == sequence.num_prompt
+        sequence.turn = self._next_arrival()
+        if first:
+            account.times.setdefault("first_token", self._books.clock())
+        news = (sequence.num_preemptions > 0 and request.count_preemptions()) or first
+        if request.search is not None:
+            assert sampled.logprobs is not None
+            request.search.hear(sequence.choice, sampled.logprobs)
+            sequence.heard = True
+            return
+        sequence.token_ids.append(sampled.token_id)
+        finish = self._finish_reason(sequence, sampled.token_id)
+        said = account if news else None
+        token = Token(
+            sequence.request_id,
+            sampled.token_id,
+            sampled.logprobs,
+            said,
+            finish,
+            choice=sequence.choice,
+            guessed=sampled.num_guesses,
+            followed_guess=followed_guess,
+        )
+        self._emit(token)
+        if finish is not None:
+            self._end(request, sequence)
+
+    def part(self) -> None:
+        """Fork what has computed all that it shares, and beams whose candidates are all known. No step is running."""
+        if not self._num_parted:
+            return
+        for lead in self.residency.forkable:
+            siblings, lead.siblings = lead.siblings, []
+            lead.turn = self._next_arrival()
+            self.residency.fork(lead, siblings, lead.fork_at)
+        searches = [r for r in self._requests.values() if r.search is not None and r.search.ready]
+        for request in searches:
+            self._advance(request)
+
+    def cancel(self, request_id: str, choice: int | None = None) -> None:
+        """Nobody wants the rest, or that of one choice, which has got a token already."""
+        if (request := self._requests.get(request_id)) is None:
+            return
+        if choice is None:
+            self._borrowing.cancel(request_id)
+            self._finish(request_id)
+        elif (chain := request.chains.get(choice)) is not None:
+            self._end(request, chain)
+
+    def _advance(self, request: _Request) -> None:
+        """All is known of the beams of a search that decides who goes on."""
+        search, chains = request.search, request.chains
+        assert search is not None
+        moves = search.advance()
+        if search.over:
+            self._deliver(request, search)
+            return
+        for slot in chains.keys() - {move.parent for move in moves}:
+            self.residency.drop(chains[slot])
+            self._books.preempt(chains[slot])
+        for move in moves:  # all forks before any chain grows: who goes on twice does so from where it was
+            if move.slot != move.parent:
+                parent, child = chains[move.parent], chains[move.slot]
+                child.token_ids = [*parent.token_ids, move.token_id]
+                self.residency.fork(parent, [child], parent.num_tokens)
+        for move in moves:
+            chains[move.slot].heard = False
+            if move.slot == move.parent:
+                chains[move.slot].token_ids.append(move.token_id)
+
+    def _deliver(self, request: _Request, search: BeamSearch) -> None:
+        """The best beams, and the request is over."""
+        request_id = next(iter(request.chains.values())).request_id
+        account: KvAccount | None = request.account
+        for rank, found in enumerate(search.found()[: request.num_choices]):
+            *others, last = found.beam.token_ids
+            for token_id in others:
+                self._emit(Token(request_id, token_id, account=account, choice=rank))
+                account = None
+            finish = FinishReason.STOP if found.stopped else FinishReason.LENGTH
+            self._emit(Token(request_id, last, None, account, finish, rank, found.beam.logprob))
+            account = None
+        self._finish(request_id)
+
+    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+        sampling = sequence.sampling
+        assert sampling is not None
+        if token_id in sampling.stop_token_ids:
+            return FinishReason.STOP
+        # With a grammar and ignore_eos the end token is sampled only where no other may follow (see the sampler).
+        if token_id in self._eos_token_ids and (not sampling.ignore_eos or sampling.structured is not None):
+            return FinishReason.STOP
+        if sequence.num_sampled >= sampling.max_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def loan_bound(self, sequence: Sequence, first: int) -> None:
+        """It is computed when the loan is over."""
+
+    def loan_over(self, sequence: Sequence, lost_blocks: bool) -> None:
+        """What is not here now is computed here."""
+        request = self._requests[sequence.request_id]
+        request.borrowing = False
+        if lost_blocks:
+            self._finish(sequence.request_id)
+            reason = "blocks are quarantined for a silent lender and no others are available"
+            self._reject(sequence.request_id, reason, permanent=False)
+        else:
+            self.residency.run(sequence)
+            account = request.account
+            total = self._books.layout.blocks_for(sequence.num_prompt)
+            account.computed_blocks = total - account.reused_blocks - account.restored_blocks - account.moved_blocks
+            account.computed_tokens = sequence.num_prompt - sequence.num_computed
+
+    def _finish(self, request_id: str) -> None:
+        request = self._requests.pop(request_id)
+        self._num_parted -= request.is_parted
+        for chain in request.chains.values():
+            self.residency.drop(chain)
+            self._books.finish(chain)
+
+    def _end(self, request: _Request, chain: Sequence) -> None:
+        """This choice is over, and the request with the last one."""
+        assert not chain.siblings
+        if len(request.chains) == 1:
+            self._finish(chain.request_id)
+            return
+        del request.chains[chain.choice]
+        request.num_preemptions_over += chain.num_preemptions
+        request.num_recomputed_over += chain.num_recomputed
+        self.residency.drop(chain)
+        self._books.finish(chain)
+
+    def _reject(self, request_id: str, reason: str, permanent: bool) -> None:
+        self._emit(Rejected(request_id, reason, permanent))

@@ -1,0 +1,177 @@
+"""Which requests have KV blocks: performs what `engine/core/preemption.py` decides.
+
+A sequence that may be computed is *running* and has blocks for all it has computed. A *preempted* one has none, and
+waits. Whoever is borrowing has blocks and is neither: it comes with `run` when its loan is over. A running one that has
+nothing to compute is about to be forked, or a beam that waits for the others of its search (`engine/sampling/parallel_sampling.py`).
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from engine.core.core_types import Chunk, Sequence
+from engine.core.preemption import admits, next_victim, oldest_of, restart_order
+from engine.kv.block_keys import BlockKey
+from engine.kv.kv_cache_manager import Bookkeeper
+
+
+@dataclass(frozen=True, slots=True)
+class _Lost:
+    """What a preempted sequence had."""
+
+    num_computed: int
+    keys: list[BlockKey]
+    """Of the full blocks that may still be cached when it restarts."""
+
+
+class Residency:
+    """Running and preempted sequences of requests. Never of loans: nobody takes their blocks."""
+
+    def __init__(
+        self,
+        books: Bookkeeper,
+        reserve_output_tokens: int,
+        next_turn: Callable[[], int],
+        copy_block: Callable[[int, int], None],
+    ) -> None:
+        """`reserve_output_tokens`: what is promised beyond the tokens a sequence has when it starts, at most."""
+        self._books = books
+        self._copy_block = copy_block
+        self._reserve_output_tokens = reserve_output_tokens
+        self._next_turn = next_turn
+        self._running: dict[Sequence, None] = {}
+        self._preempted: dict[Sequence, _Lost] = {}
+        self._stalled: Sequence | None = None
+        """The oldest, when it lacks a block and whoever has one cannot be preempted. For one step."""
+        self.num_preemptions = 0
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Those that may be computed."""
+        return [s for s in self._running if s is not self._stalled and s.num_remaining]
+
+    @property
+    def forkable(self) -> list[Sequence]:
+        """Those that have computed all that their siblings wait for."""
+        return [sequence for sequence in self._running if sequence.siblings and not sequence.num_remaining]
+
+    @property
+    def preempted(self) -> list[Sequence]:
+        """Those that wait to be computed anew."""
+        return list(self._preempted)
+
+    @property
+    def short(self) -> bool:
+        """Somebody waits for blocks."""
+        return bool(self._preempted) or self._stalled is not None
+
+    def admit(self, sequence: Sequence, keys: Seq[BlockKey]) -> bool:
+        """Give a new sequence the cached blocks of `keys` and a promise of more, or do nothing and say False."""
+        waiting = [*self._preempted, *([self._stalled] if self._stalled else [])]
+        if waiting and not admits(sequence.priority, waiting, self._oldest()):
+            return False
+        return self._books.start(sequence, keys, self.num_promised_blocks(sequence))
+
+    def num_promised_blocks(self, sequence: Sequence) -> int:
+        """With which a sequence starts or restarts: for the tokens it has, and some of those it may sample; and for
+        those of siblings still to be forked from it, but for the full blocks they will share."""
+        shared = sequence.fork_at // self._books.layout.block_tokens
+        return self._num_own_blocks(sequence) + sum(self._num_own_blocks(s) - shared for s in sequence.siblings)
+
+    def run(self, sequence: Sequence) -> None:
+        """It has its blocks, and may be computed from now on."""
+        sequence.turn = self._next_turn()
+        self._running[sequence] = None
+
+    def fork(self, parent: Sequence, children: Seq[Sequence], num_tokens: int) -> None:
+        """Let `children`, which have nothing, go on from the first `num_tokens` that `parent` has computed. Those that
+        find no room, or whose parent was preempted, wait as preempted ones do. No step may be running."""
+        if parent in self._running:
+            self._books.lower_promise(parent, self._num_own_blocks(parent))
+        num_shared = min(num_tokens, parent.num_computed)  # less when it was preempted and has just restarted
+        for child in children:
+            copies = None
+            if parent in self._running:
+                copies = self._books.fork(parent, child, num_shared, self._num_own_blocks(child))
+            if copies is None:
+                self._preempted[child] = _Lost(0, self._books.usable_keys(child))
+                continue
+            for source, target in copies:
+                self._copy_block(source, target)
+            self.run(child)
+
+    def drop(self, sequence: Sequence) -> None:
+        """It is over; its blocks are the caller's affair."""
+        self._running.pop(sequence, None)
+        self._preempted.pop(sequence, None)
+        if sequence is self._stalled:
+            self._stalled = None
+
+    def restart(self) -> None:
+        """Restart preempted sequences that fit."""
+        if not self._preempted:
+            return
+        for sequence in restart_order(self._preempted, self._oldest()):
+            if not self._try_restart(sequence, self.num_promised_blocks(sequence)):
+                return
+
+    def begin_step(self) -> None:
+        """Restart preempted sequences that fit, and the oldest at the cost of others. No step may be running."""
+        self._stalled = None
+        if not self._preempted:
+            return
+        self.restart()
+        oldest = self._oldest()
+        if oldest in self._preempted:
+            self._rescue(oldest)
+
+    def make_room(self, batch: Seq[Chunk]) -> bool:
+        """Promise all blocks that the batch lacks. False: one sequence had to go, and another batch must be made."""
+        lacking = [self._books.num_lacking(chunk.sequence, chunk.start + chunk.count) for chunk in batch]
+        if not any(lacking):
+            return True
+        if sum(lacking) <= self._books.pool.num_available:
+            for chunk, count in zip(batch, lacking, strict=True):
+                if count:
+                    self._books.extend(chunk.sequence, count)
+            return True
+        oldest = self._oldest()
+        victim = next_victim(self._running, oldest)
+        if victim is not None:
+            self._preempt(victim)
+        else:
+            self._stalled = oldest
+        return False
+
+    def _num_own_blocks(self, sequence: Sequence) -> int:
+        num_tokens = min(sequence.max_num_tokens, sequence.num_tokens + self._reserve_output_tokens)
+        return self._books.layout.blocks_for(num_tokens)
+
+    def _rescue(self, oldest: Sequence) -> None:
+        """Restart the oldest with room for its next token, if that is possible at all."""
+        num_blocks, victims = self._books.layout.blocks_for(oldest.num_tokens + 1), list(self._running)
+        if not self._books.could_start_without(victims, oldest, self._preempted[oldest].keys, num_blocks):
+            return
+        while not self._try_restart(oldest, num_blocks):
+            victim = next_victim(self._running, oldest)
+            assert victim is not None
+            self._preempt(victim)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        del self._running[sequence]
+        self._preempted[sequence] = _Lost(sequence.num_computed, self._books.usable_keys(sequence))
+        self._books.preempt(sequence)
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+
+    def _try_restart(self, sequence: Sequence, num_blocks: int) -> bool:
+        lost = self._preempted[sequence]
+        if not self._books.start(sequence, lost.keys, num_blocks):
+            return False
+        del self._preempted[sequence]
+        sequence.num_recomputed += max(0, lost.num_computed - sequence.num_computed)
+        self.run(sequence)
+        return True
+
+    def _oldest(self) -> Sequence | None:
+        return oldest_of(s for s in [*self._running, *self._preempted] if s.num_remaining and not s.heard)

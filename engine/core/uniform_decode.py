@@ -1,0 +1,92 @@
+"""Runs of decode steps that are all alike, for who models them: many at once, to the same state as one after another.
+
+While every running sequence decodes, all fit one batch, and nobody waits for anything, each step adds a token to each
+sequence and changes nothing else, until one of them fills a block, samples its last token, or a message comes. So a run
+
+    begin(...)  takes the blocks that its first step writes into, as `EngineCore.begin_step` does
+    advance(k)  is k steps, the last of which may fill blocks; none ends a sequence
+
+leaves an engine as k of its own steps do (`tests/unit/test_simulator_runs.py`), if the tokens sampled are known
+before and end nothing. Real engines cannot know that: only the simulator runs this way.
+"""
+
+from collections.abc import Callable
+
+from engine.core.core_types import Sequence
+from engine.core.load_reports import Reporter
+from engine.core.request_manager import RequestDesk
+from engine.core.scheduler import StepBudget
+from engine.kv.kv_cache_manager import Bookkeeper
+from engine.lending.lender_manager import LendingDesk
+
+
+class SteadySteps:
+    """Of one engine."""
+
+    def __init__(
+        self,
+        books: Bookkeeper,
+        requests: RequestDesk,
+        lending: LendingDesk,
+        reports: Reporter,
+        budget: StepBudget,
+        take_turns: Callable[[int], int],
+    ) -> None:
+        """`take_turns(n)` is n of the engine's next arrivals; returns the first."""
+        self._books = books
+        self._requests = requests
+        self._lending = lending
+        self._reports = reports
+        self.budget = budget
+        self._take_turns = take_turns
+        self.sequences: list[Sequence] = []
+        """Of the run, in the order of its batches."""
+
+    def begin(self) -> int:
+        """Of how many steps a run that begins now may be, at most; 0: the next step is none of that kind, and nothing
+        was done."""
+        residency, width = self._requests.residency, self._books.layout.block_tokens
+        sequences = residency.running
+        if not sequences or len(sequences) > self.budget.max_tokens:
+            return 0
+        if self._books.in_step or residency.short or self._lending.num_waiting or self._lending.computes:
+            return 0
+        steps = 1 << 30
+        for sequence in sequences:
+            sampling, computed, num_tokens = sequence.sampling, sequence.num_computed, len(sequence.token_ids)
+            if num_tokens - computed != 1 or num_tokens == sequence.num_prompt or sequence.siblings:
+                return 0
+            assert sampling is not None
+            if sequence.num_preemptions or sampling.n > 1 or sampling.beam is not None:
+                return 0
+            short = computed >= width * len(sequence.blocks)
+            if short and not sequence.num_reserved:
+                return 0
+            steps = min(steps, width - computed % width, sampling.max_tokens - sequence.num_sampled - 1)
+            if steps < 1:
+                return 0
+        sequences.sort(key=lambda sequence: (-sequence.priority, sequence.arrival))
+        for sequence in sequences:
+            self._books.grow(sequence, sequence.num_computed + 1)
+        self.sequences = sequences
+        return steps
+
+    def quiet_until(self, when: float) -> bool:
+        """No report of load is due at `when`."""
+        return not self._reports.due(when)
+
+    def advance(self, steps: int, token_of: Callable[[Sequence], int]) -> None:
+        """So many steps, each of which samples `token_of` every sequence."""
+        width, sequences = self._books.layout.block_tokens, self.sequences
+        first_turn = self._take_turns(steps * len(sequences)) + (steps - 1) * len(sequences)
+        for place, sequence in enumerate(sequences):
+            if (sequence.num_computed + steps) % width == 0:
+                sequence.num_computed += steps - 1
+                sequence.token_ids.extend([token_of(sequence)] * (steps - 1))
+                self._books.advance(sequence, 1)
+                sequence.token_ids.append(token_of(sequence))
+            else:
+                sequence.num_computed += steps
+                sequence.token_ids.extend([token_of(sequence)] * steps)
+            sequence.turn = first_turn + place
+        self._reports.count_steps(steps)

@@ -1,0 +1,1 @@
+"""Resources of the host that engines share: CPU cores and main memory."""

@@ -1,0 +1,253 @@
+"""The block pool: who owns which KV block, and which blocks are cached under which name.
+
+Every block is in exactly one of four states:
+
+    free ──allocate──▶ held ──release──▶ free     (if it has no name)
+      ▲                 │  ▲ ╲
+      │              release acquire ──quarantine──▶ quarantined ──unquarantine──▶ free
+    evict (in allocate) ▼  │
+      └────────────── cached                      (if it has one)
+
+*held* blocks have a reference count; *cached* ones have a name, count zero, and are evicted oldest first.
+*Quarantined* blocks belong to nobody, but a read that cannot be stopped may still write into them.
+
+Capacity is promised before it is used: `reserve(n)` sets n blocks aside, so that a request which started never
+runs out. `free + cached >= reserved` always holds.
+"""
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.kv.block_keys import BlockKey
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """`keys` became cached; the first follows `parent`, each is the parent of the next."""
+
+    parent: BlockKey
+    keys: tuple[BlockKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """`keys` are no longer cached."""
+
+    keys: tuple[BlockKey, ...]
+
+
+CacheEvent = Stored | Removed
+
+
+class Evicted(NamedTuple):
+    """A cached block that is about to be reused."""
+
+    block: int
+    parent: BlockKey
+    key: BlockKey
+
+
+class BlockPool:
+    """Reference counts, prefix cache and reservations over `num_blocks` blocks. Not thread-safe."""
+
+    def __init__(self, num_blocks: int, on_evict: Callable[[list[Evicted]], None] | None = None) -> None:
+        """`on_evict` is called before the blocks are anybody else's."""
+        assert num_blocks > 0
+        self.num_blocks = num_blocks
+        self._on_evict = on_evict
+        self._free: deque[int] = deque(range(num_blocks))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._refs: list[int] = [0] * num_blocks
+        self._quarantined: set[int] = set()
+        self._name_of: dict[int, tuple[BlockKey, BlockKey]] = {}  # block -> (parent, key)
+        self._block_of: dict[BlockKey, int] = {}
+        self._reserved = 0
+        self._events: list[CacheEvent] = []
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that a new `reserve` could promise."""
+        return len(self._free) + len(self._cached) - self._reserved
+
+    @property
+    def num_filled(self) -> int:
+        """Blocks that hold something: all that are not free."""
+        return self.num_blocks - len(self._free)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks with at least one reference."""
+        return self.num_blocks - len(self._free) - len(self._cached) - len(self._quarantined)
+
+    @property
+    def num_reserved(self) -> int:
+        """Blocks promised and not allocated yet."""
+        return self._reserved
+
+    @property
+    def num_quarantined(self) -> int:
+        """Blocks that an unfinished read may still write into."""
+        return len(self._quarantined)
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._block_of
+
+    def match(self, keys: Iterable[BlockKey]) -> list[int]:
+        """Blocks of the longest prefix of `keys` that is here. Takes no reference."""
+        blocks: list[int] = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def reserve_with(self, hits: Sequence[int], num_new: int) -> bool:
+        """Take a reference on each of `hits` and promise `num_new` more blocks, or do nothing and say False."""
+        newly_pinned = sum(1 for block in set(hits) if self._refs[block] == 0)
+        if self.num_available - newly_pinned < num_new:
+            return False
+        self.acquire(hits)
+        self._reserved += num_new
+        return True
+
+    def could_reserve_without(
+        self, holders: Iterable[Sequence[int]], num_promised: int, hits: Sequence[int], num_new: int
+    ) -> bool:
+        """`reserve_with` would succeed, had `holders` been released and a promise of `num_promised` been given back."""
+        dropped = Counter(block for blocks in holders for block in blocks)
+        freed = sum(1 for block, count in dropped.items() if self._refs[block] == count)
+        pinned = sum(1 for block in set(hits) if self._refs[block] == dropped[block])
+        return self.num_available + num_promised + freed - pinned >= num_new
+
+    def unreserve(self, count: int) -> None:
+        """Give back a promise of `count` blocks."""
+        assert 0 <= count <= self._reserved
+        self._reserved -= count
+
+    def allocate(self, count: int) -> list[int]:
+        """Turn `count` promised blocks into held ones with one reference, evicting where nothing is free."""
+        assert 0 <= count <= self._reserved
+        self._reserved -= count
+        num_free = min(count, len(self._free))
+        blocks = [self._free.popleft() for _ in range(num_free)]
+        if num_free < count:
+            blocks += self._evict(count - num_free)
+        for block in blocks:
+            self._refs[block] = 1
+        blocks.sort()  # neighbours in the pool are read as one span
+        return blocks
+
+    def _evict(self, count: int) -> list[int]:
+        """The oldest cached blocks, nameless now."""
+        blocks = [self._cached.popitem(last=False)[0] for _ in range(count)]
+        names = [self._name_of.pop(block) for block in blocks]
+        for _, key in names:
+            del self._block_of[key]
+        if self._on_evict is not None:
+            self._on_evict([Evicted(block, *name) for block, name in zip(blocks, names, strict=True)])
+        self._events.append(Removed(tuple(key for _, key in names)))
+        return blocks
+
+    def acquire(self, blocks: Iterable[int]) -> None:
+        """Add one reference to each block, held or cached."""
+        for block in blocks:
+            if self._refs[block] == 0:
+                del self._cached[block]
+            self._refs[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop one reference from each block of a chain, given from its head.
+
+        Walks from the tail, so that the tail of a chain is evicted before what leads to it.
+        """
+        for block in reversed(blocks):
+            assert self._refs[block] > 0, f"block {block} is not held"
+            self._refs[block] -= 1
+            if self._refs[block] == 0:
+                if block in self._name_of:
+                    self._cached[block] = None
+                else:
+                    self._free.append(block)
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """Make the cached blocks of a chain, given from its head, the last to be evicted, its tail before its head.
+
+        For chains whose references were dropped range by range: left as they are, the head would go first, and
+        what follows it would be cached and never found.
+        """
+        for key in reversed(keys):
+            block = self._block_of.get(key)
+            if block is not None and block in self._cached:
+                self._cached.move_to_end(block)
+
+    def publish(self, parent: BlockKey, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
+        """Name held, full, immutable blocks: a chain that follows `parent`.
+
+        A name that another block has already stays with that one; the newcomer remains private to its holder.
+        """
+        run_parent = parent
+        run: list[BlockKey] = []
+        for key, block in zip(keys, blocks, strict=True):
+            assert self._refs[block] > 0, f"block {block} is not held"
+            if key in self._block_of:
+                self._stored(run_parent, run)
+                run_parent, run = key, []
+            else:
+                self._block_of[key] = block
+                self._name_of[block] = (parent, key)
+                run.append(key)
+            parent = key
+        self._stored(run_parent, run)
+
+    def quarantine(self, blocks: Iterable[int]) -> None:
+        """Set aside unnamed blocks held once: they are nobody's until `unquarantine`."""
+        for block in blocks:
+            assert self._refs[block] == 1
+            assert block not in self._name_of
+            self._refs[block] = 0
+            self._quarantined.add(block)
+
+    def unquarantine(self, blocks: Iterable[int]) -> None:
+        """The read into these blocks is quiet: they are free again."""
+        for block in blocks:
+            self._quarantined.remove(block)
+            self._free.append(block)
+
+    def take_events(self) -> list[CacheEvent]:
+        """Changes of the prefix cache since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def snapshot(self) -> list[CacheEvent]:
+        """The whole prefix cache as events, for a reader that lost some."""
+        return [Stored(parent, (key,)) for parent, key in self._name_of.values()]
+
+    def check_integrity(self, holders: Iterable[Sequence[int]] | None = None) -> None:
+        """Raise AssertionError when the books do not balance.
+
+        With `holders`, the block lists of everyone who claims references, also that they add up to the counts.
+        """
+        free, cached = set(self._free), set(self._cached)
+        held = {block for block, refs in enumerate(self._refs) if refs > 0}
+        states = [free, cached, held, self._quarantined]
+        assert len(free) == len(self._free), "a block is free twice"
+        assert sum(map(len, states)) == self.num_blocks, "a block is in no state, or in two"
+        assert set().union(*states) == set(range(self.num_blocks)), "a block is lost"
+        assert all(refs >= 0 for refs in self._refs)
+        assert 0 <= self._reserved <= len(free) + len(cached), "more is promised than there is"
+        assert cached <= set(self._name_of), "a cached block has no name"
+        assert not set(self._name_of) & (free | self._quarantined), "a free block has a name"
+        assert {block: key for key, block in self._block_of.items()} == {
+            block: key for block, (_, key) in self._name_of.items()
+        }, "names and blocks disagree"
+        if holders is not None:
+            claimed = Counter(block for blocks in holders for block in blocks)
+            counts = {block: refs for block, refs in enumerate(self._refs) if refs}
+            assert claimed == counts, f"claimed {dict(claimed)}, counted {counts}"
+
+    def _stored(self, parent: BlockKey, run: list[BlockKey]) -> None:
+        if run:
+            self._events.append(Stored(parent, tuple(run)))

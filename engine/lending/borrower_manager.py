@@ -1,0 +1,390 @@
+"""Performs what the borrower machines say: the loans this engine takes, from its own tiers and from other workers.
+
+A sequence that lacks blocks asks its sources one after the other: what the tiers below the pool hold of the chain is
+brought back first, and a lender is asked for what is then still missing. Each source is one loan with a machine of its
+own; the sequence may be computed when the last is over, however much they brought.
+"""
+
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from engine.core.core_types import Sequence
+from engine.kv.block_keys import BlockKey
+from engine.kv.kv_cache_manager import Bookkeeper
+from engine.kv.kv_stats import DISK, HOST, REMOTE
+from engine.lending.block_reads import AnyLanding, OwnRank, Progress, Rank
+from engine.lending.borrower import (
+    Abandon,
+    Allocate,
+    Announced,
+    Bind,
+    Borrower,
+    Cancelled,
+    Close,
+    Event,
+    Failed,
+    Landed,
+    Read,
+    Release,
+    Started,
+)
+from engine.lending.fast_path import EarlyWords, Word
+from engine.lending.sources import Lender, LowerTiers, Source
+from engine.messages import FromEngine, KvAccount, LoanBlocks, LoanFailed, LoanStarted
+from kvtransfer.errors import TransferError
+
+LANDING_BYTES = 64 << 20
+"""So much of an announcement is one landing at most. The loop is woken once for it, and when the lender goes in its
+middle, what has come of it is lost."""
+LOOKS_PER_SILENCE = 20
+"""So often within `read_silence_s` loans are looked at for reads that get nowhere."""
+
+
+class LoanOwner(Protocol):
+    """Whose sequence it is."""
+
+    def loan_bound(self, sequence: Sequence, first: int) -> None:
+        """Its chain blocks from `first` to the last it has named came, and were verified."""
+
+    def loan_over(self, sequence: Sequence, lost_blocks: bool) -> None:
+        """It may be computed. `lost_blocks`: no, its chain has holes; it can only be finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a sequence asks for."""
+
+    sequence: Sequence
+    keys: list[BlockKey]
+    """Of its chain up to the last block that may come from elsewhere."""
+    lender_computes: bool | None
+    """None: there is no lender to ask. Else whether it may compute what it lacks."""
+    account: KvAccount
+    owner: LoanOwner
+
+
+@dataclass(slots=True, eq=False)
+class Loan:
+    """One loan: its machine, and the reads that machine has asked for."""
+
+    wanted: Wanted
+    machine: Borrower
+    source: Source
+    landings: dict[int, dict[int, AnyLanding]] = field(default_factory=dict)
+    """By first chain index, then by rank: those that are under way."""
+    quarantined: dict[int, "_Quarantined"] = field(default_factory=dict)
+    """By first chain index: blocks that are nobody's until what is read there is quiet."""
+
+
+@dataclass(slots=True)
+class _Quarantined:
+    blocks: list[int]
+    writing: set[int]
+    """Ranks that still write some of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLanded:
+    """From another thread: all reads of a landing are quiet on one rank."""
+
+    loan: Loan
+    first: int
+    rank: int
+    fingerprints: tuple[bytes, ...] | None
+    peer_gone: bool = False
+
+
+class BorrowingDesk:
+    """Loans by the id of the request, or of the loan given, that they are for: there is one at a time."""
+
+    def __init__(
+        self,
+        books: Bookkeeper,
+        transport_name: str,
+        emit: Callable[[FromEngine], None],
+        post: Callable[[ReadLanded], None],
+        own: OwnRank,
+        early: EarlyWords,
+        others: Seq[Rank] = (),
+        read_silence_s: float = math.inf,
+    ) -> None:
+        """`own` and `others` are the ranks of this engine, that of this process first. `read_silence_s`: from where
+        nothing has come for so long, nothing is expected any more."""
+        self._books = books
+        self._transport_name = transport_name
+        self._emit = emit
+        self._post = post
+        self._own, self._others = own, others
+        self._early = early
+        self._read_silence_s = read_silence_s
+        self._looked_at = 0.0
+        self._below = Progress(books.clock)
+        """Of reads from the tiers."""
+        self._loans: dict[str, Loan] = {}
+        self._landing_blocks = max(1, LANDING_BYTES // books.layout.block_bytes)
+
+    @property
+    def num_loans(self) -> int:
+        return len(self._loans)
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Some lender has not started yet, perhaps because it has no room. One that computes nothing never waits."""
+        return any(
+            loan.machine.opening and isinstance(loan.source, Lender) and loan.source.may_compute
+            for loan in self._loans.values()
+        )
+
+    def take(self, wanted: Wanted) -> bool:
+        """Ask for what the sequence lacks; False when there is nobody to ask. The owner hears when it is over."""
+        loan_id = wanted.sequence.request_id
+        assert loan_id not in self._loans
+        return self._restore(wanted) or self._borrow(wanted)
+
+    def started(self, message: LoanStarted) -> None:
+        self._early.met(message.endpoint)
+        if (found := self._of_lender(message.request_id)) is not None and not self._was_said(*found, message):
+            self._start(*found, message)
+
+    def announced(self, message: LoanBlocks) -> None:
+        if (found := self._of_lender(message.request_id)) is not None and not self._was_said(*found, message):
+            self._announce(*found, message)
+
+    def handle_early(self) -> None:
+        """What lenders said early, where it is what comes next."""
+        for word in self._early.take():
+            if (found := self._of_lender(word.request_id)) is None:
+                continue
+            loan, lender = found
+            match word:
+                case LoanStarted() if loan.machine.opening:
+                    lender.early.append(word)
+                    self._start(loan, lender, word)
+                case LoanBlocks(_, first) if loan.machine.expects(first):
+                    lender.early.append(word)
+                    self._announce(loan, lender, word)
+
+    def _was_said(self, loan: Loan, lender: Lender, message: Word) -> bool:
+        """Early; if it was something else, the loan is over."""
+        if not lender.early:
+            return False
+        if lender.early.popleft() != message:
+            self._handle(loan, Failed("protocol error: the lender said something else early"))
+        return True
+
+    def _start(self, loan: Loan, lender: Lender, message: LoanStarted) -> None:
+        times = loan.wanted.account.times
+        times["loan_started"] = self._books.clock()
+        times["lender_queued_s"] = message.queued_ms / 1e3
+        lender.cached_end = lender.fetched_end = message.cached_end_block
+        try:
+            lender.connect(message.endpoint)
+        except TransferError as error:
+            self._handle(loan, Failed(str(error)))
+            return
+        self._handle(loan, Started(message.end_block))
+
+    def _announce(self, loan: Loan, lender: Lender, message: LoanBlocks) -> None:
+        times = loan.wanted.account.times
+        times.setdefault("first_blocks_ready", self._books.clock())
+        times["last_blocks_ready"] = self._books.clock()
+        if message.fetched:
+            lender.fetched_end = message.first + len(message.block_ids)
+        self._handle(loan, Announced(message.first, message.block_ids, self._split(message.fingerprints)))
+
+    def failed(self, message: LoanFailed) -> None:
+        if (found := self._of_lender(message.request_id)) is not None:
+            self._handle(found[0], Failed(message.reason))
+
+    def cancel(self, loan_id: str) -> None:
+        """Nobody wants it any more. Afterwards its sequence holds no block that may still be written."""
+        if (loan := self._loans.get(loan_id)) is not None:
+            self._handle(loan, Cancelled())
+
+    def landed(self, message: ReadLanded) -> None:
+        loan = message.loan
+        if isinstance(loan.source, Lender):
+            self._books.counts.read_ends(self._books.clock())
+        if message.peer_gone:
+            loan.source.gone()
+        if (quarantined := loan.quarantined.get(message.first)) is not None:
+            quarantined.writing.discard(message.rank)
+            if not quarantined.writing:
+                del loan.quarantined[message.first]
+                self._books.pool.unquarantine(quarantined.blocks)
+        elif (landing := loan.landings.get(message.first)) is not None:
+            del landing[message.rank]
+            if not landing:
+                del loan.landings[message.first]
+            self._handle(loan, Landed(message.first, message.fingerprints, message.rank))
+
+    def give_up_stuck(self) -> None:
+        """End loans whose reads get nowhere though nobody says that the lender is gone: its loop turns, and the way of
+        the bytes, or one of its ranks, does not. What is posted stays quarantined, as ever."""
+        now = self._books.clock()
+        if not self._loans or now - self._looked_at < self._read_silence_s / LOOKS_PER_SILENCE:
+            return
+        self._looked_at = now
+        for loan in list(self._loans.values()):
+            landings = [each for ranks in loan.landings.values() for each in ranks.values()]
+            if max((each.stuck_s() for each in landings), default=0.0) >= self._read_silence_s:
+                self._handle(loan, Failed(f"no read has ended for {self._read_silence_s:g} s"))
+
+    # ------------------------------------------------------------------ the sources in turn
+
+    def _restore(self, wanted: Wanted) -> bool:
+        """From the tiers, if they hold what comes next."""
+        tiers, first = self._books.tiers, len(wanted.sequence.keys)
+        if tiers is None or first >= len(wanted.keys):
+            return False
+        count = self._books.num_restorable(wanted.keys[first:])
+        held = wanted.keys[first : first + count]
+        source = LowerTiers(tiers, held, self._books.write_block, self._own, self._below)
+        self._looked_below(len(wanted.keys) - first, source)
+        if not count:
+            return False
+        loan = self._open(wanted, source, first, first + count)
+        wanted.account.times["restore_started"] = self._books.clock()
+        self._handle(loan, Started(loan.machine.end))
+        self._handle(loan, Announced(first, tuple(range(count)), source.fingerprints()))
+        return True
+
+    def _looked_below(self, num_blocks: int, source: LowerTiers) -> None:
+        """What is there and would take longer to bring back than to compute counts as not found."""
+        in_host, on_disk = source.num_held(HOST), source.num_held(DISK)
+        self._books.counts.looked(HOST, num_blocks, in_host)
+        self._books.counts.looked(DISK, num_blocks - in_host, on_disk)
+
+    def _borrow(self, wanted: Wanted) -> bool:
+        """From the lender, if there is one and something is missing."""
+        sequence = wanted.sequence
+        first = len(sequence.keys)
+        if wanted.lender_computes is None or first >= len(wanted.keys):
+            return False
+        lender = Lender(
+            sequence.request_id,
+            wanted.lender_computes,
+            self._own,
+            self._others,
+            self._books.layout.block_bytes,
+            self._emit,
+        )
+        loan = self._open(wanted, lender, first, len(wanted.keys), may_be_part=not wanted.lender_computes)
+        self._books.counts.looked(REMOTE, len(wanted.keys) - first, 0)
+        wanted.account.times["loan_opened"] = self._books.clock()
+        lender.open(first, loan.machine.end, self._early.expect(sequence.request_id))
+        return True
+
+    def _open(self, wanted: Wanted, source: Source, first: int, end: int, may_be_part: bool = False) -> Loan:
+        ranks = 1 + len(self._others) if isinstance(source, Lender) else 1
+        machine = Borrower(first, end, self._landing_blocks, may_be_part, ranks)
+        loan = self._loans[wanted.sequence.request_id] = Loan(wanted, machine, source)
+        return loan
+
+    def _of_lender(self, loan_id: str) -> tuple[Loan, Lender] | None:
+        """The loan that a message of its lender is about, if it is still that one."""
+        loan = self._loans.get(loan_id)
+        if loan is None or not isinstance(loan.source, Lender):
+            return None
+        return loan, loan.source
+
+    # ------------------------------------------------------------------ what a machine says
+
+    def _handle(self, loan: Loan, event: Event) -> None:
+        sequence, lost_blocks = loan.wanted.sequence, False
+        for action in loan.machine.handle(event):
+            match action:
+                case Allocate(_, end):
+                    self._books.grow(sequence, end * self._books.layout.block_tokens)
+                case Read(first, block_ids):
+                    self._read(loan, first, block_ids)
+                case Bind(first, end, fingerprints):
+                    self._books.bind(sequence, loan.wanted.keys[first:end], fingerprints)
+                    self._count(loan, first, end)
+                    loan.wanted.owner.loan_bound(sequence, first)
+                case Release(first, count):
+                    loan.source.release(first, count)
+                case Abandon():
+                    lost_blocks = not self._abandon(loan, needed=not isinstance(event, Cancelled))
+                case Close(_, mismatched, failure):
+                    self._close(loan, mismatched, failure, lost_blocks, isinstance(event, Cancelled))
+
+    def _read(self, loan: Loan, first: int, block_ids: tuple[int, ...]) -> None:
+        blocks = loan.wanted.sequence.blocks[first : first + len(block_ids)]
+        if isinstance(loan.source, Lender):
+            self._books.counts.reads_begin(1 + len(self._others), self._books.clock())
+        loan.landings[first] = dict(enumerate(loan.source.land(block_ids, blocks, partial(self._quiet, loan, first))))
+
+    def _quiet(
+        self, loan: Loan, first: int, rank: int, fingerprints: tuple[bytes, ...] | None, peer_gone: bool
+    ) -> None:
+        """On whatever thread."""
+        self._post(ReadLanded(loan, first, rank, fingerprints, peer_gone))
+
+    def _abandon(self, loan: Loan, needed: bool) -> bool:
+        """Withdraw reads; False when the sequence lost blocks to a read in flight and has no others for them. A block
+        is in flight while any rank may write its part.
+
+        Only a sequence that goes on is `needed` others: for one that is over they would only evict what is cached.
+        """
+        sequence, lost = loan.wanted.sequence, list[int]()
+        for first, landing in loan.landings.items():
+            writing = {rank: blocks for rank, each in landing.items() if (blocks := each.withdraw())}
+            if writing:
+                unsafe = dict.fromkeys(block for each in writing.values() for block in each)
+                loan.quarantined[first] = _Quarantined(list(unsafe), set(writing))
+                target = sequence.blocks[first : first + self._landing_blocks]
+                lost += [index for index, block in enumerate(target, first) if block in unsafe]
+        loan.landings.clear()
+        return not lost or self._books.quarantine_unbound(sequence, lost, replace=needed)
+
+    def _close(self, loan: Loan, mismatched: int, failure: str, lost_blocks: bool, cancelled: bool) -> None:
+        wanted, account = loan.wanted, loan.wanted.account
+        del self._loans[wanted.sequence.request_id]
+        account.mismatched_blocks += mismatched
+        if isinstance(loan.source, Lender):
+            self._books.counts.num_mismatched += mismatched
+        if failure and not cancelled:
+            if isinstance(loan.source, Lender):
+                account.loan_failure = failure
+            else:
+                account.restore_failure = failure
+            loan.source.spoiled(wanted.keys[loan.machine.bound_end])
+        if isinstance(loan.source, Lender):
+            self._early.forget(wanted.sequence.request_id)
+            account.times["loan_closed"] = self._books.clock()
+            if account.moved_blocks:
+                account.lanes = loan.source.lanes
+        else:
+            account.times["restored"] = self._books.clock()
+            seconds = account.times["restored"] - account.times["restore_started"]
+            self._books.rates.restored(account.restored_blocks * self._books.layout.block_bytes, seconds)
+        loan.source.close()
+        if not cancelled and (lost_blocks or isinstance(loan.source, Lender) or not self._borrow(wanted)):
+            wanted.owner.loan_over(wanted.sequence, lost_blocks)
+
+    def _count(self, loan: Loan, first: int, end: int) -> None:
+        account, count = loan.wanted.account, end - first
+        if not isinstance(loan.source, Lender):
+            account.restored_blocks += count
+            return
+        cached = max(0, min(end, loan.source.cached_end) - first)
+        fetched = max(0, min(end, loan.source.fetched_end) - max(first, loan.source.cached_end))
+        account.moved_blocks += count
+        account.moved_bytes += count * self._books.layout.block_bytes
+        self._books.counts.found(REMOTE, count)
+        self._books.counts.read_bytes += count * self._books.layout.block_bytes
+        account.lender_cached_blocks += cached
+        account.lender_fetched_blocks += fetched
+        account.lender_computed_blocks += count - cached - fetched
+        account.transport = self._transport_name
+        account.times["last_bound"] = self._books.clock()
+
+    def _split(self, fingerprints: bytes) -> tuple[bytes, ...]:
+        """One entry per block."""
+        width = 8 * self._books.layout.kv_heads
+        return tuple(fingerprints[i : i + width] for i in range(0, len(fingerprints), width))

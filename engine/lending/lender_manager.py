@@ -1,0 +1,268 @@
+"""Performs what the lender machines say: the loans this engine gives."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.core.core_types import Sequence
+from engine.kv.block_keys import BlockKey, block_keys, root_key
+from engine.kv.kv_cache_manager import Bookkeeper
+from engine.kv.kv_stats import POOL
+from engine.lending.borrower_manager import BorrowingDesk, Wanted
+from engine.lending.fast_path import EarlyWords
+from engine.lending.lender import (
+    Action,
+    Announce,
+    Closed,
+    Computed,
+    LenderLoan,
+    Lost,
+    Refuse,
+    Released,
+    SendStarting,
+    Start,
+    StopComputing,
+    Unhold,
+)
+from engine.messages import FromEngine, KvAccount, Lend, LendReady, LendRefused, LendStarting
+
+
+@dataclass(slots=True)
+class _Loan:
+    request: Lend
+    machine: LenderLoan
+    arrival: int
+    asked_at: float
+    keys: list[BlockKey]
+    """Of every full block of the request's tokens; taken once, since a waiting loan is tried at every step."""
+    job: Sequence | None = None
+    fetching: bool = False
+    """The job borrows, or restores from a tier, and is not computed meanwhile."""
+
+
+class LendingDesk:
+    """Loans by id. New ones wait, by priority and arrival, for `start_waiting`; nothing is held for them meanwhile.
+    Only those that may compute wait: one that is to lend what is here starts at once or is refused, so that who asks
+    for it waits for nobody's room."""
+
+    def __init__(
+        self,
+        books: Bookkeeper,
+        borrowing: BorrowingDesk,
+        model_fingerprint: bytes,
+        emit: Callable[[FromEngine], None],
+        early: EarlyWords,
+        max_queued: int,
+        next_arrival: Callable[[], int],
+    ) -> None:
+        """`next_arrival` numbers loans and requests alike, arrivals and turns, since the scheduler weighs them against
+        each other."""
+        self._books = books
+        self._borrowing = borrowing
+        self._model_fingerprint = model_fingerprint
+        self._emit = emit
+        self._early = early
+        self._max_queued = max_queued
+        self._loans: dict[str, _Loan] = {}
+        self._waiting: list[str] = []
+        self._next_arrival = next_arrival
+
+    @property
+    def num_loans(self) -> int:
+        return len(self._loans)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def jobs(self) -> list[Sequence]:
+        """Sequences to compute for loans, now."""
+        return [loan.job for loan in self._loans.values() if loan.job is not None and not loan.fetching]
+
+    @property
+    def computes(self) -> bool:
+        """There are `jobs`."""
+        return any(loan.job is not None and not loan.fetching for loan in self._loans.values())
+
+    def started_jobs(self) -> list[Sequence]:
+        """With those that are fetching."""
+        return [loan.job for loan in self._loans.values() if loan.job is not None]
+
+    def holdings(self) -> list[list[int]]:
+        """Block lists the loans hold references on."""
+        held = [loan.machine.held_blocks for loan in self._loans.values()]
+        return held + [job.blocks for job in self.started_jobs()]
+
+    def waiting_tokens(self) -> int:
+        """Tokens that the loans which have not started will compute: each block once, whoever it is for."""
+        missing: set[BlockKey] = set()
+        for loan_id in self._waiting:
+            keys = self._loans[loan_id].keys
+            missing.update(keys[len(self._books.pool.match(keys)) :])
+        for loan in self._loans.values():
+            if loan.job is not None:
+                missing.difference_update(loan.keys)
+        return len(missing) * self._books.layout.block_tokens
+
+    def open(self, request: Lend) -> None:
+        width = self._books.layout.block_tokens
+        num_blocks = len(request.token_ids) // width
+        if request.loan_id in self._loans or not request.first_block < num_blocks:
+            self._refuse(request.loan_id, f"no block wanted in [{request.first_block}, {num_blocks})", bad=True)
+        elif num_blocks > self._books.pool.num_blocks:
+            self._refuse(request.loan_id, f"{num_blocks} blocks in a pool of {self._books.pool.num_blocks}", bad=False)
+        elif request.may_compute and len(self._waiting) >= self._max_queued:
+            self._refuse(request.loan_id, f"{len(self._waiting)} loans wait already", bad=False)
+        else:
+            machine = LenderLoan(request.first_block)
+            loan = _Loan(request, machine, self._next_arrival(), self._books.clock(), self._keys(request))
+            self._loans[request.loan_id] = loan
+            if not request.may_compute:
+                if not self._try_start(loan):
+                    del self._loans[request.loan_id]
+                    self._refuse(request.loan_id, "no room to lend what is cached", bad=False)
+                return
+            self._waiting.append(request.loan_id)
+            self._waiting.sort(key=lambda loan_id: -self._loans[loan_id].request.priority)  # stable: then arrival
+
+    def release(self, loan_id: str, first: int, count: int) -> None:
+        self._perform(loan_id, lambda machine: machine.handle(Released(first, count)))
+
+    def close(self, loan_id: str) -> None:
+        self._perform(loan_id, lambda machine: machine.handle(Closed()))
+
+    def computed(self, job: Sequence, blocks: list[int]) -> None:
+        """A job computed `blocks`, the next of its chain."""
+        self._announce(job, blocks, fetched=False)
+        loan = self._loans.get(job.request_id)
+        if loan is not None and loan.job is not None and loan.job.num_remaining == 0:
+            self._stop_job(loan)
+
+    def loan_bound(self, sequence: Sequence, first: int) -> None:
+        """Blocks of a job came from elsewhere: they are lent on at once."""
+        self._announce(sequence, sequence.blocks[first : len(sequence.keys)], fetched=True)
+
+    def loan_over(self, sequence: Sequence, lost_blocks: bool) -> None:
+        """The job computes what nobody else had."""
+        loan = self._loans[sequence.request_id]
+        loan.fetching = False
+        if lost_blocks:
+            self._lose(loan, "blocks are quarantined for a silent source and no others are available")
+        elif sequence.num_remaining == 0:
+            self._stop_job(loan)
+        elif not loan.request.may_compute:
+            self._lose(loan, "what a lower tier held could not be brought back")
+
+    def _lose(self, loan: _Loan, reason: str) -> None:
+        self._perform(loan.request.loan_id, lambda machine: machine.handle(Lost(reason)))
+
+    def _announce(self, job: Sequence, blocks: list[int], fetched: bool) -> None:
+        """Blocks before the wanted range are not announced."""
+        loan_id = job.request_id
+        first_new = len(job.keys) - len(blocks)
+        skipped = max(0, self._loans[loan_id].request.first_block - first_new)
+        announced = tuple(blocks[skipped:])
+        if announced:
+            self._perform(loan_id, lambda machine: machine.handle(Computed(announced, fetched)))
+
+    def start_waiting(self) -> None:
+        """Start loans in order while they fit; the first that does not keeps its turn.
+
+        A loan whose next missing block is being computed for another waits for it and lets others pass, so that a
+        burst of siblings computes what they share once.
+        """
+        for loan in [self._loans[loan_id] for loan_id in self._waiting]:
+            if self._waits_for_sibling(loan):
+                continue
+            if not self._try_start(loan):
+                return
+            self._waiting.remove(loan.request.loan_id)
+
+    def _waits_for_sibling(self, loan: _Loan) -> bool:
+        computing = [(other.job, other.keys) for other in self._loans.values() if other.job is not None]
+        if not computing:
+            return False
+        num_cached = len(self._books.pool.match(loan.keys))
+        if num_cached == len(loan.keys):
+            return False
+        missing = loan.keys[num_cached]
+        # A key names its whole chain, so it stands at the same place in every chain that has it.
+        return any(len(job.keys) <= num_cached < len(keys) and keys[num_cached] == missing for job, keys in computing)
+
+    def refuse_waiting(self, reason: str) -> None:
+        """Nobody waits any longer."""
+        for loan_id in self._waiting:
+            del self._loans[loan_id]
+            self._refuse(loan_id, reason, bad=False)
+        self._waiting.clear()
+
+    def _try_start(self, loan: _Loan) -> bool:
+        request, width, keys = loan.request, self._books.layout.block_tokens, loan.keys
+        if not request.may_compute:
+            num_cached = len(self._books.pool.match(keys))
+            keys = keys[: num_cached + self._books.num_restorable(keys[num_cached:])]
+        end = max(len(keys), request.first_block)
+        job = Sequence(
+            request_id=request.loan_id,
+            token_ids=list(request.token_ids[: len(keys) * width]),
+            num_prompt=len(keys) * width,
+            root=self._root(request),
+            sampling=None,
+            priority=request.priority,
+            arrival=loan.arrival,
+            turn=self._next_arrival(),
+        )
+        if not self._books.start(job, keys, len(keys)):
+            return False
+        self._books.counts.looked(POOL, len(loan.keys), len(job.blocks))
+        loan.job, loan.fetching = job, True
+        cached = tuple(job.blocks[request.first_block :])
+        self._perform(request.loan_id, lambda machine: machine.handle(Start(cached, end)))
+        wanted = Wanted(job, keys, False if request.borrow else None, KvAccount(), self)
+        if loan.job is not None and not self._borrowing.take(wanted):
+            self.loan_over(job, lost_blocks=False)
+        return True
+
+    def _perform(self, loan_id: str, handle: Callable[[LenderLoan], list[Action]]) -> None:
+        loan = self._loans.get(loan_id)
+        if loan is None:
+            return
+        for action in handle(loan.machine):
+            match action:
+                case SendStarting(end, cached_end):
+                    queued_ms = (self._books.clock() - loan.asked_at) * 1e3
+                    self._say(loan, LendStarting(loan_id, end, cached_end, queued_ms))
+                case Announce(first, block_ids, fetched):
+                    self._books.pool.acquire(block_ids)
+                    fingerprints = self._books.fingerprints_of(block_ids)
+                    self._say(loan, LendReady(loan_id, first, block_ids, fingerprints, fetched))
+                case Unhold(block_ids):
+                    self._books.pool.release(block_ids)
+                case StopComputing():
+                    self._stop_job(loan)
+                case Refuse(reason, bad_request):
+                    self._emit(LendRefused(loan_id, reason, bad_request))
+        if loan.machine.done:
+            del self._loans[loan_id]
+            if loan_id in self._waiting:
+                self._waiting.remove(loan_id)
+            else:
+                self._books.pool.touch(loan.keys)
+
+    def _say(self, loan: _Loan, message: LendStarting | LendReady) -> None:
+        self._early.tell(loan.request.early, message)
+        self._emit(message)
+
+    def _root(self, request: Lend) -> BlockKey:
+        return root_key(self._model_fingerprint, request.cache_salt)
+
+    def _keys(self, request: Lend) -> list[BlockKey]:
+        return block_keys(self._root(request), request.token_ids, self._books.layout.block_tokens)
+
+    def _stop_job(self, loan: _Loan) -> None:
+        if loan.job is not None:
+            self._borrowing.cancel(loan.job.request_id)
+            self._books.finish(loan.job)
+            loan.job = None
+
+    def _refuse(self, loan_id: str, reason: str, bad: bool) -> None:
+        self._emit(LendRefused(loan_id, reason, bad_request=bad))

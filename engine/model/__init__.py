@@ -1,0 +1,1 @@
+"""Facts about a model directory that need no torch: files, tokenizer and quantization."""

@@ -1,0 +1,62 @@
+"""Puts an engine together as a worker's configuration says, wherever it is to run."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from engine.config import WorkerConfig
+from engine.core.engine_core import CoreLimits, EngineCore
+from engine.core.model_runner import Runner
+from engine.core.scheduler import StepBudget
+from engine.kv.layout import KvLayout
+from engine.kv.tiers.tiers import TierConfig, Tiers
+from engine.lending.block_reads import OtherRank
+from engine.lending.fast_path import EarlyLink
+from engine.messages import FromEngine
+from engine.process.spec import EngineSpec
+from engine.speculation.speculator import NGRAM, DraftSource, NgramSource, Speculator
+from kvtransfer.transport import Transport
+
+IDLE_TURN_S = 0.25
+"""An engine's loop turns at least so often, which is what makes its load reports heartbeats."""
+
+
+def open_core(
+    spec: EngineSpec,
+    runner: Runner,
+    transport: Transport,
+    emit: Callable[[FromEngine], None],
+    wake: Callable[[], None] = lambda: None,
+    others: Sequence[OtherRank] = (),
+    early: EarlyLink | None = None,
+) -> EngineCore:
+    """`others`: ranks beside the one that this process is. `early`: to other engines. Raises EngineStartError."""
+    config = spec.config
+    limits = CoreLimits(
+        StepBudget(config.max_batch_tokens, config.prefill_chunk(spec.role)),
+        max_queued_loans=config.max_queued_loans,
+        reserve_output_tokens=config.reserve_output_tokens,
+        read_silence_s=config.peer_silence_s,
+    )
+    fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
+    tiers = _open_tiers(config, runner.layout, fingerprint)
+    speculator = _open_speculator(spec, runner)
+    return EngineCore(runner, transport, limits, emit, wake, tiers, speculator=speculator, others=others, early=early)
+
+
+def draft_of(spec: EngineSpec) -> Path | None:
+    """The draft model's directory, where there is to be one."""
+    chosen = spec.config.speculates(spec.role)
+    return None if chosen in ("off", NGRAM) else Path(chosen)
+
+
+def _open_speculator(spec: EngineSpec, runner: Runner) -> Speculator | None:
+    if (chosen := spec.config.speculates(spec.role)) == "off":
+        return None
+    return Speculator(NgramSource() if chosen == NGRAM else DraftSource(runner), spec.config.speculation_tokens)
+
+
+def _open_tiers(config: WorkerConfig, layout: KvLayout, model_fingerprint: bytes) -> Tiers | None:
+    if not config.kv_host_memory_mib and config.kv_disk_dir is None:
+        return None
+    tiers = TierConfig(config.kv_host_memory_mib << 20, config.kv_disk_dir, config.kv_disk_mib << 20)
+    return Tiers(tiers, layout.block_bytes, layout.kv_heads, model_fingerprint)

@@ -1,0 +1,82 @@
+"""An engine in a process of its own, as its front sees it: starts it, talks with it, ends it."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from engine.messages import ToEngine
+from engine.process.engine_client import EngineHost, EngineListener
+from engine.process.message_socket import MessageLink
+from engine.process.spec import EngineSpec
+
+log = logging.getLogger(__name__)
+
+
+class ChildEngine(EngineHost):
+    """`engine/process/engine_process.py`, at the other end of a socket."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+
+    def start(self, listener: EngineListener) -> None:
+        self._listener = listener
+        self._loop = asyncio.get_running_loop()
+        own, other = socket.socketpair()
+        self._link = MessageLink(own)
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "cluster.launch", "engine.process.engine_process", str(other.fileno())],
+                pass_fds=[other.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            )
+        self._loop.add_reader(self._link.fileno(), self._on_readable)
+        self._transmit(self._spec)
+
+    def send(self, messages: Sequence[ToEngine]) -> None:
+        self._transmit(messages)
+
+    async def stop(self) -> None:
+        """Orderly first, by force after 5 s."""
+        with contextlib.suppress(OSError):
+            self._link.shut_down_sending()
+        try:
+            await asyncio.to_thread(self._process.wait, 5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+
+    def _transmit(self, message: object) -> None:
+        try:
+            self._link.send(message)
+        except OSError:
+            log.info("the engine is gone")  # reading says so too, and that tells everyone
+            return
+        if self._link.has_unsent:
+            self._loop.add_writer(self._link.fileno(), self._on_writable)
+
+    def _on_writable(self) -> None:
+        with contextlib.suppress(OSError):
+            self._link.flush()
+        if not self._link.has_unsent:
+            self._loop.remove_writer(self._link.fileno())
+
+    def _on_readable(self) -> None:
+        try:
+            batches = self._link.receive()
+        except EOFError:
+            self._loop.remove_reader(self._link.fileno())
+            self._loop.remove_writer(self._link.fileno())
+            self._ending = asyncio.ensure_future(self._await_death())
+            return
+        for batch in batches:
+            self._listener.heard(batch)
+
+    async def _await_death(self) -> None:
+        code = await asyncio.to_thread(self._process.wait)
+        self._listener.ended(f"its process ended with code {code}")

@@ -1,0 +1,240 @@
+"""The engine's own process: `python -m cluster.launch engine.process.engine_process FD`.
+
+One loop on the main thread: what arrived, what was computed, what to compute next, what is to be said. It never waits
+for a slow front (see `message_socket.py`). The runner computes on a second thread, so that handshakes do not wait for steps.
+It dies with its front: by the closed socket, or at once by the kernel when the front is killed. Of an engine of several
+tensor-parallel ranks it is rank 0; the others are its children, see `engine/tensor_parallel/ranks.py`.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+
+from cluster.garbage_collection import spare_the_started
+from cluster.logs import set_up
+from engine.core.core_types import Chunk, Sampled
+from engine.core.engine_core import EngineCore
+from engine.core.model_runner import Runner
+from engine.errors import EngineStartError, RankLost
+from engine.host.core_allocation import LOOK_EVERY_S, Neighbours
+from engine.host.memory import belongs_in_file
+from engine.messages import FromEngine, StartFailed, ToEngine
+from engine.process.assembly import IDLE_TURN_S, draft_of, open_core
+from engine.process.fast_path_socket import open_early_socket
+from engine.process.message_socket import LinkWaiter, MessageLink
+from engine.process.runners import find_neighbours, open_sim_runner, open_torch_runner
+from engine.process.spec import EngineSpec, RankSpec
+from engine.process.start_up import become_child, own_transport, prepare
+from engine.tensor_parallel.ranks import Ranks
+from engine.tensor_parallel.runner import ParallelRunner
+from kvtransfer.errors import TransportUnavailable
+
+log = logging.getLogger(__name__)
+
+JOIN_POLL_S = 0.02
+
+
+class _Front:
+    """The front as the engine sees it: what is said in one turn of the loop leaves together."""
+
+    def __init__(self, link: MessageLink) -> None:
+        self._link = link
+        self._waiter = LinkWaiter(link)
+        self._said: list[FromEngine] = []
+        self.wake = self._waiter.wake
+        self.watch = self._waiter.watch
+
+    def say(self, message: FromEngine) -> None:
+        self._said.append(message)
+
+    def send(self) -> None:
+        if self._said:
+            said, self._said = self._said, []
+            self._link.send(said)
+
+    def listen(self, timeout_s: float) -> list[ToEngine]:
+        """What has arrived after at most `timeout_s`, in order. Raises EOFError when the front is gone."""
+        if timeout_s or self._link.has_unsent:
+            self._waiter.wait(timeout_s)
+        return [message for batch in self._link.receive() for message in batch]
+
+    def finish(self, timeout_s: float = 5.0) -> None:
+        """Send what is left, for as long as the front takes it."""
+        self.send()
+        give_up_at = time.monotonic() + timeout_s
+        while self._link.has_unsent and time.monotonic() < give_up_at:
+            self._waiter.wait(0.1)
+
+
+def main() -> None:
+    """Serve the front at the other end of the socket whose descriptor is the argument."""
+    become_child()
+    link = MessageLink(socket.socket(fileno=int(sys.argv[1])))
+    spec = _receive_spec(link)
+    front = _Front(link)
+    ranks: Ranks | None = None
+    set_up(spec.role, f"{spec.worker_id}/engine", spec.config)
+    try:
+        spec.config.refuse_parallel(spec.role)
+        if spec.config.tensor_parallel > 1:
+            ranks = Ranks(spec, front.wake)  # before this one has stepped back, which they would inherit
+        prepare(spec.config.of_rank(0))
+        core, computer = _start(spec, front, ranks)
+    except (EngineStartError, TransportUnavailable, RankLost) as error:
+        front.say(StartFailed(str(error) if isinstance(error, EngineStartError) else _start_failure(error)))
+        front.finish()
+        _leave(ranks)
+        return
+    spare_the_started()
+    try:
+        _loop(core, computer, front, ranks)
+    except (EOFError, ConnectionError):
+        pass  # the front is gone, by its own end or by ours: either way there is nobody left to serve
+    except Exception as error:
+        if ranks is None:
+            raise
+        log.error("the engine cannot go on: %s", error)  # the rank that is lost, or the sum that failed for want of it
+        os._exit(1)  # the thread that computes may wait in such a sum for good; the other ranks die with this one
+    computer.stop()
+    core.close()
+    _leave(ranks)
+
+
+def _start_failure(error: TransportUnavailable | RankLost) -> str:
+    field = "tensor_parallel" if isinstance(error, RankLost) else "transport"
+    return f"{field}: {error}"
+
+
+def _leave(ranks: Ranks | None) -> None:
+    """The last there is to do. With ranks the thread that computes may be in the middle of meeting them, for good."""
+    if ranks is not None:
+        ranks.close()
+        os._exit(0)
+
+
+class _Computer:
+    """A thread on which the runner is made, bound to its cores and used, one batch at a time.
+
+    All of it on one thread: OpenMP keeps a team of threads for each thread that ever computed, and once there are more
+    of them than cores they stop waiting actively: steps took nearly twice as long.
+    """
+
+    def __init__(self, spec: EngineSpec, ranks: Ranks | None, wake: Callable[[], None]) -> None:
+        self._spec = spec
+        self._ranks = ranks
+        self._wake = wake
+        self._made: Future[Runner] = Future()
+        self._batches: SimpleQueue[list[Chunk] | None] = SimpleQueue()
+        self._result: tuple[list[Chunk], list[Sampled] | BaseException] | None = None
+        self.running = False
+        self._thread = threading.Thread(target=self._run, name="engine-compute", daemon=True)
+        self._thread.start()
+
+    def runner(self) -> Runner:
+        """Waits until the model is loaded, on all ranks. Raises EngineStartError or RankLost."""
+        while self._ranks is not None and not (self._ranks.all_joined() and self._made.done()):
+            if self._made.done() and self._made.exception() is not None:
+                break
+            time.sleep(JOIN_POLL_S)
+        return self._made.result()
+
+    def start(self, batch: list[Chunk]) -> None:
+        assert not self.running
+        self.running = True
+        self._batches.put(batch)
+
+    def take(self) -> tuple[list[Chunk], list[Sampled]] | None:
+        """The batch that was started and what it sampled; None while it runs. Raises what the runner raised."""
+        if self._result is None:
+            return None
+        (batch, sampled), self._result, self.running = self._result, None, False
+        if isinstance(sampled, BaseException):
+            raise sampled
+        return batch, sampled
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """After the batch that runs, if that is over in time: an interpreter that ends under it would crash."""
+        self._batches.put(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            neighbours = find_neighbours(self._spec.config, self._spec.role)
+            runner = _make_runner(self._spec, self._ranks, neighbours)
+        except BaseException as error:
+            self._made.set_exception(error)
+            return
+        self._made.set_result(runner)
+        while (batch := self._next(runner, neighbours)) is not None:
+            try:
+                self._result = batch, runner.execute(batch)
+            except BaseException as error:
+                self._result = batch, error
+            self._wake()
+
+    def _next(self, runner: Runner, neighbours: Neighbours | None) -> list[Chunk] | None:
+        """The batch that is to be computed now, on the cores that other engines leave to this one; None: no more."""
+        while neighbours is not None:
+            if (share := neighbours.settle()) is not None:
+                runner.bind(share.own, share.shared)
+            with contextlib.suppress(Empty):
+                return self._batches.get(timeout=LOOK_EVERY_S)
+        return self._batches.get()
+
+
+def _loop(core: EngineCore, computer: _Computer, front: _Front, ranks: Ranks | None) -> None:
+    while True:
+        if ranks is not None:
+            ranks.check()
+        for message in front.listen(0.0 if core.busy else IDLE_TURN_S):
+            core.handle(message)
+        core.handle_posted()
+        if (computed := computer.take()) is not None:
+            core.end_step(*computed)  # what it says waits until the next step has begun
+        else:
+            front.send()  # somebody waits for an answer
+        if not computer.running and (batch := core.begin_step()):
+            computer.start(batch)
+        if ranks is None or not ranks.silent:
+            core.report()
+        front.send()
+
+
+def _receive_spec(link: MessageLink) -> EngineSpec:
+    waiter = LinkWaiter(link)
+    while not (messages := link.receive()):
+        waiter.wait(1.0)
+    spec: EngineSpec = messages[0]
+    return spec
+
+
+def _start(spec: EngineSpec, front: _Front, ranks: Ranks | None) -> tuple[EngineCore, _Computer]:
+    transport = own_transport(spec.config, spec.agent_name)
+    computer = _Computer(spec, ranks, front.wake)
+    runner = computer.runner()
+    others = ranks.followers if ranks is not None else ()
+    if (early := open_early_socket()) is not None:
+        front.watch(early.fileno())
+    core = open_core(spec, runner, transport, front.say, front.wake, others, early)
+    front.say(core.start())
+    front.send()
+    return core, computer
+
+
+def _make_runner(spec: EngineSpec, ranks: Ranks | None, neighbours: Neighbours | None) -> Runner:
+    """Bound to its cores."""
+    if spec.config.engine == "sim":
+        return open_sim_runner(spec.config, belongs_in_file(spec.role))
+    if ranks is None:
+        return open_torch_runner(spec.config, spec.role, draft_of(spec), neighbours=neighbours)
+    rank = RankSpec(spec, 0, ranks.meeting)
+    own = open_torch_runner(rank.config, spec.role, rank=rank)
+    ranks.met()
+    return ParallelRunner(own, ranks.followers)

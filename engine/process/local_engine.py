@@ -1,0 +1,106 @@
+"""A sim engine on its front's own event loop, so that one process holds many workers.
+
+The core is the real one; a step's time passes on the loop's clock, and nothing computes meanwhile. Pools of one process
+reach each other by the `local` transport.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+from engine.core.core_types import Chunk
+from engine.messages import FromEngine, ToEngine
+from engine.process.assembly import IDLE_TURN_S, open_core
+from engine.process.engine_client import EngineHost, EngineListener
+from engine.process.runners import open_sim_runner
+from engine.process.spec import EngineSpec
+from kvtransfer.local import LocalNetwork, LocalTransport
+
+LATE_S = 0.02
+"""A loop that is later than this is not what the model of a step's time is about."""
+
+
+class LocalEngine(EngineHost):
+    """One engine among others of `network`."""
+
+    def __init__(self, spec: EngineSpec, network: LocalNetwork) -> None:
+        self._spec = spec
+        self._network = network
+        self._said: list[FromEngine] = []
+        self._turning: asyncio.Handle | None = None
+        """The next turn, when one is due before the idle one."""
+        self._stepping: asyncio.TimerHandle | None = None
+        self._idling: asyncio.TimerHandle | None = None
+        self._step_end = float("-inf")
+        """When the last step ended, if the next one follows it at once."""
+        self._hung = False
+        self._gone = False
+
+    def start(self, listener: EngineListener) -> None:
+        """Raises EngineStartError."""
+        self._listener = listener
+        self._loop = asyncio.get_running_loop()
+        self._spec.config.refuse_parallel(self._spec.role)
+        self._runner = open_sim_runner(self._spec.config)
+        transport = LocalTransport(self._network, self._spec.agent_name)
+        self._core = open_core(self._spec, self._runner, transport, self._said.append, self._wake)
+        self._said.append(self._core.start())
+        self._wake()
+
+    def send(self, messages: Sequence[ToEngine]) -> None:
+        if self._gone:
+            return
+        for message in messages:
+            self._core.handle(message)
+        self._wake()
+
+    def hang(self) -> None:
+        """Nothing is said or computed any more, as if a step never ended; for tests."""
+        self._hung = True
+
+    def kill(self) -> None:
+        """As if its process had died, now."""
+        if not self._gone:
+            self._gone = True
+            for handle in (self._turning, self._stepping, self._idling):
+                if handle is not None:
+                    handle.cancel()
+            self._core.close()
+            self._loop.call_soon(self._listener.ended, "killed")
+
+    async def stop(self) -> None:
+        self.kill()
+
+    def _wake(self) -> None:
+        if self._turning is None and not self._gone:
+            self._turning = self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._turning = None
+        if self._hung:
+            return
+        self._core.handle_posted()
+        if self._stepping is None and (batch := self._core.begin_step()):
+            # What lies between two steps in a row is part of the modelled time, unless the loop is badly late.
+            now = self._loop.time()
+            began_at = self._step_end if now - self._step_end < LATE_S else now
+            self._step_end = began_at + self._runner.timing.seconds(batch)
+            self._stepping = self._loop.call_at(self._step_end, self._end_step, batch)
+        elif self._stepping is None:
+            self._step_end = float("-inf")
+        self._core.report()
+        self._speak()
+        if self._idling is not None:
+            self._idling.cancel()
+        self._idling = self._loop.call_later(IDLE_TURN_S, self._wake)
+
+    def _end_step(self, batch: list[Chunk]) -> None:
+        self._stepping = None
+        if not self._hung:
+            self._core.end_step(batch, self._runner.compute(batch))
+            self._turn()
+
+    def _speak(self) -> None:
+        if self._said:
+            said = self._said[:]
+            self._said.clear()
+            self._listener.heard(said)

@@ -1,0 +1,96 @@
+"""What an engine computes with, as its settings say. A rank that follows needs no more of an engine than this."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cluster.roles import Role
+from engine.backends.sim.runner import SimRunner, sim_runner
+from engine.config import WorkerConfig
+from engine.errors import EngineStartError
+from engine.host.core_allocation import Neighbours, heeds_neighbours
+from engine.host.core_sharing import CoreShare
+from engine.host.memory import belongs_in_file
+from engine.process.spec import RankSpec
+from engine.process.start_up import num_threads
+
+if TYPE_CHECKING:
+    from engine.backends.torch.runner import TorchRunner
+
+log = logging.getLogger(__name__)
+
+
+def open_sim_runner(config: WorkerConfig, pool_in_file: bool = False) -> SimRunner:
+    return sim_runner(
+        config.model,
+        config.block_tokens,
+        config.kv_bytes,
+        config.sim_timing(),
+        config.sim_block_kib,
+        reads_all=config.sim_reads == "all",
+        pool_in_file=pool_in_file,
+    )
+
+
+def find_neighbours(config: WorkerConfig, role: Role) -> Neighbours | None:
+    """Other engines to share cores with; None for one that computes elsewhere, or is not to heed others. Raises
+    EngineStartError."""
+    if not heeds_neighbours(config):
+        return None
+    with _needing_torch():
+        from engine.backends.torch.device import choose_device
+
+    if choose_device(config.device).type != "cpu":
+        return None
+    try:
+        return Neighbours(role, config.cores or ())
+    except OSError as error:
+        log.warning("other engines of this host do not see this one, and may compute on the same cores: %s", error)
+        return None
+
+
+def open_torch_runner(
+    config: WorkerConfig,
+    role: Role,
+    draft: Path | None = None,
+    rank: RankSpec | None = None,
+    neighbours: Neighbours | None = None,
+) -> "TorchRunner":
+    """Bound to its cores; on the thread that will use it. As one of several ranks, which waits for the others, with its
+    share of `config`. Raises EngineStartError."""
+    with _needing_torch():
+        from engine.backends.torch.ranks import Place
+        from engine.backends.torch.runner import TorchRunner, set_threads
+
+    share = CoreShare(config.cores or (), config.shared_cores)
+    threads = num_threads(config)
+    # After torch has come: by the cores that a process has when it loads OpenMP it is decided for good how many threads
+    # wait for each other without going to sleep.
+    if neighbours is not None and (found := neighbours.settle()) is not None:
+        share, threads = found, len(found.own)
+    set_threads(threads)
+    runner = TorchRunner(
+        config.model,
+        config.dtype,
+        config.block_tokens,
+        config.kv_bytes,
+        config.backend,
+        config.device,
+        draft,
+        config.variant(),
+        Place(rank.rank, rank.ranks, rank.meeting) if rank is not None else None,
+        belongs_in_file(role),
+    )
+    if threads == len(share.own):
+        runner.bind(share.own, share.shared)
+    return runner
+
+
+@contextmanager
+def _needing_torch() -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise EngineStartError("engine", f"{error}; install tandem-serving[worker]") from None

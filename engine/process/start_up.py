@@ -1,0 +1,52 @@
+"""What a process that computes does before it has a model: every rank of an engine, and an engine of one."""
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+
+from engine.config import WorkerConfig
+from engine.host.cpu_affinity import num_available, stay_on, step_back
+from kvtransfer.registry import open_transport
+from kvtransfer.sysfs import use_nearest_nics
+from kvtransfer.transport import Transport
+
+log = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
+SWITCH_S = 0.0005
+"""How long the runner's Python may hold the interpreter while a message waits."""
+
+
+def become_child() -> None:
+    """Die with the parent, at once; leave Ctrl-C, which goes to the whole group, to it. Called on the main thread."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.setswitchinterval(SWITCH_S)
+
+
+def prepare(config: WorkerConfig) -> None:
+    """What must be set before numerical libraries are loaded. Raises EngineStartError."""
+    step_back(config.niceness)
+    if config.cores:
+        stay_on(config.cores)
+    os.environ["OMP_NUM_THREADS"] = str(num_threads(config))
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    if config.tensor_parallel > 1 and config.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # transformers would put a shard on any GPU it sees
+
+
+def num_threads(config: WorkerConfig) -> int:
+    """That compute."""
+    return config.threads or len(config.cores or ()) or num_available()
+
+
+def own_transport(config: WorkerConfig, agent_name: str) -> Transport:
+    """Raises TransportUnavailable."""
+    on_gpu = config.engine == "torch" and config.device != "cpu"
+    if on_gpu and (chosen := use_nearest_nics(os.environ)) is not None:
+        log.info(chosen)
+    host = config.advertise_host or config.host
+    return open_transport(config.transport, agent_name, host, config.strict_lanes, on_gpu)

@@ -1,0 +1,41 @@
+"""What a request says of the form of its output, read and limited. What it means is `engine/sampling/grammar.py`'s."""
+
+from cluster.errors import InvalidRequest
+from engine.core.core_types import StructuredOutput
+from protos import inference_pb2 as pb
+
+FIELD = "sampling.structured"
+MAX_CHARS = 65_536
+MAX_CHOICES = 1024
+
+
+def read_structured(sampling: pb.Sampling) -> StructuredOutput | None:
+    """What was asked for. Raises InvalidRequest unless exactly one kind was, within its limits."""
+    if not sampling.HasField("structured"):
+        return None
+    message = sampling.structured
+    given: list[StructuredOutput] = []
+    if message.HasField("json_schema"):
+        given.append(StructuredOutput("json_schema", (message.json_schema,)))
+    if message.json_object:
+        given.append(StructuredOutput("json_object", ()))
+    if message.HasField("regex"):
+        given.append(StructuredOutput("regex", (message.regex,)))
+    if message.HasField("grammar"):
+        given.append(StructuredOutput("grammar", (message.grammar,)))
+    if message.choice:
+        given.append(StructuredOutput("choice", tuple(message.choice)))
+    if len(given) != 1:
+        what = f"{' and '.join(one.kind for one in given)} were given" if given else "none was given"
+        raise InvalidRequest(FIELD, f"exactly one of json_schema, json_object, regex, grammar, choice; {what}")
+    _check_size(given[0])
+    return given[0]
+
+
+def _check_size(structured: StructuredOutput) -> None:
+    if len(structured.texts) > MAX_CHOICES:
+        raise InvalidRequest(structured.field, f"at most {MAX_CHOICES} choices, not {len(structured.texts)}")
+    if (chars := sum(map(len, structured.texts))) > MAX_CHARS:
+        raise InvalidRequest(structured.field, f"at most {MAX_CHARS} characters, not {chars}")
+    if not all(structured.texts):
+        raise InvalidRequest(structured.field, "must not be empty")

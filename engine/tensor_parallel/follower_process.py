@@ -1,0 +1,157 @@
+"""A rank of an engine that follows rank 0: `python -m cluster.launch engine.tensor_parallel.follower_process READS_FD STEPS_FD`.
+
+Two threads, as in rank 0. The main one performs the reads that it is told, into this rank's part of the pool; the other
+loads this rank's shard of the model and computes the steps. It ends when rank 0 does: by the closed sockets, or at once
+by the kernel, whatever it waits for.
+"""
+
+import logging
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+from cluster.garbage_collection import spare_the_started
+from cluster.logs import set_up
+from engine.errors import EngineStartError
+from engine.lending.block_reads import Landing, OwnRank
+from engine.process.runners import open_torch_runner
+from engine.process.spec import RankSpec
+from engine.process.start_up import become_child, own_transport, prepare
+from engine.tensor_parallel.messages import (
+    BEAT_S,
+    Answer,
+    Beat,
+    Copy,
+    Drop,
+    FromFollower,
+    Joined,
+    Land,
+    Landed,
+    NotJoined,
+    Withdraw,
+)
+from engine.tensor_parallel.steps import StepReader, filled_blocks
+from kvtransfer.errors import TransportUnavailable
+from kvtransfer.ranks import BlockPart
+
+if TYPE_CHECKING:
+    from engine.backends.torch.runner import TorchRunner
+
+log = logging.getLogger(__name__)
+
+
+class _Rank0:
+    """Rank 0's main thread, as this rank sees it. Anybody may say something to it."""
+
+    def __init__(self, reads: Connection) -> None:
+        self._reads = reads
+        self._lock = threading.Lock()
+
+    def say(self, message: FromFollower) -> None:
+        try:
+            with self._lock:
+                self._reads.send(message)
+        except OSError:
+            os._exit(0)  # it is gone
+
+
+class _Stepper:
+    """The thread that loads the model and computes."""
+
+    def __init__(self, spec: RankSpec, steps: Connection) -> None:
+        self._spec = spec
+        self._steps = steps
+        self._made: Future[TorchRunner] = Future()
+        threading.Thread(target=self._run, name="rank-compute", daemon=True).start()
+
+    def runner(self) -> "TorchRunner":
+        """Waits until it is loaded. Raises EngineStartError."""
+        return self._made.result()
+
+    def _run(self) -> None:
+        try:
+            runner = open_torch_runner(self._spec.config, self._spec.engine.role, rank=self._spec)
+        except BaseException as error:
+            self._made.set_exception(error)
+            return
+        self._made.set_result(runner)
+        try:
+            self._follow(runner)
+        except (EOFError, OSError):
+            os._exit(0)  # rank 0 is gone; the main thread may be within a call that never ends
+        except BaseException:
+            log.exception("rank %d cannot go on", self._spec.rank)
+            os._exit(1)
+
+    def _follow(self, runner: "TorchRunner") -> None:
+        reader = StepReader()
+        while True:
+            batch = reader.batch(pickle.loads(self._steps.recv_bytes()))
+            runner.follow(batch)
+            filled = runner.fingerprints(filled_blocks(batch, runner.layout.block_tokens))
+            self._steps.send_bytes(pickle.dumps(filled, pickle.HIGHEST_PROTOCOL))
+
+
+def main() -> None:
+    """Follow the rank at the other ends of the sockets whose descriptors are the arguments."""
+    become_child()
+    reads, steps = (Connection(int(descriptor)) for descriptor in sys.argv[1:3])
+    spec: RankSpec = reads.recv()
+    rank0 = _Rank0(reads)
+    set_up(spec.engine.role, f"{spec.engine.worker_id}/rank {spec.rank}", spec.config)
+    try:
+        prepare(spec.config)
+        transport = own_transport(spec.config, spec.agent_name)
+        runner = _Stepper(spec, steps).runner()
+        endpoint = transport.register(runner.pool)
+    except (EngineStartError, TransportUnavailable) as error:
+        field, reason = (error.field, error.reason) if isinstance(error, EngineStartError) else ("transport", error)
+        rank0.say(NotJoined(field, str(reason)))
+        os._exit(1)  # other threads may wait for ranks that never come
+    part = BlockPart(runner.layout.block_bytes, spec.rank, spec.ranks)
+    rank = OwnRank(transport, part, runner.fingerprints, runner.folding)
+    rank0.say(Joined(endpoint))
+    spare_the_started()
+    try:
+        _serve(reads, rank0.say, rank, runner.copy_block)
+    except (EOFError, OSError):
+        os._exit(0)  # the pool's readers see a process that ended, as they do of rank 0
+
+
+def _serve(
+    reads: Connection, say: Callable[[FromFollower], None], rank: OwnRank, copy: Callable[[int, int], None]
+) -> None:
+    landings: dict[int, Landing] = {}
+
+    def quiet(number: int, fingerprints: tuple[bytes, ...] | None, peer_gone: bool) -> None:
+        landings.pop(number, None)
+        say(Landed(number, fingerprints, peer_gone))
+
+    beat_at = time.monotonic()
+    while True:
+        if (now := time.monotonic()) >= beat_at:
+            stuck_s = {number: landing.stuck_s() for number, landing in list(landings.items())}
+            say(Beat({number: seconds for number, seconds in stuck_s.items() if seconds >= BEAT_S}))
+            beat_at = now + BEAT_S
+        if not reads.poll(beat_at - now):
+            continue
+        match reads.recv():
+            case Land(number, endpoint, block_ids, blocks, flow):
+                landing = landings[number] = rank.land(endpoint, block_ids, blocks, flow, partial(quiet, number))
+                if landing.is_quiet:  # perhaps before it was there
+                    landings.pop(number, None)
+            case Withdraw(number):
+                found = landings.get(number)
+                say(Answer(tuple(found.withdraw()) if found is not None else ()))
+            case Copy(source, target):
+                copy(source, target)
+                say(Answer())
+            case Drop(endpoint):
+                rank.drop(endpoint)

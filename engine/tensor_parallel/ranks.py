@@ -1,0 +1,250 @@
+"""The other ranks of an engine, as rank 0 sees them: starts their processes, tells them what to do, and notices when
+one is gone. Then rank 0 goes too: what is left of the engine could compute nothing.
+"""
+
+import logging
+import os
+import pickle
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import EngineStartError, RankLost
+from engine.lending.block_reads import OnQuiet, OtherRank
+from engine.process.spec import EngineSpec, RankSpec
+from engine.tensor_parallel.messages import (
+    Answer,
+    Beat,
+    Copy,
+    Drop,
+    FromFollower,
+    Joined,
+    Land,
+    Landed,
+    NotJoined,
+    ToFollower,
+    Withdraw,
+)
+from engine.tensor_parallel.runner import FollowingRank
+
+log = logging.getLogger(__name__)
+
+ANSWER_S = 20.0
+"""A follower whose main thread does not answer for so long is gone, whatever its process says."""
+SILENT_S = 1.0
+"""A follower that has said nothing for so long hangs or is stopped, and while it is, so is all of the engine."""
+END_S = 3.0
+"""For a follower that was told to end."""
+
+
+class Follower(OtherRank, FollowingRank):
+    """One other rank. `begin_step` and `end_step` are for the thread that computes, all else for the main one."""
+
+    def __init__(self, spec: RankSpec, on_lost: Callable[[], None]) -> None:
+        self.rank = spec.rank
+        self.lost: RankLost | None = None
+        self._on_lost = on_lost
+        self._joined: Future[bytes] = Future()
+        self._answers: SimpleQueue[Answer | None] = SimpleQueue()
+        self._quiet: dict[int, OnQuiet] = {}
+        """By number of the landing: whom to tell."""
+        self._num_landings = 0
+        self._stuck_s: dict[int, float] = {}
+        """By number of the landing, as it last said."""
+        self._heard_at = time.monotonic()
+        self._process, self._reads, self._steps = _start_process()
+        self._reads.send(spec)
+        threading.Thread(target=self._listen, name=f"rank-{self.rank}", daemon=True).start()
+
+    @property
+    def is_silent(self) -> bool:
+        """It has joined, and has not said for a while that its main thread turns."""
+        return time.monotonic() - self._heard_at >= SILENT_S
+
+    def stuck_s(self, number: int) -> float:
+        """For how long nothing has come for a landing."""
+        return self._stuck_s.get(number, 0.0)
+
+    def wait_joined(self) -> bool:
+        """Whether its shard is loaded, yet. Raises what it failed with: EngineStartError or RankLost."""
+        if not self._joined.done():
+            return False
+        self.endpoint = self._joined.result()
+        return True
+
+    def close(self) -> None:
+        """It ends; by force, when it does not."""
+        for end in (self._reads, self._steps):  # closing alone would not end a read of another thread
+            with suppress(OSError), socket.socket(fileno=os.dup(end.fileno())) as whole:
+                whole.shutdown(socket.SHUT_RDWR)
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    # ------------------------------------------------------------------ steps
+
+    def begin_step(self, step: bytes) -> None:
+        try:
+            self._steps.send_bytes(step)
+        except OSError as error:
+            raise self._is_lost(str(error)) from None
+
+    def end_step(self) -> NDArray[np.uint64]:
+        try:
+            fingerprints: NDArray[np.uint64] = pickle.loads(self._steps.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise self._is_lost(str(error) or "it ended in a step") from None
+        return fingerprints
+
+    def copy_block(self, source: int, target: int) -> None:
+        self._ask(Copy(source, target))
+
+    # ------------------------------------------------------------------ reads
+
+    def land(
+        self, endpoint: bytes, block_ids: Seq[int], blocks: Seq[int], flow: str, on_quiet: OnQuiet
+    ) -> "_FarLanding":
+        self._num_landings += 1
+        number = self._num_landings
+        self._quiet[number] = on_quiet
+        self._tell(Land(number, endpoint, tuple(block_ids), tuple(blocks), flow))
+        return _FarLanding(self, number)
+
+    def drop(self, endpoint: bytes) -> None:
+        self._tell(Drop(endpoint))
+
+    def withdraw(self, number: int) -> list[int]:
+        """The blocks that landing `number` is still writing. Raises RankLost."""
+        return list(self._ask(Withdraw(number)).blocks)
+
+    def _tell(self, message: ToFollower) -> None:
+        try:
+            self._reads.send(message)
+        except OSError as error:
+            self._is_lost(str(error))  # the loop looks
+
+    def _ask(self, message: ToFollower) -> Answer:
+        self._tell(message)
+        try:
+            answer = None if self.lost is not None else self._answers.get(timeout=ANSWER_S)
+        except Empty:
+            raise self._is_lost(f"no answer for {ANSWER_S:.0f} s") from None
+        if answer is None:
+            raise self._is_lost("it ended")
+        return answer
+
+    # ------------------------------------------------------------------ what it says, on a thread of its own
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                self._hear(self._reads.recv())
+        except (EOFError, OSError):
+            lost = self._is_lost("its process ended")
+        self._answers.put(None)
+        if not self._joined.done():
+            self._joined.set_exception(lost)
+
+    def _hear(self, message: FromFollower) -> None:
+        self._heard_at = time.monotonic()
+        match message:
+            case Beat(stuck_s):
+                self._stuck_s = stuck_s
+            case Joined(endpoint):
+                self._joined.set_result(endpoint)
+            case NotJoined(field, reason):
+                self._joined.set_exception(EngineStartError(field, reason))
+            case Landed(number, fingerprints, peer_gone):
+                self._quiet.pop(number)(fingerprints, peer_gone)
+            case Answer():
+                self._answers.put(message)
+
+    def _is_lost(self, how: str) -> RankLost:
+        if self.lost is None:
+            self.lost = RankLost(self.rank, how)
+            self._on_lost()
+        return self.lost
+
+
+@dataclass(frozen=True, slots=True)
+class _FarLanding:
+    """A landing on another rank."""
+
+    follower: Follower
+    number: int
+
+    def withdraw(self) -> list[int]:
+        return self.follower.withdraw(self.number)
+
+    def stuck_s(self) -> float:
+        return self.follower.stuck_s(self.number)
+
+
+class Ranks:
+    """All followers of an engine."""
+
+    def __init__(self, spec: EngineSpec, wake: Callable[[], None]) -> None:
+        """Starts their processes. `wake` is called, on any thread, when one is lost."""
+        self._folder = Path(tempfile.mkdtemp(prefix="tandem-ranks-"))
+        self.meeting = self._folder / "meeting"
+        self.followers = [
+            Follower(RankSpec(spec, rank, self.meeting), wake) for rank in range(1, spec.config.tensor_parallel)
+        ]
+
+    def check(self) -> None:
+        """Raises RankLost."""
+        for follower in self.followers:
+            if follower.lost is not None:
+                raise follower.lost
+
+    @property
+    def silent(self) -> bool:
+        """One of them is: the engine is not to say that it turns."""
+        return any(follower.is_silent for follower in self.followers)
+
+    def all_joined(self) -> bool:
+        """Raises EngineStartError or RankLost."""
+        joined = [follower.wait_joined() for follower in self.followers]  # of each: it may have failed
+        return all(joined)
+
+    def met(self) -> None:
+        """The ranks have found each other, and need no place for it any more."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def close(self) -> None:
+        self.met()
+        for follower in self.followers:
+            follower.close()
+
+
+def _start_process() -> tuple["subprocess.Popen[bytes]", Connection, Connection]:
+    """A follower, and this end of its two sockets: for reads, and for steps."""
+    pairs = [socket.socketpair() for _ in range(2)]
+    theirs = [other.fileno() for _, other in pairs]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cluster.launch", "engine.tensor_parallel.follower_process", *map(str, theirs)],
+        pass_fds=theirs,
+        stdin=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+    for _, other in pairs:
+        other.close()
+    reads, steps = (Connection(own.detach()) for own, _ in pairs)
+    return process, reads, steps

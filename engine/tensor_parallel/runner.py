@@ -1,0 +1,71 @@
+"""Several ranks that compute as one runner."""
+
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as Seq
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.core.core_types import Chunk, Sampled
+from engine.core.model_runner import Runner
+from engine.tensor_parallel.steps import StepWriter, filled_blocks
+from kvtransfer.fingerprint import Folding
+
+
+class FollowingRank(ABC):
+    """A rank that computes what it is told, beside rank 0. Raises RankLost when it is gone."""
+
+    @abstractmethod
+    def begin_step(self, step: bytes) -> None:
+        """Compute a pickled `Step`, now."""
+
+    @abstractmethod
+    def end_step(self) -> NDArray[np.uint64]:
+        """Wait for it: fingerprints of this rank's part of the blocks it filled, [blocks, its KV heads]."""
+
+    @abstractmethod
+    def copy_block(self, source: int, target: int) -> None:
+        """Make block `target` equal to `source`, before this returns. Not while a step runs."""
+
+
+class ParallelRunner(Runner):
+    """Rank 0 computes with its own runner, at the same time as its followers with theirs, and samples. They meet in the
+    sums that the model asks for."""
+
+    def __init__(self, own: Runner, followers: Seq[FollowingRank]) -> None:
+        """`own` has the layout of whole blocks, and in its pool its part of each."""
+        self.layout, self.info, self.pool = own.layout, own.info, own.pool
+        self._own = own
+        self._followers = followers
+        self._writer = StepWriter()
+        self._filled: dict[int, NDArray[np.uint64]] = {}
+        """Fingerprints of all heads of the blocks that the last step filled."""
+
+    def bind(self, own_cores: Seq[int], shared_cores: Seq[int]) -> None:
+        self._own.bind(own_cores, shared_cores)
+
+    def execute(self, batch: Seq[Chunk]) -> list[Sampled]:
+        step = pickle.dumps(self._writer.step(batch), pickle.HIGHEST_PROTOCOL)
+        for follower in self._followers:
+            follower.begin_step(step)
+        sampled = self._own.execute(batch)
+        blocks = filled_blocks(batch, self.layout.block_tokens)
+        parts = [self._own.part_fingerprints(blocks), *(follower.end_step() for follower in self._followers)]
+        self._filled = dict(zip(blocks, np.concatenate(parts, axis=1), strict=True))
+        return sampled
+
+    def copy_block(self, source: int, target: int) -> None:
+        self._own.copy_block(source, target)
+        for follower in self._followers:
+            follower.copy_block(source, target)
+
+    def fingerprints(self, blocks: Seq[int]) -> NDArray[np.uint64]:
+        return np.array([self._filled[block] for block in blocks], np.uint64).reshape(-1, self.layout.kv_heads)
+
+    def part_fingerprints(self, blocks: Seq[int]) -> NDArray[np.uint64]:
+        return self._own.part_fingerprints(blocks)
+
+    @property
+    def folding(self) -> Folding | None:
+        return self._own.folding

@@ -1,0 +1,167 @@
+"""What rank 0 says of a step to the ranks that follow it, and how they make the same batch of it.
+
+A follower has a copy of each sequence, as far as computing needs it. A step says only what changed of it since the last
+step it was in: of a long context, that is a token and now and then a block.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from engine.core.core_types import Chunk, SamplingParams, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What does not change of a sequence."""
+
+    num_prompt: int
+    num_emitted_before: int
+    sampling: SamplingParams | None
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Of one sequence: its lists are their first `kept` entries, and then these."""
+
+    number: int
+    kept_tokens: int
+    tokens: tuple[int, ...]
+    kept_blocks: int
+    blocks: tuple[int, ...]
+    num_scored: int
+    beginning: Beginning | None = None
+    """Of a sequence that the followers have not seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkOf:
+    """A chunk, of sequence `number`."""
+
+    number: int
+    start: int
+    count: int
+    guesses: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One batch, in order."""
+
+    changes: tuple[Change, ...]
+    chunks: tuple[ChunkOf, ...]
+    over: tuple[int, ...]
+    """Sequences of which no step will speak any more."""
+
+
+@dataclass(slots=True)
+class _Told:
+    """What the followers know of a sequence."""
+
+    number: int
+    tokens: list[int]
+    """The list itself: while it is the same it only grows."""
+    num_tokens: int
+    blocks: list[int]
+    num_scored: int
+
+
+class StepWriter:
+    """Rank 0's end. Used by one thread; sequences may end on any."""
+
+    def __init__(self) -> None:
+        self._told: weakref.WeakKeyDictionary[Sequence, _Told] = weakref.WeakKeyDictionary()
+        self._over: deque[int] = deque()
+        self._count = 0
+
+    def step(self, batch: Seq[Chunk]) -> Step:
+        """What to tell of it. Each step is told to every follower, in order."""
+        changes: list[Change] = []
+        chunks: list[ChunkOf] = []
+        for chunk in batch:
+            assert not chunk.num_drafts, "the guesses of a draft model are made by rank 0 alone"
+            number, change = self._change(chunk.sequence)
+            if change is not None:
+                changes.append(change)
+            chunks.append(ChunkOf(number, chunk.start, chunk.count, chunk.guesses))
+        over = tuple(self._over.popleft() for _ in range(len(self._over)))
+        return Step(tuple(changes), tuple(chunks), over)
+
+    def _change(self, sequence: Sequence) -> tuple[int, Change | None]:
+        told = self._told.get(sequence)
+        if told is None:
+            return self._begin(sequence)
+        kept_tokens = told.num_tokens if told.tokens is sequence.token_ids else 0
+        kept_blocks = _num_equal(told.blocks, sequence.blocks)
+        tokens, blocks = sequence.token_ids[kept_tokens:], sequence.blocks[kept_blocks:]
+        same = not tokens and not blocks and kept_blocks == len(told.blocks) and kept_tokens == told.num_tokens
+        if same and told.num_scored == sequence.num_scored:
+            return told.number, None
+        told.tokens, told.num_tokens, told.num_scored = sequence.token_ids, sequence.num_tokens, sequence.num_scored
+        told.blocks = list(sequence.blocks)
+        change = Change(told.number, kept_tokens, tuple(tokens), kept_blocks, tuple(blocks), sequence.num_scored)
+        return told.number, change
+
+    def _begin(self, sequence: Sequence) -> tuple[int, Change]:
+        self._count += 1
+        number = self._count
+        tokens, blocks = sequence.token_ids, list(sequence.blocks)
+        self._told[sequence] = _Told(number, tokens, len(tokens), blocks, sequence.num_scored)
+        weakref.finalize(sequence, self._over.append, number).atexit = False
+        beginning = Beginning(sequence.num_prompt, sequence.num_emitted_before, sequence.sampling)
+        return number, Change(number, 0, tuple(tokens), 0, tuple(blocks), sequence.num_scored, beginning)
+
+
+def _num_equal(some: list[int], others: list[int]) -> int:
+    """How many leading entries are the same."""
+    shared = min(len(some), len(others))
+    if some[:shared] == others[:shared]:  # nearly always, and quicker than one by one
+        return shared
+    return next(index for index in range(shared) if some[index] != others[index])
+
+
+class StepReader:
+    """A follower's end."""
+
+    def __init__(self) -> None:
+        self._sequences: dict[int, Sequence] = {}
+
+    def batch(self, step: Step) -> list[Chunk]:
+        """What to compute: as rank 0 has it, but for what only rank 0 needs."""
+        for number in step.over:
+            self._sequences.pop(number, None)
+        for change in step.changes:
+            self._apply(change)
+        return [Chunk(self._sequences[each.number], each.start, each.count, each.guesses) for each in step.chunks]
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._sequences)
+
+    def _apply(self, change: Change) -> None:
+        if change.beginning is not None:
+            self._sequences[change.number] = Sequence(
+                request_id="",
+                token_ids=[],
+                num_prompt=change.beginning.num_prompt,
+                root=b"",
+                sampling=change.beginning.sampling,
+                priority=0,
+                arrival=0,
+                num_emitted_before=change.beginning.num_emitted_before,
+            )
+        sequence = self._sequences[change.number]
+        sequence.token_ids[change.kept_tokens :] = change.tokens
+        sequence.blocks[change.kept_blocks :] = change.blocks
+        sequence.num_scored = change.num_scored
+
+
+def filled_blocks(batch: Seq[Chunk], block_tokens: int) -> list[int]:
+    """Blocks whose last slot the batch writes, in order: those that may be full after it. Where it was a guess that was
+    written there, they are so only if that was right."""
+    return [
+        block
+        for chunk in batch
+        for block in chunk.sequence.blocks[chunk.start // block_tokens : (chunk.start + chunk.num_rows) // block_tokens]
+    ]

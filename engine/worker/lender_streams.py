@@ -1,0 +1,107 @@
+"""From whom this worker borrows, and what."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from cluster.rpc import Channels
+from cluster.tls import Trust
+from engine.kv.block_keys import pack_tokens
+from engine.messages import CloseLoan, OpenLoan, ReleaseLoan
+from engine.process.engine_client import EngineClient
+from engine.worker.loan_stream import Loan, LoanLink
+from protos import lend_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """What a loan is of."""
+
+    request_id: str
+    """The client's, for logs."""
+    token_ids: Sequence[int]
+    cache_salt: str
+    priority: int
+    router_id: str
+    placement_sequence: int
+    source: pb.Holder | None = None
+    """From whom the lender may read what it lacks."""
+
+
+class Borrowing:
+    """The loan of one request, or of one loan given: at most one at a time."""
+
+    def __init__(self, lenders: "Lenders", engine_id: str, holder: pb.Holder, chain: Callable[[], Chain]) -> None:
+        """`holder` is who lends; `chain` is asked only when a loan is opened."""
+        self._lenders = lenders
+        self._engine_id = engine_id
+        self._holder = holder
+        self._chain = chain
+        self._loan: Loan | None = None
+
+    def handle(self, message: object) -> bool:
+        """Perform what the engine says of the loan; False when the message is about something else."""
+        match message:
+            case OpenLoan():
+                assert self._loan is None
+                self._loan = self._lenders.open(self._engine_id, self._holder, self._chain(), message)
+            case ReleaseLoan(_, first, count):
+                if self._loan is not None:
+                    self._loan.release(first, count)
+            case CloseLoan():
+                if self._loan is not None:
+                    self._loan.close()
+            case _:
+                return False
+        return True
+
+    def cancel(self) -> None:
+        """Nobody wants it any more."""
+        if self._loan is not None:
+            self._loan.close()
+
+
+class Lenders:
+    """The streams to the workers that this one borrows from, each opened with the first loan from there."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        model_fingerprint: bytes,
+        block_tokens: int,
+        silence_s: float,
+        trust: Trust | None = None,
+    ) -> None:
+        self._engine = engine
+        self._model_fingerprint = model_fingerprint
+        self._block_tokens = block_tokens
+        self._silence_s = silence_s
+        self._channels = Channels(trust)
+        self._links: dict[tuple[str, bytes], LoanLink] = {}
+        """By address and incarnation: a worker that was started again is another one."""
+
+    def open(self, engine_id: str, holder: pb.Holder, chain: Chain, wanted: OpenLoan) -> Loan:
+        want = pb.Want(
+            request_id=chain.request_id,
+            lender_incarnation=holder.incarnation,
+            model_fingerprint=self._model_fingerprint,
+            cache_salt=chain.cache_salt,
+            token_ids=pack_tokens(chain.token_ids[: wanted.end_block * self._block_tokens]),
+            first_block=wanted.first_block,
+            may_compute=wanted.may_compute,
+            priority=chain.priority,
+            router_id=chain.router_id,
+            placement_sequence=chain.placement_sequence,
+            source=chain.source if wanted.may_compute else None,
+            early=wanted.early,
+        )
+        return self._link(holder).open(engine_id, want)
+
+    def _link(self, holder: pb.Holder) -> LoanLink:
+        key = holder.address, holder.incarnation
+        if (link := self._links.get(key)) is None or link.broken:
+            self._links = {key: link for key, link in self._links.items() if not link.broken}
+            held = ExitStack()
+            channel = held.enter_context(self._channels.using(holder.address))
+            link = self._links[key] = LoanLink(channel, holder.worker_id, self._engine, self._silence_s, held.close)
+        return link

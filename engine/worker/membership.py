@@ -1,0 +1,290 @@
+"""A worker's side of Membership: one stream to every router there is, for as long as the worker lives."""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import chain
+
+import grpc
+
+from cluster.discovery import Discovery, Roster
+from cluster.error_status import from_rpc_error
+from cluster.errors import AlreadyThere, Incompatible, ServiceError, TandemError
+from cluster.rpc import channel
+from cluster.tls import Trust
+from engine.messages import CacheChanged, Load, TakeSnapshot
+from engine.process.engine_client import EngineClient
+from engine.worker.worker_events import cache_events, load_report, messages_of, parts_of, summary
+from protos import membership_pb2 as pb
+from protos import membership_pb2_grpc as pb_grpc
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.2
+REFUSED_RETRY_S = 5.0
+"""After a router that discovery named has refused this worker, or this worker it."""
+NAME_TAKEN_S = 10.0
+"""How long a worker waits for a predecessor of its name to leave."""
+WARN_AFTER_S, WARN_EVERY_S = 5.0, 60.0
+"""Of a router that cannot be reached."""
+TOGETHER_S = 0.02
+"""At most so long does a router wait for what happened here; all that happened since it last heard comes at once."""
+MAX_BACKLOG = 4096
+"""Messages a router may lag behind; then the stream is dropped, and the next one begins with a snapshot."""
+
+
+@dataclass(slots=True)
+class _Router:
+    """One router, by its address."""
+
+    address: str
+    backlog: "asyncio.Queue[CacheChanged | Load | None]" = field(default_factory=lambda: asyncio.Queue(MAX_BACKLOG))
+    """None: nothing more comes."""
+    task: "asyncio.Future[TandemError] | None" = None
+    router_id: str = ""
+    """Empty while there is no stream to it."""
+    urgent: asyncio.Event = field(default_factory=asyncio.Event)
+    """What is in the backlog is not to wait for more."""
+    hello: pb.Hello | None = None
+    """What it was told last."""
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    """The stream is to end, and another to begin."""
+    said: str = ""
+    """Why there is no stream to it, as it was logged last; empty while there is one."""
+    apart_since: float = field(default_factory=time.monotonic)
+    warned_at: float = -math.inf
+
+
+class Memberships:
+    """All of a worker's streams. Settings name routers that are tried for ever, and that must take this worker;
+    discovery names others, which come and go, and whose refusal harms nobody else."""
+
+    def __init__(
+        self,
+        hello: pb.Hello,
+        engine: EngineClient,
+        pinned: Collection[str],
+        discovery: Discovery,
+        draining: Callable[[], bool],
+        name_taken_s: float = NAME_TAKEN_S,
+        trust: Trust | None = None,
+    ) -> None:
+        self._hello = hello
+        self._engine = engine
+        self._pinned = frozenset(pinned)
+        self._discovery = discovery
+        self._draining = draining
+        self._name_taken_s = name_taken_s
+        self._trust = trust
+        self._roster = Roster(pinned)
+        self._routers: dict[str, _Router] = {}
+        self._last_load: Load | None = None
+        self._failed: asyncio.Future[TandemError]
+        self._listening: asyncio.Task[None]
+
+    def start(self) -> None:
+        self._failed = asyncio.get_running_loop().create_future()
+        self._follow()
+        self._listening = asyncio.ensure_future(self._listen())
+        self._listening.add_done_callback(self._stopped_listening)
+
+    async def failed(self) -> TandemError:
+        """Returns when a router that the settings name says that this worker does not fit."""
+        return await asyncio.shield(self._failed)
+
+    @property
+    def num_joined(self) -> int:
+        """Routers to which there is a stream."""
+        return len(self._joined())
+
+    def report_draining(self) -> None:
+        """At once, and not with the next report of the engine."""
+        self._hurry()
+
+    def _hurry(self) -> None:
+        for router in self._routers.values():
+            if self._last_load is not None and not router.backlog.full():
+                router.backlog.put_nowait(self._last_load)
+                router.urgent.set()
+
+    async def rejoin(self, role: "pb.Role.ValueType", timeout_s: float) -> None:
+        """End every stream, and join again in that role. Returns once those routers know it so that had this worker
+        before, or after `timeout_s`."""
+        hello = pb.Hello()
+        hello.CopyFrom(self._hello)
+        hello.role = role
+        self._hello = hello  # another object: by that it is known who has been told
+        known = [router for router in self._routers.values() if router.router_id]
+        for router in known:
+            router.over.set()
+        self._hurry()
+        give_up_at = time.monotonic() + timeout_s
+        while any(router.hello is not self._hello or not router.router_id for router in known):
+            if time.monotonic() > give_up_at:
+                log.warning("not every router has this worker as %s yet", pb.Role.Name(role))
+                return
+            await asyncio.sleep(RETRY_S / 10)
+
+    async def leave(self) -> None:
+        """End every stream: the routers forget this worker."""
+        self._listening.cancel()
+        tasks = [router.task for router in self._routers.values() if router.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(self._listening, *tasks, return_exceptions=True)
+
+    # ------------------------------------------------------------------ who to be joined to
+
+    async def _listen(self) -> None:
+        async for addresses in self._discovery.listings():
+            self._roster.listed(addresses, self._joined())
+            self._follow()
+
+    def _joined(self) -> list[str]:
+        return [router.address for router in self._routers.values() if router.router_id]
+
+    def _follow(self) -> None:
+        for address in self._roster.wanted.difference(self._routers):
+            router = self._routers[address] = _Router(address)
+            router.task = asyncio.ensure_future(self._stay_joined(router))
+            router.task.add_done_callback(self._ended)
+        for address in set(self._routers).difference(self._roster.wanted):
+            log.warning("router %s is gone: not tried any more", address)
+            task = self._routers.pop(address).task
+            assert task is not None
+            task.cancel()
+
+    def _stopped_listening(self, task: "asyncio.Task[None]") -> None:
+        """A worker that could find no router any more must not go on as if it could."""
+        if not task.cancelled() and (error := task.exception()) is not None and not self._failed.done():
+            self._failed.set_exception(error)
+
+    def _ended(self, task: "asyncio.Future[TandemError]") -> None:
+        if not task.cancelled() and not self._failed.done():
+            if (error := task.exception()) is not None:
+                self._failed.set_exception(error)
+            else:
+                self._failed.set_result(task.result())
+
+    # ------------------------------------------------------------------ one of them
+
+    async def _stay_joined(self, router: _Router) -> TandemError:
+        """Join again and again. Returns only what this worker cannot go on with."""
+        name_taken_at: float | None = None
+        while True:
+            async with channel(router.address, self._trust) as link:  # a new one may have new certificates
+                wait_s, failure = RETRY_S, await self._join_once(pb_grpc.MembershipStub(link), router)
+            name_taken_at = (name_taken_at or time.monotonic()) if isinstance(failure, AlreadyThere) else None
+            if name_taken_at is not None and time.monotonic() - name_taken_at > self._name_taken_s:
+                return failure
+            if isinstance(failure, Incompatible):
+                if router.address in self._pinned:
+                    return failure
+                wait_s = REFUSED_RETRY_S
+            self._log(router, failure)
+            await asyncio.sleep(wait_s)
+
+    def _log(self, router: _Router, failure: ServiceError) -> None:
+        """Refusals at once. A router that cannot be reached may be about to start: only after a while, and then every
+        minute."""
+        now, said = time.monotonic(), str(failure)
+        if isinstance(failure, AlreadyThere | Incompatible):
+            if said != router.said:
+                log.error("not joined to %s: %s", router.address, said)
+        elif now - router.apart_since >= WARN_AFTER_S and now - router.warned_at >= WARN_EVERY_S:
+            log.warning("not joined to %s for %.0f s: %s", router.address, now - router.apart_since, said)
+            router.warned_at = now
+        elif said != router.said:
+            log.info("not joined to %s: %s", router.address, said)
+        router.said = said
+
+    async def _join_once(self, stub: pb_grpc.MembershipStub, router: _Router) -> ServiceError:
+        """Why the stream ended."""
+        try:
+            await self._join(stub, router)
+        except grpc.aio.AioRpcError as error:
+            return from_rpc_error(error)
+        except ServiceError as error:
+            return error
+        finally:
+            if router.router_id:
+                router.router_id, router.apart_since, router.warned_at = "", time.monotonic(), -math.inf
+        return ServiceError("the stream ended")
+
+    async def _join(self, stub: pb_grpc.MembershipStub, router: _Router) -> None:
+        backlog = router.backlog = asyncio.Queue(MAX_BACKLOG)
+        over = router.over = asyncio.Event()
+        welcomed, hello = asyncio.Event(), self._hello
+        router.hello = hello
+
+        def watch(message: CacheChanged | Load) -> None:
+            if isinstance(message, Load):
+                self._last_load = message
+            try:
+                backlog.put_nowait(message)
+            except asyncio.QueueFull:
+                over.set()
+
+        async def outgoing() -> AsyncIterator[pb.WorkerMessage]:
+            yield pb.WorkerMessage(hello=hello)
+            await welcomed.wait()
+            if over.is_set():
+                return
+            self._engine.send(TakeSnapshot())
+            synchronised, spoke_at = False, 0.0
+            while not over.is_set():  # an engine speaks a few times a second
+                if (first := await backlog.get()) is None:
+                    return
+                news = [first]
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(spoke_at + TOGETHER_S - time.monotonic()):
+                        await router.urgent.wait()
+                router.urgent.clear()
+                while not backlog.empty():
+                    if (further := backlog.get_nowait()) is None:
+                        return
+                    news.append(further)
+                spoke_at = time.monotonic()
+                load: pb.LoadReport | None = None
+                caches: list[pb.CacheEvents] = []
+                for said in summary(news):
+                    if isinstance(said, Load):
+                        load = load_report(said, self._draining())
+                    elif synchronised or said.snapshot:
+                        synchronised = True
+                        caches.append(cache_events(said))
+                for message in messages_of(chain.from_iterable(map(parts_of, caches)), load):
+                    yield message
+
+        with self._engine.watching(watch):
+            call = stub.Join(outgoing())
+            try:
+                async for answer in call:
+                    if answer.HasField("welcome"):
+                        self._welcome(router, answer.welcome)
+                        welcomed.set()
+                    elif answer.HasField("resync"):
+                        self._engine.send(TakeSnapshot())
+            finally:
+                call.cancel()
+                over.set()  # whoever ended it: `outgoing` would wait for a welcome or its next message for good
+                welcomed.set()
+                with suppress(asyncio.QueueFull):
+                    backlog.put_nowait(None)
+
+    def _welcome(self, router: _Router, welcome: pb.Welcome) -> None:
+        """Raises Incompatible when another router, or the same one by another address, goes by that id: what each had
+        placed here would be taken for the other's."""
+        for other in self._routers.values():
+            if other is not router and other.router_id == welcome.router_id:
+                raise Incompatible(
+                    f"{other.address} and {router.address} both say that they are router {welcome.router_id!r}; "
+                    "each needs an id of its own, and one address",
+                    "router_id",
+                )
+        router.router_id, router.said = welcome.router_id, ""
+        log.info("joined to router %s at %s", welcome.router_id, router.address)

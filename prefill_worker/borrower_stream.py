@@ -1,0 +1,138 @@
+"""All loans of one borrower here: what there is to say of any of them leaves in one message."""
+
+import logging
+from collections.abc import AsyncIterator, Callable
+
+from cluster.error_status import to_proto
+from cluster.errors import InvalidRequest, ServiceError, Unavailable
+from cluster.logs import of
+from cluster.waker import Waker
+from engine.process.engine_client import EngineClient
+from engine.worker.heartbeat import Pulse
+from prefill_worker.loan import Loan
+from protos import lend_pb2 as pb
+
+log = logging.getLogger(__name__)
+MAX_FRAME_BYTES = 1 << 20
+"""A frame takes nothing more beyond this; the next one does."""
+
+Begin = Callable[[pb.Want, Callable[[], object]], Loan]
+"""Raises ServiceError."""
+
+
+class Connection:
+    """Fed with the borrower's frames, read for the lender's. A borrower that says nothing for `silence_s` while it has
+    loans is given up."""
+
+    def __init__(self, begin: Begin, engine: EngineClient, silence_s: float) -> None:
+        self._begin = begin
+        self._loans: dict[int, Loan] = {}
+        self._news: dict[int, ServiceError | None] = {}
+        """Loans of which there is something to say, in the order in which it came up; with why they were refused."""
+        self._highest = 0
+        self._due = False
+        self._ended = False
+        self.failure: ServiceError | None = None
+        """Why it ended, where the borrower did not end it."""
+        self._waker = Waker()
+        silent = Unavailable(f"the borrower was silent for {silence_s:g} s")
+        self._pulse = Pulse(engine, silence_s, self._beat, lambda: self._fall_silent(silent))
+
+    @property
+    def num_loans(self) -> int:
+        return len(self._loans)
+
+    def absorb(self, frame: pb.BorrowerFrame) -> None:
+        """Raises InvalidRequest for what no borrower says; the connection is of no use afterwards."""
+        if frame.engine_turned:
+            self._pulse.heard()
+        for request in frame.requests:
+            match request.WhichOneof("message"):
+                case "want":
+                    self._open(request.number, request.want)
+                case "release":
+                    if (loan := self._loans.get(request.number)) is not None:  # else it is over already
+                        loan.release(request.release.first, request.release.count)
+                case "close":
+                    self._news.pop(request.number, None)
+                    self._forget(request.number)
+                case _:
+                    raise InvalidRequest("message", f"nothing is said of loan {request.number}")
+
+    async def frames(self) -> AsyncIterator[pb.LenderFrame]:
+        """Until `end`."""
+        while True:
+            while not (self._news or self._due or self._ended):
+                await self._waker.sleep()
+            if self._ended:
+                return
+            yield self._frame()
+
+    def end(self, failure: ServiceError | None = None) -> None:
+        """The borrower will say nothing more, and so is nothing said to it. All loans end at once, and do not wait for
+        what may be stuck on its way. May be called again."""
+        self._ended = True
+        self.failure = self.failure or failure
+        self._news.clear()
+        for number in tuple(self._loans):
+            self._forget(number)
+        self._waker.wake()
+
+    def _open(self, number: int, want: pb.Want) -> None:
+        if number <= self._highest:
+            raise InvalidRequest("number", f"must grow: {number} came after {self._highest}")
+        self._highest = number
+        try:
+            loan = self._begin(want, lambda: self._has_news(number))
+        except ServiceError as refusal:
+            self._refuse(number, refusal)
+        except Exception as error:  # a mistake in here ends this loan, and not all of the connection
+            log.exception("a loan failed", extra=of(want.request_id))
+            self._refuse(number, ServiceError(f"the lender failed: {error!r}"))
+        else:
+            if not self._loans:
+                self._pulse.start()
+            self._loans[number] = loan
+
+    def _refuse(self, number: int, refusal: ServiceError) -> None:
+        self._news[number] = refusal
+        self._waker.wake()
+
+    def _has_news(self, number: int) -> None:
+        self._news[number] = None
+        self._waker.wake()
+
+    def _beat(self) -> None:
+        self._due = True
+        self._waker.wake()
+
+    def _fall_silent(self, failure: ServiceError) -> None:
+        log.info("%s; it had %d loans", failure, len(self._loans))
+        self.end(failure)
+
+    def _forget(self, number: int) -> None:
+        if (loan := self._loans.pop(number, None)) is not None:
+            loan.close()
+            if not self._loans:
+                self._pulse.stop()
+
+    def _frame(self) -> pb.LenderFrame:
+        self._due = False
+        frame = pb.LenderFrame(engine_turned=self._pulse.take())
+        num_bytes = 0
+        while self._news and num_bytes < MAX_FRAME_BYTES:
+            number = next(iter(self._news))
+            refusal = self._news.pop(number)
+            if (loan := self._loans.get(number)) is not None:
+                while num_bytes < MAX_FRAME_BYTES and (response := loan.take()) is not None:
+                    response.number = number
+                    num_bytes += response.ByteSize()
+                    frame.responses.append(response)
+                if num_bytes >= MAX_FRAME_BYTES:  # there may be more of it
+                    self._news[number] = None
+                    break
+                refusal = loan.failure
+            if refusal is not None:
+                frame.responses.add(number=number, refused=to_proto(refusal).SerializeToString())
+                self._forget(number)
+        return frame

@@ -1,0 +1,429 @@
+"""Admission: events in, starts and refusals out. The package's docstring says what holds after each."""
+
+import heapq
+import itertools
+import math
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.kv.block_keys import BlockKey
+from router.admission import refusals
+from router.admission.capacity import could_hold, largest_pool
+from router.admission.capacity_backoff import Rebuffs
+from router.admission.circuit_breaker import Failing
+from router.admission.config import AdmissionConfig
+from router.admission.lender_load import Lenders
+from router.admission.queues import ClassQueue
+from router.admission.rate_limiter import Tenants
+from router.admission.refusals import Refusal
+from router.admission.request import Claim, Waiting, cost_of
+from router.admission.reservations import Keeping, is_owed
+from router.admission.scheduling_round import Moment, Parts, Turn
+from router.admission.token_bucket import TokenBucket
+from router.admission.wait_forecast import Forecast
+from router.placement.demand import Demand
+from router.placement.fleet import Fleet
+from router.placement.place import Decision
+from router.placement.worker_records import Placed
+from router.placement.worker_table import Workers
+
+HOLDS_PER_S = 200
+"""Decisions a second that may end in holding a request back; one costs 0.4 ms with 128 workers."""
+RECHECK_S = 0.25
+"""A request held back is looked at again after so long, though the lender it was held for is as deep as before."""
+RECHECKS_PER_S = 100
+"""Of all of them together."""
+MAX_EMPTY = 64
+"""Classes of which nobody waits that are remembered; priorities are the clients' own numbers."""
+MAX_OWED = 1 << 20
+"""Tokens: what a class below can save up while it could not start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """`waiting` has its place; `ended` must follow."""
+
+    waiting: Waiting
+    placed: Placed
+    decision: Decision
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """`waiting` waits no more."""
+
+    waiting: Waiting
+    refusal: Refusal
+
+
+Outcome = Started | Refused
+
+
+class Admission:
+    """All that waits for one fleet. Every method that takes `now` is an event; times never go back."""
+
+    def __init__(self, fleet: Fleet, config: AdmissionConfig, tenants: Tenants) -> None:
+        self._fleet = fleet
+        self._config = config
+        self._tenants = tenants
+        self.num_refused: Counter[str] = Counter()
+        """By reason, for ever."""
+        self.num_started = 0
+        self._queues: dict[int, ClassQueue] = {}
+        self._numbers = itertools.count()
+        self._running: dict[Placed, tuple[Waiting, float]] = {}
+        """And since when."""
+        self._forecast = Forecast()
+        self._keeping = Keeping(config)
+        self._lenders = Lenders(config)
+        self._rebuffs = Rebuffs()
+        self._failing = Failing(fleet)
+        self._parts = Parts(config, fleet, tenants, self._keeping, self._lenders)
+        self._holds = TokenBucket(HOLDS_PER_S, 32)
+        self._times: list[tuple[float, int, Waiting | None]] = []
+        """A heap: when time alone may change something."""
+        self._known: tuple[Workers, int] | None = None
+        """For which the requests were measured, and its largest pool."""
+
+    # ------------------------------------------------------------------ events
+
+    def arrived(
+        self, claim: Claim, demand: Demand, keys: Sequence[BlockKey], now: float
+    ) -> tuple[Waiting, list[Outcome]]:
+        """It waits for a place from now on, and has perhaps got one or been refused in this moment, or others have."""
+        waiting = Waiting.of(claim, demand, keys, next(self._numbers), now)
+        self._measure(waiting, now)
+        if claim.not_before > now:
+            self._at(claim.not_before, waiting)
+        if (queue := self._queues.get(claim.priority)) is None:
+            queue = self._queues[claim.priority] = ClassQueue(claim.priority)
+        self._forecast.advance(now)
+        queue.add(waiting, self._tenants.weight(claim.tenant))
+        waiting.queued = True
+        outcomes = self._settle(now)
+        if waiting.queued:
+            self._consider(waiting, now, outcomes)
+        self._forecast.waiting(self._waiting_classes())
+        return waiting, outcomes
+
+    def changed(self, now: float) -> list[Outcome]:
+        """Workers, their reports, or the time."""
+        due = bool(self._times) and self._times[0][0] <= now
+        if not (due or self.num_waiting or self._forecast.anybody_waits):
+            return []  # most reports
+        self._forecast.advance(now)
+        outcomes = self._settle(now)
+        self._forecast.waiting(self._waiting_classes())
+        return outcomes
+
+    def withdrawn(self, waiting: Waiting, now: float) -> list[Outcome]:
+        """Its client is gone."""
+        if waiting.queued:
+            self._remove(waiting)
+        return self.changed(now)
+
+    def ended(self, placed: Placed, now: float) -> list[Outcome]:
+        """Once for each start."""
+        waiting, started_at = self._running.pop(placed)
+        if (again_at := self._failing.ended(placed, started_at, now)) is not None:
+            self._at(again_at, None)
+        if placed.started:
+            self._forecast.ended(waiting, now - started_at)
+        self._tenants.ended(waiting.claim.tenant)
+        self._lenders.ended(placed)
+        self._fleet.ended(placed)
+        return self.changed(now)
+
+    def refused_by_worker(self, placed: Placed, now: float) -> None:
+        """For want of room; `ended` follows, and `arrived` unless this raises Overloaded, having been too often. The
+        claim pauses, the longer the more often it happened."""
+        claim = self._running[placed][0].claim
+        claim.num_refusals += 1
+        claim.not_before = now + min(0.5, 0.01 * 2 ** min(claim.num_refusals - 1, 10))
+        worker = placed.decode
+        needed = placed.demand.num_promised_blocks(worker.hello.reserve_output_tokens)
+        self._at(self._rebuffs.add(worker, needed, now), None)
+        if claim.num_refusals > self._config.max_refusals:
+            refusal = refusals.too_often_refused(claim.num_refusals, self._config.default_retry_after_s)
+            self.refuse(refusal)
+            raise refusal.error
+
+    # ------------------------------------------------------------------ questions
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(queue.num_waiting for queue in self._queues.values())
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Of the prompts that wait."""
+        return sum(waiting.demand.num_tokens for queue in self._queues.values() for waiting in queue)
+
+    def expected_wait_s(self, priority: int, demand: Demand, now: float) -> float:
+        """Predicted for a request that came now and stood last of its class; 0 where nothing waits before it, or
+        nothing is known."""
+        self._forecast.advance(now)
+        queues = self._queues
+        own = queues[priority].tokens if priority in queues else 0
+        higher = sum(queue.tokens for other, queue in queues.items() if other > priority)
+        reserve = max(self._fleet.snapshot.reserves, default=0)
+        return self._forecast.wait_behind_s(priority, own, higher, cost_of(demand, reserve))
+
+    def waiting_by_class(self) -> dict[int, int]:
+        return {priority: self._queues[priority].num_waiting for priority in self._waiting_classes()}
+
+    def waiting_by_tenant(self) -> dict[str, int]:
+        counts: Counter[str] = Counter()
+        for queue in self._queues.values():
+            counts.update({tenant: len(line.requests) for tenant, line in queue.lines.items()})
+        return dict(counts)
+
+    def kept_workers(self) -> dict[str, Waiting]:
+        """For whom, by worker."""
+        return {kept.worker_id: kept.waiting for kept in self._keeping.kept}
+
+    def next_time(self) -> float | None:
+        """When `changed` is to be called even if nothing has."""
+        while self._times and (waiting := self._times[0][2]) is not None and not waiting.queued:
+            heapq.heappop(self._times)
+        return self._times[0][0] if self._times else None
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Count one that never waited."""
+        self.num_refused[refusal.reason] += 1
+
+    # ------------------------------------------------------------------ the turn
+
+    def _settle(self, now: float) -> list[Outcome]:
+        """Start whoever can start, refuse whoever can no longer."""
+        outcomes: list[Outcome] = []
+        self._failing.reopen(now)
+        self._measure_all(now)
+        self._expire(now, outcomes)
+        while self.num_waiting and self._start_one(now, outcomes):
+            pass
+        return outcomes
+
+    def _start_one(self, now: float, outcomes: list[Outcome]) -> bool:
+        """False when nobody can start."""
+        self._keeping.arrange(self._queues, self._fleet.snapshot, now, self._tenants.may_start)
+        moment = Moment(now, self._rebuffs.column(self._fleet, now))
+        for queue, early in self._turns():
+            turn = Turn(self._parts, self._queues, queue, early, moment)
+            if turn.hopeless():
+                continue
+            while (waiting := queue.pick(turn.first_of)) is not None:
+                if self._holds.wait_s(1, now):
+                    self._at(now + 1 / HOLDS_PER_S, None)
+                    return False
+                decision = self._fleet.decide(waiting.demand, waiting.keys, turn.room_of(waiting).available)
+                assert decision is not None
+                if self._hold(waiting, decision, turn.lender_limit_s, now):
+                    continue
+                if not self._misses(waiting, decision, now, outcomes):
+                    self._start(waiting, decision, moment.blocked, now, outcomes)
+                return True
+        return False
+
+    def _turns(self) -> list[tuple[ClassQueue, bool]]:
+        """Classes in the order in which they may start now; and whether each goes before one above it, being owed."""
+        turns: deque[tuple[ClassQueue, bool]] = deque()
+        for priority in sorted(self._waiting_classes()):
+            queue = self._queues[priority]
+            if queue.gives_way and turns:
+                turns = deque((lower, True) for lower, _ in turns)
+                turns.append((queue, False))
+            else:
+                turns.appendleft((queue, False))
+        return list(turns)
+
+    def _hold(self, waiting: Waiting, decision: Decision, limit_s: float, now: float) -> bool:
+        """Whether it is better to wait here and choose later."""
+        state = self._fleet.snapshot, self._fleet.rates
+        deep = self._lenders.deep(decision, *state, limit_s)
+        if not deep and not self._lenders.crowded(decision, *state):
+            return False
+        self._holds.take(1, now)
+        waiting.held_by = decision.lender_id if deep else None
+        waiting.held_until = now + max(RECHECK_S, self.num_waiting / RECHECKS_PER_S)
+        self._at(waiting.held_until, waiting)
+        return True
+
+    def _start(
+        self, waiting: Waiting, decision: Decision, blocked: list[Waiting], now: float, outcomes: list[Outcome]
+    ) -> None:
+        claim = waiting.claim
+        self._forecast.started(claim.priority, waiting.cost)
+        for passed in blocked:
+            if passed is not waiting and passed.passed_at is None:
+                self._keeping.passed(passed, now, self._queues[passed.claim.priority])
+                self._at(now + self._config.max_passed_s, passed)
+        self._account(claim.priority, waiting.cost)
+        self._queues[claim.priority].started(waiting)
+        self._forget(waiting)
+        placed = self._fleet.placed(decision, waiting.demand, waiting.keys)
+        self._lenders.started(placed, decision, self._fleet.snapshot, self._fleet.rates)
+        self._tenants.started(claim.tenant, now)
+        self._running[placed] = waiting, now
+        self._failing.placed(placed)
+        claim.num_placed += 1
+        self.num_started += 1
+        outcomes.append(Started(waiting, placed, decision))
+
+    def _account(self, priority: int, cost: int) -> None:
+        """Which classes are passed, and which are owed what, by a start."""
+        share = self._config.lower_class_share
+        for other in sorted(self._queues):
+            queue = self._queues[other]
+            if other >= priority or is_owed(other, priority, self._queues):
+                queue.passed_tokens += cost
+            if other > priority:
+                queue.owed = max(-float(cost), queue.owed - (1 - share) * cost)
+        queue = self._queues[priority]
+        lower_wait = min(self._waiting_classes()) < priority
+        queue.owed = min(MAX_OWED, queue.owed + share * cost) if lower_wait else 0.0
+
+    # ------------------------------------------------------------------ refusals
+
+    def _consider(self, waiting: Waiting, now: float, outcomes: list[Outcome]) -> None:
+        """It has to wait: whether there is a place for it, and whether it will have its turn in time."""
+        claim = waiting.claim
+        if claim.num_placed == 0 and (loser := self._one_too_many(waiting)) is not None:
+            loser_waiting, refusal = loser
+            self._refuse(loser_waiting, refusal, outcomes)
+            if loser_waiting is waiting:
+                return
+        if claim.due_at == math.inf:
+            return
+        if not claim.streaming:
+            waiting.least_ttft_s = self._fleet.least_ttft_s(waiting.demand, waiting.keys) or 0.0
+            waiting.stream_s = self._forecast.stream_s(waiting)
+        wait_s = self._wait_s(waiting)
+        if wait_s > waiting.start_by - now and not claim.streaming:
+            refusal = refusals.predicted_miss(wait_s, waiting.least_ttft_s, waiting.latest_first_token - now)
+            self._refuse(waiting, refusal, outcomes)
+        else:
+            self._at(waiting.start_by, waiting)
+
+    def _wait_s(self, waiting: Waiting) -> float:
+        own = self._queues[waiting.claim.priority]
+        higher = sum(queue.tokens for priority, queue in self._queues.items() if priority > own.priority)
+        return self._forecast.wait_s(waiting, own, higher)
+
+    def _one_too_many(self, newcomer: Waiting) -> tuple[Waiting, Refusal] | None:
+        """Who must go since the newcomer came."""
+        claim, config = newcomer.claim, self._config
+        lines = (queue.lines.get(claim.tenant) for queue in self._queues.values())
+        of_tenant = sum(len(line.requests) for line in lines if line is not None)
+        if of_tenant > config.max_queued_per_tenant:
+            tenant = claim.tenant
+        elif self.num_waiting > config.max_queued:
+            tenant = None
+        else:
+            return None
+        for priority in sorted(other for other in self._waiting_classes() if other < claim.priority):
+            if (loser := self._queues[priority].last(tenant)) is not None:
+                return loser, refusals.displaced(priority, claim.priority, self._retry_after(loser))
+        retry_after_s = self._retry_after(newcomer)
+        if tenant is None:
+            return newcomer, refusals.queue_full(self.num_waiting - 1, retry_after_s)
+        return newcomer, refusals.tenant_queue_full(tenant, of_tenant - 1, retry_after_s)
+
+    def _retry_after(self, waiting: Waiting) -> float:
+        """By then who stands before it now has started, it is predicted."""
+        return self._wait_s(waiting) or self._config.default_retry_after_s
+
+    def _misses(self, waiting: Waiting, decision: Decision, now: float, outcomes: list[Outcome]) -> bool:
+        """It could start, but behind prompts that are queued there its first token would come too late. Where none is
+        queued it starts whatever is predicted, and rates are learnt."""
+        claim, workers = waiting.claim, self._fleet.snapshot
+        waiting.stream_s = self._forecast.stream_s(waiting)
+        if claim.streaming or now + decision.predicted_ttft_s <= waiting.latest_first_token:
+            return False
+        rows = [workers.row_of[name] for name in (decision.decode_id, decision.lender_id) if name]
+        if not workers.queued_prefill_tokens[rows].any():
+            return False
+        left_s = waiting.latest_first_token - now
+        refusal = refusals.predicted_miss(0.0, decision.predicted_ttft_s, left_s)
+        self._refuse(waiting, refusal, outcomes)
+        return True
+
+    def _expire(self, now: float, outcomes: list[Outcome]) -> None:
+        while self._times and self._times[0][0] <= now:
+            _, _, waiting = heapq.heappop(self._times)
+            if waiting is None or not waiting.queued:
+                continue
+            since, grace_s = waiting.unholdable_since, self._config.no_worker_grace_s
+            if since is not None and now >= since + grace_s:
+                largest = largest_pool(self._fleet.snapshot)
+                total = waiting.demand.num_total_blocks
+                refusal = refusals.no_worker(total, largest if largest >= 0 else None, grace_s)
+                self._refuse(waiting, refusal, outcomes)
+            elif now >= waiting.claim.deadline:
+                self._refuse(waiting, refusals.deadline_passed(), outcomes)
+            elif now >= waiting.start_by:
+                waited_s = now - waiting.claim.arrived_at
+                refusal = refusals.too_late(waited_s, waiting.least_ttft_s, self._retry_after(waiting))
+                self._refuse(waiting, refusal, outcomes)
+
+    def _refuse(self, waiting: Waiting, refusal: Refusal, outcomes: list[Outcome]) -> None:
+        self._remove(waiting)
+        self.num_refused[refusal.reason] += 1
+        outcomes.append(Refused(waiting, refusal))
+
+    # ------------------------------------------------------------------ books
+
+    def _measure_all(self, now: float) -> None:
+        """When the workers are others than before: what each request needs of them, and whether any could hold it."""
+        if not self.num_waiting:
+            return
+        workers = self._fleet.snapshot
+        largest = largest_pool(workers)
+        if self._known is not None and self._known[0] is workers and self._known[1] == largest:
+            return
+        self._known = workers, largest
+        for queue in self._queues.values():
+            for waiting in queue:
+                self._measure(waiting, now)
+            queue.measured_anew()
+
+    def _measure(self, waiting: Waiting, now: float) -> None:
+        waiting.measure(self._fleet.snapshot)
+        if could_hold(waiting.demand, self._fleet.snapshot):
+            waiting.unholdable_since = None
+        elif waiting.unholdable_since is None:
+            waiting.unholdable_since = now
+            self._at(now + self._config.no_worker_grace_s, waiting)
+
+    def _remove(self, waiting: Waiting) -> None:
+        self._queues[waiting.claim.priority].remove(waiting)
+        self._forget(waiting)
+
+    def _forget(self, waiting: Waiting) -> None:
+        """It is out of its line."""
+        waiting.queued = False
+        self._keeping.forget(waiting)
+        if not self._queues[waiting.claim.priority].lines:
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """A class of which nobody waits is remembered while one below does: what it owes is not forgotten whenever its
+        queue runs empty for a moment."""
+        lowest = min(self._waiting_classes(), default=math.inf)
+        empty = [priority for priority, queue in self._queues.items() if not queue.lines]
+        for priority in empty:
+            if priority < lowest or len(empty) > MAX_EMPTY:
+                del self._queues[priority]
+
+    def _waiting_classes(self) -> list[int]:
+        return [priority for priority, queue in self._queues.items() if queue.lines]
+
+    def _at(self, when: float, waiting: Waiting | None) -> None:
+        """Look again then."""
+        if when < math.inf:
+            heapq.heappush(self._times, (when, next(self._numbers), waiting))

@@ -1,0 +1,149 @@
+"""Decode workers that fail what is placed on them, and pairs whose loans fail: left alone for a while. Pure.
+
+Such a worker looks idle, since nothing ever runs there, and would be chosen again and again. A worker that leaves is
+forgotten by its fleet; this is for one that stays: it speaks, but cannot be reached, or answers with errors only.
+
+    open ──failed──▶ closed ──the pause is over──▶ on trial ──one placement──▶ closed ──went well──▶ open
+                       ▲                                                         │
+                       └───────────────── failed: a pause twice as long ─────────┘
+"""
+
+import logging
+from dataclasses import dataclass
+
+from router.placement.fleet import Fleet
+from router.placement.worker_records import Placed, Worker
+
+log = logging.getLogger(__name__)
+
+FIRST_S, MOST_S = 0.25, 30.0
+"""Pauses."""
+SAID_AT = 2
+"""Pauses one after the other: a worker that dies is one that fails once, until its leaving is known."""
+TOLERATED_LOANS = 1
+"""A failed loan costs a recompute only, and how it went is known at the request's end: one alone says little."""
+
+Subject = Worker | tuple[Worker, Worker]
+"""A decode worker; or a borrower and its lender."""
+
+
+@dataclass(slots=True)
+class _Failing:
+    num_failures: int = 0
+    failed_at: float = 0.0
+    closed_until: float | None = None
+    """None: open, or on trial."""
+    trial: Placed | None = None
+    """Closed until it is known how this one goes."""
+
+
+class Failing:
+    """Of one fleet."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._of: dict[Subject, _Failing] = {}
+
+    def placed(self, placed: Placed) -> None:
+        """It goes to its workers, and who of them is on trial takes no other meanwhile."""
+        for subject in _subjects(placed) if self._of else ():
+            if (failing := self._of.get(subject)) is not None and failing.num_failures > _tolerated(subject):
+                failing.trial = placed
+                self._close(subject)
+
+    def ended(self, placed: Placed, placed_at: float, now: float) -> float | None:
+        """Call it before the fleet's. Returns when to call `reopen`, where that is new."""
+        went = placed.started and not placed.failed
+        again_at = self._judge(placed.decode, placed, placed_at, False if placed.failed else (went or None), now)
+        if placed.lender is not None:
+            lent_at = self._judge((placed.decode, placed.lender), placed, placed_at, placed.lent, now)
+            again_at = lent_at if again_at is None else again_at
+        return again_at
+
+    def reopen(self, now: float) -> None:
+        """Those whose pause is over take one placement, and those whose trial went well all."""
+        for subject, failing in list(self._of.items()) if self._of else ():
+            if not self._there(subject):
+                del self._of[subject]
+                _mark(subject, False)
+            elif failing.trial is not None and failing.trial.started and isinstance(subject, Worker):
+                self._forget(subject)
+            elif failing.closed_until is not None and now >= failing.closed_until:
+                failing.closed_until = None
+                self._open(subject)
+
+    def _judge(self, subject: Subject, placed: Placed, placed_at: float, well: bool | None, now: float) -> float | None:
+        """`well` None: nothing was seen of it."""
+        failing = self._of.get(subject)
+        if failing is None and well is not False:
+            return None
+        failing = failing or _Failing(failed_at=placed_at)
+        tried = failing.trial is placed
+        if tried:
+            failing.trial = None
+        elif placed_at < failing.failed_at:
+            return None  # it was there already when that was seen
+        if well:
+            self._forget(subject)
+        elif well is None:
+            if tried:
+                self._open(subject)
+        elif self._there(subject):
+            self._of[subject] = failing
+            failing.num_failures, failing.failed_at = failing.num_failures + 1, now
+            times = failing.num_failures - _tolerated(subject)
+            if times > 0:
+                failing.closed_until = now + min(MOST_S, FIRST_S * 2 ** min(times - 1, 10))
+                self._close(subject)
+                _mark(subject, True)
+                if times == SAID_AT:
+                    log.warning("%s: what is placed there fails; it is left alone for a while", _named(subject))
+                return failing.closed_until
+        return None
+
+    def _forget(self, subject: Subject) -> None:
+        failing = self._of.pop(subject)
+        self._open(subject)
+        _mark(subject, False)
+        if failing.num_failures >= _tolerated(subject) + SAID_AT:
+            log.warning("%s: works again", _named(subject))
+
+    def _there(self, subject: Subject) -> bool:
+        workers = (subject,) if isinstance(subject, Worker) else subject
+        return all(self._fleet.worker(worker.worker_id) is worker for worker in workers)
+
+    def _open(self, subject: Subject) -> None:
+        if isinstance(subject, Worker):
+            self._fleet.shun(subject, False)
+        else:
+            self._fleet.part(*subject, False)
+
+    def _close(self, subject: Subject) -> None:
+        if isinstance(subject, Worker):
+            self._fleet.shun(subject, True)
+        else:
+            self._fleet.part(*subject, True)
+
+
+def _mark(subject: Subject, failing: bool) -> None:
+    """For people: also while it is on trial."""
+    if isinstance(subject, Worker):
+        subject.failing = failing
+    elif failing:
+        subject[0].failing_lenders.add(subject[1])
+    else:
+        subject[0].failing_lenders.discard(subject[1])
+
+
+def _subjects(placed: Placed) -> tuple[Subject, ...]:
+    return (placed.decode,) if placed.lender is None else (placed.decode, (placed.decode, placed.lender))
+
+
+def _tolerated(subject: Subject) -> int:
+    return 0 if isinstance(subject, Worker) else TOLERATED_LOANS
+
+
+def _named(subject: Subject) -> str:
+    if isinstance(subject, Worker):
+        return f"decode worker {subject.worker_id}"
+    return f"loans of {subject[0].worker_id} from {subject[1].worker_id}"

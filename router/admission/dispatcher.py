@@ -1,0 +1,105 @@
+"""The shell around admission: requests wait here as futures; a timer and the fleet's events move them on."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from engine.kv.block_keys import BlockKey
+from router.admission.admission import Admission, Outcome, Started
+from router.admission.config import AdmissionConfig
+from router.admission.rate_limiter import Tenants
+from router.admission.request import Claim, Waiting
+from router.placement.demand import Demand
+from router.placement.fleet import Fleet
+from router.placement.place import Decision
+from router.placement.worker_records import Placed
+
+Place = tuple[Placed, Decision]
+
+
+class Dispatcher:
+    """Late binding: a request gets its pair at the moment it can start. One for each model served."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        config: AdmissionConfig,
+        tenants: Tenants | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`tenants` may be those of other dispatchers too. `clock` is that of the claims. `on_end` is called when a
+        request has ended: its tenant may start another one, perhaps elsewhere."""
+        self.admission = Admission(fleet, config, Tenants(config) if tenants is None else tenants)
+        self._clock = clock
+        self._on_end = on_end
+        self._futures: dict[Waiting, asyncio.Future[Place]] = {}
+        self._timer: tuple[float, asyncio.TimerHandle] | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        return self.admission.num_waiting
+
+    # ------------------------------------------------------------------ places
+
+    async def place(self, claim: Claim, demand: Demand, keys: Sequence[BlockKey]) -> Place:
+        """Wait for a pair; `ended` must follow. Raises ServiceError when it is refused."""
+        waiting, outcomes = self.admission.arrived(claim, demand, keys, self._clock())
+        future = self._futures[waiting] = asyncio.get_running_loop().create_future()
+        self._perform(outcomes)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            self._withdraw(waiting, future)
+            raise
+        finally:
+            del self._futures[waiting]
+
+    def ended(self, placed: Placed) -> None:
+        """Once for each place given."""
+        self._perform(self.admission.ended(placed, self._clock()))
+        self._on_end()
+
+    def refused(self, placed: Placed) -> None:
+        """Its decode worker had no room after all. `ended` must follow. Raises Overloaded when it was too often."""
+        self.admission.refused_by_worker(placed, self._clock())
+
+    def expected_wait_s(self, priority: int, demand: Demand) -> float:
+        """Predicted for a request that came now, by what waits; 0 where nothing does, or nothing is known."""
+        return self.admission.expected_wait_s(priority, demand, self._clock())
+
+    def kick(self) -> None:
+        """Something changed: start whoever can start."""
+        self._perform(self.admission.changed(self._clock()))
+
+    def _withdraw(self, waiting: Waiting, future: "asyncio.Future[Place]") -> None:
+        """Its client is gone; if it was placed in this very moment, take that back."""
+        if not future.done():
+            self._perform(self.admission.withdrawn(waiting, self._clock()))
+        elif future.exception() is None:
+            self.ended(future.result()[0])
+
+    def _perform(self, outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            future = self._futures[outcome.waiting]
+            if isinstance(outcome, Started):
+                future.set_result((outcome.placed, outcome.decision))
+            else:
+                future.set_exception(outcome.refusal.error)
+        self._arm()
+
+    def _arm(self) -> None:
+        """Have the core looked at when it said."""
+        at = self.admission.next_time()
+        if self._timer is not None:
+            if self._timer[0] == at:
+                return
+            self._timer[1].cancel()
+            self._timer = None
+        if at is not None:
+            delay_s = max(0.0, at - self._clock())
+            self._timer = at, asyncio.get_running_loop().call_later(delay_s, self._ring)
+
+    def _ring(self) -> None:
+        self._timer = None
+        self.kick()

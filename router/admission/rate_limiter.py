@@ -1,0 +1,111 @@
+"""Limits per tenant, and the bounded state behind them. Pure."""
+
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from cluster.errors import Overloaded
+from router.admission.config import AdmissionConfig, TenantPolicy
+from router.admission.refusals import Reason, Refusal, over_limit
+from router.admission.token_bucket import TokenBucket
+
+_TRIED = 8
+"""States looked at for one that may be forgotten, whenever one more is needed."""
+
+
+@dataclass(slots=True, eq=False)
+class _State:
+    policy: TenantPolicy
+    requests: TokenBucket | None
+    tokens: TokenBucket | None
+    num_claims: int = 0
+    """In the router."""
+    num_running: int = 0
+
+    @classmethod
+    def of(cls, policy: TenantPolicy) -> "_State":
+        requests = tokens = None
+        if policy.requests_per_s is not None:
+            requests = TokenBucket(policy.requests_per_s, policy.burst or max(1, math.floor(policy.requests_per_s)))
+        if policy.tokens_per_minute is not None:
+            tokens = TokenBucket(policy.tokens_per_minute / 60, policy.tokens_per_minute)
+        return cls(policy, requests, tokens)
+
+    def fresh(self, now: float) -> bool:
+        """Forgetting it changes nothing."""
+        full = all(bucket is None or bucket.full(now) for bucket in (self.requests, self.tokens))
+        return full and not self.num_claims and not self.num_running
+
+
+class Tenants:
+    """Who may do how much now."""
+
+    def __init__(self, config: AdmissionConfig) -> None:
+        self._config = config
+        self._states: OrderedDict[str, _State] = OrderedDict()
+        """The one used last stands last."""
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def weight(self, tenant: str) -> float:
+        return self._config.policy(tenant).weight
+
+    def check(self, tenant: str, num_tokens: int, now: float) -> None:
+        """Whether a request of so many tokens may enter. Raises Refusal."""
+        state = self._state(tenant, now)
+        policy = state.policy
+        if state.requests is not None and (wait_s := state.requests.wait_s(1, now)):
+            raise over_limit(Reason.REQUEST_RATE, tenant, f"{policy.requests_per_s:g}", "1 request", wait_s)
+        if state.tokens is not None and (wait_s := state.tokens.wait_s(num_tokens, now)):
+            limit = f"{policy.tokens_per_minute}"
+            raise over_limit(Reason.TOKEN_RATE, tenant, limit, f"{num_tokens} tokens", wait_s)
+
+    def enter(self, tenant: str, num_tokens: int, now: float) -> None:
+        """`check` has just passed; `leave` must follow."""
+        state = self._state(tenant, now)
+        state.num_claims += 1
+        if state.requests is not None:
+            state.requests.take(1, now)
+        if state.tokens is not None:
+            state.tokens.take(num_tokens, now)
+
+    def leave(self, tenant: str, unused_tokens: int, now: float) -> None:
+        state = self._states[tenant]
+        state.num_claims -= 1
+        if state.tokens is not None:
+            state.tokens.give_back(unused_tokens, now)
+
+    def may_start(self, tenant: str) -> bool:
+        state = self._states.get(tenant)
+        limit = self._config.policy(tenant).max_running
+        return limit is None or state is None or state.num_running < limit
+
+    def started(self, tenant: str, now: float) -> None:
+        self._state(tenant, now).num_running += 1
+
+    def ended(self, tenant: str) -> None:
+        self._states[tenant].num_running -= 1
+
+    def _state(self, tenant: str, now: float) -> _State:
+        """Raises Refusal when there are too many to remember another."""
+        if (state := self._states.get(tenant)) is None:
+            if len(self._states) >= self._config.max_tenants + len(self._config.tenants):
+                self._forget_some(now)
+            state = self._states[tenant] = _State.of(self._config.policy(tenant))
+        self._states.move_to_end(tenant)
+        return state
+
+    def _forget_some(self, now: float) -> None:
+        oldest = [tenant for tenant, _ in zip(self._states, range(_TRIED), strict=False)]
+        fresh = [tenant for tenant in oldest if self._states[tenant].fresh(now)]
+        for tenant in oldest:
+            self._states.move_to_end(tenant)  # others are looked at next time
+        for tenant in fresh:
+            del self._states[tenant]
+        if not fresh:
+            error = Overloaded(
+                f"{len(self._states)} tenants are served already, the limit of those not named in `tenants`",
+                retry_after_s=self._config.default_retry_after_s,
+            )
+            raise Refusal(Reason.TOO_MANY_TENANTS, error)

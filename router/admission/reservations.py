@@ -1,0 +1,102 @@
+"""Which workers are kept for requests that others have passed for too long. Pure."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from router.admission.capacity import first_to_free
+from router.admission.config import AdmissionConfig
+from router.admission.queues import ClassQueue, Line
+from router.admission.request import Waiting
+from router.placement.worker_table import Workers
+
+Queues = Mapping[int, ClassQueue]
+
+
+@dataclass(slots=True, eq=False)
+class Kept:
+    """A worker on which others start nothing until `waiting` has started somewhere."""
+
+    waiting: Waiting
+    worker_id: str
+
+
+class Keeping:
+    """Who was passed, and who has a worker kept for it: only those that wait."""
+
+    def __init__(self, config: AdmissionConfig) -> None:
+        self._config = config
+        self.kept: list[Kept] = []
+        self._passed: dict[Waiting, None] = {}
+
+    def passed(self, waiting: Waiting, now: float, queue: ClassQueue) -> None:
+        """It had its turn and no room, and another starts now."""
+        if waiting.passed_at is None:
+            waiting.passed_at, waiting.passed_mark = now, queue.passed_tokens
+            self._passed[waiting] = None
+
+    def forget(self, waiting: Waiting) -> None:
+        """It waits no more."""
+        self._passed.pop(waiting, None)
+        self.kept = [kept for kept in self.kept if kept.waiting is not waiting]
+
+    def arrange(self, queues: Queues, workers: Workers, now: float, may_start: Callable[[str], bool]) -> None:
+        """Keep workers for those passed too long, the highest class first; let go of what serves nobody."""
+        self.kept = [kept for kept in self.kept if self._serves(kept, workers, may_start)]
+        due = [waiting for waiting in self._passed if self._is_due(waiting, queues, now, may_start)]
+        if not due:
+            return
+        limit = max(1, int(workers.starts.sum()) // 4)
+        due.sort(key=lambda waiting: (-waiting.claim.priority, waiting.passed_at, waiting.number))
+        for waiting in due:
+            if len(self.kept) >= limit:
+                lowest = min(self.kept, key=lambda kept: kept.waiting.claim.priority)
+                if lowest.waiting.claim.priority >= waiting.claim.priority:
+                    return
+                self.kept.remove(lowest)
+            rows = [workers.row_of[kept.worker_id] for kept in self.kept]
+            share = self._config.batch_block_share if waiting.claim.priority < 0 else 1.0
+            row = first_to_free(waiting.demand, workers, share, rows)
+            if row is not None:
+                self.kept.append(Kept(waiting, workers.ids[row]))
+
+    def _serves(self, kept: Kept, workers: Workers, may_start: Callable[[str], bool]) -> bool:
+        row = workers.row_of.get(kept.worker_id)
+        there = row is not None and bool(workers.starts[row])
+        large = there and int(workers.num_blocks[row]) >= kept.waiting.demand.num_total_blocks
+        return large and may_start(kept.waiting.claim.tenant)
+
+    def _is_due(self, waiting: Waiting, queues: Queues, now: float, may_start: Callable[[str], bool]) -> bool:
+        assert waiting.passed_at is not None
+        passed_tokens = queues[waiting.claim.priority].passed_tokens - waiting.passed_mark
+        long = now - waiting.passed_at >= self._config.max_passed_s or passed_tokens >= self._config.max_passed_tokens
+        free = waiting.unholdable_since is None and may_start(waiting.claim.tenant)
+        return long and free and all(kept.waiting is not waiting for kept in self.kept)
+
+    def rows_closed_to(self, priority: int, queues: Queues, workers: Workers) -> frozenset[int]:
+        """Kept for others. A class above the one for whom a worker is kept stays away only when that class is owed."""
+        return frozenset(
+            workers.row_of[kept.worker_id]
+            for kept in self.kept
+            if kept.waiting.claim.priority >= priority or is_owed(kept.waiting.claim.priority, priority, queues)
+        )
+
+    def row_for(self, waiting: Waiting, workers: Workers) -> int | None:
+        """Of the worker kept for it."""
+        return next((workers.row_of[kept.worker_id] for kept in self.kept if kept.waiting is waiting), None)
+
+    def any_of(self, priority: int) -> bool:
+        """Whether somebody of that class has a worker kept for it."""
+        return any(kept.waiting.claim.priority == priority for kept in self.kept)
+
+    def of_line(self, line: Line, priority: int) -> Waiting | None:
+        """The first of its requests that has a worker kept for it."""
+        for kept in self.kept:
+            claim = kept.waiting.claim
+            if claim.tenant == line.tenant and claim.priority == priority:
+                return kept.waiting
+        return None
+
+
+def is_owed(lower: int, higher: int, queues: Queues) -> bool:
+    """Whether some class above `lower`, up to `higher`, was served so much that those below it have their turn."""
+    return any(queue.gives_way for priority, queue in queues.items() if lower < priority <= higher)

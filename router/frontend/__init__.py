@@ -1,0 +1,1 @@
+"""Frontends of the router: the gRPC service, the OpenAI-compatible HTTP API and the console."""

@@ -1,0 +1,82 @@
+"""Many prompts in one call: some at a time, each result whole, as it is finished."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+
+from cluster.error_status import to_proto
+from cluster.errors import InvalidRequest, ServiceError
+from protos import inference_pb2 as pb
+
+MAX_REQUESTS = 4096
+MAX_CONCURRENT = 256
+DEFAULT_CONCURRENT = 32
+MAX_UNREAD = 64
+"""Results that wait for a client that reads slowly; then nothing more is begun."""
+
+Generate = Callable[[pb.GenerateRequest], AsyncGenerator[bytes]]
+"""Serialised GenerateResponses of one request."""
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """Of one request."""
+
+    choices: dict[int, pb.BatchChoice]
+    finish: pb.Finish
+
+    def add(self, message: bytes) -> None:
+        response = pb.GenerateResponse.FromString(message)
+        if response.prompt_logprobs and not response.token_ids:
+            return
+        choice = self.choices.setdefault(response.index, pb.BatchChoice())
+        choice.text += response.text
+        choice.token_ids.extend(response.token_ids)
+        choice.logprobs.extend(response.logprobs)
+        if response.HasField("finish"):
+            choice.reason, choice.stop_match = response.finish.reason, response.finish.stop_match
+            num_tokens = self.finish.usage.completion_tokens + response.finish.usage.completion_tokens
+            self.finish.CopyFrom(response.finish)
+            self.finish.usage.completion_tokens = num_tokens
+
+
+async def generate_batch(batch: pb.GenerateBatchRequest, generate: Generate) -> AsyncGenerator[pb.BatchResult]:
+    """Each of its requests once. Ending this ends those under way. Raises InvalidRequest for the batch as a whole."""
+    count, concurrent = len(batch.requests), batch.max_concurrent or DEFAULT_CONCURRENT
+    if not 1 <= count <= MAX_REQUESTS:
+        raise InvalidRequest("requests", f"has {count}, not 1 to {MAX_REQUESTS}")
+    if concurrent > MAX_CONCURRENT:
+        raise InvalidRequest("max_concurrent", f"{concurrent} is above {MAX_CONCURRENT}")
+    results: asyncio.Queue[pb.BatchResult | Exception] = asyncio.Queue(MAX_UNREAD)
+    numbers = iter(range(count))
+
+    async def work() -> None:
+        for number in numbers:  # one iterator for all: each takes the next
+            try:
+                await results.put(await _one(number, batch.requests[number], generate))
+            except Exception as error:  # a mistake in here, raised below
+                await results.put(error)
+
+    workers = [asyncio.ensure_future(work()) for _ in range(min(concurrent, count))]
+    try:
+        for _ in range(count):
+            if isinstance(result := await results.get(), Exception):
+                raise result
+            yield result
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+
+
+async def _one(number: int, request: pb.GenerateRequest, generate: Generate) -> pb.BatchResult:
+    gathered = _Gathered({}, pb.Finish())
+    try:
+        async with contextlib.aclosing(generate(request)) as messages:
+            async for message in messages:
+                gathered.add(message)
+    except ServiceError as error:
+        return pb.BatchResult(index=number, status=to_proto(error).SerializeToString())
+    choices = [gathered.choices[index] for index in sorted(gathered.choices)]
+    return pb.BatchResult(index=number, choices=choices, finish=gathered.finish)

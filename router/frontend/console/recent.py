@@ -1,0 +1,79 @@
+"""The last requests that ended: their receipts, and nothing of what was said. Pure."""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+
+from protos import inference_pb2 as pb
+from router.placement.place import Decision, Rival
+
+MOST = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    number: int
+    at: float
+    finish: pb.Finish
+    decision: Decision | None
+    num_output_tokens: int
+    total_s: float
+    ttft_s: float
+
+
+class Recent:
+    """Of one router."""
+
+    def __init__(self, most: int = MOST) -> None:
+        self._ended: deque[_Ended] = deque(maxlen=most)
+        self._count = 0
+
+    def add(
+        self,
+        at: float,
+        finish: pb.Finish,
+        decision: Decision | None,
+        num_output_tokens: int,
+        ttft_s: float,
+        total_s: float,
+    ) -> None:
+        """`at`: when it ended, seconds since the epoch; `decision`: of its last placement; `num_output_tokens`: of all
+        choices."""
+        if finish.HasField("receipt"):
+            self._ended.append(_Ended(self._count, at, finish, decision, num_output_tokens, total_s, ttft_s))
+            self._count += 1
+
+    def since(self, number: int) -> list[dict[str, Any]]:
+        """Those with that number and later ones, as JSON has them; numbers grow by one."""
+        return [_as_json(ended) for ended in self._ended if ended.number >= number]
+
+
+def _as_json(ended: _Ended) -> dict[str, Any]:
+    receipt, usage = ended.finish.receipt, ended.finish.usage
+    return {
+        "number": ended.number,
+        "at": ended.at,
+        "ttft_ms": ended.ttft_s * 1e3,
+        "total_ms": ended.total_s * 1e3,
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": ended.num_output_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "receipt": MessageToDict(receipt, preserving_proto_field_name=True),
+        "ways": [] if ended.decision is None else _ways(ended.decision),
+    }
+
+
+def _ways(decision: Decision) -> list[dict[str, Any]]:
+    """What was compared: the chosen one, and the next best."""
+    chosen = Rival(decision.decode_id, decision.lender_id, decision.lender_computes, decision.cost_s)
+    return [
+        {
+            "decode_worker": way.decode_id,
+            "lender": way.lender_id or "",
+            "lender_computes": way.lender_computes,
+            "cost_ms": way.cost_s * 1e3,
+        }
+        for way in (chosen, *decision.rivals)
+    ]

@@ -1,0 +1,221 @@
+"""The public Inference service."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from cluster.drain import Drain
+from cluster.error_status import to_status
+from cluster.errors import Draining, InvalidRequest, ServiceError
+from cluster.trace_context import from_metadata, traceparent
+from protos import inference_pb2 as pb
+from router.frontend.batch import generate_batch
+from router.membership.status import cluster_status
+from router.models.model_runtime import ServedModel, ServedModels
+from router.observability.explanations import MAX_EXPLAINED, candidate_of, compared, told
+from router.observability.samples import Samples
+from router.request_path.request_handler import Serving
+from router.security.api_keys import ApiKeys, Principal
+from router.security.guard import bearer_of
+
+Parsed = TypeVar("Parsed", bound=Message)
+NAME = "tandem.v1.Inference"
+
+
+class InferenceService:
+    """Registered by hand instead of by its generated base: Generate passes messages through as bytes, and bytes that
+    are no message get an answer as any other wrong request, where gRPC's own would be UNKNOWN."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        models: ServedModels,
+        keys: ApiKeys,
+        router_id: str,
+        drain: Drain,
+        samples: Samples,
+    ) -> None:
+        """`drain` holds the streams under way."""
+        self._samples = samples
+        self._started_at = time.monotonic()
+        self._serving = serving
+        self._models = models
+        self._keys = keys
+        self._router_id = router_id
+        self._drain = drain
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        handlers: dict[str, Any] = {
+            "Generate": grpc.unary_stream_rpc_method_handler(self.Generate),
+            "GenerateBatch": grpc.unary_stream_rpc_method_handler(
+                self.GenerateBatch,
+                response_serializer=pb.BatchResult.SerializeToString,
+            ),
+        }
+        unary: dict[str, tuple[Callable[[Any, Any], Awaitable[Any]], type[Any]]] = {
+            "Explain": (self.Explain, pb.GenerateRequest),
+            "Decisions": (self.Decisions, pb.DecisionsRequest),
+            "Tokenize": (self.Tokenize, pb.TokenizeRequest),
+            "ListModels": (self.ListModels, pb.ListModelsRequest),
+            "ClusterStatus": (self.ClusterStatus, pb.ClusterStatusRequest),
+            "Feedback": (self.Feedback, pb.FeedbackRequest),
+        }
+        for name, (method, request) in unary.items():
+            handlers[name] = grpc.unary_unary_rpc_method_handler(
+                _typed(method, request),
+                response_serializer=lambda response: response.SerializeToString(),
+            )
+        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(NAME, handlers)])
+
+    async def Generate(self, raw: bytes, context: Any) -> AsyncIterator[bytes]:
+        traceparent.set(from_metadata(context.invocation_metadata()))
+        async with self._answering(context) as answer:
+            request, principal = _parsed(pb.GenerateRequest, raw), self._principal(context)
+            async with contextlib.aclosing(
+                self._serving.generate(request, context.time_remaining(), principal)
+            ) as messages:
+                async for message in messages:
+                    answer.sending = True
+                    yield message
+                    answer.sent()
+
+    async def GenerateBatch(self, raw: bytes, context: Any) -> AsyncIterator[pb.BatchResult]:
+        traceparent.set(from_metadata(context.invocation_metadata()))
+        async with self._answering(context) as answer:
+            request, principal = _parsed(pb.GenerateBatchRequest, raw), self._principal(context)
+            each = generate_batch(request, lambda one: self._serving.generate(one, context.time_remaining(), principal))
+            async with contextlib.aclosing(each) as results:
+                async for result in results:
+                    answer.sending = True
+                    yield result
+                    answer.sent()
+
+    @contextlib.asynccontextmanager
+    async def _answering(self, context: Any) -> AsyncIterator["_Answer"]:
+        """A stream within it ends with its errors as statuses, and when the router was told to stop."""
+        stopped = Draining(f"router {self._router_id} was told to stop")
+        if self._drain.draining:
+            await context.abort_with_status(to_status(stopped))
+        task = asyncio.current_task()
+        assert task is not None
+        answer = _Answer(task, stopped)
+        # Under way until its client was told how it ended: the server stops as soon as nothing is.
+        with self._drain.holding(answer.end):
+            try:
+                yield answer
+            except ServiceError as error:
+                answer.streaming = False
+                await context.abort_with_status(to_status(error))
+            except asyncio.CancelledError:
+                answer.streaming = False
+                if not self._drain.over or context.cancelled():
+                    raise
+                task.uncancel()  # by us, and not because its client went
+                await context.abort_with_status(to_status(stopped))
+
+    async def Explain(self, request: pb.GenerateRequest, context: Any) -> pb.Explanation:
+        explained = await self._serving.explain(request, context.time_remaining(), self._principal(context))
+        ticket, candidates = explained.ticket, explained.candidates
+        return pb.Explanation(
+            prompt_tokens=explained.demand.num_tokens,
+            usable_blocks=explained.demand.num_usable_blocks,
+            candidates=[candidate_of(candidate) for candidate in candidates[:MAX_EXPLAINED]],
+            num_candidates=len(candidates),
+            model=ticket.model.name,
+            model_reason=ticket.model_reason,
+            models=map(compared, ticket.verdicts),
+        )
+
+    async def Decisions(self, request: pb.DecisionsRequest, context: Any) -> pb.DecisionsResponse:
+        past = self._serving.decisions(request.request_id, self._principal(context))
+        return await asyncio.to_thread(told, past)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+        return await self._serving.tokenize(request, self._principal(context))
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
+        return pb.ListModelsResponse(models=map(_listed, self._models.only(self._principal(context).models)))
+
+    def _principal(self, context: Any) -> Principal:
+        """Raises Unauthenticated."""
+        return self._keys.principal(bearer_of(context.invocation_metadata()))
+
+    async def ClusterStatus(self, request: pb.ClusterStatusRequest, context: Any) -> pb.ClusterStatusResponse:
+        self._principal(context).check_operator()
+        return self.status()
+
+    def status(self) -> pb.ClusterStatusResponse:
+        """Of the cluster, as this router sees it now."""
+        return cluster_status(self._router_id, self._drain.draining, self._models, self._started_at)
+
+    async def Feedback(self, request: pb.FeedbackRequest, context: Any) -> pb.FeedbackResponse:
+        self._samples.feedback(request, self._principal(context))
+        return pb.FeedbackResponse()
+
+
+@dataclass(slots=True)
+class _Answer:
+    """A stream of messages, and how it ends when the router was told to stop."""
+
+    task: "asyncio.Task[Any]"
+    stopped: Draining
+    streaming: bool = True
+    sending: bool = False
+    """gRPC has a message, on the same task. Cancelled there, the call would end without a word to its client."""
+    over: bool = False
+
+    def end(self) -> None:
+        if self.sending:
+            self.over = True
+        elif self.streaming:
+            self.task.cancel()
+
+    def sent(self) -> None:
+        """Raises Draining."""
+        self.sending = False
+        if self.over:
+            raise self.stopped
+
+
+def _typed(method: Callable[[Any, Any], Awaitable[Any]], kind: type[Any]) -> Callable[[bytes, Any], Awaitable[Any]]:
+    """With errors as statuses."""
+
+    async def call(raw: bytes, context: Any) -> Any:
+        try:
+            return await method(_parsed(kind, raw), context)
+        except ServiceError as error:
+            await context.abort_with_status(to_status(error))
+
+    return call
+
+
+def _parsed(kind: type[Parsed], raw: bytes) -> Parsed:
+    """Raises InvalidRequest."""
+    try:
+        return kind.FromString(raw)
+    except DecodeError as error:
+        raise InvalidRequest("request", f"is no {kind.DESCRIPTOR.name}: {error}") from None
+
+
+def _listed(model: ServedModel) -> pb.Model:
+    workers = [worker for worker in model.fleet.workers if worker.load is not None and not worker.draining]
+    num_decode = sum(worker.decodes for worker in workers)
+    prices = model.costs.prices
+    return pb.Model(
+        name=model.name,
+        max_context_tokens=model.model_dir.max_context_tokens,
+        vocab_size=model.model_dir.vocab_size,
+        prefill_workers=len(workers) - num_decode,
+        decode_workers=num_decode,
+        has_tokenizer=model.encoder.has_tokenizer,
+        input_per_million=prices.input_per_million if prices else None,
+        output_per_million=prices.output_per_million if prices else None,
+        quality=model.entry.quality,
+        tasks=model.entry.tasks,
+    )

@@ -1,0 +1,34 @@
+"""The router's HTTP port: OpenAI's API and the console, behind one guard.
+
+Imported only where there is such a port: FastAPI takes a fifth of a router's start.
+"""
+
+from cluster.drain import Drain
+from cluster.tls import Credentials
+from router.config import RouterConfig
+from router.frontend.console.routes import add_console
+from router.frontend.grpc_service import InferenceService
+from router.frontend.openai.app import make_app
+from router.frontend.openai.guard import guarded
+from router.frontend.openai.server import OpenAiServer
+from router.models.model_runtime import ServedModels
+from router.request_path.request_handler import Serving
+from router.security.api_keys import ApiKeys
+
+
+async def open_http(
+    config: RouterConfig,
+    port: int,
+    credentials: Credentials | None,
+    serving: Serving,
+    models: ServedModels,
+    requests: Drain,
+    keys: ApiKeys,
+    inference: InferenceService,
+) -> OpenAiServer:
+    """Serving; to be closed. Raises StartError."""
+    http = OpenAiServer(config.host, port, credentials, config.max_connection_s)
+    app = make_app(serving, models, requests, keys, config)
+    add_console(app, keys, inference.status, serving.recent)
+    await http.start(guarded(app, keys))
+    return http

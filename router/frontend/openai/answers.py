@@ -1,0 +1,297 @@
+"""From our messages to OpenAI's: chunks of a stream as server-sent events, or the whole answer. Pure.
+
+A token takes little Python here: what is the same in every chunk of a choice is made once, as bytes.
+"""
+
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+
+from protos import inference_pb2 as pb
+from router.frontend.openai.choice import Choice, Served, compact, quoted
+from router.frontend.openai.logprobs import CompletionLogprobs, chat_logprobs, echoed, joined, prompt_logprobs
+from router.frontend.openai.request import Asked
+from router.frontend.openai.tool_calls import ToolCall, ToolCallParser
+
+DONE = b"data: [DONE]\n\n"
+PLAIN = b',"logprobs":null,"finish_reason":null}]'
+"""How the choice of an event ends that says nothing but text."""
+REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+
+
+class Answer(ABC):
+    """Of one HTTP request. First `begin` each prompt, then `chunk` or `absorb` its messages."""
+
+    id_prefix: str
+    whole_name: str
+    chunk_name: str
+    before: bytes
+    """Stands before the text in an event."""
+    after: bytes
+    """And after it."""
+    nothing: bytes
+    """Stands in place of all three in the last event of a choice."""
+
+    def __init__(self, asked: Asked, request_id: str) -> None:
+        self._asked = asked
+        self._id = self.id_prefix + request_id
+        self._choices: dict[int, Choice] = {}
+        """By index."""
+        self._usage = pb.Usage()
+        self._receipts: dict[int, Any] = {}
+        """This and the next by the number of the prompt."""
+        self._scored: dict[int, list[pb.TokenLogprobs]] = {}
+        self._num_open = len(asked.requests) * asked.choices_per_prompt
+        self._end = b',"usage":null}\n\n' if asked.include_usage else b"}\n\n"
+        self._plain = self.after + PLAIN + self._end
+
+    def begin(self, number: int, served: Served) -> None:
+        """A prompt was checked."""
+        per_prompt = self._asked.choices_per_prompt
+        for index in range(number * per_prompt, (number + 1) * per_prompt):
+            head = f'data: {self._top(self.chunk_name, served.model)},"choices":[{{"index":{index},'
+            parser = ToolCallParser(self._asked.forced_calls) if self._asked.tools else None
+            choice = Choice(index, served, head.encode(), parser, CompletionLogprobs(len(served.echo)))
+            self._choices[index] = choice
+            if not self._asked.stream and served.echo:
+                choice.text.append(served.echo)
+
+    @abstractmethod
+    def first(self, choice: Choice) -> bytes:
+        """What comes before all other events of a choice; empty for nothing. Ends where `_plain` begins."""
+
+    @abstractmethod
+    def message_logprobs(self, choice: Choice, message: pb.GenerateResponse) -> Any:
+        """Of its tokens."""
+
+    @abstractmethod
+    def whole_logprobs(self, parts: Sequence[Any]) -> Any:
+        """Of all messages of a choice; None where there were none."""
+
+    @abstractmethod
+    def whole_content(self, choice: Choice) -> dict[str, Any]:
+        """The fields that a choice has beside those that both endpoints have."""
+
+    # -------------------------------------------------------------------------------------------- streams
+
+    def chunk(self, number: int, message: pb.GenerateResponse) -> bytes:
+        """The events that a message of a prompt makes; perhaps none."""
+        choice = self._choice(number, message)
+        events = b""
+        if not choice.begun:
+            choice.begun = True
+            if first := self.first(choice):
+                events = choice.head + first + self._only_text(choice)
+        if message.token_ids or message.text:
+            events += self._news(choice, message)
+        if message.HasField("finish"):
+            if choice.parser is not None:
+                events += self._pieces(choice, choice.parser.finish(), self._only_text(choice))
+            self._finish(number, choice, message.finish)
+            events += self._last(choice)
+        return events
+
+    @property
+    def complete(self) -> bool:
+        """The finish of every choice was seen."""
+        return not self._num_open
+
+    def _news(self, choice: Choice, message: pb.GenerateResponse) -> bytes:
+        choice.num_tokens += len(message.token_ids)
+        detailed = message.logprobs or self._asked.token_ids or self._asked.continuous_usage
+        after = self._detailed(choice, message) if detailed else self._plain
+        if choice.parser is None:
+            return choice.head + self.before + quoted(message.text) + after
+        pieces = choice.parser.push(message.text)
+        if detailed and not pieces:
+            return choice.head + self.before + b'""' + after
+        return self._pieces(choice, pieces, after)
+
+    def _pieces(self, choice: Choice, pieces: Sequence[str | ToolCall], after: bytes) -> bytes:
+        """An event for each, the first one ending with `after`."""
+        events = []
+        for piece in pieces:
+            if isinstance(piece, str):
+                events.append(choice.head + self.before + quoted(piece) + after)
+            else:
+                call = {"index": len(choice.calls)} | self._call(choice, piece)
+                events.append(choice.head + f'"delta":{{"tool_calls":[{compact(call)}]'.encode() + after)
+            after = self._only_text(choice)
+        return b"".join(events)
+
+    def _detailed(self, choice: Choice, message: pb.GenerateResponse) -> bytes:
+        """What follows the text where there is more to say than that."""
+        logprobs = self.message_logprobs(choice, message) if message.logprobs else None
+        token_ids = f',"token_ids":{compact(list(message.token_ids))}' if self._asked.token_ids else ""
+        said = f',"logprobs":{compact(logprobs)},"finish_reason":null{token_ids}}}]'
+        return self.after + said.encode() + self._so_far(choice)
+
+    def _only_text(self, choice: Choice) -> bytes:
+        """What follows the text where there is nothing else to say."""
+        return self.after + PLAIN + self._so_far(choice) if self._asked.continuous_usage else self._plain
+
+    def _so_far(self, choice: Choice) -> bytes:
+        """What an event ends with: what was used by then, where each is to say so."""
+        if not self._asked.continuous_usage:
+            return self._end
+        num_prompt, num_tokens = len(choice.served.prompt), choice.num_tokens
+        usage = {
+            "prompt_tokens": num_prompt,
+            "total_tokens": num_prompt + num_tokens,
+            "completion_tokens": num_tokens,
+        }
+        return f',"usage":{compact(usage)}}}\n\n'.encode()
+
+    def _last(self, choice: Choice) -> bytes:
+        """The event with the finish of a choice; and what comes after the last one."""
+        reason, stop_reason = compact(choice.reason), compact(choice.stop_reason)
+        reasons = f',"logprobs":null,"finish_reason":{reason},"stop_reason":{stop_reason}'
+        prompt = f',"prompt_token_ids":{compact(choice.served.prompt)}' if self._asked.token_ids else ""
+        event = choice.head + self.nothing + f"{reasons}{prompt}}}]".encode()
+        if self._num_open:
+            return event + self._so_far(choice)
+        if not self._asked.include_usage:
+            return event + self._receipts_field() + self._so_far(choice) + DONE
+        top = f'data: {self._top(self.chunk_name, choice.served.model)},"choices":[],"usage":{compact(self.usage())}'
+        return event + self._so_far(choice) + top.encode() + self._receipts_field() + b"}\n\n" + DONE
+
+    # -------------------------------------------------------------------------------------- whole answers
+
+    def absorb(self, number: int, message: pb.GenerateResponse) -> None:
+        """A message of a prompt, towards `whole`."""
+        if message.prompt_logprobs:
+            self._scored.setdefault(number, []).extend(message.prompt_logprobs)
+        choice = self._choice(number, message)
+        if self._asked.only_echo:
+            if message.HasField("finish"):
+                message.finish.usage.completion_tokens = 0
+                message.finish.reason = pb.FINISH_REASON_LENGTH
+                self._finish(number, choice, message.finish)
+            return
+        pieces: list[str | ToolCall] = choice.parser.push(message.text) if choice.parser else [message.text]
+        if message.logprobs:
+            choice.logprobs.append(self.message_logprobs(choice, message))
+        if self._asked.token_ids:
+            choice.token_ids += message.token_ids
+        if message.HasField("finish") and choice.parser:
+            pieces += choice.parser.finish()
+        for piece in pieces:
+            if isinstance(piece, str):
+                choice.text.append(piece)
+            else:
+                self._call(choice, piece)
+        if message.HasField("finish"):
+            self._finish(number, choice, message.finish)
+
+    def whole(self) -> bytes:
+        """Once all messages were absorbed."""
+        choices = [self._whole_choice(choice) for _, choice in sorted(self._choices.items())]
+        top = self._top(self.whole_name, self._choices[0].served.model)
+        said = f'{top},"choices":{compact(choices)},"usage":{compact(self.usage())}'
+        return said.encode() + self._receipts_field() + b"}"
+
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        served, parts = choice.served, choice.logprobs
+        scored = self._scored.get(choice.index // self._asked.choices_per_prompt)
+        if self._asked.echo_logprobs:
+            parts = [echoed(served.prompt, scored or (), served.text_of), *parts]
+        said = {"index": choice.index, **self.whole_content(choice), "logprobs": self.whole_logprobs(parts)}
+        said |= {"finish_reason": choice.reason, "stop_reason": choice.stop_reason}
+        if self._asked.token_ids:
+            said |= {"token_ids": choice.token_ids, "prompt_token_ids": served.prompt}
+        if scored is not None and not self._asked.echo_logprobs:
+            said["prompt_logprobs"] = prompt_logprobs(served.prompt, scored, served.text_of)
+        return said
+
+    # --------------------------------------------------------------------------------------------- common
+
+    def usage(self) -> dict[str, Any]:
+        """Of all prompts and choices that are finished."""
+        usage = self._usage
+        return {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        }
+
+    def _top(self, name: str, model: str) -> str:
+        """The beginning of an object."""
+        return f'{{"id":{compact(self._id)},"object":"{name}","created":{self._asked.created},"model":{compact(model)}'
+
+    def _choice(self, number: int, message: pb.GenerateResponse) -> Choice:
+        return self._choices[number * self._asked.choices_per_prompt + message.index]
+
+    def _call(self, choice: Choice, call: ToolCall) -> dict[str, Any]:
+        function = {"name": call.name, "arguments": call.arguments}
+        made = {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+        choice.calls.append(made)
+        return made
+
+    def _finish(self, number: int, choice: Choice, finish: pb.Finish) -> None:
+        self._num_open -= 1
+        choice.reason = REASONS[finish.reason]
+        if choice.calls and choice.reason == "stop":
+            choice.reason = "tool_calls"
+        if finish.stop_match:
+            stops = self._asked.requests[number].sampling.stop
+            choice.stop_reason = finish.stop_match if finish.stop_match in stops else int(finish.stop_match)
+        self._usage.prompt_tokens += finish.usage.prompt_tokens
+        self._usage.completion_tokens += finish.usage.completion_tokens
+        self._usage.cached_tokens += finish.usage.cached_tokens
+        if self._asked.receipt and finish.HasField("receipt"):
+            self._receipts[number] = MessageToDict(
+                finish.receipt, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+            )
+
+    def _receipts_field(self) -> bytes:
+        """A comma and the field `tandem`: the receipt, or a list of them where there are several prompts."""
+        if not self._asked.receipt:
+            return b""
+        receipts = [receipt for _, receipt in sorted(self._receipts.items())]
+        return b',"tandem":' + compact(receipts[0] if len(self._asked.requests) == 1 else receipts).encode()
+
+
+class CompletionAnswer(Answer):
+    """Of /v1/completions."""
+
+    id_prefix, whole_name, chunk_name = "cmpl-", "text_completion", "text_completion"
+    before, after, nothing = b'"text":', b"", b'"text":""'
+
+    def first(self, choice: Choice) -> bytes:
+        return self.before + quoted(choice.served.echo) if choice.served.echo else b""
+
+    def message_logprobs(self, choice: Choice, message: pb.GenerateResponse) -> Any:
+        return choice.offsets.of(message, choice.served.text_of)
+
+    def whole_logprobs(self, parts: Sequence[Any]) -> Any:
+        return joined(parts)
+
+    def whole_content(self, choice: Choice) -> dict[str, Any]:
+        return {"text": "".join(choice.text)}
+
+
+class ChatAnswer(Answer):
+    """Of /v1/chat/completions."""
+
+    id_prefix, whole_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+    before, after, nothing = b'"delta":{"content":', b"}", b'"delta":{}'
+
+    def first(self, choice: Choice) -> bytes:
+        return b'"delta":{"role":"assistant","content":""'
+
+    def message_logprobs(self, choice: Choice, message: pb.GenerateResponse) -> Any:
+        return {"content": chat_logprobs(message, choice.served.text_of), "refusal": None}
+
+    def whole_logprobs(self, parts: Sequence[Any]) -> Any:
+        return {"content": [entry for part in parts for entry in part["content"]], "refusal": None} if parts else None
+
+    def whole_content(self, choice: Choice) -> dict[str, Any]:
+        text = "".join(choice.text)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if choice.calls:
+            message |= {"content": text or None, "tool_calls": choice.calls}
+        return {"message": message}

@@ -1,0 +1,108 @@
+"""The HTTP application: its paths, and what a web server itself has to say in OpenAI's form."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cluster.drain import Drain
+from cluster.errors import ServiceError, UnknownModel
+from router.config import RouterConfig
+from router.frontend.openai.answers import ChatAnswer, CompletionAnswer
+from router.frontend.openai.caller import caller_of
+from router.frontend.openai.chat import read_chat
+from router.frontend.openai.completions import read_completion
+from router.frontend.openai.endpoint import Endpoint
+from router.frontend.openai.errors import ErrorAnswer, error_answer, error_of
+from router.models.model_runtime import ServedModel, ServedModels
+from router.request_path.request_handler import Serving
+from router.security.api_keys import ApiKeys
+
+
+def make_app(serving: Serving, models: ServedModels, drain: Drain, keys: ApiKeys, config: RouterConfig) -> FastAPI:
+    """`drain` holds the requests under way, those by gRPC too."""
+    started_at = int(time.time())
+    completions = Endpoint(serving, drain, keys, read_completion, CompletionAnswer, config.default_deadline_s)
+    chats = Endpoint(serving, drain, keys, read_chat, ChatAnswer, config.default_deadline_s)
+    endpoints: dict[str, ASGIApp] = {"/v1/completions": completions, "/v1/chat/completions": chats}
+    app = _Application(endpoints)
+    for path, endpoint in endpoints.items():  # so that another method than POST is refused as such
+        app.router.add_route(path, endpoint, methods=["POST"])  # type: ignore[arg-type]  # it is ASGI
+
+    def seen(request: Request) -> ServedModels:
+        """Raises ServiceError."""
+        return models.only(caller_of(request.headers, keys).principal.models)
+
+    async def list_models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [_model(model, started_at) for model in seen(request)]})
+
+    async def one_model(request: Request) -> Response:
+        name = request.path_params["name"]
+        for model in seen(request):
+            if model.name == name:
+                return JSONResponse(_model(model, started_at))
+        return _response(error_answer(UnknownModel(f"{name!r} is not served here", "model"), {}))
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "alive"})
+
+    async def ready(request: Request) -> Response:
+        has_workers = any(model.decode_workers() for model in models)
+        is_ready = not drain.draining and (config.ready_without_workers or has_workers)
+        said: dict[str, Any] = {"status": "ready" if is_ready else "draining" if drain.draining else "no decode worker"}
+        if not keys.required:  # else the models are for who has a key for them
+            said["decode_workers"] = {model.name: len(model.decode_workers()) for model in models}
+        return JSONResponse(said, 200 if is_ready else 503)
+
+    for path, answer in (
+        ("/v1/models", list_models),
+        ("/v1/models/{name:path}", one_model),
+        ("/health", health),
+        ("/ready", ready),
+    ):
+        app.router.add_route(path, answer, methods=["GET"])
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ServiceError, _service_error)
+    return app
+
+
+class _Application(FastAPI):
+    """Who generates is asked directly: a token would pass through ten coroutines of FastAPI's on its way out."""
+
+    def __init__(self, endpoints: Mapping[str, ASGIApp]) -> None:
+        # Its own pages would say nothing: bodies are read in `fields.py`, whose errors are OpenAI's.
+        super().__init__(openapi_url=None)
+        self._endpoints = endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        asked = scope["path"] if scope["type"] == "http" and scope["method"] == "POST" else ""
+        await self._endpoints.get(asked, super().__call__)(scope, receive, send)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), "it is registered for these"
+    what = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    return _response(error_of(error.status_code, what), error.headers)
+
+
+async def _service_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ServiceError), "it is registered for these"
+    return _response(error_answer(error, {}))
+
+
+def _response(answer: ErrorAnswer, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(answer.body, answer.status, {**answer.headers, **(headers or {})}, "application/json")
+
+
+def _model(model: ServedModel, started_at: int) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": started_at,
+        "owned_by": "tandem",
+        "max_model_len": model.model_dir.max_context_tokens,
+    }

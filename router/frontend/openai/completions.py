@@ -1,0 +1,66 @@
+"""POST /v1/completions: from its body to requests of ours. Pure."""
+
+from typing import Any
+
+from cluster.errors import InvalidRequest
+from protos import inference_pb2 as pb
+from router.frontend.openai.caller import Caller
+from router.frontend.openai.fields import Fields, are_token_ids
+from router.frontend.openai.request import Asked, check_choices, common
+from router.frontend.openai.sampling import INT32, read_sampling
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's."""
+MAX_PROMPTS = 256
+
+
+def read_completion(body: dict[str, Any], caller: Caller) -> Asked:
+    """Raises InvalidRequest naming the field at fault."""
+    fields = Fields(body)
+    options = read_sampling(fields, ("max_tokens",), DEFAULT_MAX_TOKENS)
+    if (logprobs := fields.integer("logprobs", -INT32, INT32 - 1)) is not None:
+        options.sampling.logprobs = logprobs
+    prompts = _prompts(fields.take("prompt"))
+    echo = fields.boolean("echo")
+    only_echo = echo and options.sampling.HasField("max_tokens") and options.sampling.max_tokens == 0
+    if only_echo:
+        options.sampling.max_tokens = 1  # an engine says at least one; it is left out of the answer
+    request, asked = common(fields, caller, options)
+    asked.echo, asked.only_echo = echo, only_echo
+    asked.echo_logprobs = echo and options.sampling.HasField("logprobs")
+    if asked.stream and (only_echo or asked.echo_logprobs):
+        raise fields.refuse(
+            "echo", "with logprobs or max_tokens 0 comes with the whole answer only, and not as a stream"
+        )
+    if asked.echo_logprobs and not request.sampling.HasField("prompt_logprobs"):
+        request.sampling.prompt_logprobs = request.sampling.logprobs
+    fields.finish()
+    for number, prompt in enumerate(prompts):
+        one = pb.GenerateRequest()
+        one.CopyFrom(request)
+        if isinstance(prompt, str):
+            one.text = prompt
+        else:
+            one.token_ids.extend(prompt)
+        if len(prompts) > 1:
+            one.request_id = f"{request.request_id}-{number}"
+        asked.requests.append(one)
+    check_choices(asked, "n" if len(prompts) == 1 else "prompt")
+    return asked
+
+
+def _prompts(given: Any) -> list[str | list[int]]:
+    """Of a text, a list of texts, token ids, or a list of lists of them. Raises InvalidRequest."""
+    if isinstance(given, str):
+        return [given]
+    if not isinstance(given, list) or not given:
+        raise InvalidRequest("prompt", "must be a text, a list of token ids, or a list of either, and not empty")
+    if are_token_ids(given):
+        return [given]
+    if len(given) > MAX_PROMPTS:
+        raise InvalidRequest("prompt", f"at most {MAX_PROMPTS} prompts, not {len(given)}")
+    if all(isinstance(prompt, str) for prompt in given):
+        return given
+    if all(prompt and are_token_ids(prompt) for prompt in given):
+        return given
+    raise InvalidRequest("prompt", "must be a text, a list of token ids, or a list of either, and not empty")

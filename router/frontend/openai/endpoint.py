@@ -1,0 +1,125 @@
+"""One endpoint that generates: from the body of an exchange to its answer."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from cluster import logs
+from cluster.drain import Drain
+from cluster.errors import DeadlineExceeded, InvalidRequest, ServiceError
+from cluster.trace_context import from_headers, traceparent
+from protos import inference_pb2 as pb
+from router.frontend.openai.answers import Answer
+from router.frontend.openai.caller import Caller, caller_of
+from router.frontend.openai.choice import Served
+from router.frontend.openai.errors import error_answer
+from router.frontend.openai.exchange import ClientGone, Exchange
+from router.frontend.openai.fields import parse_object
+from router.frontend.openai.merging import merged
+from router.frontend.openai.request import Asked
+from router.request_path.preprocess import Ticket
+from router.request_path.request_handler import Serving
+from router.security.api_keys import ApiKeys
+
+log = logging.getLogger(__name__)
+INLINE_BYTES = 64 << 10
+"""Larger bodies are read on a thread, so that other streams wait less for them."""
+GRACE_S = 1.0
+"""After the deadline, for whoever enforces it to say so; then a client that does not read is given up."""
+
+
+class Endpoint:
+    """An ASGI application of one path."""
+
+    def __init__(
+        self,
+        serving: Serving,
+        drain: Drain,
+        keys: ApiKeys,
+        read: Callable[[dict[str, Any], Caller], Asked],
+        answer: Callable[[Asked, str], Answer],
+        default_deadline_s: float,
+    ) -> None:
+        self._serving = serving
+        self._drain = drain
+        self._keys = keys
+        self._read = read
+        self._answer = answer
+        self._default_deadline_s = default_deadline_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        names: Mapping[str, str] = {"tenant": "x-tenant"}  # a tenant can be refused before the body is read
+        try:
+            traceparent.set(from_headers(exchange.headers))
+            caller = caller_of(exchange.headers, self._keys)
+            exchange.request_id = caller.request_id
+            logs.request_id.set(caller.request_id)
+            body = await exchange.body()
+            if len(body) <= INLINE_BYTES:
+                asked = self._asked(body, caller)
+            else:
+                asked = await asyncio.to_thread(self._asked, body, caller)
+            names = asked.names
+            exchange.request_id = asked.request_id
+            with exchange.lasting(self._drain):
+                await self._serve_in_time(exchange, asked, caller)
+        except ClientGone:
+            return
+        except ServiceError as error:
+            await exchange.fail(error_answer(error, names))
+        except Exception:  # a mistake in here ends this request, in the form its client knows
+            log.exception("a request failed", extra=logs.of(exchange.request_id))
+            await exchange.fail(error_answer(ServiceError("the router failed; its log says why"), names))
+
+    def _asked(self, body: bytes, caller: Caller) -> Asked:
+        try:
+            return self._read(parse_object(body), caller)
+        except RecursionError:
+            raise InvalidRequest("", "the body is nested too deeply") from None
+
+    async def _serve_in_time(self, exchange: Exchange, asked: Asked, caller: Caller) -> None:
+        """Who generates keeps to the deadline by itself. This is for a client that does not take what it is sent."""
+        deadline_s = self._default_deadline_s if asked.deadline_s is None else asked.deadline_s
+        try:
+            async with asyncio.timeout(deadline_s + GRACE_S):
+                await self._serve(exchange, asked, caller)
+        except TimeoutError:
+            raise DeadlineExceeded("the deadline passed before the client took the answer") from None
+
+    async def _serve(self, exchange: Exchange, asked: Asked, caller: Caller) -> None:
+        answer = self._answer(asked, asked.request_id)
+        streams = [
+            self._serving.generate(request, asked.deadline_s, caller.principal, _beginner(answer, number, asked.echo))
+            for number, request in enumerate(asked.requests)
+        ]
+        if not asked.stream:
+            async with aclosing(merged(streams)) as messages:
+                async for number, raw in messages:
+                    answer.absorb(number, pb.GenerateResponse.FromString(raw))
+            await exchange.send_json(answer.whole())
+            return
+        last = b""
+        async with aclosing(merged(streams)) as messages:
+            async for number, raw in messages:
+                events = answer.chunk(number, pb.GenerateResponse.FromString(raw))
+                if answer.complete:
+                    last += events  # sent once the request is accounted for: its client may ask again at once
+                elif events:
+                    await exchange.send_events(events)
+        await exchange.end_events(last)
+
+
+def _beginner(answer: Answer, number: int, echo: bool) -> Callable[[Ticket], None]:
+    def begin(ticket: Ticket) -> None:
+        encoder = ticket.model.encoder
+        said = ""
+        if echo:
+            said = ticket.request.text if ticket.request.HasField("text") else encoder.decode(ticket.prompt)
+        answer.begin(number, Served(ticket.model.name, ticket.prompt, said, encoder.token_text))
+
+    return begin

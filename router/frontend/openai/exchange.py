@@ -1,0 +1,128 @@
+"""One HTTP exchange: its body in, its answer out, and its end when the client goes."""
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from starlette.types import Receive, Scope, Send
+
+from cluster.drain import Drain
+from cluster.errors import Draining, InvalidRequest
+from cluster.rpc import MAX_MESSAGE_BYTES
+from router.frontend.openai.connection import CONNECTION, Connection
+from router.frontend.openai.errors import ErrorAnswer, HttpRefusal
+
+MAX_BODY_BYTES = MAX_MESSAGE_BYTES
+"""As of a message by gRPC."""
+BODY_S = 60.0
+"""For the whole body to come."""
+FAREWELL_S = 1.0
+"""For an error to be taken by a client that may not read."""
+EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+JSON = {"content-type": "application/json"}
+
+
+class ClientGone(Exception):
+    """There is nobody to answer."""
+
+
+class Exchange:
+    """Used by the task that serves it."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self.headers: Mapping[str, str] = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+        }
+        self.request_id = ""
+        """Sent with the answer, once it is known."""
+        self.started = False
+        """The status is sent: what goes wrong now can only be said as an event."""
+        self.sending = False
+        """The client has not taken what was sent last."""
+
+    async def body(self) -> bytes:
+        """Raises InvalidRequest for one that is too large or too slow, and ClientGone."""
+        declared = self.headers.get("content-length", "0")
+        if declared.isdigit() and int(declared[:20]) > MAX_BODY_BYTES:
+            raise _too_large()
+        parts, num_bytes = [], 0
+        try:
+            async with asyncio.timeout(BODY_S):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    parts.append(message.get("body", b""))
+                    num_bytes += len(parts[-1])
+                    if num_bytes > MAX_BODY_BYTES:
+                        raise _too_large()
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError:
+            raise HttpRefusal(408, "request_timeout", f"the body did not come within {BODY_S:g} s") from None
+
+    @contextmanager
+    def lasting(self, drain: Drain) -> Iterator[None]:
+        """The body has come. What is within ends with ClientGone when the client goes, and with Draining when the time
+        of a router that was told to stop is over."""
+        if drain.draining:
+            raise Draining("this router was told to stop")
+        task = asyncio.current_task()
+        assert task is not None
+        connection: Connection = self._scope[CONNECTION]
+        try:
+            with connection.watched(task.cancel), drain.holding(task.cancel):
+                yield
+        except asyncio.CancelledError:
+            if not connection.lost and not drain.over:
+                raise
+            task.uncancel()
+            raise (ClientGone() if connection.lost else Draining("this router was told to stop")) from None
+
+    async def send_events(self, events: bytes) -> None:
+        """Returns once the client is not too far behind."""
+        if not self.started:
+            await self._start(200, EVENTS)
+        await self._push(events, more=True)
+
+    async def end_events(self, events: bytes) -> None:
+        """The last of them."""
+        if not self.started:
+            await self._start(200, EVENTS)
+        await self._push(events, more=False)
+
+    async def send_json(self, body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        """The whole answer."""
+        await self._start(status, {**JSON, "content-length": str(len(body)), **(headers or {})})
+        await self._push(body, more=False)
+
+    async def fail(self, error: ErrorAnswer) -> None:
+        """As the answer, or as the last event of one that has begun. To a client that does not take it, nothing."""
+        if self.started and self.sending:
+            return  # uvicorn closes the connection of an answer that is not complete
+        try:
+            async with asyncio.timeout(FAREWELL_S):
+                if not self.started:
+                    await self.send_json(error.body, error.status, error.headers)
+                else:
+                    await self._push(b"data: " + error.body + b"\n\n", more=False)
+        except TimeoutError:
+            return
+
+    async def _start(self, status: int, headers: Mapping[str, str]) -> None:
+        self.started = True
+        named = {**headers, "x-request-id": self.request_id} if self.request_id else headers
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+    async def _push(self, body: bytes, more: bool) -> None:
+        self.sending = True
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        self.sending = False
+
+
+def _too_large() -> InvalidRequest:
+    return HttpRefusal(413, "request_too_large", f"the body may have {MAX_BODY_BYTES} bytes at most")

@@ -1,0 +1,41 @@
+"""A call of a tool that must be made: the grammar of its text. Pure."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.errors import InvalidRequest
+from router.frontend.openai.tool_calls import CLOSE, OPEN
+
+ANY_ARGUMENTS = {"type": "object"}
+COMPACT = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+"""llguidance's: else a model that is not sure may write blanks and new lines until `max_tokens`. As models write it."""
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A tool that may be called."""
+
+    name: str
+    parameters: dict[str, Any] | None
+    """The JSON schema of its arguments; None: any."""
+
+
+def call_grammar(functions: Sequence[Function], single: bool) -> str:
+    """In llguidance's Lark: a call of one of them, or, unless `single`, several one after the other, in the form that
+    `ToolCallParser` reads. Raises InvalidRequest for a name that is none."""
+    rules = ["start: call" if single else 'start: call ("\\n" call)*']
+    rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
+    for number, function in enumerate(functions):
+        if not _NAME.fullmatch(function.name):
+            limits = "1 to 64 letters, digits, underscores, dots and hyphens"
+            raise InvalidRequest(f"tools[{number}].function.name", f"must be {limits} for a call of it to be forced")
+        before = f'{OPEN}\n{{"name": "{function.name}", "arguments": '
+        after = f"}}\n{CLOSE}"
+        schema = COMPACT | (ANY_ARGUMENTS if function.parameters is None else function.parameters)
+        rules.append(f"call_{number}: {json.dumps(before)} arguments_{number} {json.dumps(after)}")
+        rules.append(f"arguments_{number}: %json {json.dumps(schema)}")
+    return "\n".join(rules)

@@ -1,0 +1,36 @@
+"""No key, no service, by HTTP: whatever path is added later is closed until somebody opens it here."""
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cluster.errors import ServiceError
+from router.frontend.openai.errors import error_answer
+from router.security.api_keys import ApiKeys
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/console"})
+"""The console's page says nothing by itself."""
+
+
+def guarded(app: ASGIApp, keys: ApiKeys) -> ASGIApp:
+    """The application, but for who has no key."""
+    if not keys.required:
+        return app
+
+    async def guard(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            given = [value for name, value in scope["headers"] if name == b"authorization"]
+            try:
+                keys.principal(given[0].decode("latin-1") if given else None)
+            except ServiceError as error:
+                await _refuse(error, send)
+                return
+        await app(scope, receive, send)
+
+    return guard
+
+
+async def _refuse(error: ServiceError, send: Send) -> None:
+    answer = error_answer(error, {})
+    headers = {"content-type": "application/json", "content-length": str(len(answer.body)), **answer.headers}
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": answer.status, "headers": raw})
+    await send({"type": "http.response.body", "body": answer.body, "more_body": False})

@@ -1,0 +1,116 @@
+"""What both endpoints' requests have in common, read and passed on."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.errors import InvalidRequest
+from protos import inference_pb2 as pb
+from router.frontend.openai.caller import Caller, check_name
+from router.frontend.openai.fields import Fields
+from router.frontend.openai.sampling import INT32, Options
+
+MAX_CHOICES = 1024
+"""Of all prompts of a request together."""
+
+
+@dataclass(slots=True)
+class Asked:
+    """One HTTP request, as it is to be served and answered."""
+
+    request_id: str
+    requests: list[pb.GenerateRequest]
+    """One for each prompt."""
+    names: dict[str, str]
+    """Fields that the client calls otherwise: ours, and its."""
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    """In every event, and not only at the end."""
+    receipt: bool = False
+    token_ids: bool = False
+    """The answer has those of prompt and output too."""
+    deadline_s: float | None = None
+    echo: bool = False
+    """Of completions: the texts begin with their prompts."""
+    echo_logprobs: bool = False
+    """And so do their log probabilities."""
+    only_echo: bool = False
+    """Nothing is to be generated: what is, because an engine says at least one token, is left out."""
+    tools: bool = False
+    """Of chats: calls of tools are looked for."""
+    forced_calls: bool = False
+    """And the text can be nothing else."""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def choices_per_prompt(self) -> int:
+        sampling = self.requests[0].sampling
+        return sampling.n if sampling.HasField("n") else 1
+
+
+def common(fields: Fields, caller: Caller, options: Options) -> tuple[pb.GenerateRequest, Asked]:
+    """What is left to be given is the prompt. Raises InvalidRequest."""
+    request = pb.GenerateRequest(
+        model=fields.text("model"),
+        sampling=options.sampling,
+        # vLLM's lower ones go first, ours the higher ones.
+        priority=-(fields.integer("priority", 1 - INT32, INT32 - 1) or 0),
+        tenant=caller.tenant,
+        session_id=fields.text("session_id"),
+        request_id=check_name(fields.text("request_id"), "request_id") or caller.request_id,
+        cache_salt=fields.text("cache_salt"),
+        max_ttft_ms=fields.number("max_ttft_ms"),
+        task=fields.text("task"),
+        min_quality=fields.number("min_quality") or 0.0,
+    )
+    asked = Asked(
+        request.request_id,
+        [],
+        {**NAMES, **options.names},
+        stream=fields.boolean("stream"),
+        receipt=fields.boolean("receipt"),
+        token_ids=fields.boolean("return_token_ids"),
+        deadline_s=_deadline_s(fields),
+    )
+    _read_stream_options(fields, asked)
+    if asked.stream and options.sampling.HasField("prompt_logprobs"):
+        raise fields.refuse("prompt_logprobs", "comes with the whole answer only, and not with a stream")
+    return request, asked
+
+
+NAMES: Mapping[str, str] = {
+    "text": "prompt",
+    "token_ids": "prompt",
+    "request_id": "x-request-id",
+    "tenant": "x-tenant",
+}
+
+
+def check_choices(asked: Asked, field_at_fault: str) -> None:
+    """Raises InvalidRequest for too many."""
+    num_choices = len(asked.requests) * max(1, asked.choices_per_prompt)
+    if num_choices > MAX_CHOICES:
+        raise InvalidRequest(field_at_fault, f"at most {MAX_CHOICES} choices of all prompts, not {num_choices}")
+
+
+def _deadline_s(fields: Fields) -> float | None:
+    timeout_ms = fields.number("timeout_ms")
+    if timeout_ms is None:
+        return None
+    if not 0 < timeout_ms <= INT32:
+        raise fields.refuse("timeout_ms", f"must be above 0 and at most {INT32}, not {timeout_ms:g}")
+    return timeout_ms / 1e3
+
+
+def _read_stream_options(fields: Fields, asked: Asked) -> None:
+    options: Any = fields.nested("stream_options")
+    if options is None:
+        return
+    if not asked.stream:
+        raise fields.refuse("stream_options", "means nothing without stream")
+    asked.include_usage = options.boolean("include_usage")
+    asked.continuous_usage = options.boolean("continuous_usage_stats")
+    options.boolean("include_obfuscation")  # padding against listeners, which changes no answer
+    options.finish()

@@ -1,0 +1,161 @@
+"""The options that both endpoints share, from OpenAI's and vLLM's names to ours. Pure.
+
+Limits are not checked here but where they are for every request, in `router/request_path/validation.py`; what is checked here is
+that a value can be said at all.
+"""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.errors import InvalidRequest
+from protos import inference_pb2 as pb
+from router.frontend.openai.fields import Fields, one_of, shown
+
+INT32 = 1 << 31
+KINDS = {
+    "json": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+    "json_object": "json_object",
+}
+"""Of structured output: vLLM's names, and ours."""
+COMPACT = {"x-guidance": {"whitespace_flexible": False}}
+"""llguidance's, in a schema: JSON without whitespace."""
+
+
+@dataclass(slots=True)
+class Options:
+    """What was asked for, but the prompt."""
+
+    sampling: pb.Sampling
+    names: dict[str, str] = field(default_factory=dict)
+    """Of fields that are called otherwise here: ours, and the client's."""
+    parse_calls: bool = True
+    """Calls of tools are looked for in the output, where there are tools."""
+    forced_calls: bool = False
+    """And it can be nothing else."""
+
+
+def read_sampling(fields: Fields, most_tokens: tuple[str, ...], default_max_tokens: int | None) -> Options:
+    """`most_tokens` are the names under which max_tokens may come, the preferred one first. Raises InvalidRequest."""
+    options = Options(pb.Sampling())
+    _read_max_tokens(fields, options, most_tokens, default_max_tokens)
+    sampling = options.sampling
+    for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+        if (number := fields.number(name)) is not None:
+            setattr(sampling, name, number)
+    for name in ("n", "min_tokens", "prompt_logprobs"):
+        if (count := fields.integer(name, -INT32, INT32 - 1)) is not None:
+            setattr(sampling, name, count)
+    if (top_k := fields.integer("top_k", -INT32, INT32 - 1)) is not None:
+        sampling.top_k = 0 if top_k == -1 else top_k  # vLLM's word for off
+    if (seed := fields.integer("seed")) is not None:
+        sampling.seed = seed % (1 << 64)
+    sampling.stop.extend(fields.strings("stop"))
+    sampling.stop_token_ids.extend(fields.token_ids("stop_token_ids"))
+    sampling.ignore_eos = fields.boolean("ignore_eos")
+    for token_id, bias in fields.biases("logit_bias").items():
+        sampling.logit_bias[token_id] = bias
+    _read_structured(fields, options)
+    return options
+
+
+def _read_max_tokens(
+    fields: Fields, options: Options, most_tokens: tuple[str, ...], default_max_tokens: int | None
+) -> None:
+    given = {name: fields.integer(name, -INT32, INT32 - 1) for name in most_tokens}
+    values = {value for value in given.values() if value is not None}
+    if len(values) > 1:
+        raise fields.refuse(most_tokens[0], f"and {most_tokens[1]} say different things; {most_tokens[0]} is enough")
+    value = values.pop() if values else default_max_tokens
+    if value is not None:
+        options.sampling.max_tokens = value
+    options.names["max_tokens"] = next((name for name in most_tokens if given[name] is not None), most_tokens[0])
+
+
+def _read_structured(fields: Fields, options: Options) -> None:
+    """`response_format`, `structured_outputs` as vLLM has it, or its older guided_*: one of them at most."""
+    given: list[tuple[str, pb.StructuredOutput | None]] = []
+    if (wanted := fields.nested("response_format")) is not None:
+        given.append(("response_format", _response_format(wanted)))
+    if (wanted := fields.nested("structured_outputs")) is not None:
+        given += [("structured_outputs", form) for form in _structured_outputs(wanted)]
+    for theirs, ours in KINDS.items():
+        if fields.given(name := f"guided_{theirs}"):
+            given.append((name, _form(fields, name, ours)))
+    forms = [(name, form) for name, form in given if form is not None]
+    if len(forms) > 1:
+        raise InvalidRequest(forms[1][0], f"and {forms[0][0]} cannot both say what form the output has")
+    if forms:
+        name, form = forms[0]
+        options.sampling.structured.CopyFrom(form)
+        options.names["structured"] = name
+
+
+def _response_format(fields: Fields) -> pb.StructuredOutput | None:
+    kind = one_of(fields, "type", ("text", "json_object", "json_schema"))
+    form: pb.StructuredOutput | None = None
+    if kind is None:
+        raise fields.refuse("type", "is missing")
+    if kind == "json_object":
+        form = pb.StructuredOutput(json_object=True)
+    elif kind == "json_schema":
+        schema = fields.nested("json_schema")
+        if schema is None:
+            raise fields.refuse("json_schema", "is missing")
+        for informative in ("name", "description"):
+            schema.text(informative)
+        schema.boolean("strict")  # it is kept to in any case
+        form = _form(schema, "schema", "json_schema")
+        if form is None:
+            raise schema.refuse("schema", "is missing")
+        schema.finish()
+    fields.finish()
+    return form
+
+
+def _structured_outputs(fields: Fields) -> list[pb.StructuredOutput | None]:
+    forms = [_form(fields, theirs, ours) for theirs, ours in KINDS.items()]
+    if fields.boolean("disable_additional_properties"):
+        raise fields.refuse("disable_additional_properties", "is not supported: say it in the schema")
+    if fields.boolean("disable_any_whitespace"):
+        forms = [form and _without_whitespace(form, fields) for form in forms]
+    fields.finish()
+    return forms
+
+
+def _without_whitespace(form: pb.StructuredOutput, fields: Fields) -> pb.StructuredOutput:
+    if form.json_object:
+        return pb.StructuredOutput(json_schema=json.dumps({"type": "object"} | COMPACT))
+    if not form.HasField("json_schema"):
+        raise fields.refuse("disable_any_whitespace", "means nothing without json or json_object")
+    try:
+        schema = json.loads(form.json_schema)
+    except ValueError:
+        return form  # who compiles it says what is wrong
+    return pb.StructuredOutput(json_schema=json.dumps(schema | COMPACT)) if isinstance(schema, dict) else form
+
+
+def _form(fields: Fields, name: str, kind: str) -> pb.StructuredOutput | None:
+    """The field `name` as our `kind`; None where it is not there."""
+    if not fields.given(name):
+        return None
+    if kind == "json_object":
+        return pb.StructuredOutput(json_object=True) if fields.boolean(name) else None
+    if kind == "choice":
+        return pb.StructuredOutput(choice=fields.strings(name))
+    if kind == "json_schema":
+        return pb.StructuredOutput(json_schema=_schema(fields, name))
+    return pb.StructuredOutput(**{kind: fields.text(name)})  # type: ignore[arg-type]  # regex and grammar are strings
+
+
+def _schema(fields: Fields, name: str) -> str:
+    """As an object, or as JSON."""
+    value: Any = fields.take(name)
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, dict):
+        raise fields.refuse(name, f"must be a JSON schema, not {shown(value)}")
+    return json.dumps(value)

@@ -1,0 +1,1 @@
+"""Workers that have joined the router: the Membership service and the cluster status."""

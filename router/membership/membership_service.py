@@ -1,0 +1,164 @@
+"""The Membership service: feeds the models' fleets from the workers' streams."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+from cluster.error_status import to_status
+from cluster.errors import AlreadyThere, Incompatible, InvalidRequest, ServiceError
+from cluster.protocol import PROTOCOL
+from protos import membership_pb2 as pb
+from protos import membership_pb2_grpc as pb_grpc
+from router.membership.status import load_status
+from router.models.model_runtime import ServedModel, ServedModels
+from router.placement.worker_records import Worker
+
+log = logging.getLogger(__name__)
+
+ALIVE_S = 1.0
+"""A worker speaks four times as often at least."""
+
+
+class MembershipService(pb_grpc.MembershipServicer):
+    """One stream is one membership: of the model whose config and tokenizer the worker has."""
+
+    def __init__(self, models: ServedModels, router_id: str, incarnation: bytes, silence_s: float) -> None:
+        self._models = models
+        self._router_id = router_id
+        self._incarnation = incarnation
+        self._silence_s = silence_s
+        self._heard_at: dict[Worker, float] = {}
+        """Seconds of the monotonic clock, by those that are joined."""
+
+    async def Join(
+        self, request_iterator: AsyncIterator[pb.WorkerMessage], context: Any
+    ) -> AsyncIterator[pb.RouterMessage]:
+        member: tuple[ServedModel, Worker] | None = None
+        try:
+            first = await anext(request_iterator, None)
+            member = model, worker = self._admit(first)
+            yield pb.RouterMessage(welcome=pb.Welcome(router_id=self._router_id, incarnation=self._incarnation))
+            while (message := await self._next(worker, request_iterator)) is not None:
+                if not await self._absorb(model, worker, message):
+                    yield pb.RouterMessage(resync=pb.Resync())
+        except ServiceError as error:
+            await context.abort_with_status(to_status(error))
+        finally:
+            if member is not None:
+                self._left(*member)
+
+    async def Members(self, request: pb.MembersRequest, context: Any) -> pb.MembersReply:
+        workers = [worker for model in self._models for worker in model.fleet.workers if worker.load is not None]
+        num_decode = sum(worker.decodes for worker in workers)
+        return pb.MembersReply(prefill_workers=len(workers) - num_decode, decode_workers=num_decode)
+
+    async def Loads(self, request: pb.LoadsRequest, context: Any) -> pb.LoadsReply:
+        models = [load_status(model.name, model.fleet, model.dispatcher.admission) for model in self._models]
+        return pb.LoadsReply(router_id=self._router_id, incarnation=self._incarnation, models=models)
+
+    def _left(self, model: ServedModel, worker: Worker) -> None:
+        log.info("%s left", worker.worker_id)
+        self._heard_at.pop(worker, None)
+        model.fleet.left(worker)
+        if worker.hello.address not in [other.hello.address for other in model.fleet.workers]:
+            model.links.departed(worker.hello.address)
+        model.dispatcher.kick()
+
+    def _admit(self, first: pb.WorkerMessage | None) -> tuple[ServedModel, Worker]:
+        if first is None or not first.HasField("hello"):
+            raise InvalidRequest("hello", "must be the first message")
+        hello = first.hello
+        _check(hello)
+        model = self._models.of_worker(hello)
+        for other in self._models:  # an id means one worker, whatever it serves
+            if (old := other.fleet.worker(hello.worker_id)) is not None:
+                self._replace(old, hello)
+                if other is not model:
+                    other.fleet.left(old)
+                    other.dispatcher.kick()
+        log.info("%s joined from %s for %s", hello.worker_id, hello.address, model.name)
+        if said := _strangers(hello, model.fleet.workers):
+            log.warning("%s", said)
+        worker = model.fleet.joined(hello)
+        self._heard_at[worker] = time.monotonic()
+        return model, worker
+
+    def _replace(self, old: Worker, hello: pb.Hello) -> None:
+        """A worker's stream may break unnoticed, and its successor come before that is seen; but one that speaks is
+        there. Raises AlreadyThere."""
+        if old.hello.incarnation == hello.incarnation:
+            return
+        silent_s = time.monotonic() - self._heard_at[old]
+        if silent_s < ALIVE_S:
+            raise AlreadyThere(
+                f"a worker {hello.worker_id!r} at {old.hello.address} is there, and not the one at {hello.address} "
+                "that would join by that name",
+                "worker_id",
+            )
+        log.warning("%s has been silent for %.1f s and is replaced by another process", old.worker_id, silent_s)
+        _lose(old)
+
+    async def _next(self, worker: Worker, messages: AsyncIterator[pb.WorkerMessage]) -> pb.WorkerMessage | None:
+        """None when the stream ended, or when the engine behind it fell silent."""
+        try:
+            async with asyncio.timeout(self._silence_s):
+                return await anext(messages, None)
+        except TimeoutError:
+            log.warning("%s was silent for %g s: lost", worker.worker_id, self._silence_s)
+            _lose(worker)
+            return None
+
+    async def _absorb(self, model: ServedModel, worker: Worker, message: pb.WorkerMessage) -> bool:
+        if model.fleet.worker(worker.worker_id) is not worker:
+            raise AlreadyThere(f"another stream of {worker.worker_id!r} has taken the place of this one", "worker_id")
+        self._heard_at[worker] = time.monotonic()
+        if message.HasField("hello"):
+            raise InvalidRequest("hello", "came twice")
+        if not (message.HasField("cache") or message.HasField("load")):
+            raise InvalidRequest("load", "neither cache nor load is said")
+        in_step = True
+        if message.HasField("cache"):
+            for _ in model.fleet.change_cache(worker, message.cache):
+                await asyncio.sleep(0)  # streams go on
+            in_step = worker.next_cache_sequence is not None
+        if message.HasField("load"):
+            model.fleet.reported(worker, message.load)
+            model.heard()
+        model.dispatcher.kick()
+        return in_step
+
+
+def _lose(worker: Worker) -> None:
+    """Its calls are placed anew."""
+    worker.lost = True
+    for cancel in tuple(worker.on_lost):
+        cancel()
+
+
+def _strangers(hello: pb.Hello, workers: Iterable[Worker]) -> str:
+    """What is to be said of a worker that can exchange blocks with none of the others, empty if it can or is alone."""
+    others = [worker.hello for worker in workers if worker.worker_id != hello.worker_id]
+    if not others or any(other.model_fingerprint == hello.model_fingerprint for other in others):
+        return ""
+    other = others[0]
+    here, there = (f"{each.block_tokens} tokens in {each.block_bytes} bytes" for each in (hello, other))
+    differs = f"its blocks are {here}, not {there}" if here != there else "its weights or dtypes are others"
+    return f"{hello.worker_id} exchanges no KV with {other.worker_id}, nor with any other of {hello.model}: {differs}"
+
+
+def _check(hello: pb.Hello) -> None:
+    """Raises Incompatible for a worker of another version's protocol, and InvalidRequest for what placement could not
+    work with: it would fail every client's request."""
+    if hello.protocol != PROTOCOL:
+        worker = f"worker {hello.worker_id} speaks version {hello.protocol} of the internal protocol"
+        raise Incompatible(f"{worker}, this router version {PROTOCOL}", "protocol")
+    for field in ("worker_id", "address", "incarnation", "model_fingerprint"):
+        if not getattr(hello, field):
+            raise InvalidRequest(field, "is empty")
+    for field in ("block_tokens", "num_blocks", "block_bytes"):
+        if getattr(hello, field) < 1:
+            raise InvalidRequest(field, "must be at least 1")
+    if hello.role not in (pb.ROLE_PREFILL, pb.ROLE_DECODE):
+        raise InvalidRequest("role", f"{hello.role} is none of this router's")

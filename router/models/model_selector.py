@@ -1,0 +1,216 @@
+"""The shell around the choice of a model: reads the prompt with the tokenizers that `model_selection.py` asks for."""
+
+import asyncio
+import math
+import time
+from dataclasses import dataclass
+
+from cluster.errors import Forbidden, InvalidRequest, ServiceError, Unavailable
+from protos import inference_pb2 as pb
+from router.models.config import ModelRule, ModelsConfig
+from router.models.model_runtime import ServedModel, ServedModels
+from router.models.model_selection import (
+    Choice,
+    Count,
+    Option,
+    Verdict,
+    Wish,
+    allowed,
+    choose,
+    governing_rule,
+    needs_count,
+    ttft_limit_s,
+    unfit,
+)
+from router.models.prompts import prompt_kind
+from router.request_path.prompt_reading import Reading, read
+from router.request_path.request_demand import chains_of
+from router.request_path.validation import DEFAULT_MAX_TOKENS
+
+NO_WORKER = "no decode worker"
+POLL_S, MOST_POLL_S = 0.02, 0.25
+"""For a decode worker to join; thousands may wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The model that a request goes to, and stays with."""
+
+    model: ServedModel
+    reason: str
+    """In words."""
+    reading: Reading
+    verdicts: tuple[Verdict, ...] = ()
+    """Of all models, where it was chosen."""
+
+
+class ModelChooser:
+    """For requests that name `auto`."""
+
+    def __init__(self, config: ModelsConfig, models: ServedModels) -> None:
+        self._config = config
+        self._models = models
+
+    async def choose(
+        self, request: pb.GenerateRequest, cache_salt: str, give_up_at: float, predict: bool = False
+    ) -> Chosen:
+        """Where only workers are lacking, it waits for them until `give_up_at`, of the monotonic clock. `predict`: the
+        first token's time even where there is no limit to it.
+
+        Raises InvalidRequest, or Unavailable, that says of each model why it is not fit.
+        """
+        prompt_kind(request)
+        first_token_s = request.max_ttft_ms / 1e3 if request.HasField("max_ttft_ms") else math.inf
+        wish = Wish(request.task, request.min_quality, request.tenant, request.priority, first_token_s)
+        looking = _Looking(request, cache_salt, self._config.max_counted_models)
+        rule, rule_name = await self._rule(wish, looking)
+        self._check_vocabulary(request, rule)
+        predict |= ttft_limit_s(wish, rule) < math.inf
+        poll_s = POLL_S
+        while True:
+            outcome = choose(wish, rule, rule_name, [looking.option(model) for model in self._models])
+            if isinstance(outcome, Count):
+                await looking.count(self._models.named(outcome.name), predict)
+            elif outcome.name:
+                reading = looking.found[outcome.name].reading
+                assert reading is not None, "what is chosen is counted and has no fault"
+                return Chosen(self._models.named(outcome.name), outcome.words, reading, outcome.verdicts)
+            elif any(verdict.why == NO_WORKER for verdict in outcome.verdicts) and time.monotonic() < give_up_at:
+                await asyncio.sleep(poll_s)
+                poll_s = min(MOST_POLL_S, 1.5 * poll_s)
+            else:
+                raise _refusal(outcome, wish, rule, looking)
+
+    async def _rule(self, wish: Wish, looking: "_Looking") -> tuple[ModelRule | None, str]:
+        """The one that governs, and its name."""
+        rules = self._config.model_rules
+        num_tokens = 0
+        if needs_count(rules, wish):
+            able = (model for model in self._models if not model.encoder.fault(looking.request))
+            if (reader := next(able, None)) is not None:
+                num_tokens = len(await looking.prompt_of(reader))
+        number = governing_rule(rules, wish, num_tokens)
+        return (None, "") if number is None else (rules[number], rules[number].name or str(number + 1))
+
+    def _check_vocabulary(self, request: pb.GenerateRequest, rule: ModelRule | None) -> None:
+        models = [model for model in self._models if allowed(rule, model.name)]
+        if request.token_ids and len({model.encoder.vocabulary for model in models}) > 1:
+            names = ", ".join(model.name for model in models)
+            raise InvalidRequest("token_ids", f"mean different things to {names}: name a model, or send text")
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """When a model had read the request."""
+
+    reading: Reading | None
+    error: InvalidRequest | None
+    ttft_s: float | None
+
+
+class _Looking:
+    """At one request, with one tokenizer after the other."""
+
+    def __init__(self, request: pb.GenerateRequest, cache_salt: str, max_tokenizers: int) -> None:
+        self.request = request
+        self._cache_salt = cache_salt
+        self.found: dict[str, _Found] = {}
+        """By model."""
+        self._max_tokenizers = max_tokenizers
+        self._prompts: dict[bytes, list[int]] = {}
+        """Models with the same tokenizer read the same."""
+
+    async def prompt_of(self, model: ServedModel) -> list[int]:
+        """Raises InvalidRequest."""
+        identity = model.encoder.reading
+        if identity not in self._prompts:
+            self._prompts[identity] = await model.encoder.encode(self.request)
+        return self._prompts[identity]
+
+    async def count(self, model: ServedModel, predict: bool) -> None:
+        """Have it read the request."""
+        ttft_s = None
+        try:
+            reading = await read(model, self.request, await self.prompt_of(model))
+            if model.decode_workers():  # else it is not chosen now, and looked at again when there are
+                ttft_s = self._hold(model, reading, predict)
+        except InvalidRequest as error:
+            self.found[model.name] = _Found(None, error, None)
+        else:
+            self.found[model.name] = _Found(reading, None, ttft_s)
+
+    def _hold(self, model: ServedModel, reading: Reading, predict: bool) -> float | None:
+        """Raises InvalidRequest for what no worker of the model could hold."""
+        sampling = reading.sampling
+        chains = chains_of(reading.prompt, sampling, [()] * sampling.n)
+        to_score = sampling.HasField("prompt_logprobs")
+        demand, keys = model.needs(reading.prompt, sampling, self._cache_salt, chains, to_score)
+        if not predict:
+            return None
+        ttft_s = model.predicted_ttft_s(self.request.priority, demand, keys)
+        return math.inf if ttft_s is None else ttft_s
+
+    def option(self, model: ServedModel) -> Option:
+        found = self.found.get(model.name)
+        if found is not None and found.reading is not None:
+            num_prompt, sampling = len(found.reading.prompt), found.reading.sampling
+            num_output = sampling.max_tokens * sampling.n
+        else:
+            num_prompt = model.encoder.estimate(self.request)
+            num_output = self._most_output(model, num_prompt)
+        return Option(
+            name=model.name,
+            input_price=model.costs.input_price,
+            output_price=model.costs.output_price,
+            quality=model.entry.quality,
+            tasks=model.entry.tasks,
+            num_prompt_tokens=num_prompt,
+            num_output_tokens=num_output,
+            counted=found is not None,
+            fault=self._fault(model, found),
+            ttft_s=None if found is None else found.ttft_s,
+        )
+
+    def _fault(self, model: ServedModel, found: _Found | None) -> str:
+        if not model.decode_workers():
+            return NO_WORKER
+        if found is not None:
+            return str(found.error or "")
+        if fault := model.encoder.fault(self.request):
+            return fault
+        if len(self._prompts) >= self._max_tokenizers and model.encoder.reading not in self._prompts:
+            return f"not looked at: {len(self._prompts)} tokenizers have read the prompt, the limit"
+        return ""
+
+    def _most_output(self, model: ServedModel, num_prompt: int) -> int:
+        """Before anything of it is checked."""
+        sampling = self.request.sampling
+        left = max(1, model.model_dir.max_context_tokens - num_prompt)
+        most = sampling.max_tokens if sampling.HasField("max_tokens") else min(DEFAULT_MAX_TOKENS, left)
+        return max(1, most) * (max(1, sampling.n) if sampling.HasField("n") else 1)
+
+
+def _refusal(choice: Choice, wish: Wish, rule: ModelRule | None, looking: _Looking) -> ServiceError:
+    """Typed by what all models that the rule allows have in common."""
+    verdicts = [verdict for verdict in choice.verdicts if allowed(rule, verdict.option.name)]
+    if not verdicts:
+        return Forbidden("the rule that governs this request allows none of the models that its key may use", "model")
+    if any(verdict.why == NO_WORKER for verdict in verdicts):
+        return Unavailable(choice.words, "model")
+    errors = [_error(verdict, wish, looking) for verdict in verdicts]
+    first = errors[0]
+    if all((error.field, error.message) == (first.field, first.message) for error in errors):
+        return first  # it is not the models'
+    same_field = all(error.field == first.field for error in errors)
+    return InvalidRequest(first.field if same_field else "model", choice.words)
+
+
+def _error(verdict: Verdict, wish: Wish, looking: _Looking) -> InvalidRequest:
+    """Of a model that was not fit."""
+    option = verdict.option
+    if (lack := unfit(option.name, option.quality, option.tasks, wish)) is not None:
+        return InvalidRequest(*lack)
+    found = looking.found.get(option.name)
+    if found is not None and found.error is not None:
+        return found.error
+    return InvalidRequest(prompt_kind(looking.request), verdict.why)

@@ -1,0 +1,1 @@
+"""Metrics, traces, placement decisions and samples that the router keeps for people."""

@@ -1,0 +1,130 @@
+"""The decisions of the last requests, with all they were made of, for whoever asks why. Pure, and bounded in memory.
+
+Nothing of what was said is kept: no prompts, no outputs.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from cluster.errors import ServiceError
+from protos import inference_pb2 as pb
+from router.models.model_selection import Verdict
+from router.placement.place import Decision
+from router.placement.placement_snapshot import Situation
+
+MOST_PLACEMENTS = 16
+"""Of one request: those a worker refused for want of room have no other bound."""
+ENTRY_BYTES = 2048
+"""Of a request beside its placements, about."""
+
+
+@dataclass(slots=True)
+class Placement:
+    """One decision, and what became of it."""
+
+    attempt: int
+    placed_after_s: float
+    """Of the request's arrival."""
+    decision: Decision
+    situation: Situation | None
+    ttft_s: float | None = None
+    """From the placement."""
+    hit_blocks: int | None = None
+    failure: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A request."""
+
+    request_id: str
+    tenant: str
+    arrived_at: float
+    """Seconds since 1970."""
+    model: str = ""
+    model_reason: str = ""
+    verdicts: tuple[Verdict, ...] = ()
+    placements: deque[Placement] = field(default_factory=lambda: deque(maxlen=MOST_PLACEMENTS))
+    ended: bool = False
+    refusal: ServiceError | None = None
+    """What its client was told where it did not end well."""
+    num_bytes: int = ENTRY_BYTES
+    forgotten: bool = False
+
+    @property
+    def error(self) -> str:
+        return "" if self.refusal is None else str(self.refusal)
+
+    def failed(self, failure: str) -> None:
+        """The last placement did."""
+        if self.placements:
+            self.placements[-1].failure = failure
+
+    def finished(self, kv: pb.KvReceipt) -> None:
+        """The last placement ended well."""
+        if self.placements:
+            self.placements[-1].hit_blocks = hit_blocks_of(kv)
+
+    def started(self, ttft_s: float) -> None:
+        """The first token of the last placement has come."""
+        if self.placements:
+            self.placements[-1].ttft_s = ttft_s
+
+
+def hit_blocks_of(kv: pb.KvReceipt) -> int:
+    """Of the prompt, those that nobody computed."""
+    return kv.reused_blocks + kv.restored_blocks + kv.lender_cached_blocks + kv.lender_fetched_blocks
+
+
+class History:
+    """The last of them, as many as `max_bytes` hold; those under way are among them."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._entries: deque[Entry] = deque()
+        self._latest: Situation | None = None
+        self.num_bytes = 0
+
+    @property
+    def on(self) -> bool:
+        return self._max_bytes > 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, entry: Entry) -> None:
+        """It has arrived, or was refused before it had a model."""
+        if self.on:
+            self._entries.append(entry)
+            self.num_bytes += entry.num_bytes
+            self._shrink()
+
+    def placed(self, entry: Entry, placement: Placement) -> None:
+        """Of an entry that was added, and perhaps is forgotten already: then nothing is kept of what it was made of."""
+        entry.placements.append(placement)
+        if entry.forgotten or not self.on:
+            placement.situation = None
+        if placement.situation is not None:
+            num_bytes = placement.situation.num_bytes(self._latest)
+            self._latest = placement.situation
+            entry.num_bytes += num_bytes
+            self.num_bytes += num_bytes
+            self._shrink()
+
+    def find(self, request_id: str, tenant: str | None) -> Entry | None:
+        """The last of that id, `tenant`'s own unless None."""
+        return next((entry for entry in self._newest_first() if _is(entry, request_id, tenant)), None)
+
+    def _newest_first(self) -> Iterator[Entry]:
+        return reversed(self._entries)
+
+    def _shrink(self) -> None:
+        while self.num_bytes > self._max_bytes and self._entries:
+            forgotten = self._entries.popleft()
+            self.num_bytes -= forgotten.num_bytes
+            forgotten.forgotten = True
+
+
+def _is(entry: Entry, request_id: str, tenant: str | None) -> bool:
+    return entry.request_id == request_id and tenant in (None, entry.tenant)

@@ -1,0 +1,120 @@
+"""Decisions written down as they are made, and what came of them: for more than a router remembers.
+
+Off unless `decisions_file` is set. A line of JSON for each placement, with all that it was made of, and one for each
+request when it is over; both have its id. Nothing of what was said is in it: no prompts, no outputs.
+"""
+
+import json
+import time
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+
+from cluster.errors import InvalidRequest, ServiceError
+from protos import inference_pb2 as pb
+from router.config import RouterConfig
+from router.observability.decision_history import Entry, Placement
+from router.observability.json_lines import JsonLines
+from router.placement.decision_codec import read_recorded, recorded
+
+MAX_UNWRITTEN = 100
+"""Lines: one of a fleet of a hundred has half a megabyte."""
+
+
+class DecisionsFile:
+    """Of one router."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        """Raises StartError where the file cannot be written."""
+        self._share = config.decision_share if config.decisions_file is not None else 0.0
+        self._lines = JsonLines(config.decisions_file, "decisions_file", MAX_UNWRITTEN)
+
+    @property
+    def on(self) -> bool:
+        return self._share > 0
+
+    def placed(self, entry: Entry, placement: Placement) -> None:
+        situation = placement.situation
+        if situation is None or not self._wanted(entry):
+            return
+        head = _head(entry) | {"attempt": placement.attempt, "placed_after_ms": placement.placed_after_s * 1e3}
+        decision = placement.decision
+        self._lines.write(lambda: {"placed": head | recorded(decision, situation)})
+
+    def ended(self, entry: Entry, finish: pb.Finish | None) -> None:
+        """However it did; `finish` is the one that ended its stream well."""
+        if not self._wanted(entry):
+            return
+        line = _head(entry) | {
+            "error": _said(entry.refusal),
+            "placements": [
+                {
+                    "attempt": placement.attempt,
+                    "ttft_ms": None if placement.ttft_s is None else placement.ttft_s * 1e3,
+                    "hit_blocks": placement.hit_blocks,
+                    "failure": placement.failure,
+                }
+                for placement in entry.placements
+            ],
+        }
+        if finish is not None:
+            line["receipt"] = MessageToDict(finish.receipt, preserving_proto_field_name=True)
+        self._lines.write(lambda: {"ended": line})
+
+    async def close(self) -> None:
+        """Once all is written."""
+        await self._lines.close()
+
+    def _wanted(self, entry: Entry) -> bool:
+        """The same for all lines of a request."""
+        return self.on and entry.request_id != "" and zlib.crc32(entry.request_id.encode()) < self._share * 2**32
+
+
+def _said(refusal: ServiceError | None) -> str:
+    """Without the words of what is wrong with a request: they may have parts of it."""
+    if isinstance(refusal, InvalidRequest):
+        return f"{refusal.code}: {refusal.field}"
+    return "" if refusal is None else f"{refusal.code}: {refusal}"
+
+
+def _head(entry: Entry) -> dict[str, Any]:
+    return {
+        "request_id": entry.request_id,
+        "at": time.time(),
+        "model": entry.model,
+        "model_reason": entry.model_reason,
+        "tenant": entry.tenant,
+    }
+
+
+def read_decisions(lines: Iterable[str], request_id: str) -> Entry | None:
+    """A request as a file tells it; None where it says nothing of it. Lines that are none of ours, or were cut short,
+    are passed over."""
+    entry: Entry | None = None
+    for line in lines:
+        if (read := _read(line)) is None or read[1]["request_id"] != request_id:
+            continue
+        kind, said = read
+        if entry is None or entry.ended:  # another one of that id
+            entry = Entry(request_id, said["tenant"], said["at"], said["model"], said["model_reason"])
+        if kind == "placed":
+            decision, situation = read_recorded(said)
+            entry.placements.append(Placement(said["attempt"], said["placed_after_ms"] / 1e3, decision, situation))
+            continue
+        entry.ended = True
+        entry.refusal = ServiceError(said["error"]) if said["error"] else None
+        if len(entry.placements) == len(said["placements"]):  # else lines were left out
+            for placement, became in zip(entry.placements, said["placements"], strict=True):
+                placement.ttft_s = None if became["ttft_ms"] is None else became["ttft_ms"] / 1e3
+                placement.hit_blocks, placement.failure = became["hit_blocks"], became["failure"]
+    return entry
+
+
+def _read(line: str) -> tuple[str, dict[str, Any]] | None:
+    try:
+        ((kind, said),) = json.loads(line).items()
+        return (kind, said) if kind in ("placed", "ended") and "request_id" in said else None
+    except (ValueError, AttributeError, TypeError):
+        return None

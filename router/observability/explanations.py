@@ -1,0 +1,75 @@
+"""What was compared, in the words of the API. Pure."""
+
+from protos import inference_pb2 as pb
+from router.models.model_selection import Verdict
+from router.observability.decision_history import Entry, Placement
+from router.placement.candidates import Candidate
+
+MAX_EXPLAINED = 256
+"""Candidates of an answer, the cheapest ones: a fleet of hundreds has tens of thousands."""
+
+
+def compared(verdict: Verdict) -> pb.ModelCandidate:
+    option = verdict.option
+    return pb.ModelCandidate(
+        model=option.name,
+        fit=verdict.fit,
+        verdict=verdict.why,
+        prompt_tokens=option.num_prompt_tokens,
+        counted=option.counted,
+        price=option.price,
+        ttft_ms=None if option.ttft_s is None else option.ttft_s * 1e3,
+    )
+
+
+def decided(placement: Placement) -> pb.PlacementDecision:
+    situation = placement.situation
+    candidates = situation.candidates() if situation is not None else []
+    return pb.PlacementDecision(
+        attempt=placement.attempt,
+        placed_after_ms=placement.placed_after_s * 1e3,
+        reason=placement.decision.reason,
+        usable_blocks=situation.demand.num_usable_blocks if situation is not None else 0,
+        candidates=[candidate_of(candidate) for candidate in candidates[:MAX_EXPLAINED]],
+        num_candidates=placement.decision.num_candidates,
+        ttft_ms=None if placement.ttft_s is None else placement.ttft_s * 1e3,
+        hit_blocks=placement.hit_blocks,
+        failure=placement.failure,
+    )
+
+
+def candidate_of(candidate: Candidate) -> pb.PlacementCandidate:
+    return pb.PlacementCandidate(
+        decode_worker=candidate.decode_id,
+        lender=candidate.lender_id or "",
+        lender_computes=candidate.lender_computes,
+        source=candidate.source_id or "",
+        blocks=candidate.num_blocks,
+        lender_tokens=candidate.lender_tokens,
+        decode_tokens=candidate.own_tokens,
+        source_read_ms=candidate.source_read_s * 1e3,
+        lender_queue_ms=candidate.lender_queue_s * 1e3,
+        lender_compute_ms=candidate.lender_compute_s * 1e3,
+        transfer_ms=candidate.transfer_s * 1e3,
+        decode_queue_ms=candidate.decode_queue_s * 1e3,
+        prompt_tail_ms=candidate.tail_s * 1e3,
+        ttft_ms=candidate.ttft_s * 1e3,
+        delay_ms=candidate.delay_s * 1e3,
+        cost_ms=candidate.cost_s * 1e3,
+        hit_blocks=candidate.hit_blocks,
+    )
+
+
+def told(entry: Entry) -> pb.DecisionsResponse:
+    """A large fleet's candidates take tenths of a second for each placement: not for an event loop."""
+    return pb.DecisionsResponse(
+        request_id=entry.request_id,
+        tenant=entry.tenant,
+        arrived_at=entry.arrived_at,
+        model=entry.model,
+        model_reason=entry.model_reason,
+        models=map(compared, entry.verdicts),
+        placements=map(decided, tuple(entry.placements)),
+        ended=entry.ended,
+        error=entry.error,
+    )

@@ -1,0 +1,262 @@
+"""What a router tells Prometheus: of each request as it ends, from its receipt; of its workers and lines when asked."""
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from cluster.errors import ServiceError
+from cluster.metrics import LATENCY_S, TOKENS
+from protos import inference_pb2 as pb
+from router.admission.tenant_limits import TenantGate
+from router.models.model_runtime import ServedModel, ServedModels
+from router.observability.decision_history import hit_blocks_of
+from router.request_path.preprocess import Ticket
+
+MODEL = ("model_name",)
+KV_ORIGINS = ("reused", "moved", "computed", "restored", "lender_cached", "lender_computed", "lender_fetched")
+FINISHED = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+QUANTILES = (0.1, 0.5, 0.9)
+_M = TypeVar("_M", Counter, Histogram)
+
+
+class RouterMetrics:
+    """Of one router. Counted whether anybody scrapes them or not."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def histogram(name: str, about: str, bounds: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(name, about, (*MODEL, *labels), buckets=bounds, registry=registry)
+
+        def counter(name: str, about: str, *labels: str) -> Counter:
+            return Counter(name, about, (*MODEL, *labels), registry=registry)
+
+        self.ttft = histogram("tandem_time_to_first_token_seconds", "From arrival to the first message.", LATENCY_S)
+        self.itl = histogram("tandem_inter_token_latency_seconds", "Between two messages of a stream.", LATENCY_S)
+        self.tpot = histogram(
+            "tandem_request_time_per_output_token_seconds", "Mean after the first token, of a request.", LATENCY_S
+        )
+        self.e2e = histogram("tandem_e2e_request_latency_seconds", "From arrival to the end.", LATENCY_S)
+        self.queue = histogram("tandem_request_queue_time_seconds", "In the router's line.", LATENCY_S)
+        self.stage = histogram(
+            "tandem_request_stage_seconds", "Stages of a request, by its receipt.", LATENCY_S, "stage"
+        )
+        self.prompt = histogram("tandem_request_prompt_tokens", "Of a request.", TOKENS)
+        self.generated = histogram("tandem_request_generation_tokens", "Of a request, all choices.", TOKENS)
+        self.prompt_tokens = counter("tandem_prompt_tokens", "Of requests that are over.")
+        self.generation_tokens = counter("tandem_generation_tokens", "Generated.")
+        self.cached_tokens = counter("tandem_prefix_cache_hits", "Prompt tokens that nobody computed.")
+        self.queried_tokens = counter("tandem_prefix_cache_queries", "Prompt tokens of requests with a receipt.")
+        self.success = counter("tandem_request_success", "Ended well.", "finished_reason")
+        self.errors = counter("tandem_request_errors", "Ended with an error, by its gRPC status.", "code")
+        self.cancelled = counter("tandem_request_cancelled", "The client went away.")
+        self.placed_again = counter("tandem_request_placed_again", "Attempts after the first.")
+        self.blocks = counter("tandem_kv_blocks", "Of prompts, by where their KV came from.", "origin")
+        self.moved_bytes = counter("tandem_kv_transfer_bytes", "Read by decode workers.", "transport")
+        self.verified = counter("tandem_kv_blocks_verified", "That arrived with the right fingerprint.")
+        self.mismatched = counter("tandem_kv_blocks_mismatched", "With a wrong one; none of them was used.")
+        self.loan_failures = counter("tandem_loan_failures", "Loans that ended before all was bound.")
+        self.preemptions = counter("tandem_request_preemptions", "Of requests, by receipt.")
+        self.recomputed = counter("tandem_recomputed_tokens", "Computed again, because of those.")
+        self.guessed = counter("tandem_spec_decode_num_draft_tokens", "Guessed and verified, by receipt.")
+        self.accepted = counter("tandem_spec_decode_num_accepted_tokens", "Of those, the right ones.")
+        self.price = counter("tandem_request_price", "At the prices set, in their unit.", "kind")
+        self.predicted = counter("tandem_predicted_ttft_seconds", "Sum of predictions of requests with a receipt.")
+        self.predicted_hits = counter("tandem_predicted_hit_blocks", "Of requests with a receipt, placed once.")
+        self.missed_hits = counter("tandem_predicted_hit_blocks_missed", "Of those, such as were computed after all.")
+        self.unforeseen_hits = counter("tandem_unpredicted_hit_blocks", "Others that nobody computed either.")
+        self._children: dict[tuple[Any, ...], Any] = {}
+
+    def watch(self) -> "Watched":
+        """A request has arrived."""
+        return Watched(self)
+
+    def of(self, metric: _M, *labels: str) -> _M:
+        """What counts for these labels: to look it up in the metric itself would cost more than to count."""
+        if (child := self._children.get((metric, *labels))) is None:
+            child = self._children[metric, *labels] = metric.labels(*labels)
+        return child
+
+
+class Watched:
+    """One request on its way. Whatever becomes of it, one of `finished`, `failed` and `left` is the last call."""
+
+    def __init__(self, metrics: RouterMetrics) -> None:
+        self._metrics = metrics
+        self._arrived_at = time.monotonic()
+        self._last_at = 0.0
+        self.ttft_s = 0.0
+        """Until the first message; 0 before it."""
+        self._name = ""
+        self._itl: Histogram | None = None
+
+    def checked(self, ticket: Ticket) -> None:
+        """It is a request for this model."""
+        self._name = ticket.model.name
+        self._itl = self._metrics.of(self._metrics.itl, self._name)
+
+    def message(self) -> None:
+        """Of its stream."""
+        now = time.monotonic()
+        assert self._itl is not None
+        if self._last_at:
+            self._itl.observe(now - self._last_at)
+        else:
+            self.ttft_s = now - self._arrived_at
+            self._observe(self._metrics.ttft, self.ttft_s)
+        self._last_at = now
+
+    def failed(self, error: ServiceError) -> None:
+        self._count(self._metrics.errors, 1, error.code)
+
+    def left(self) -> None:
+        """Its client did."""
+        self._count(self._metrics.cancelled, 1)
+
+    def over(self, num_prompt: int, num_output: int) -> None:
+        """Tokens of a request of which something was sent."""
+        metrics = self._metrics
+        self._count(metrics.prompt_tokens, num_prompt)
+        self._count(metrics.generation_tokens, num_output)
+        self._observe(metrics.prompt, num_prompt)
+        self._observe(metrics.generated, num_output)
+
+    def finished(self, finish: pb.Finish) -> None:
+        """It ended well."""
+        self._count(self._metrics.success, 1, FINISHED.get(finish.reason, "other"))
+        self._observe(self._metrics.e2e, self._last_at - self._arrived_at)
+        if finish.HasField("receipt"):
+            self._add(finish.receipt, finish.usage)
+
+    def _add(self, receipt: pb.Receipt, usage: pb.Usage) -> None:
+        metrics, kv = self._metrics, receipt.kv
+        self._count(metrics.queried_tokens, usage.prompt_tokens)
+        self._count(metrics.cached_tokens, usage.cached_tokens)
+        self._count(metrics.placed_again, max(0, receipt.placement.attempt - 1))
+        self._count(metrics.predicted, receipt.placement.predicted_ttft_ms / 1e3)
+        if receipt.placement.attempt == 1 and not kv.preemptions:
+            unforeseen = hit_blocks_of(kv) - receipt.placement.predicted_hit_blocks
+            self._count(metrics.predicted_hits, receipt.placement.predicted_hit_blocks)
+            self._count(metrics.missed_hits, max(0, -unforeseen))
+            self._count(metrics.unforeseen_hits, max(0, unforeseen))
+        for origin in KV_ORIGINS:
+            if count := getattr(kv, f"{origin}_blocks"):
+                self._count(metrics.blocks, count, origin)
+        if kv.moved_bytes:
+            self._count(metrics.moved_bytes, kv.moved_bytes, kv.transport)
+        self._count(metrics.verified, kv.verified_blocks)
+        self._count(metrics.mismatched, kv.mismatched_blocks)
+        self._count(metrics.loan_failures, bool(kv.loan_failure))
+        self._count(metrics.preemptions, kv.preemptions)
+        self._count(metrics.recomputed, kv.recomputed_tokens)
+        self._count(metrics.guessed, receipt.speculation.guessed_tokens)
+        self._count(metrics.accepted, receipt.speculation.accepted_tokens)
+        if receipt.HasField("price"):
+            self._count(metrics.price, receipt.price.input, "input")
+            self._count(metrics.price, receipt.price.output, "output")
+        for stage in receipt.stages:
+            seconds = stage.duration_ms / 1e3
+            self._observe(metrics.stage, seconds, stage.name.replace(" ", "_"))
+            if stage.name == "router queue":
+                self._observe(metrics.queue, seconds)
+            elif stage.name == "decode" and usage.completion_tokens > 1:
+                self._observe(metrics.tpot, seconds / (usage.completion_tokens - 1))
+
+    def _count(self, counter: Counter, amount: float, *labels: str) -> None:
+        """Of nothing too: a counter that has never counted is to be seen as 0."""
+        child = self._metrics.of(counter, self._name, *labels)
+        if amount:
+            child.inc(amount)
+
+    def _observe(self, histogram: Histogram, value: float, *labels: str) -> None:
+        self._metrics.of(histogram, self._name, *labels).observe(value)
+
+
+class ClusterCollector(Collector):
+    """What the router knows of its workers and its lines, as it stands when it is asked."""
+
+    def __init__(self, models: ServedModels, gate: TenantGate) -> None:
+        self._models = models
+        self._gate = gate
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing until it is asked: what there is depends on the models."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._workers()
+        yield from self._lines()
+
+    def _workers(self) -> Iterator[Metric]:
+        labels = (*MODEL, "worker", "role")
+        workers = GaugeMetricFamily("tandem_workers", "Joined and heard of.", labels=(*MODEL, "role"))
+        families: dict[str, GaugeMetricFamily] = {
+            name: GaugeMetricFamily(f"tandem_worker_{name}", about, labels=labels)
+            for name, about in (
+                ("requests_running", "Requests that it has."),
+                ("requests_preempted", "Of these, such as wait to be computed anew."),
+                ("loans", "Given, and under way."),
+                ("loans_queued", "Waiting at the lender."),
+                ("queued_prefill_tokens", "Admitted, and not computed yet."),
+                ("kv_cache_usage_ratio", "Of its pool: what new requests could not reserve."),
+                ("kv_blocks", "Of its pool."),
+                ("draining", "1: it was told to stop."),
+                ("failing", "1: what is placed there fails; it is tried now and then."),
+                ("failing_lenders", "Workers from which its loans fail; they are tried now and then."),
+            )
+        }
+        for model in self._models:
+            counts = {"prefill": 0, "decode": 0}
+            for worker in model.fleet.workers:
+                if (load := worker.load) is None:
+                    continue
+                role = "decode" if worker.decodes else "prefill"
+                counts[role] += 1
+                values = {
+                    "requests_running": load.running,
+                    "requests_preempted": load.preempted,
+                    "loans": load.loans,
+                    "loans_queued": load.queued_loans,
+                    "queued_prefill_tokens": load.queued_prefill_tokens,
+                    "kv_cache_usage_ratio": 1 - load.available_blocks / max(1, load.num_blocks),
+                    "kv_blocks": load.num_blocks,
+                    "draining": worker.draining,
+                    "failing": worker.failing,
+                    "failing_lenders": len(model.fleet.failing_lenders(worker)),
+                }
+                for name, value in values.items():
+                    families[name].add_metric((model.name, worker.worker_id, role), float(value))
+            for role, count in counts.items():
+                workers.add_metric((model.name, role), count)
+        yield workers
+        yield from families.values()
+
+    def _lines(self) -> Iterator[Metric]:
+        waiting = GaugeMetricFamily("tandem_num_requests_waiting", "In the router's line.", labels=MODEL)
+        running = GaugeMetricFamily("tandem_num_requests_running", "At decode workers.", labels=MODEL)
+        errors = GaugeMetricFamily(
+            "tandem_ttft_prediction_ratio", "Predicted over actual, at a quantile.", labels=(*MODEL, "quantile")
+        )
+        refused = CounterMetricFamily("tandem_requests_refused", "By reason.", labels=(*MODEL, "reason"))
+        for model in self._models:
+            admission = model.dispatcher.admission
+            waiting.add_metric((model.name,), model.dispatcher.num_waiting)
+            running.add_metric((model.name,), _running(model))
+            for reason, count in admission.num_refused.items():
+                refused.add_metric((model.name, _word(reason)), count)
+            if model.fleet.ttft_scores.num_seen:
+                for share, ratio in zip(QUANTILES, model.fleet.ttft_scores.quantiles(QUANTILES), strict=True):
+                    errors.add_metric((model.name, f"{share:g}"), ratio)
+        for reason, count in self._gate.num_refused.items():
+            refused.add_metric(("", _word(reason)), count)
+        yield from (waiting, running, errors, refused)
+
+
+def _running(model: ServedModel) -> int:
+    return sum(worker.load.running for worker in model.fleet.workers if worker.decodes and worker.load is not None)
+
+
+def _word(reason: Any) -> str:
+    return str(reason).replace("'", "").replace(" ", "_")

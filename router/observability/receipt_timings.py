@@ -1,0 +1,34 @@
+"""What a receipt says about speed. Pure."""
+
+from protos import inference_pb2 as pb
+from router.placement.rate_learning import Measured
+
+
+def measured(
+    finish: pb.Finish, decode_queued_tokens: int, lender_queued_tokens: int, running: float, num_choices: int
+) -> Measured:
+    """`finish` is the one that ended the stream. What was queued at the workers when the request was placed, before it;
+    `running` streams beside it on its decode worker, itself included.
+
+    Nothing is learnt from what failed, was preempted, or was several things at once.
+    """
+    receipt = finish.receipt
+    kv, placement = receipt.kv, receipt.placement
+    seconds = {
+        stage.name: stage.duration_ms / 1e3 for stage in receipt.stages if stage.where == placement.decode_worker
+    }
+    undisturbed = not (kv.loan_failure or kv.mismatched_blocks or kv.preemptions)
+    prefill = transfer = tail = step = None
+    if undisturbed and placement.lender and "lender prefill" in seconds and not kv.lender_fetched_blocks:
+        ready_s = seconds.get("lender queue", 0.0) + seconds["lender prefill"]
+        if kv.lender_computed_blocks:
+            tokens = lender_queued_tokens + kv.lender_computed_blocks * kv.block_tokens
+            prefill = tokens, ready_s
+        elif kv.moved_blocks and "transfer of the last blocks" in seconds:
+            transfer = kv.moved_bytes, ready_s + seconds["transfer of the last blocks"]
+    if undisturbed and kv.computed_tokens and "prompt tail" in seconds:
+        tail = decode_queued_tokens + kv.computed_tokens, seconds.get("decode queue", 0.0) + seconds["prompt tail"]
+    num_steps = finish.usage.completion_tokens - 1 - receipt.speculation.accepted_tokens
+    if placement.attempt == 1 and not kv.preemptions and num_choices == 1 and num_steps > 0 and "decode" in seconds:
+        step = running, seconds["decode"] / num_steps
+    return Measured(placement.decode_worker, placement.lender or None, prefill, transfer, tail, step)

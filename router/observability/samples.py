@@ -1,0 +1,90 @@
+"""Samples of real traffic for evaluations: some requests with their receipts, and what people said of answers.
+
+Off unless `samples_file` is set. A line of JSON each: `{"request": ...}` with the receipt, and `{"feedback": ...}`;
+both have the request's id, and the tenant that asked or rated (with keys, the key's name too). Texts are kept only
+where `sample_texts` says so: else there are their lengths.
+"""
+
+import random
+import time
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+
+from cluster.errors import InvalidRequest, NotSetUp, Overloaded
+from protos import inference_pb2 as pb
+from router.config import RouterConfig
+from router.observability.json_lines import JsonLines
+from router.request_path.preprocess import Ticket
+from router.security.api_keys import Principal
+
+MAX_TEXT_CHARS = 65_536
+"""Of a comment, and of a corrected text."""
+MAX_UNWRITTEN = 1000
+"""Lines."""
+
+
+class Samples:
+    """Of one router."""
+
+    def __init__(self, settings: RouterConfig, seed: int | None = None) -> None:
+        """Raises StartError where the file cannot be written."""
+        self._settings = settings
+        self._chance = random.Random(seed)
+        self._lines = JsonLines(settings.samples_file, "samples_file", MAX_UNWRITTEN)
+
+    def wanted(self) -> bool:
+        """Whether this request, which has just come, is one of them."""
+        settings = self._settings
+        return settings.samples_file is not None and self._chance.random() < settings.sample_share
+
+    def served(self, ticket: Ticket, messages: list[bytes]) -> None:
+        """It ended well; `messages` are what its client got."""
+        request, finish = ticket.request, ticket.finish
+        assert finish is not None
+        line: dict[str, Any] = {
+            "request_id": ticket.request_id,
+            "at": time.time(),
+            "model": ticket.model.name,
+            "tenant": request.tenant,
+            "session_id": request.session_id,
+            "prompt_tokens": len(ticket.prompt),
+            "completion_tokens": ticket.num_output_tokens,
+            "receipt": MessageToDict(finish.receipt, preserving_proto_field_name=True),
+        }
+        if self._settings.sample_texts:
+            responses = [pb.GenerateResponse.FromString(message) for message in messages]
+            line["prompt"] = MessageToDict(
+                pb.GenerateRequest(text=request.text, messages=request.messages, token_ids=request.token_ids),
+                preserving_proto_field_name=True,
+            )
+            line["output"] = ["".join(r.text for r in responses if r.index == i) for i in range(ticket.sampling.n)]
+        self._lines.write(lambda: {"request": line})
+
+    @property
+    def keeps_texts(self) -> bool:
+        return self._settings.sample_texts
+
+    def feedback(self, feedback: pb.FeedbackRequest, principal: Principal) -> None:
+        """Kept with who says so: request ids are the clients' own, and not known here. Raises InvalidRequest, NotSetUp
+        where nothing is kept, and Overloaded while too much waits to be written."""
+        if self._settings.samples_file is None:
+            raise NotSetUp("samples_file is not set: this router keeps no feedback")
+        if not feedback.request_id:
+            raise InvalidRequest("request_id", "is empty")
+        if feedback.HasField("rating") and not -1 <= feedback.rating <= 1:
+            raise InvalidRequest("rating", f"{feedback.rating} is not in [-1, 1]")
+        for field in ("request_id", "corrected_text", "comment"):
+            if len(getattr(feedback, field)) > MAX_TEXT_CHARS:
+                raise InvalidRequest(field, f"longer than {MAX_TEXT_CHARS} characters")
+        if not (feedback.HasField("rating") or feedback.corrected_text or feedback.comment):
+            raise InvalidRequest("rating", "one of rating, corrected_text and comment must be set")
+        said = MessageToDict(feedback, preserving_proto_field_name=True)
+        who = {"tenant": principal.tenant or "", "key": principal.name}
+        line = said | who | {"at": time.time()}
+        if not self._lines.write(lambda: {"feedback": line}):
+            raise Overloaded(f"{MAX_UNWRITTEN} lines wait to be written", retry_after_s=1.0)
+
+    async def close(self) -> None:
+        """Once all is written."""
+        await self._lines.close()

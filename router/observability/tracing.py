@@ -1,0 +1,180 @@
+"""OpenTelemetry: one trace of a request over client, router, decode worker, lender and transfer.
+
+Spans are made by the router from the receipt, when the request has ended: every stage says where it was and when, on
+the request's own clock. So workers need no exporter, and tracing costs a request nothing while it runs. What is between
+the stages before the first token (messages on their way, for the most part) is a span too: every moment of it has a
+name.
+
+Off unless `otlp_endpoint` is set. Names and attributes are those of OpenTelemetry's GenAI conventions where they have
+them.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.errors import ServiceError, StartError
+from cluster.trace_context import traceparent
+from protos import inference_pb2 as pb
+from router.config import RouterConfig
+from router.request_path.preprocess import Ticket
+
+BETWEEN = "in transit"
+"""The name of what no stage accounts for."""
+SHORT_S = 1e-6
+MAX_TRACERS = 1024
+CANCELLED = "CANCELLED"
+AT_LENDER = ("lender queue", "lender prefill")
+REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Part of a request; seconds since its arrival at the router."""
+
+    name: str
+    service: str
+    """tandem-router, tandem-decode or tandem-prefill."""
+    where: str
+    begin_s: float
+    end_s: float
+
+
+def spans_of(receipt: pb.Receipt, router_id: str, ttft_s: float) -> list[Span]:
+    """Of each stage; and, until the first token, of each time that is in none. In order of their beginning."""
+    spans = [_span(stage, receipt, router_id) for stage in receipt.stages]
+    gaps = [Span(BETWEEN, "tandem-router", router_id, begin, end) for begin, end in _gaps(spans, ttft_s)]
+    return sorted([*spans, *gaps], key=lambda span: (span.begin_s, span.end_s))
+
+
+def _span(stage: pb.Stage, receipt: pb.Receipt, router_id: str) -> Span:
+    begin_s = stage.start_ms / 1e3
+    where, service = stage.where, "tandem-router" if stage.where == router_id else "tandem-decode"
+    if stage.name in AT_LENDER:
+        where, service = receipt.placement.lender, "tandem-prefill"
+    return Span(stage.name, service, where, begin_s, begin_s + stage.duration_ms / 1e3)
+
+
+def _gaps(spans: Sequence[Span], until_s: float) -> Iterator[tuple[float, float]]:
+    covered_s = 0.0
+    for span in sorted(spans, key=lambda span: span.begin_s):
+        if span.begin_s >= until_s:
+            break
+        if span.begin_s > covered_s + SHORT_S:
+            yield covered_s, span.begin_s
+        covered_s = max(covered_s, span.end_s)
+    if covered_s + SHORT_S < until_s:
+        yield covered_s, until_s
+
+
+class Tracing:
+    """Of one router."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        """Raises StartError where OpenTelemetry is not installed."""
+        self._share = config.trace_share
+        self._router_id = config.id()
+        self._chance = random.Random()
+        self._tracers: dict[tuple[str, str], Any] = {}
+        self._processor: Any = None
+        if config.otlp_endpoint:
+            try:
+                from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+                from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            except ModuleNotFoundError as error:
+                raise StartError("otlp_endpoint", f"{error}; install tandem-serving[otel]") from None
+            insecure = not config.otlp_endpoint.startswith("https://")
+            self._processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=config.otlp_endpoint, insecure=insecure))
+
+    def finished(self, ticket: Ticket, ttft_s: float) -> None:
+        """It ended well, now."""
+        if self._processor is None or ticket.finish is None or not self._wanted():
+            return
+        finish, now = ticket.finish, time.monotonic()
+        attributes: dict[str, Any] = {
+            **self._of_request(ticket),
+            "gen_ai.response.model": ticket.model.name,
+            "gen_ai.usage.input_tokens": finish.usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": ticket.num_output_tokens,
+            "gen_ai.response.finish_reasons": [REASONS.get(reason, "other") for reason in ticket.reasons],
+            "tandem.cached_tokens": finish.usage.cached_tokens,
+            "tandem.ttft_ms": ttft_s * 1e3,
+        }
+        kv, placement = finish.receipt.kv, finish.receipt.placement
+        for name in ("reused_blocks", "moved_blocks", "computed_blocks", "moved_bytes", "mismatched_blocks"):
+            attributes[f"tandem.kv.{name}"] = getattr(kv, name)
+        attributes |= {"tandem.placement.reason": placement.reason, "tandem.placement.attempt": placement.attempt}
+        began_ns = time.time_ns() - round((now - ticket.arrived_at) * 1e9)
+        root, context = self._root(began_ns, attributes)
+        for span in spans_of(finish.receipt, self._router_id, ttft_s):
+            child = self._tracer(span.service, span.where).start_span(
+                span.name, context=context, start_time=began_ns + round(span.begin_s * 1e9)
+            )
+            child.end(began_ns + round(span.end_s * 1e9))
+        root.end(began_ns + round((now - ticket.arrived_at) * 1e9))
+
+    def failed(self, ticket: Ticket | None, arrived_at: float, error: ServiceError) -> None:
+        """It ended with an error, now. `arrived_at`: of the monotonic clock."""
+        self._cut_short(ticket, arrived_at, error.code, str(error))
+
+    def cancelled(self, ticket: Ticket | None, arrived_at: float) -> None:
+        """Its client left, or it was ended, now: no error of ours."""
+        self._cut_short(ticket, arrived_at, CANCELLED, "")
+
+    def _cut_short(self, ticket: Ticket | None, arrived_at: float, kind: str, failure: str) -> None:
+        """The span of the whole alone. `failure`: what we failed at; empty: nothing."""
+        if self._processor is None or not self._wanted():
+            return
+        from opentelemetry.trace import Status, StatusCode
+
+        now_ns, span_ns = time.time_ns(), round((time.monotonic() - arrived_at) * 1e9)
+        attributes = {"error.type": kind} | (self._of_request(ticket) if ticket is not None else {})
+        root, _ = self._root(now_ns - span_ns, attributes)
+        if failure:
+            root.set_status(Status(StatusCode.ERROR, failure))
+        root.end(now_ns)
+
+    async def close(self) -> None:
+        """Once all is exported, or could not be."""
+        if self._processor is not None:
+            await asyncio.to_thread(self._processor.shutdown)
+
+    def _wanted(self) -> bool:
+        return self._share >= 1 or self._chance.random() < self._share
+
+    def _of_request(self, ticket: Ticket) -> dict[str, Any]:
+        return {
+            "gen_ai.operation.name": "chat" if ticket.request.messages else "text_completion",
+            "gen_ai.provider.name": "tandem",
+            "gen_ai.request.model": ticket.request.model or ticket.model.name,
+            "tandem.request_id": ticket.request_id,
+        }
+
+    def _root(self, began_ns: int, attributes: dict[str, Any]) -> tuple[Any, Any]:
+        """The span of the whole, under the client's where there is one; and the context of its children."""
+        from opentelemetry.trace import SpanKind, set_span_in_context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        parent = TraceContextTextMapPropagator().extract({"traceparent": traceparent.get()})
+        tracer = self._tracer("tandem-router", self._router_id)
+        root = tracer.start_span(
+            "generate", context=parent, kind=SpanKind.SERVER, start_time=began_ns, attributes=attributes
+        )
+        return root, set_span_in_context(root)
+
+    def _tracer(self, service: str, where: str) -> Any:
+        """One for each process that spans are said to be of."""
+        if (tracer := self._tracers.get((service, where))) is None:
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+
+            if len(self._tracers) >= MAX_TRACERS:  # workers come and go
+                self._tracers.clear()
+            resource = Resource.create({"service.name": service, "service.instance.id": where})
+            provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+            provider.add_span_processor(self._processor)
+            tracer = self._tracers[service, where] = provider.get_tracer("tandem")
+        return tracer

@@ -1,0 +1,54 @@
+"""A decision and its situation as JSON has them, and back: made again from that, the decision is the same. Pure."""
+
+import dataclasses
+from typing import Any, TypeVar
+
+import numpy as np
+
+from router.placement.demand import Demand
+from router.placement.place import Decision, Rival, place
+from router.placement.placement_snapshot import Situation
+from router.placement.rates import Rates
+from router.placement.worker_table import Hits, Workers
+
+T = TypeVar("T")
+
+
+def recorded(decision: Decision, situation: Situation) -> dict[str, Any]:
+    """Nothing in it changes afterwards, so this can be done later, and on another thread."""
+    said = {"decision": dataclasses.asdict(decision), "available": _plain(situation.available)}
+    parts = (situation.demand, situation.workers, situation.hits, situation.rates)
+    return said | {type(part).__name__: _fields(part) for part in parts}
+
+
+def read_recorded(said: dict[str, Any]) -> tuple[Decision, Situation]:
+    """What `recorded` made; other keys do not matter."""
+    decision = dict(said["decision"])
+    decision["rivals"] = tuple(Rival(**rival) for rival in decision["rivals"])
+    parts = (_made(Demand, said), _made(Workers, said), _made(Hits, said), _made(Rates, said))
+    return Decision(**decision), Situation(*parts, _value(said["available"]))
+
+
+def decided_again(situation: Situation) -> Decision | None:
+    return place(situation.demand, situation.workers, situation.hits, situation.rates, situation.available)
+
+
+def _fields(part: Any) -> dict[str, Any]:
+    return {field.name: _plain(getattr(part, field.name)) for field in dataclasses.fields(part)}
+
+
+def _plain(value: Any) -> Any:
+    """Numbers come back the same to the bit: JSON has the shortest text that does."""
+    if isinstance(value, np.ndarray):
+        return {"dtype": value.dtype.str, "values": value.tolist()}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _made(kind: type[T], said: dict[str, Any]) -> T:
+    return kind(**{name: _value(value) for name, value in said[kind.__name__].items()})
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, dict) and "dtype" in value:
+        return np.array(value["values"], value["dtype"])
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,267 @@
+"""Where a request goes: one pure function over a snapshot.
+
+Every way to start the request now gets a predicted cost in seconds: a decode worker, and where it gets the blocks that
+it lacks. It may compute them itself; read what another worker holds of them, which that worker lends at once; or borrow
+all from a prefill worker, which computes what it lacks, and may itself read a part from whoever saves it most.
+
+    TTFT     the lender's queue, what it must read and compute, the transfer of what the decode worker lacks, and what
+             the decode worker computes itself
+    + delay  what computing on the decode worker costs each of its decoding streams, and what one more stream costs all
+
+and the cheapest wins. `candidates.py` says the same for one candidate; here are matrices of them, in the same order of
+operations, so that both give the same floating point numbers and so the same ties.
+"""
+
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from router.placement.candidates import Candidate, Way, assess
+from router.placement.demand import Demand
+from router.placement.rates import Bools, Floats, Ints, Rates
+from router.placement.worker_table import Hits, Workers
+
+FEW = 5
+"""Of the ways not chosen, the cheapest that are remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """A way that was not chosen."""
+
+    decode_id: str
+    lender_id: str | None
+    lender_computes: bool
+    cost_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The chosen workers; `lender_id` None: the decode worker computes the prompt itself."""
+
+    decode_id: str
+    lender_id: str | None
+    lender_computes: bool
+    """What it lacks; else it lends what it holds."""
+    source_id: str | None
+    """From whom the lender reads what it lacks, before it computes the rest."""
+    lender_tokens: int
+    """What the lender will have to compute."""
+    own_tokens: int
+    """What the decode worker will."""
+    predicted_ttft_s: float
+    cost_s: float
+    num_candidates: int
+    reason: str
+    hit_blocks: int = 0
+    """Of the prompt, predicted: such as nobody computes."""
+    rivals: tuple[Rival, ...] = field(default=(), compare=False)
+    """The next best, of few."""
+
+
+def startable(demand: Demand, workers: Workers, available: Ints | None = None) -> Bools:
+    """[W]: the decode workers that can start the request now, with `available` blocks if not all that are; of these
+    canaries or the others, as its lot says.
+
+    A worker that could not hold the whole request would refuse it for good.
+    """
+    promised = np.array([demand.num_promised_blocks(reserve) for reserve in workers.reserves], np.int64)
+    there = workers.available_blocks if available is None else available
+    could: Bools = workers.starts & (workers.num_blocks >= demand.num_total_blocks)
+    return workers.in_share(could & (there >= promised[workers.reserve_of]), could, demand.lot)
+
+
+def place(demand: Demand, workers: Workers, hits: Hits, rates: Rates, available: Ints | None = None) -> Decision | None:
+    """The cheapest way, or None when no decode worker can start the request now, with `available` blocks of it each.
+
+    Ties go to the first in order of worker ids.
+    """
+    rows = np.flatnonzero(startable(demand, workers, available))
+    return place_on(rows, demand, workers, hits, rates) if len(rows) else None
+
+
+def place_on(rows: Ints, demand: Demand, workers: Workers, hits: Hits, rates: Rates) -> Decision:
+    """The cheapest way among those that begin on the decode workers of `rows`, of which there are some."""
+    way, num_candidates, rivals = _Matrices(demand, workers, hits, rates, rows).cheapest()
+    best = assess(demand, workers, hits, rates, way)
+    return Decision(
+        decode_id=best.decode_id,
+        lender_id=best.lender_id,
+        lender_computes=best.lender_computes,
+        source_id=best.source_id,
+        lender_tokens=best.lender_tokens,
+        own_tokens=best.own_tokens,
+        predicted_ttft_s=best.ttft_s,
+        cost_s=best.cost_s,
+        hit_blocks=best.hit_blocks,
+        num_candidates=num_candidates,
+        reason=_reason(demand, workers, hits, way, best),
+        rivals=rivals,
+    )
+
+
+class _Matrices:
+    """All candidates: D decode workers, those of `rows`, times L lenders, [D, L]."""
+
+    def __init__(self, demand: Demand, workers: Workers, hits: Hits, rates: Rates, rows: Ints) -> None:
+        self._demand, self._workers, self._rates, self._rows = demand, workers, rates, rows
+        self._held = np.minimum(hits.held, demand.num_usable_blocks)
+        self._due = np.minimum(hits.due, demand.num_usable_blocks)
+        self._own = self._held[rows]
+        self._tokens_per_s = rates.decode_prefill_tokens_per_s[rows]
+        self._queue_s = workers.queued_prefill_tokens[rows] / self._tokens_per_s
+        self._fixed_s = rates.tail_fixed_s[rows]
+        self._decoding = workers.decoding[rows]
+        self._crowding_s = workers.running[rows] * rates.stream_delay_s[rows]
+
+    def cheapest(self) -> tuple[Way, int, tuple[Rival, ...]]:
+        """It, of how many, and the next ones."""
+        alone_s = self._cost_s(0.0, self._own_s(self._own), self._queue_s)
+        at = int(alone_s.argmin())
+        found = [(float(alone_s[at]), at, -1, False, -1)]
+        near = [(float(alone_s[few]), int(few), -1, False) for few in _few(alone_s)]
+        num_candidates = len(self._rows)
+        for candidates in (self._reading(), self._computing()):
+            if candidates is not None:
+                cost_s, lenders, sources = candidates
+                num_candidates += int(np.count_nonzero(np.isfinite(cost_s)))
+                decode, lender = divmod(int(cost_s.argmin()), len(lenders))
+                source = -1 if sources is None else int(sources[lender])
+                best = float(cost_s[decode, lender])
+                found.append((best, decode, int(lenders[lender]), sources is not None, source))
+                for few in _few(cost_s.reshape(-1)):
+                    decode, lender = divmod(int(few), len(lenders))
+                    near.append((float(cost_s[decode, lender]), decode, int(lenders[lender]), sources is not None))
+        _, decode, lender, computes, source = chosen = min(found)
+        way = Way(
+            int(self._rows[decode]),
+            lender if lender >= 0 else None,
+            computes,
+            source if source >= 0 else None,
+        )
+        return way, num_candidates, self._rivals(near, chosen[:4])
+
+    def _rivals(
+        self, near: list[tuple[float, int, int, bool]], chosen: tuple[float, int, int, bool]
+    ) -> tuple[Rival, ...]:
+        """The first of those near the chosen one, by cost."""
+        ids = self._workers.ids
+        return tuple(
+            Rival(ids[self._rows[decode]], ids[lender] if lender >= 0 else None, computes, cost_s)
+            for cost_s, decode, lender, computes in sorted(near)[: FEW + 1]
+            if (cost_s, decode, lender, computes) != chosen and cost_s < np.inf
+        )[:FEW]
+
+    def _own_s(self, num_blocks: Floats) -> Floats:
+        """[D]: of the decode workers themselves, when they have so many blocks each."""
+        tokens = self._demand.num_tokens - num_blocks * self._demand.block_tokens
+        return tokens / self._tokens_per_s
+
+    def _cost_s(self, loan_s: Floats | float, own_s: Floats, queue_s: Floats) -> Floats:
+        """[D]"""
+        cost_s: Floats = loan_s + queue_s + (self._fixed_s + own_s) + (self._decoding * own_s + self._crowding_s)
+        return cost_s
+
+    def _reading(self) -> tuple[Floats, Ints, None] | None:
+        """Costs [D, L] of reading what L lenders hold, infinite where it is not possible; and their rows."""
+        lenders = np.flatnonzero(self._held > self._own.min())
+        if not len(lenders):
+            return None
+        held, rates, demand = self._held[lenders], self._rates, self._demand
+        gain = held - self._own[:, None]
+        cost_s = gain * demand.block_bytes
+        cost_s /= _pick(rates.kv_bytes_per_s, self._rows, lenders)
+        cost_s += _pick(rates.loan_overhead_s, self._rows, lenders)
+        cost_s += self._queue_s[:, None]
+        own_s = (demand.num_tokens - held * demand.block_tokens) / self._tokens_per_s[:, None]
+        cost_s += self._fixed_s[:, None] + own_s
+        own_s *= self._decoding[:, None]
+        own_s += self._crowding_s[:, None]
+        cost_s += own_s
+        cost_s[(gain <= 0) | ~_pick(self._workers.compatible, self._rows, lenders)] = np.inf
+        return cost_s, lenders, None
+
+    def _computing(self) -> tuple[Floats, Ints, Ints] | None:
+        """Costs [D, L] of borrowing all from L prefill workers, infinite where it is not possible; their rows; and
+        those of their sources, -1 for none."""
+        demand, workers, rates = self._demand, self._workers, self._rates
+        usable = demand.num_usable_blocks
+        lenders = np.flatnonzero(workers.computing_lenders(usable, demand.lot))
+        if not len(lenders) or self._own.min() == usable:
+            return None
+        sources, have, read_s = self._sources(lenders)
+        tokens_per_s = rates.prefill_tokens_per_s[lenders]
+        queue_s = workers.queued_prefill_tokens[lenders] / tokens_per_s
+        compute_s = rates.prefill_fixed_s[lenders] + (usable - have) * demand.block_tokens / tokens_per_s
+        ready_s = read_s + queue_s + compute_s
+        lacks = usable - self._own
+        cost_s = (lacks * demand.block_bytes)[:, None] / _pick(rates.kv_bytes_per_s, self._rows, lenders)
+        cost_s += _pick(rates.loan_overhead_s, self._rows, lenders)
+        cost_s += ready_s
+        own_s = self._own_s(np.full(len(self._rows), float(usable)))
+        cost_s += self._queue_s[:, None]
+        cost_s += (self._fixed_s + own_s)[:, None]
+        cost_s += (self._decoding * own_s + self._crowding_s)[:, None]
+        cost_s[(lacks <= 0)[:, None] | ~_pick(workers.compatible, self._rows, lenders)] = np.inf
+        return cost_s, lenders, sources
+
+    def _sources(self, lenders: Ints) -> tuple[Ints, Floats, Floats]:
+        """[L] each: the row of the best source or -1, blocks the lender has after reading from it, and seconds."""
+        have = self._due[lenders]
+        none = np.full(len(lenders), -1), have, np.zeros(len(lenders))
+        holders = np.flatnonzero(self._held > have.min())
+        if not len(holders):
+            return none
+        demand, rates = self._demand, self._rates
+        gain = self._held[holders] - have[:, None]
+        read_s = gain * demand.block_bytes
+        read_s /= _pick(rates.kv_bytes_per_s, lenders, holders)
+        read_s += _pick(rates.loan_overhead_s, lenders, holders)
+        lost_s = read_s - gain * demand.block_tokens / rates.prefill_tokens_per_s[lenders][:, None]
+        lost_s[(gain <= 0) | ~_pick(self._workers.compatible, lenders, holders)] = np.inf
+        best = lost_s.argmin(axis=1)
+        each = np.arange(len(lenders))
+        worth = lost_s[each, best] < 0
+        return (
+            np.where(worth, holders[best], none[0]),
+            np.where(worth, have + gain[each, best], have),
+            np.where(worth, read_s[each, best], 0.0),
+        )
+
+
+def _few(cost_s: Floats) -> Ints:
+    """Places of the FEW + 1 least, in no order."""
+    if len(cost_s) <= FEW + 1:
+        return np.arange(len(cost_s))
+    return np.argpartition(cost_s, FEW)[: FEW + 1]
+
+
+_Item = TypeVar("_Item", bound=np.generic)
+
+
+def _pick(matrix: NDArray[_Item], rows: Ints, columns: Ints) -> NDArray[_Item]:
+    """[rows, columns] of [W, W]."""
+    return matrix.take(rows, axis=0).take(columns, axis=1)
+
+
+def _reason(demand: Demand, workers: Workers, hits: Hits, way: Way, best: Candidate) -> str:
+    """In words a user can check against the receipt."""
+    usable, running = demand.num_usable_blocks, int(workers.running[way.decode])
+
+    def held(row: int) -> int:
+        return min(int(hits.held[row]), usable)
+
+    if usable == 0:
+        return f"nothing to borrow: a short prompt, or one computed as a whole; {running} running"
+    holds = f"holds {held(way.decode)} of {usable} usable blocks, {running} running"
+    if way.lender is None:
+        kept = "nothing to borrow" if held(way.decode) >= usable else "cheaper than any loan"
+        return f"{holds}; {kept}"
+    if not best.lender_computes:
+        return f"{holds}; lender holds {best.num_blocks}, computes none"
+    due = min(int(hits.due[way.lender]), usable)
+    queued = int(workers.queued_prefill_tokens[way.lender])
+    reason = f"{holds}; lender holds {due}, {queued} tokens queued there"
+    return reason if way.source is None else f"{reason}; reads up to {held(way.source)} from {best.source_id}"

@@ -1,0 +1,49 @@
+"""All that a decision was made of, as it stood then: for people who ask later. Pure."""
+
+from dataclasses import dataclass, replace
+
+from router.placement.candidates import Candidate
+from router.placement.demand import Demand
+from router.placement.explain import explain
+from router.placement.rates import Ints, Rates
+from router.placement.worker_table import Hits, Workers
+
+FIXED_BYTES = 4096
+"""Of the objects around the figures, about."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Situation:
+    """Nobody changes it."""
+
+    demand: Demand
+    workers: Workers
+    hits: Hits
+    rates: Rates
+    available: Ints | None
+    """Blocks that the request might take of each worker, where these were not all there were."""
+
+    @classmethod
+    def of(cls, demand: Demand, workers: Workers, hits: Hits, rates: Rates, available: Ints | None) -> "Situation":
+        """`workers` may change afterwards; the others may not."""
+        frozen = replace(
+            workers,
+            draining=workers.draining.copy(),
+            running=workers.running.copy(),
+            decoding=workers.decoding.copy(),
+            queued_prefill_tokens=workers.queued_prefill_tokens.copy(),
+            available_blocks=workers.available_blocks.copy(),
+            num_blocks=workers.num_blocks.copy(),
+        )
+        kept = replace(demand, other_keys=()) if demand.other_keys else demand  # what they came to is in `hits`
+        return cls(kept, frozen, hits, rates, available)
+
+    def candidates(self) -> list[Candidate]:
+        """What was compared, the one that was chosen first."""
+        return explain(self.demand, self.workers, self.hits, self.rates, self.available)
+
+    def num_bytes(self, before: "Situation | None") -> int:
+        """Of memory, about, beside what it has in common with the one before it."""
+        columns = 16 * 8 * len(self.workers.ids)
+        shared = before is not None and before.rates.kv_bytes_per_s is self.rates.kv_bytes_per_s
+        return FIXED_BYTES + columns + (0 if shared else 2 * self.rates.kv_bytes_per_s.nbytes)

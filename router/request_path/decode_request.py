@@ -1,0 +1,78 @@
+"""What a decode worker is told of a placed request. Pure."""
+
+from protos import decode_pb2 as pb
+from protos import inference_pb2 as public_pb
+from protos import lend_pb2, membership_pb2
+from router.placement.place import Decision
+from router.placement.worker_records import Placed
+from router.request_path.preprocess import Ticket
+from router.request_path.stream_state import Emitted
+
+
+def decode_request(
+    ticket: Ticket,
+    emitted: Emitted,
+    placed: Placed,
+    decision: Decision,
+    attempt: int,
+    placed_at: float,
+    now: float,
+) -> pb.DecodeRequest:
+    """`placed_at` and `now` are seconds of the monotonic clock."""
+    model = ticket.model
+    internal = pb.DecodeRequest(
+        request_id=ticket.request_id,
+        worker_incarnation=placed.decode.hello.incarnation,
+        prompt_token_ids=ticket.prompt,
+        emitted_token_ids=emitted.choices[0].token_ids,
+        emitted_chars=emitted.choices[0].num_chars,
+        emitted_choices=[
+            pb.EmittedChoice(index=index, token_ids=choice.token_ids, chars=choice.num_chars)
+            for index, choice in enumerate(emitted.choices)
+            if index and choice.token_ids
+        ],
+        finished_choices=[index for index, choice in enumerate(emitted.choices) if choice.finished],
+        emitted_prompt_logprobs=emitted.num_prompt_logprobs,
+        sampling=ticket.sampling,
+        cache_salt=ticket.cache_salt,
+        priority=ticket.request.priority,
+        placement=public_pb.Placement(
+            decode_worker=decision.decode_id,
+            lender=decision.lender_id or "",
+            source=decision.source_id or "",
+            reason=decision.reason,
+            candidates=decision.num_candidates,
+            predicted_ttft_ms=decision.predicted_ttft_s * 1e3,
+            attempt=attempt,
+            predicted_hit_blocks=decision.hit_blocks,
+        ),
+        router_stages=_stages(ticket, placed_at, model.fleet.router_id),
+        elapsed_ms=(now - ticket.arrived_at) * 1e3,
+        router_id=model.fleet.mark,
+        placement_sequence=placed.sequence,
+        model=model.name,
+        model_reason=ticket.model_reason,
+        price=model.costs.prices,
+    )
+    if placed.lender is not None:
+        source = _holder(placed.source.hello) if placed.source else None
+        lender = pb.Lender(worker=_holder(placed.lender.hello), may_compute=decision.lender_computes, source=source)
+        internal.lender.CopyFrom(lender)
+    return internal
+
+
+def _stages(ticket: Ticket, placed_at: float, where: str) -> list[public_pb.Stage]:
+    tokenise_ms = (ticket.tokenised_at - ticket.arrived_at) * 1e3
+    return [
+        public_pb.Stage(name="tokenise", where=where, start_ms=0.0, duration_ms=tokenise_ms),
+        public_pb.Stage(
+            name="router queue",
+            where=where,
+            start_ms=tokenise_ms,
+            duration_ms=(placed_at - ticket.tokenised_at) * 1e3,
+        ),
+    ]
+
+
+def _holder(hello: membership_pb2.Hello) -> lend_pb2.Holder:
+    return lend_pb2.Holder(worker_id=hello.worker_id, address=hello.address, incarnation=hello.incarnation)

@@ -1,0 +1,137 @@
+"""From what a client sent to a checked request: its model, its tokens, its options, its clock."""
+
+import math
+import secrets
+import time
+from dataclasses import dataclass, field
+
+from cluster import logs
+from cluster.errors import DeadlineExceeded, Forbidden, InvalidRequest
+from engine.sampling.structured_output import read_structured
+from protos import inference_pb2 as pb
+from router.admission.request import Claim
+from router.config import RouterConfig
+from router.models.config import AUTO
+from router.models.model_runtime import ServedModel, ServedModels
+from router.models.model_selection import Verdict, Wish, unfit
+from router.models.model_selector import Chosen, ModelChooser
+from router.placement.place import Decision
+from router.request_path.prompt_reading import read
+from router.request_path.request_demand import num_outputs
+from router.request_path.validation import check_names, check_quality, check_time_limit
+from router.security.api_keys import Principal
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A checked request and its clock."""
+
+    request: pb.GenerateRequest
+    request_id: str
+    model: ServedModel
+    """Whose workers serve it, whatever happens to them."""
+    model_reason: str
+    verdicts: tuple[Verdict, ...]
+    """Of the models that were compared, where the request left the choice to the router."""
+    prompt: list[int]
+    sampling: pb.Sampling
+    cache_salt: str
+    """The request's, and its tenant's where tenants are kept apart."""
+    arrived_at: float
+    tokenised_at: float
+    deadline: float
+    """Seconds of the monotonic clock, as are the others."""
+    claim: Claim
+    finish: pb.Finish | None = None
+    """The last one, once it ended well: with its receipt, and the usage and reason of the choice that ended last."""
+    decision: Decision | None = None
+    """Of its last attempt."""
+    num_output_tokens: int = 0
+    """Of all choices, once it ended."""
+    reasons: list[pb.FinishReason.ValueType] = field(default_factory=list)
+    """Why each choice ended, by its index."""
+
+    @property
+    def most_tokens(self) -> int:
+        """Of prompt and output."""
+        return len(self.prompt) + self.sampling.max_tokens * num_outputs(self.sampling)
+
+    def remaining_s(self) -> float:
+        """Raises DeadlineExceeded when nothing remains."""
+        remaining = self.deadline - time.monotonic()
+        if remaining <= 0:
+            raise DeadlineExceeded("the deadline passed before the request was done")
+        return remaining
+
+
+class Intake:
+    """Of one router."""
+
+    def __init__(self, config: RouterConfig, models: ServedModels) -> None:
+        self._config = config
+        self._models = models
+
+    async def check(
+        self, request: pb.GenerateRequest, deadline_s: float | None, principal: Principal, explain: bool = False
+    ) -> Ticket:
+        """`explain`: predict more than the choice of a model needs. The request's tenant becomes the principal's.
+        Raises ServiceError."""
+        arrived_at = time.monotonic()
+        deadline = arrived_at + (self._config.default_deadline_s if deadline_s is None else deadline_s)
+        models = self._models.only(principal.models)
+        model, why = asked_for(self._models, request.model, principal)
+        check_names(request)
+        name = request.request_id or secrets.token_hex(8)
+        logs.request_id.set(name)
+        request.tenant = principal.tenant_for(request.tenant)
+        cache_salt = isolated(request) if self._config.isolate_tenants else request.cache_salt
+        check_time_limit(request)
+        check_quality(request)
+        if model is None:
+            give_up_at = min(deadline, arrived_at + self._config.no_worker_grace_s)
+            chosen = await ModelChooser(self._config, models).choose(request, cache_salt, give_up_at, explain)
+            why = f"{why}: {chosen.reason}" if why == AUTO else f"{why}; {chosen.reason}"
+        else:
+            _check_fit(model, request)
+            chosen = Chosen(model, why, await read(model, request))
+        sampling = chosen.reading.sampling
+        if (structured := read_structured(sampling)) is not None:
+            await chosen.model.grammars.check(structured)
+        first_token_s = request.max_ttft_ms / 1e3 if request.HasField("max_ttft_ms") else math.inf
+        return Ticket(
+            request=request,
+            request_id=name,
+            model=chosen.model,
+            model_reason=why,
+            verdicts=chosen.verdicts,
+            prompt=chosen.reading.prompt,
+            sampling=sampling,
+            cache_salt=cache_salt,
+            arrived_at=arrived_at,
+            tokenised_at=time.monotonic(),
+            deadline=deadline,
+            claim=Claim(request.tenant, request.priority, arrived_at, deadline, arrived_at + first_token_s),
+        )
+
+
+def isolated(request: pb.GenerateRequest) -> str:
+    """A salt that no two tenants have in common, whatever salts their requests bring."""
+    return f"{len(request.tenant)} {request.tenant} {request.cache_salt}"
+
+
+def asked_for(models: ServedModels, name: str, principal: Principal) -> tuple[ServedModel | None, str]:
+    """The model that a name means to this principal, None for AUTO; and why.
+
+    Raises Forbidden for a model that is not this key's, whether there is one of that name or not: else a key could find
+    out what others are served.
+    """
+    if principal.models is not None and name not in ("", AUTO, *principal.models):
+        raise Forbidden(f"this key may not use {name!r}", "model")
+    return models.only(principal.models).asked_for(name)
+
+
+def _check_fit(model: ServedModel, request: pb.GenerateRequest) -> None:
+    """What a request asks of a model holds for one that it names too."""
+    wish = Wish(request.task, request.min_quality)
+    if (lack := unfit(repr(model.name), model.entry.quality, model.entry.tasks, wish)) is not None:
+        raise InvalidRequest(*lack)

@@ -1,0 +1,315 @@
+"""The way of one request through the router: check, tokenise, place, pass through, and place again on failure."""
+
+import asyncio
+import contextlib
+import copy
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+
+from cluster.errors import (
+    Draining,
+    Incompatible,
+    InvalidRequest,
+    NotSetUp,
+    Overloaded,
+    ServiceError,
+    Unavailable,
+    UnknownRequest,
+)
+from engine.kv.block_keys import BlockKey
+from protos import inference_pb2 as pb
+from router.admission.refusals import queue_full
+from router.admission.tenant_limits import TenantGate
+from router.config import RouterConfig
+from router.frontend.console.recent import Recent
+from router.models.config import AUTO
+from router.models.model_runtime import ServedModel, ServedModels
+from router.observability.decision_history import Entry, History
+from router.observability.decision_history import Placement as PastPlacement
+from router.observability.decision_log import DecisionsFile
+from router.observability.metrics import RouterMetrics, Watched
+from router.observability.samples import Samples
+from router.observability.tracing import Tracing
+from router.placement.candidates import Candidate
+from router.placement.demand import Demand, lot_of
+from router.placement.explain import explain
+from router.placement.place import Decision
+from router.placement.worker_records import Placed, Worker
+from router.request_path.decode_request import decode_request
+from router.request_path.decode_stream import DecodeLink
+from router.request_path.preprocess import Intake, Ticket, asked_for
+from router.request_path.request_demand import chains_of
+from router.request_path.stream_state import Emitted
+from router.security.api_keys import Principal
+
+log = logging.getLogger(__name__)
+
+
+CONNECT_SOON_S = 0.3
+"""What ends later, on a worker to which there is no connection yet, has failed, whoever ended it: clients may be less
+patient than a connection."""
+
+
+def _ignore(ticket: Ticket) -> None:
+    """Most callers need to know nothing of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """Of a request that was not started."""
+
+    ticket: Ticket
+    demand: Demand
+    candidates: list[Candidate]
+    """The cheapest first."""
+
+
+class Serving:
+    """All requests of one router."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        models: ServedModels,
+        gate: TenantGate,
+        metrics: RouterMetrics,
+        samples: Samples,
+        tracing: Tracing,
+        decisions_file: DecisionsFile,
+    ) -> None:
+        self._config = config
+        self._decisions_file = decisions_file
+        self._tracing = tracing
+        self._models = models
+        self._metrics = metrics
+        self._samples = samples
+        self.recent = Recent()
+        """What ended last."""
+        self._history = History(int(config.decisions_memory_mib * (1 << 20)))
+        for model in models:
+            model.fleet.keeps_situations = self._history.on or decisions_file.on
+        self._arriving: set[Entry] = set()
+        """Not in the line of their model yet: they are read, or wait for a first worker."""
+        self._gate = gate
+        self._intake = Intake(config, models)
+
+    async def generate(
+        self,
+        request: pb.GenerateRequest,
+        deadline_s: float | None,
+        principal: Principal,
+        on_checked: Callable[[Ticket], object] = _ignore,
+    ) -> AsyncGenerator[bytes]:
+        """Serialised GenerateResponses: one unbroken stream over however many attempts. `on_checked` is called once,
+        before the first of them. Raises ServiceError."""
+        watched = self._metrics.watch()
+        sampled = self._samples.wanted()
+        ticket, arrived_at = None, time.monotonic()
+        past = Entry(request.request_id, request.tenant, time.time())
+        kept: list[bytes] = []
+        try:
+            self._arrives(past)
+            ticket = await self._intake.check(request, deadline_s, principal)
+            past.request_id, past.tenant, past.verdicts = ticket.request_id, request.tenant, ticket.verdicts
+            past.model, past.model_reason = ticket.model.name, ticket.model_reason
+            self._history.add(past)
+            watched.checked(ticket)
+            ticket.model.fleet.traffic.arrived(len(ticket.prompt))
+            on_checked(ticket)
+            charge = await self._gate.enter(request.tenant, ticket.most_tokens)
+            emitted = Emitted(ticket.sampling.n)
+            try:
+                async with contextlib.aclosing(self._attempts(ticket, emitted, past)) as messages:
+                    async for message in messages:
+                        watched.message()
+                        if sampled and self._samples.keeps_texts:
+                            kept.append(message)
+                        yield message
+            finally:
+                self._gate.leave(charge, lambda: len(ticket.prompt) + emitted.num_tokens)
+                _count(ticket, emitted, watched)
+        except ServiceError as error:
+            watched.failed(error)
+            past.refusal = error
+            if ticket is None and request.request_id:
+                past.tenant = principal.tenant or request.tenant  # it may not have been found out whose it is
+                self._history.add(past)
+            self._tracing.failed(ticket, arrived_at, error)
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            watched.left()
+            self._tracing.cancelled(ticket, arrived_at)
+            raise
+        finally:
+            past.ended = True
+            self._decisions_file.ended(past, None if ticket is None else ticket.finish)
+            self._arriving.discard(past)
+        if ticket.finish is not None:
+            watched.finished(ticket.finish)
+            total_s = time.monotonic() - ticket.arrived_at
+            self.recent.add(
+                time.time(), ticket.finish, ticket.decision, ticket.num_output_tokens, watched.ttft_s, total_s
+            )
+            self._tracing.finished(ticket, watched.ttft_s)
+            if sampled:
+                self._samples.served(ticket, kept)
+
+    def _arrives(self, past: Entry) -> None:
+        """Raises Overloaded while too many have: what is not in line yet is bounded as the line is."""
+        if len(self._arriving) >= self._config.max_queued:
+            refusal = queue_full(len(self._arriving), self._config.default_retry_after_s)
+            self._gate.num_refused[refusal.reason] += 1
+            raise refusal.error
+        self._arriving.add(past)
+
+    async def tokenize(self, request: pb.TokenizeRequest, principal: Principal) -> pb.TokenizeResponse:
+        """A prompt as its model reads it. Raises ServiceError."""
+        if request.model == AUTO:
+            raise InvalidRequest("model", f"{AUTO!r} is decided for a request that is generated: name one")
+        model, _ = asked_for(self._models, request.model, principal)
+        if model is None:
+            raise InvalidRequest("model", "is empty, and the default is decided for each request: name one")
+        prompt = pb.GenerateRequest(
+            text=request.text if request.HasField("text") else None,
+            messages=request.messages,
+            tools=request.tools,
+            chat_template_kwargs=request.chat_template_kwargs,
+        )
+        token_ids = await model.encoder.encode(prompt)
+        return pb.TokenizeResponse(
+            model=model.name, token_ids=token_ids, max_context_tokens=model.model_dir.max_context_tokens
+        )
+
+    async def _attempts(self, ticket: Ticket, emitted: Emitted, past: Entry) -> AsyncGenerator[bytes]:
+        model = ticket.model
+        attempt, failures = 1, 0
+        while True:
+            placed, decision, placed_at = await self._place(ticket, emitted, past)
+            placed_after_s = placed_at - ticket.arrived_at
+            made = PastPlacement(attempt, placed_after_s, decision, placed.situation)
+            self._decisions_file.placed(past, made)
+            self._history.placed(past, made)
+            placed.situation = None
+            log.debug("attempt %d at %s, lender %s", attempt, decision.decode_id, decision.lender_id or "none")
+            link: DecodeLink | None = None
+            try:
+                internal = decode_request(ticket, emitted, placed, decision, attempt, placed_at, time.monotonic())
+                link = model.links.to(placed.decode)
+                async with contextlib.aclosing(link.generate(internal, ticket.remaining_s())) as messages:
+                    async for message in messages:
+                        if not placed.started:
+                            model.fleet.started(placed)
+                            started_at = time.monotonic()
+                            past.started(started_at - placed_at)
+                            if emitted.empty:
+                                model.fleet.traffic.first_token(started_at - ticket.arrived_at)
+                        emitted.add(message)
+                        yield message
+                if placed.started:
+                    _learn(ticket, placed, message, started_at - placed_at)
+                    if ticket.finish is not None:
+                        past.finished(ticket.finish.receipt.kv)
+                return
+            except (Unavailable, Incompatible, Overloaded) as failure:
+                if isinstance(failure, Overloaded) and failure.permanent:
+                    raise
+                if emitted.finished:
+                    return
+                log.info("attempt %d failed: %s", attempt, failure)
+                past.failed(str(failure))
+                if isinstance(failure, Draining):
+                    model.fleet.drains(placed.decode)  # nothing failed: it hands the request over, once
+                    attempt += 1
+                    continue
+                if isinstance(failure, Overloaded):
+                    model.dispatcher.refused(placed)  # raises when it was too often
+                    continue
+                placed.failed = True
+                attempt, failures = attempt + 1, failures + 1
+                if failures == self._config.max_attempts:
+                    raise
+            finally:
+                late = time.monotonic() - placed_at > CONNECT_SOON_S
+                placed.failed |= late and not placed.started and link is not None and not link.connected
+                model.dispatcher.ended(placed)
+            await _settle(model, placed.decode)
+
+    def decisions(self, request_id: str, principal: Principal) -> Entry:
+        """Of a request that came lately. Raises InvalidRequest, UnknownRequest."""
+        if not request_id:
+            raise InvalidRequest("request_id", "is empty")
+        if not self._history.on:
+            raise NotSetUp("decisions_memory_mib is 0: this router keeps no decisions")
+        entry = self._history.find(request_id, None if principal.operator else principal.tenant)
+        if entry is None:
+            raise UnknownRequest(
+                f"{request_id!r} is not among the last requests of this router: another one had it, or too many came "
+                "since (decisions_memory_mib)",
+                "request_id",
+            )
+        return entry
+
+    async def explain(self, request: pb.GenerateRequest, deadline_s: float | None, principal: Principal) -> Explained:
+        """What a request needs, and all ways to start it now. Raises ServiceError."""
+        ticket = await self._intake.check(request, deadline_s, principal, explain=True)
+        demand, keys = await self._needs(ticket, Emitted(ticket.sampling.n))
+        fleet = ticket.model.fleet
+        # A large fleet's candidates take tenths of a second: not on the loop, and of a snapshot that stays as it is.
+        situation = copy.deepcopy((fleet.snapshot, fleet.hits(keys, demand.other_keys), fleet.rates))
+        return Explained(ticket, demand, await asyncio.to_thread(explain, demand, *situation))
+
+    async def _place(self, ticket: Ticket, emitted: Emitted, past: Entry) -> tuple[Placed, Decision, float]:
+        """Wait for a pair. What can never start is refused at once; with nobody there it waits a little."""
+        demand, keys = await self._needs(ticket, emitted)
+        ticket.claim.streaming = not emitted.empty
+        self._arriving.discard(past)
+        placed, decision = await ticket.model.dispatcher.place(ticket.claim, demand, keys)
+        ticket.decision = decision
+        return placed, decision, time.monotonic()
+
+    async def _needs(self, ticket: Ticket, emitted: Emitted) -> tuple[Demand, list[BlockKey]]:
+        """With the keys of the blocks that may come from elsewhere."""
+        grace_s = min(self._config.no_worker_grace_s, ticket.remaining_s())
+        await ticket.model.await_decode_workers(time.monotonic() + grace_s)
+        prompt, sampling = ticket.prompt, ticket.sampling
+        unfinished = [choice.token_ids for choice in emitted.choices if not choice.finished]
+        to_score = sampling.HasField("prompt_logprobs") and emitted.num_prompt_logprobs < len(prompt) - 1
+        chains = chains_of(prompt, sampling, unfinished)
+        lot, new = lot_of(ticket.request_id), not ticket.claim.num_placed
+        return ticket.model.needs(prompt, sampling, ticket.cache_salt, chains, to_score, lot, new)
+
+
+def _count(ticket: Ticket, emitted: Emitted, watched: Watched) -> None:
+    """What it used, once it is over. Reading all that was emitted again is for what ended early, or is of several
+    choices."""
+    if emitted.empty:
+        return
+    finish = ticket.finish
+    if finish is not None and ticket.sampling.n == 1:
+        ticket.num_output_tokens, ticket.reasons = finish.usage.completion_tokens, [finish.reason]
+    else:
+        ticket.num_output_tokens = emitted.num_tokens
+        ticket.reasons = [choice.reason for choice in emitted.choices if choice.reason is not None]
+    num_prompt, num_output = len(ticket.prompt), ticket.num_output_tokens
+    watched.over(num_prompt, num_output)
+    ticket.model.costs.used(num_prompt, num_output, finish is not None, auto=bool(ticket.verdicts))
+
+
+def _learn(ticket: Ticket, placed: Placed, last_message: bytes, first_message_s: float) -> None:
+    finish = pb.GenerateResponse.FromString(last_message).finish
+    ticket.finish = finish
+    if finish.HasField("receipt"):
+        ticket.model.fleet.traffic.finished(finish)
+        # The first message of these is not the first token.
+        other = ticket.sampling.HasField("prompt_logprobs") or ticket.sampling.HasField("beam_width")
+        ticket.model.fleet.finished(placed, finish, None if other else first_message_s)
+
+
+async def _settle(model: ServedModel, worker: Worker) -> None:
+    """After a failure: a dead worker's membership ends within moments; do not choose it again before that."""
+    for _ in range(10):
+        if model.fleet.worker(worker.worker_id) is not worker:
+            return
+        await asyncio.sleep(0.02)

@@ -1,0 +1,167 @@
+"""Limits of a request, each with the field it names; defaults filled in. Pure."""
+
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+
+from cluster.errors import InvalidRequest
+from engine.core.core_types import MAX_CHAINS
+from engine.model.detokenizer import check_token_ids
+from engine.model.model_dir import ModelDir
+from engine.sampling.structured_output import FIELD, read_structured
+from protos import inference_pb2 as pb
+from router.request_path.beam_validation import check_beam_search
+
+DEFAULT_MAX_TOKENS = 256
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+MAX_LOGPROBS = 20
+MAX_NAME_CHARS = 256
+MAX_REPETITION_PENALTY = 10.0
+MAX_BIASED_TOKENS = 1024
+MAX_BIAS = 100.0
+MAX_TEMPERATURE = 100.0
+
+
+def resolve_sampling(sampling: pb.Sampling, num_prompt: int, model_dir: ModelDir) -> pb.Sampling:
+    """A copy with every field set and in range. Raises InvalidRequest."""
+    resolved = pb.Sampling()
+    resolved.CopyFrom(sampling)
+    context = model_dir.max_context_tokens
+    if not sampling.HasField("max_tokens"):
+        resolved.max_tokens = max(1, min(DEFAULT_MAX_TOKENS, context - num_prompt))
+    if not sampling.HasField("n"):
+        resolved.n = 1
+    _fill_defaults(resolved, {} if sampling.HasField("beam_width") else model_dir.sampling_defaults)
+    if not sampling.HasField("seed"):
+        resolved.seed = secrets.randbits(63)
+    _check_numbers(resolved)
+    if sampling.HasField("beam_width"):
+        check_beam_search(sampling, resolved.n, model_dir.vocab_size)
+    elif sampling.HasField("length_penalty") or sampling.early_stopping:
+        field = "length_penalty" if sampling.HasField("length_penalty") else "early_stopping"
+        raise InvalidRequest(f"sampling.{field}", "means nothing without beam_width")
+    _check_stops(resolved, model_dir)
+    _check_bias(resolved, model_dir.vocab_size)
+    _check_structured(resolved, model_dir)
+    if num_prompt + resolved.max_tokens > context:
+        raise InvalidRequest(
+            "sampling.max_tokens",
+            f"prompt of {num_prompt} tokens + max_tokens of {resolved.max_tokens} exceed the context of {context}",
+        )
+    return resolved
+
+
+def _fill_defaults(sampling: pb.Sampling, recommended: Mapping[str, float]) -> None:
+    """What the model's authors recommend, where it is in range, and else what changes nothing."""
+    neutral = {"temperature": 0.0 if sampling.HasField("beam_width") else 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
+    sound = {name: value for name, value in recommended.items() if _is_in_range(name, value)}
+    for name, value in (neutral | sound).items():
+        if not sampling.HasField(name):  # type: ignore[arg-type]
+            setattr(sampling, name, value)
+
+
+def _is_in_range(name: str, value: float) -> bool:
+    option = pb.Sampling(max_tokens=1, n=1, temperature=1, top_p=1, repetition_penalty=1)
+    try:
+        setattr(option, name, value)
+        _check_numbers(option)
+    except (InvalidRequest, TypeError, ValueError):
+        return False
+    return True
+
+
+def check_prompt(token_ids: Sequence[int], field: str, model_dir: ModelDir) -> None:
+    """Raises InvalidRequest for an empty prompt, a token out of range, or one beyond the context."""
+    if not token_ids:
+        raise InvalidRequest(field, "the prompt is empty")
+    check_token_ids(token_ids, field, model_dir.vocab_size)
+    if len(token_ids) >= model_dir.max_context_tokens:
+        limit = model_dir.max_context_tokens
+        raise InvalidRequest(field, f"prompt of {len(token_ids)} tokens leaves no room in the context of {limit}")
+
+
+def check_names(request: pb.GenerateRequest) -> None:
+    """Raises InvalidRequest for a name too long to be one."""
+    for field in ("model", "tenant", "session_id", "request_id", "cache_salt", "task"):
+        if len(getattr(request, field)) > MAX_NAME_CHARS:
+            raise InvalidRequest(field, f"longer than {MAX_NAME_CHARS} characters")
+
+
+def check_time_limit(request: pb.GenerateRequest) -> None:
+    """Raises InvalidRequest for a limit of the first token's time that is none."""
+    if request.HasField("max_ttft_ms") and not 0 < request.max_ttft_ms < math.inf:
+        raise InvalidRequest("max_ttft_ms", f"must be above 0 and finite, not {request.max_ttft_ms}")
+
+
+def check_quality(request: pb.GenerateRequest) -> None:
+    """Raises InvalidRequest for a quality that no model can have."""
+    if not 0 <= request.min_quality <= 1:  # NaN is in no range
+        raise InvalidRequest("min_quality", f"must be 0 to 1, not {request.min_quality}")
+
+
+def prompt_field(request: pb.GenerateRequest) -> str:
+    """The field the prompt came in."""
+    if request.HasField("text"):
+        return "text"
+    return "messages" if request.messages else "token_ids"
+
+
+def _check_numbers(sampling: pb.Sampling) -> None:
+    if sampling.max_tokens < 1:
+        raise InvalidRequest("sampling.max_tokens", f"must be at least 1, not {sampling.max_tokens}")
+    if not math.isfinite(sampling.temperature) or not 0 <= sampling.temperature <= MAX_TEMPERATURE:
+        raise InvalidRequest("sampling.temperature", f"must be 0 to {MAX_TEMPERATURE:g}, not {sampling.temperature}")
+    if not 0 < sampling.top_p <= 1:
+        raise InvalidRequest("sampling.top_p", f"must be above 0 and at most 1, not {sampling.top_p}")
+    if sampling.top_k < 0:
+        raise InvalidRequest("sampling.top_k", f"must be 0 (off) or more, not {sampling.top_k}")
+    _check_range(sampling.min_p, "min_p", 0, 1)
+    if not 0 < sampling.repetition_penalty <= MAX_REPETITION_PENALTY:
+        limits = f"above 0 and at most {MAX_REPETITION_PENALTY:g}"
+        raise InvalidRequest("sampling.repetition_penalty", f"must be {limits}, not {sampling.repetition_penalty}")
+    _check_range(sampling.presence_penalty, "presence_penalty", -2, 2)
+    _check_range(sampling.frequency_penalty, "frequency_penalty", -2, 2)
+    if not 0 <= sampling.min_tokens <= sampling.max_tokens:
+        limits = f"0 to max_tokens, {sampling.max_tokens}"
+        raise InvalidRequest("sampling.min_tokens", f"must be {limits}, not {sampling.min_tokens}")
+    if sampling.HasField("logprobs") and not 0 <= sampling.logprobs <= MAX_LOGPROBS:
+        raise InvalidRequest("sampling.logprobs", f"must be 0 to {MAX_LOGPROBS}, not {sampling.logprobs}")
+    if sampling.HasField("prompt_logprobs"):
+        _check_range(sampling.prompt_logprobs, "prompt_logprobs", 0, MAX_LOGPROBS)
+    _check_range(sampling.n, "n", 1, MAX_CHAINS)
+
+
+def _check_stops(sampling: pb.Sampling, model_dir: ModelDir) -> None:
+    vocab_size = model_dir.vocab_size
+    if sampling.stop and not model_dir.has_tokenizer:
+        raise InvalidRequest("sampling.stop", "this model has no tokenizer, so its output has no text to stop in")
+    if len(sampling.stop) > MAX_STOP_STRINGS:
+        raise InvalidRequest("sampling.stop", f"at most {MAX_STOP_STRINGS} stop strings, not {len(sampling.stop)}")
+    if any(not 0 < len(stop) <= MAX_STOP_CHARS for stop in sampling.stop):
+        raise InvalidRequest("sampling.stop", f"each must have 1 to {MAX_STOP_CHARS} characters")
+    if any(token_id >= vocab_size for token_id in sampling.stop_token_ids):
+        raise InvalidRequest("sampling.stop_token_ids", f"token ids must be below {vocab_size}")
+
+
+def _check_bias(sampling: pb.Sampling, vocab_size: int) -> None:
+    if len(sampling.logit_bias) > MAX_BIASED_TOKENS:
+        raise InvalidRequest(
+            "sampling.logit_bias", f"at most {MAX_BIASED_TOKENS} tokens, not {len(sampling.logit_bias)}"
+        )
+    for token_id, bias in sampling.logit_bias.items():
+        if token_id >= vocab_size:
+            raise InvalidRequest("sampling.logit_bias", f"token ids must be below {vocab_size}, not {token_id}")
+        _check_range(bias, "logit_bias", -MAX_BIAS, MAX_BIAS)
+
+
+def _check_structured(sampling: pb.Sampling, model_dir: ModelDir) -> None:
+    """Whether it compiles is not checked here but by `models/grammar_checker.py`."""
+    if read_structured(sampling) is not None and not model_dir.has_tokenizer:
+        raise InvalidRequest(FIELD, "this model has no tokenizer, so its tokens cannot be told apart by their text")
+
+
+def _check_range(value: float, field: str, low: float, high: float) -> None:
+    """NaN is in no range."""
+    if not low <= value <= high:
+        raise InvalidRequest(f"sampling.{field}", f"must be {low:g} to {high:g}, not {value}")

@@ -1,0 +1,65 @@
+"""A worker that was told to stop, as `engine/worker/runtime.py` `Worker.drain` does it, in virtual time."""
+
+from collections.abc import Callable
+
+from simulator.clock import Appointment, VirtualClock
+from simulator.front_processes import Fronts
+from simulator.worker import SimWorker
+
+DRAIN_S = 30.0
+"""As a worker's default."""
+READABLE_S, RETURN_S = 10.0, 1.0
+"""As in `engine/worker/runtime.py`."""
+LOOK_S = 0.1
+LAST = 1 << 40
+"""Behind all that happens in a moment: nobody has anything left to say of it then."""
+
+
+class Leaving:
+    """It waits for what is under way, hands over the rest, stays readable a while, and then has left."""
+
+    def __init__(
+        self,
+        worker: SimWorker,
+        fronts: Fronts,
+        clock: VirtualClock,
+        drain_s: float,
+        on_left: Callable[[SimWorker], object],
+    ) -> None:
+        self._worker, self._fronts, self._clock, self._on_left = worker, fronts, clock, on_left
+        self._give_up_at = clock.now + drain_s
+        self._readable_s = min(drain_s, READABLE_S)
+        self._quiet_at = 0.0
+        self._next: Appointment = clock.late(clock.now, LAST, self._finish)
+
+    def cancel(self) -> None:
+        """It died meanwhile."""
+        self._next.cancel()
+
+    def _finish(self) -> None:
+        """What is under way."""
+        if not self._busy:
+            self._on_left(self._worker)
+        elif self._clock.now >= self._give_up_at:
+            self._fronts.hand_over(self._worker)
+            self._give_up_at = self._clock.now + self._readable_s
+            self._quiet_at = self._clock.now + RETURN_S
+            self._stay_readable()
+        else:
+            self._again(self._finish)
+
+    def _stay_readable(self) -> None:
+        if self._busy:
+            self._quiet_at = self._clock.now + RETURN_S
+        if self._clock.now >= min(self._give_up_at, self._quiet_at):
+            self._fronts.end_loans(self._worker)
+            self._on_left(self._worker)
+        else:
+            self._again(self._stay_readable)
+
+    def _again(self, deed: Callable[[], object]) -> None:
+        self._next = self._clock.late(self._clock.now + LOOK_S, LAST, deed)
+
+    @property
+    def _busy(self) -> bool:
+        return self._fronts.num_requests(self._worker) + self._fronts.num_lent(self._worker) > 0

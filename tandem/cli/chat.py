@@ -1,0 +1,80 @@
+"""`tandem chat`, and what it and `tandem generate` make of their options."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from cluster.errors import InvalidRequest
+from engine.sampling.structured_output import FIELD
+from protos import inference_pb2 as pb
+from tandem.cli.receipts import show_receipt
+from tandem.client import Message, Target
+
+
+def make_sampling(**options: Any) -> pb.Sampling:
+    """Of the fields of `pb.Sampling` those that were given; the router fills in the rest.
+
+    Raises InvalidRequest for numbers no message can hold.
+    """
+    try:
+        return pb.Sampling(**{name: value for name, value in options.items() if value is not None})
+    except ValueError as error:
+        raise InvalidRequest("sampling", str(error)) from None
+
+
+def make_structured(**options: Any) -> pb.StructuredOutput | None:
+    """Of the fields of `pb.StructuredOutput` those that were given; None when none was.
+
+    A schema or grammar "@file" stands in that file. Raises InvalidRequest for a file that cannot be read.
+    """
+    given = {name: _text_of(name, value) for name, value in options.items() if value is not None}
+    return pb.StructuredOutput(**given) if given else None
+
+
+def parse_logit_bias(biases: Sequence[str] | None) -> dict[int, float]:
+    """From TOKEN=BIAS. Raises InvalidRequest."""
+    parsed: dict[int, float] = {}
+    for bias in biases or ():
+        token_id, _, value = bias.partition("=")
+        try:
+            parsed[int(token_id)] = float(value)
+        except ValueError:
+            raise InvalidRequest("sampling.logit_bias", f"must be TOKEN=BIAS, not {bias!r}") from None
+    return parsed
+
+
+def _text_of(name: str, value: Any) -> Any:
+    if name not in ("json_schema", "grammar") or not value.startswith("@"):
+        return value
+    try:
+        return Path(value[1:]).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"{FIELD}.{name}", f"cannot be read: {error}") from None
+
+
+async def chat_loop(
+    console: Console, target: Target, system: str, sampling: pb.Sampling, receipt: bool, model: str
+) -> None:
+    messages: list[Message] = [("system", system)] if system else []
+    async with target.client() as client:
+        while line := await _ask(console):
+            messages.append(("user", line))
+            answer = ""
+            finish: pb.Finish | None = None
+            async for piece in client.generate(messages=messages, sampling=sampling, model=model):
+                answer += piece.text
+                console.print(piece.text, end="", markup=False, soft_wrap=True)
+                finish = piece.finish if piece.HasField("finish") else finish
+            console.print()
+            messages.append(("assistant", answer))
+            show_receipt(console, finish, receipt)
+
+
+async def _ask(console: Console) -> str:
+    try:
+        return await asyncio.to_thread(console.input, "[bold]you>[/bold] ")
+    except EOFError:
+        return ""

@@ -1,0 +1,244 @@
+"""Commands that ask a router: for text, and what it knows."""
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tandem.cli.common import Model, OfModel, asking, console, out_file, run
+from tandem.cli.run_cluster import run_cluster
+
+if TYPE_CHECKING:
+    from tandem.client import Target
+
+app = typer.Typer()
+MaxTokens = Annotated[int | None, typer.Option(help="most tokens to generate")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy")]
+TopP = Annotated[float | None, typer.Option(help="keep the likeliest tokens up to this probability")]
+TopK = Annotated[int | None, typer.Option(help="keep the k likeliest tokens; 0 keeps all")]
+Seed = Annotated[int | None, typer.Option(help="the same seed gives the same text")]
+Stop = Annotated[list[str] | None, typer.Option(help="end before this string; may be given several times")]
+MinP = Annotated[float | None, typer.Option(help="keep tokens this likely compared with the likeliest")]
+RepetitionPenalty = Annotated[float | None, typer.Option(help="above 1: less of what prompt and output have")]
+PresencePenalty = Annotated[float | None, typer.Option(help="above 0: less of what the output has")]
+FrequencyPenalty = Annotated[float | None, typer.Option(help="above 0: less of what the output has often")]
+LogitBias = Annotated[list[str] | None, typer.Option(metavar="TOKEN=BIAS", help="added to a token's logit; repeatable")]
+MinTokens = Annotated[int | None, typer.Option(help="fewest tokens to generate")]
+StopTokenId = Annotated[list[int] | None, typer.Option(help="end after this token; repeatable")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="go on after the model's end token")]
+Logprobs = Annotated[int | None, typer.Option(help="show log probabilities, and those of so many likeliest tokens")]
+PromptLogprobs = Annotated[
+    int | None, typer.Option(help="show those of the prompt's tokens too, and of so many likeliest ones")
+]
+Choices = Annotated[int | None, typer.Option("--n", help="so many completions")]
+BeamWidth = Annotated[int | None, typer.Option(help="beam search of so many beams")]
+LengthPenalty = Annotated[float | None, typer.Option(help="of beam search; above 0 favours longer text")]
+STRUCTURED = "Structured output (one of)"
+JsonSchema = Annotated[
+    str | None, typer.Option(metavar="SCHEMA|@FILE", help="JSON of this schema", rich_help_panel=STRUCTURED)
+]
+JsonObject = Annotated[bool, typer.Option("--json", help="any JSON object", rich_help_panel=STRUCTURED)]
+Regex = Annotated[str | None, typer.Option(help="text that matches", rich_help_panel=STRUCTURED)]
+Grammar = Annotated[
+    str | None, typer.Option(metavar="LARK|@FILE", help="text of this grammar", rich_help_panel=STRUCTURED)
+]
+Choice = Annotated[
+    list[str] | None, typer.Option(help="this text, or another given so; repeatable", rich_help_panel=STRUCTURED)
+]
+Task = Annotated[str, typer.Option(help="what the model must be good at", rich_help_panel=OfModel)]
+MinQuality = Annotated[float, typer.Option(help="what it must have at least, 0 to 1", rich_help_panel=OfModel)]
+MaxTtft = Annotated[float | None, typer.Option(help="milliseconds to the first token", rich_help_panel=OfModel)]
+ShowReceipt = Annotated[bool, typer.Option("--receipt", help="show where the KV came from and where the time went")]
+
+
+@app.command()
+@asking
+def generate(
+    target: "Target",
+    prompt: Annotated[str, typer.Argument(help="text to continue")],
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    seed: Seed = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    presence_penalty: PresencePenalty = None,
+    frequency_penalty: FrequencyPenalty = None,
+    logit_bias: LogitBias = None,
+    stop: Stop = None,
+    stop_token_id: StopTokenId = None,
+    min_tokens: MinTokens = None,
+    ignore_eos: IgnoreEos = False,
+    logprobs: Logprobs = None,
+    prompt_logprobs: PromptLogprobs = None,
+    n: Choices = None,
+    beam_width: BeamWidth = None,
+    length_penalty: LengthPenalty = None,
+    json_schema: JsonSchema = None,
+    json_object: JsonObject = False,
+    regex: Regex = None,
+    grammar: Grammar = None,
+    choice: Choice = None,
+    model: Model = "",
+    task: Task = "",
+    min_quality: MinQuality = 0.0,
+    max_ttft_ms: MaxTtft = None,
+    receipt: ShowReceipt = False,
+) -> None:
+    """Continue a text; tokens appear as they are sampled."""
+    from tandem.cli.chat import make_sampling, make_structured, parse_logit_bias
+    from tandem.cli.generate import stream_text
+
+    structured = make_structured(
+        json_schema=json_schema, json_object=json_object or None, regex=regex, grammar=grammar, choice=choice or None
+    )
+    sampling = make_sampling(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=parse_logit_bias(logit_bias),
+        stop=stop,
+        stop_token_ids=stop_token_id,
+        min_tokens=min_tokens,
+        ignore_eos=ignore_eos,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        n=n,
+        beam_width=beam_width,
+        length_penalty=length_penalty,
+        structured=structured,
+    )
+    asked = {"model": model, "task": task, "min_quality": min_quality, "max_ttft_ms": max_ttft_ms}
+    run(stream_text(console, target, prompt, sampling, receipt, **asked))
+
+
+@app.command()
+@asking
+def explain(
+    target: "Target",
+    prompt: Annotated[str | None, typer.Argument(help="text to continue")] = None,
+    request_id: Annotated[
+        str | None,
+        typer.Option("--request", metavar="ID", help="instead of a prompt: how this request was placed"),
+    ] = None,
+    log: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="with --request: read a router's decisions_file", exists=True, dir_okay=False
+        ),
+    ] = None,
+    max_tokens: MaxTokens = None,
+    most: Annotated[int, typer.Option(help="candidates to show, the cheapest first", min=1)] = 10,
+    model: Model = "",
+    task: Task = "",
+    min_quality: MinQuality = 0.0,
+    max_ttft_ms: MaxTtft = None,
+) -> None:
+    """Show which model and workers a request would go to now, and what each way to start it is predicted to cost.
+    Nothing is started. With --request: how one that came lately was placed, what was compared then, and what came of
+    it."""
+    from tandem.cli.chat import make_sampling
+    from tandem.cli.explain import show_decisions, show_explanation
+
+    if (prompt is None) == (request_id is None):
+        raise typer.BadParameter("give either a prompt or --request")
+    if prompt is None:
+        run(show_decisions(console, target, request_id or "", most, log))
+        return
+    asked = {"model": model, "task": task, "min_quality": min_quality, "max_ttft_ms": max_ttft_ms}
+    run(show_explanation(console, target, prompt, make_sampling(max_tokens=max_tokens), most, **asked))
+
+
+@app.command()
+@asking
+def chat(
+    target: "Target",
+    system: Annotated[str, typer.Option(help="what the model is told first")] = "",
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    seed: Seed = None,
+    model: Model = "",
+    receipt: ShowReceipt = False,
+) -> None:
+    """Talk with the model; an empty line or Ctrl-D ends it."""
+    from tandem.cli.chat import chat_loop, make_sampling
+
+    sampling = make_sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    run(chat_loop(console, target, system, sampling, receipt, model))
+
+
+@app.command()
+@asking
+def batch(
+    target: "Target",
+    source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="a GenerateRequest as JSON on each line")],
+    out: Annotated[
+        Path,
+        out_file("--out", "-o", metavar="OUT.jsonl", help="answers, in the order they come"),
+    ],
+    concurrency: Annotated[int, typer.Option(help="requests at a time", min=1)] = 32,
+    timeout: Annotated[float, typer.Option(help="seconds, of a request")] = 600.0,
+    priority: Annotated[int, typer.Option(help="of lines that say none; below 0 leaves room for others")] = -1,
+    receipts: Annotated[bool, typer.Option("--receipts", help="write them too")] = False,
+    up: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="start this cluster for it, as `tandem up --config FILE`, and end it then"),
+    ] = None,
+) -> None:
+    """Work through a file of prompts. Interrupted, or where some failed: run it again, and it does the rest.
+
+    `ray job submit --working-dir . -- tandem batch IN.jsonl -o OUT.jsonl --up cluster.yaml` needs nothing that runs.
+
+    Exit code: 1 where some failed.
+    """
+    from tandem.cli.batch import Outcome, check_names, run_batch
+
+    outcome: Outcome | None = None
+
+    async def work(addresses: list[str]) -> None:
+        nonlocal outcome
+        router = dataclasses.replace(target, address=",".join(addresses))
+        outcome = await run_batch(console, router, source, out, concurrency, timeout, priority, receipts)
+
+    if up is None:
+        run(work([target.address]))
+    else:
+        check_names(source)  # before anything is started for nothing
+        run_cluster(up, work)
+    if outcome is None:
+        raise typer.Exit(130)  # stopped before the end
+    if outcome.failed:
+        raise typer.Exit(1)
+
+
+@app.command()
+@asking
+def status(
+    target: "Target",
+) -> None:
+    """Show the workers, the line and the links as a router sees them now."""
+    from tandem.cli.status import show_status
+
+    run(show_status(console, target))
+
+
+@app.command()
+@asking
+def top(
+    target: "Target",
+    interval: Annotated[float, typer.Option(help="seconds between two looks", min=0.1)] = 1.0,
+) -> None:
+    """Watch the cluster; Ctrl-C ends it."""
+    from tandem.cli.status import follow
+
+    run(follow(console, target, interval))

@@ -1,0 +1,174 @@
+"""Commands that run a cluster, and change one that runs."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cluster.config import parse_overrides
+from cluster.errors import StartError
+from engine.host.cpu_affinity import available_cores
+from tandem.cli.common import ACCESS, DEFAULT_ADDRESS, console, run
+from tandem.cli.run_cluster import serve_cluster
+
+app = typer.Typer()
+CLUSTER_NAME = "tandem"
+Name = Annotated[str, typer.Option("--name", help="the cluster's `cluster_name`")]
+
+
+@app.command()
+def up(
+    model: Annotated[Path | None, typer.Option(help="directory of a Hugging Face decoder-only model")] = None,
+    prefill: Annotated[int, typer.Option(help="prefill workers")] = 1,
+    decode: Annotated[int, typer.Option(help="decode workers")] = 1,
+    routers: Annotated[int, typer.Option(help="routers; any of them serves any request")] = 1,
+    host: Annotated[str | None, typer.Option(help="address the routers listen on; default: 127.0.0.1")] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="of the first router, the others follow; 0 chooses; default: 50051"),
+    ] = None,
+    http_port: Annotated[int | None, typer.Option(help="of the OpenAI-compatible API, likewise; default: 8000")] = None,
+    no_http: Annotated[bool, typer.Option("--no-http", help="serve gRPC only")] = False,
+    worker: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="setting of every worker")] = None,
+    router: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="setting of every router")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file with `worker:` and `router:` mappings, and a list `models:`")
+    ] = None,
+    autoscale: Annotated[
+        bool, typer.Option("--autoscale", help="pools size themselves, as `planner:` in the file says")
+    ] = False,
+) -> None:
+    """Start a router and workers as Ray actors, and serve until Ctrl-C.
+
+    Uses the Ray cluster it finds, or starts one. `ray job submit --working-dir . -- tandem up ...` is the same.
+    """
+    from tandem.cluster_file import read_cluster
+
+    cluster = read_cluster(config, model, prefill, decode)
+    listen = {key: value for key, value in (("host", host), ("port", port)) if value is not None}
+    settings = listen | cluster.http_settings(http_port, no_http) | parse_overrides(router or [])
+    serve_cluster(cluster, settings, parse_overrides(worker or []), routers, autoscale)
+
+
+@app.command()
+def scale(
+    counts: Annotated[list[str], typer.Argument(metavar="ROLE=N", help="prefill=3, decode=5, or both")],
+    model: Annotated[str, typer.Option(help="whose workers, where there are several models")] = "",
+    name: Name = CLUSTER_NAME,
+) -> None:
+    """Change the number of workers of a cluster that `tandem up` runs on this Ray cluster; no stream is lost."""
+    from tandem.ray.control import order
+
+    wanted: dict[str, int] = {}
+    for text in counts:
+        role, _, count = text.partition("=")
+        if not count.isdecimal():
+            raise StartError("scale", f"{text!r} is not ROLE=N, such as decode=5")
+        wanted[role] = int(count)
+    order(name, "scale", wanted, model)
+
+
+@app.command()
+def switch(
+    worker: Annotated[str, typer.Argument(help="its id, as `tandem status` shows it")],
+    to: Annotated[str, typer.Option(help="prefill or decode")],
+    address: Annotated[
+        str, typer.Option("--address", "-a", envvar="TANDEM_ADDRESS", help="host:port where workers join a router")
+    ] = DEFAULT_ADDRESS,
+    tls_ca: Annotated[Path | None, typer.Option(help="of the cluster's members (PEM)", rich_help_panel=ACCESS)] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="of a member", rich_help_panel=ACCESS)] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="and its key", rich_help_panel=ACCESS)] = None,
+) -> None:
+    """Give a worker the other role in place: its weights stay loaded and its cache as it is; no stream is lost."""
+    from cluster.settings import TlsSettings
+    from cluster.tls import member_of
+    from tandem.cli.switch import switch_worker
+
+    member = member_of(TlsSettings(tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key))
+    run(switch_worker(console, address.split(",")[0], member, worker, to))
+
+
+@app.command()
+def restart(name: Name = CLUSTER_NAME) -> None:
+    """Restart the workers of a cluster on this Ray cluster, one after the other; no stream is lost."""
+    from tandem.ray.control import order
+
+    order(name, "restart", {})
+
+
+@app.command()
+def down(name: Name = CLUSTER_NAME) -> None:
+    """End a cluster that `tandem up` runs on this Ray cluster."""
+    from tandem.ray.control import order
+
+    order(name, "down", {})
+
+
+@app.command()
+def demo(
+    requests: Annotated[int, typer.Option(help="concurrent requests", min=8)] = 8,
+    model: Annotated[Path | None, typer.Option(help="another model directory; default: the storyteller")] = None,
+    routers: Annotated[int, typer.Option(help="routers; the requests take turns", min=1)] = 1,
+) -> None:
+    """Start a router, a prefill and a decode worker, and watch concurrent requests being served."""
+    console.print("tandem demo: a router, a prefill worker and a decode worker, each a process of its own")
+    from tandem.cli.demo import run_demo
+
+    run(run_demo(console, requests, model, available_cores(), routers))
+
+
+@app.command()
+def doctor(
+    config: Annotated[Path | None, typer.Option(help="YAML file with a `worker:` mapping")] = None,
+    model: Annotated[Path | None, typer.Option(help="directory of the model to be served")] = None,
+    workers: Annotated[int, typer.Option(help="processes on this host; each pair is tried")] = 2,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="setting of a worker")] = None,
+    print_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
+    peer: Annotated[list[str] | None, typer.Option(metavar="HOST:PORT", help="another host that listens")] = None,
+    listen: Annotated[
+        int | None, typer.Option(metavar="PORT", min=0, max=65535, help="be such a host; 0 chooses")
+    ] = None,
+) -> None:
+    """Check this host before any request: what is installed and allowed, and whether KV moves between workers.
+
+    Of several hosts: `tandem doctor --listen PORT` on each but one, and there `--peer` for each of them.
+
+    Exit code: 0 all right, 1 something is broken, 2 it could not be checked.
+    """
+    from tandem.cluster_file import read_settings
+    from tandem.doctor.command import listen_for_doctor, run_doctor
+
+    settings = read_settings(config).worker | parse_overrides(set_ or [])
+    if listen is not None and peer:
+        raise StartError("listen", "a host that listens names no peers: those are of the one that asks")
+    if listen is not None:
+        return listen_for_doctor(console, settings, model, listen)
+    raise typer.Exit(run_doctor(console, settings, model, workers, print_json, peer or []))
+
+
+keys = typer.Typer(help="API keys of a cluster.", no_args_is_help=True)
+app.add_typer(keys, name="keys")
+
+
+@keys.command()
+def new(
+    name: Annotated[str, typer.Option(help="by which logs call it")],
+    tenant: Annotated[
+        str | None, typer.Option(help="whose limits, quota and cache its requests count against; default: its name")
+    ] = None,
+    model: Annotated[list[str] | None, typer.Option(help="that it may use; repeatable; default: all")] = None,
+    operator: Annotated[bool, typer.Option("--operator", help="it may see the whole cluster: status, console")] = False,
+    days: Annotated[float | None, typer.Option(help="until it expires; default: never", min=0)] = None,
+) -> None:
+    """Make a key, and the entry for `api_keys_file` by which routers know it. The key is shown this once."""
+    from router.security.api_keys import entry_for, new_key
+
+    key = new_key()
+    console.print(f"# the key, for whoever is to use it; it is kept nowhere\n{key}", soft_wrap=True, markup=False)
+    console.print("# the entry, for api_keys_file", markup=False)
+    console.print(
+        entry_for(key, name, name if tenant is None else tenant, model or [], days, operator),
+        end="",
+        soft_wrap=True,
+        markup=False,
+    )

@@ -1,0 +1,149 @@
+"""`tandem demo`: the real thing on this machine, with text a person can watch arrive."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from cluster.errors import StartError, TandemError
+from protos import inference_pb2 as pb
+from tandem.cli.progress import Steps
+from tandem.cli.receipts import describe, stage_table
+from tandem.client import Client, Message
+from tandem.local.local_cluster import LocalCluster
+from tandem.topology import plan_topology
+
+STORYTELLER = Path(__file__).parents[2] / "examples" / "storyteller" / "model"
+REFRESH_PER_S = 8
+LORE = (
+    "You are the storyteller of the village of Amberley. The village stands between a quiet river and an old forest. "
+    "The baker keeps a lamp in her window, the miller keeps a grey cat, and the children keep secrets. "
+)
+SUBJECTS = (
+    "a fox and a lantern",
+    "an owl and a key",
+    "a girl and a boat",
+    "a bear and a bell",
+    "a boy and a kite",
+    "a rabbit and a map",
+    "a cat and a drum",
+    "a mouse and a lamp",
+)
+
+
+@dataclass(slots=True)
+class Story:
+    """One request as its client sees it. Times are seconds of the monotonic clock."""
+
+    title: str
+    messages: list[Message]
+    text: str = ""
+    sent_at: float = 0.0
+    token_times: list[float] = field(default_factory=list)
+    finish: pb.Finish | None = None
+
+    @property
+    def ttft_ms(self) -> float:
+        return (self.token_times[0] - self.sent_at) * 1e3
+
+    @property
+    def itl_ms(self) -> float:
+        """Mean over the stream."""
+        gaps = len(self.token_times) - 1
+        return (self.token_times[-1] - self.token_times[0]) / gaps * 1e3 if gaps else 0.0
+
+
+def make_stories(count: int) -> list[Story]:
+    """Every second request shares a long prefix with its like: the lore of a village."""
+    stories: list[Story] = []
+    for number in range(count):
+        ask = f"Tell me a story about {SUBJECTS[number % len(SUBJECTS)]}."
+        shares = number % 2 == 0
+        system: list[Message] = [("system", LORE * 3)] if shares else []
+        stories.append(Story(f"{ask}{' (shared village lore)' * shares}", [*system, ("user", ask)]))
+    return stories
+
+
+async def run_demo(
+    console: Console, num_requests: int, model: Path | None, cores: Sequence[int], num_routers: int = 1
+) -> None:
+    """Start, serve two rounds, show, stop. Raises TandemError when anything was not as it should be."""
+    path = (model or STORYTELLER).absolute()
+    if not path.is_dir():
+        raise StartError("model", f"no directory {str(path)!r}")
+    topology = plan_topology(1, 1, {"model": path, "port": 0}, {"model": path}, cores, num_routers)
+    started_at = time.monotonic()
+    async with contextlib.AsyncExitStack() as stack:
+        with Steps(console, "  ") as steps:
+            cluster = await stack.enter_async_context(LocalCluster(topology, steps))
+        console.print(f"  ready after {time.monotonic() - started_at:.1f} s\n")
+        clients = [await stack.enter_async_context(Client(address)) for address in cluster.addresses]
+        stories = make_stories(num_requests)
+        await _watch(console, clients, stories)
+        _report(console, stories)
+        again = make_stories(2)
+        console.print("\nthe first two once more: their blocks are still where they were used\n")
+        await _watch(console, clients, again)
+        _report(console, again)
+        console.print()
+        console.print(stage_table(_receipt(stories[0])))
+    console.print(f"\nstopped; {time.monotonic() - started_at:.1f} s in all")
+
+
+async def _watch(console: Console, clients: list[Client], stories: list[Story]) -> None:
+    """All at once, the text growing on a terminal; elsewhere each story when it is done."""
+    work = asyncio.gather(*(_stream(clients[i % len(clients)], story) for i, story in enumerate(stories)))
+    if console.is_terminal:
+        with Live(console=console, refresh_per_second=REFRESH_PER_S, vertical_overflow="visible") as live:
+            while not work.done():
+                live.update(_page(stories, lines=2))
+                await asyncio.wait([work], timeout=1 / REFRESH_PER_S)
+            live.update(_page(stories, lines=None))
+        await work
+    else:
+        await work
+        console.print(_page(stories, lines=None))
+
+
+async def _stream(client: Client, story: Story) -> None:
+    sampling = pb.Sampling(max_tokens=120, temperature=0.7, top_p=0.95, seed=len(story.title))
+    story.sent_at = time.monotonic()
+    async for piece in client.generate(messages=story.messages, sampling=sampling, timeout_s=120):
+        story.text += piece.text
+        story.token_times += [time.monotonic()] * len(piece.token_ids)
+        if piece.HasField("finish"):
+            story.finish = piece.finish
+
+
+def _page(stories: list[Story], lines: int | None) -> Group:
+    """Titles with their text; while it grows, only its last `lines`."""
+    table = Table.grid(padding=(0, 1))
+    width = 100
+    for story in stories:
+        shown = story.text if lines is None else story.text[-lines * width :]
+        table.add_row(Text(story.title, style="bold"))
+        table.add_row(Text(shown.replace("\n", " ") or "..."))
+    return Group(table)
+
+
+def _receipt(story: Story) -> pb.Receipt:
+    if story.finish is None:
+        raise TandemError(f"the stream of {story.title!r} ended without its last message")
+    return story.finish.receipt
+
+
+def _report(console: Console, stories: list[Story]) -> None:
+    receipts = [_receipt(story) for story in stories]
+    console.print("\nwhere each request ran, and where its KV came from", style="bold")
+    for story, receipt in zip(stories, receipts, strict=True):
+        console.print(describe(receipt, story.ttft_ms, story.itl_ms))
+    kv = [receipt.kv for receipt in receipts]
+    moved, verified = sum(k.moved_blocks for k in kv), sum(k.verified_blocks for k in kv)
+    console.print(f"\n{moved} KV blocks moved, {verified} verified, {sum(k.mismatched_blocks for k in kv)} mismatched")

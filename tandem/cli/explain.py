@@ -1,0 +1,126 @@
+"""`tandem explain`: the router's candidates for a prompt, or of a request that was placed, term by term."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from cluster.errors import UnknownRequest
+from protos import inference_pb2 as pb
+from router.observability.decision_log import read_decisions
+from router.observability.explanations import told
+from tandem.cli.tables import NamesTable, uncut
+from tandem.client import Target
+
+_TERMS = {
+    "read": "source_read_ms",
+    "queue": "lender_queue_ms",
+    "compute": "lender_compute_ms",
+    "transfer": "transfer_ms",
+    "own queue": "decode_queue_ms",
+    "tail": "prompt_tail_ms",
+    "TTFT": "ttft_ms",
+    "delay": "delay_ms",
+    "cost": "cost_ms",
+}
+"""Heading, and field of PlacementCandidate."""
+_EXPENDABLE = ("source", "blocks", "delay", "read", "own queue", "queue", "tail", "transfer", "compute")
+"""Where the terminal is narrow: TTFT and cost stay."""
+
+
+async def show_explanation(
+    console: Console, target: Target, prompt: str, sampling: pb.Sampling, most: int, **asked: Any
+) -> None:
+    """`asked`: of the model, as in Client.explain."""
+    async with target.client() as client:
+        explanation = await client.explain(prompt, sampling=sampling, **asked)
+    console.print(f"model {explanation.model}: {explanation.model_reason}", markup=False)
+    if explanation.models:
+        with uncut(console):
+            console.print(model_table(explanation.models))
+    words = (
+        f"{explanation.prompt_tokens} prompt tokens, {explanation.usable_blocks} blocks that may come from elsewhere"
+    )
+    console.print(words)
+    if not explanation.candidates:
+        console.print("no decode worker can start it now: it would wait")
+        return
+    with uncut(console):
+        console.print(candidate_table(explanation.candidates[:most]))
+    console.print(f"ms; {explanation.num_candidates} compared, the first would be chosen", style="dim")
+
+
+async def show_decisions(console: Console, target: Target, request_id: str, most: int, log: Path | None = None) -> None:
+    """How a request was placed; of each placement the `most` cheapest candidates. `log`: a router's decisions_file, to
+    be read instead of asking it. Raises UnknownRequest."""
+    if log is None:
+        async with target.client() as client:
+            past = await client.decisions(request_id)
+    else:
+        with log.open() as lines:
+            entry = read_decisions(lines, request_id)
+        if entry is None:
+            raise UnknownRequest(f"{log} says nothing of {request_id!r}", "request_id")
+        past = told(entry)
+    if past.model:
+        console.print(f"model {past.model}: {past.model_reason}", markup=False)
+    if past.models:
+        with uncut(console):
+            console.print(model_table(past.models))
+    for placement in past.placements:
+        console.print(f"attempt {placement.attempt}, placed after {placement.placed_after_ms:.1f} ms", style="bold")
+        console.print(placement.reason, markup=False)
+        with uncut(console):
+            console.print(candidate_table(placement.candidates[:most]))
+        console.print(f"ms; {placement.num_candidates} were compared, the first was chosen", style="dim")
+        for line in came_of(placement):
+            console.print(line, markup=False)
+    if past.error:
+        console.print(f"it ended with: {past.error}", markup=False)
+    elif not past.ended:
+        console.print("it is under way" if past.placements else "it waits for a place")
+
+
+def came_of(placement: pb.PlacementDecision) -> list[str]:
+    """What was predicted of it, against what it came to."""
+    chosen = placement.candidates[0] if placement.candidates else pb.PlacementCandidate()
+    lines = []
+    if placement.HasField("ttft_ms"):
+        lines.append(f"first token: predicted after {chosen.ttft_ms:.1f} ms, came after {placement.ttft_ms:.1f} ms")
+    if placement.HasField("hit_blocks"):
+        of = f"of {placement.usable_blocks} usable blocks"
+        lines.append(f"cached: predicted {chosen.hit_blocks} {of}, came to {placement.hit_blocks}")
+    if placement.failure:
+        lines.append(f"it did not end there: {placement.failure}")
+    return lines
+
+
+def model_table(models: Sequence[pb.ModelCandidate]) -> NamesTable:
+    """An estimated number of tokens has a ~."""
+    rows = [
+        (
+            *(model.model, "yes" if model.fit else "no"),
+            f"{'' if model.counted else '~'}{model.prompt_tokens}",
+            f"{model.price:.6g}",
+            f"{model.ttft_ms:.1f}" if model.HasField("ttft_ms") else "",
+            model.verdict,
+        )
+        for model in models
+    ]
+    return NamesTable(("model", "fit"), ("tokens", "price", "TTFT ms", "verdict"), rows, text=["verdict"], box=None)
+
+
+def candidate_table(candidates: Sequence[pb.PlacementCandidate]) -> NamesTable:
+    """Milliseconds; a term of 0 is left blank, and so is who is not needed."""
+    rows = []
+    for candidate in candidates:
+        holds = candidate.lender and not candidate.lender_computes
+        lender = f"{candidate.lender} (holds)" if holds else candidate.lender
+        terms = [getattr(candidate, field) for field in _TERMS.values()]
+        row = (
+            *(candidate.decode_worker, lender, candidate.source, str(candidate.blocks)),
+            *(f"{term:.1f}" if term else "" for term in terms),
+        )
+        rows.append(row)
+    return NamesTable(("decode", "lender", "source"), ("blocks", *_TERMS), rows, _EXPENDABLE, box=None)

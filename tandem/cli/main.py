@@ -1,0 +1,29 @@
+"""The `tandem` command."""
+
+import sys
+
+import typer
+
+from cluster.errors import TandemError
+from tandem.cli import client_commands, cluster_commands, sizing_commands
+from tandem.cli.common import console
+
+app = typer.Typer(
+    name="tandem",
+    help="Serve a language model with prefill and decode on separate workers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for group in (cluster_commands, client_commands, sizing_commands):
+    app.add_typer(group.app)
+
+
+def main() -> None:
+    """Entry point: a Tandem error is one line, the cause; everything else is a bug and keeps its traceback."""
+    try:
+        app()
+    except TandemError as error:
+        console.file.flush()
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)

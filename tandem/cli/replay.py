@@ -1,0 +1,139 @@
+"""`tandem replay`: a trace through clusters that do not exist, in virtual time."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from cluster.garbage_collection import spare_the_started
+from simulator.cluster import Failure, FleetMaker
+from simulator.decision_log import LoggedFleet
+from simulator.errors import BadSetup, shown
+from simulator.plot import open_figures, write_plot
+from simulator.replay import MODES, POLICIES, Mode, Policy, Run, Scenario, Setup, replay
+from simulator.report import tables_of, verdict, write_json
+from simulator.request import TraceRequest
+
+_Word = TypeVar("_Word", bound=str)
+
+
+def compare(
+    console: Console,
+    setup: Setup,
+    found: Sequence[Scenario],
+    trace: Iterable[TraceRequest],
+    name: str,
+    json_path: Path | None,
+    png_path: Path | None,
+    log_path: Path | None,
+) -> list[Run]:
+    """Run them all, print the table and the verdict, and write what was asked for. `name` is the trace's. Raises
+    BadTrace and BadSetup."""
+    if log_path is not None and not any(_logged(scenario) for scenario in found):
+        raise BadSetup("log_decisions", "nothing would be logged: only ours, aggregated or conditional, is")
+    if png_path is not None:
+        open_figures()  # so that a missing matplotlib is said before, and not after, the work
+    spare_the_started()
+    runs = []
+    last_s = _last_arrival_s(console, trace, name)
+    with _progress(console) as progress:
+        for scenario in found:
+            task = progress.add_task(scenario.name, total=last_s)
+            with _fleet_maker(scenario, log_path) as make_fleet:
+                runs.append(replay(setup, scenario, trace, _advance(progress, task), make_fleet=make_fleet))
+            progress.update(task, completed=last_s)
+    for table in tables_of(runs, setup):
+        console.print(table)
+    if said := verdict(runs):
+        console.print(said, style="bold")
+    for run in runs:
+        for reason, count in sorted(run.reasons.items()):
+            console.print(f"{run.scenario.name}: {count} x {reason}", style="dim")
+    if json_path is not None:
+        write_json(json_path, runs, setup, name)
+        console.print(f"figures: {json_path}")
+    if png_path is not None:
+        write_plot(png_path, runs, setup, name)
+        console.print(f"picture: {png_path}")
+    return runs
+
+
+def refuse_beside_calibration(options: Sequence[str]) -> None:
+    """The file says what they would. Raises BadSetup."""
+    if options:
+        raise BadSetup(options[0], "says a calibration for itself: leave it out, or --calibration")
+
+
+def parse_splits(texts: Sequence[str]) -> list[tuple[int, int]]:
+    """Raises BadSetup."""
+    splits = []
+    for text in texts:
+        prefill, colon, decode = text.partition(":")
+        if not (colon and prefill.isdecimal() and decode.isdecimal()):
+            raise BadSetup("split", f"{shown(text)} is not PREFILL:DECODE, such as 2:6")
+        splits.append((int(prefill), int(decode)))
+    return splits
+
+
+def parse_modes(text: str) -> list[Mode]:
+    """Raises BadSetup."""
+    return [_one_of("modes", word.strip(), MODES) for word in text.split(",")]
+
+
+def parse_policies(text: str) -> list[Policy]:
+    """Raises BadSetup."""
+    return [_one_of("policies", word.strip(), POLICIES) for word in text.split(",")]
+
+
+def parse_failures(texts: Sequence[str]) -> tuple[Failure, ...]:
+    """Raises BadSetup."""
+    failures = []
+    for text in texts:
+        worker_id, _, at_s = text.rpartition("@")
+        try:
+            failures.append(Failure(float(at_s), worker_id))
+        except ValueError:
+            raise BadSetup("kill", f"{shown(text)} is not WORKER@SECONDS, such as decode-0000@60") from None
+    return tuple(failures)
+
+
+def _one_of(field: str, word: str, known: tuple[_Word, ...]) -> _Word:
+    for each in known:
+        if each == word:
+            return each
+    raise BadSetup(field, f"{shown(word)} is not known; known are {', '.join(known)}")
+
+
+def _last_arrival_s(console: Console, trace: Iterable[TraceRequest], name: str) -> float:
+    """Reads the trace once: what is wrong with it is said before anything is computed, and bars know their length."""
+    last_s = 0.0
+    with console.status(f"reading {name}"):
+        for request in trace:
+            last_s = request.arrival_s
+    return max(last_s, 1e-9)
+
+
+def _progress(console: Console) -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %")
+    return Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
+
+
+def _advance(progress: Progress, task: TaskID) -> Callable[[float], None]:
+    return lambda at_s: progress.update(task, completed=at_s)
+
+
+def _logged(scenario: Scenario) -> bool:
+    return scenario.policy == "ours" and scenario.mode != "disaggregated"
+
+
+@contextlib.contextmanager
+def _fleet_maker(scenario: Scenario, log_path: Path | None) -> Iterator[FleetMaker | None]:
+    """With `log_path`, decisions of placement are appended there."""
+    if log_path is None or not _logged(scenario):
+        yield None
+        return
+    with log_path.open("a") as log:
+        yield lambda router_id, priors, learn_rates: LoggedFleet(router_id, priors, learn_rates, log)

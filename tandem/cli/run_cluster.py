@@ -1,0 +1,52 @@
+"""Running a cluster on Ray, for the commands that do."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cluster.errors import StartError
+from engine.host.core_allocation import heeds_neighbours
+from engine.host.cpu_affinity import available_cores
+from tandem.cli.common import console, run
+from tandem.cli.progress import Steps
+
+if TYPE_CHECKING:
+    from tandem.cluster_file import Cluster
+    from tandem.ray.driver import Work
+
+
+def run_cluster(file: Path, work: "Work") -> None:
+    """What this file describes, on ports that the system chooses, until `work` is done."""
+    from tandem.cluster_file import read_cluster
+
+    cluster = read_cluster(file, None, 1, 1)
+    named = {"cluster_name": f"batch-{os.getpid()}"} | cluster.settings.router  # beside one that `tandem up` runs
+    serve_cluster(cluster, {"port": 0, "http_port": None, "cluster_name": named["cluster_name"]}, {}, work=work)
+
+
+def serve_cluster(
+    cluster: "Cluster",
+    router: dict[str, Any],
+    worker: dict[str, Any],
+    routers: int = 1,
+    autoscale: bool = False,
+    work: "Work | None" = None,
+) -> None:
+    """`router` and `worker`: settings beyond the file's. Until Ctrl-C, `tandem down`, or the work is done."""
+    for each in cluster.models:
+        console.print(f"tandem: {each.known_as}, {each.prefill} prefill + {each.decode} decode")
+    cluster.check()  # before Ray is started for nothing
+    # Who is told its cores has them for good, and workers come and go here.
+    topology = cluster.plan(router, worker, available_cores(), routers, finds_cores=heeds_neighbours)
+    with Steps(console, "tandem: ") as steps:
+        steps("looking for a Ray cluster")
+        try:
+            from tandem.ray.driver import serve  # importing Ray takes a second: say something first
+            from tandem.ray.planner import planner_config
+            from tandem.ray.settings import RaySettings
+        except ModuleNotFoundError as error:
+            raise StartError("ray", f"{error}; install tandem-serving[ray]") from None
+        planner = planner_config(cluster.settings.planner, topology.router) if autoscale else None
+        settings = RaySettings.parse(cluster.settings.ray)
+        settings.check(autoscale)
+        run(serve(topology, steps, settings, planner, work))

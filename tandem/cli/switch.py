@@ -1,0 +1,47 @@
+"""`tandem switch`: a worker takes the other role."""
+
+import grpc
+from rich.console import Console
+
+from cluster.error_status import from_rpc_error
+from cluster.errors import InvalidRequest
+from cluster.roles import ROLES
+from cluster.rpc import channel
+from cluster.tls import Trust
+from planner.executors.switcher import switch_role
+from protos import inference_pb2 as public_pb
+from protos import membership_pb2 as pb
+from protos import membership_pb2_grpc as pb_grpc
+
+ASK_S = 10.0
+
+
+async def switch_worker(console: Console, address: str, trust: Trust | None, worker_id: str, role: str) -> None:
+    """`address` is where workers join a router. Raises ServiceError, InvalidRequest for what would leave a model
+    without a decode worker."""
+    if role not in ROLES:
+        raise InvalidRequest("to", f"{role!r} is neither prefill nor decode")
+    async with channel(address, trust) as link:
+        try:
+            loads = await pb_grpc.MembershipStub(link).Loads(pb.LoadsRequest(), timeout=ASK_S)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+    worker = _find(loads, worker_id, role)
+    if worker.role == role:
+        console.print(f"{worker_id} is a {role} worker already")
+        return
+    handed_over = await switch_role(worker.address, role, trust)
+    went_on = f"; {handed_over} requests went on elsewhere" if handed_over else ""
+    console.print(f"{worker_id} is a {role} worker now{went_on}")
+
+
+def _find(loads: pb.LoadsReply, worker_id: str, role: str) -> public_pb.WorkerStatus:
+    for model in loads.models:
+        for worker in model.workers:
+            if worker.worker_id == worker_id:
+                others = [other for other in model.workers if other.role == "decode" and other is not worker]
+                if role == "prefill" and not others:
+                    raise InvalidRequest("worker", f"{worker_id!r} is the last decode worker of {model.name}")
+                return worker
+    known = ", ".join(worker.worker_id for model in loads.models for worker in model.workers) or "none"
+    raise InvalidRequest("worker", f"{worker_id!r} is not there; there are {known}")

@@ -1,0 +1,365 @@
+"""The Python client: typed, asynchronous, over gRPC, to one router or to any of several.
+
+async with Client("127.0.0.1:50051") as client:
+    async for piece in client.generate(text="Once upon a time"):
+        print(piece.text, end="")
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import grpc
+from google.rpc import status_pb2
+
+from cluster.error_status import from_proto, from_rpc_error
+from cluster.errors import InvalidRequest, ServiceError, Unavailable, UnknownRequest
+from cluster.rpc import channel
+from cluster.tls import Visitor
+from protos import inference_pb2 as pb
+from protos import inference_pb2_grpc as pb_grpc
+from tandem.client.call_span import CallSpan, Metadata
+
+Answer = TypeVar("Answer")
+Message = tuple[str, str]
+"""(role, content) of a chat message."""
+
+
+class Client:
+    """A channel to each of some routers, any of which serves any request. Every failure is a
+    `cluster.errors.ServiceError`.
+
+    A call goes to the router that served the last one. Where that cannot be reached, or says Unavailable before it has
+    said anything else, the next one is asked, each once.
+
+    Where OpenTelemetry is installed, each `generate` and `generate_batch` is a span, and routers' traces continue it.
+    """
+
+    def __init__(self, *addresses: str, api_key: str = "", tls: Visitor | None = None) -> None:
+        """host:port of one router or more; those of one string may be parted by commas. `tls`: they speak TLS. Raises
+        StartError for a file of it that cannot be read."""
+        self._addresses = [part.strip() for address in addresses for part in address.split(",")]
+        if not all(self._addresses) or not self._addresses:
+            raise InvalidRequest("address", "host:port of a router is missing")
+        for name, value in (("address", "".join(self._addresses)), ("api_key", api_key)):
+            if not (value.isascii() and value.isprintable()):
+                raise InvalidRequest(name, "must be printable ASCII")
+        self._channels = [channel(address, tls) for address in self._addresses]
+        self._stubs = [pb_grpc.InferenceStub(link) for link in self._channels]
+        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+        self._current = 0
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(link.close() for link in self._channels))
+
+    async def generate(
+        self,
+        text: str | None = None,
+        *,
+        messages: Sequence[Message | pb.ChatMessage] = (),
+        token_ids: Sequence[int] = (),
+        sampling: pb.Sampling | None = None,
+        model: str = "",
+        timeout_s: float | None = None,
+        request_id: str = "",
+        session_id: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+        tenant: str = "",
+        max_ttft_ms: float | None = None,
+        task: str = "",
+        min_quality: float = 0.0,
+        tools: Sequence[str] = (),
+        chat_template_kwargs: str = "",
+        metadata: Metadata = (),
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """Stream one completion; the last message has `finish`. Leaving the loop early cancels the request.
+
+        `tools` and `chat_template_kwargs` are JSON, as in protos/inference.proto. `metadata` goes with the call, beside
+        what the client sends itself: names in lower case.
+
+        With `sampling.n` above 1 each message is of the choice `index`, and each choice ends with a `finish`.
+
+        Raises ServiceError: InvalidRequest names the field at fault; Unavailable may be retried, and names the router
+        when its stream was under way; Overloaded may be after its `retry_after_s`, where it has one.
+        """
+        request = _request(
+            model=model,
+            text=text,
+            messages=map(_chat_message, messages),
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            token_ids=token_ids,
+            sampling=sampling,
+            request_id=request_id,
+            session_id=session_id,
+            cache_salt=cache_salt,
+            priority=priority,
+            tenant=tenant,
+            max_ttft_ms=max_ttft_ms,
+            task=task,
+            min_quality=min_quality,
+        )
+        async with contextlib.aclosing(self.send(request, timeout_s, metadata)) as responses:
+            async for response in responses:
+                yield response
+
+    async def send(
+        self, request: pb.GenerateRequest, timeout_s: float | None, metadata: Metadata = ()
+    ) -> AsyncGenerator[pb.GenerateResponse]:
+        """As `generate`, of a request that is one already."""
+        span = CallSpan([request], self._addresses, metadata)
+        try:
+            async with contextlib.aclosing(self._send(request, timeout_s, span.metadata)) as responses:
+                async for response in responses:
+                    span.heard(response)
+                    yield response
+        except BaseException as error:
+            span.end(error)
+            raise
+        span.end()
+
+    async def _send(
+        self, request: pb.GenerateRequest, timeout_s: float | None, metadata: Metadata
+    ) -> AsyncGenerator[pb.GenerateResponse]:
+        give_up_at = None if timeout_s is None else time.monotonic() + timeout_s
+        *others, last = self._order()
+        for number in (*others, last):
+            call = self._stubs[number].Generate(
+                request, timeout=_remaining_s(give_up_at), metadata=(*self._metadata, *metadata)
+            )
+            begun = False
+            try:
+                async for response in call:
+                    begun, self._current = True, number
+                    yield response
+                return
+            except grpc.aio.AioRpcError as error:
+                failure = from_rpc_error(error)
+                if begun and isinstance(failure, Unavailable):
+                    message = f"router {self._addresses[number]} ended the stream: {failure.message}"
+                    raise type(failure)(message, failure.field) from None
+                if not isinstance(failure, Unavailable) or number == last:
+                    raise failure from None
+            finally:
+                call.cancel()
+
+    async def explain(
+        self,
+        text: str | None = None,
+        *,
+        messages: Sequence[Message | pb.ChatMessage] = (),
+        token_ids: Sequence[int] = (),
+        sampling: pb.Sampling | None = None,
+        model: str = "",
+        cache_salt: str = "",
+        priority: int = 0,
+        tenant: str = "",
+        max_ttft_ms: float | None = None,
+        task: str = "",
+        min_quality: float = 0.0,
+        tools: Sequence[str] = (),
+        chat_template_kwargs: str = "",
+        timeout_s: float = 30.0,
+        metadata: Metadata = (),
+    ) -> pb.Explanation:
+        """Where such a request would go now, and why; nothing is started. Raises ServiceError as `generate`."""
+        request = _request(
+            model=model,
+            text=text,
+            messages=map(_chat_message, messages),
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            token_ids=token_ids,
+            sampling=sampling,
+            cache_salt=cache_salt,
+            priority=priority,
+            tenant=tenant,
+            max_ttft_ms=max_ttft_ms,
+            task=task,
+            min_quality=min_quality,
+        )
+        return await self._ask(lambda stub, how: stub.Explain(request, **how), timeout_s, metadata)
+
+    async def decisions(
+        self, request_id: str, timeout_s: float = 30.0, metadata: Metadata = ()
+    ) -> pb.DecisionsResponse:
+        """How a request was placed, by its id: what was compared each time, and what came of it. Of several routers, of
+        whichever had it. Raises ServiceError; UnknownRequest where none remembers it."""
+        request = pb.DecisionsRequest(request_id=request_id)
+        give_up_at = time.monotonic() + timeout_s
+        failures: list[ServiceError] = []
+        for number in self._order():
+            how: dict[str, Any] = {"timeout": _remaining_s(give_up_at), "metadata": (*self._metadata, *metadata)}
+            try:
+                found: pb.DecisionsResponse = await self._stubs[number].Decisions(request, **how)
+            except grpc.aio.AioRpcError as error:
+                failures.append(from_rpc_error(error))
+                if not isinstance(failures[-1], Unavailable | UnknownRequest):
+                    break
+            else:
+                return found
+        # One that is away may be the one that had it.
+        raise next((failure for failure in failures if not isinstance(failure, UnknownRequest)), failures[-1])
+
+    async def generate_batch(
+        self,
+        requests: Sequence[pb.GenerateRequest],
+        max_concurrent: int = 0,
+        timeout_s: float | None = None,
+        metadata: Metadata = (),
+    ) -> AsyncIterator[pb.BatchResult]:
+        """Results as they are finished; `error_of` says what went wrong with one. 0: the router's default of how many
+        are under way at a time. Of one router: where it goes, so does the rest. Raises ServiceError for the whole."""
+        request = pb.GenerateBatchRequest(requests=requests, max_concurrent=max_concurrent)
+        span = CallSpan(requests, self._addresses, metadata)
+        call = self._stubs[self._current].GenerateBatch(
+            request, timeout=timeout_s, metadata=(*self._metadata, *span.metadata)
+        )  # results would come twice elsewhere
+        failure: BaseException | None = None
+        try:
+            async for result in call:
+                yield result
+        except grpc.aio.AioRpcError as error:
+            failure = from_rpc_error(error)
+            raise failure from None
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            call.cancel()
+            span.end(failure)
+
+    async def tokenize(
+        self,
+        text: str | None = None,
+        *,
+        messages: Sequence[Message | pb.ChatMessage] = (),
+        tools: Sequence[str] = (),
+        chat_template_kwargs: str = "",
+        model: str = "",
+        timeout_s: float = 30.0,
+        metadata: Metadata = (),
+    ) -> list[int]:
+        """Token ids of a prompt, as the model reads it. Raises ServiceError."""
+        request = pb.TokenizeRequest(
+            model=model,
+            text=text,
+            messages=map(_chat_message, messages),
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        answer = await self._ask(lambda stub, how: stub.Tokenize(request, **how), timeout_s, metadata)
+        return list(answer.token_ids)
+
+    async def cluster_status(self, timeout_s: float = 10.0, metadata: Metadata = ()) -> pb.ClusterStatusResponse:
+        """As one router sees it. Raises ServiceError."""
+        request = pb.ClusterStatusRequest()
+        return await self._ask(lambda stub, how: stub.ClusterStatus(request, **how), timeout_s, metadata)
+
+    async def feedback(
+        self,
+        request_id: str,
+        rating: float | None = None,
+        corrected_text: str = "",
+        comment: str = "",
+        timeout_s: float = 10.0,
+        metadata: Metadata = (),
+    ) -> None:
+        """Tell the router what an answer was worth: `rating` in [-1, 1]. Raises ServiceError, NotSetUp where it keeps
+        no samples."""
+        request = pb.FeedbackRequest(
+            request_id=request_id, rating=rating, corrected_text=corrected_text, comment=comment
+        )
+        await self._ask(lambda stub, how: stub.Feedback(request, **how), timeout_s, metadata)
+
+    async def wait_for_workers(self, num_prefill: int, num_decode: int, timeout_s: float) -> None:
+        """Return once so many workers have joined the router, of all models together. Raises Unavailable after
+        `timeout_s`."""
+        give_up_at = time.monotonic() + timeout_s
+        while True:
+            models = await self.list_models()
+            prefill, decode = (sum(getattr(m, f"{role}_workers") for m in models) for role in ("prefill", "decode"))
+            if prefill >= num_prefill and decode >= num_decode:
+                return
+            if time.monotonic() > give_up_at:
+                there = f"{prefill} prefill and {decode} decode workers"
+                raise Unavailable(f"only {there} joined within {timeout_s:g} s")
+            await asyncio.sleep(0.02)
+
+    async def list_models(self, timeout_s: float = 10.0, metadata: Metadata = ()) -> list[pb.Model]:
+        """The models served now."""
+        request = pb.ListModelsRequest()
+        answer = await self._ask(lambda stub, how: stub.ListModels(request, **how), timeout_s, metadata)
+        return list(answer.models)
+
+    def _order(self) -> list[int]:
+        """Numbers of the routers, the one that served last first."""
+        return [(self._current + step) % len(self._stubs) for step in range(len(self._stubs))]
+
+    async def _ask(
+        self,
+        call: "Callable[[pb_grpc.InferenceStub, dict[str, Any]], Awaitable[Answer]]",
+        timeout_s: float,
+        metadata: Metadata = (),
+    ) -> Answer:
+        give_up_at = time.monotonic() + timeout_s
+        *others, last = self._order()
+        for number in (*others, last):
+            try:
+                how = {"timeout": _remaining_s(give_up_at), "metadata": (*self._metadata, *metadata)}
+                answer = await call(self._stubs[number], how)
+            except grpc.aio.AioRpcError as error:
+                failure = from_rpc_error(error)
+                if not isinstance(failure, Unavailable) or number == last:
+                    raise failure from None
+            else:
+                self._current = number
+                return answer
+        raise AssertionError("the last router either answers or fails")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a command needs to make clients."""
+
+    address: str
+    """host:port, or several parted by commas."""
+    api_key: str = field(default="", repr=False)
+    tls: Visitor | None = None
+
+    def client(self) -> Client:
+        return Client(self.address, api_key=self.api_key, tls=self.tls)
+
+
+def _request(**fields: Any) -> pb.GenerateRequest:
+    """Raises InvalidRequest."""
+    try:
+        return pb.GenerateRequest(**fields)
+    except ValueError as error:  # protobuf's own range checks: a negative token id, for one
+        raise InvalidRequest("request", str(error)) from None
+
+
+def _chat_message(message: Message | pb.ChatMessage) -> pb.ChatMessage:
+    return message if isinstance(message, pb.ChatMessage) else pb.ChatMessage(role=message[0], content=message[1])
+
+
+def error_of(result: pb.BatchResult) -> ServiceError | None:
+    """Why this one failed; None of one that did not."""
+    return from_proto(status_pb2.Status.FromString(result.status)) if result.status else None
+
+
+def _remaining_s(give_up_at: float | None) -> float | None:
+    return None if give_up_at is None else max(0.0, give_up_at - time.monotonic())

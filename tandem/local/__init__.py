@@ -1,0 +1,1 @@
+"""The cluster as plain processes of this machine."""

@@ -1,0 +1,202 @@
+"""The roles as plain processes of this machine: what `tandem demo`, the tests and the benchmarks run on."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self, TypeVar
+
+from cluster.config import Config, secrets_of, to_overrides
+from cluster.errors import StartError
+from cluster.tls import member_of
+from engine.config import WorkerConfig
+from router.config import RouterConfig
+from tandem.members import await_members
+from tandem.topology import Topology
+
+Say = Callable[[str], None]
+START_TIMEOUT_S = 300.0
+LAST_LINES = 20
+
+
+@dataclass(slots=True)
+class RoleProcess:
+    """A started `python -m ROLE`."""
+
+    name: str
+    process: asyncio.subprocess.Process
+    address: str
+    http_address: str = ""
+    """Of a router that serves HTTP."""
+    metrics_address: str = ""
+    internal_address: str = ""
+    """Of a router that has another one for workers."""
+
+    @property
+    def joined_at(self) -> str:
+        """By workers, of a router."""
+        return self.internal_address or self.address
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+
+async def start_role(module: str, name: str, config: Config) -> RoleProcess:
+    """Start a role and wait until it serves. Raises StartError with the cause it gave."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        module,
+        *to_overrides(config),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is for the launcher, which stops its roles in order
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(secrets_of(config).encode())
+    process.stdin.close()
+    last_lines: deque[str] = deque(maxlen=LAST_LINES)
+    relay = asyncio.ensure_future(_relay(process, name, last_lines))
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            line = await process.stdout.readline()
+    except TimeoutError:
+        await stop_process(process)
+        raise StartError(name, f"was not ready within {START_TIMEOUT_S:g} s") from None
+    except asyncio.CancelledError:
+        await stop_process(process)
+        raise
+    if not line:
+        await relay
+        await process.wait()
+        cause = last_lines[-1] if last_lines else f"ended with code {process.returncode}"
+        field, _, reason = cause.removeprefix("error: ").partition(": ")
+        raise StartError(f"{name}: {field}", reason)
+    ready = json.loads(line)
+    return RoleProcess(name, process, ready["address"], ready["http"], ready["metrics"], ready["internal"])
+
+
+async def _relay(process: asyncio.subprocess.Process, name: str, last_lines: deque[str]) -> None:
+    """Pass the role's log on, under its name."""
+    assert process.stderr is not None
+    async for raw in process.stderr:
+        line = raw.decode(errors="replace").rstrip()
+        last_lines.append(line)
+        if not line.startswith("error: "):
+            print(f"[{name}] {line}", file=sys.stderr)
+
+
+async def stop_process(process: asyncio.subprocess.Process, grace_s: float = 8.0) -> None:
+    """SIGTERM, and SIGKILL for one that does not listen."""
+    if process.returncode is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(grace_s):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+class LocalCluster:
+    """Routers with their workers; an async context manager that leaves no process behind."""
+
+    def __init__(self, topology: Topology, say: Say = lambda _: None) -> None:
+        self._topology = topology
+        self._say = say
+        self.routers: list[RoleProcess] = []
+        self.prefill: list[RoleProcess] = []
+        self.decode: list[RoleProcess] = []
+
+    @property
+    def router(self) -> RoleProcess:
+        """The first one."""
+        return self.routers[0]
+
+    @router.setter
+    def router(self, started_again: RoleProcess) -> None:
+        self.routers[0] = started_again
+
+    @property
+    def address(self) -> str:
+        """Of the first router."""
+        return self.router.address
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of all routers."""
+        return [router.address for router in self.routers]
+
+    @property
+    def workers(self) -> Sequence[RoleProcess]:
+        return [*self.prefill, *self.decode]
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def add_worker(self, module: str, config: WorkerConfig) -> RoleProcess:
+        """Start one more worker and join it; with Redis it finds the routers itself."""
+        joined = (
+            config
+            if config.redis_url
+            else config.model_copy(update={"routers": tuple(router.joined_at for router in self.routers)})
+        )
+        worker = await start_role(module, config.worker_id, _stops_at_once(joined))
+        (self.decode if module == "decode_worker" else self.prefill).append(worker)
+        return worker
+
+    async def add_router(self, config: RouterConfig) -> RoleProcess:
+        """Start one more router. Only workers that find it in Redis join it."""
+        name = config.router_id or (f"router-{len(self.routers)}" if self.routers else "router")
+        router = await start_role("router", name, _stops_at_once(config))
+        self.routers.append(router)
+        return router
+
+    async def stop(self) -> None:
+        roles = [*self.workers, *self.routers]
+        await asyncio.gather(*(stop_process(role.process) for role in roles))
+
+    async def _start(self) -> None:
+        self._say("starting the router")
+        for config in self._topology.routers:
+            await self.add_router(config)
+        self._say(f"router at {', '.join(self.addresses)}; loading the model into {self._topology.num_workers} workers")
+        starts = [asyncio.ensure_future(self.add_worker(module, worker)) for module, worker in self._topology.workers()]
+        done, pending = await asyncio.wait(starts, return_when=asyncio.FIRST_EXCEPTION)
+        for start in pending:
+            start.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        for start in done:
+            start.result()
+        self._say("waiting until every worker has joined the router")
+        for router, config in zip(self.routers, self._topology.routers, strict=True):
+            await await_members(
+                router.joined_at, member_of(config), len(self.prefill), len(self.decode), START_TIMEOUT_S
+            )
+
+
+Settings = TypeVar("Settings", RouterConfig, WorkerConfig)
+
+
+def _stops_at_once(config: Settings) -> Settings:
+    """All processes of such a cluster stop together: nobody is there to go on elsewhere, unless it was asked for."""
+    return config if "drain_s" in config.model_fields_set else config.model_copy(update={"drain_s": 0.0})

@@ -1,0 +1,164 @@
+"""Many `sim` workers in one process: `python -m tandem.local.sim_workers --set model=DIR --set prefill=4 --set decode=4 ...`.
+
+Each has its own gRPC server, its own membership and a real engine core; only computing takes no core. What scale and
+failures are tested with, and what costs of router and network are measured on.
+"""
+
+import asyncio
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, NonNegativeInt
+
+from cluster.config import Config
+from cluster.errors import StartError, TandemError
+from cluster.logs import set_up
+from cluster.process import run_role
+from cluster.roles import Role
+from cluster.settings import LogSettings
+from decode_worker.program import add_services
+from engine.config import WorkerConfig
+from engine.process.local_engine import LocalEngine
+from engine.process.spec import EngineSpec
+from engine.worker.runtime import Worker, start_worker
+from kvtransfer.local import LocalNetwork
+
+
+@dataclass(slots=True, eq=False)
+class SimWorker:
+    """A worker and its engine, which tests may hang or kill."""
+
+    worker: Worker
+    engine: LocalEngine
+    leaving: asyncio.Future[None] | None = None
+    """Waits until it is told to stop by a call."""
+
+
+class SimPool:
+    """The workers of this process, by id. Their pools reach each other, and nobody else's."""
+
+    def __init__(self) -> None:
+        self._network = LocalNetwork()
+        self.workers: dict[str, SimWorker] = {}
+
+    async def start(self, role: Role, config: WorkerConfig) -> SimWorker:
+        """Raises StartError."""
+        engines: list[LocalEngine] = []
+
+        def host_engine(spec: EngineSpec) -> LocalEngine:
+            engines.append(LocalEngine(spec, self._network))
+            return engines[-1]
+
+        worker = await start_worker(config, role, add_services, host_engine)
+        self.workers[config.worker_id] = started = SimWorker(worker, engines[0])
+        started.leaving = asyncio.ensure_future(self._stop_when_told(config.worker_id, worker))
+        return started
+
+    async def _stop_when_told(self, worker_id: str, worker: Worker) -> None:
+        await worker.told_to_stop()
+        if (left := self.workers.pop(worker_id, None)) is not None:
+            await left.worker.drain()
+            await left.worker.stop()
+
+    async def stop(self, worker_id: str) -> None:
+        """In its own time, as on SIGTERM."""
+        leaves = self.workers.pop(worker_id).worker
+        await leaves.drain()
+        await leaves.stop()
+
+    async def kill(self, worker_id: str) -> None:
+        """At once, engine first."""
+        gone = self.workers.pop(worker_id)
+        if gone.leaving is not None:
+            gone.leaving.cancel()
+        gone.engine.kill()
+        await gone.worker.stop()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(self.kill(worker_id) for worker_id in list(self.workers)))
+
+
+class SimPoolConfig(LogSettings, Config):
+    """A process of sim workers."""
+
+    model: Path
+    """A model directory; the weights are not read."""
+    prefill: NonNegativeInt = 1
+    decode: NonNegativeInt = 1
+    name: str = "sim"
+    """Workers are called NAME-prefill-0 and so on."""
+    routers: tuple[str, ...] = ()
+    """host:port of every router to join."""
+    worker: dict[str, Any] = Field(default_factory=dict)
+    """Settings of every worker."""
+    prefill_worker: dict[str, Any] = Field(default_factory=dict)
+    """And of prefill workers."""
+    decode_worker: dict[str, Any] = Field(default_factory=dict)
+
+    def workers(self) -> list[tuple[Role, WorkerConfig]]:
+        """Raises StartError."""
+        common = {"model": self.model, "routers": self.routers, "engine": "sim", **self.worker}
+        roles: list[tuple[Role, int, dict[str, Any]]] = [
+            ("prefill", self.prefill, self.prefill_worker),
+            ("decode", self.decode, self.decode_worker),
+        ]
+        return [
+            (role, WorkerConfig.parse(common | {"worker_id": f"{self.name}-{role}-{number}"} | settings))
+            for role, count, settings in roles
+            for number in range(count)
+        ]
+
+
+class _Process:
+    """For `run_role`."""
+
+    def __init__(self, pool: SimPool) -> None:
+        self._pool = pool
+        self.addresses = next(iter(pool.workers.values())).worker.addresses
+
+    async def told_to_stop(self) -> None:
+        """Its workers can be, each by itself."""
+        await asyncio.get_running_loop().create_future()
+
+    async def drain(self) -> None:
+        """Its workers stop at once, and all together."""
+
+    async def stop(self) -> None:
+        await self._pool.close()
+
+    async def failed(self) -> TandemError:
+        """Of a worker that was told to stop, nothing."""
+        failing = {asyncio.ensure_future(w.worker.failed()): name for name, w in self._pool.workers.items()}
+        while failing:
+            done, _ = await asyncio.wait(failing, return_when=asyncio.FIRST_COMPLETED)
+            for worker in done:
+                if failing.pop(worker) in self._pool.workers:
+                    return worker.result()
+        return StartError("sim_pool", "all its workers have left")
+
+
+async def start_pool(config: SimPoolConfig) -> _Process:
+    """Raises StartError."""
+    pool = SimPool()
+    workers = config.workers()
+    if not workers:
+        raise StartError("decode", "no worker at all is asked for")
+    for role, worker in workers:
+        await pool.start(role, worker)
+    return _Process(pool)
+
+
+def main() -> int:
+    try:
+        config = SimPoolConfig.from_command_line("tandem.local.sim_workers")
+        set_up("sim", config.name, config)
+    except StartError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return run_role(lambda: start_pool(config))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The cluster as Ray actors: `tandem up` and the orders it takes."""

@@ -1,0 +1,168 @@
+"""The roles as Ray actors: `tandem up`, and the same submitted as a Ray job.
+
+Ray places the actors; this driver keeps them running (`supervisor.py`) and takes orders (`control.py`).
+Stopping goes from the roles to Ray: each role closes its server and its engine process, then its actor goes, then a Ray
+cluster that was started here.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+import ray
+import ray.exceptions
+
+from cluster.process import Addresses
+from cluster.tls import member_of
+from planner.runtime import PlannerConfig
+from tandem.cli.progress import Steps
+from tandem.members import await_members
+from tandem.ray.control import NAMESPACE, ControlActor, Order, name_of
+from tandem.ray.planner import start_ray_planner
+from tandem.ray.settings import RaySettings
+from tandem.ray.supervisor import Supervisor, drivers_node
+from tandem.topology import Topology
+
+JOIN_TIMEOUT_S = 60.0
+OBJECT_STORE_BYTES = 100 << 20
+"""Tandem keeps nothing in Ray's object store; this is near its least size."""
+OF_OUR_OWN = {"gcs_rpc_server_reconnect_timeout_s": 8}
+"""Of a Ray cluster that ends with its driver. Where both are told to stop together, as by systemd, its parts would wait
+a minute for its head to come back."""
+
+
+Work = Callable[[list[str]], Awaitable[object]]
+"""Given the routers' gRPC addresses, once everything serves."""
+
+
+async def serve(
+    topology: Topology,
+    say: Steps,
+    settings: RaySettings | None = None,
+    planner: PlannerConfig | None = None,
+    work: Work | None = None,
+) -> None:
+    """Start everything, say where it serves, and return after SIGINT, SIGTERM or `tandem down`, or when `work` is done.
+    With `planner` the pools size themselves. Raises TandemError with the cause of whatever fails to start, and what
+    `work` raises."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    async with _ray(say):
+        # Ray installs handlers of its own when it starts; these must come after.
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signum, stop.set)
+        supervisor = Supervisor(topology, settings or RaySettings(), say, autoscale=planner is not None)
+        stopping = asyncio.ensure_future(stop.wait())
+        serving = asyncio.ensure_future(_serve(supervisor, topology, say, stop, planner, work))
+        try:
+            await asyncio.wait([stopping, serving], return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                serving.result()
+        finally:
+            say("stopping")
+            for task in (stopping, serving):
+                task.cancel()
+            await asyncio.gather(stopping, serving, return_exceptions=True)
+            await supervisor.stop()
+    say("stopped")
+
+
+async def _serve(
+    supervisor: Supervisor,
+    topology: Topology,
+    say: Steps,
+    stop: asyncio.Event,
+    planning: PlannerConfig | None,
+    work: Work | None,
+) -> None:
+    """Returns when every role was told to stop by itself, or the work is done."""
+    say("starting the router")
+    started = await supervisor.start_routers()
+    addresses = [where.grpc for where in started]
+    say(f"loading the model into {topology.num_workers} workers")
+    of_workers = await supervisor.start_workers()
+    for where, config in zip(started, topology.routers, strict=True):
+        workers = len(topology.prefill), len(topology.decode)
+        await await_members(where.joined_at, member_of(config), *workers, JOIN_TIMEOUT_S)
+    _say_where(started, of_workers, topology, say)
+    joined_at = [where.joined_at for where in started]
+    planner = None if planning is None else await start_ray_planner(planning, supervisor, joined_at, topology.models)
+    if planner is not None:
+        at = planner.addresses.metrics
+        say("pools size themselves" + (f"; why, at http://{at}/metrics" if at else ""))
+    if work is None:
+        say(f"try: tandem generate --address {','.join(addresses)} 'Once upon a time'")
+    say.done()
+    obeying = asyncio.ensure_future(_obey(supervisor, topology.router.cluster_name, say, stop))
+    until: list[asyncio.Future[Any]] = [asyncio.ensure_future(supervisor.keep())]
+    if work is not None:
+        until.append(asyncio.ensure_future(work(addresses)))
+    try:
+        done, _ = await asyncio.wait(until, return_when=asyncio.FIRST_COMPLETED)
+        for each in done:
+            each.result()
+    finally:
+        for task in (obeying, *until):
+            task.cancel()
+        await asyncio.gather(obeying, *until, return_exceptions=True)
+        if planner is not None:
+            await planner.stop()
+
+
+def _say_where(started: Sequence[Addresses], of_workers: list[str], topology: Topology, say: Steps) -> None:
+    """`of_workers`: where their metrics are."""
+    say(f"serving at {', '.join(where.grpc for where in started)}; Ctrl-C stops")
+    config = topology.router
+    scheme = "https" if config.tls_cert or config.tls_public_cert else "http"
+    if http := [f"{scheme}://{where.http}/v1" for where in started if where.http]:
+        say(f"OpenAI-compatible API at {', '.join(http)}")
+    scheme = "https" if config.tls_cert else "http"
+    metrics = [f"{scheme}://{where.metrics}/metrics" for where in started if where.metrics]
+    if metrics or of_workers:
+        say(f"metrics at {', '.join([*metrics, *of_workers])}")
+
+
+async def _obey(supervisor: Supervisor, cluster_name: str, say: Steps, stop: asyncio.Event) -> None:
+    """Orders of `tandem scale`, `restart` and `down`, one at a time."""
+    try:
+        named = {"name": name_of(cluster_name), "namespace": NAMESPACE, "scheduling_strategy": drivers_node()}
+        control: Any = ray.remote(ControlActor).options(num_cpus=0, max_concurrency=64, **named).remote()
+        await control.__ray_ready__.remote()
+    except ValueError:
+        say(f"another cluster is called {cluster_name!r}: tandem scale and down do not reach this one (cluster_name)")
+        return
+    while True:
+        order: Order = await control.next.remote()
+        said = ""
+        if order.what == "down":
+            await control.answer.remote(order.number, "")
+            stop.set()
+            return
+        try:
+            await supervisor.perform(order)
+        except Exception as error:  # whoever gave the order hears of it, and the cluster goes on
+            said = str(error)
+        await control.answer.remote(order.number, said)
+
+
+@contextlib.asynccontextmanager
+async def _ray(say: Steps) -> AsyncIterator[None]:
+    """Join the running Ray cluster, or start one for as long as this lasts."""
+    quiet = {"log_to_driver": True, "logging_level": "error", "configure_logging": True, "namespace": NAMESPACE}
+    try:
+        ray.init(address="auto", **quiet)
+        say("joined the Ray cluster that was running")
+    except ConnectionError:
+        say("no Ray cluster is running: starting one on this machine")
+        options = {"object_store_memory": OBJECT_STORE_BYTES, "_system_config": OF_OUR_OWN}
+        ray.init(address="local", include_dashboard=False, **options, **quiet)
+    try:
+        yield
+    finally:
+        ray.shutdown()

@@ -1,0 +1,126 @@
+"""Room on a Ray cluster for the workers that `tandem up` starts with: one placement group, all of them or none."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.errors import StartError
+from tandem.cli.progress import Steps
+from tandem.ray.settings import RaySettings
+
+AT_ONCE_S = 2.0
+"""That room takes where there is some."""
+MEANING = {"STRICT_SPREAD": " (each on a node of its own)", "STRICT_PACK": " (all on one node)"}
+
+
+class Group:
+    """A bundle for each worker. One of a worker that left stays reserved, and is the next of its kind's: Ray gives
+    a group back as a whole, which is done once nobody is in it. Those that do not come from here are placed one by
+    one."""
+
+    def __init__(self, settings: RaySettings, modules: Sequence[str]) -> None:
+        self._settings = settings
+        self._modules = list(modules)
+        self._free = list(range(len(self._modules)))
+        self._group: PlacementGroup | None = None
+        self._single: list[PlacementGroup] = []
+        """Of one bundle each."""
+
+    async def reserve(self, say: Steps) -> None:
+        """Raises StartError when there is no room within `wait_s`, with what was wanted and what there is."""
+        if not self._modules:
+            return
+        bundles = [self._settings.bundle(module) for module in self._modules]
+        self._group = placement_group(bundles, strategy=self._settings.strategy)
+        if await _is_there(self._group, min(AT_ONCE_S, self._settings.wait_s)):
+            return
+        say(f"waiting for room on the Ray cluster: {_described(bundles)}")
+        if not await _is_there(self._group, self._settings.wait_s):
+            self.remove()
+            raise StartError("ray", self._no_room(bundles))
+
+    def take(self, module: str) -> dict[str, Any]:
+        """Options of an actor that runs `module`."""
+        place = self._free_place(module)
+        if self._group is None or place is None:
+            return self._settings.options(module)
+        self._free.remove(place)
+        return self._in_group(module, self._group, place)
+
+    async def spare(self, module: str) -> dict[str, Any] | None:
+        """Options of one more, where there is room for it now, beside all others. What a strict strategy promises of
+        the workers' places holds for those of the group only: there is room in it, or none."""
+        if self._group is not None and self._free_place(module) is not None:
+            return self.take(module)
+        if self._settings.strategy.startswith("STRICT"):
+            return None
+        if not self._settings.wants(module):
+            return self._settings.options(module)
+        group = placement_group([self._settings.bundle(module)])
+        if not await _is_there(group, AT_ONCE_S):
+            remove_placement_group(group)
+            return None
+        self._single.append(group)
+        return self._in_group(module, group, 0)
+
+    def give_back(self, options: dict[str, Any]) -> None:
+        """Of a worker that is gone for good."""
+        strategy = options["scheduling_strategy"]
+        if not isinstance(strategy, PlacementGroupSchedulingStrategy):
+            return
+        if strategy.placement_group in self._single:
+            self._single.remove(strategy.placement_group)
+            remove_placement_group(strategy.placement_group)
+            return
+        self._free.append(strategy.placement_group_bundle_index)
+        if self._group is not None and len(self._free) == len(self._modules):
+            remove_placement_group(self._group)
+            self._group = None
+
+    def remove(self) -> None:
+        for group in (*self._single, self._group):
+            if group is not None:
+                remove_placement_group(group)
+        self._single, self._group = [], None
+
+    def _free_place(self, module: str) -> int | None:
+        return next((place for place in self._free if self._modules[place] == module), None)
+
+    def _in_group(self, module: str, group: PlacementGroup, place: int) -> dict[str, Any]:
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place)
+        return self._settings.options(module) | {"scheduling_strategy": strategy}
+
+    def _no_room(self, bundles: Sequence[dict[str, float]]) -> str:
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        there = _described([{name: amount for name, amount in node.items() if _of_interest(name)} for node in nodes])
+        return (
+            f"no room within {self._settings.wait_s:g} s for {_described(bundles)}, {self._settings.strategy}"
+            f"{MEANING.get(self._settings.strategy, '')}; "
+            f"the nodes have, used or not, {there}"
+        )
+
+
+async def _is_there(group: PlacementGroup, within_s: float) -> bool:
+    """Asked for a second at a time: a thread that waits cannot be cancelled."""
+    give_up_at = time.monotonic() + within_s
+    while (left_s := give_up_at - time.monotonic()) > 0:
+        if await asyncio.to_thread(group.wait, min(1.0, left_s)):
+            return True
+    return False
+
+
+def _of_interest(resource: str) -> bool:
+    """Ray counts much beside."""
+    return not resource.startswith(("node:", "accelerator_type:")) and resource not in ("memory", "object_store_memory")
+
+
+def _described(bundles: Sequence[dict[str, float]]) -> str:
+    """Like ones together: 2 x (GPU 1, fast_nic 1)."""
+    texts = (", ".join(f"{name} {amount:g}" for name, amount in sorted(each.items())) for each in bundles)
+    return ", ".join(f"{count} x ({text})" for text, count in Counter(texts).items())

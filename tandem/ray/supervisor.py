@@ -1,0 +1,370 @@
+"""Keeps the roles of a cluster running as Ray actors: starts them, starts again what dies, scales, restarts in turn."""
+
+import asyncio
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cluster.errors import StartError, TandemError, Unavailable
+from cluster.process import Addresses
+from cluster.tls import Trust, member_of
+from engine.config import WorkerConfig
+from tandem.cli.progress import Steps
+from tandem.members import workers_at
+from tandem.ray.control import Order
+from tandem.ray.placement_group import Group
+from tandem.ray.role_actor import Role
+from tandem.ray.settings import RaySettings
+from tandem.topology import MODULES, TOLD_NOTHING, Topology
+
+JOIN_TIMEOUT_S, LOOK_FOR_IT_EVERY_S = 60.0, 0.1
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
+"""Before what died is started again; it doubles each time."""
+LOOK_EVERY_S = 10.0
+"""Which role each worker has: anybody may have told it to switch."""
+LONG_ENOUGH_S = 60.0
+"""Who lived for so long begins with the first wait again."""
+
+
+class Ground:
+    """What a supervisor stands on: Ray's actors and nodes, and what routers say."""
+
+    def role(self, *arguments: Any) -> Role:
+        """As `Role` takes them."""
+        return Role(*arguments)
+
+    def several_hosts(self) -> bool:
+        return len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}) > 1
+
+    def here(self) -> Any:
+        """Where the driver is, as a scheduling strategy."""
+        return drivers_node()
+
+    async def workers_at(self, router: str, trust: Trust | None) -> set[str]:
+        """Addresses of the workers that serve, as that router sees it. Raises ServiceError."""
+        return await workers_at(router, trust, JOIN_TIMEOUT_S)
+
+
+class Supervisor:
+    """Of one cluster."""
+
+    def __init__(
+        self,
+        topology: Topology,
+        settings: RaySettings,
+        say: Steps,
+        autoscale: bool = False,
+        ground: Ground | None = None,
+    ) -> None:
+        """`autoscale`: workers are placed one by one, so that those that leave give back what they had."""
+        self._topology = topology
+        self._ground = ground or Ground()
+        self._group = Group(settings, [] if autoscale else [module for module, _ in topology.workers()])
+        self._say = say
+        self._several_hosts = self._ground.several_hosts()
+        self._joined_at: tuple[str, ...] = ()
+        """Of the routers, by workers."""
+        self._trust = member_of(topology.router)
+        self._roles: dict[str, Role] = {}
+        self._keeping: dict[Role, asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()
+        self._starting: list[Role] = []
+        """By an order."""
+        self._order = asyncio.Lock()
+
+    # ------------------------------------------------------------------ starting
+
+    async def start_routers(self) -> list[Addresses]:
+        """On the driver's own node, where clients know them; started again they have the same ports."""
+        here, started = self._ground.here(), []
+        for config in self._topology.routers:
+            options = {"num_cpus": 0, "scheduling_strategy": here}
+            of_node = {"host": ""} if self._several_hosts and config.host == "127.0.0.1" else {}
+            role = self._ground.role(config.router_id or "router", "router", config, options, of_node)
+            self._roles[role.name] = role
+            where = await role.start()
+            role.config = config.model_copy(update=_ports_of(where))
+            started.append(where)
+        self._joined_at = tuple(where.joined_at for where in started)
+        return started
+
+    async def start_workers(self) -> list[str]:
+        """Where the metrics are of those that have any, with their names. Raises StartError."""
+        await self._group.reserve(self._say)
+        roles = [self._worker(module, config) for module, config in self._topology.workers()]
+        self._roles |= {role.name: role for role in roles}
+        started = await asyncio.gather(*(role.start() for role in roles))
+        return [said for role, where in zip(roles, started, strict=True) if (said := _metrics_of(role, where))]
+
+    async def _start(self, role: Role) -> None:
+        """One more, or one again: where its metrics are now is said. Raises StartError."""
+        if said := _metrics_of(role, await role.start()):
+            self._say(f"metrics at {said}")
+            self._say.done()
+
+    def _worker(self, module: str, config: WorkerConfig) -> Role:
+        update: dict[str, Any] = {"routers": self._joined_at}
+        of_node = {}
+        if self._several_hosts:  # cores are of this host, and an address must be one that others reach
+            update |= TOLD_NOTHING
+            of_node = {"host": "", "advertise_host": ""}
+        config = config.model_copy(update=update)
+        return self._ground.role(config.worker_id, module, config, self._group.take(module), of_node)
+
+    # ------------------------------------------------------------------ keeping
+
+    async def keep(self) -> None:
+        """Start again what dies. Returns when nothing is left that is to run."""
+        for role in self._roles.values():
+            self._keep(role)
+        while self._keeping:
+            self._changed.clear()
+            changed = asyncio.ensure_future(self._changed.wait())
+            ends = [changed, *self._keeping.values()]
+            await asyncio.wait(ends, timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+            changed.cancel()
+            await self._look()  # whoever dies begins again with the role it had last
+            for role, task in list(self._keeping.items()):
+                if task.done():
+                    del self._keeping[role]
+                    task.result()
+
+    async def stop(self) -> None:
+        for task in self._keeping.values():
+            task.cancel()
+        await asyncio.gather(*self._keeping.values(), return_exceptions=True)
+        await asyncio.gather(*(role.stop() for role in self._roles.values()))
+        self._group.remove()
+
+    def _keep(self, role: Role, cause: str = "") -> None:
+        self._keeping[role] = asyncio.ensure_future(self._keep_one(role, cause))
+        self._changed.set()
+
+    async def _keep_one(self, role: Role, cause: str = "") -> None:
+        """Until its end is wanted, or it was told to stop by a call. `cause`: of one that does not run, why."""
+        loop, wait_s = asyncio.get_running_loop(), FIRST_WAIT_S
+        while True:
+            if not cause:
+                began_at = loop.time()
+                cause = await role.ending()
+                wait_s = FIRST_WAIT_S if loop.time() - began_at > LONG_ENOUGH_S else wait_s
+            if not cause and not role.leaving:
+                self._group.give_back(role.options)
+            if role.leaving or not cause:
+                break
+            while cause and not role.leaving:
+                self._say(f"{role.name}: {cause}; starting it again in {wait_s:g} s")
+                role.kill()
+                await asyncio.sleep(wait_s)
+                wait_s = min(LONGEST_WAIT_S, 2 * wait_s)
+                cause = await self._start_again(role)
+            if role.leaving:
+                break
+            self._say(f"{role.name} runs again")
+            self._say.done()
+        if self._roles.get(role.name) is role:  # another of its name may have followed it
+            del self._roles[role.name]
+
+    async def _start_again(self, role: Role) -> str:
+        """Why it did not start; empty when it did, or is no longer wanted."""
+        if role.leaving:
+            return ""
+        try:
+            await self._start(role)
+        except StartError as error:
+            return str(error)
+        if role.leaving:  # told so while it started, when there was nothing to tell
+            role.kill()
+        return ""
+
+    # ------------------------------------------------------------------ orders
+
+    async def perform(self, order: Order) -> None:
+        """One at a time. Raises TandemError saying why it is not done."""
+        async with self._order:
+            if order.what == "scale":
+                for role, count in order.counts.items():
+                    await self._scale(role, count, order.model)
+            elif order.what == "restart":
+                await self._restart()
+            else:
+                raise TandemError(f"no such order: {order.what}")
+
+    async def sizes(self, model: str) -> dict[str, int]:
+        """Workers by role, those that an order starts among them."""
+        await self._look()
+        return {
+            role: len(self._of_role(role, model)) + sum(each.module == MODULES[role] for each in self._starting)
+            for role in MODULES
+        }
+
+    async def switch(self, names: Iterable[str], role: str) -> None:
+        """These workers are to have that role. Raises TandemError."""
+        async with self._order:
+            there = [self._roles[name] for name in names if name in self._roles]
+            await asyncio.gather(*(each.switch(role) for each in there))
+            self._say(f"{', '.join(each.name for each in there)}: {role} workers now")
+            self._say.done()
+
+    async def _scale(self, role: str, count: int, model: str) -> None:
+        """Adds workers like those that there were at the beginning, or lets the last ones leave."""
+        if role not in MODULES or count < 0:
+            raise TandemError(f"{role}={count}: a role is {' or '.join(MODULES)}, and their number not negative")
+        pattern, prefix = self._pattern(role, model)
+        await self._look()
+        there = self._of_role(role, model)
+        if role == "decode" and count == 0 and there:
+            raise TandemError("decode=0: nothing would be served; tandem down ends the cluster")
+        leaving, taken = there[count:], set(self._roles)
+        await asyncio.gather(*(each.leave() for each in leaving))
+        for each in leaving:
+            self._group.give_back(each.options)
+        free = (name for number in range(count + len(taken)) if (name := f"{prefix}{number}") not in taken)
+        new = [
+            self._worker(MODULES[role], pattern.model_copy(update={"worker_id": next(free)}))
+            for _ in range(count - len(there))
+        ]
+        await self._add(new)
+        self._say(f"{role}: {count} workers")
+        self._say.done()
+
+    async def _add(self, roles: Iterable[Role]) -> None:
+        """All or those that start: a failure is told."""
+        roles = list(roles)
+        self._starting += roles
+        try:
+            outcomes = await asyncio.gather(*(self._start(role) for role in roles), return_exceptions=True)
+        finally:
+            self._starting = [role for role in self._starting if role not in roles]
+        failures = []
+        for role, outcome in zip(roles, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                failures.append(outcome)
+                await role.stop()
+                self._group.give_back(role.options)
+            else:
+                self._roles[role.name] = role
+                self._keep(role)
+        if failures:
+            raise TandemError("; ".join(map(str, failures)))
+
+    async def _restart(self) -> None:
+        """Every worker, one at a time, and each only once the one before has joined again. The only one of its role
+        leaves when another one has joined, where there is room for two."""
+        await self._look()
+        workers = [role for role in self._roles.values() if role.module != "router"]
+        for role in workers:
+            if role.leaving or self._roles.get(role.name) is not role:  # told to stop meanwhile, by a call
+                continue
+            alone = await self._is_alone(role)
+            options = await self._group.spare(role.module) if alone else None
+            if options is not None:
+                await self._follow(role, options)
+                continue
+            if alone:
+                self._say(f"{role.name}: no room for another one beside it; nobody does its work until it is back")
+            await self._start_anew(role)
+        self._say(f"{len(workers)} workers restarted")
+        self._say.done()
+
+    async def _is_alone(self, role: Role) -> bool:
+        """Nobody else of its model and role is served with."""
+        serving = await self._ground.workers_at(self._joined_at[0], self._trust)
+        others = (each for each in self._roles.values() if each is not role and each.module == role.module)
+        return not any(each.at in serving and each.config.model == role.config.model for each in others)
+
+    async def _follow(self, role: Role, options: dict[str, Any]) -> None:
+        """By another one, of a name of its own: `role` goes on if that does not come. Raises TandemError."""
+        prefix = role.name.rpartition("-")[0]
+        name = next(name for number in itertools.count() if (name := f"{prefix}-{number}") not in self._roles)
+        config = role.config.model_copy(update={"worker_id": name})
+        follower = self._ground.role(name, role.module, config, options, role.of_node)
+        await self._add([follower])
+        try:
+            await self._joined(follower)
+        except TandemError:
+            await follower.stop()
+            self._group.give_back(options)
+            raise
+        self._say(f"{role.name} is followed by {name}")
+        await role.leave()
+        self._group.give_back(role.options)
+
+    async def _start_anew(self, role: Role) -> None:
+        """In its own place, once it has left. If it does not start it is tried again and again. Raises TandemError."""
+        await role.leave()
+        again = self._ground.role(role.name, role.module, role.config, role.options, role.of_node)
+        self._starting.append(again)
+        cause = ""
+        try:
+            await self._start(again)
+        except StartError as error:
+            cause = str(error)
+        finally:
+            self._starting.remove(again)
+        self._roles[again.name] = again
+        self._keep(again, cause)
+        if cause:
+            raise TandemError(f"{cause}; it is tried again, and who was to follow is not restarted")
+        await self._joined(again)
+
+    async def _joined(self, role: Role) -> None:
+        """Returns when every router knows it. Raises ServiceError."""
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + JOIN_TIMEOUT_S
+        for router in self._joined_at:
+            while role.at not in await self._ground.workers_at(router, self._trust):
+                if loop.time() > give_up_at:
+                    raise Unavailable(f"{role.name} has not joined the router at {router} within {JOIN_TIMEOUT_S:g} s")
+                await asyncio.sleep(LOOK_FOR_IT_EVERY_S)
+
+    async def _look(self) -> None:
+        await asyncio.gather(*(role.look() for role in self._roles.values() if role.module != "router"))
+
+    def _of_role(self, role: str, model: str) -> list[Role]:
+        """Of that model, whatever they began as; by number."""
+        prefixes = [prefix for each in MODULES for prefix in self._patterns(each, model)]
+        found: list[tuple[int, str, Role]] = []
+        for each in self._roles.values():
+            prefix, _, number = each.name.rpartition("-")
+            if each.module == MODULES[role] and not each.leaving and f"{prefix}-" in prefixes and number.isdecimal():
+                found.append((int(number), each.name, each))
+        return [each for _, _, each in sorted(found, key=lambda entry: entry[:2])]
+
+    def _pattern(self, role: str, model: str) -> tuple[WorkerConfig, str]:
+        """A configuration to make more of, and what their names begin with."""
+        patterns = self._patterns(role, model)
+        if len(patterns) != 1:
+            known = ", ".join(prefix.removesuffix(f"-{role}-") for prefix in patterns) or "none"
+            raise TandemError(f"{role}: of which model? There are workers of {known}")
+        ((prefix, config),) = patterns.items()
+        return config, prefix
+
+    def _patterns(self, role: str, model: str) -> dict[str, WorkerConfig]:
+        """By what names begin with: of that model, or of all."""
+        configs = self._topology.prefill if role == "prefill" else self._topology.decode
+        patterns = {config.worker_id.rpartition("-")[0] + "-": config for config in configs}
+        if model:
+            patterns = {prefix: config for prefix, config in patterns.items() if prefix == f"{model}-{role}-"}
+        return patterns
+
+
+def drivers_node() -> Any:
+    """For what must not be where the driver is not: it would be gone with another node."""
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
+def _metrics_of(role: Role, where: Addresses) -> str:
+    """Empty of one that has none."""
+    scheme = "https" if role.config.tls_cert else "http"
+    return f"{scheme}://{where.metrics}/metrics ({role.name})" if where.metrics else ""
+
+
+def _ports_of(where: Addresses) -> dict[str, int]:
+    """As settings, so that what is started again is found where it was."""
+    named = {"port": where.grpc, "http_port": where.http, "metrics_port": where.metrics}
+    named["internal_port"] = where.internal
+    return {name: int(address.rpartition(":")[2]) for name, address in named.items() if address}
