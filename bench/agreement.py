@@ -28,8 +28,8 @@ from simulator.traces.reading import Trace, Window, served_of
 from simulator.workloads import profile_named
 from tandem.cli.calibrate import show_calibration
 from tandem.cli.demo import STORYTELLER
-from tandem.loadgen.command import Load, Wanted, run_bench
-from tandem.loadgen.frontends import GrpcDoor
+from tandem.loadgen.command import OfferedLoad, OutputOptions, run_bench
+from tandem.loadgen.frontends import GrpcFrontend
 from tandem.local.local_cluster import LocalCluster
 from tandem.topology import plan_topology
 
@@ -75,9 +75,9 @@ async def load(console: Console, name: str, folder: Path) -> tuple[Calibration, 
     async with site() as (address, prefill, decode):
         for run, rate, seed in (("warmup", rates[0], 3), ("learn", rates[0], 1), ("compare", rates[1], 2)):
             console.print(f"{name}: {run}")
-            offered = Load(profile_named("short-chat"), rate=rate, duration_s=RUN_S, scale=scale, seed=seed)
+            offered = OfferedLoad(profile_named("short-chat"), rate=rate, duration_s=RUN_S, scale=scale, seed=seed)
             report = await run_bench(
-                console, GrpcDoor([address], "", 120), offered, Wanted(SLO, log_path=folder / f"{run}.log")
+                console, GrpcFrontend([address], "", 120), offered, OutputOptions(SLO, log_path=folder / f"{run}.log")
             )
     found = calibrate(served_of(folder / "learn.log"))
     show_calibration(console, found, folder / "learn.log")

@@ -33,7 +33,7 @@ from simulator.replay import Run, Scenario, Setup, replay
 from simulator.request import Outcome, TraceRequest
 from simulator.results import Slo
 from simulator.traces.reading import Trace, Window
-from simulator.traces.swing import Swing
+from simulator.traces.swing import RateSwing
 
 REQUESTS, QUICK = 2000, 200
 RATE = 0.39
@@ -63,7 +63,7 @@ class Hopeless(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SloResult:
     """What a cluster came to."""
 
     name: str
@@ -81,7 +81,7 @@ class Kept:
 @cache
 def day(requests: int) -> tuple[TraceRequest, ...]:
     even = list(Trace(CONVERSATION, Window(rate=RATE, spread_s=TICK_S, most=requests)))
-    return tuple(Swing(even, FACTOR, even[-1].arrival_s))
+    return tuple(RateSwing(even, FACTOR, even[-1].arrival_s))
 
 
 def setup_of(workers: int) -> Setup:
@@ -96,7 +96,7 @@ def setup_of(workers: int) -> Setup:
     )
 
 
-def planned(requests: int) -> tuple[Kept, Run]:
+def planned(requests: int) -> tuple[SloResult, Run]:
     """The pools size themselves, from two workers on."""
     setup = setup_of(2)
     prefill = PoolConfig(max_workers=MOST, headroom=0.3)  # a first token has 30 s: it may well wait
@@ -107,7 +107,7 @@ def planned(requests: int) -> tuple[Kept, Run]:
     return kept_of("planned", run), run
 
 
-def fixed(requests: int, prefill: int, decode: int, least: float = 0.0) -> Kept | None:
+def fixed(requests: int, prefill: int, decode: int, least: float = 0.0) -> SloResult | None:
     """None: it keeps less than the share `least`."""
     left = requests - least * requests + 1e-9
 
@@ -124,19 +124,19 @@ def fixed(requests: int, prefill: int, decode: int, least: float = 0.0) -> Kept 
     return kept_of(f"{prefill}P:{decode}D", run)
 
 
-def kept_of(name: str, run: Run) -> Kept:
+def kept_of(name: str, run: Run) -> SloResult:
     results = run.results
-    return Kept(name, results.kept_share, results.gpu_hours, results.duration_s, results.ttft_s.p95)
+    return SloResult(name, results.kept_share, results.gpu_hours, results.duration_s, results.ttft_s.p95)
 
 
-def smallest(pool: concurrent.futures.Executor, requests: int, least: float, most: int, console: Console) -> Kept:
+def smallest(pool: concurrent.futures.Executor, requests: int, least: float, most: int, console: Console) -> SloResult:
     """The smallest fixed fleet that keeps the share `least`, looked for from `most` workers on. All fleets of a total
     are tried until one does; where none of them does, none smaller would."""
-    best: Kept | None = None
+    best: SloResult | None = None
     total = most
     while True:
         asked = {pool.submit(fixed, requests, total - decode, decode, least) for decode in DECODES if decode < total}
-        found: Kept | None = None
+        found: SloResult | None = None
         for task in concurrent.futures.as_completed(asked):
             if not task.cancelled() and (kept := task.result()) is not None and found is None:
                 found = kept
@@ -152,7 +152,7 @@ def smallest(pool: concurrent.futures.Executor, requests: int, least: float, mos
             return best
 
 
-def alike(pool: concurrent.futures.Executor, requests: int, workers: int) -> Kept:
+def alike(pool: concurrent.futures.Executor, requests: int, workers: int) -> SloResult:
     """The best fixed fleet of so many."""
     asked = [pool.submit(fixed, requests, workers - decode, decode) for decode in DECODES if decode < workers]
     return max((kept for task in asked if (kept := task.result()) is not None), key=lambda kept: kept.share)

@@ -21,7 +21,7 @@ from engine.backends.torch.cuda.quantised import gpu_linear
 from engine.backends.torch.quantised import quantise_linears
 from engine.backends.torch.runner import TorchRunner
 from engine.core.core_types import Chunk, SamplingParams, Sequence
-from engine.model.quantization import Variant, Weights
+from engine.model.quantization import QuantizationConfig, Weights
 
 DECODES = ((1, 512), (8, 2048), (32, 2048), (16, 8192), (64, 4096))
 """(batch size, context)"""
@@ -146,7 +146,7 @@ def decode_bars(
 
 def quantised_kv(bandwidth: float, figures: dict[str, Any]) -> list[Bar]:
     """Decodes over fp8 blocks, by kernels of our own."""
-    variant = Variant(kv_dtype="fp8")
+    variant = QuantizationConfig(kv_dtype="fp8")
     runner = TorchRunner(llama_8b("cuda"), "bfloat16", 16, kv_bytes=KV_BYTES, device="cuda", variant=variant)
     for block in runner.pool.owner.split(256):  # type: ignore[union-attr]
         block.random_(0, 64)  # as in `fill`; bytes that are NaN in neither float8 nor bfloat16

@@ -23,7 +23,7 @@ from rich.progress import Progress, TimeElapsedColumn
 
 from bench.known_cases import CASES, Case, with_whole_prompts
 from bench.report import Bar, conclude
-from simulator.plan.aggregated import Together
+from simulator.plan.aggregated import AggregatedPlan
 from simulator.plan.load import Load
 from simulator.plan.search import GOAL, apart_of
 from simulator.replay import Scenario, Setup, bill, replay
@@ -72,7 +72,7 @@ def planned(setup: Setup, scenario: Scenario, load: Load) -> float:
         rate = math.sqrt(low * high)
         sized = dataclasses.replace(load, rate=rate)
         model = apart_of(setup, sized, scenario.prefill, scenario.decode) if scenario.apart else None
-        share = (model or Together(setup, sized, scenario.decode)).kept
+        share = (model or AggregatedPlan(setup, sized, scenario.decode)).kept
         low, high = (rate, high) if share >= GOAL else (low, rate)
     return low
 

@@ -12,8 +12,8 @@ from bench.report import Bar, conclude
 from bench.router.site import first_line, process
 from simulator.results import Slo
 from simulator.workloads import profile_named
-from tandem.loadgen.command import Load, Wanted, run_bench
-from tandem.loadgen.frontends import GrpcDoor
+from tandem.loadgen.command import OfferedLoad, OutputOptions, run_bench
+from tandem.loadgen.frontends import GrpcFrontend
 
 RATE = 1000.0
 RUN_S = 10.0
@@ -25,9 +25,11 @@ async def measure() -> dict[str, Any]:
         address = await first_line(server)
         os.sched_setaffinity(server.pid, cores[1:] or cores)
         os.sched_setaffinity(0, cores[:1])
-        offered = Load(profile_named("short-chat"), rate=RATE, duration_s=RUN_S)
+        offered = OfferedLoad(profile_named("short-chat"), rate=RATE, duration_s=RUN_S)
         began_s = time.process_time()
-        report = await run_bench(Console(quiet=True), GrpcDoor([address], "", 60), offered, Wanted(Slo(1.0, 0.05)))
+        report = await run_bench(
+            Console(quiet=True), GrpcFrontend([address], "", 60), offered, OutputOptions(Slo(1.0, 0.05))
+        )
         cpu_s = time.process_time() - began_s
     results = report.results
     return {

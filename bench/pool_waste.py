@@ -4,7 +4,7 @@ import random
 
 from engine.backends.sim.runner import SimRunner
 from engine.core.core_types import SamplingParams
-from engine.core.engine_core import CoreLimits, EngineCore
+from engine.core.engine_core import EngineCore, EngineLimits
 from engine.core.scheduler import StepBudget
 from engine.kv.layout import KvLayout
 from engine.messages import Generate
@@ -20,7 +20,7 @@ def measure_waste() -> float:
     layout = KvLayout(layers=1, kv_heads=1, head_dim=4, block_tokens=16, dtype="float32")
     runner = SimRunner(layout, num_blocks=20_000)
     core = EngineCore(
-        runner, LocalTransport(LocalNetwork(), "waste"), CoreLimits(StepBudget(4096, 2048)), emit=lambda message: None
+        runner, LocalTransport(LocalNetwork(), "waste"), EngineLimits(StepBudget(4096, 2048)), emit=lambda message: None
     )
     core.start()
     generator = random.Random(0)

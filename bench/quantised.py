@@ -25,11 +25,11 @@ from bench.report import OUT, Bar, conclude
 from engine.backends.torch.backends import Backend
 from engine.backends.torch.runner import TorchRunner
 from engine.core.core_types import Chunk, SamplingParams, Sequence
-from engine.core.engine_core import CoreLimits, EngineCore
+from engine.core.engine_core import EngineCore, EngineLimits
 from engine.core.scheduler import StepBudget
 from engine.messages import Generate as Ask
 from engine.messages import Rejected
-from engine.model.quantization import AS_SAVED, Variant
+from engine.model.quantization import AS_SAVED, QuantizationConfig
 from kvtransfer.local import LocalNetwork, LocalTransport
 from protos import inference_pb2 as pb
 from tandem.cli.demo import STORYTELLER
@@ -44,11 +44,11 @@ KV_MIB = 256
 """Of each worker."""
 VARIANTS = {
     "bf16": AS_SAVED,
-    "int8 weights": Variant(weights="int8"),
-    "int4 weights": Variant(weights="int4"),
-    "int8 KV": Variant(kv_dtype="int8"),
-    "fp8 KV": Variant(kv_dtype="fp8"),
-    "int8 weights, int8 KV": Variant(weights="int8", kv_dtype="int8"),
+    "int8 weights": QuantizationConfig(weights="int8"),
+    "int4 weights": QuantizationConfig(weights="int4"),
+    "int8 KV": QuantizationConfig(kv_dtype="int8"),
+    "fp8 KV": QuantizationConfig(kv_dtype="fp8"),
+    "int8 weights, int8 KV": QuantizationConfig(weights="int8", kv_dtype="int8"),
 }
 KINDS = ("auto", "int8", "int4")
 TTFT_BARS = {"int8": 1.1, "int4": 1.25}
@@ -137,11 +137,11 @@ def quality(console: Console) -> dict[str, dict[str, float]]:
 # --------------------------------------------------------------------------------------------------- room, and bytes
 
 
-def admitted(variant: Variant) -> int:
+def admitted(variant: QuantizationConfig) -> int:
     """Requests of 200 tokens in and 100 out that a pool of POOL_MIB takes before it refuses one."""
     runner = TorchRunner(STORYTELLER, "auto", 16, POOL_MIB << 20, variant=variant)
     said: list[Any] = []
-    limits = CoreLimits(StepBudget(2048, 512))
+    limits = EngineLimits(StepBudget(2048, 512))
     core = EngineCore(runner, LocalTransport(LocalNetwork(), "one"), limits, said.append)
     core.start()
     count = 0

@@ -15,22 +15,22 @@ import numpy as np
 from bench.traces import CONVERSATION, TICK_S
 from cluster.roles import Role
 from engine.backends.sim.timing import StepTiming
-from engine.core.engine_core import CoreLimits
+from engine.core.engine_core import EngineLimits
 from engine.core.scheduler import StepBudget
 from engine.kv.block_keys import BlockKey
 from engine.kv.layout import KvLayout
 from protos import membership_pb2 as pb
 from router.admission.config import AdmissionConfig
-from router.placement.candidates import Way
+from router.placement.candidates import Route
 from router.placement.demand import Demand
 from router.placement.fleet import Fleet
 from router.placement.place import Decision
 from router.placement.rates import Ints, Priors, Rates
-from router.placement.worker_records import Placed, Worker
+from router.placement.worker_records import ActivePlacement, Worker
 from router.placement.worker_table import Hits
 from simulator.cluster import ClusterSpec, FleetMaker, SimCluster
 from simulator.policies import LeastLoaded, PolicyFleet, RoundRobin
-from simulator.request import Fate, Outcome, TraceRequest
+from simulator.request import EndState, Outcome, TraceRequest
 from simulator.traces.reading import Trace, Window
 from simulator.worker import WorkerSpec
 
@@ -84,7 +84,7 @@ class CostPolicy(Deaf, PolicyFleet):
         self._free_at: dict[str, float] = {}
         self._cached: dict[str, OrderedDict[BlockKey, None]] = {}
 
-    def placed(self, decision: Decision, demand: Demand, keys: Sequence[BlockKey]) -> Placed:
+    def placed(self, decision: Decision, demand: Demand, keys: Sequence[BlockKey]) -> ActivePlacement:
         if decision.lender_id is not None:
             name, now = decision.lender_id, self.clock()
             missing = len(keys) - self._held(name, keys)
@@ -97,12 +97,12 @@ class CostPolicy(Deaf, PolicyFleet):
                 cached.popitem(last=False)
         return super().placed(decision, demand, keys)
 
-    def _choose(self, demand: Demand, keys: Sequence[BlockKey], hits: Hits, decoders: Ints, lenders: Ints) -> Way:
+    def _choose(self, demand: Demand, keys: Sequence[BlockKey], hits: Hits, decoders: Ints, lenders: Ints) -> Route:
         decode = int(decoders[self.snapshot.running[decoders].argmin()])
         if not len(lenders):
-            return Way(decode)
+            return Route(decode)
         lender = min(lenders.tolist(), key=lambda row: self._cost_s(self.snapshot.ids[row], keys))
-        return Way(decode, lender, computes=True)
+        return Route(decode, lender, computes=True)
 
     def _cost_s(self, name: str, keys: Sequence[BlockKey]) -> float:
         queue_s = max(0.0, self._free_at.get(name, 0.0) - self.clock())
@@ -152,7 +152,7 @@ def run(
     cluster = SimCluster(spec, outcomes.append)
     CostPolicy.tokens_per_s, CostPolicy.clock = tokens_per_s, cluster.clock.time
     cluster.run(one_token(trace), on_progress)
-    assert all(outcome.fate is Fate.FINISHED for outcome in outcomes)
+    assert all(outcome.fate is EndState.FINISHED for outcome in outcomes)
     ttft_s = np.array([outcome.ttft_s for outcome in outcomes])
     blocks = sum(-(-r.input_tokens // BLOCK_TOKENS) for r in trace)
     reused = sum(outcome.reused_tokens for outcome in outcomes) / BLOCK_TOKENS / blocks
@@ -164,7 +164,7 @@ def workers(num_workers: int, tokens_per_s: float) -> Iterator[tuple[str, Worker
     """N that prefill, and as many to decode as are never short of room."""
     timing = StepTiming(step_s=1e-4, prompt_token_s=1 / tokens_per_s)
     layout = KvLayout(layers=1, kv_heads=1, head_dim=4, block_tokens=BLOCK_TOKENS, dtype="bfloat16")
-    limits = CoreLimits(StepBudget(CHUNK, CHUNK))
+    limits = EngineLimits(StepBudget(CHUNK, CHUNK))
     counts: tuple[tuple[Role, int], ...] = (("prefill", num_workers), ("decode", 2 * num_workers))
     for role, count in counts:
         for number in range(count):

@@ -41,7 +41,7 @@ MAX_RATIO, MAX_COST = 0.6, 1.03
 
 
 @dataclass(slots=True)
-class Ask:
+class BenchRequest:
     """A request, by tokens or by messages."""
 
     max_tokens: int
@@ -54,7 +54,7 @@ class Ask:
 
 
 @dataclass(slots=True)
-class Said:
+class BenchAnswer:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     times: list[float] = field(default_factory=list)
@@ -65,13 +65,13 @@ class Said:
         return 1e3 * (self.times[-1] - self.times[0]) / (len(self.times) - 1)
 
 
-async def say(client: Client, ask: Ask, seed: int = 0) -> Said:
+async def say(client: Client, ask: BenchRequest, seed: int = 0) -> BenchAnswer:
     bias = dict.fromkeys(ask.never, -100.0)
     sampling = pb.Sampling(
         max_tokens=ask.max_tokens, temperature=ask.temperature, seed=seed, ignore_eos=True, logit_bias=bias
     )
     what: dict[str, Any] = {"token_ids": ask.token_ids} if ask.token_ids else {"messages": ask.messages}
-    said = Said()
+    said = BenchAnswer()
     async for message in client.generate(**what, sampling=sampling, timeout_s=300):
         said.token_ids += message.token_ids
         said.text += message.text
@@ -85,19 +85,19 @@ async def say(client: Client, ask: Ask, seed: int = 0) -> Said:
 # ------------------------------------------------------------------------------------------------------ the requests
 
 
-async def chat(client: Client, temperature: float) -> list[Ask]:
+async def chat(client: Client, temperature: float) -> list[BenchRequest]:
     """The turns of a chat after the first, each with the stories told before it."""
     history: list[tuple[str, str]] = []
-    asks: list[Ask] = []
+    asks: list[BenchRequest] = []
     for subject in SUBJECTS[: STORIES + 1]:
         history.append(("user", f"Tell me a story about {subject}."))
-        ask = Ask(STORY_TOKENS, messages=list(history), temperature=temperature)
+        ask = BenchRequest(STORY_TOKENS, messages=list(history), temperature=temperature)
         history.append(("assistant", (await say(client, ask, len(asks))).text))
         asks.append(ask)
     return asks[1:]
 
 
-def told(text: Sequence[int], target: Sequence[int]) -> Ask:
+def told(text: Sequence[int], target: Sequence[int]) -> BenchRequest:
     """Say `target`, which begins as `text` does. What follows otherwise than there stands in parts after the text; what
     would follow there instead is never to come."""
     following = dict(pairwise(text))
@@ -114,10 +114,10 @@ def told(text: Sequence[int], target: Sequence[int]) -> Ask:
         never |= {following[word]} if word in following else set()
     assert not never & set(target)
     prompt = [END_OF_PART, *text, END_OF_PART, *parts, END_OF_PART, target[0]]  # the first has none before it to note
-    return Ask(len(target) - 1, prompt, never=sorted(never), expected=target[1:])
+    return BenchRequest(len(target) - 1, prompt, never=sorted(never), expected=target[1:])
 
 
-def code_edit(seed: int) -> Ask:
+def code_edit(seed: int) -> BenchRequest:
     """No word comes twice, so that what follows a word is never in doubt; new ones neither."""
     words = random.Random(seed).sample(WORDS, 540)
     text, new = words[:500], iter(words[500:])
@@ -125,7 +125,7 @@ def code_edit(seed: int) -> Ask:
     return told(text, target)
 
 
-def summary(seed: int) -> Ask:
+def summary(seed: int) -> BenchRequest:
     generator = random.Random(seed)
     words = generator.sample(WORDS, 540)
     text, new = words[:500], iter(words[500:])
@@ -153,7 +153,7 @@ class Compared:
     guessed: int = 0
     accepted: int = 0
 
-    def add(self, off: Said, on: Said) -> None:
+    def add(self, off: BenchAnswer, on: BenchAnswer) -> None:
         assert off.token_ids == on.token_ids, "guesses changed what was said"
         self.off.append(off.ms_per_token)
         self.on.append(on.ms_per_token)
@@ -175,7 +175,7 @@ class Compared:
         }
 
 
-async def alone(off: Client, on: Client, asks: Sequence[Ask]) -> Compared:
+async def alone(off: Client, on: Client, asks: Sequence[BenchRequest]) -> Compared:
     """One request at a time."""
     compared = Compared()
     for client in (off, on):
@@ -186,7 +186,7 @@ async def alone(off: Client, on: Client, asks: Sequence[Ask]) -> Compared:
     return compared
 
 
-async def crowded(off: Client, on: Client, asks: Sequence[Ask]) -> Compared:
+async def crowded(off: Client, on: Client, asks: Sequence[BenchRequest]) -> Compared:
     """CROWD at once."""
     compared = Compared()
     for client in (off, on):
@@ -220,7 +220,7 @@ async def main() -> None:
     model, draft = copying_model(OUT / "copying-0.5b"), copying_model(OUT / "copying-small", SMALL)
 
     def written(make: Any) -> Any:
-        async def asks(client: Client) -> list[Ask]:
+        async def asks(client: Client) -> list[BenchRequest]:
             return [make(seed) for seed in range(2)]
 
         return asks

@@ -9,13 +9,13 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from cluster.errors import (
-    AlreadyThere,
+    AlreadyExists,
     DeadlineExceeded,
     Draining,
     Forbidden,
     Incompatible,
     InvalidRequest,
-    NotSetUp,
+    NotConfigured,
     Overloaded,
     ServiceError,
     Unauthenticated,
@@ -29,11 +29,11 @@ _KINDS: dict[str, type[ServiceError]] = {
     for kind in (
         UnknownModel,
         Unavailable,
-        AlreadyThere,
+        AlreadyExists,
         Unauthenticated,
         Forbidden,
         Incompatible,
-        NotSetUp,
+        NotConfigured,
         DeadlineExceeded,
     )
 }

@@ -9,11 +9,11 @@ TandemError
     ├── Overloaded        RESOURCE_EXHAUSTED: no room now (`retry_after_s`), or ever (`permanent`)
     ├── Unavailable       UNAVAILABLE: nobody can serve it now; safe to retry
     │   └── Draining      this process was told to stop: another one can serve it
-    ├── AlreadyThere      ALREADY_EXISTS: somebody else goes by that name
+    ├── AlreadyExists      ALREADY_EXISTS: somebody else goes by that name
     ├── Unauthenticated   UNAUTHENTICATED: nobody knows who asks
     ├── Forbidden         PERMISSION_DENIED: who asks may not
     ├── Incompatible      FAILED_PRECONDITION: two processes do not fit together
-    ├── NotSetUp          UNIMPLEMENTED: a setting, which the message names, is not set
+    ├── NotConfigured          UNIMPLEMENTED: a setting, which the message names, is not set
     └── DeadlineExceeded  DEADLINE_EXCEEDED
 """
 
@@ -98,7 +98,7 @@ class Draining(Unavailable):
     """This process was told to stop: another one can serve it now."""
 
 
-class AlreadyThere(ServiceError):
+class AlreadyExists(ServiceError):
     """Somebody else goes by that name."""
 
     code = "ALREADY_EXISTS"
@@ -122,7 +122,7 @@ class Incompatible(ServiceError):
     code = "FAILED_PRECONDITION"
 
 
-class NotSetUp(ServiceError):
+class NotConfigured(ServiceError):
     """This router has no such thing: a setting, which the message names, is not set."""
 
     code = "UNIMPLEMENTED"

@@ -12,7 +12,7 @@ from grpc_reflection.v1alpha import reflection
 
 from cluster.errors import StartError
 from cluster.settings import HealthSettings
-from cluster.tls import Credentials, Trust
+from cluster.tls import Credentials, TlsIdentity
 
 MAX_MESSAGE_BYTES = 16 << 20
 """A prompt of a million tokens fits; a message of 100 MB is refused before it is read."""
@@ -137,7 +137,7 @@ class Server:
             await self._health.set(service, status)
 
 
-def channel(address: str, trust: Trust | None = None) -> grpc.aio.Channel:
+def channel(address: str, trust: TlsIdentity | None = None) -> grpc.aio.Channel:
     """A channel to a process of the cluster; in the clear without `trust`."""
     options: list[tuple[str, int | str]] = [*_KEEPALIVE, *_SIZES]
     options += [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 2_000)]
@@ -165,9 +165,9 @@ class Channels:
 
     def __init__(
         self,
-        trust: Trust | None = None,
+        trust: TlsIdentity | None = None,
         idle_s: float = IDLE_CHANNEL_S,
-        connect: Callable[[str, Trust | None], grpc.aio.Channel] = channel,
+        connect: Callable[[str, TlsIdentity | None], grpc.aio.Channel] = channel,
     ) -> None:
         self._trust = trust
         self._idle_s = idle_s

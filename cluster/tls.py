@@ -135,7 +135,7 @@ class Credentials:
         return grpc.ssl_server_certificate_configuration(pairs, self._contents.ca)
 
 
-class Trust(Protocol):
+class TlsIdentity(Protocol):
     """Whom a process believes when it connects, and who it says it is."""
 
     def for_channel(self) -> tuple[grpc.ChannelCredentials, list[tuple[str, str]]]:
@@ -146,7 +146,7 @@ class Trust(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class MemberIdentity:
     """A process among others of its cluster."""
 
     credentials: Credentials
@@ -162,7 +162,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Visitor:
+class ClientIdentity:
     """A client. Without `ca` it believes the authorities that gRPC comes with; `cert` and `key`: where the cluster asks
     for them."""
 
@@ -191,7 +191,7 @@ class Visitor:
         return context
 
 
-def member_of(settings: TlsSettings) -> Member | None:
+def member_of(settings: TlsSettings) -> MemberIdentity | None:
     """None where nothing is set. Raises StartError."""
     cert, key, ca = settings.tls_cert, settings.tls_key, settings.tls_ca
     if cert is None and key is None and ca is None:
@@ -202,7 +202,7 @@ def member_of(settings: TlsSettings) -> Member | None:
         missing = "tls_cert" if cert is None else "tls_key" if key is None else "tls_ca"
         raise StartError(missing, "is missing: tls_cert, tls_key and tls_ca go together")
     credentials = Credentials(File("tls_cert", cert), File("tls_key", key), [File("tls_ca", ca)])
-    return Member(credentials, settings.tls_server_name)
+    return MemberIdentity(credentials, settings.tls_server_name)
 
 
 def _contents(file: File) -> bytes:

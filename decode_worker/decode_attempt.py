@@ -8,11 +8,11 @@ from tokenizers import Tokenizer
 
 from cluster.errors import Draining, Incompatible, ServiceError
 from cluster.logs import of
-from decode_worker.output_stream import Generation
+from decode_worker.output_stream import OutputStream
 from decode_worker.placed_request import check_request, engine_request, lead_tokens
 from engine.messages import Cancel
-from engine.process.engine_client import Letter
-from engine.worker.lender_streams import Borrowing, Chain
+from engine.process.engine_client import EngineMessage
+from engine.worker.lender_streams import Borrowing, LoanChain
 from engine.worker.runtime import WorkerContext
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
@@ -20,7 +20,7 @@ from protos import inference_pb2 as public_pb
 log = logging.getLogger(__name__)
 
 
-class Attempt:
+class DecodeAttempt:
     """It begins when it is made, and lives until `close`; after that nothing of it is left here but its cache."""
 
     def __init__(
@@ -44,7 +44,7 @@ class Attempt:
         self._engine_id = engine_id
         self._request_id = request.request_id
         self._on_news = on_news
-        self._generation = Generation(request, tokenizer, context.worker_id, ready.block_tokens)
+        self._generation = OutputStream(request, tokenizer, context.worker_id, ready.block_tokens)
         self._loan = Borrowing(context.lenders, engine_id, request.lender.worker, lambda: _chain(request))
         self._open = True
         self.failure: ServiceError | None = None
@@ -79,7 +79,7 @@ class Attempt:
             self._engine.send(Cancel(self._engine_id))
             self._engine.forget(self._engine_id)
 
-    def _heard(self, letter: Letter) -> None:
+    def _heard(self, letter: EngineMessage) -> None:
         if self._loan.handle(letter) or self.over:
             return
         try:
@@ -94,9 +94,9 @@ class Attempt:
         self._on_news()
 
 
-def _chain(request: pb.DecodeRequest) -> Chain:
+def _chain(request: pb.DecodeRequest) -> LoanChain:
     """What the request borrows."""
-    return Chain(
+    return LoanChain(
         request_id=request.request_id,
         token_ids=lead_tokens(request),
         cache_salt=request.cache_salt,

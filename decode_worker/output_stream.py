@@ -63,7 +63,7 @@ class _Choice:
         return message
 
 
-class Generation:
+class OutputStream:
     """Pure: no sockets, no engine. `absorb` tokens, then `take` the messages for the client.
 
     Each message is of one choice. The `finish` of the one that ends last has what is of all: receipt and prompt.

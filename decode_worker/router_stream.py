@@ -11,7 +11,7 @@ from cluster.error_status import to_proto
 from cluster.errors import DeadlineExceeded, InvalidRequest, ServiceError
 from cluster.logs import of
 from cluster.waker import Waker
-from decode_worker.decode_attempt import Attempt
+from decode_worker.decode_attempt import DecodeAttempt
 from protos import decode_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -20,16 +20,16 @@ MAX_FRAME_BYTES = 1 << 20
 MAX_PART_BYTES = 64 << 10
 """Likewise of one request: what more there is of it comes behind the others, where the router may have paused it."""
 
-Begin = Callable[[pb.DecodeRequest, Callable[[], object]], Attempt]
+Begin = Callable[[pb.DecodeRequest, Callable[[], object]], DecodeAttempt]
 """Raises ServiceError."""
 
 
-class _Served:
+class _ActiveRequest:
     """A request, by its number."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.attempt: Attempt | None = None
+        self.attempt: DecodeAttempt | None = None
         self.refusal: ServiceError | None = None
         self.timer: asyncio.TimerHandle | None = None
         self.paused = False
@@ -42,13 +42,13 @@ class _Served:
             self.attempt = None  # whose callback holds this: both would wait for a collection of cycles
 
 
-class Connection:
+class RouterStream:
     """Fed with the router's frames, read for the worker's."""
 
     def __init__(self, begin: Begin) -> None:
         self._begin = begin
-        self._served: dict[int, _Served] = {}
-        self._news: dict[int, _Served] = {}
+        self._served: dict[int, _ActiveRequest] = {}
+        self._news: dict[int, _ActiveRequest] = {}
         """Those that have something to say and may, in the order in which it came up."""
         self._highest = -1
         self._ended = False
@@ -101,7 +101,7 @@ class Connection:
         if placed.number <= self._highest:
             raise InvalidRequest("placed.number", f"must grow: {placed.number} came after {self._highest}")
         self._highest = placed.number
-        served = self._served[placed.number] = _Served(placed.number)
+        served = self._served[placed.number] = _ActiveRequest(placed.number)
         try:
             served.attempt = self._begin(placed.request, lambda: self._has_news(served))
         except ServiceError as refusal:
@@ -116,7 +116,7 @@ class Connection:
             failure = DeadlineExceeded("the deadline passed before the request was done")
             served.timer = asyncio.get_running_loop().call_later(placed.timeout_ms / 1e3, served.attempt.fail, failure)
 
-    def _has_news(self, served: _Served) -> None:
+    def _has_news(self, served: _ActiveRequest) -> None:
         if served.paused or served.number not in self._served:
             return
         self._news[served.number] = served
@@ -146,7 +146,7 @@ class Connection:
         return pb.DecodeFrame(parts=parts)
 
 
-def _take_some(attempt: Attempt, part: pb.Part) -> bool:
+def _take_some(attempt: DecodeAttempt, part: pb.Part) -> bool:
     """Whether that is all there is now."""
     num_bytes = 0
     for response in attempt.take():

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 
 from cluster.error_status import to_status
 from cluster.errors import InvalidRequest, ServiceError
-from decode_worker.decode_attempt import Attempt
-from decode_worker.router_stream import Connection
+from decode_worker.decode_attempt import DecodeAttempt
+from decode_worker.router_stream import RouterStream
 from engine.model.detokenizer import load_tokenizer
 from engine.worker.runtime import WorkerContext
 from protos import decode_pb2 as pb
@@ -38,7 +38,7 @@ class DecodeService(pb_grpc.DecodeServicer):
     async def Serve(
         self, request_iterator: AsyncIterator[pb.RouterFrame], context: Any
     ) -> AsyncIterator[pb.DecodeFrame]:
-        connection = Connection(self._begin)
+        connection = RouterStream(self._begin)
         reading = asyncio.ensure_future(_read(connection, request_iterator))
         reading.add_done_callback(lambda _: connection.end())
         try:
@@ -53,7 +53,7 @@ class DecodeService(pb_grpc.DecodeServicer):
 
     async def Generate(self, request: pb.DecodeRequest, context: Any) -> AsyncIterator[public_pb.GenerateResponse]:
         news = asyncio.Event()
-        attempt: Attempt | None = None
+        attempt: DecodeAttempt | None = None
         try:
             attempt = self._begin(request, news.set)
             while not attempt.over:
@@ -69,12 +69,12 @@ class DecodeService(pb_grpc.DecodeServicer):
             if attempt is not None:
                 attempt.close()
 
-    def _begin(self, request: pb.DecodeRequest, on_news: Callable[[], object]) -> Attempt:
+    def _begin(self, request: pb.DecodeRequest, on_news: Callable[[], object]) -> DecodeAttempt:
         engine_id = f"request-{next(self._numbers)}"  # not the client's id, which may come twice
-        return Attempt(self._context, self._tokenizer, engine_id, request, on_news)
+        return DecodeAttempt(self._context, self._tokenizer, engine_id, request, on_news)
 
 
-async def _read(connection: Connection, frames: AsyncIterator[pb.RouterFrame]) -> None:
+async def _read(connection: RouterStream, frames: AsyncIterator[pb.RouterFrame]) -> None:
     """Until the router ends its side. Raises InvalidRequest for what is no frame."""
     try:
         async for frame in frames:

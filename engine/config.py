@@ -15,7 +15,7 @@ from engine.backends.sim.timing import StepTiming
 from engine.errors import EngineStartError
 from engine.host.cpu_affinity import num_available
 from engine.kv.layout import KvDtype
-from engine.model.quantization import Variant, Weights
+from engine.model.quantization import QuantizationConfig, Weights
 from engine.speculation.speculator import MAX_GUESSES, NGRAM
 from kvtransfer.ranks import MAX_RANKS
 
@@ -176,7 +176,7 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
         chosen = self.speculation or NGRAM
         return NGRAM if role == "prefill" and chosen != "off" else chosen
 
-    def variant(self) -> Variant:
+    def variant(self) -> QuantizationConfig:
         """Raises EngineStartError where the engine has nothing to make it of."""
         if self.engine == "sim" and self.weights != "auto":
             raise EngineStartError("weights", "the sim engine has no weights")
@@ -184,7 +184,7 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
             raise EngineStartError("lora", "the sim engine has no weights")
         if self.engine == "sim" and self.kv_dtype != "auto":
             raise EngineStartError("kv_dtype", "what KV of the sim engine is made of is not to be chosen")
-        return Variant(weights=self.weights, kv_dtype=self.kv_dtype, lora=self.lora)
+        return QuantizationConfig(weights=self.weights, kv_dtype=self.kv_dtype, lora=self.lora)
 
     def refuse_parallel(self, role: Role) -> None:
         """Raises EngineStartError for settings that do not go together with `tensor_parallel` above 1."""

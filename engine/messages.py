@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.core.core_types import Failure, FinishReason, SamplingParams, TokenLogprobs
+from engine.core.core_types import FinishReason, RequestFailure, SamplingParams, TokenLogprobs
 from engine.core.scheduler import StepBudget
 from engine.kv.block_pool import CacheEvent
 
@@ -239,7 +239,7 @@ class Failed:
     """The request is over without a further token: it was at fault itself, and would be anywhere."""
 
     request_id: str
-    failure: Failure
+    failure: RequestFailure
 
 
 @dataclass(frozen=True, slots=True)

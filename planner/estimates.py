@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from planner.config import PolicyConfig
 from planner.observation import Counters, Observation
-from router.placement.rates import Line
+from router.placement.rates import LinearFit
 
 LEVEL_S, TREND_S = 60.0, 180.0
 """How long a rate of arrivals, and its trend, are remembered: what is older counts for less than 1/e."""
@@ -49,7 +49,7 @@ class Ratio:
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class ArrivalForecast:
     """A rate: Holt's linear smoothing, a level and a trend, both forgotten exponentially. It sees minutes: that it is
     nine o'clock on a Monday it does not know."""
 
@@ -58,7 +58,7 @@ class Forecast:
     """A second."""
     seen_s: float = 0.0
 
-    def seen(self, count: float, over_s: float) -> "Forecast":
+    def seen(self, count: float, over_s: float) -> "ArrivalForecast":
         """So many came within `over_s`, which is above 0. While little was seen, all of it counts alike."""
         seen_s = self.seen_s + over_s
         weight = max(1 - math.exp(-over_s / LEVEL_S), over_s / seen_s)
@@ -68,7 +68,7 @@ class Forecast:
         if seen_s > LEVEL_S:
             trend_weight = 1 - math.exp(-over_s / TREND_S)
             trend = self.trend + trend_weight * ((level - self.level) / over_s - self.trend)
-        return Forecast(level, trend, seen_s)
+        return ArrivalForecast(level, trend, seen_s)
 
     def at(self, ahead_s: float) -> float:
         """The rate then, or now where that is more: who waits for the future to be smaller would be late twice."""
@@ -76,10 +76,10 @@ class Forecast:
 
 
 @dataclass(frozen=True, slots=True)
-class Learned:
+class Estimates:
     """Of one model's workers and requests."""
 
-    arrivals: Forecast
+    arrivals: ArrivalForecast
     """Requests a second."""
     prompt_tokens: Ratio
     """Of a request."""
@@ -91,7 +91,7 @@ class Learned:
     """Of a busy prefill worker, that a request takes."""
     stream_blocks: Ratio
     """Of KV, that a running stream takes."""
-    itl: Line
+    itl: LinearFit
     """Seconds, by streams of a decode worker. Never changed in place."""
     running: float = 0.0
     """Streams, lately."""
@@ -100,18 +100,18 @@ class Learned:
     itl_missed: Ratio = Ratio(0.0, MISSES, MISSES)
 
     @classmethod
-    def priors(cls, config: PolicyConfig) -> "Learned":
+    def priors(cls, config: PolicyConfig) -> "Estimates":
         return cls(
-            arrivals=Forecast(),
+            arrivals=ArrivalForecast(),
             prompt_tokens=Ratio.prior(config.prompt_tokens, REQUESTS),
             computed_share=Ratio.prior(1.0, REQUESTS * config.prompt_tokens),
             prefill_tokens_per_s=Ratio.prior(config.prefill_tokens_per_s, BUSY_S),
             prefill_s=Ratio.prior(config.prompt_tokens / config.prefill_tokens_per_s, REQUESTS),
             stream_blocks=Ratio(0.0, LEAST, REQUESTS),  # nothing is known: the first that is seen counts
-            itl=Line(config.step_s, config.stream_delay_s),
+            itl=LinearFit(config.step_s, config.stream_delay_s),
         )
 
-    def seen(self, before: Observation, now: Observation) -> "Learned":
+    def seen(self, before: Observation, now: Observation) -> "Estimates":
         """What happened between the two, the later of which is later."""
         over_s = now.at_s - before.at_s
         new: Counters = now.counters.since(before.counters)
@@ -133,7 +133,7 @@ class Learned:
         )
 
 
-def _itl_seen(line: Line, before: Observation, now: Observation, new: Counters) -> Line:
+def _itl_seen(line: LinearFit, before: Observation, now: Observation, new: Counters) -> LinearFit:
     """Of requests that ended in between, beside as many streams as there were before and are now."""
     workers = before.decode.serving + now.decode.serving
     if not workers or new.streams < 1 or new.itl_sum_s <= 0:

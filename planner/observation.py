@@ -11,7 +11,7 @@ MOST_ROUTERS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class PoolSeen:
+class PoolObservation:
     """The workers of one role."""
 
     serving: int = 0
@@ -63,15 +63,15 @@ class Observation:
 
     at_s: float
     """Of any clock that does not go back."""
-    prefill: PoolSeen = PoolSeen()
-    decode: PoolSeen = PoolSeen()
+    prefill: PoolObservation = PoolObservation()
+    decode: PoolObservation = PoolObservation()
     waiting: int = 0
     """Requests in the routers' lines."""
     waiting_tokens: int = 0
     """Of their prompts."""
     counters: Counters = field(default_factory=Counters)
 
-    def pool(self, role: Role) -> PoolSeen:
+    def pool(self, role: Role) -> PoolObservation:
         return self.prefill if role == "prefill" else self.decode
 
 
@@ -139,9 +139,9 @@ def missed(latencies: pb.Latencies, limit_s: float) -> float:
     return late
 
 
-def _pool(role: Role, workers: Iterable[pb.WorkerStatus], starting: Mapping[Role, int]) -> PoolSeen:
+def _pool(role: Role, workers: Iterable[pb.WorkerStatus], starting: Mapping[Role, int]) -> PoolObservation:
     heard = [worker for worker in workers if worker.role == role and worker.heard and not worker.draining]
-    return PoolSeen(
+    return PoolObservation(
         serving=len(heard),
         starting=starting.get(role, 0),
         busy=sum(worker.queued_prefill_tokens > 0 for worker in heard),

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from cluster.roles import ROLES, Role
 from planner.config import PolicyConfig, PoolConfig
-from planner.estimates import Learned
+from planner.estimates import Estimates
 from planner.observation import Observation
 from planner.sizing import decode_is_full, load_of, streams_per_worker
 
@@ -45,12 +45,12 @@ class PoolState:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class PolicyState:
     """What is remembered from one decision to the next."""
 
     began_at: float
     seen: Observation
-    learned: Learned
+    learned: Estimates
     prefill: PoolState
     decode: PoolState
     asked_at: float
@@ -61,7 +61,7 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class DesiredSizes:
     """How many there are to be, those on their way among them."""
 
     prefill: int
@@ -83,12 +83,12 @@ class _Need:
     """Workers that it could do without, by all that is remembered."""
 
 
-def decide(state: State | None, seen: Observation, config: PolicyConfig) -> tuple[State, Wish]:
+def decide(state: PolicyState | None, seen: Observation, config: PolicyConfig) -> tuple[PolicyState, DesiredSizes]:
     """`state` is None at first, and then what this gave with the observation before, which must be earlier. The first
     wish is what there is, within the bounds."""
     if state is None:
         state = _begin(seen, config)
-        return state, Wish(state.prefill.wanted, state.decode.wanted)
+        return state, DesiredSizes(state.prefill.wanted, state.decode.wanted)
     assert seen.at_s > state.seen.at_s, "time goes on"
     state = _remember(state, seen, config)
     needs = {role: _need(role, state, config) for role in ROLES}
@@ -106,19 +106,19 @@ def decide(state: State | None, seen: Observation, config: PolicyConfig) -> tupl
         for role in ROLES
     }
     state = replace(state, prefill=pools["prefill"], decode=pools["decode"])
-    return state, Wish(wanted["prefill"], wanted["decode"], to_prefill, to_decode)
+    return state, DesiredSizes(wanted["prefill"], wanted["decode"], to_prefill, to_decode)
 
 
-def _begin(seen: Observation, config: PolicyConfig) -> State:
+def _begin(seen: Observation, config: PolicyConfig) -> PolicyState:
     wanted = {role: _bounded(seen.pool(role).serving + seen.pool(role).starting, config.pool(role)) for role in ROLES}
     while config.max_total is not None and sum(wanted.values()) > config.max_total:
         above = [role for role in ROLES if wanted[role] > config.pool(role).min_workers]
         wanted[max(above, key=lambda role: wanted[role])] -= 1
     pools = {role: PoolState(wanted[role], config.pool(role).headroom) for role in ROLES}
-    return State(seen.at_s, seen, Learned.priors(config), pools["prefill"], pools["decode"], seen.at_s)
+    return PolicyState(seen.at_s, seen, Estimates.priors(config), pools["prefill"], pools["decode"], seen.at_s)
 
 
-def _remember(state: State, seen: Observation, config: PolicyConfig) -> State:
+def _remember(state: PolicyState, seen: Observation, config: PolicyConfig) -> PolicyState:
     over_s = seen.at_s - state.seen.at_s
     learned = state.learned.seen(state.seen, seen)
     asked = seen.counters.arrived != state.seen.counters.arrived or seen.waiting or seen.decode.running
@@ -136,7 +136,7 @@ def _remember(state: State, seen: Observation, config: PolicyConfig) -> State:
     return replace(state, prefill=pools["prefill"], decode=pools["decode"])
 
 
-def _need(role: Role, state: State, config: PolicyConfig) -> _Need:
+def _need(role: Role, state: PolicyState, config: PolicyConfig) -> _Need:
     pool = state.pool(role)
     load = load_of(role, state.learned, state.seen, config)
     now = _bounded(_floor(state, config, load.workers(pool.headroom)), config.pool(role))
@@ -144,12 +144,12 @@ def _need(role: Role, state: State, config: PolicyConfig) -> _Need:
     return _Need(now, max(0, pool.wanted - pool.most_needed) if long_enough else 0)
 
 
-def _idle(state: State, config: PolicyConfig) -> bool:
+def _idle(state: PolicyState, config: PolicyConfig) -> bool:
     unasked_s = state.seen.at_s - state.asked_at
     return unasked_s > 0 and unasked_s >= config.down_after_s
 
 
-def _floor(state: State, config: PolicyConfig, need: int) -> int:
+def _floor(state: PolicyState, config: PolicyConfig, need: int) -> int:
     """One is needed where anything was asked for lately; none where nothing was."""
     return 0 if _idle(state, config) else max(1, need)
 
@@ -158,7 +158,7 @@ def _bounded(need: int, bounds: PoolConfig) -> int:
     return max(bounds.min_workers, min(bounds.max_workers, need))
 
 
-def _headroom(value: float, role: Role, state: State, config: PolicyConfig, over_s: float) -> float:
+def _headroom(value: float, role: Role, state: PolicyState, config: PolicyConfig, over_s: float) -> float:
     """More while requests miss what this pool is answerable for, and it is busy."""
     learned, seen, least = state.learned, state.seen, config.pool(role).headroom
     pool, late = seen.pool(role), learned.ttft_missed.value
@@ -197,7 +197,7 @@ def _grow(wanted: dict[Role, int], needs: dict[Role, _Need], config: PolicyConfi
         room -= 1
 
 
-def _shrink(wanted: dict[Role, int], state: State, needs: dict[Role, _Need], config: PolicyConfig) -> list[Role]:
+def _shrink(wanted: dict[Role, int], state: PolicyState, needs: dict[Role, _Need], config: PolicyConfig) -> list[Role]:
     """Those that did."""
     shrunk: list[Role] = []
     for role in ROLES:

@@ -20,13 +20,13 @@ from cluster.process import Addresses
 from cluster.roles import ROLES, Role
 from cluster.rpc import Server, channel
 from cluster.settings import DiscoverySettings, HealthSettings, LogSettings, MetricsSettings
-from cluster.tls import Trust, member_of
+from cluster.tls import TlsIdentity, member_of
 from planner.config import PolicyConfig
 from planner.executors.executor import Executor, ExecutorFailed, NoExecutor
 from planner.executors.kubernetes import KubernetesConfig, KubernetesExecutor
 from planner.executors.switcher import Switcher
 from planner.observation import Observation, Tallies, counters_of, observe
-from planner.policy import State, Wish, decide
+from planner.policy import DesiredSizes, PolicyState, decide
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
@@ -86,7 +86,7 @@ class PlannerMetrics:
         for what in ("observe", "execute"):
             self._failures.labels(what)
 
-    def decided(self, state: State, wish: Wish) -> None:
+    def decided(self, state: PolicyState, wish: DesiredSizes) -> None:
         for role in ROLES:
             self._wanted.labels(self._model, role).set(wish.pool(role))
             self._serving.labels(self._model, role).set(state.seen.pool(role).serving)
@@ -100,10 +100,10 @@ class PlannerMetrics:
         self._failures.labels(what).inc()
 
 
-class Watch:
+class RouterPoller:
     """All routers, as far as they answer."""
 
-    def __init__(self, config: PlannerConfig, trust: Trust | None) -> None:
+    def __init__(self, config: PlannerConfig, trust: TlsIdentity | None) -> None:
         self._config = config
         self._trust = trust
         self.roster = Roster(config.routers)
@@ -177,8 +177,8 @@ class Planner:
         self._discovery = discovery
         self._parts = parts
         self._told = told
-        self._watch = Watch(config, member_of(config))
-        self._state: State | None = None
+        self._watch = RouterPoller(config, member_of(config))
+        self._state: PolicyState | None = None
         self._looked_at = -math.inf
         self._tasks = [asyncio.ensure_future(self._follow()), asyncio.ensure_future(self._run())]
 
@@ -240,7 +240,7 @@ class Planner:
         except ExecutorFailed as error:
             self._failed("execute", error)
 
-    async def _act(self, wish: Wish, seen: Observation) -> None:
+    async def _act(self, wish: DesiredSizes, seen: Observation) -> None:
         """Whatever is missing to the wish: of an earlier one too, that failed."""
         for taker, giver in (ROLES, ROLES[::-1]):
             short = wish.pool(taker) - seen.pool(taker).serving - seen.pool(taker).starting
@@ -292,7 +292,7 @@ def _executor(config: PlannerConfig) -> Executor:
     return Switcher(member_of(config)) if config.executor == "switch" else NoExecutor()
 
 
-def _why(state: State) -> str:
+def _why(state: PolicyState) -> str:
     """For people."""
     seen, learned = state.seen, state.learned
     return (

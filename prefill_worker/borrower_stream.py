@@ -8,7 +8,7 @@ from cluster.errors import InvalidRequest, ServiceError, Unavailable
 from cluster.logs import of
 from cluster.waker import Waker
 from engine.process.engine_client import EngineClient
-from engine.worker.heartbeat import Pulse
+from engine.worker.heartbeat import Heartbeat
 from prefill_worker.loan import Loan
 from protos import lend_pb2 as pb
 
@@ -20,7 +20,7 @@ Begin = Callable[[pb.Want, Callable[[], object]], Loan]
 """Raises ServiceError."""
 
 
-class Connection:
+class BorrowerStream:
     """Fed with the borrower's frames, read for the lender's. A borrower that says nothing for `silence_s` while it has
     loans is given up."""
 
@@ -36,7 +36,7 @@ class Connection:
         """Why it ended, where the borrower did not end it."""
         self._waker = Waker()
         silent = Unavailable(f"the borrower was silent for {silence_s:g} s")
-        self._pulse = Pulse(engine, silence_s, self._beat, lambda: self._fall_silent(silent))
+        self._pulse = Heartbeat(engine, silence_s, self._beat, lambda: self._fall_silent(silent))
 
     @property
     def num_loans(self) -> int:

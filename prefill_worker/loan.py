@@ -13,8 +13,8 @@ from engine.kv.block_keys import unpack_tokens
 from engine.lending.fast_path import ADDRESS_BYTES
 from engine.messages import LendClosed, LendReady, LendRefused, LendReleased, LendStarting, PlacementMark
 from engine.model.detokenizer import check_token_ids
-from engine.process.engine_client import Letter
-from engine.worker.lender_streams import Borrowing, Chain
+from engine.process.engine_client import EngineMessage
+from engine.worker.lender_streams import Borrowing, LoanChain
 from engine.worker.runtime import WorkerContext
 from protos import lend_pb2 as pb
 
@@ -61,7 +61,7 @@ class Loan:
             self._context.engine.send(LendClosed(self._loan_id))
             self._context.engine.forget(self._loan_id)
 
-    def _heard(self, letter: Letter) -> None:
+    def _heard(self, letter: EngineMessage) -> None:
         if self._source.handle(letter) or self.failure is not None:
             return
         match letter:
@@ -138,6 +138,6 @@ def _tokens(want: pb.Want) -> "array[int]":
         raise InvalidRequest("token_ids", f"{len(want.token_ids)} bytes are no whole number of uint32") from error
 
 
-def _chain(want: pb.Want) -> Chain:
+def _chain(want: pb.Want) -> LoanChain:
     """What the loan reads from its source: no placement, since the source computes nothing for it."""
-    return Chain(want.request_id, _tokens(want), want.cache_salt, want.priority, "", 0)
+    return LoanChain(want.request_id, _tokens(want), want.cache_salt, want.priority, "", 0)

@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 from cluster.error_status import to_status
 from cluster.errors import InvalidRequest, ServiceError
 from engine.worker.runtime import WorkerContext
-from prefill_worker.borrower_stream import Connection
+from prefill_worker.borrower_stream import BorrowerStream
 from prefill_worker.loan import Loan
 from protos import lend_pb2 as pb
 from protos import lend_pb2_grpc as pb_grpc
@@ -26,7 +26,7 @@ class LendService(pb_grpc.LendServicer):
     async def Lend(
         self, request_iterator: AsyncIterator[pb.BorrowerFrame], context: Any
     ) -> AsyncIterator[pb.LenderFrame]:
-        connection = Connection(self._begin, self._context.engine, self._context.config.peer_silence_s)
+        connection = BorrowerStream(self._begin, self._context.engine, self._context.config.peer_silence_s)
         reading = asyncio.ensure_future(_read(connection, request_iterator))
         reading.add_done_callback(lambda _: connection.end())
         try:
@@ -45,7 +45,7 @@ class LendService(pb_grpc.LendServicer):
         return Loan(self._context, f"loan-{next(self._numbers)}", want, on_news)
 
 
-async def _read(connection: Connection, frames: AsyncIterator[pb.BorrowerFrame]) -> None:
+async def _read(connection: BorrowerStream, frames: AsyncIterator[pb.BorrowerFrame]) -> None:
     """Until the borrower ends its side. Raises InvalidRequest for what is no frame."""
     try:
         async for frame in frames:

@@ -13,20 +13,20 @@ from cluster.errors import StartError, TandemError
 from cluster.metrics import MetricsServer, new_registry
 from cluster.process import Addresses
 from cluster.rpc import Server
-from cluster.tls import Credentials, Trust
+from cluster.tls import Credentials, TlsIdentity
 from protos import membership_pb2_grpc as pb_grpc
 from router.admission.dispatcher import Dispatcher
-from router.admission.tenant_limits import TenantGate
+from router.admission.tenant_limits import TenantLimits
 from router.config import RouterConfig
 from router.frontend.grpc_service import NAME, InferenceService
 from router.membership.membership_service import MembershipService
-from router.models.model_runtime import ModelFiles, ServedModel, ServedModels, read_models
-from router.observability.decision_log import DecisionsFile
+from router.models.model_runtime import ModelFiles, ModelRuntime, ModelRuntimes, read_models
+from router.observability.decision_log import DecisionLog
 from router.observability.metrics import ClusterCollector, RouterMetrics
 from router.observability.samples import Samples
 from router.observability.tracing import Tracing
 from router.placement.fleet import Fleet
-from router.request_path.request_handler import Serving
+from router.request_path.request_handler import RequestHandler
 from router.security.api_keys import ApiKeys
 from router.security.guard import KeyInterceptor
 
@@ -109,7 +109,7 @@ async def start_router(config: RouterConfig) -> Router:
         discovery = await _open_discovery(config)
         parts.push_async_callback(discovery.close)
         incarnation = secrets.token_bytes(16)
-        gate = TenantGate(config, await _open_ledger(config, parts))
+        gate = TenantLimits(config, await _open_ledger(config, parts))
         models = serve_models(config, files, gate, incarnation, member)
         for model in models:
             parts.push_async_callback(model.close)
@@ -118,9 +118,9 @@ async def start_router(config: RouterConfig) -> Router:
         samples, tracing = Samples(config), Tracing(config)
         parts.push_async_callback(samples.close)
         parts.push_async_callback(tracing.close)
-        decisions = DecisionsFile(config)
+        decisions = DecisionLog(config)
         parts.push_async_callback(decisions.close)
-        serving = Serving(config, models, gate, RouterMetrics(registry), samples, tracing, decisions)
+        serving = RequestHandler(config, models, gate, RouterMetrics(registry), samples, tracing, decisions)
         inference = InferenceService(serving, models, keys, config.id(), requests, samples)
         inference.add_to(server.grpc)
         membership = MembershipService(models, config.id(), incarnation, config.worker_silence_s)
@@ -160,10 +160,10 @@ async def start_router(config: RouterConfig) -> Router:
 def serve_models(
     config: RouterConfig,
     files: Sequence[ModelFiles],
-    gate: TenantGate,
+    gate: TenantLimits,
     incarnation: bytes,
-    trust: Trust | None = None,
-) -> ServedModels:
+    trust: TlsIdentity | None = None,
+) -> ModelRuntimes:
     """Each with a fleet and a line of its own; what tenants may do counts over all of them."""
     dispatchers: list[Dispatcher] = []
 
@@ -181,8 +181,8 @@ def serve_models(
         fleet = Fleet(config.id(), config.priors(), config.learn_rates, incarnation.hex()[:8])
         on_end = next_of_tenant if several_wait else _nothing
         dispatchers.append(Dispatcher(fleet, config, gate.tenants, on_end=on_end))
-        models.append(ServedModel(each, fleet, dispatchers[-1], config.grammar_limit_s, trust))
-    return ServedModels(models, config.default_model)
+        models.append(ModelRuntime(each, fleet, dispatchers[-1], config.grammar_limit_s, trust))
+    return ModelRuntimes(models, config.default_model)
 
 
 def _public_server(config: RouterConfig, credentials: Credentials | None, keys: ApiKeys) -> Server:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from cluster.roles import ROLES, Role
 from planner.config import PolicyConfig
 from planner.observation import Tallies, counters_of, observe
-from planner.policy import State, Wish, decide
+from planner.policy import DesiredSizes, PolicyState, decide
 from router.membership.status import load_status
 from simulator.cluster import START_S, SimCluster
 from simulator.worker import SimWorker, WorkerSpec
@@ -49,7 +49,7 @@ class Autoscaler:
     """What a new worker is."""
     sizes: list[Sizes] = field(default_factory=list)
     num_switched: int = 0
-    _state: State | None = None
+    _state: PolicyState | None = None
     _tallies: Tallies = field(default_factory=Tallies)
     _roles: dict[str, Role] = field(default_factory=dict)
     """Of those that switch: what they will be."""
@@ -79,7 +79,7 @@ class Autoscaler:
         fresh = sum(spec.role == role for spec in cluster.starting.values())
         return fresh + sum(self._roles.get(worker_id) == role for worker_id in cluster.leaving)
 
-    def _perform(self, wish: Wish) -> None:
+    def _perform(self, wish: DesiredSizes) -> None:
         for giver, taker, switching in (
             ("decode", "prefill", wish.to_prefill),
             ("prefill", "decode", wish.to_decode),
@@ -113,7 +113,7 @@ class Autoscaler:
         there.reverse()
         return sorted(there, key=lambda w: cluster.fronts.num_requests(w) + cluster.fronts.num_lent(w))
 
-    def _note(self, wish: Wish) -> None:
+    def _note(self, wish: DesiredSizes) -> None:
         cluster = self.cluster
         counts = {role: sum(worker.role == role for worker in cluster.workers.values()) for role in ROLES}
         at_s = cluster.clock.now - START_S

@@ -7,7 +7,7 @@ from typing import Any
 Deed = Callable[..., object]
 
 
-class Appointment:
+class ScheduledEvent:
     """Something that will happen, unless it is cancelled."""
 
     __slots__ = ("_arguments", "_deed", "at")
@@ -39,26 +39,26 @@ class VirtualClock:
         self.now = 0.0
         self.num_events = 0
         """That happened."""
-        self._queue: list[tuple[float, int, int, Appointment]] = []
+        self._queue: list[tuple[float, int, int, ScheduledEvent]] = []
         self._numbers = 0
 
     def time(self) -> float:
         """As `time.monotonic`."""
         return self.now
 
-    def at(self, when: float, deed: Deed, *arguments: Any) -> Appointment:
+    def at(self, when: float, deed: Deed, *arguments: Any) -> ScheduledEvent:
         """Do it then, which is not before now."""
-        return self._put(when, 0, Appointment(when, deed, arguments))
+        return self._put(when, 0, ScheduledEvent(when, deed, arguments))
 
-    def after(self, seconds: float, deed: Deed, *arguments: Any) -> Appointment:
+    def after(self, seconds: float, deed: Deed, *arguments: Any) -> ScheduledEvent:
         """Do it so long from now; 0: after what is still to happen in this moment."""
-        return self._put(self.now + seconds, 0, Appointment(self.now + seconds, deed, arguments))
+        return self._put(self.now + seconds, 0, ScheduledEvent(self.now + seconds, deed, arguments))
 
-    def late(self, when: float, rank: int, deed: Deed, *arguments: Any) -> Appointment:
+    def late(self, when: float, rank: int, deed: Deed, *arguments: Any) -> ScheduledEvent:
         """Do it at the end of that moment, behind everything of a lower rank, which is above 0. So its place does not
         depend on when it was asked for."""
         assert rank > 0
-        return self._put(when, rank, Appointment(when, deed, arguments))
+        return self._put(when, rank, ScheduledEvent(when, deed, arguments))
 
     def step(self) -> bool:
         """Let the next thing happen; False when nothing is to."""
@@ -72,7 +72,7 @@ class VirtualClock:
                 return True
         return False
 
-    def _put(self, when: float, rank: int, appointment: Appointment) -> Appointment:
+    def _put(self, when: float, rank: int, appointment: ScheduledEvent) -> ScheduledEvent:
         assert when >= self.now, f"{when} is before {self.now}"
         self._numbers += 1
         heapq.heappush(self._queue, (when, rank, self._numbers, appointment))

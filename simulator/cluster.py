@@ -14,14 +14,14 @@ from router.admission.config import AdmissionConfig
 from router.placement.fleet import Fleet
 from router.placement.rates import Priors
 from simulator.clock import VirtualClock
-from simulator.front_processes import Fronts
-from simulator.latency_histogram import Gaps
+from simulator.front_processes import FrontProcesses
+from simulator.latency_histogram import LatencyHistogram
 from simulator.links import Links
 from simulator.request import Outcome, TraceRequest
 from simulator.router import SimRouter
 from simulator.transport import VirtualTransport
 from simulator.worker import SimWorker, WorkerSpec
-from simulator.worker_drain import DRAIN_S, Leaving
+from simulator.worker_drain import DRAIN_S, WorkerDrain
 
 START_S = 1.0
 """Before a trace begins: every router knows every worker by then."""
@@ -66,7 +66,7 @@ class ClusterSpec:
 
 
 @dataclass(slots=True)
-class Hire:
+class WorkerRental:
     """A worker's time, paid for from the moment it is asked for until it has left, and for good where it dies. Seconds
     of the run's clock."""
 
@@ -85,15 +85,15 @@ class SimCluster:
         self.links = Links(self.clock)
         self._on_end = on_end
         self._seeds = random.Random(spec.seed)
-        self.gaps = Gaps()
+        self.gaps = LatencyHistogram()
         self._loads = _Loads()
-        self.fronts = Fronts(self.clock, spec.message_s, self._report, self._count_gaps)
+        self.fronts = FrontProcesses(self.clock, spec.message_s, self._report, self._count_gaps)
         self._numbers = count(1)
-        self.hires: dict[str, Hire] = {}
+        self.hires: dict[str, WorkerRental] = {}
         self.workers = {worker_id: self._worker(worker_id, worker) for worker_id, worker in spec.workers}
         self.starting: dict[str, WorkerSpec] = {}
         """Asked for, and not there yet."""
-        self.leaving: dict[str, Leaving] = {}
+        self.leaving: dict[str, WorkerDrain] = {}
         self.gone: list[SimWorker] = []
         """Dead, or left."""
         self.routers = [self._router(number) for number in range(spec.num_routers)]
@@ -125,7 +125,7 @@ class SimCluster:
     def add(self, worker_id: str, spec: WorkerSpec, start_s: float) -> None:
         """One more worker, of an id that none ever had, which serves after `start_s`; it is paid for from now."""
         self.starting[worker_id] = spec
-        self.hires[worker_id] = Hire(spec, self.clock.now)
+        self.hires[worker_id] = WorkerRental(spec, self.clock.now)
         self.clock.after(start_s, self._arrived, worker_id)
 
     def remove(self, worker_id: str, drain_s: float = DRAIN_S) -> None:
@@ -147,7 +147,7 @@ class SimCluster:
         worker.draining = True
         for router in self.routers:
             self.clock.after(self.spec.event_lag_s, router.drains, worker)
-        self.leaving[worker.worker_id] = Leaving(worker, self.fronts, self.clock, drain_s, on_left)
+        self.leaving[worker.worker_id] = WorkerDrain(worker, self.fronts, self.clock, drain_s, on_left)
 
     def _left(self, worker: SimWorker) -> None:
         self.hires[worker.worker_id].ended_at = self.clock.now
@@ -226,7 +226,7 @@ class SimCluster:
 
     def _worker(self, worker_id: str, spec: WorkerSpec) -> SimWorker:
         self.links.add(worker_id, spec.nic_bytes_per_s)
-        self.hires.setdefault(worker_id, Hire(spec, self.clock.now))
+        self.hires.setdefault(worker_id, WorkerRental(spec, self.clock.now))
         transport = VirtualTransport(self.clock, self.links, worker_id, spec.read_latency_s)
         return SimWorker(worker_id, next(self._numbers), spec, self.clock, transport, self.fronts, self.spec.skip)
 

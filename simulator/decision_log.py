@@ -10,7 +10,7 @@ from router.placement.decision_codec import decided_again, read_recorded, record
 from router.placement.demand import Demand
 from router.placement.fleet import Fleet
 from router.placement.place import Decision
-from router.placement.placement_snapshot import Situation
+from router.placement.placement_snapshot import PlacementSnapshot
 from router.placement.rates import Ints, Priors
 
 
@@ -26,7 +26,7 @@ class LoggedFleet(Fleet):
         if decision is not None:
             assert self._decided is not None
             _, hits, _ = self._decided
-            situation = Situation(demand, self.snapshot, hits, self.rates, available)
+            situation = PlacementSnapshot(demand, self.snapshot, hits, self.rates, available)
             self._log.write(json.dumps(recorded(decision, situation), separators=(",", ":")) + "\n")
         return decision
 

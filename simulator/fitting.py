@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from engine.backends.sim.timing import StepTiming
 from simulator.calibration import Calibration, Fit
 from simulator.errors import BadSetup
-from simulator.traces.receipts import Served
+from simulator.traces.receipts import ServedRequest
 
 LEAST_ROWS = 8
 TERMS = ("step_s", "prompt_token_s", "prompt_pair_s", "stream_s", "kv_token_s")
@@ -55,7 +55,7 @@ POOL_BYTES = 256 << 20
 class _Timed:
     """One request on the cluster's own time line, seconds."""
 
-    served: Served
+    served: ServedRequest
     arrived_s: float
     """At its router, were the first token with its client at once."""
     stages: dict[str, tuple[float, float]]
@@ -79,7 +79,7 @@ class _Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class AssumedRates:
     """What a log cannot say of a cluster where nothing moved. What is given stands, whatever was measured."""
 
     kv_token_bytes: float | None = None
@@ -100,15 +100,15 @@ class Given:
         return round(self.kv_token_bytes * block_tokens)
 
 
-NOTHING = Given()
+NOTHING = AssumedRates()
 
 
 def calibrate(
-    log: Iterable[Served],
+    log: Iterable[ServedRequest],
     num_blocks: int | None = None,
     prefill_chunk: int = 512,
     decode_chunk: int = 128,
-    given: Given = NOTHING,
+    given: AssumedRates = NOTHING,
 ) -> Calibration:
     """`num_blocks`: of a worker's pool; default: 256 MiB of blocks. Raises BadSetup where the log says too little: what
     is neither measured nor given is named."""
@@ -163,7 +163,7 @@ def calibrate(
     )
 
 
-def _timed(served: Served) -> _Timed | None:
+def _timed(served: ServedRequest) -> _Timed | None:
     """None of what was disturbed, or has no stages or impossible ones. The client's first token ties both clocks
     together."""
     receipt = served.receipt

@@ -63,7 +63,7 @@ class Attempt:
 
 
 @dataclass(slots=True, eq=False)
-class Stream:
+class LoanStream:
     """One loan: a stream from borrower to lender."""
 
     borrower: SimWorker
@@ -78,7 +78,7 @@ class Stream:
     """By the borrower: nothing is forwarded to it any more."""
 
 
-class Fronts(Listener):
+class FrontProcesses(Listener):
     """Of all workers."""
 
     def __init__(
@@ -95,9 +95,9 @@ class Fronts(Listener):
         self._message_s = message_s
         self._on_report = on_report
         self._attempts: dict[str, Attempt] = {}
-        self._taken: dict[str, Stream] = {}
+        self._taken: dict[str, LoanStream] = {}
         """By the borrower's id."""
-        self._given: dict[str, Stream] = {}
+        self._given: dict[str, LoanStream] = {}
         """By the lender's."""
         self._numbers = 0
         self.num_loans = 0
@@ -211,12 +211,12 @@ class Fronts(Listener):
         assert lender is not None
         self.num_loans += 1
         wanted = tokens[: message.end_block * worker.spec.layout.block_tokens]
-        stream = Stream(worker, message.request_id, lender, self.new_id("loan"), wanted, source)
+        stream = LoanStream(worker, message.request_id, lender, self.new_id("loan"), wanted, source)
         self._taken[stream.borrower_id] = self._given[stream.lender_id] = stream
         lend = Lend(stream.lender_id, wanted, first, "", message.may_compute, priority, mark, borrow=source is not None)
         self._clock.after(self._message_s, self._ask, stream, lend)
 
-    def _ask(self, stream: Stream, lend: Lend) -> None:
+    def _ask(self, stream: LoanStream, lend: Lend) -> None:
         if not stream.lender.alive:
             self._end(stream, "nobody is there")
         elif stream.lender.draining and lend.may_compute:
@@ -237,26 +237,26 @@ class Fronts(Listener):
             case LendRefused(_, reason, _):
                 self._end(stream, reason)
 
-    def _forward(self, stream: Stream, message: LoanStarted | LoanBlocks | LoanFailed) -> None:
+    def _forward(self, stream: LoanStream, message: LoanStarted | LoanBlocks | LoanFailed) -> None:
         self._clock.after(self._message_s, self._deliver, stream, message)
 
-    def _deliver(self, stream: Stream, message: LoanStarted | LoanBlocks | LoanFailed) -> None:
+    def _deliver(self, stream: LoanStream, message: LoanStarted | LoanBlocks | LoanFailed) -> None:
         if not stream.closed:
             if isinstance(message, LoanFailed):
                 self._forget(stream)
             stream.borrower.tell(message)
 
-    def _end(self, stream: Stream, reason: str) -> None:
+    def _end(self, stream: LoanStream, reason: str) -> None:
         """From the lender's side."""
         self._given.pop(stream.lender_id, None)
         self._forward(stream, LoanFailed(stream.borrower_id, reason))
 
-    def _close(self, stream: Stream) -> None:
+    def _close(self, stream: LoanStream) -> None:
         """From the borrower's side: the lender lets go of everything."""
         self._forget(stream)
         self._send(stream.lender, LendClosed(stream.lender_id))
 
-    def _forget(self, stream: Stream) -> None:
+    def _forget(self, stream: LoanStream) -> None:
         stream.closed = True
         self._given.pop(stream.lender_id, None)
         if self._taken.get(stream.borrower_id) is stream:

@@ -8,7 +8,7 @@ LEAST_S = 1e-7
 OFFSET = 1 + int(-math.log(LEAST_S) * BINS)
 
 
-class Gaps:
+class LatencyHistogram:
     """Adds up in whole numbers, so that the order in which gaps come makes no difference."""
 
     def __init__(self) -> None:

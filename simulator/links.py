@@ -8,7 +8,7 @@ where both ends are crowded, and to compute it takes all transfers into account 
 
 from collections.abc import Callable, Hashable
 
-from simulator.clock import Appointment, VirtualClock
+from simulator.clock import ScheduledEvent, VirtualClock
 
 
 class Flow:
@@ -24,7 +24,7 @@ class Flow:
         self.rate = 0.0
         """Bytes per second since `since`, when `remaining` were left."""
         self.since = 0.0
-        self.appointment: Appointment | None = None
+        self.appointment: ScheduledEvent | None = None
 
 
 class Nic:

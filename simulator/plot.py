@@ -7,7 +7,7 @@ from typing import Any
 from simulator.errors import BadSetup
 from simulator.replay import MODES, Run, Setup
 from simulator.report import verdict
-from simulator.results import Results, Spread
+from simulator.results import LatencySummary, Results
 
 COLOURS = dict(zip(MODES, ("#5b6b7b", "#d08a2c", "#1f77b4"), strict=True))
 PANELS_WIDTH = 13.2
@@ -83,7 +83,12 @@ def _subtitle(runs: Sequence[Run], setup: Setup, trace: str) -> list[str]:
 
 
 def _times(
-    axes: Any, runs: Sequence[Run], spread_of: Callable[[Results], Spread], unit: float, limit: float, title: str
+    axes: Any,
+    runs: Sequence[Run],
+    spread_of: Callable[[Results], LatencySummary],
+    unit: float,
+    limit: float,
+    title: str,
 ) -> None:
     """Ranges on a scale of ratios: a line from p50 to p99."""
     from matplotlib.ticker import LogLocator, NullFormatter

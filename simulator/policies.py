@@ -10,12 +10,12 @@ from hashlib import blake2b
 import numpy as np
 
 from engine.kv.block_keys import BlockKey
-from router.placement.candidates import Way, assess
+from router.placement.candidates import Route, assess
 from router.placement.demand import Demand
 from router.placement.fleet import Fleet
 from router.placement.place import Decision, startable
 from router.placement.rates import Ints
-from router.placement.worker_records import Placed
+from router.placement.worker_records import ActivePlacement
 from router.placement.worker_table import Hits
 
 PREFIX_TOKENS = 1024
@@ -35,7 +35,7 @@ class PolicyFleet(Fleet):
         hits = self.hits(keys)
         way = self._choose(demand, keys, hits, decoders, lenders if demand.num_usable_blocks else lenders[:0])
         if way.lender is not None and min(int(hits.held[way.decode]), demand.num_usable_blocks) == len(keys):
-            way = Way(way.decode)  # it has everything
+            way = Route(way.decode)  # it has everything
         best = assess(demand, workers, hits, self.rates, way)
         return Decision(
             decode_id=best.decode_id,
@@ -52,7 +52,7 @@ class PolicyFleet(Fleet):
         )
 
     @abstractmethod
-    def _choose(self, demand: Demand, keys: Sequence[BlockKey], hits: Hits, decoders: Ints, lenders: Ints) -> Way:
+    def _choose(self, demand: Demand, keys: Sequence[BlockKey], hits: Hits, decoders: Ints, lenders: Ints) -> Route:
         """Of rows: there is a decoder at least, and no lender where nothing is to be lent."""
 
 
@@ -61,11 +61,11 @@ class RoundRobin(PolicyFleet):
 
     _next = 0
 
-    def placed(self, decision: Decision, demand: Demand, keys: Sequence[BlockKey]) -> Placed:
+    def placed(self, decision: Decision, demand: Demand, keys: Sequence[BlockKey]) -> ActivePlacement:
         self._next += 1
         return super().placed(decision, demand, keys)
 
-    def _choose(self, demand: Demand, keys: Sequence[BlockKey], hits: Hits, decoders: Ints, lenders: Ints) -> Way:
+    def _choose(self, demand: Demand, keys: Sequence[BlockKey], hits: Hits, decoders: Ints, lenders: Ints) -> Route:
         decode = int(decoders[self._next % len(decoders)])
         return _lend(decode, int(lenders[self._next % len(lenders)]) if len(lenders) else None)
 
@@ -73,7 +73,7 @@ class RoundRobin(PolicyFleet):
 class LeastLoaded(PolicyFleet):
     """The fewest prompt tokens queued; then the fewest streams, then the most blocks."""
 
-    def _choose(self, demand: Demand, keys: Sequence[BlockKey], hits: Hits, decoders: Ints, lenders: Ints) -> Way:
+    def _choose(self, demand: Demand, keys: Sequence[BlockKey], hits: Hits, decoders: Ints, lenders: Ints) -> Route:
         return _lend(self._least(decoders), self._least(lenders) if len(lenders) else None)
 
     def _least(self, rows: Ints) -> int:
@@ -86,7 +86,7 @@ class PrefixHash(PolicyFleet):
     """By the hash of the prompt's first blocks: of all workers, whether they have room now or not, so that those who
     share a prefix meet; where that one has no room, the next that has."""
 
-    def _choose(self, demand: Demand, keys: Sequence[BlockKey], hits: Hits, decoders: Ints, lenders: Ints) -> Way:
+    def _choose(self, demand: Demand, keys: Sequence[BlockKey], hits: Hits, decoders: Ints, lenders: Ints) -> Route:
         leading = keys[max(0, min(len(keys), PREFIX_TOKENS // demand.block_tokens) - 1)] if keys else b""
         decode = self._ranked(leading, np.flatnonzero(self.snapshot.decodes), decoders)
         return _lend(decode, self._ranked(leading, np.flatnonzero(~self.snapshot.decodes), lenders))
@@ -100,20 +100,20 @@ class PrefixHash(PolicyFleet):
 class AlwaysLend(PolicyFleet):
     """Ours by its costs, but that a prefill worker computes every prompt: `disaggregated`."""
 
-    def _choose(self, demand: Demand, keys: Sequence[BlockKey], hits: Hits, decoders: Ints, lenders: Ints) -> Way:
-        ways = [Way(int(decode)) for decode in decoders]
+    def _choose(self, demand: Demand, keys: Sequence[BlockKey], hits: Hits, decoders: Ints, lenders: Ints) -> Route:
+        ways = [Route(int(decode)) for decode in decoders]
         if len(lenders):
             running = self.snapshot.running[decoders]
             first = int(decoders[running.argmin()])
-            by_lender = [Way(first, int(lender), computes=True) for lender in lenders]
+            by_lender = [Route(first, int(lender), computes=True) for lender in lenders]
             lender = min(by_lender, key=lambda way: self._cost_s(demand, hits, way)).lender
-            ways = [Way(int(decode), lender, computes=True) for decode in decoders]
+            ways = [Route(int(decode), lender, computes=True) for decode in decoders]
         return min(ways, key=lambda way: self._cost_s(demand, hits, way))
 
-    def _cost_s(self, demand: Demand, hits: Hits, way: Way) -> float:
+    def _cost_s(self, demand: Demand, hits: Hits, way: Route) -> float:
         return assess(demand, self.snapshot, hits, self.rates, way).cost_s
 
 
-def _lend(decode: int | None, lender: int | None) -> Way:
+def _lend(decode: int | None, lender: int | None) -> Route:
     assert decode is not None
-    return Way(decode) if lender is None else Way(decode, lender, computes=True)
+    return Route(decode) if lender is None else Route(decode, lender, computes=True)

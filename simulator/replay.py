@@ -9,7 +9,7 @@ from typing import Literal
 from cluster.roles import Role
 from engine.backends.sim.timing import StepTiming, StepWork
 from engine.config import WorkerConfig
-from engine.core.engine_core import CoreLimits
+from engine.core.engine_core import EngineLimits
 from engine.core.scheduler import StepBudget
 from engine.kv.layout import KvLayout
 from router.admission.config import AdmissionConfig
@@ -23,7 +23,7 @@ from simulator.gpus import Gpu, Roofline
 from simulator.model_shape import ModelShape
 from simulator.policies import AlwaysLend, LeastLoaded, PrefixHash, RoundRobin
 from simulator.request import Outcome, TraceRequest
-from simulator.results import Results, Slo, Tally
+from simulator.results import ResultCounter, Results, Slo
 from simulator.runner import UNLIMITED_CONTEXT
 from simulator.worker import WorkerSpec
 
@@ -215,7 +215,7 @@ def replay(
     make_fleet: FleetMaker | None = None,
 ) -> Run:
     """One run. `on_progress` hears the trace's time as it goes on, `on_end` of each request's end."""
-    tally = Tally(setup.slo, START_S)
+    tally = ResultCounter(setup.slo, START_S)
 
     def ended(outcome: Outcome) -> None:
         tally.add(outcome)
@@ -349,7 +349,7 @@ def spec_of(setup: Setup, role: Role, apart: bool) -> WorkerSpec:
     layout = KvLayout(model.layers, 1, model.kv_heads * model.head_dim, setup.block_tokens, model.kv_dtype)
     chunk = setup.prefill_chunk if role == "prefill" else setup.decode_chunk
     roofline = roofline_of(setup, role, apart)
-    limits = CoreLimits(StepBudget(max(MAX_BATCH_TOKENS, chunk), chunk))
+    limits = EngineLimits(StepBudget(max(MAX_BATCH_TOKENS, chunk), chunk))
     num_blocks = roofline.num_blocks(setup.block_tokens)
     context = model.max_context_tokens or UNLIMITED_CONTEXT
     return WorkerSpec(role, layout, num_blocks, roofline, limits, nic_bytes_per_s(roofline), max_context_tokens=context)
@@ -357,7 +357,7 @@ def spec_of(setup: Setup, role: Role, apart: bool) -> WorkerSpec:
 
 def _measured_spec(measured: Calibration, role: Role) -> WorkerSpec:
     chunk = measured.chunk(role)
-    limits = CoreLimits(StepBudget(max(WorkerConfig.model_fields["max_batch_tokens"].default, chunk), chunk))
+    limits = EngineLimits(StepBudget(max(WorkerConfig.model_fields["max_batch_tokens"].default, chunk), chunk))
     return WorkerSpec(
         role,
         measured.layout(),

@@ -34,7 +34,7 @@ class TraceRequest:
         return tokens
 
 
-class Fate(Enum):
+class EndState(Enum):
     """How a request ended."""
 
     FINISHED = "finished"
@@ -50,7 +50,7 @@ class Outcome:
 
     request: TraceRequest
     sent_at: float
-    fate: Fate | None = None
+    fate: EndState | None = None
     """None: it is under way."""
     reason: str = ""
     """Of a refusal or a failure."""

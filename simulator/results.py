@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from simulator.errors import check_above_0
-from simulator.latency_histogram import Gaps
-from simulator.request import Fate, Outcome
+from simulator.latency_histogram import LatencyHistogram
+from simulator.request import EndState, Outcome
 
 SHARES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 
@@ -31,7 +31,7 @@ class Slo:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class LatencySummary:
     """Seconds; nan where there is nothing."""
 
     mean: float
@@ -41,7 +41,7 @@ class Spread:
     p99: float
 
     @classmethod
-    def of(cls, values: "array[float]") -> "Spread":
+    def of(cls, values: "array[float]") -> "LatencySummary":
         if not values:
             return cls(*((1 + len(SHARES)) * [math.nan]))
         column = np.frombuffer(values)
@@ -49,7 +49,7 @@ class Spread:
         return cls(float(column.mean()), *(float(quantile) for quantile in quantiles))
 
     @classmethod
-    def of_gaps(cls, gaps: Gaps) -> "Spread":
+    def of_gaps(cls, gaps: LatencyHistogram) -> "LatencySummary":
         return cls(gaps.mean_s, *(gaps.quantile_s(share) for share in SHARES.values()))
 
 
@@ -76,12 +76,12 @@ class Results:
     moved_bytes: int
     placed_again: int
     """Attempts after the first."""
-    ttft_s: Spread
-    itl_s: Spread
+    ttft_s: LatencySummary
+    itl_s: LatencySummary
     """Between any two tokens of one stream."""
-    request_itl_s: Spread
+    request_itl_s: LatencySummary
     """Likewise, the mean of each request that has two: what the SLO is about."""
-    e2e_s: Spread
+    e2e_s: LatencySummary
     kept: int
     """Requests that kept the SLO."""
     goodput_per_gpu: float
@@ -97,14 +97,14 @@ class Results:
         return self.kept / self.requests if self.requests else math.nan
 
 
-class Tally:
+class ResultCounter:
     """Counts outcomes as they come: a few numbers each."""
 
     def __init__(self, slo: Slo, began_at: float) -> None:
         self._slo = slo
         self._began_at = began_at
         self._ttft_s, self._itl_s, self._e2e_s = array("d"), array("d"), array("d")
-        self._fates = dict.fromkeys(Fate, 0)
+        self._fates = dict.fromkeys(EndState, 0)
         self._kept = self._input = self._output = self._reused = self._moved = self._again = 0
         self._last_at = self._last_sent_at = began_at
         self.reasons: dict[str, int] = {}
@@ -115,7 +115,7 @@ class Tally:
         self._fates[outcome.fate] += 1
         self._again += max(0, outcome.num_attempts - 1)
         self._last_sent_at = max(self._last_sent_at, outcome.sent_at)
-        if outcome.fate is not Fate.FINISHED:
+        if outcome.fate is not EndState.FINISHED:
             self.reasons[outcome.reason] = self.reasons.get(outcome.reason, 0) + 1
             return
         self._ttft_s.append(outcome.ttft_s)
@@ -139,14 +139,16 @@ class Tally:
         """From the beginning to the last arrival, but no less than the SLO's TTFT."""
         return max(self._last_sent_at - self._began_at, self._slo.ttft_s)
 
-    def results(self, gaps: Gaps, gpu_seconds: float, usd: float, gpu_seconds_of_arrivals: float) -> Results:
+    def results(
+        self, gaps: LatencyHistogram, gpu_seconds: float, usd: float, gpu_seconds_of_arrivals: float
+    ) -> Results:
         """`usd`: what those were paid. The last: what of them was held in `arrivals_s`."""
         duration_s = self.duration_s
         return Results(
             requests=sum(self._fates.values()),
-            finished=self._fates[Fate.FINISHED],
-            refused=self._fates[Fate.REFUSED],
-            failed=self._fates[Fate.FAILED],
+            finished=self._fates[EndState.FINISHED],
+            refused=self._fates[EndState.REFUSED],
+            failed=self._fates[EndState.FAILED],
             duration_s=duration_s,
             arrivals_s=self.arrivals_s,
             gpu_hours=gpu_seconds / 3600,
@@ -155,10 +157,10 @@ class Tally:
             reused_tokens=self._reused,
             moved_bytes=self._moved,
             placed_again=self._again,
-            ttft_s=Spread.of(self._ttft_s),
-            itl_s=Spread.of_gaps(gaps),
-            request_itl_s=Spread.of(self._itl_s),
-            e2e_s=Spread.of(self._e2e_s),
+            ttft_s=LatencySummary.of(self._ttft_s),
+            itl_s=LatencySummary.of_gaps(gaps),
+            request_itl_s=LatencySummary.of(self._itl_s),
+            e2e_s=LatencySummary.of(self._e2e_s),
             kept=self._kept,
             goodput_per_gpu=self._kept / gpu_seconds_of_arrivals if gpu_seconds_of_arrivals else 0.0,
             usd_per_million_output_tokens=usd / self._output * 1e6 if self._output else math.inf,

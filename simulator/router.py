@@ -13,17 +13,17 @@ from protos import decode_pb2, inference_pb2
 from protos import membership_pb2 as pb
 from router.admission.admission import Admission, Outcome, Started
 from router.admission.config import AdmissionConfig
-from router.admission.rate_limiter import Tenants
-from router.admission.request import Claim, Waiting
+from router.admission.rate_limiter import RateLimiter
+from router.admission.request import QueuedRequest, RequestInfo
 from router.placement.demand import Demand
 from router.placement.fleet import Fleet
 from router.placement.place import Decision
-from router.placement.worker_records import Placed, Worker
+from router.placement.worker_records import ActivePlacement, Worker
 from router.request_path.request_demand import demand_of
-from simulator.clock import Appointment, VirtualClock
-from simulator.front_processes import Attempt, Fronts
-from simulator.latency_histogram import Gaps
-from simulator.request import Fate
+from simulator.clock import ScheduledEvent, VirtualClock
+from simulator.front_processes import Attempt, FrontProcesses
+from simulator.latency_histogram import LatencyHistogram
+from simulator.request import EndState
 from simulator.request import Outcome as Result
 from simulator.runner import output_token
 from simulator.worker import SimWorker
@@ -33,18 +33,18 @@ SETTLE_S = 0.2
 
 
 @dataclass(slots=True, eq=False)
-class Ticket:
+class SimRequest:
     """One request at its router."""
 
     result: Result
     prompt: tuple[int, ...]
-    claim: Claim
+    claim: RequestInfo
     demand: Demand
     keys: Sequence[BlockKey]
     on_end: Callable[[Result], object]
     attempts: int = 1
     failures: int = 0
-    placed: Placed | None = None
+    placed: ActivePlacement | None = None
     decision: Decision | None = None
     placed_at: float = 0.0
     started_at: float = 0.0
@@ -63,16 +63,16 @@ class SimRouter:
         fleet: Fleet,
         config: AdmissionConfig,
         clock: VirtualClock,
-        fronts: Fronts,
+        fronts: FrontProcesses,
         message_s: float,
-        gaps: Gaps,
+        gaps: LatencyHistogram,
         max_attempts: int = 4,
         deadline_s: float = 600.0,
     ) -> None:
         """`message_s`: to a worker, and to a client. `gaps`: where those between tokens are counted."""
         self._gaps = gaps
         self.fleet = fleet
-        self._tenants = Tenants(config)
+        self._tenants = RateLimiter(config)
         self.admission = Admission(fleet, config, self._tenants)
         self._clock = clock
         self._fronts = fronts
@@ -82,8 +82,8 @@ class SimRouter:
         self._members: dict[SimWorker, Worker] = {}
         self._workers: dict[str, SimWorker] = {}
         self._decoders: dict[SimWorker, pb.Hello] = {}
-        self._waiting: dict[Waiting, Ticket] = {}
-        self._timer: Appointment | None = None
+        self._waiting: dict[QueuedRequest, SimRequest] = {}
+        self._timer: ScheduledEvent | None = None
 
     # ------------------------------------------------------------------ membership
 
@@ -129,25 +129,25 @@ class SimRouter:
         self.fleet.traffic.arrived(request.input_tokens)
         if not self._decoders:
             result.reason = "no decode worker is there"
-            self._finish(result, Fate.FAILED, on_end)
+            self._finish(result, EndState.FAILED, on_end)
             return
         context = next(iter(self._decoders.values())).max_context_tokens
         if request.input_tokens + request.output_tokens > context:
             result.reason = f"longer than the model's context of {context} tokens"
-            self._finish(result, Fate.REFUSED, on_end)
+            self._finish(result, EndState.REFUSED, on_end)
             return
         prompt = tuple(request.tokens())
         try:
             demand, keys = self._needs(prompt, prompt, request.output_tokens)
         except InvalidRequest:
             result.reason = "larger than every pool"
-            self._finish(result, Fate.REFUSED, on_end)
+            self._finish(result, EndState.REFUSED, on_end)
             return
-        claim = Claim(request.tenant, request.priority, now, now + self._deadline_s)
+        claim = RequestInfo(request.tenant, request.priority, now, now + self._deadline_s)
         self._tenants.enter(request.tenant, 0, now)
-        self._queue(Ticket(result, prompt, claim, demand, keys, on_end))
+        self._queue(SimRequest(result, prompt, claim, demand, keys, on_end))
 
-    def _queue(self, ticket: Ticket) -> None:
+    def _queue(self, ticket: SimRequest) -> None:
         waiting, outcomes = self.admission.arrived(ticket.claim, ticket.demand, ticket.keys, self._clock.now)
         self._waiting[waiting] = ticket
         self._perform(outcomes)
@@ -159,10 +159,10 @@ class SimRouter:
                 self._start(ticket, outcome.placed, outcome.decision)
             else:
                 ticket.result.reason = str(outcome.refusal.reason)
-                self._end(ticket, Fate.REFUSED)
+                self._end(ticket, EndState.REFUSED)
         self._arm()
 
-    def _start(self, ticket: Ticket, placed: Placed, decision: Decision) -> None:
+    def _start(self, ticket: SimRequest, placed: ActivePlacement, decision: Decision) -> None:
         ticket.placed, ticket.decision, ticket.placed_at = placed, decision, self._clock.now
         ticket.result.num_attempts += 1
         ticket.result.predicted_ttft_s = decision.predicted_ttft_s
@@ -199,7 +199,7 @@ class SimRouter:
 
     # ------------------------------------------------------------------ what comes of an attempt
 
-    def _token(self, ticket: Ticket, attempt: Attempt, token: Token) -> None:
+    def _token(self, ticket: SimRequest, attempt: Attempt, token: Token) -> None:
         """Its engine says it now; the client has it two messages later. All tokens take the same way."""
         result, at = ticket.result, self._clock.now + 2 * self._message_s
         if result.num_emitted:
@@ -213,14 +213,14 @@ class SimRouter:
         if token.finish is not None:
             self._clock.after(self._message_s, self._finished, ticket, attempt)
 
-    def _run(self, ticket: Ticket, times: Sequence[float]) -> None:
+    def _run(self, ticket: SimRequest, times: Sequence[float]) -> None:
         """Tokens of a run, none of them the first or the last. Gaps within the run are counted for all its streams."""
         result = ticket.result
         self._gaps.add(times[0] + 2 * self._message_s - result.last_token_at)
         result.num_emitted += len(times)
         result.last_token_at = times[-1] + 2 * self._message_s
 
-    def _started(self, ticket: Ticket) -> None:
+    def _started(self, ticket: SimRequest) -> None:
         assert ticket.placed is not None
         if not ticket.placed.started:
             self.fleet.started(ticket.placed)
@@ -228,7 +228,7 @@ class SimRouter:
             if not ticket.claim.streaming:
                 self.fleet.traffic.first_token(ticket.started_at - ticket.claim.arrived_at)
 
-    def _finished(self, ticket: Ticket, attempt: Attempt) -> None:
+    def _finished(self, ticket: SimRequest, attempt: Attempt) -> None:
         placed, result = ticket.placed, ticket.result
         assert placed is not None
         self._started(ticket)
@@ -241,37 +241,37 @@ class SimRouter:
         from_cache = kv.reused_blocks + kv.lender_cached_blocks + kv.lender_fetched_blocks
         result.reused_tokens = from_cache * kv.block_tokens
         self._over(ticket)
-        self._end(ticket, Fate.FINISHED)
+        self._end(ticket, EndState.FINISHED)
 
-    def _rejected(self, ticket: Ticket, rejected: Rejected) -> None:
+    def _rejected(self, ticket: SimRequest, rejected: Rejected) -> None:
         assert ticket.placed is not None
         if rejected.permanent:
             self._over(ticket)
             ticket.result.reason = rejected.reason
-            self._end(ticket, Fate.FAILED)
+            self._end(ticket, EndState.FAILED)
             return
         try:
             self.admission.refused_by_worker(ticket.placed, self._clock.now)
         except Overloaded as error:
             self._over(ticket)
             ticket.result.reason = str(error)
-            self._end(ticket, Fate.REFUSED)
+            self._end(ticket, EndState.REFUSED)
             return
         self._over(ticket)
         self._queue(ticket)
 
-    def _lost(self, ticket: Ticket) -> None:
+    def _lost(self, ticket: SimRequest) -> None:
         """Its worker is gone: place it anew, with what was emitted."""
         ticket.failures += 1
         self._over(ticket)
         if ticket.failures == self._max_attempts:
             ticket.result.reason = f"{ticket.failures} workers died"
-            self._end(ticket, Fate.FAILED)
+            self._end(ticket, EndState.FAILED)
             return
         ticket.attempts += 1
         self._clock.after(SETTLE_S / 10, self._again, ticket)
 
-    def _handed_over(self, ticket: Ticket) -> None:
+    def _handed_over(self, ticket: SimRequest) -> None:
         """Nothing failed: it goes on elsewhere."""
         assert ticket.placed is not None
         if self.fleet.worker(ticket.placed.decode.worker_id) is ticket.placed.decode:
@@ -280,10 +280,10 @@ class SimRouter:
         ticket.attempts += 1
         self._again(ticket)
 
-    def _again(self, ticket: Ticket) -> None:
+    def _again(self, ticket: SimRequest) -> None:
         if not self._decoders:
             ticket.result.reason = "no decode worker is left"
-            self._end(ticket, Fate.FAILED)
+            self._end(ticket, EndState.FAILED)
             return
         chain = [*ticket.prompt, *ticket.emitted]
         ticket.claim.streaming = bool(ticket.emitted)
@@ -291,7 +291,7 @@ class SimRouter:
             ticket.demand, ticket.keys = self._needs(ticket.prompt, chain, ticket.result.request.output_tokens)
         except InvalidRequest:
             ticket.result.reason = "larger than every pool that is left"
-            self._end(ticket, Fate.FAILED)
+            self._end(ticket, EndState.FAILED)
             return
         self._queue(ticket)
 
@@ -304,21 +304,21 @@ class SimRouter:
         usable = chain[: demand.num_usable_blocks * demand.block_tokens]
         return demand, block_keys(root_key(hello.model_fingerprint, ""), usable, demand.block_tokens)
 
-    def _over(self, ticket: Ticket) -> None:
+    def _over(self, ticket: SimRequest) -> None:
         """The attempt; the fleet and admission count it no more."""
         placed, ticket.placed = ticket.placed, None
         assert placed is not None
         self._perform(self.admission.ended(placed, self._clock.now))
 
-    def _end(self, ticket: Ticket, fate: Fate) -> None:
+    def _end(self, ticket: SimRequest, fate: EndState) -> None:
         self._tenants.leave(ticket.claim.tenant, 0, self._clock.now)
         self._finish(ticket.result, fate, ticket.on_end)
 
-    def _finish(self, result: Result, fate: Fate, on_end: Callable[[Result], object]) -> None:
+    def _finish(self, result: Result, fate: EndState, on_end: Callable[[Result], object]) -> None:
         result.fate = fate
         on_end(result)
 
-    def _receipt(self, ticket: Ticket, attempt: Attempt) -> inference_pb2.Finish:
+    def _receipt(self, ticket: SimRequest, attempt: Attempt) -> inference_pb2.Finish:
         decision = ticket.decision
         assert decision is not None
         placement = inference_pb2.Placement(

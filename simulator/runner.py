@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core.core_types import Chunk, Sampled
+from engine.core.core_types import Chunk, SampleResult
 from engine.core.core_types import Sequence as Chain
-from engine.core.model_runner import ModelInfo, Runner
+from engine.core.model_runner import ModelInfo, ModelRunner
 from engine.kv.layout import KvLayout
 from kvtransfer.transport import DevicePool
 
@@ -29,16 +29,16 @@ def token_of(sequence: Chain) -> int:
     return output_token(sequence.sampling.seed)
 
 
-class BytelessRunner(Runner):
+class BytelessRunner(ModelRunner):
     """All blocks have the same fingerprint, there being nothing in them: a real check is that of the `sim` engine."""
 
     def __init__(self, layout: KvLayout, num_blocks: int, max_context_tokens: int = UNLIMITED_CONTEXT) -> None:
         self.layout = layout
         self.info = ModelInfo(b"simulated", 1 << 32, max_context_tokens, eos_token_ids=frozenset())
         self.pool = DevicePool(address=0, num_blocks=num_blocks, block_bytes=layout.block_bytes, device=0)
-        self._sampled: dict[int, Sampled] = {}
+        self._sampled: dict[int, SampleResult] = {}
 
-    def execute(self, batch: Sequence[Chunk]) -> list[Sampled]:
+    def execute(self, batch: Sequence[Chunk]) -> list[SampleResult]:
         """At once; how long it is to take is the caller's affair."""
         return [self._sample(chunk) for chunk in batch if chunk.answers]
 
@@ -48,11 +48,11 @@ class BytelessRunner(Runner):
     def fingerprints(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
         return np.zeros((len(blocks), self.layout.kv_heads), np.uint64)
 
-    def _sample(self, chunk: Chunk) -> Sampled:
+    def _sample(self, chunk: Chunk) -> SampleResult:
         sampling = chunk.sequence.sampling
         assert sampling is not None
         if (sampled := self._sampled.get(sampling.seed)) is None:
             if len(self._sampled) > 4096:
                 self._sampled.clear()
-            sampled = self._sampled[sampling.seed] = Sampled(output_token(sampling.seed))
+            sampled = self._sampled[sampling.seed] = SampleResult(output_token(sampling.seed))
         return sampled

@@ -17,10 +17,10 @@ from cluster.roles import Role
 from engine.backends.sim.timing import StepWork, Timing
 from engine.core.core_types import Chunk
 from engine.core.core_types import Sequence as Chain
-from engine.core.engine_core import CoreLimits, EngineCore, Input
+from engine.core.engine_core import EngineCore, EngineLimits, Input
 from engine.kv.layout import KvLayout
 from engine.messages import FromEngine, Ready
-from simulator.clock import Appointment, VirtualClock
+from simulator.clock import ScheduledEvent, VirtualClock
 from simulator.runner import UNLIMITED_CONTEXT, BytelessRunner, token_of
 from simulator.transport import VirtualTransport
 
@@ -38,7 +38,7 @@ class WorkerSpec:
     layout: KvLayout
     num_blocks: int
     timing: Timing
-    limits: CoreLimits
+    limits: EngineLimits
     nic_bytes_per_s: float
     read_latency_s: float = 20e-6
     """From the post of a read to its first byte."""
@@ -90,9 +90,9 @@ class SimWorker:
         self._runner = BytelessRunner(spec.layout, spec.num_blocks, spec.max_context_tokens)
         self._said: list[FromEngine] = []
         self.core = EngineCore(self._runner, transport, spec.limits, self._said.append, self._wake, clock=clock.time)
-        self._turning: Appointment | None = None
-        self._stepping: Appointment | None = None
-        self._idling: Appointment | None = None
+        self._turning: ScheduledEvent | None = None
+        self._stepping: ScheduledEvent | None = None
+        self._idling: ScheduledEvent | None = None
         self._turned_at = 0.0
         self._run: list[float] = []
         """When each step of the run under way ends."""

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from simulator.clock import Appointment, VirtualClock
-from simulator.front_processes import Fronts
+from simulator.clock import ScheduledEvent, VirtualClock
+from simulator.front_processes import FrontProcesses
 from simulator.worker import SimWorker
 
 DRAIN_S = 30.0
@@ -15,13 +15,13 @@ LAST = 1 << 40
 """Behind all that happens in a moment: nobody has anything left to say of it then."""
 
 
-class Leaving:
+class WorkerDrain:
     """It waits for what is under way, hands over the rest, stays readable a while, and then has left."""
 
     def __init__(
         self,
         worker: SimWorker,
-        fronts: Fronts,
+        fronts: FrontProcesses,
         clock: VirtualClock,
         drain_s: float,
         on_left: Callable[[SimWorker], object],
@@ -30,7 +30,7 @@ class Leaving:
         self._give_up_at = clock.now + drain_s
         self._readable_s = min(drain_s, READABLE_S)
         self._quiet_at = 0.0
-        self._next: Appointment = clock.late(clock.now, LAST, self._finish)
+        self._next: ScheduledEvent = clock.late(clock.now, LAST, self._finish)
 
     def cancel(self) -> None:
         """It died meanwhile."""

@@ -130,7 +130,7 @@ def _check_rate(rate: float) -> None:
 def _requests(
     profile: Profile, arrivals: Iterator[float], seed: int, scale: float, context: int
 ) -> Iterator[TraceRequest]:
-    seeds, talks = random.Random(seed), _Talks(profile, scale, context)
+    seeds, talks = random.Random(seed), _Conversations(profile, scale, context)
     for number, at_s in enumerate(arrivals):
         talk = talks.one(seeds)
         question, answer = profile.question.draw(seeds, scale), profile.answer.draw(seeds, scale)
@@ -155,7 +155,7 @@ def _requests(
 
 
 @dataclass(slots=True, eq=False)
-class _Talk:
+class _Conversation:
     """One conversation, as the prompt of its next turn begins."""
 
     place: int
@@ -163,13 +163,13 @@ class _Talk:
     tokens: int
     turn: int = 0
 
-    def grow(self, tokens: int, talks: "_Talks") -> None:
+    def grow(self, tokens: int, talks: "_Conversations") -> None:
         self.tokens += tokens
         while len(self.hash_ids) * HASH_TOKENS < self.tokens:
             self.hash_ids.append(talks.new_id())
 
 
-class _Talks:
+class _Conversations:
     """Those under way."""
 
     def __init__(self, profile: Profile, scale: float, context: int) -> None:
@@ -178,23 +178,23 @@ class _Talks:
         system_blocks = round(profile.system_tokens * scale / HASH_TOKENS)
         system_blocks = min(system_blocks, context // 4 // HASH_TOKENS)
         self._systems = [[self.new_id() for _ in range(system_blocks)] for _ in range(profile.system_prompts)]
-        self._under_way: list[_Talk | None] = [None] * profile.conversations
+        self._under_way: list[_Conversation | None] = [None] * profile.conversations
 
     def new_id(self) -> int:
         return next(self._ids) % MAX_HASH_ID
 
-    def one(self, seeds: random.Random) -> _Talk:
+    def one(self, seeds: random.Random) -> _Conversation:
         """Whose turn it is."""
         place = seeds.randrange(len(self._under_way))
         return self._under_way[place] or self._begin(place, seeds)
 
-    def anew(self, talk: _Talk, seeds: random.Random) -> _Talk:
+    def anew(self, talk: _Conversation, seeds: random.Random) -> _Conversation:
         """Another one in its place."""
         return self._begin(talk.place, seeds)
 
-    def _begin(self, place: int, seeds: random.Random) -> _Talk:
+    def _begin(self, place: int, seeds: random.Random) -> _Conversation:
         system = seeds.choice(self._systems)
-        talk = _Talk(place, [*system], len(system) * HASH_TOKENS)
+        talk = _Conversation(place, [*system], len(system) * HASH_TOKENS)
         if self._profile.document is not None:
             document = self._profile.document.draw(seeds, self._scale)
             talk.grow(min(document, self._context // 2 - talk.tokens), self)

@@ -9,14 +9,14 @@ import grpc
 from cluster.error_status import from_rpc_error
 from cluster.errors import Unavailable
 from cluster.rpc import channel
-from cluster.tls import Trust
+from cluster.tls import TlsIdentity
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 
 POLL_S = 0.02
 
 
-async def workers_at(address: str, trust: Trust | None, timeout_s: float) -> set[str]:
+async def workers_at(address: str, trust: TlsIdentity | None, timeout_s: float) -> set[str]:
     """Addresses of the workers to which that router sends requests. `address` is where workers join. Raises
     ServiceError."""
     async with channel(address, trust) as link:
@@ -28,7 +28,9 @@ async def workers_at(address: str, trust: Trust | None, timeout_s: float) -> set
     return {worker.address for worker in workers if worker.heard and not worker.draining}
 
 
-async def await_members(address: str, trust: Trust | None, num_prefill: int, num_decode: int, timeout_s: float) -> None:
+async def await_members(
+    address: str, trust: TlsIdentity | None, num_prefill: int, num_decode: int, timeout_s: float
+) -> None:
     """Returns once so many have joined. Raises Unavailable after `timeout_s`, and what else the router says."""
     give_up_at = time.monotonic() + timeout_s
     async with channel(address, trust) as link:

@@ -173,7 +173,7 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SamplePosition:
     """Where a token may come next: after the tokens of a sequence and some guesses at those that follow.
 
     A sequence itself is such a place, with no guess; what both have in common is all that sampling asks of one."""
@@ -206,7 +206,7 @@ class Place:
         return self.sequence.num_sampled + len(self.guesses)
 
 
-AnyPlace = Sequence | Place
+AnyPlace = Sequence | SamplePosition
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +246,10 @@ class Chunk:
     @property
     def places(self) -> list[AnyPlace]:
         """Where tokens are sampled, of a chunk that samples: its end, and after each guess."""
-        return [self.sequence, *(Place(self.sequence, self.guesses[: j + 1]) for j in range(len(self.guesses)))]
+        return [
+            self.sequence,
+            *(SamplePosition(self.sequence, self.guesses[: j + 1]) for j in range(len(self.guesses))),
+        ]
 
     @property
     def samples(self) -> bool:
@@ -268,7 +271,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RequestFailure:
     """Why a request cannot go on: `field` of it is at fault."""
 
     field: str
@@ -276,30 +279,30 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampleResult:
     """What a chunk's logits gave: one token sampled for its sequence, or why there can be none."""
 
     token_id: int
     """-1 when the chunk samples none."""
     logprobs: TokenLogprobs | None = None
-    failure: Failure | None = None
+    failure: RequestFailure | None = None
     """The request ends with it, and `token_id` means nothing."""
     prompt: tuple[TokenLogprobs, ...] = ()
     """Of the prompt tokens that follow `Chunk.scored`."""
     num_guesses: int = 0
     """That were verified."""
-    following: "tuple[Sampled, ...]" = ()
+    following: "tuple[SampleResult, ...]" = ()
     """What was sampled after it, in turn: as many as guesses were right."""
 
 
-def verified(guesses: tuple[int, ...], answers: Iterable[Sampled | None]) -> Sampled:
+def verified(guesses: tuple[int, ...], answers: Iterable[SampleResult | None]) -> SampleResult:
     """The answer to a chunk with these guesses. `answers` are what is sampled after none of them, after the first, and
     so on; None where nothing can be said if it comes to that, and then the next step will. No more of them are asked
     for than guesses were right."""
     of_places = iter(answers)
     first = next(of_places)
     assert first is not None
-    last, following = first, list[Sampled]()
+    last, following = first, list[SampleResult]()
     for guess in guesses:
         if last.failure is not None or last.token_id != guess or (answer := next(of_places)) is None:
             break

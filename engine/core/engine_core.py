@@ -12,18 +12,18 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
-from engine.core.core_types import Chunk, Sampled, Sequence
-from engine.core.load_reports import Reporter, ReportTimes
-from engine.core.model_runner import Runner
-from engine.core.request_manager import RequestDesk
+from engine.core.core_types import Chunk, SampleResult, Sequence
+from engine.core.load_reports import LoadReporter, ReportSchedule
+from engine.core.model_runner import ModelRunner
+from engine.core.request_manager import RequestManager
 from engine.core.scheduler import StepBudget, schedule
-from engine.core.uniform_decode import SteadySteps
-from engine.kv.kv_cache_manager import Bookkeeper
+from engine.core.uniform_decode import UniformDecode
+from engine.kv.kv_cache_manager import KVCacheManager
 from engine.kv.tiers.tiers import Tiers
-from engine.lending.block_reads import OtherRank, OwnRank
-from engine.lending.borrower_manager import BorrowingDesk, ReadLanded
-from engine.lending.fast_path import EarlyLink, EarlyWords
-from engine.lending.lender_manager import LendingDesk
+from engine.lending.block_reads import LocalRank, RemoteRank
+from engine.lending.borrower_manager import BorrowerManager, ReadCompletion
+from engine.lending.fast_path import FastPath, FastPathLink
+from engine.lending.lender_manager import LenderManager
 from engine.messages import (
     Audit,
     Audited,
@@ -45,11 +45,11 @@ from engine.speculation.speculator import Speculator
 from kvtransfer.ranks import BlockPart, join_endpoints
 from kvtransfer.transport import Transport
 
-Input = ToEngine | ReadLanded
+Input = ToEngine | ReadCompletion
 
 
 @dataclass(frozen=True, slots=True)
-class CoreLimits:
+class EngineLimits:
     """What bounds the engine's work."""
 
     budget: StepBudget
@@ -71,16 +71,16 @@ class EngineCore:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: ModelRunner,
         transport: Transport,
-        limits: CoreLimits,
+        limits: EngineLimits,
         emit: Callable[[FromEngine], None],
         wake: Callable[[], None] = lambda: None,
         tiers: Tiers | None = None,
         clock: Callable[[], float] = time.monotonic,
         speculator: Speculator | None = None,
-        others: Seq[OtherRank] = (),
-        early: EarlyLink | None = None,
+        others: Seq[RemoteRank] = (),
+        early: FastPathLink | None = None,
     ) -> None:
         """`emit` is called from `handle` and `step`, and must not block. `wake` is called by `post`, from whatever
         thread that runs on: there is something for `handle_posted`. `clock` says the time, in seconds. Without a
@@ -92,19 +92,19 @@ class EngineCore:
         self._transport = transport
         self._limits = limits
         self._emit = emit
-        self._posted: SimpleQueue[ReadLanded] = SimpleQueue()
+        self._posted: SimpleQueue[ReadCompletion] = SimpleQueue()
         self._wake = wake
         self._speculator = speculator
         self._model_fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
-        self._books = Bookkeeper(runner.pool.num_blocks, runner.layout, runner, tiers, clock=clock)
+        self._books = KVCacheManager(runner.pool.num_blocks, runner.layout, runner, tiers, clock=clock)
         part = BlockPart(runner.layout.block_bytes, 0, 1 + len(others))
-        own = OwnRank(transport, part, runner.part_fingerprints, runner.folding, clock)
+        own = LocalRank(transport, part, runner.part_fingerprints, runner.folding, clock)
         self._others = others
-        self._early = EarlyWords(early)
-        self._borrowing = BorrowingDesk(
+        self._early = FastPath(early)
+        self._borrowing = BorrowerManager(
             self._books, transport.name, emit, self.post, own, self._early, others, limits.read_silence_s
         )
-        self._lending = LendingDesk(
+        self._lending = LenderManager(
             self._books,
             self._borrowing,
             self._model_fingerprint,
@@ -113,7 +113,7 @@ class EngineCore:
             limits.max_queued_loans,
             self._next_arrival,
         )
-        self._requests = RequestDesk(
+        self._requests = RequestManager(
             self._books,
             self._borrowing,
             self._model_fingerprint,
@@ -123,10 +123,10 @@ class EngineCore:
             limits.reserve_output_tokens,
             runner.copy_block,
         )
-        times = ReportTimes(limits.report_interval_s, limits.min_report_interval_s, limits.max_step_s)
-        self._reports = Reporter(self._books, self._requests, self._lending, times, emit, speculator)
+        times = ReportSchedule(limits.report_interval_s, limits.min_report_interval_s, limits.max_step_s)
+        self._reports = LoadReporter(self._books, self._requests, self._lending, times, emit, speculator)
         self._arrivals = 0
-        self.steady = SteadySteps(
+        self.steady = UniformDecode(
             self._books, self._requests, self._lending, self._reports, limits.budget, self._take_arrivals
         )
 
@@ -148,7 +148,7 @@ class EngineCore:
             max_context_tokens=info.max_context_tokens,
         )
 
-    def post(self, message: ReadLanded) -> None:
+    def post(self, message: ReadCompletion) -> None:
         """Hand a message to the loop, from any thread."""
         self._posted.put(message)
         self._wake()
@@ -201,7 +201,7 @@ class EngineCore:
         self._books.begin_step(chunk.sequence for chunk in batch)
         return batch
 
-    def end_step(self, batch: list[Chunk], sampled: list[Sampled]) -> None:
+    def end_step(self, batch: list[Chunk], sampled: list[SampleResult]) -> None:
         """The runner's answer to `begin_step`."""
         prompts = [chunk for chunk in batch if not chunk.sequence.decoding]
         seconds = self._reports.step_ended()
@@ -253,7 +253,7 @@ class EngineCore:
                 self._borrowing.announced(message)
             case LoanFailed():
                 self._borrowing.failed(message)
-            case ReadLanded():
+            case ReadCompletion():
                 self._borrowing.landed(message)
             case Lend():
                 self._reports.saw(message.mark)

@@ -3,16 +3,16 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.core.request_manager import RequestDesk
-from engine.kv.kv_cache_manager import Bookkeeper
+from engine.core.request_manager import RequestManager
+from engine.kv.kv_cache_manager import KVCacheManager
 from engine.kv.kv_stats import POOL, REMOTE
-from engine.lending.lender_manager import LendingDesk
+from engine.lending.lender_manager import LenderManager
 from engine.messages import CacheChanged, FromEngine, KvUse, Load, PlacementMark, TierUse
 from engine.speculation.speculator import Speculator
 
 
 @dataclass(frozen=True, slots=True)
-class ReportTimes:
+class ReportSchedule:
     """When load is reported."""
 
     interval_s: float
@@ -23,15 +23,15 @@ class ReportTimes:
     """A step that takes longer counts as hung: nothing is reported any more."""
 
 
-class Reporter:
+class LoadReporter:
     """Driven by the engine's loop; says nothing by itself."""
 
     def __init__(
         self,
-        books: Bookkeeper,
-        requests: RequestDesk,
-        lending: LendingDesk,
-        times: ReportTimes,
+        books: KVCacheManager,
+        requests: RequestManager,
+        lending: LenderManager,
+        times: ReportSchedule,
         emit: Callable[[FromEngine], None],
         speculator: Speculator | None = None,
     ) -> None:

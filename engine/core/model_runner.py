@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core.core_types import Chunk, Sampled
+from engine.core.core_types import Chunk, SampleResult
 from engine.kv.layout import KvLayout
 from kvtransfer.fingerprint import Fingerprints, Folding
 from kvtransfer.transport import AnyPool, Pool
@@ -23,7 +23,7 @@ class ModelInfo:
     eos_token_ids: frozenset[int]
 
 
-class Runner(ABC):
+class ModelRunner(ABC):
     """One model with its KV memory. Used by one thread."""
 
     layout: KvLayout
@@ -49,7 +49,7 @@ class Runner(ABC):
         return 0.0
 
     @abstractmethod
-    def execute(self, batch: Sequence[Chunk]) -> list[Sampled]:
+    def execute(self, batch: Sequence[Chunk]) -> list[SampleResult]:
         """Compute the KV of every chunk's tokens into its sequence's blocks; blocks before a chunk are full. It is
         there for everyone, transports too, when this returns.
 

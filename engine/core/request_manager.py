@@ -19,12 +19,12 @@ runs and finishes by itself (`engine/sampling/parallel_sampling.py`), and the re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.core.core_types import Chunk, FinishReason, Sampled, Sequence
-from engine.core.running_set import Residency
+from engine.core.core_types import Chunk, FinishReason, SampleResult, Sequence
+from engine.core.running_set import RunningSet
 from engine.kv.block_keys import root_key
-from engine.kv.kv_cache_manager import Bookkeeper
+from engine.kv.kv_cache_manager import KVCacheManager
 from engine.kv.kv_stats import POOL
-from engine.lending.borrower_manager import BorrowingDesk, Wanted
+from engine.lending.borrower_manager import BorrowerManager, BorrowRequest
 from engine.messages import Failed, FromEngine, Generate, KvAccount, PromptScored, Rejected, Token
 from engine.sampling.beam_search import BeamSearch
 from engine.sampling.parallel_sampling import chains_of, num_blocks_at_most, search_of
@@ -57,13 +57,13 @@ class _Request:
         return self.account.preemptions > before
 
 
-class RequestDesk:
+class RequestManager:
     """Requests by id, and the loans taken for them."""
 
     def __init__(
         self,
-        books: Bookkeeper,
-        borrowing: BorrowingDesk,
+        books: KVCacheManager,
+        borrowing: BorrowerManager,
         model_fingerprint: bytes,
         eos_token_ids: frozenset[int],
         emit: Callable[[FromEngine], None],
@@ -72,7 +72,7 @@ class RequestDesk:
         copy_block: Callable[[int, int], None],
     ) -> None:
         """`next_arrival` numbers arrivals and turns. `copy_block(source, target)` is called between steps."""
-        self.residency = Residency(books, reserve_output_tokens, next_arrival, copy_block)
+        self.residency = RunningSet(books, reserve_output_tokens, next_arrival, copy_block)
         self._books = books
         self._borrowing = borrowing
         self._model_fingerprint = model_fingerprint
@@ -130,7 +130,7 @@ class RequestDesk:
         self._requests[message.request_id] = request
         self._num_parted += request.is_parted
         lender = message.lender_computes if message.borrow else None
-        if not self._borrowing.take(Wanted(sequence, keys, lender, account, self)):
+        if not self._borrowing.take(BorrowRequest(sequence, keys, lender, account, self)):
             self.loan_over(sequence, lost_blocks=False)
 
     def adopt(self, batch: list[Chunk]) -> bool:
@@ -159,7 +159,7 @@ class RequestDesk:
         request = self._requests.get(sequence.request_id)
         return request is not None and request.chains.get(sequence.choice) is sequence
 
-    def computed(self, sequence: Sequence, sampled: Sampled, samples: bool) -> None:
+    def computed(self, sequence: Sequence, sampled: SampleResult, samples: bool) -> None:
         """What the runner has to say of a sequence's chunk; `samples`: the sequence's next token is among it, and those
         after it as far as guesses were right. The chunk's own tokens were counted in the books; theirs are here."""
         if sampled.prompt:
@@ -173,7 +173,7 @@ class RequestDesk:
                 self._books.advance(sequence, 1)  # of the guess, which is the sequence's last token by now
                 self._append(sequence, following, followed_guess=True)
 
-    def _append(self, sequence: Sequence, sampled: Sampled, followed_guess: bool = False) -> None:
+    def _append(self, sequence: Sequence, sampled: SampleResult, followed_guess: bool = False) -> None:
         """The sequence's next token is known, or what may come next of a beam, or that there can be none."""
         if sampled.failure is not None:
             self._emit(Failed(sequence.request_id, sampled.failure))

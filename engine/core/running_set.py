@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from engine.core.core_types import Chunk, Sequence
 from engine.core.preemption import admits, next_victim, oldest_of, restart_order
 from engine.kv.block_keys import BlockKey
-from engine.kv.kv_cache_manager import Bookkeeper
+from engine.kv.kv_cache_manager import KVCacheManager
 
 
 @dataclass(frozen=True, slots=True)
-class _Lost:
+class _PreemptedState:
     """What a preempted sequence had."""
 
     num_computed: int
@@ -24,12 +24,12 @@ class _Lost:
     """Of the full blocks that may still be cached when it restarts."""
 
 
-class Residency:
+class RunningSet:
     """Running and preempted sequences of requests. Never of loans: nobody takes their blocks."""
 
     def __init__(
         self,
-        books: Bookkeeper,
+        books: KVCacheManager,
         reserve_output_tokens: int,
         next_turn: Callable[[], int],
         copy_block: Callable[[int, int], None],
@@ -40,7 +40,7 @@ class Residency:
         self._reserve_output_tokens = reserve_output_tokens
         self._next_turn = next_turn
         self._running: dict[Sequence, None] = {}
-        self._preempted: dict[Sequence, _Lost] = {}
+        self._preempted: dict[Sequence, _PreemptedState] = {}
         self._stalled: Sequence | None = None
         """The oldest, when it lacks a block and whoever has one cannot be preempted. For one step."""
         self.num_preemptions = 0
@@ -94,7 +94,7 @@ class Residency:
             if parent in self._running:
                 copies = self._books.fork(parent, child, num_shared, self._num_own_blocks(child))
             if copies is None:
-                self._preempted[child] = _Lost(0, self._books.usable_keys(child))
+                self._preempted[child] = _PreemptedState(0, self._books.usable_keys(child))
                 continue
             for source, target in copies:
                 self._copy_block(source, target)
@@ -159,7 +159,7 @@ class Residency:
 
     def _preempt(self, sequence: Sequence) -> None:
         del self._running[sequence]
-        self._preempted[sequence] = _Lost(sequence.num_computed, self._books.usable_keys(sequence))
+        self._preempted[sequence] = _PreemptedState(sequence.num_computed, self._books.usable_keys(sequence))
         self._books.preempt(sequence)
         sequence.num_preemptions += 1
         self.num_preemptions += 1

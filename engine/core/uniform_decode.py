@@ -13,22 +13,22 @@ before and end nothing. Real engines cannot know that: only the simulator runs t
 from collections.abc import Callable
 
 from engine.core.core_types import Sequence
-from engine.core.load_reports import Reporter
-from engine.core.request_manager import RequestDesk
+from engine.core.load_reports import LoadReporter
+from engine.core.request_manager import RequestManager
 from engine.core.scheduler import StepBudget
-from engine.kv.kv_cache_manager import Bookkeeper
-from engine.lending.lender_manager import LendingDesk
+from engine.kv.kv_cache_manager import KVCacheManager
+from engine.lending.lender_manager import LenderManager
 
 
-class SteadySteps:
+class UniformDecode:
     """Of one engine."""
 
     def __init__(
         self,
-        books: Bookkeeper,
-        requests: RequestDesk,
-        lending: LendingDesk,
-        reports: Reporter,
+        books: KVCacheManager,
+        requests: RequestManager,
+        lending: LenderManager,
+        reports: LoadReporter,
         budget: StepBudget,
         take_turns: Callable[[int], int],
     ) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from cluster.roles import Role
 from engine.config import WorkerConfig
-from engine.host.core_sharing import Claim, CoreShare, own_share
+from engine.host.core_sharing import CoreClaim, CoreShare, own_share
 from engine.host.cpu_affinity import in_machine_order, num_available, settle_on
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ NAME = "tandem-cores-1-"
 _LISTED = re.compile(rb" @" + NAME.encode() + rb"(\S+)$", re.MULTILINE)
 
 
-class Neighbours:
+class CoreAllocation:
     """As one engine sees them. Used by one thread."""
 
     def __init__(self, role: Role, told: Sequence[int]) -> None:
@@ -80,7 +80,7 @@ class Neighbours:
         return own_share(self._own, _read_claims(), self._in_order)
 
     def _claim(self, cores: tuple[int, ...]) -> None:
-        claim = Claim(self._since, os.getpid(), self._role, self._told, cores)
+        claim = CoreClaim(self._since, os.getpid(), self._role, self._told, cores)
         claimed = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             claimed.bind(f"\0{NAME}{claim}".encode())
@@ -96,7 +96,7 @@ class Neighbours:
             self._socket.close()
 
 
-def heeds_neighbours(config: WorkerConfig) -> bool:
+def finds_own_cores(config: WorkerConfig) -> bool:
     """Whether an engine with such settings is to say what it is: told its cores, it is avoided; told nothing, it also
     avoids. A container with time for fewer cores than it sees cannot know which of them others leave to it."""
     if config.engine != "torch":
@@ -106,10 +106,10 @@ def heeds_neighbours(config: WorkerConfig) -> bool:
     return (config.threads, config.tensor_parallel) == (None, 1) and num_available() >= len(os.sched_getaffinity(0))
 
 
-def _read_claims() -> list[Claim]:
+def _read_claims() -> list[CoreClaim]:
     listed = islice(_LISTED.finditer(SOCKETS.read_bytes()), MAX_HEEDED)
     names = (found[1].decode(errors="replace") for found in listed)
-    return [claim for name in names if (claim := Claim.parse(name)) is not None]
+    return [claim for name in names if (claim := CoreClaim.parse(name)) is not None]
 
 
 def _allowed() -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Which CPU cores each of several engines on one host computes on. Pure.
 
 Engines that are not kept apart slow each other several times over. Who starts all of them for good knows how many there
-are, and may tell each its cores (`tandem demo`). Where nobody does, each says what it is (a `Claim`), all
+are, and may tell each its cores (`tandem demo`). Where nobody does, each says what it is (a `CoreClaim`), all
 reckon the same shares from the same claims, and each takes its own.
 """
 
@@ -67,7 +67,7 @@ def _disjoint(cores: Sequence[int], count: int) -> list[tuple[int, ...]]:
     return shares
 
 
-class Claim(NamedTuple):
+class CoreClaim(NamedTuple):
     """What an engine says to the others of its host. They are served in the order of their roles, then of these."""
 
     since: int
@@ -84,7 +84,7 @@ class Claim(NamedTuple):
         return f"{self.role}-{kind}-{self.since}-{self.pid}-{as_ranges(self.cores)}"
 
     @classmethod
-    def parse(cls, text: str) -> "Claim | None":
+    def parse(cls, text: str) -> "CoreClaim | None":
         """None for what no claim is written like: anybody may write one."""
         role, _, rest = text.partition("-")
         kind, _, rest = rest.partition("-")
@@ -98,7 +98,7 @@ class Claim(NamedTuple):
         return cls(int(since), int(pid), role, kind == "told", cores)
 
 
-def own_share(own: Claim, claims: Iterable[Claim], in_order: Sequence[int]) -> CoreShare:
+def own_share(own: CoreClaim, claims: Iterable[CoreClaim], in_order: Sequence[int]) -> CoreShare:
     """Of an engine that was told nothing: what others were told to use is theirs, and so is what others may use who may
     use nothing else, while that leaves anything; the rest is shared by all who may use the same cores. `in_order`: the
     engine's cores, in the order in which they are shared out."""

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from engine.core.core_types import Sequence
 from engine.kv.block_keys import BlockKey, block_keys
 from engine.kv.block_pool import BlockPool, CacheEvent, Evicted, Removed, Stored
-from engine.kv.kv_stats import KvCounts
+from engine.kv.kv_stats import KvStats
 from engine.kv.layout import KvLayout
-from engine.kv.restore_policy import WorkRates
+from engine.kv.restore_policy import RestorePolicy
 from engine.kv.tiers.tiers import Tiers
 
 
@@ -30,7 +30,7 @@ class BlockMemory(Protocol):
         """Set its bytes."""
 
 
-class Bookkeeper:
+class KVCacheManager:
     """Every named block has its fingerprint here, taken where and when the block became full."""
 
     def __init__(
@@ -39,7 +39,7 @@ class Bookkeeper:
         layout: KvLayout,
         memory: BlockMemory,
         tiers: Tiers | None = None,
-        rates: WorkRates | None = None,
+        rates: RestorePolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """What the pool evicts goes to `tiers`, and comes back where `rates` say that it is worth it. `clock` says the
@@ -48,8 +48,8 @@ class Bookkeeper:
         self.pool = BlockPool(num_blocks, self._demote if tiers is not None else None)
         self.layout = layout
         self.tiers = tiers
-        self.rates = rates or WorkRates()
-        self.counts = KvCounts()
+        self.rates = rates or RestorePolicy()
+        self.counts = KvStats()
         self._memory = memory
         self.compute_fingerprints = memory.fingerprints
         self.write_block = memory.write_block

@@ -6,7 +6,7 @@ POOL, HOST, DISK, REMOTE = "pool", "host", "disk", "remote"
 
 
 @dataclass(slots=True)
-class KvCounts:
+class KvStats:
     """Counted by whoever looks; on the engine's loop thread.
 
     A tier is asked for the blocks of a prompt that no tier before it had, in the order pool, host, disk, remote: of

@@ -11,7 +11,7 @@ FORGIVENESS = 1.02
 
 
 @dataclass(slots=True)
-class WorkRates:
+class RestorePolicy:
     """Running means. What was never measured is assumed to be worth trying."""
 
     prefill_tokens_per_s: float | None = None

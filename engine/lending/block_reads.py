@@ -24,15 +24,15 @@ forgotten when so many others were read from since."""
 OnQuiet = Callable[[tuple[bytes, ...] | None, bool], None]
 """on_quiet(fingerprints of what arrived, one entry per block, or None when it did not all arrive; peer_gone). Called
 once, on whatever thread."""
-AnyRead = Read | Future[None]
+TransferRead = Read | Future[None]
 """By a transport, or from a tier."""
-ReadRun = Callable[[Seq[int], Seq[int]], Seq[AnyRead]]
+ReadRun = Callable[[Seq[int], Seq[int]], Seq[TransferRead]]
 """read(block_ids, blocks): the reads that bring the one into the other."""
-Peers = list[tuple[BlockPart, Peer, "Progress"]]
+Peers = list[tuple[BlockPart, Peer, "ReadProgress"]]
 """Ranks of another worker, what each holds of a block, and how reads of it get on."""
 
 
-class AnyLanding(Protocol):
+class RankRead(Protocol):
     """What a machine calls one read, on one rank."""
 
     def withdraw(self) -> list[int]:
@@ -42,7 +42,7 @@ class AnyLanding(Protocol):
         """For how long nothing has come from where it reads, in seconds; 0 when it is quiet."""
 
 
-class Progress:
+class ReadProgress:
     """How the reads of one origin get on. To a transport, one that hangs is as one that takes long; and those that wait
     behind it hang as well, so what counts is when any of them last ended. From any thread."""
 
@@ -52,7 +52,7 @@ class Progress:
         self._num_reading = 0
         self._moved_at = 0.0
 
-    def follow(self, read: AnyRead) -> None:
+    def follow(self, read: TransferRead) -> None:
         """One more is queued or posted."""
         with self._lock:
             if not self._num_reading:
@@ -65,14 +65,14 @@ class Progress:
         with self._lock:
             return self._clock() - self._moved_at if self._num_reading else 0.0
 
-    def _ended(self, read: AnyRead) -> None:
+    def _ended(self, read: TransferRead) -> None:
         with self._lock:
             self._num_reading -= 1
             if not read.cancelled():
                 self._moved_at = self._clock()
 
 
-class Landing:
+class BlockRead:
     """Several reads and one message to the loop, for which they would be many to wake for. What a read brought is
     checked when it is there, if the transport did not fingerprint it on the way.
 
@@ -83,7 +83,7 @@ class Landing:
         self,
         fingerprints_of: Callable[[Seq[int]], tuple[bytes, ...]],
         on_quiet: OnQuiet,
-        origins: Seq[Progress] = (),
+        origins: Seq[ReadProgress] = (),
     ) -> None:
         """`fingerprints_of` blocks: one entry for each. `origins`: of all that is read from."""
         self._fingerprints_of = fingerprints_of
@@ -94,7 +94,7 @@ class Landing:
         self._num_reading = 0
         self._peer_gone = False
 
-    def follow(self, pieces: Seq[tuple[Seq[int], Seq[AnyRead]]]) -> None:
+    def follow(self, pieces: Seq[tuple[Seq[int], Seq[TransferRead]]]) -> None:
         """Runs of blocks, and the reads that fill each; all of them together."""
         self._pieces = [_Piece(blocks, list(reads), len(reads)) for blocks, reads in pieces]
         self._num_reading = len(self._pieces)
@@ -118,7 +118,7 @@ class Landing:
                 writing += piece.blocks
         return writing
 
-    def _quiet(self, piece: "_Piece", done: AnyRead) -> None:
+    def _quiet(self, piece: "_Piece", done: TransferRead) -> None:
         failure = CancelledError() if done.cancelled() else done.exception()
         with self._lock:
             piece.num_reading -= 1
@@ -147,7 +147,7 @@ class _Piece:
 
     __slots__ = ("arrived", "blocks", "failed", "found", "num_reading", "reads")
 
-    def __init__(self, blocks: Seq[int], reads: list[AnyRead], num_reading: int) -> None:
+    def __init__(self, blocks: Seq[int], reads: list[TransferRead], num_reading: int) -> None:
         self.blocks, self.reads, self.num_reading = blocks, reads, num_reading
         self.failed = False
         self.found: Found = None
@@ -159,7 +159,7 @@ class Rank(ABC):
     """One rank of this engine, as its borrowing desk sees it. It reads its part of each block into its own pool."""
 
     @abstractmethod
-    def land(self, endpoint: bytes, block_ids: Seq[int], blocks: Seq[int], flow: str, on_quiet: OnQuiet) -> AnyLanding:
+    def land(self, endpoint: bytes, block_ids: Seq[int], blocks: Seq[int], flow: str, on_quiet: OnQuiet) -> RankRead:
         """Read this rank's part of the `block_ids` of the worker with that endpoint into the same part of `blocks`.
         Never raises: what cannot be read comes quiet, failed. Reads of one `flow` take turns with others'."""
 
@@ -168,14 +168,14 @@ class Rank(ABC):
         """That worker has departed: forget it."""
 
 
-class OtherRank(Rank):
+class RemoteRank(Rank):
     """One whose process is another."""
 
     endpoint: bytes
     """Of its part of the pool, for those who borrow."""
 
 
-class OwnRank(Rank):
+class LocalRank(Rank):
     """The rank whose process this is."""
 
     def __init__(
@@ -206,7 +206,7 @@ class OwnRank(Rank):
         endpoints = split_endpoint(endpoint)
         theirs = parts_of(self._part.block_bytes, len(endpoints))
         peers = self._peers[endpoint] = [
-            (part, self._transport.connect(own), Progress(self._clock))
+            (part, self._transport.connect(own), ReadProgress(self._clock))
             for part, own in zip(theirs, endpoints, strict=True)
             if part_spans(self._part, part, [(0, 0)])
         ]
@@ -214,7 +214,7 @@ class OwnRank(Rank):
             self.drop(next(iter(self._peers)))
         return peers
 
-    def land(self, endpoint: bytes, block_ids: Seq[int], blocks: Seq[int], flow: str, on_quiet: OnQuiet) -> Landing:
+    def land(self, endpoint: bytes, block_ids: Seq[int], blocks: Seq[int], flow: str, on_quiet: OnQuiet) -> BlockRead:
         peers: Peers = []
         failure: TransferError | None = None
         try:
@@ -222,7 +222,7 @@ class OwnRank(Rank):
         except TransferError as error:
             failure = error
 
-        def read(block_ids: Seq[int], blocks: Seq[int]) -> Seq[AnyRead]:
+        def read(block_ids: Seq[int], blocks: Seq[int]) -> Seq[TransferRead]:
             return [failed_read(failure)] if failure else self._read(peers, block_ids, blocks, flow)
 
         run = self._transport.blocks_per_read(self._part.num_bytes, peers[0][1]) if len(peers) == 1 else None
@@ -234,12 +234,12 @@ class OwnRank(Rank):
         block_ids: Seq[int],
         blocks: Seq[int],
         on_quiet: OnQuiet,
-        origins: Seq[Progress],
+        origins: Seq[ReadProgress],
         run_blocks: int | None = None,
-    ) -> Landing:
+    ) -> BlockRead:
         """Land `block_ids` in `blocks` by reads of whatever kind, a run of so many at a time, each checked when it is
         there. `read` has `origins` follow what it reads."""
-        landing = Landing(self._fingerprints_of, on_quiet, origins)
+        landing = BlockRead(self._fingerprints_of, on_quiet, origins)
         step = run_blocks or self._read_blocks
         runs = [slice(at, at + step) for at in range(0, len(blocks), step)]
         landing.follow([(blocks[run], read(block_ids[run], blocks[run])) for run in runs])

@@ -43,7 +43,7 @@ class Announced:
 
 
 @dataclass(frozen=True, slots=True)
-class Landed:
+class ReadCompleted:
     """A read finished on one rank. `fingerprints` of what arrived, of that rank's KV heads, or None when it failed."""
 
     first: int
@@ -63,7 +63,7 @@ class Cancelled:
     """The request itself is over."""
 
 
-Event = Started | Announced | Landed | Failed | Cancelled
+Event = Started | Announced | ReadCompleted | Failed | Cancelled
 
 # --------------------------------------------------------------------------------------------- actions
 
@@ -185,7 +185,7 @@ class Borrower:
                 return self._on_started(end)
             case Announced():
                 return self._on_announced(event)
-            case Landed(first, fingerprints, rank):
+            case ReadCompleted(first, fingerprints, rank):
                 return self._on_landed(first, fingerprints, rank)
             case Failed(reason):
                 return self._finish(reason)

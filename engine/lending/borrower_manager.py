@@ -14,9 +14,9 @@ from typing import Protocol
 
 from engine.core.core_types import Sequence
 from engine.kv.block_keys import BlockKey
-from engine.kv.kv_cache_manager import Bookkeeper
+from engine.kv.kv_cache_manager import KVCacheManager
 from engine.kv.kv_stats import DISK, HOST, REMOTE
-from engine.lending.block_reads import AnyLanding, OwnRank, Progress, Rank
+from engine.lending.block_reads import LocalRank, Rank, RankRead, ReadProgress
 from engine.lending.borrower import (
     Abandon,
     Allocate,
@@ -27,13 +27,13 @@ from engine.lending.borrower import (
     Close,
     Event,
     Failed,
-    Landed,
     Read,
+    ReadCompleted,
     Release,
     Started,
 )
-from engine.lending.fast_path import EarlyWords, Word
-from engine.lending.sources import Lender, LowerTiers, Source
+from engine.lending.fast_path import FastPath, Word
+from engine.lending.sources import LenderSource, LoanSource, TierSource
 from engine.messages import FromEngine, KvAccount, LoanBlocks, LoanFailed, LoanStarted
 from kvtransfer.errors import TransferError
 
@@ -55,7 +55,7 @@ class LoanOwner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class BorrowRequest:
     """What a sequence asks for."""
 
     sequence: Sequence
@@ -71,10 +71,10 @@ class Wanted:
 class Loan:
     """One loan: its machine, and the reads that machine has asked for."""
 
-    wanted: Wanted
+    wanted: BorrowRequest
     machine: Borrower
-    source: Source
-    landings: dict[int, dict[int, AnyLanding]] = field(default_factory=dict)
+    source: LoanSource
+    landings: dict[int, dict[int, RankRead]] = field(default_factory=dict)
     """By first chain index, then by rank: those that are under way."""
     quarantined: dict[int, "_Quarantined"] = field(default_factory=dict)
     """By first chain index: blocks that are nobody's until what is read there is quiet."""
@@ -88,7 +88,7 @@ class _Quarantined:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadLanded:
+class ReadCompletion:
     """From another thread: all reads of a landing are quiet on one rank."""
 
     loan: Loan
@@ -98,17 +98,17 @@ class ReadLanded:
     peer_gone: bool = False
 
 
-class BorrowingDesk:
+class BorrowerManager:
     """Loans by the id of the request, or of the loan given, that they are for: there is one at a time."""
 
     def __init__(
         self,
-        books: Bookkeeper,
+        books: KVCacheManager,
         transport_name: str,
         emit: Callable[[FromEngine], None],
-        post: Callable[[ReadLanded], None],
-        own: OwnRank,
-        early: EarlyWords,
+        post: Callable[[ReadCompletion], None],
+        own: LocalRank,
+        early: FastPath,
         others: Seq[Rank] = (),
         read_silence_s: float = math.inf,
     ) -> None:
@@ -122,7 +122,7 @@ class BorrowingDesk:
         self._early = early
         self._read_silence_s = read_silence_s
         self._looked_at = 0.0
-        self._below = Progress(books.clock)
+        self._below = ReadProgress(books.clock)
         """Of reads from the tiers."""
         self._loans: dict[str, Loan] = {}
         self._landing_blocks = max(1, LANDING_BYTES // books.layout.block_bytes)
@@ -135,11 +135,11 @@ class BorrowingDesk:
     def waits_for_room(self) -> bool:
         """Some lender has not started yet, perhaps because it has no room. One that computes nothing never waits."""
         return any(
-            loan.machine.opening and isinstance(loan.source, Lender) and loan.source.may_compute
+            loan.machine.opening and isinstance(loan.source, LenderSource) and loan.source.may_compute
             for loan in self._loans.values()
         )
 
-    def take(self, wanted: Wanted) -> bool:
+    def take(self, wanted: BorrowRequest) -> bool:
         """Ask for what the sequence lacks; False when there is nobody to ask. The owner hears when it is over."""
         loan_id = wanted.sequence.request_id
         assert loan_id not in self._loans
@@ -168,7 +168,7 @@ class BorrowingDesk:
                     lender.early.append(word)
                     self._announce(loan, lender, word)
 
-    def _was_said(self, loan: Loan, lender: Lender, message: Word) -> bool:
+    def _was_said(self, loan: Loan, lender: LenderSource, message: Word) -> bool:
         """Early; if it was something else, the loan is over."""
         if not lender.early:
             return False
@@ -176,7 +176,7 @@ class BorrowingDesk:
             self._handle(loan, Failed("protocol error: the lender said something else early"))
         return True
 
-    def _start(self, loan: Loan, lender: Lender, message: LoanStarted) -> None:
+    def _start(self, loan: Loan, lender: LenderSource, message: LoanStarted) -> None:
         times = loan.wanted.account.times
         times["loan_started"] = self._books.clock()
         times["lender_queued_s"] = message.queued_ms / 1e3
@@ -188,7 +188,7 @@ class BorrowingDesk:
             return
         self._handle(loan, Started(message.end_block))
 
-    def _announce(self, loan: Loan, lender: Lender, message: LoanBlocks) -> None:
+    def _announce(self, loan: Loan, lender: LenderSource, message: LoanBlocks) -> None:
         times = loan.wanted.account.times
         times.setdefault("first_blocks_ready", self._books.clock())
         times["last_blocks_ready"] = self._books.clock()
@@ -205,9 +205,9 @@ class BorrowingDesk:
         if (loan := self._loans.get(loan_id)) is not None:
             self._handle(loan, Cancelled())
 
-    def landed(self, message: ReadLanded) -> None:
+    def landed(self, message: ReadCompletion) -> None:
         loan = message.loan
-        if isinstance(loan.source, Lender):
+        if isinstance(loan.source, LenderSource):
             self._books.counts.read_ends(self._books.clock())
         if message.peer_gone:
             loan.source.gone()
@@ -220,7 +220,7 @@ class BorrowingDesk:
             del landing[message.rank]
             if not landing:
                 del loan.landings[message.first]
-            self._handle(loan, Landed(message.first, message.fingerprints, message.rank))
+            self._handle(loan, ReadCompleted(message.first, message.fingerprints, message.rank))
 
     def give_up_stuck(self) -> None:
         """End loans whose reads get nowhere though nobody says that the lender is gone: its loop turns, and the way of
@@ -236,14 +236,14 @@ class BorrowingDesk:
 
     # ------------------------------------------------------------------ the sources in turn
 
-    def _restore(self, wanted: Wanted) -> bool:
+    def _restore(self, wanted: BorrowRequest) -> bool:
         """From the tiers, if they hold what comes next."""
         tiers, first = self._books.tiers, len(wanted.sequence.keys)
         if tiers is None or first >= len(wanted.keys):
             return False
         count = self._books.num_restorable(wanted.keys[first:])
         held = wanted.keys[first : first + count]
-        source = LowerTiers(tiers, held, self._books.write_block, self._own, self._below)
+        source = TierSource(tiers, held, self._books.write_block, self._own, self._below)
         self._looked_below(len(wanted.keys) - first, source)
         if not count:
             return False
@@ -253,19 +253,19 @@ class BorrowingDesk:
         self._handle(loan, Announced(first, tuple(range(count)), source.fingerprints()))
         return True
 
-    def _looked_below(self, num_blocks: int, source: LowerTiers) -> None:
+    def _looked_below(self, num_blocks: int, source: TierSource) -> None:
         """What is there and would take longer to bring back than to compute counts as not found."""
         in_host, on_disk = source.num_held(HOST), source.num_held(DISK)
         self._books.counts.looked(HOST, num_blocks, in_host)
         self._books.counts.looked(DISK, num_blocks - in_host, on_disk)
 
-    def _borrow(self, wanted: Wanted) -> bool:
+    def _borrow(self, wanted: BorrowRequest) -> bool:
         """From the lender, if there is one and something is missing."""
         sequence = wanted.sequence
         first = len(sequence.keys)
         if wanted.lender_computes is None or first >= len(wanted.keys):
             return False
-        lender = Lender(
+        lender = LenderSource(
             sequence.request_id,
             wanted.lender_computes,
             self._own,
@@ -279,16 +279,16 @@ class BorrowingDesk:
         lender.open(first, loan.machine.end, self._early.expect(sequence.request_id))
         return True
 
-    def _open(self, wanted: Wanted, source: Source, first: int, end: int, may_be_part: bool = False) -> Loan:
-        ranks = 1 + len(self._others) if isinstance(source, Lender) else 1
+    def _open(self, wanted: BorrowRequest, source: LoanSource, first: int, end: int, may_be_part: bool = False) -> Loan:
+        ranks = 1 + len(self._others) if isinstance(source, LenderSource) else 1
         machine = Borrower(first, end, self._landing_blocks, may_be_part, ranks)
         loan = self._loans[wanted.sequence.request_id] = Loan(wanted, machine, source)
         return loan
 
-    def _of_lender(self, loan_id: str) -> tuple[Loan, Lender] | None:
+    def _of_lender(self, loan_id: str) -> tuple[Loan, LenderSource] | None:
         """The loan that a message of its lender is about, if it is still that one."""
         loan = self._loans.get(loan_id)
-        if loan is None or not isinstance(loan.source, Lender):
+        if loan is None or not isinstance(loan.source, LenderSource):
             return None
         return loan, loan.source
 
@@ -315,7 +315,7 @@ class BorrowingDesk:
 
     def _read(self, loan: Loan, first: int, block_ids: tuple[int, ...]) -> None:
         blocks = loan.wanted.sequence.blocks[first : first + len(block_ids)]
-        if isinstance(loan.source, Lender):
+        if isinstance(loan.source, LenderSource):
             self._books.counts.reads_begin(1 + len(self._others), self._books.clock())
         loan.landings[first] = dict(enumerate(loan.source.land(block_ids, blocks, partial(self._quiet, loan, first))))
 
@@ -323,7 +323,7 @@ class BorrowingDesk:
         self, loan: Loan, first: int, rank: int, fingerprints: tuple[bytes, ...] | None, peer_gone: bool
     ) -> None:
         """On whatever thread."""
-        self._post(ReadLanded(loan, first, rank, fingerprints, peer_gone))
+        self._post(ReadCompletion(loan, first, rank, fingerprints, peer_gone))
 
     def _abandon(self, loan: Loan, needed: bool) -> bool:
         """Withdraw reads; False when the sequence lost blocks to a read in flight and has no others for them. A block
@@ -346,15 +346,15 @@ class BorrowingDesk:
         wanted, account = loan.wanted, loan.wanted.account
         del self._loans[wanted.sequence.request_id]
         account.mismatched_blocks += mismatched
-        if isinstance(loan.source, Lender):
+        if isinstance(loan.source, LenderSource):
             self._books.counts.num_mismatched += mismatched
         if failure and not cancelled:
-            if isinstance(loan.source, Lender):
+            if isinstance(loan.source, LenderSource):
                 account.loan_failure = failure
             else:
                 account.restore_failure = failure
             loan.source.spoiled(wanted.keys[loan.machine.bound_end])
-        if isinstance(loan.source, Lender):
+        if isinstance(loan.source, LenderSource):
             self._early.forget(wanted.sequence.request_id)
             account.times["loan_closed"] = self._books.clock()
             if account.moved_blocks:
@@ -364,12 +364,12 @@ class BorrowingDesk:
             seconds = account.times["restored"] - account.times["restore_started"]
             self._books.rates.restored(account.restored_blocks * self._books.layout.block_bytes, seconds)
         loan.source.close()
-        if not cancelled and (lost_blocks or isinstance(loan.source, Lender) or not self._borrow(wanted)):
+        if not cancelled and (lost_blocks or isinstance(loan.source, LenderSource) or not self._borrow(wanted)):
             wanted.owner.loan_over(wanted.sequence, lost_blocks)
 
     def _count(self, loan: Loan, first: int, end: int) -> None:
         account, count = loan.wanted.account, end - first
-        if not isinstance(loan.source, Lender):
+        if not isinstance(loan.source, LenderSource):
             account.restored_blocks += count
             return
         cached = max(0, min(end, loan.source.cached_end) - first)

@@ -40,7 +40,7 @@ _IS_STARTING, _IS_READY = b"s", b"r"
 Word = LoanStarted | LoanBlocks
 
 
-class EarlyLink(ABC):
+class FastPathLink(ABC):
     """How words get to other engines, and theirs to this one. Any of them may be lost, and anybody may write here."""
 
     name: bytes
@@ -57,10 +57,10 @@ class EarlyLink(ABC):
         """What has come."""
 
 
-class EarlyWords:
+class FastPath:
     """Of one engine, as a lender and as a borrower. Without a link nothing is said early."""
 
-    def __init__(self, link: EarlyLink | None) -> None:
+    def __init__(self, link: FastPathLink | None) -> None:
         self._link = link
         self._own_digest = b""
         self._loans: dict[bytes, str] = {}

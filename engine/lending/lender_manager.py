@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from engine.core.core_types import Sequence
 from engine.kv.block_keys import BlockKey, block_keys, root_key
-from engine.kv.kv_cache_manager import Bookkeeper
+from engine.kv.kv_cache_manager import KVCacheManager
 from engine.kv.kv_stats import POOL
-from engine.lending.borrower_manager import BorrowingDesk, Wanted
-from engine.lending.fast_path import EarlyWords
+from engine.lending.borrower_manager import BorrowerManager, BorrowRequest
+from engine.lending.fast_path import FastPath
 from engine.lending.lender import (
     Action,
     Announce,
@@ -39,18 +39,18 @@ class _Loan:
     """The job borrows, or restores from a tier, and is not computed meanwhile."""
 
 
-class LendingDesk:
+class LenderManager:
     """Loans by id. New ones wait, by priority and arrival, for `start_waiting`; nothing is held for them meanwhile.
     Only those that may compute wait: one that is to lend what is here starts at once or is refused, so that who asks
     for it waits for nobody's room."""
 
     def __init__(
         self,
-        books: Bookkeeper,
-        borrowing: BorrowingDesk,
+        books: KVCacheManager,
+        borrowing: BorrowerManager,
         model_fingerprint: bytes,
         emit: Callable[[FromEngine], None],
-        early: EarlyWords,
+        early: FastPath,
         max_queued: int,
         next_arrival: Callable[[], int],
     ) -> None:
@@ -217,7 +217,7 @@ class LendingDesk:
         loan.job, loan.fetching = job, True
         cached = tuple(job.blocks[request.first_block :])
         self._perform(request.loan_id, lambda machine: machine.handle(Start(cached, end)))
-        wanted = Wanted(job, keys, False if request.borrow else None, KvAccount(), self)
+        wanted = BorrowRequest(job, keys, False if request.borrow else None, KvAccount(), self)
         if loan.job is not None and not self._borrowing.take(wanted):
             self.loan_over(job, lost_blocks=False)
         return True

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from engine.kv.block_keys import BlockKey
 from engine.kv.tiers.tier_jobs import Held
 from engine.kv.tiers.tiers import Tiers
-from engine.lending.block_reads import AnyLanding, OwnRank, Peers, Progress, Rank, lanes_of
+from engine.lending.block_reads import LocalRank, Peers, Rank, RankRead, ReadProgress, lanes_of
 from engine.lending.fast_path import Word
 from engine.messages import CloseLoan, FromEngine, OpenLoan, ReleaseLoan
 
@@ -28,11 +28,11 @@ WriteBlock = Callable[[int, NDArray[np.uint8]], None]
 """write_block(block, its bytes): into the pool. Called on any thread."""
 
 
-class Source(ABC):
+class LoanSource(ABC):
     """Of one loan. Block ids mean what the source's announcements mean by them."""
 
     @abstractmethod
-    def land(self, block_ids: Sequence[int], blocks: Sequence[int], on_quiet: RankQuiet) -> list[AnyLanding]:
+    def land(self, block_ids: Sequence[int], blocks: Sequence[int], on_quiet: RankQuiet) -> list[RankRead]:
         """Read the source's `block_ids` into the pool's `blocks`, on every rank; each says when it is done."""
 
     def release(self, first: int, count: int) -> None:  # noqa: B027 - not every source is told
@@ -49,14 +49,14 @@ class Source(ABC):
         """The loan is over; nothing more is read."""
 
 
-class Lender(Source):
+class LenderSource(LoanSource):
     """Another worker, reached by the front's Lend stream and read by the ranks of this engine."""
 
     def __init__(
         self,
         loan_id: str,
         may_compute: bool,
-        own: OwnRank,
+        own: LocalRank,
         others: Sequence[Rank],
         block_bytes: int,
         emit: Callable[[FromEngine], None],
@@ -92,7 +92,7 @@ class Lender(Source):
         """Of rank 0; the others' are of the same kind."""
         return lanes_of(self._peers)
 
-    def land(self, block_ids: Sequence[int], blocks: Sequence[int], on_quiet: RankQuiet) -> list[AnyLanding]:
+    def land(self, block_ids: Sequence[int], blocks: Sequence[int], on_quiet: RankQuiet) -> list[RankRead]:
         assert self._endpoint
         return [
             rank.land(self._endpoint, block_ids, blocks, self._loan_id, partial(on_quiet, number))
@@ -118,12 +118,12 @@ class Lender(Source):
         self._emit(CloseLoan(self._loan_id))
 
 
-class LowerTiers(Source):
+class TierSource(LoanSource):
     """Blocks that this engine's pool evicted. Block ids are places in the run that the loan is of. Of an engine of one
     rank: what a tier holds are whole blocks."""
 
     def __init__(
-        self, tiers: Tiers, keys: Sequence[BlockKey], write_block: WriteBlock, own: OwnRank, progress: Progress
+        self, tiers: Tiers, keys: Sequence[BlockKey], write_block: WriteBlock, own: LocalRank, progress: ReadProgress
     ) -> None:
         """`keys` are held by the tiers, and stay there until `close`. `progress`: of all reads of these tiers."""
         self._tiers = tiers
@@ -139,7 +139,7 @@ class LowerTiers(Source):
     def fingerprints(self) -> tuple[bytes, ...]:
         return self._tiers.fingerprints(self._held)
 
-    def land(self, block_ids: Sequence[int], blocks: Sequence[int], on_quiet: RankQuiet) -> list[AnyLanding]:
+    def land(self, block_ids: Sequence[int], blocks: Sequence[int], on_quiet: RankQuiet) -> list[RankRead]:
         def read(block_ids: Sequence[int], blocks: Sequence[int]) -> list[Future[None]]:
             return [self._read(block_ids, blocks)]
 

@@ -17,7 +17,7 @@ SCHEME = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
+class QuantizationConfig:
     """The default is the model as it was saved."""
 
     weights: Weights = "auto"
@@ -45,4 +45,4 @@ class Variant:
             raise EngineStartError("lora", f"{self.lora} is no adapter of PEFT: {error}") from error
 
 
-AS_SAVED = Variant()
+AS_SAVED = QuantizationConfig()

@@ -4,16 +4,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from engine.config import WorkerConfig
-from engine.core.engine_core import CoreLimits, EngineCore
-from engine.core.model_runner import Runner
+from engine.core.engine_core import EngineCore, EngineLimits
+from engine.core.model_runner import ModelRunner
 from engine.core.scheduler import StepBudget
 from engine.kv.layout import KvLayout
 from engine.kv.tiers.tiers import TierConfig, Tiers
-from engine.lending.block_reads import OtherRank
-from engine.lending.fast_path import EarlyLink
+from engine.lending.block_reads import RemoteRank
+from engine.lending.fast_path import FastPathLink
 from engine.messages import FromEngine
 from engine.process.spec import EngineSpec
-from engine.speculation.speculator import NGRAM, DraftSource, NgramSource, Speculator
+from engine.speculation.speculator import NGRAM, DraftModelProposer, NgramProposer, Speculator
 from kvtransfer.transport import Transport
 
 IDLE_TURN_S = 0.25
@@ -22,16 +22,16 @@ IDLE_TURN_S = 0.25
 
 def open_core(
     spec: EngineSpec,
-    runner: Runner,
+    runner: ModelRunner,
     transport: Transport,
     emit: Callable[[FromEngine], None],
     wake: Callable[[], None] = lambda: None,
-    others: Sequence[OtherRank] = (),
-    early: EarlyLink | None = None,
+    others: Sequence[RemoteRank] = (),
+    early: FastPathLink | None = None,
 ) -> EngineCore:
     """`others`: ranks beside the one that this process is. `early`: to other engines. Raises EngineStartError."""
     config = spec.config
-    limits = CoreLimits(
+    limits = EngineLimits(
         StepBudget(config.max_batch_tokens, config.prefill_chunk(spec.role)),
         max_queued_loans=config.max_queued_loans,
         reserve_output_tokens=config.reserve_output_tokens,
@@ -49,10 +49,12 @@ def draft_of(spec: EngineSpec) -> Path | None:
     return None if chosen in ("off", NGRAM) else Path(chosen)
 
 
-def _open_speculator(spec: EngineSpec, runner: Runner) -> Speculator | None:
+def _open_speculator(spec: EngineSpec, runner: ModelRunner) -> Speculator | None:
     if (chosen := spec.config.speculates(spec.role)) == "off":
         return None
-    return Speculator(NgramSource() if chosen == NGRAM else DraftSource(runner), spec.config.speculation_tokens)
+    return Speculator(
+        NgramProposer() if chosen == NGRAM else DraftModelProposer(runner), spec.config.speculation_tokens
+    )
 
 
 def _open_tiers(config: WorkerConfig, layout: KvLayout, model_fingerprint: bytes) -> Tiers | None:

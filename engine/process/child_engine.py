@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from engine.messages import ToEngine
 from engine.process.engine_client import EngineHost, EngineListener
-from engine.process.message_socket import MessageLink
+from engine.process.message_socket import MessageSocket
 from engine.process.spec import EngineSpec
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class ChildEngine(EngineHost):
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         own, other = socket.socketpair()
-        self._link = MessageLink(own)
+        self._link = MessageSocket(own)
         with other:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "cluster.launch", "engine.process.engine_process", str(other.fileno())],

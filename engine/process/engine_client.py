@@ -24,7 +24,7 @@ from engine.messages import (
     Token,
 )
 
-Letter = FromEngine | None
+EngineMessage = FromEngine | None
 
 
 class EngineHost(ABC):
@@ -59,7 +59,7 @@ class EngineClient(EngineListener):
 
     def __init__(self, host: EngineHost) -> None:
         self._host = host
-        self._listeners: dict[str, Callable[[Letter], None]] = {}
+        self._listeners: dict[str, Callable[[EngineMessage], None]] = {}
         self._watchers: set[Callable[[CacheChanged | Load], None]] = set()
         self._audits: dict[int, asyncio.Future[Audited]] = {}
         self._audit_count = 0
@@ -92,7 +92,7 @@ class EngineClient(EngineListener):
         if not self._dead:
             self._host.send(messages)
 
-    def listen(self, name: str, listener: Callable[[Letter], None]) -> None:
+    def listen(self, name: str, listener: Callable[[EngineMessage], None]) -> None:
         """Everything the engine says about request or loan `name` from now on, on the event loop. When the engine is
         gone, None; at once, if it is gone already."""
         assert name not in self._listeners

@@ -19,17 +19,17 @@ from queue import Empty, SimpleQueue
 
 from cluster.garbage_collection import spare_the_started
 from cluster.logs import set_up
-from engine.core.core_types import Chunk, Sampled
+from engine.core.core_types import Chunk, SampleResult
 from engine.core.engine_core import EngineCore
-from engine.core.model_runner import Runner
+from engine.core.model_runner import ModelRunner
 from engine.errors import EngineStartError, RankLost
-from engine.host.core_allocation import LOOK_EVERY_S, Neighbours
+from engine.host.core_allocation import LOOK_EVERY_S, CoreAllocation
 from engine.host.memory import belongs_in_file
 from engine.messages import FromEngine, StartFailed, ToEngine
 from engine.process.assembly import IDLE_TURN_S, draft_of, open_core
-from engine.process.fast_path_socket import open_early_socket
-from engine.process.message_socket import LinkWaiter, MessageLink
-from engine.process.runners import find_neighbours, open_sim_runner, open_torch_runner
+from engine.process.fast_path_socket import open_fast_path_socket
+from engine.process.message_socket import MessageSocket, SocketWaiter
+from engine.process.runners import open_core_allocation, open_sim_runner, open_torch_runner
 from engine.process.spec import EngineSpec, RankSpec
 from engine.process.start_up import become_child, own_transport, prepare
 from engine.tensor_parallel.ranks import Ranks
@@ -44,9 +44,9 @@ JOIN_POLL_S = 0.02
 class _Front:
     """The front as the engine sees it: what is said in one turn of the loop leaves together."""
 
-    def __init__(self, link: MessageLink) -> None:
+    def __init__(self, link: MessageSocket) -> None:
         self._link = link
-        self._waiter = LinkWaiter(link)
+        self._waiter = SocketWaiter(link)
         self._said: list[FromEngine] = []
         self.wake = self._waiter.wake
         self.watch = self._waiter.watch
@@ -76,7 +76,7 @@ class _Front:
 def main() -> None:
     """Serve the front at the other end of the socket whose descriptor is the argument."""
     become_child()
-    link = MessageLink(socket.socket(fileno=int(sys.argv[1])))
+    link = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
     spec = _receive_spec(link)
     front = _Front(link)
     ranks: Ranks | None = None
@@ -119,7 +119,7 @@ def _leave(ranks: Ranks | None) -> None:
         os._exit(0)
 
 
-class _Computer:
+class _ComputeThread:
     """A thread on which the runner is made, bound to its cores and used, one batch at a time.
 
     All of it on one thread: OpenMP keeps a team of threads for each thread that ever computed, and once there are more
@@ -130,14 +130,14 @@ class _Computer:
         self._spec = spec
         self._ranks = ranks
         self._wake = wake
-        self._made: Future[Runner] = Future()
+        self._made: Future[ModelRunner] = Future()
         self._batches: SimpleQueue[list[Chunk] | None] = SimpleQueue()
-        self._result: tuple[list[Chunk], list[Sampled] | BaseException] | None = None
+        self._result: tuple[list[Chunk], list[SampleResult] | BaseException] | None = None
         self.running = False
         self._thread = threading.Thread(target=self._run, name="engine-compute", daemon=True)
         self._thread.start()
 
-    def runner(self) -> Runner:
+    def runner(self) -> ModelRunner:
         """Waits until the model is loaded, on all ranks. Raises EngineStartError or RankLost."""
         while self._ranks is not None and not (self._ranks.all_joined() and self._made.done()):
             if self._made.done() and self._made.exception() is not None:
@@ -150,7 +150,7 @@ class _Computer:
         self.running = True
         self._batches.put(batch)
 
-    def take(self) -> tuple[list[Chunk], list[Sampled]] | None:
+    def take(self) -> tuple[list[Chunk], list[SampleResult]] | None:
         """The batch that was started and what it sampled; None while it runs. Raises what the runner raised."""
         if self._result is None:
             return None
@@ -166,7 +166,7 @@ class _Computer:
 
     def _run(self) -> None:
         try:
-            neighbours = find_neighbours(self._spec.config, self._spec.role)
+            neighbours = open_core_allocation(self._spec.config, self._spec.role)
             runner = _make_runner(self._spec, self._ranks, neighbours)
         except BaseException as error:
             self._made.set_exception(error)
@@ -179,7 +179,7 @@ class _Computer:
                 self._result = batch, error
             self._wake()
 
-    def _next(self, runner: Runner, neighbours: Neighbours | None) -> list[Chunk] | None:
+    def _next(self, runner: ModelRunner, neighbours: CoreAllocation | None) -> list[Chunk] | None:
         """The batch that is to be computed now, on the cores that other engines leave to this one; None: no more."""
         while neighbours is not None:
             if (share := neighbours.settle()) is not None:
@@ -189,7 +189,7 @@ class _Computer:
         return self._batches.get()
 
 
-def _loop(core: EngineCore, computer: _Computer, front: _Front, ranks: Ranks | None) -> None:
+def _loop(core: EngineCore, computer: _ComputeThread, front: _Front, ranks: Ranks | None) -> None:
     while True:
         if ranks is not None:
             ranks.check()
@@ -207,20 +207,20 @@ def _loop(core: EngineCore, computer: _Computer, front: _Front, ranks: Ranks | N
         front.send()
 
 
-def _receive_spec(link: MessageLink) -> EngineSpec:
-    waiter = LinkWaiter(link)
+def _receive_spec(link: MessageSocket) -> EngineSpec:
+    waiter = SocketWaiter(link)
     while not (messages := link.receive()):
         waiter.wait(1.0)
     spec: EngineSpec = messages[0]
     return spec
 
 
-def _start(spec: EngineSpec, front: _Front, ranks: Ranks | None) -> tuple[EngineCore, _Computer]:
+def _start(spec: EngineSpec, front: _Front, ranks: Ranks | None) -> tuple[EngineCore, _ComputeThread]:
     transport = own_transport(spec.config, spec.agent_name)
-    computer = _Computer(spec, ranks, front.wake)
+    computer = _ComputeThread(spec, ranks, front.wake)
     runner = computer.runner()
     others = ranks.followers if ranks is not None else ()
-    if (early := open_early_socket()) is not None:
+    if (early := open_fast_path_socket()) is not None:
         front.watch(early.fileno())
     core = open_core(spec, runner, transport, front.say, front.wake, others, early)
     front.say(core.start())
@@ -228,7 +228,7 @@ def _start(spec: EngineSpec, front: _Front, ranks: Ranks | None) -> tuple[Engine
     return core, computer
 
 
-def _make_runner(spec: EngineSpec, ranks: Ranks | None, neighbours: Neighbours | None) -> Runner:
+def _make_runner(spec: EngineSpec, ranks: Ranks | None, neighbours: CoreAllocation | None) -> ModelRunner:
     """Bound to its cores."""
     if spec.config.engine == "sim":
         return open_sim_runner(spec.config, belongs_in_file(spec.role))

@@ -13,7 +13,7 @@ import secrets
 import socket
 import struct
 
-from engine.lending.fast_path import KEY_BYTES, MAX_WORD_BYTES, NAME_BYTES, VERSION, EarlyLink
+from engine.lending.fast_path import KEY_BYTES, MAX_WORD_BYTES, NAME_BYTES, VERSION, FastPathLink
 
 PREFIX = f"\0tandem-early-{VERSION}-".encode()
 """What a borrower says of its address can make a lender write to such sockets, and to no others."""
@@ -24,7 +24,7 @@ _LOAD_WORD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _INSTRUCTION = struct.Struct("=HBBI")
 
 
-class EarlySocket(EarlyLink):
+class FastPathSocket(FastPathLink):
     """Raises OSError where there is no such thing."""
 
     def __init__(self) -> None:
@@ -55,10 +55,10 @@ class EarlySocket(EarlyLink):
         self._socket.close()
 
 
-def open_early_socket() -> EarlySocket | None:
+def open_fast_path_socket() -> FastPathSocket | None:
     """None where there is no such thing: then nothing is said early."""
     with contextlib.suppress(OSError):
-        return EarlySocket()
+        return FastPathSocket()
     return None
 
 

@@ -11,7 +11,7 @@ _HEADER = struct.Struct("<I")
 _CHUNK = 1 << 20
 
 
-class MessageLink:
+class MessageSocket:
     """One end. What the other end does not take yet waits here, so that nobody waits for a slow reader."""
 
     def __init__(self, end: socket.socket) -> None:
@@ -76,10 +76,10 @@ class MessageLink:
         return messages
 
 
-class LinkWaiter:
+class SocketWaiter:
     """Waits for a link, or for `wake` from another thread, without a thread of its own."""
 
-    def __init__(self, link: MessageLink) -> None:
+    def __init__(self, link: MessageSocket) -> None:
         self._link = link
         self._event = os.eventfd(0, os.EFD_NONBLOCK)
         self._selector = selectors.DefaultSelector()

@@ -10,7 +10,7 @@ from cluster.roles import Role
 from engine.backends.sim.runner import SimRunner, sim_runner
 from engine.config import WorkerConfig
 from engine.errors import EngineStartError
-from engine.host.core_allocation import Neighbours, heeds_neighbours
+from engine.host.core_allocation import CoreAllocation, finds_own_cores
 from engine.host.core_sharing import CoreShare
 from engine.host.memory import belongs_in_file
 from engine.process.spec import RankSpec
@@ -34,10 +34,10 @@ def open_sim_runner(config: WorkerConfig, pool_in_file: bool = False) -> SimRunn
     )
 
 
-def find_neighbours(config: WorkerConfig, role: Role) -> Neighbours | None:
+def open_core_allocation(config: WorkerConfig, role: Role) -> CoreAllocation | None:
     """Other engines to share cores with; None for one that computes elsewhere, or is not to heed others. Raises
     EngineStartError."""
-    if not heeds_neighbours(config):
+    if not finds_own_cores(config):
         return None
     with _needing_torch():
         from engine.backends.torch.device import choose_device
@@ -45,7 +45,7 @@ def find_neighbours(config: WorkerConfig, role: Role) -> Neighbours | None:
     if choose_device(config.device).type != "cpu":
         return None
     try:
-        return Neighbours(role, config.cores or ())
+        return CoreAllocation(role, config.cores or ())
     except OSError as error:
         log.warning("other engines of this host do not see this one, and may compute on the same cores: %s", error)
         return None
@@ -56,12 +56,12 @@ def open_torch_runner(
     role: Role,
     draft: Path | None = None,
     rank: RankSpec | None = None,
-    neighbours: Neighbours | None = None,
+    neighbours: CoreAllocation | None = None,
 ) -> "TorchRunner":
     """Bound to its cores; on the thread that will use it. As one of several ranks, which waits for the others, with its
     share of `config`. Raises EngineStartError."""
     with _needing_torch():
-        from engine.backends.torch.ranks import Place
+        from engine.backends.torch.ranks import RankInfo
         from engine.backends.torch.runner import TorchRunner, set_threads
 
     share = CoreShare(config.cores or (), config.shared_cores)
@@ -80,7 +80,7 @@ def open_torch_runner(
         config.device,
         draft,
         config.variant(),
-        Place(rank.rank, rank.ranks, rank.meeting) if rank is not None else None,
+        RankInfo(rank.rank, rank.ranks, rank.meeting) if rank is not None else None,
         belongs_in_file(role),
     )
     if threads == len(share.own):

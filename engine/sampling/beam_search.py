@@ -28,7 +28,7 @@ class Beam:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class BeamMove:
     """The chain of `slot` is now that of `parent` and then `token_id`."""
 
     slot: int
@@ -37,7 +37,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FinishedBeam:
     """A finished chain."""
 
     beam: Beam
@@ -63,7 +63,7 @@ class BeamSearch:
         self._ends = end_token_ids
         self._live = dict.fromkeys(range(params.width), Beam())
         self._heard: dict[int, TokenLogprobs] = {}
-        self._found: list[Found] = []
+        self._found: list[FinishedBeam] = []
         self.over = False
 
     @property
@@ -81,7 +81,7 @@ class BeamSearch:
         assert slot in self._live
         self._heard[slot] = logprobs
 
-    def advance(self) -> list[Move]:
+    def advance(self) -> list[BeamMove]:
         """Choose. Slots that no move names have no chain any more. When the search is over nothing moves."""
         assert self.ready
         candidates = self._candidates()
@@ -106,7 +106,7 @@ class BeamSearch:
         }
         return moves
 
-    def found(self) -> list[Found]:
+    def found(self) -> list[FinishedBeam]:
         """Finished chains, the best first."""
         return list(self._found)
 
@@ -129,7 +129,7 @@ class BeamSearch:
 
     def _finish(self, candidate: _Candidate, length: int, stops: bool) -> None:
         beam = Beam((*self._live[candidate.slot].token_ids, candidate.token_id), candidate.logprob)
-        self._found.append(Found(beam, self._score(candidate.logprob, length), stops))
+        self._found.append(FinishedBeam(beam, self._score(candidate.logprob, length), stops))
         self._found.sort(key=lambda found: -found.score)
         del self._found[self._params.width :]
 
@@ -138,15 +138,15 @@ class BeamSearch:
             return False
         return self._params.early_stopping or self._score(best_logprob, length) <= self._found[-1].score
 
-    def _seat(self, going_on: list[_Candidate]) -> list[Move]:
+    def _seat(self, going_on: list[_Candidate]) -> list[BeamMove]:
         parents = {candidate.slot for candidate in going_on}
         empty = iter(slot for slot in range(self._params.width) if slot not in parents)
         seated: set[int] = set()
-        moves: list[Move] = []
+        moves: list[BeamMove] = []
         for candidate in going_on:
             slot = next(empty) if candidate.slot in seated else candidate.slot
             seated.add(slot)
-            moves.append(Move(slot, candidate.slot, candidate.token_id))
+            moves.append(BeamMove(slot, candidate.slot, candidate.token_id))
         return moves
 
     def _score(self, logprob: float, length: int) -> float:

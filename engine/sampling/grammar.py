@@ -24,7 +24,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 from cluster.errors import InvalidRequest
-from engine.core.core_types import AnyPlace, Failure, Place, Sequence, StructuredOutput
+from engine.core.core_types import AnyPlace, RequestFailure, SamplePosition, Sequence, StructuredOutput
 from engine.model.detokenizer import load_tokenizer
 from engine.model.model_dir import ModelDir
 from engine.sampling.structured_output import FIELD
@@ -167,7 +167,7 @@ class TokenMasks:
     """The rows of the batch that have a grammar, and can go on."""
     bits: NDArray[np.int32]
     """[rows, words]: bit t % 32 of word t // 32 is set where token t may come next."""
-    failures: dict[int, Failure]
+    failures: dict[int, RequestFailure]
     """Rows that cannot go on."""
     unknown: frozenset[int] = frozenset()
     """Rows after a guess of which nothing is said: the grammar does not allow it, or ends with it."""
@@ -193,12 +193,12 @@ class Grammars:
         """Of a batch; None when no sequence of it has a grammar. The places after a sequence's guesses come next to its
         own, in order."""
         matchers: dict[int, LLMatcher] = {}
-        failures: dict[int, Failure] = {}
+        failures: dict[int, RequestFailure] = {}
         unknown: set[int] = set()
         for row, place in enumerate(places):
             if place.sampling is None or place.sampling.structured is None:
                 continue
-            if isinstance(place, Place):
+            if isinstance(place, SamplePosition):
                 if (after := _after(matchers.get(row - 1), place.guesses[-1])) is not None:
                     matchers[row] = after
                 else:
@@ -207,13 +207,15 @@ class Grammars:
             try:
                 matchers[row] = self._advanced(place, place.sampling.structured)
             except InvalidRequest as error:
-                failures[row] = Failure(error.field, error.message)
+                failures[row] = RequestFailure(error.field, error.message)
         if not matchers and not failures:
             return None
         bits = self._bits(list(matchers.values()))
         ended = self._ended(places, matchers, bits)
         kept = [at for at, row in enumerate(matchers) if row not in ended]
-        unknown |= {row for row in ended if isinstance(places[row], Place)}  # the next step says why, if it comes to it
+        unknown |= {
+            row for row in ended if isinstance(places[row], SamplePosition)
+        }  # the next step says why, if it comes to it
         failures |= {row: failure for row, failure in ended.items() if row not in unknown}
         return TokenMasks([row for row in matchers if row not in ended], bits[kept], failures, frozenset(unknown))
 
@@ -238,15 +240,15 @@ class Grammars:
 
     def _ended(
         self, places: Seq[AnyPlace], matchers: dict[int, LLMatcher], bits: NDArray[np.int32]
-    ) -> dict[int, Failure]:
+    ) -> dict[int, RequestFailure]:
         """Rows whose grammar became too complex for llguidance's limits, or that have no token to go on with."""
-        failures: dict[int, Failure] = {}
+        failures: dict[int, RequestFailure] = {}
         for at, (row, matcher) in enumerate(matchers.items()):
             sampling = places[row].sampling
             assert sampling is not None
             assert sampling.structured is not None
             if matcher.is_error():
-                failures[row] = Failure(sampling.structured.field, reason_of(matcher))
+                failures[row] = RequestFailure(sampling.structured.field, reason_of(matcher))
             elif not bits[at].any():
-                failures[row] = Failure(sampling.structured.field, "no token of this model goes on with it")
+                failures[row] = RequestFailure(sampling.structured.field, "no token of this model goes on with it")
         return failures

@@ -7,7 +7,7 @@ So guesses are given out in order of p^j, the likeliest first, each while it rai
     tokens of the step / seconds of the step,     seconds = step_s + row_s * rows (+ pass_s * depth, of a draft model)
 
 and none at all unless that comes to GAIN times what the step gives without them. Both sides of it are measured while it
-runs: p of each sequence (`Chances`) and the seconds of steps over their rows (`StepCost`). At batch 1 a step waits for
+runs: p of each sequence (`AcceptanceRates`) and the seconds of steps over their rows (`StepCost`). At batch 1 a step waits for
 the weights, a row costs little, and nearly every guess pays; in a large batch a row costs as much as the token that it
 may give, and only guesses that are nearly certain do. Nobody sets a batch size from which on speculation is off.
 """
@@ -35,7 +35,7 @@ FORGIVENESS = 1.002
 """What is not used is not measured either: with each step in which guesses did not pay, they look so much better."""
 
 
-class Chances:
+class AcceptanceRates:
     """How likely guesses of a kind are right, whoever's they are."""
 
     def __init__(self) -> None:
@@ -50,10 +50,10 @@ class Chances:
 
 
 @dataclass(slots=True)
-class OwnChances:
+class SequenceAcceptance:
     """The same for one sequence, which begins as all others are."""
 
-    of_all: Chances
+    of_all: AcceptanceRates
     _own: dict[int, float] = field(default_factory=dict)
 
     def of(self, kind: int) -> float:
@@ -114,7 +114,7 @@ class StepCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class DraftBudget:
     """What a sequence could make use of."""
 
     chance: float
@@ -124,7 +124,7 @@ class Wish:
 
 
 def allot(
-    wishes: Sequence[Wish], num_tokens: int, num_rows: int, left: int, cost: StepCost, pass_s: float = 0.0
+    wishes: Sequence[DraftBudget], num_tokens: int, num_rows: int, left: int, cost: StepCost, pass_s: float = 0.0
 ) -> list[int]:
     """How many guesses each gets in a step that gives `num_tokens` tokens of `num_rows` rows without any, `left` at
     most in all. `pass_s`: what it costs to guess one place further, for all at once."""

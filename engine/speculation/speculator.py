@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
-from engine.core.core_types import Chunk, Sampled, Sequence
-from engine.core.model_runner import Runner
-from engine.kv.kv_cache_manager import Bookkeeper
+from engine.core.core_types import Chunk, SampleResult, Sequence
+from engine.core.model_runner import ModelRunner
+from engine.kv.kv_cache_manager import KVCacheManager
 from engine.speculation.ngrams import NgramIndex, continuation
-from engine.speculation.speculation_policy import Chances, OwnChances, StepCost, Wish, allot
+from engine.speculation.speculation_policy import AcceptanceRates, DraftBudget, SequenceAcceptance, StepCost, allot
 
 NGRAM = "ngram"
 """What the settings call it."""
@@ -24,20 +24,20 @@ MAX_KIND = 6
 """Chances of what n-grams say are learnt by how many tokens agreed; so many or more are one kind."""
 
 
-class Source(Protocol):
+class Proposer(Protocol):
     """Where guesses come from."""
 
     @property
     def pass_s(self) -> float:
         """Seconds that guessing one place further takes, for all sequences at once."""
 
-    def wish(self, sequence: Sequence, most: int) -> Wish | None:
+    def wish(self, sequence: Sequence, most: int) -> DraftBudget | None:
         """What the sequence could make use of now; None when nothing comes to mind. Asked at every step."""
 
     def guessed(self, chunk: Chunk, count: int) -> Chunk:
         """The chunk with `count` guesses, of those wished for last. Not asked when it gets none."""
 
-    def verified(self, sequence: Sequence, sampled: Sampled) -> None:
+    def verified(self, sequence: Sequence, sampled: SampleResult) -> None:
         """What became of them."""
 
 
@@ -46,14 +46,14 @@ class _Text:
     """One sequence's own repetitions."""
 
     index: NgramIndex
-    chances: OwnChances
+    chances: SequenceAcceptance
     guesses: tuple[int, ...] = ()
     kind: int = 0
     num_tokens: int = 0
     """It had when those were guessed."""
 
 
-class NgramSource:
+class NgramProposer:
     """What followed the last tokens where they were before in the prompt or the output.
 
     A guess that was not used is compared with what came all the same. So the chances of a text are known whether
@@ -63,12 +63,12 @@ class NgramSource:
 
     def __init__(self) -> None:
         self._texts: WeakKeyDictionary[Sequence, _Text] = WeakKeyDictionary()
-        self._chances = Chances()
+        self._chances = AcceptanceRates()
 
-    def wish(self, sequence: Sequence, most: int) -> Wish | None:
+    def wish(self, sequence: Sequence, most: int) -> DraftBudget | None:
         text = self._texts.get(sequence)
         if text is None:
-            text = self._texts[sequence] = _Text(NgramIndex(), OwnChances(self._chances))
+            text = self._texts[sequence] = _Text(NgramIndex(), SequenceAcceptance(self._chances))
         tokens = sequence.token_ids
         if text.guesses:
             came = tokens[text.num_tokens :]
@@ -78,38 +78,38 @@ class NgramSource:
             return None
         text.guesses = continuation(tokens, match.end, most)
         text.kind, text.num_tokens = min(match.agreeing, MAX_KIND), len(tokens)
-        return Wish(text.chances.of(text.kind), most)
+        return DraftBudget(text.chances.of(text.kind), most)
 
     def guessed(self, chunk: Chunk, count: int) -> Chunk:
         return replace(chunk, guesses=self._texts[chunk.sequence].guesses[:count])
 
-    def verified(self, sequence: Sequence, sampled: Sampled) -> None:
+    def verified(self, sequence: Sequence, sampled: SampleResult) -> None:
         """The next wish sees it in the sequence's tokens."""
 
 
-class DraftSource:
+class DraftModelProposer:
     """A draft model: it always has something to say, in the runner, when it is asked to."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._chances = Chances()
-        self._own: WeakKeyDictionary[Sequence, OwnChances] = WeakKeyDictionary()
+        self._chances = AcceptanceRates()
+        self._own: WeakKeyDictionary[Sequence, SequenceAcceptance] = WeakKeyDictionary()
 
     @property
     def pass_s(self) -> float:
         return self._runner.draft_pass_s
 
-    def wish(self, sequence: Sequence, most: int) -> Wish | None:
+    def wish(self, sequence: Sequence, most: int) -> DraftBudget | None:
         own = self._own.get(sequence)
         if own is None:
-            own = self._own[sequence] = OwnChances(self._chances)
+            own = self._own[sequence] = SequenceAcceptance(self._chances)
         own.forgive(0)
-        return Wish(own.of(0), most)
+        return DraftBudget(own.of(0), most)
 
     def guessed(self, chunk: Chunk, count: int) -> Chunk:
         return replace(chunk, num_drafts=count)
 
-    def verified(self, sequence: Sequence, sampled: Sampled) -> None:
+    def verified(self, sequence: Sequence, sampled: SampleResult) -> None:
         num_right = len(sampled.following)
         self._own[sequence].learn(0, [place < num_right for place in range(sampled.num_guesses)])
 
@@ -117,7 +117,7 @@ class DraftSource:
 class Speculator:
     """Of one engine."""
 
-    def __init__(self, source: Source, max_guesses: int = MAX_GUESSES, cost: StepCost | None = None) -> None:
+    def __init__(self, source: Proposer, max_guesses: int = MAX_GUESSES, cost: StepCost | None = None) -> None:
         assert max_guesses >= 1
         self.source = source
         self._max_guesses = max_guesses
@@ -126,10 +126,10 @@ class Speculator:
         """Verified since the engine started."""
         self.num_right = 0
 
-    def add_guesses(self, batch: list[Chunk], books: Bookkeeper, max_tokens: int, short: bool) -> list[Chunk]:
+    def add_guesses(self, batch: list[Chunk], books: KVCacheManager, max_tokens: int, short: bool) -> list[Chunk]:
         """The batch with guesses, and with promises for their blocks. `max_tokens`: the step's budget. `short`:
         somebody waits for blocks."""
-        wishes: dict[int, Wish] = {}
+        wishes: dict[int, DraftBudget] = {}
         num_tokens = num_rows = 0
         for place, chunk in enumerate(batch):
             num_rows += chunk.count
@@ -153,14 +153,14 @@ class Speculator:
         batch.sort(key=lambda chunk: (not chunk.sequence.decoding, chunk.num_guesses > 0))  # as the GPU's kernels want
         return batch
 
-    def heard(self, chunk: Chunk, sampled: Sampled) -> None:
+    def heard(self, chunk: Chunk, sampled: SampleResult) -> None:
         """The runner's answer to a chunk."""
         if sampled.num_guesses:
             self.num_guesses += sampled.num_guesses
             self.num_right += len(sampled.following)
             self.source.verified(chunk.sequence, sampled)
 
-    def step_took(self, batch: Seq[Chunk], sampled: Seq[Sampled], seconds: float) -> None:
+    def step_took(self, batch: Seq[Chunk], sampled: Seq[SampleResult], seconds: float) -> None:
         """A step of nothing but decoding sequences tells what rows cost; one with prompts is of another kind, and so is
         one whose guesses were not made because the draft model had to read a prompt first."""
         num_guesses = sum(chunk.num_guesses for chunk in batch)
@@ -168,7 +168,7 @@ class Speculator:
             depth = max(chunk.num_drafts for chunk in batch)
             self._cost.learn(num_guesses + sum(c.count for c in batch), seconds - depth * self.source.pass_s)
 
-    def _most(self, chunk: Chunk, books: Bookkeeper, short: bool) -> int:
+    def _most(self, chunk: Chunk, books: KVCacheManager, short: bool) -> int:
         """Guesses that the sequence has a use and blocks for."""
         sequence = chunk.sequence
         if not sequence.decoding or sequence.sampling is None or sequence.sampling.beam is not None:
@@ -176,7 +176,7 @@ class Speculator:
         useful = sequence.max_num_tokens - sequence.num_tokens - 1  # the token sampled after them is the last one then
         return max(0, min(self._max_guesses, useful, self._room(chunk, books, short)))
 
-    def _room(self, chunk: Chunk, books: Bookkeeper, short: bool) -> int:
+    def _room(self, chunk: Chunk, books: KVCacheManager, short: bool) -> int:
         sequence = chunk.sequence
         spare = 0 if short else max(0, books.pool.num_available)
         num_blocks = len(sequence.blocks) + sequence.num_reserved + spare

@@ -20,21 +20,21 @@ from typing import TYPE_CHECKING
 from cluster.garbage_collection import spare_the_started
 from cluster.logs import set_up
 from engine.errors import EngineStartError
-from engine.lending.block_reads import Landing, OwnRank
+from engine.lending.block_reads import BlockRead, LocalRank
 from engine.process.runners import open_torch_runner
 from engine.process.spec import RankSpec
 from engine.process.start_up import become_child, own_transport, prepare
 from engine.tensor_parallel.messages import (
     BEAT_S,
     Answer,
-    Beat,
+    BlocksRead,
     Copy,
     Drop,
     FromFollower,
+    Heartbeat,
     Joined,
-    Land,
-    Landed,
     NotJoined,
+    ReadBlocks,
     Withdraw,
 )
 from engine.tensor_parallel.steps import StepReader, filled_blocks
@@ -116,7 +116,7 @@ def main() -> None:
         rank0.say(NotJoined(field, str(reason)))
         os._exit(1)  # other threads may wait for ranks that never come
     part = BlockPart(runner.layout.block_bytes, spec.rank, spec.ranks)
-    rank = OwnRank(transport, part, runner.fingerprints, runner.folding)
+    rank = LocalRank(transport, part, runner.fingerprints, runner.folding)
     rank0.say(Joined(endpoint))
     spare_the_started()
     try:
@@ -126,24 +126,24 @@ def main() -> None:
 
 
 def _serve(
-    reads: Connection, say: Callable[[FromFollower], None], rank: OwnRank, copy: Callable[[int, int], None]
+    reads: Connection, say: Callable[[FromFollower], None], rank: LocalRank, copy: Callable[[int, int], None]
 ) -> None:
-    landings: dict[int, Landing] = {}
+    landings: dict[int, BlockRead] = {}
 
     def quiet(number: int, fingerprints: tuple[bytes, ...] | None, peer_gone: bool) -> None:
         landings.pop(number, None)
-        say(Landed(number, fingerprints, peer_gone))
+        say(BlocksRead(number, fingerprints, peer_gone))
 
     beat_at = time.monotonic()
     while True:
         if (now := time.monotonic()) >= beat_at:
             stuck_s = {number: landing.stuck_s() for number, landing in list(landings.items())}
-            say(Beat({number: seconds for number, seconds in stuck_s.items() if seconds >= BEAT_S}))
+            say(Heartbeat({number: seconds for number, seconds in stuck_s.items() if seconds >= BEAT_S}))
             beat_at = now + BEAT_S
         if not reads.poll(beat_at - now):
             continue
         match reads.recv():
-            case Land(number, endpoint, block_ids, blocks, flow):
+            case ReadBlocks(number, endpoint, block_ids, blocks, flow):
                 landing = landings[number] = rank.land(endpoint, block_ids, blocks, flow, partial(quiet, number))
                 if landing.is_quiet:  # perhaps before it was there
                     landings.pop(number, None)

@@ -8,7 +8,7 @@ BEAT_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Land:
+class ReadBlocks:
     """Read this rank's part of the `block_ids` behind `endpoint` into `blocks`; answered by Landed, once."""
 
     number: int
@@ -40,7 +40,7 @@ class Drop:
     endpoint: bytes
 
 
-ToFollower = Land | Withdraw | Copy | Drop
+ToFollower = ReadBlocks | Withdraw | Copy | Drop
 
 # ---------------------------------------------------------------------------------------- from a follower
 
@@ -61,7 +61,7 @@ class NotJoined:
 
 
 @dataclass(frozen=True, slots=True)
-class Landed:
+class BlocksRead:
     """All reads of a landing are quiet. `fingerprints` of this rank's heads, one entry per block, or None."""
 
     number: int
@@ -77,11 +77,11 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """The follower's main thread turns: said every BEAT_S."""
 
     stuck_s: dict[int, float]
     """Landings, by number, for which nothing has come for a while, and for how long."""
 
 
-FromFollower = Joined | NotJoined | Landed | Answer | Beat
+FromFollower = Joined | NotJoined | BlocksRead | Answer | Heartbeat

@@ -25,18 +25,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import EngineStartError, RankLost
-from engine.lending.block_reads import OnQuiet, OtherRank
+from engine.lending.block_reads import OnQuiet, RemoteRank
 from engine.process.spec import EngineSpec, RankSpec
 from engine.tensor_parallel.messages import (
     Answer,
-    Beat,
+    BlocksRead,
     Copy,
     Drop,
     FromFollower,
+    Heartbeat,
     Joined,
-    Land,
-    Landed,
     NotJoined,
+    ReadBlocks,
     ToFollower,
     Withdraw,
 )
@@ -52,7 +52,7 @@ END_S = 3.0
 """For a follower that was told to end."""
 
 
-class Follower(OtherRank, FollowingRank):
+class Follower(RemoteRank, FollowingRank):
     """One other rank. `begin_step` and `end_step` are for the thread that computes, all else for the main one."""
 
     def __init__(self, spec: RankSpec, on_lost: Callable[[], None]) -> None:
@@ -120,12 +120,12 @@ class Follower(OtherRank, FollowingRank):
 
     def land(
         self, endpoint: bytes, block_ids: Seq[int], blocks: Seq[int], flow: str, on_quiet: OnQuiet
-    ) -> "_FarLanding":
+    ) -> "_RemoteRead":
         self._num_landings += 1
         number = self._num_landings
         self._quiet[number] = on_quiet
-        self._tell(Land(number, endpoint, tuple(block_ids), tuple(blocks), flow))
-        return _FarLanding(self, number)
+        self._tell(ReadBlocks(number, endpoint, tuple(block_ids), tuple(blocks), flow))
+        return _RemoteRead(self, number)
 
     def drop(self, endpoint: bytes) -> None:
         self._tell(Drop(endpoint))
@@ -165,13 +165,13 @@ class Follower(OtherRank, FollowingRank):
     def _hear(self, message: FromFollower) -> None:
         self._heard_at = time.monotonic()
         match message:
-            case Beat(stuck_s):
+            case Heartbeat(stuck_s):
                 self._stuck_s = stuck_s
             case Joined(endpoint):
                 self._joined.set_result(endpoint)
             case NotJoined(field, reason):
                 self._joined.set_exception(EngineStartError(field, reason))
-            case Landed(number, fingerprints, peer_gone):
+            case BlocksRead(number, fingerprints, peer_gone):
                 self._quiet.pop(number)(fingerprints, peer_gone)
             case Answer():
                 self._answers.put(message)
@@ -184,7 +184,7 @@ class Follower(OtherRank, FollowingRank):
 
 
 @dataclass(frozen=True, slots=True)
-class _FarLanding:
+class _RemoteRead:
     """A landing on another rank."""
 
     follower: Follower

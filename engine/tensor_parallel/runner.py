@@ -7,8 +7,8 @@ from collections.abc import Sequence as Seq
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core.core_types import Chunk, Sampled
-from engine.core.model_runner import Runner
+from engine.core.core_types import Chunk, SampleResult
+from engine.core.model_runner import ModelRunner
 from engine.tensor_parallel.steps import StepWriter, filled_blocks
 from kvtransfer.fingerprint import Folding
 
@@ -29,11 +29,11 @@ class FollowingRank(ABC):
         """Make block `target` equal to `source`, before this returns. Not while a step runs."""
 
 
-class ParallelRunner(Runner):
+class ParallelRunner(ModelRunner):
     """Rank 0 computes with its own runner, at the same time as its followers with theirs, and samples. They meet in the
     sums that the model asks for."""
 
-    def __init__(self, own: Runner, followers: Seq[FollowingRank]) -> None:
+    def __init__(self, own: ModelRunner, followers: Seq[FollowingRank]) -> None:
         """`own` has the layout of whole blocks, and in its pool its part of each."""
         self.layout, self.info, self.pool = own.layout, own.info, own.pool
         self._own = own
@@ -45,7 +45,7 @@ class ParallelRunner(Runner):
     def bind(self, own_cores: Seq[int], shared_cores: Seq[int]) -> None:
         self._own.bind(own_cores, shared_cores)
 
-    def execute(self, batch: Seq[Chunk]) -> list[Sampled]:
+    def execute(self, batch: Seq[Chunk]) -> list[SampleResult]:
         step = pickle.dumps(self._writer.step(batch), pickle.HIGHEST_PROTOCOL)
         for follower in self._followers:
             follower.begin_step(step)

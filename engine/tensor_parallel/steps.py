@@ -13,7 +13,7 @@ from engine.core.core_types import Chunk, SamplingParams, Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class NewSequence:
     """What does not change of a sequence."""
 
     num_prompt: int
@@ -22,7 +22,7 @@ class Beginning:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class SequenceUpdate:
     """Of one sequence: its lists are their first `kept` entries, and then these."""
 
     number: int
@@ -31,12 +31,12 @@ class Change:
     kept_blocks: int
     blocks: tuple[int, ...]
     num_scored: int
-    beginning: Beginning | None = None
+    beginning: NewSequence | None = None
     """Of a sequence that the followers have not seen."""
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkOf:
+class ChunkRef:
     """A chunk, of sequence `number`."""
 
     number: int
@@ -49,14 +49,14 @@ class ChunkOf:
 class Step:
     """One batch, in order."""
 
-    changes: tuple[Change, ...]
-    chunks: tuple[ChunkOf, ...]
+    changes: tuple[SequenceUpdate, ...]
+    chunks: tuple[ChunkRef, ...]
     over: tuple[int, ...]
     """Sequences of which no step will speak any more."""
 
 
 @dataclass(slots=True)
-class _Told:
+class _KnownSequence:
     """What the followers know of a sequence."""
 
     number: int
@@ -71,24 +71,24 @@ class StepWriter:
     """Rank 0's end. Used by one thread; sequences may end on any."""
 
     def __init__(self) -> None:
-        self._told: weakref.WeakKeyDictionary[Sequence, _Told] = weakref.WeakKeyDictionary()
+        self._told: weakref.WeakKeyDictionary[Sequence, _KnownSequence] = weakref.WeakKeyDictionary()
         self._over: deque[int] = deque()
         self._count = 0
 
     def step(self, batch: Seq[Chunk]) -> Step:
         """What to tell of it. Each step is told to every follower, in order."""
-        changes: list[Change] = []
-        chunks: list[ChunkOf] = []
+        changes: list[SequenceUpdate] = []
+        chunks: list[ChunkRef] = []
         for chunk in batch:
             assert not chunk.num_drafts, "the guesses of a draft model are made by rank 0 alone"
             number, change = self._change(chunk.sequence)
             if change is not None:
                 changes.append(change)
-            chunks.append(ChunkOf(number, chunk.start, chunk.count, chunk.guesses))
+            chunks.append(ChunkRef(number, chunk.start, chunk.count, chunk.guesses))
         over = tuple(self._over.popleft() for _ in range(len(self._over)))
         return Step(tuple(changes), tuple(chunks), over)
 
-    def _change(self, sequence: Sequence) -> tuple[int, Change | None]:
+    def _change(self, sequence: Sequence) -> tuple[int, SequenceUpdate | None]:
         told = self._told.get(sequence)
         if told is None:
             return self._begin(sequence)
@@ -100,17 +100,19 @@ class StepWriter:
             return told.number, None
         told.tokens, told.num_tokens, told.num_scored = sequence.token_ids, sequence.num_tokens, sequence.num_scored
         told.blocks = list(sequence.blocks)
-        change = Change(told.number, kept_tokens, tuple(tokens), kept_blocks, tuple(blocks), sequence.num_scored)
+        change = SequenceUpdate(
+            told.number, kept_tokens, tuple(tokens), kept_blocks, tuple(blocks), sequence.num_scored
+        )
         return told.number, change
 
-    def _begin(self, sequence: Sequence) -> tuple[int, Change]:
+    def _begin(self, sequence: Sequence) -> tuple[int, SequenceUpdate]:
         self._count += 1
         number = self._count
         tokens, blocks = sequence.token_ids, list(sequence.blocks)
-        self._told[sequence] = _Told(number, tokens, len(tokens), blocks, sequence.num_scored)
+        self._told[sequence] = _KnownSequence(number, tokens, len(tokens), blocks, sequence.num_scored)
         weakref.finalize(sequence, self._over.append, number).atexit = False
-        beginning = Beginning(sequence.num_prompt, sequence.num_emitted_before, sequence.sampling)
-        return number, Change(number, 0, tuple(tokens), 0, tuple(blocks), sequence.num_scored, beginning)
+        beginning = NewSequence(sequence.num_prompt, sequence.num_emitted_before, sequence.sampling)
+        return number, SequenceUpdate(number, 0, tuple(tokens), 0, tuple(blocks), sequence.num_scored, beginning)
 
 
 def _num_equal(some: list[int], others: list[int]) -> int:
@@ -139,7 +141,7 @@ class StepReader:
     def num_sequences(self) -> int:
         return len(self._sequences)
 
-    def _apply(self, change: Change) -> None:
+    def _apply(self, change: SequenceUpdate) -> None:
         if change.beginning is not None:
             self._sequences[change.number] = Sequence(
                 request_id="",

@@ -14,7 +14,7 @@ from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 
 
-class AuditService(pb_grpc.WorkerServicer):
+class WorkerService(pb_grpc.WorkerServicer):
     def __init__(
         self, worker_id: str, engine: EngineClient, drain: Callable[[], tuple[int, int]], roles: RoleSwitch
     ) -> None:

@@ -11,7 +11,7 @@ BEATS_PER_SILENCE = 5
 """Beats come every BEAT_S or, where less silence is borne, so many times within it."""
 
 
-class Pulse:
+class Heartbeat:
     """Of one end. It beats and listens only while there are loans: an idle stream says nothing."""
 
     def __init__(

@@ -5,16 +5,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from cluster.rpc import Channels
-from cluster.tls import Trust
+from cluster.tls import TlsIdentity
 from engine.kv.block_keys import pack_tokens
 from engine.messages import CloseLoan, OpenLoan, ReleaseLoan
 from engine.process.engine_client import EngineClient
-from engine.worker.loan_stream import Loan, LoanLink
+from engine.worker.loan_stream import Loan, LoanStream
 from protos import lend_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class LoanChain:
     """What a loan is of."""
 
     request_id: str
@@ -31,7 +31,7 @@ class Chain:
 class Borrowing:
     """The loan of one request, or of one loan given: at most one at a time."""
 
-    def __init__(self, lenders: "Lenders", engine_id: str, holder: pb.Holder, chain: Callable[[], Chain]) -> None:
+    def __init__(self, lenders: "LenderStreams", engine_id: str, holder: pb.Holder, chain: Callable[[], LoanChain]) -> None:
         """`holder` is who lends; `chain` is asked only when a loan is opened."""
         self._lenders = lenders
         self._engine_id = engine_id
@@ -61,7 +61,7 @@ class Borrowing:
             self._loan.close()
 
 
-class Lenders:
+class LenderStreams:
     """The streams to the workers that this one borrows from, each opened with the first loan from there."""
 
     def __init__(
@@ -70,17 +70,17 @@ class Lenders:
         model_fingerprint: bytes,
         block_tokens: int,
         silence_s: float,
-        trust: Trust | None = None,
+        trust: TlsIdentity | None = None,
     ) -> None:
         self._engine = engine
         self._model_fingerprint = model_fingerprint
         self._block_tokens = block_tokens
         self._silence_s = silence_s
         self._channels = Channels(trust)
-        self._links: dict[tuple[str, bytes], LoanLink] = {}
+        self._links: dict[tuple[str, bytes], LoanStream] = {}
         """By address and incarnation: a worker that was started again is another one."""
 
-    def open(self, engine_id: str, holder: pb.Holder, chain: Chain, wanted: OpenLoan) -> Loan:
+    def open(self, engine_id: str, holder: pb.Holder, chain: LoanChain, wanted: OpenLoan) -> Loan:
         want = pb.Want(
             request_id=chain.request_id,
             lender_incarnation=holder.incarnation,
@@ -97,11 +97,11 @@ class Lenders:
         )
         return self._link(holder).open(engine_id, want)
 
-    def _link(self, holder: pb.Holder) -> LoanLink:
+    def _link(self, holder: pb.Holder) -> LoanStream:
         key = holder.address, holder.incarnation
         if (link := self._links.get(key)) is None or link.broken:
             self._links = {key: link for key, link in self._links.items() if not link.broken}
             held = ExitStack()
             channel = held.enter_context(self._channels.using(holder.address))
-            link = self._links[key] = LoanLink(channel, holder.worker_id, self._engine, self._silence_s, held.close)
+            link = self._links[key] = LoanStream(channel, holder.worker_id, self._engine, self._silence_s, held.close)
         return link

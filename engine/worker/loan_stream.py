@@ -17,7 +17,7 @@ from cluster.rpc import MAX_MESSAGE_BYTES
 from cluster.waker import Waker
 from engine.messages import LoanBlocks, LoanFailed, LoanStarted, ToEngine
 from engine.process.engine_client import EngineClient
-from engine.worker.heartbeat import Pulse
+from engine.worker.heartbeat import Heartbeat
 from protos import lend_pb2 as pb
 from protos import lend_pb2_grpc as pb_grpc
 
@@ -39,7 +39,7 @@ class _Told(NamedTuple):
     """The client's."""
 
 
-class LoanLink:
+class LoanStream:
     """Gone with whatever breaks it: then all its loans fail. So does a lender that says nothing for `silence_s`,
     heartbeats included, while there are any."""
 
@@ -65,7 +65,7 @@ class LoanLink:
         self._waker = Waker()
         self.broken = False
         """It takes no more loans."""
-        self._pulse = Pulse(
+        self._pulse = Heartbeat(
             engine, silence_s, self._beat, lambda: self.break_off(f"the lender was silent for {silence_s:g} s")
         )
         self._call = pb_grpc.LendStub(channel).Lend(self._outgoing())
@@ -205,7 +205,7 @@ class Loan:
 
     __slots__ = ("_link", "number")
 
-    def __init__(self, link: LoanLink, number: int) -> None:
+    def __init__(self, link: LoanStream, number: int) -> None:
         self._link = link
         self.number = number
 

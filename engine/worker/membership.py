@@ -13,9 +13,9 @@ import grpc
 
 from cluster.discovery import Discovery, Roster
 from cluster.error_status import from_rpc_error
-from cluster.errors import AlreadyThere, Incompatible, ServiceError, TandemError
+from cluster.errors import AlreadyExists, Incompatible, ServiceError, TandemError
 from cluster.rpc import channel
-from cluster.tls import Trust
+from cluster.tls import TlsIdentity
 from engine.messages import CacheChanged, Load, TakeSnapshot
 from engine.process.engine_client import EngineClient
 from engine.worker.worker_events import cache_events, load_report, messages_of, parts_of, summary
@@ -71,7 +71,7 @@ class Memberships:
         discovery: Discovery,
         draining: Callable[[], bool],
         name_taken_s: float = NAME_TAKEN_S,
-        trust: Trust | None = None,
+        trust: TlsIdentity | None = None,
     ) -> None:
         self._hello = hello
         self._engine = engine
@@ -178,7 +178,7 @@ class Memberships:
         while True:
             async with channel(router.address, self._trust) as link:  # a new one may have new certificates
                 wait_s, failure = RETRY_S, await self._join_once(pb_grpc.MembershipStub(link), router)
-            name_taken_at = (name_taken_at or time.monotonic()) if isinstance(failure, AlreadyThere) else None
+            name_taken_at = (name_taken_at or time.monotonic()) if isinstance(failure, AlreadyExists) else None
             if name_taken_at is not None and time.monotonic() - name_taken_at > self._name_taken_s:
                 return failure
             if isinstance(failure, Incompatible):
@@ -192,7 +192,7 @@ class Memberships:
         """Refusals at once. A router that cannot be reached may be about to start: only after a while, and then every
         minute."""
         now, said = time.monotonic(), str(failure)
-        if isinstance(failure, AlreadyThere | Incompatible):
+        if isinstance(failure, AlreadyExists | Incompatible):
             if said != router.said:
                 log.error("not joined to %s: %s", router.address, said)
         elif now - router.apart_since >= WARN_AFTER_S and now - router.warned_at >= WARN_EVERY_S:

@@ -16,15 +16,15 @@ from cluster.process import Addresses
 from cluster.protocol import PROTOCOL
 from cluster.roles import ON_WIRE, Role
 from cluster.rpc import Server
-from cluster.tls import Member, member_of
+from cluster.tls import MemberIdentity, member_of
 from engine.config import WorkerConfig
 from engine.messages import Ready
 from engine.model.model_dir import ModelDir
 from engine.process.child_engine import ChildEngine
 from engine.process.engine_client import EngineClient, EngineHost
 from engine.process.spec import EngineSpec
-from engine.worker.audit_service import AuditService
-from engine.worker.lender_streams import Lenders
+from engine.worker.audit_service import WorkerService
+from engine.worker.lender_streams import LenderStreams
 from engine.worker.membership import NAME_TAKEN_S, Memberships
 from engine.worker.metrics import register
 from engine.worker.role_switch import RoleSwitch
@@ -55,7 +55,7 @@ class WorkerContext:
     model_dir: ModelDir
     engine: EngineClient
     ready: Ready
-    lenders: Lenders
+    lenders: LenderStreams
     requests: Drain
     """Decode streams under way."""
     loans: Drain
@@ -80,9 +80,9 @@ class Worker:
         server: Server,
         address: str,
         discovery: Discovery,
-        leaving: "Leaving",
+        leaving: "StopRequest",
         metrics: MetricsServer,
-        member: Member | None,
+        member: MemberIdentity | None,
     ) -> None:
         self.address = address
         self.addresses = Addresses(address, metrics=metrics.address)
@@ -185,7 +185,7 @@ class Worker:
         await self._context.engine.stop()
 
 
-class Leaving:
+class StopRequest:
     """That this worker was told to stop, by whom ever."""
 
     def __init__(self, requests: Drain, loans: Drain) -> None:
@@ -220,7 +220,7 @@ async def start_worker(
         engine = EngineClient(host_engine(EngineSpec(config, role, f"{worker_id}-{incarnation.hex()}", worker_id)))
         ready = await engine.start()
         undo.push_async_callback(engine.stop)
-        lenders = Lenders(engine, ready.model_fingerprint, ready.block_tokens, config.peer_silence_s, member)
+        lenders = LenderStreams(engine, ready.model_fingerprint, ready.block_tokens, config.peer_silence_s, member)
         requests, loans = Drain(), Drain()
         say_role = register(
             registry, worker_id, role, model_dir.name, ready, lambda: engine.last_load, lambda: engine.last_kv
@@ -229,9 +229,9 @@ async def start_worker(
         context = WorkerContext(
             config, roles, worker_id, incarnation, model_dir, engine, ready, lenders, requests, loans
         )
-        leaving = Leaving(requests, loans)
+        leaving = StopRequest(requests, loans)
         server = Server(member.credentials if member else None)  # all of it is internal
-        pb_grpc.add_WorkerServicer_to_server(AuditService(worker_id, engine, leaving.begin, roles), server.grpc)
+        pb_grpc.add_WorkerServicer_to_server(WorkerService(worker_id, engine, leaving.begin, roles), server.grpc)
         services = ["tandem.internal.v1.Worker", *add_services(server, context)]
         port = await server.start(config.host, config.port, services)
         undo.push_async_callback(server.stop, 0)

@@ -9,7 +9,7 @@ import grpc
 from cluster.error_status import from_rpc_error
 from cluster.roles import ON_WIRE, Role
 from cluster.rpc import channel
-from cluster.tls import Trust
+from cluster.tls import TlsIdentity
 from planner.executors.executor import Executor, ExecutorFailed
 from protos import inference_pb2 as pb
 from protos import membership_pb2, membership_pb2_grpc
@@ -18,7 +18,7 @@ TIMEOUT_S = 120.0
 """For all streams of a worker to end or be handed over."""
 
 
-async def switch_role(address: str, role: Role, trust: Trust | None, timeout_s: float = TIMEOUT_S) -> int:
+async def switch_role(address: str, role: Role, trust: TlsIdentity | None, timeout_s: float = TIMEOUT_S) -> int:
     """The worker at `address` has that role when this returns; the requests that it handed over. Raises
     ServiceError."""
     async with channel(address, trust) as link:
@@ -36,7 +36,7 @@ class Switcher(Executor):
 
     scales, switches = False, True
 
-    def __init__(self, trust: Trust | None) -> None:
+    def __init__(self, trust: TlsIdentity | None) -> None:
         self._trust = trust
 
     async def sizes(self) -> Mapping[Role, int]:

@@ -10,23 +10,23 @@ from dataclasses import dataclass
 from engine.kv.block_keys import BlockKey
 from router.admission import refusals
 from router.admission.capacity import could_hold, largest_pool
-from router.admission.capacity_backoff import Rebuffs
-from router.admission.circuit_breaker import Failing
+from router.admission.capacity_backoff import CapacityBackoff
+from router.admission.circuit_breaker import CircuitBreaker
 from router.admission.config import AdmissionConfig
-from router.admission.lender_load import Lenders
+from router.admission.lender_load import LenderLoad
 from router.admission.queues import ClassQueue
-from router.admission.rate_limiter import Tenants
+from router.admission.rate_limiter import RateLimiter
 from router.admission.refusals import Refusal
-from router.admission.request import Claim, Waiting, cost_of
-from router.admission.reservations import Keeping, is_owed
-from router.admission.scheduling_round import Moment, Parts, Turn
+from router.admission.request import QueuedRequest, RequestInfo, cost_of
+from router.admission.reservations import Reservations, is_owed
+from router.admission.scheduling_round import AdmissionParts, RoundState, SchedulingRound
 from router.admission.token_bucket import TokenBucket
-from router.admission.wait_forecast import Forecast
+from router.admission.wait_forecast import WaitForecast
 from router.placement.demand import Demand
 from router.placement.fleet import Fleet
 from router.placement.place import Decision
-from router.placement.worker_records import Placed
-from router.placement.worker_table import Workers
+from router.placement.worker_records import ActivePlacement
+from router.placement.worker_table import WorkerTable
 
 HOLDS_PER_S = 200
 """Decisions a second that may end in holding a request back; one costs 0.4 ms with 128 workers."""
@@ -44,8 +44,8 @@ MAX_OWED = 1 << 20
 class Started:
     """`waiting` has its place; `ended` must follow."""
 
-    waiting: Waiting
-    placed: Placed
+    waiting: QueuedRequest
+    placed: ActivePlacement
     decision: Decision
 
 
@@ -53,7 +53,7 @@ class Started:
 class Refused:
     """`waiting` waits no more."""
 
-    waiting: Waiting
+    waiting: QueuedRequest
     refusal: Refusal
 
 
@@ -63,7 +63,7 @@ Outcome = Started | Refused
 class Admission:
     """All that waits for one fleet. Every method that takes `now` is an event; times never go back."""
 
-    def __init__(self, fleet: Fleet, config: AdmissionConfig, tenants: Tenants) -> None:
+    def __init__(self, fleet: Fleet, config: AdmissionConfig, tenants: RateLimiter) -> None:
         self._fleet = fleet
         self._config = config
         self._tenants = tenants
@@ -72,27 +72,27 @@ class Admission:
         self.num_started = 0
         self._queues: dict[int, ClassQueue] = {}
         self._numbers = itertools.count()
-        self._running: dict[Placed, tuple[Waiting, float]] = {}
+        self._running: dict[ActivePlacement, tuple[QueuedRequest, float]] = {}
         """And since when."""
-        self._forecast = Forecast()
-        self._keeping = Keeping(config)
-        self._lenders = Lenders(config)
-        self._rebuffs = Rebuffs()
-        self._failing = Failing(fleet)
-        self._parts = Parts(config, fleet, tenants, self._keeping, self._lenders)
+        self._forecast = WaitForecast()
+        self._keeping = Reservations(config)
+        self._lenders = LenderLoad(config)
+        self._rebuffs = CapacityBackoff()
+        self._failing = CircuitBreaker(fleet)
+        self._parts = AdmissionParts(config, fleet, tenants, self._keeping, self._lenders)
         self._holds = TokenBucket(HOLDS_PER_S, 32)
-        self._times: list[tuple[float, int, Waiting | None]] = []
+        self._times: list[tuple[float, int, QueuedRequest | None]] = []
         """A heap: when time alone may change something."""
-        self._known: tuple[Workers, int] | None = None
+        self._known: tuple[WorkerTable, int] | None = None
         """For which the requests were measured, and its largest pool."""
 
     # ------------------------------------------------------------------ events
 
     def arrived(
-        self, claim: Claim, demand: Demand, keys: Sequence[BlockKey], now: float
-    ) -> tuple[Waiting, list[Outcome]]:
+        self, claim: RequestInfo, demand: Demand, keys: Sequence[BlockKey], now: float
+    ) -> tuple[QueuedRequest, list[Outcome]]:
         """It waits for a place from now on, and has perhaps got one or been refused in this moment, or others have."""
-        waiting = Waiting.of(claim, demand, keys, next(self._numbers), now)
+        waiting = QueuedRequest.of(claim, demand, keys, next(self._numbers), now)
         self._measure(waiting, now)
         if claim.not_before > now:
             self._at(claim.not_before, waiting)
@@ -117,13 +117,13 @@ class Admission:
         self._forecast.waiting(self._waiting_classes())
         return outcomes
 
-    def withdrawn(self, waiting: Waiting, now: float) -> list[Outcome]:
+    def withdrawn(self, waiting: QueuedRequest, now: float) -> list[Outcome]:
         """Its client is gone."""
         if waiting.queued:
             self._remove(waiting)
         return self.changed(now)
 
-    def ended(self, placed: Placed, now: float) -> list[Outcome]:
+    def ended(self, placed: ActivePlacement, now: float) -> list[Outcome]:
         """Once for each start."""
         waiting, started_at = self._running.pop(placed)
         if (again_at := self._failing.ended(placed, started_at, now)) is not None:
@@ -135,7 +135,7 @@ class Admission:
         self._fleet.ended(placed)
         return self.changed(now)
 
-    def refused_by_worker(self, placed: Placed, now: float) -> None:
+    def refused_by_worker(self, placed: ActivePlacement, now: float) -> None:
         """For want of room; `ended` follows, and `arrived` unless this raises Overloaded, having been too often. The
         claim pauses, the longer the more often it happened."""
         claim = self._running[placed][0].claim
@@ -183,7 +183,7 @@ class Admission:
             counts.update({tenant: len(line.requests) for tenant, line in queue.lines.items()})
         return dict(counts)
 
-    def kept_workers(self) -> dict[str, Waiting]:
+    def kept_workers(self) -> dict[str, QueuedRequest]:
         """For whom, by worker."""
         return {kept.worker_id: kept.waiting for kept in self._keeping.kept}
 
@@ -212,9 +212,9 @@ class Admission:
     def _start_one(self, now: float, outcomes: list[Outcome]) -> bool:
         """False when nobody can start."""
         self._keeping.arrange(self._queues, self._fleet.snapshot, now, self._tenants.may_start)
-        moment = Moment(now, self._rebuffs.column(self._fleet, now))
+        moment = RoundState(now, self._rebuffs.column(self._fleet, now))
         for queue, early in self._turns():
-            turn = Turn(self._parts, self._queues, queue, early, moment)
+            turn = SchedulingRound(self._parts, self._queues, queue, early, moment)
             if turn.hopeless():
                 continue
             while (waiting := queue.pick(turn.first_of)) is not None:
@@ -242,7 +242,7 @@ class Admission:
                 turns.appendleft((queue, False))
         return list(turns)
 
-    def _hold(self, waiting: Waiting, decision: Decision, limit_s: float, now: float) -> bool:
+    def _hold(self, waiting: QueuedRequest, decision: Decision, limit_s: float, now: float) -> bool:
         """Whether it is better to wait here and choose later."""
         state = self._fleet.snapshot, self._fleet.rates
         deep = self._lenders.deep(decision, *state, limit_s)
@@ -255,7 +255,12 @@ class Admission:
         return True
 
     def _start(
-        self, waiting: Waiting, decision: Decision, blocked: list[Waiting], now: float, outcomes: list[Outcome]
+        self,
+        waiting: QueuedRequest,
+        decision: Decision,
+        blocked: list[QueuedRequest],
+        now: float,
+        outcomes: list[Outcome],
     ) -> None:
         claim = waiting.claim
         self._forecast.started(claim.priority, waiting.cost)
@@ -290,7 +295,7 @@ class Admission:
 
     # ------------------------------------------------------------------ refusals
 
-    def _consider(self, waiting: Waiting, now: float, outcomes: list[Outcome]) -> None:
+    def _consider(self, waiting: QueuedRequest, now: float, outcomes: list[Outcome]) -> None:
         """It has to wait: whether there is a place for it, and whether it will have its turn in time."""
         claim = waiting.claim
         if claim.num_placed == 0 and (loser := self._one_too_many(waiting)) is not None:
@@ -310,12 +315,12 @@ class Admission:
         else:
             self._at(waiting.start_by, waiting)
 
-    def _wait_s(self, waiting: Waiting) -> float:
+    def _wait_s(self, waiting: QueuedRequest) -> float:
         own = self._queues[waiting.claim.priority]
         higher = sum(queue.tokens for priority, queue in self._queues.items() if priority > own.priority)
         return self._forecast.wait_s(waiting, own, higher)
 
-    def _one_too_many(self, newcomer: Waiting) -> tuple[Waiting, Refusal] | None:
+    def _one_too_many(self, newcomer: QueuedRequest) -> tuple[QueuedRequest, Refusal] | None:
         """Who must go since the newcomer came."""
         claim, config = newcomer.claim, self._config
         lines = (queue.lines.get(claim.tenant) for queue in self._queues.values())
@@ -334,11 +339,11 @@ class Admission:
             return newcomer, refusals.queue_full(self.num_waiting - 1, retry_after_s)
         return newcomer, refusals.tenant_queue_full(tenant, of_tenant - 1, retry_after_s)
 
-    def _retry_after(self, waiting: Waiting) -> float:
+    def _retry_after(self, waiting: QueuedRequest) -> float:
         """By then who stands before it now has started, it is predicted."""
         return self._wait_s(waiting) or self._config.default_retry_after_s
 
-    def _misses(self, waiting: Waiting, decision: Decision, now: float, outcomes: list[Outcome]) -> bool:
+    def _misses(self, waiting: QueuedRequest, decision: Decision, now: float, outcomes: list[Outcome]) -> bool:
         """It could start, but behind prompts that are queued there its first token would come too late. Where none is
         queued it starts whatever is predicted, and rates are learnt."""
         claim, workers = waiting.claim, self._fleet.snapshot
@@ -371,7 +376,7 @@ class Admission:
                 refusal = refusals.too_late(waited_s, waiting.least_ttft_s, self._retry_after(waiting))
                 self._refuse(waiting, refusal, outcomes)
 
-    def _refuse(self, waiting: Waiting, refusal: Refusal, outcomes: list[Outcome]) -> None:
+    def _refuse(self, waiting: QueuedRequest, refusal: Refusal, outcomes: list[Outcome]) -> None:
         self._remove(waiting)
         self.num_refused[refusal.reason] += 1
         outcomes.append(Refused(waiting, refusal))
@@ -392,7 +397,7 @@ class Admission:
                 self._measure(waiting, now)
             queue.measured_anew()
 
-    def _measure(self, waiting: Waiting, now: float) -> None:
+    def _measure(self, waiting: QueuedRequest, now: float) -> None:
         waiting.measure(self._fleet.snapshot)
         if could_hold(waiting.demand, self._fleet.snapshot):
             waiting.unholdable_since = None
@@ -400,11 +405,11 @@ class Admission:
             waiting.unholdable_since = now
             self._at(now + self._config.no_worker_grace_s, waiting)
 
-    def _remove(self, waiting: Waiting) -> None:
+    def _remove(self, waiting: QueuedRequest) -> None:
         self._queues[waiting.claim.priority].remove(waiting)
         self._forget(waiting)
 
-    def _forget(self, waiting: Waiting) -> None:
+    def _forget(self, waiting: QueuedRequest) -> None:
         """It is out of its line."""
         waiting.queued = False
         self._keeping.forget(waiting)
@@ -423,7 +428,7 @@ class Admission:
     def _waiting_classes(self) -> list[int]:
         return [priority for priority, queue in self._queues.items() if queue.lines]
 
-    def _at(self, when: float, waiting: Waiting | None) -> None:
+    def _at(self, when: float, waiting: QueuedRequest | None) -> None:
         """Look again then."""
         if when < math.inf:
             heapq.heappush(self._times, (when, next(self._numbers), waiting))

@@ -5,18 +5,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from router.admission.request import Waiting
+from router.admission.request import QueuedRequest
 from router.placement.demand import Demand
 from router.placement.place import startable
 from router.placement.rates import Ints
-from router.placement.worker_table import Workers
+from router.placement.worker_table import WorkerTable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Room:
+class Capacity:
     """What one class may take of each worker now."""
 
-    workers: Workers
+    workers: WorkerTable
     available: Ints
     """[W] blocks; -1 where it may start nothing."""
     greatest: int
@@ -25,7 +25,7 @@ class Room:
     """Of every decode worker, where pools and promises are equal: then `greatest` and it say all."""
 
     @classmethod
-    def of(cls, workers: Workers, kept_rows: Collection[int], refused: Ints, batch_block_share: float) -> "Room":
+    def of(cls, workers: WorkerTable, kept_rows: Collection[int], refused: Ints, batch_block_share: float) -> "Capacity":
         """`kept_rows` are others'. `refused`: [W], what a worker has just refused, which then is more than it has."""
         available = np.minimum(workers.available_blocks, refused - 1)
         if batch_block_share < 1:
@@ -44,7 +44,7 @@ class Room:
             pool=int(pools[0]) if equal else None,
         )
 
-    def fits(self, waiting: Waiting) -> bool:
+    def fits(self, waiting: QueuedRequest) -> bool:
         """Whether it could start somewhere now."""
         if waiting.need > self.greatest:
             return False
@@ -53,17 +53,17 @@ class Room:
         return bool(startable(waiting.demand, self.workers, self.available).any())
 
 
-def could_hold(demand: Demand, workers: Workers) -> bool:
+def could_hold(demand: Demand, workers: WorkerTable) -> bool:
     """Whether any decode worker's pool is large enough for all of it."""
     return demand.num_total_blocks <= largest_pool(workers)
 
 
-def largest_pool(workers: Workers) -> int:
+def largest_pool(workers: WorkerTable) -> int:
     """-1 where there is no decode worker."""
     return int(workers.num_blocks[workers.starts].max(initial=-1))
 
 
-def first_to_free(demand: Demand, workers: Workers, batch_block_share: float, kept: Collection[int]) -> int | None:
+def first_to_free(demand: Demand, workers: WorkerTable, batch_block_share: float, kept: Collection[int]) -> int | None:
     """The row of the worker predicted to have room for it first, if nobody else starts there; not one of `kept`.
 
     Requests end in no known order, so each worker is taken to free an equal part of its used blocks in a given time:

@@ -13,22 +13,22 @@ FADES_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class _Rebuff:
+class _Backoff:
     num_blocks: int
     num_reports: int
     """It had sent by then; the next one says more."""
     until: float
 
 
-class Rebuffs:
+class CapacityBackoff:
     """The last word of each worker that refused."""
 
     def __init__(self) -> None:
-        self._of: dict[Worker, _Rebuff] = {}
+        self._of: dict[Worker, _Backoff] = {}
 
     def add(self, worker: Worker, num_blocks: int, now: float) -> float:
         """It had no room for so many. Returns when that will be forgotten."""
-        self._of[worker] = _Rebuff(num_blocks, worker.num_reports, now + FADES_S)
+        self._of[worker] = _Backoff(num_blocks, worker.num_reports, now + FADES_S)
         return now + FADES_S
 
     def column(self, fleet: Fleet, now: float) -> Ints:

@@ -12,7 +12,7 @@ import logging
 from dataclasses import dataclass
 
 from router.placement.fleet import Fleet
-from router.placement.worker_records import Placed, Worker
+from router.placement.worker_records import ActivePlacement, Worker
 
 log = logging.getLogger(__name__)
 
@@ -28,30 +28,30 @@ Subject = Worker | tuple[Worker, Worker]
 
 
 @dataclass(slots=True)
-class _Failing:
+class _Breaker:
     num_failures: int = 0
     failed_at: float = 0.0
     closed_until: float | None = None
     """None: open, or on trial."""
-    trial: Placed | None = None
+    trial: ActivePlacement | None = None
     """Closed until it is known how this one goes."""
 
 
-class Failing:
+class CircuitBreaker:
     """Of one fleet."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._of: dict[Subject, _Failing] = {}
+        self._of: dict[Subject, _Breaker] = {}
 
-    def placed(self, placed: Placed) -> None:
+    def placed(self, placed: ActivePlacement) -> None:
         """It goes to its workers, and who of them is on trial takes no other meanwhile."""
         for subject in _subjects(placed) if self._of else ():
             if (failing := self._of.get(subject)) is not None and failing.num_failures > _tolerated(subject):
                 failing.trial = placed
                 self._close(subject)
 
-    def ended(self, placed: Placed, placed_at: float, now: float) -> float | None:
+    def ended(self, placed: ActivePlacement, placed_at: float, now: float) -> float | None:
         """Call it before the fleet's. Returns when to call `reopen`, where that is new."""
         went = placed.started and not placed.failed
         again_at = self._judge(placed.decode, placed, placed_at, False if placed.failed else (went or None), now)
@@ -72,12 +72,14 @@ class Failing:
                 failing.closed_until = None
                 self._open(subject)
 
-    def _judge(self, subject: Subject, placed: Placed, placed_at: float, well: bool | None, now: float) -> float | None:
+    def _judge(
+        self, subject: Subject, placed: ActivePlacement, placed_at: float, well: bool | None, now: float
+    ) -> float | None:
         """`well` None: nothing was seen of it."""
         failing = self._of.get(subject)
         if failing is None and well is not False:
             return None
-        failing = failing or _Failing(failed_at=placed_at)
+        failing = failing or _Breaker(failed_at=placed_at)
         tried = failing.trial is placed
         if tried:
             failing.trial = None
@@ -135,7 +137,7 @@ def _mark(subject: Subject, failing: bool) -> None:
         subject[0].failing_lenders.discard(subject[1])
 
 
-def _subjects(placed: Placed) -> tuple[Subject, ...]:
+def _subjects(placed: ActivePlacement) -> tuple[Subject, ...]:
     return (placed.decode,) if placed.lender is None else (placed.decode, (placed.decode, placed.lender))
 
 

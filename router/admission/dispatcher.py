@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from engine.kv.block_keys import BlockKey
 from router.admission.admission import Admission, Outcome, Started
 from router.admission.config import AdmissionConfig
-from router.admission.rate_limiter import Tenants
-from router.admission.request import Claim, Waiting
+from router.admission.rate_limiter import RateLimiter
+from router.admission.request import QueuedRequest, RequestInfo
 from router.placement.demand import Demand
 from router.placement.fleet import Fleet
 from router.placement.place import Decision
-from router.placement.worker_records import Placed
+from router.placement.worker_records import ActivePlacement
 
-Place = tuple[Placed, Decision]
+Place = tuple[ActivePlacement, Decision]
 
 
 class Dispatcher:
@@ -24,16 +24,16 @@ class Dispatcher:
         self,
         fleet: Fleet,
         config: AdmissionConfig,
-        tenants: Tenants | None = None,
+        tenants: RateLimiter | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         """`tenants` may be those of other dispatchers too. `clock` is that of the claims. `on_end` is called when a
         request has ended: its tenant may start another one, perhaps elsewhere."""
-        self.admission = Admission(fleet, config, Tenants(config) if tenants is None else tenants)
+        self.admission = Admission(fleet, config, RateLimiter(config) if tenants is None else tenants)
         self._clock = clock
         self._on_end = on_end
-        self._futures: dict[Waiting, asyncio.Future[Place]] = {}
+        self._futures: dict[QueuedRequest, asyncio.Future[Place]] = {}
         self._timer: tuple[float, asyncio.TimerHandle] | None = None
 
     @property
@@ -42,7 +42,7 @@ class Dispatcher:
 
     # ------------------------------------------------------------------ places
 
-    async def place(self, claim: Claim, demand: Demand, keys: Sequence[BlockKey]) -> Place:
+    async def place(self, claim: RequestInfo, demand: Demand, keys: Sequence[BlockKey]) -> Place:
         """Wait for a pair; `ended` must follow. Raises ServiceError when it is refused."""
         waiting, outcomes = self.admission.arrived(claim, demand, keys, self._clock())
         future = self._futures[waiting] = asyncio.get_running_loop().create_future()
@@ -55,12 +55,12 @@ class Dispatcher:
         finally:
             del self._futures[waiting]
 
-    def ended(self, placed: Placed) -> None:
+    def ended(self, placed: ActivePlacement) -> None:
         """Once for each place given."""
         self._perform(self.admission.ended(placed, self._clock()))
         self._on_end()
 
-    def refused(self, placed: Placed) -> None:
+    def refused(self, placed: ActivePlacement) -> None:
         """Its decode worker had no room after all. `ended` must follow. Raises Overloaded when it was too often."""
         self.admission.refused_by_worker(placed, self._clock())
 
@@ -72,7 +72,7 @@ class Dispatcher:
         """Something changed: start whoever can start."""
         self._perform(self.admission.changed(self._clock()))
 
-    def _withdraw(self, waiting: Waiting, future: "asyncio.Future[Place]") -> None:
+    def _withdraw(self, waiting: QueuedRequest, future: "asyncio.Future[Place]") -> None:
         """Its client is gone; if it was placed in this very moment, take that back."""
         if not future.done():
             self._perform(self.admission.withdrawn(waiting, self._clock()))

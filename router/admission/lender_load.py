@@ -3,11 +3,11 @@
 from router.admission.config import AdmissionConfig
 from router.placement.place import Decision
 from router.placement.rates import Rates
-from router.placement.worker_records import Placed
-from router.placement.worker_table import Workers
+from router.placement.worker_records import ActivePlacement
+from router.placement.worker_table import WorkerTable
 
 
-class Lenders:
+class LenderLoad:
     """Late binding, for lenders too; and long prompts on a part of them, so that short ones find the others free.
 
     A lender computes prompts in order of priority and arrival: whoever comes later of the same class waits for all that
@@ -16,21 +16,21 @@ class Lenders:
 
     def __init__(self, config: AdmissionConfig) -> None:
         self._config = config
-        self._long: dict[Placed, str] = {}
+        self._long: dict[ActivePlacement, str] = {}
         """Long prompts under way, and who computes them."""
 
-    def queue_s(self, worker_id: str, workers: Workers, rates: Rates) -> float:
+    def queue_s(self, worker_id: str, workers: WorkerTable, rates: Rates) -> float:
         """Predicted until what is queued there is computed; 0 of one that is gone."""
         row = workers.row_of.get(worker_id)
         return 0.0 if row is None else float(workers.queued_prefill_tokens[row] / rates.prefill_tokens_per_s[row])
 
-    def deep(self, decision: Decision, workers: Workers, rates: Rates, limit_s: float) -> bool:
+    def deep(self, decision: Decision, workers: WorkerTable, rates: Rates, limit_s: float) -> bool:
         """Its lender is busy for longer than the limit."""
         if not decision.lender_computes or decision.lender_id is None:
             return False
         return self.queue_s(decision.lender_id, workers, rates) > limit_s
 
-    def crowded(self, decision: Decision, workers: Workers, rates: Rates) -> bool:
+    def crowded(self, decision: Decision, workers: WorkerTable, rates: Rates) -> bool:
         """It is long, and as many lenders as may compute long prompts do."""
         if not self._is_long(decision, workers, rates):
             return False
@@ -44,14 +44,14 @@ class Lenders:
         left = min(config.short_prompt_lenders, -(-num_lenders // 2))
         return max(1, min(int(config.long_prompt_lender_share * num_lenders), num_lenders - left))
 
-    def started(self, placed: Placed, decision: Decision, workers: Workers, rates: Rates) -> None:
+    def started(self, placed: ActivePlacement, decision: Decision, workers: WorkerTable, rates: Rates) -> None:
         if decision.lender_id is not None and self._is_long(decision, workers, rates):
             self._long[placed] = decision.lender_id
 
-    def ended(self, placed: Placed) -> None:
+    def ended(self, placed: ActivePlacement) -> None:
         self._long.pop(placed, None)
 
-    def _is_long(self, decision: Decision, workers: Workers, rates: Rates) -> bool:
+    def _is_long(self, decision: Decision, workers: WorkerTable, rates: Rates) -> bool:
         if not decision.lender_computes or decision.lender_id is None:
             return False
         tokens_per_s = float(rates.prefill_tokens_per_s[workers.row_of[decision.lender_id]])

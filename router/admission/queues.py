@@ -7,22 +7,22 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from router.admission.request import Waiting
+from router.admission.request import QueuedRequest
 
 QUANTUM = 1024
 """Tokens: what a tenant of weight 1 gains with each visit."""
 
-Picker = Callable[["Line"], Waiting | None]
+Picker = Callable[["TenantQueue"], QueuedRequest | None]
 """The first of a line that could start now."""
 
 
 @dataclass(slots=True, eq=False)
-class Line:
+class TenantQueue:
     """What one tenant has waiting in one class, in order."""
 
     tenant: str
     weight: float
-    requests: list[Waiting] = field(default_factory=list)
+    requests: list[QueuedRequest] = field(default_factory=list)
     tokens: int = 0
     deficit: float = 0.0
     """Tokens it may start before others have their turn. Below 0 after one that had a worker kept for it."""
@@ -37,13 +37,13 @@ class Line:
             self._least = min(waiting.need for waiting in self.requests)
         return self._least
 
-    def add(self, waiting: Waiting) -> None:
+    def add(self, waiting: QueuedRequest) -> None:
         bisect.insort(self.requests, waiting, key=lambda other: other.order)
         self.tokens += waiting.cost
         if self._least is not None:
             self._least = min(self._least, waiting.need)
 
-    def remove(self, waiting: Waiting) -> None:
+    def remove(self, waiting: QueuedRequest) -> None:
         at = bisect.bisect_left(self.requests, waiting.order, key=lambda other: other.order)
         assert self.requests[at] is waiting
         del self.requests[at]
@@ -54,7 +54,7 @@ class Line:
     def measured_anew(self) -> None:
         self.tokens, self._least = sum(waiting.cost for waiting in self.requests), None
 
-    def tokens_before(self, waiting: Waiting) -> int:
+    def tokens_before(self, waiting: QueuedRequest) -> int:
         """Of those that go before it."""
         at = bisect.bisect_left(self.requests, waiting.order, key=lambda other: other.order)
         return sum(other.cost for other in self.requests[:at])
@@ -65,7 +65,7 @@ class ClassQueue:
 
     def __init__(self, priority: int) -> None:
         self.priority = priority
-        self.lines: dict[str, Line] = {}
+        self.lines: dict[str, TenantQueue] = {}
         self.owed = 0.0
         """Tokens that the classes below were to have had while this one was served."""
         self.passed_tokens = 0
@@ -73,7 +73,7 @@ class ClassQueue:
         self.num_waiting = 0
         self.tokens = 0
         """Of all that wait."""
-        self._ring: deque[Line] = deque()
+        self._ring: deque[TenantQueue] = deque()
         self._least: int | None = None
 
     @property
@@ -88,19 +88,19 @@ class ClassQueue:
             self._least = min(line.least_need for line in self.lines.values())
         return self._least
 
-    def first_lines(self, count: int) -> list[Line]:
+    def first_lines(self, count: int) -> list[TenantQueue]:
         """Whose turn is next."""
         return list(itertools.islice(self._ring, count))
 
-    def __iter__(self) -> Iterator[Waiting]:
+    def __iter__(self) -> Iterator[QueuedRequest]:
         for line in self.lines.values():
             yield from line.requests
 
-    def add(self, waiting: Waiting, weight: float) -> None:
+    def add(self, waiting: QueuedRequest, weight: float) -> None:
         """Who was placed before and comes back gets back what that cost."""
         tenant = waiting.claim.tenant
         if (line := self.lines.get(tenant)) is None:
-            line = self.lines[tenant] = Line(tenant, weight)
+            line = self.lines[tenant] = TenantQueue(tenant, weight)
             self._ring.append(line)
         line.add(waiting)
         self.num_waiting += 1
@@ -110,7 +110,7 @@ class ClassQueue:
         if waiting.claim.num_placed:
             line.deficit += waiting.cost
 
-    def remove(self, waiting: Waiting) -> None:
+    def remove(self, waiting: QueuedRequest) -> None:
         line = self.lines[waiting.claim.tenant]
         line.remove(waiting)
         self.num_waiting -= 1
@@ -127,14 +127,14 @@ class ClassQueue:
             line.measured_anew()
         self.tokens, self._least = sum(line.tokens for line in self.lines.values()), None
 
-    def started(self, waiting: Waiting) -> None:
+    def started(self, waiting: QueuedRequest) -> None:
         """It goes, and is charged for it."""
         self.lines[waiting.claim.tenant].deficit -= waiting.cost
         self.remove(waiting)
 
-    def pick(self, first_of: Picker) -> Waiting | None:
+    def pick(self, first_of: Picker) -> QueuedRequest | None:
         """Whose turn it is among the lines that can start something now; the others gain nothing meanwhile."""
-        able: list[tuple[Line, Waiting]] = []
+        able: list[tuple[TenantQueue, QueuedRequest]] = []
         for _ in range(len(self._ring)):
             line = self._ring[0]
             if (waiting := first_of(line)) is not None:
@@ -156,17 +156,17 @@ class ClassQueue:
             self._leave(line)
         raise AssertionError("one of them had to gain enough")
 
-    def _gains_enough(self, line: Line, waiting: Waiting) -> bool:
+    def _gains_enough(self, line: TenantQueue, waiting: QueuedRequest) -> bool:
         if not line.visited:
             line.visited = True
             line.deficit += QUANTUM * line.weight
         return waiting.cost <= line.deficit + 1e-6  # of sums of fractions
 
-    def _leave(self, line: Line) -> None:
+    def _leave(self, line: TenantQueue) -> None:
         line.visited = False
         self._ring.rotate(-1)
 
-    def last(self, tenant: str | None = None) -> Waiting | None:
+    def last(self, tenant: str | None = None) -> QueuedRequest | None:
         """Never placed: of the tenant with most tokens waiting for its weight, or of the one named."""
         named = self.lines.values() if tenant is None else filter(None, [self.lines.get(tenant)])
         for line in sorted(named, key=lambda line: -line.tokens / line.weight):

@@ -37,7 +37,7 @@ class _State:
         return full and not self.num_claims and not self.num_running
 
 
-class Tenants:
+class RateLimiter:
     """Who may do how much now."""
 
     def __init__(self, config: AdmissionConfig) -> None:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from engine.kv.block_keys import BlockKey
 from router.placement.demand import Demand
-from router.placement.worker_table import Workers
+from router.placement.worker_table import WorkerTable
 
 
 @dataclass(slots=True, eq=False)
-class Claim:
+class RequestInfo:
     """A request for as long as the router has it, however often it is placed. Times are seconds of one clock."""
 
     tenant: str
@@ -34,10 +34,10 @@ class Claim:
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
+class QueuedRequest:
     """A claim that waits for a placement."""
 
-    claim: Claim
+    claim: RequestInfo
     demand: Demand
     keys: Sequence[BlockKey]
     number: int
@@ -63,10 +63,10 @@ class Waiting:
     unholdable_since: float | None = None
 
     @classmethod
-    def of(cls, claim: Claim, demand: Demand, keys: Sequence[BlockKey], number: int, now: float) -> "Waiting":
+    def of(cls, claim: RequestInfo, demand: Demand, keys: Sequence[BlockKey], number: int, now: float) -> "QueuedRequest":
         return cls(claim, demand, keys, number, now, (claim.due_at, claim.arrived_at, number))
 
-    def measure(self, workers: Workers) -> None:
+    def measure(self, workers: WorkerTable) -> None:
         """What it needs of these workers."""
         reserves = workers.reserves or (0,)
         self.need = min(self.demand.num_promised_blocks(reserve) for reserve in reserves)

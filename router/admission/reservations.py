@@ -5,41 +5,41 @@ from dataclasses import dataclass
 
 from router.admission.capacity import first_to_free
 from router.admission.config import AdmissionConfig
-from router.admission.queues import ClassQueue, Line
-from router.admission.request import Waiting
-from router.placement.worker_table import Workers
+from router.admission.queues import ClassQueue, TenantQueue
+from router.admission.request import QueuedRequest
+from router.placement.worker_table import WorkerTable
 
 Queues = Mapping[int, ClassQueue]
 
 
 @dataclass(slots=True, eq=False)
-class Kept:
+class Reservation:
     """A worker on which others start nothing until `waiting` has started somewhere."""
 
-    waiting: Waiting
+    waiting: QueuedRequest
     worker_id: str
 
 
-class Keeping:
+class Reservations:
     """Who was passed, and who has a worker kept for it: only those that wait."""
 
     def __init__(self, config: AdmissionConfig) -> None:
         self._config = config
-        self.kept: list[Kept] = []
-        self._passed: dict[Waiting, None] = {}
+        self.kept: list[Reservation] = []
+        self._passed: dict[QueuedRequest, None] = {}
 
-    def passed(self, waiting: Waiting, now: float, queue: ClassQueue) -> None:
+    def passed(self, waiting: QueuedRequest, now: float, queue: ClassQueue) -> None:
         """It had its turn and no room, and another starts now."""
         if waiting.passed_at is None:
             waiting.passed_at, waiting.passed_mark = now, queue.passed_tokens
             self._passed[waiting] = None
 
-    def forget(self, waiting: Waiting) -> None:
+    def forget(self, waiting: QueuedRequest) -> None:
         """It waits no more."""
         self._passed.pop(waiting, None)
         self.kept = [kept for kept in self.kept if kept.waiting is not waiting]
 
-    def arrange(self, queues: Queues, workers: Workers, now: float, may_start: Callable[[str], bool]) -> None:
+    def arrange(self, queues: Queues, workers: WorkerTable, now: float, may_start: Callable[[str], bool]) -> None:
         """Keep workers for those passed too long, the highest class first; let go of what serves nobody."""
         self.kept = [kept for kept in self.kept if self._serves(kept, workers, may_start)]
         due = [waiting for waiting in self._passed if self._is_due(waiting, queues, now, may_start)]
@@ -57,22 +57,22 @@ class Keeping:
             share = self._config.batch_block_share if waiting.claim.priority < 0 else 1.0
             row = first_to_free(waiting.demand, workers, share, rows)
             if row is not None:
-                self.kept.append(Kept(waiting, workers.ids[row]))
+                self.kept.append(Reservation(waiting, workers.ids[row]))
 
-    def _serves(self, kept: Kept, workers: Workers, may_start: Callable[[str], bool]) -> bool:
+    def _serves(self, kept: Reservation, workers: WorkerTable, may_start: Callable[[str], bool]) -> bool:
         row = workers.row_of.get(kept.worker_id)
         there = row is not None and bool(workers.starts[row])
         large = there and int(workers.num_blocks[row]) >= kept.waiting.demand.num_total_blocks
         return large and may_start(kept.waiting.claim.tenant)
 
-    def _is_due(self, waiting: Waiting, queues: Queues, now: float, may_start: Callable[[str], bool]) -> bool:
+    def _is_due(self, waiting: QueuedRequest, queues: Queues, now: float, may_start: Callable[[str], bool]) -> bool:
         assert waiting.passed_at is not None
         passed_tokens = queues[waiting.claim.priority].passed_tokens - waiting.passed_mark
         long = now - waiting.passed_at >= self._config.max_passed_s or passed_tokens >= self._config.max_passed_tokens
         free = waiting.unholdable_since is None and may_start(waiting.claim.tenant)
         return long and free and all(kept.waiting is not waiting for kept in self.kept)
 
-    def rows_closed_to(self, priority: int, queues: Queues, workers: Workers) -> frozenset[int]:
+    def rows_closed_to(self, priority: int, queues: Queues, workers: WorkerTable) -> frozenset[int]:
         """Kept for others. A class above the one for whom a worker is kept stays away only when that class is owed."""
         return frozenset(
             workers.row_of[kept.worker_id]
@@ -80,7 +80,7 @@ class Keeping:
             if kept.waiting.claim.priority >= priority or is_owed(kept.waiting.claim.priority, priority, queues)
         )
 
-    def row_for(self, waiting: Waiting, workers: Workers) -> int | None:
+    def row_for(self, waiting: QueuedRequest, workers: WorkerTable) -> int | None:
         """Of the worker kept for it."""
         return next((workers.row_of[kept.worker_id] for kept in self.kept if kept.waiting is waiting), None)
 
@@ -88,7 +88,7 @@ class Keeping:
         """Whether somebody of that class has a worker kept for it."""
         return any(kept.waiting.claim.priority == priority for kept in self.kept)
 
-    def of_line(self, line: Line, priority: int) -> Waiting | None:
+    def of_line(self, line: TenantQueue, priority: int) -> QueuedRequest | None:
         """The first of its requests that has a worker kept for it."""
         for kept in self.kept:
             claim = kept.waiting.claim

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass, field
 
-from router.admission.capacity import Room
+from router.admission.capacity import Capacity
 from router.admission.config import AdmissionConfig
-from router.admission.lender_load import Lenders
-from router.admission.queues import ClassQueue, Line
-from router.admission.rate_limiter import Tenants
-from router.admission.request import Waiting
-from router.admission.reservations import Keeping, Queues
+from router.admission.lender_load import LenderLoad
+from router.admission.queues import ClassQueue, TenantQueue
+from router.admission.rate_limiter import RateLimiter
+from router.admission.request import QueuedRequest
+from router.admission.reservations import Queues, Reservations
 from router.placement.fleet import Fleet
 from router.placement.rates import Ints
 
@@ -17,39 +17,39 @@ NOTED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class AdmissionParts:
     """What one Admission is made of."""
 
     config: AdmissionConfig
     fleet: Fleet
-    tenants: Tenants
-    keeping: Keeping
-    lenders: Lenders
+    tenants: RateLimiter
+    keeping: Reservations
+    lenders: LenderLoad
 
 
 @dataclass(slots=True)
-class Moment:
+class RoundState:
     """Between two starts."""
 
     now: float
     refused: Ints
     """[W]: as in Room.of."""
-    blocked: list[Waiting] = field(default_factory=list)
+    blocked: list[QueuedRequest] = field(default_factory=list)
     """Those that had their turn and no room."""
-    rooms: dict[tuple[float, frozenset[int]], Room] = field(default_factory=dict)
+    rooms: dict[tuple[float, frozenset[int]], Capacity] = field(default_factory=dict)
     """By what classes share: the share of blocks, and the rows closed to them."""
 
 
-class Turn:
+class SchedulingRound:
     """One class's chance to start something: what it may take of the workers, and who of a line could go."""
 
     def __init__(
         self,
-        parts: Parts,
+        parts: AdmissionParts,
         queues: Queues,
         queue: ClassQueue,
         early: bool,
-        moment: Moment,
+        moment: RoundState,
     ) -> None:
         """`early`: before a class above, being owed."""
         self._parts, self._queue, self._moment = parts, queue, moment
@@ -69,12 +69,12 @@ class Turn:
         self._moment.blocked.extend(head for head in heads if self._ready(head))
         return True
 
-    def room_of(self, waiting: Waiting) -> Room:
+    def room_of(self, waiting: QueuedRequest) -> Capacity:
         """With the worker kept for it."""
         row = self._parts.keeping.row_for(waiting, self._parts.fleet.snapshot)
         return self._room if row is None else self._without(self._closed - {row})
 
-    def first_of(self, line: Line) -> Waiting | None:
+    def first_of(self, line: TenantQueue) -> QueuedRequest | None:
         """The first of the line that could start now."""
         if not self._parts.tenants.may_start(line.tenant):
             return None
@@ -91,7 +91,7 @@ class Turn:
             self._moment.blocked.append(head)
         return found
 
-    def _ready(self, waiting: Waiting) -> bool:
+    def _ready(self, waiting: QueuedRequest) -> bool:
         """Nothing but room may keep it waiting."""
         if waiting.claim.not_before > self._moment.now or waiting.unholdable_since is not None:
             return False
@@ -104,10 +104,10 @@ class Turn:
             <= self.lender_limit_s
         )
 
-    def _without(self, rows: frozenset[int]) -> Room:
+    def _without(self, rows: frozenset[int]) -> Capacity:
         key = self._block_share, rows
         if (room := self._moment.rooms.get(key)) is None:
-            room = self._moment.rooms[key] = Room.of(
+            room = self._moment.rooms[key] = Capacity.of(
                 self._parts.fleet.snapshot, rows, self._moment.refused, self._block_share
             )
         return room

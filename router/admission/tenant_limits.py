@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from router.admission.config import AdmissionConfig
 from router.admission.quota import LocalLedger, QuotaLedger
-from router.admission.rate_limiter import Tenants
+from router.admission.rate_limiter import RateLimiter
 from router.admission.refusals import Reason, Refusal, over_limit
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class Charge:
     """In which it was charged to a quota."""
 
 
-class TenantGate:
+class TenantLimits:
     """Each request goes through it before it waits for a place in the line of its model."""
 
     def __init__(
@@ -36,7 +36,7 @@ class TenantGate:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """`clock` is that of the rates; `wall_clock` that of the quotas' windows."""
-        self.tenants = Tenants(config)
+        self.tenants = RateLimiter(config)
         self.num_refused: Counter[str] = Counter()
         """By reason, for ever."""
         self._config = config

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from router.admission.queues import ClassQueue
-from router.admission.request import Waiting
+from router.admission.request import QueuedRequest
 
 HALF_LIFE_S = 20.0
 """Of what was seen, in seconds in which the class waited."""
@@ -28,7 +28,7 @@ class _Seen:
 
 
 @dataclass(slots=True)
-class Forecast:
+class WaitForecast:
     """Learns from each event; told of a wrong rate by nobody but the next start."""
 
     _seen: dict[int, _Seen] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Forecast:
         """After the event before."""
         return bool(self._waiting)
 
-    def ended(self, waiting: Waiting, seconds: float) -> None:
+    def ended(self, waiting: QueuedRequest, seconds: float) -> None:
         """It ran for so long, well or not."""
         if waiting.num_output_tokens:
             promised = waiting.num_output_tokens
@@ -56,7 +56,7 @@ class Forecast:
             self._stream_s += (seen_s - self._stream_s) / STREAMS_SEEN
             self._promised += (promised - self._promised) / STREAMS_SEEN
 
-    def stream_s(self, waiting: Waiting) -> float:
+    def stream_s(self, waiting: QueuedRequest) -> float:
         """Predicted from start to end; 0 while nothing is known. Who may say more than others did is taken to say no
         more than they: `max_tokens` is mostly a bound that nobody reaches."""
         return (self._stream_s or 0.0) * min(waiting.num_output_tokens, self._promised)
@@ -88,7 +88,7 @@ class Forecast:
             if priority not in now_waiting:
                 del self._seen[priority]
 
-    def wait_s(self, waiting: Waiting, own: ClassQueue, higher_tokens: int) -> float:
+    def wait_s(self, waiting: QueuedRequest, own: ClassQueue, higher_tokens: int) -> float:
         """Predicted for one that stands in `own`; 0 where nothing stands before it, or nothing is known.
 
         As if a start of its own size came this moment: a class that saw no start in a short time may see one yet.
@@ -104,7 +104,7 @@ class Forecast:
         return above_s + own_tokens * seen.busy_s / (seen.own_tokens + cost)
 
 
-def tokens_before(waiting: Waiting, own: ClassQueue) -> float:
+def tokens_before(waiting: QueuedRequest, own: ClassQueue) -> float:
     """Tokens of its class that start before it: of its own line, and meanwhile of the others as is fair."""
     line = own.lines[waiting.claim.tenant]
     mine = line.tokens_before(waiting)

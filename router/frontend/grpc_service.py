@@ -17,10 +17,10 @@ from cluster.trace_context import from_metadata, traceparent
 from protos import inference_pb2 as pb
 from router.frontend.batch import generate_batch
 from router.membership.status import cluster_status
-from router.models.model_runtime import ServedModel, ServedModels
+from router.models.model_runtime import ModelRuntime, ModelRuntimes
 from router.observability.explanations import MAX_EXPLAINED, candidate_of, compared, told
 from router.observability.samples import Samples
-from router.request_path.request_handler import Serving
+from router.request_path.request_handler import RequestHandler
 from router.security.api_keys import ApiKeys, Principal
 from router.security.guard import bearer_of
 
@@ -34,8 +34,8 @@ class InferenceService:
 
     def __init__(
         self,
-        serving: Serving,
-        models: ServedModels,
+        serving: RequestHandler,
+        models: ModelRuntimes,
         keys: ApiKeys,
         router_id: str,
         drain: Drain,
@@ -203,7 +203,7 @@ def _parsed(kind: type[Parsed], raw: bytes) -> Parsed:
         raise InvalidRequest("request", f"is no {kind.DESCRIPTOR.name}: {error}") from None
 
 
-def _listed(model: ServedModel) -> pb.Model:
+def _listed(model: ModelRuntime) -> pb.Model:
     workers = [worker for worker in model.fleet.workers if worker.load is not None and not worker.draining]
     num_decode = sum(worker.decodes for worker in workers)
     prices = model.costs.prices

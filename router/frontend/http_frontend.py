@@ -11,8 +11,8 @@ from router.frontend.grpc_service import InferenceService
 from router.frontend.openai.app import make_app
 from router.frontend.openai.guard import guarded
 from router.frontend.openai.server import OpenAiServer
-from router.models.model_runtime import ServedModels
-from router.request_path.request_handler import Serving
+from router.models.model_runtime import ModelRuntimes
+from router.request_path.request_handler import RequestHandler
 from router.security.api_keys import ApiKeys
 
 
@@ -20,8 +20,8 @@ async def open_http(
     config: RouterConfig,
     port: int,
     credentials: Credentials | None,
-    serving: Serving,
-    models: ServedModels,
+    serving: RequestHandler,
+    models: ModelRuntimes,
     requests: Drain,
     keys: ApiKeys,
     inference: InferenceService,

@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from cluster.error_status import to_status
-from cluster.errors import AlreadyThere, Incompatible, InvalidRequest, ServiceError
+from cluster.errors import AlreadyExists, Incompatible, InvalidRequest, ServiceError
 from cluster.protocol import PROTOCOL
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 from router.membership.status import load_status
-from router.models.model_runtime import ServedModel, ServedModels
+from router.models.model_runtime import ModelRuntime, ModelRuntimes
 from router.placement.worker_records import Worker
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ ALIVE_S = 1.0
 class MembershipService(pb_grpc.MembershipServicer):
     """One stream is one membership: of the model whose config and tokenizer the worker has."""
 
-    def __init__(self, models: ServedModels, router_id: str, incarnation: bytes, silence_s: float) -> None:
+    def __init__(self, models: ModelRuntimes, router_id: str, incarnation: bytes, silence_s: float) -> None:
         self._models = models
         self._router_id = router_id
         self._incarnation = incarnation
@@ -35,7 +35,7 @@ class MembershipService(pb_grpc.MembershipServicer):
     async def Join(
         self, request_iterator: AsyncIterator[pb.WorkerMessage], context: Any
     ) -> AsyncIterator[pb.RouterMessage]:
-        member: tuple[ServedModel, Worker] | None = None
+        member: tuple[ModelRuntime, Worker] | None = None
         try:
             first = await anext(request_iterator, None)
             member = model, worker = self._admit(first)
@@ -58,7 +58,7 @@ class MembershipService(pb_grpc.MembershipServicer):
         models = [load_status(model.name, model.fleet, model.dispatcher.admission) for model in self._models]
         return pb.LoadsReply(router_id=self._router_id, incarnation=self._incarnation, models=models)
 
-    def _left(self, model: ServedModel, worker: Worker) -> None:
+    def _left(self, model: ModelRuntime, worker: Worker) -> None:
         log.info("%s left", worker.worker_id)
         self._heard_at.pop(worker, None)
         model.fleet.left(worker)
@@ -66,7 +66,7 @@ class MembershipService(pb_grpc.MembershipServicer):
             model.links.departed(worker.hello.address)
         model.dispatcher.kick()
 
-    def _admit(self, first: pb.WorkerMessage | None) -> tuple[ServedModel, Worker]:
+    def _admit(self, first: pb.WorkerMessage | None) -> tuple[ModelRuntime, Worker]:
         if first is None or not first.HasField("hello"):
             raise InvalidRequest("hello", "must be the first message")
         hello = first.hello
@@ -87,12 +87,12 @@ class MembershipService(pb_grpc.MembershipServicer):
 
     def _replace(self, old: Worker, hello: pb.Hello) -> None:
         """A worker's stream may break unnoticed, and its successor come before that is seen; but one that speaks is
-        there. Raises AlreadyThere."""
+        there. Raises AlreadyExists."""
         if old.hello.incarnation == hello.incarnation:
             return
         silent_s = time.monotonic() - self._heard_at[old]
         if silent_s < ALIVE_S:
-            raise AlreadyThere(
+            raise AlreadyExists(
                 f"a worker {hello.worker_id!r} at {old.hello.address} is there, and not the one at {hello.address} "
                 "that would join by that name",
                 "worker_id",
@@ -110,9 +110,9 @@ class MembershipService(pb_grpc.MembershipServicer):
             _lose(worker)
             return None
 
-    async def _absorb(self, model: ServedModel, worker: Worker, message: pb.WorkerMessage) -> bool:
+    async def _absorb(self, model: ModelRuntime, worker: Worker, message: pb.WorkerMessage) -> bool:
         if model.fleet.worker(worker.worker_id) is not worker:
-            raise AlreadyThere(f"another stream of {worker.worker_id!r} has taken the place of this one", "worker_id")
+            raise AlreadyExists(f"another stream of {worker.worker_id!r} has taken the place of this one", "worker_id")
         self._heard_at[worker] = time.monotonic()
         if message.HasField("hello"):
             raise InvalidRequest("hello", "came twice")

@@ -5,14 +5,16 @@ import time
 
 from protos import inference_pb2 as pb
 from router.admission.admission import Admission
-from router.models.model_runtime import ServedModel, ServedModels
+from router.models.model_runtime import ModelRuntime, ModelRuntimes
 from router.placement.fleet import Fleet
 from router.placement.worker_records import Worker
 
 MAX_LINKS = 1024
 
 
-def cluster_status(router_id: str, draining: bool, models: ServedModels, started_at: float) -> pb.ClusterStatusResponse:
+def cluster_status(
+    router_id: str, draining: bool, models: ModelRuntimes, started_at: float
+) -> pb.ClusterStatusResponse:
     """`started_at`: seconds of the monotonic clock."""
     return pb.ClusterStatusResponse(
         router_id=router_id,
@@ -22,7 +24,7 @@ def cluster_status(router_id: str, draining: bool, models: ServedModels, started
     )
 
 
-def _model(model: ServedModel) -> pb.ModelStatus:
+def _model(model: ModelRuntime) -> pb.ModelStatus:
     fleet, costs = model.fleet, model.costs
     ratio = fleet.ttft_scores.quantiles([0.5])[0]
     status = load_status(model.name, fleet, model.dispatcher.admission)

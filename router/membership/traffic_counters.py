@@ -21,7 +21,7 @@ class Latencies:
         return pb.Latencies(bounds_s=LATENCY_S, counts=self._counts, sum_s=self._sum_s)
 
 
-class Traffic:
+class TrafficCounters:
     """Since the router started."""
 
     def __init__(self) -> None:

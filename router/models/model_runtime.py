@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from cluster.errors import Forbidden, Incompatible, InvalidRequest, StartError, Unavailable, UnknownModel
-from cluster.tls import Trust
+from cluster.tls import TlsIdentity
 from engine.kv.block_keys import BlockKey, block_keys, root_key
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
@@ -20,7 +20,7 @@ from router.models.prompts import PromptEncoder
 from router.placement.demand import Demand
 from router.placement.fleet import Fleet
 from router.placement.worker_records import Worker
-from router.request_path.decode_streams import DecodeLinks
+from router.request_path.decode_streams import DecodeStreams
 from router.request_path.request_demand import demand_of
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def read_models(config: ModelsConfig) -> list[ModelFiles]:
     return models
 
 
-class ServedModel:
+class ModelRuntime:
     """Its files, its workers, and what waits for them. Failover stays within it."""
 
     def __init__(
@@ -85,7 +85,7 @@ class ServedModel:
         fleet: Fleet,
         dispatcher: Dispatcher,
         grammar_limit_s: float,
-        trust: Trust | None = None,
+        trust: TlsIdentity | None = None,
     ) -> None:
         self.name = files.name
         self.entry = files.entry
@@ -95,7 +95,7 @@ class ServedModel:
         self.fleet = fleet
         self.dispatcher = dispatcher
         self.grammars = GrammarChecker(files.model_dir, grammar_limit_s)
-        self.links = DecodeLinks(fleet, trust)
+        self.links = DecodeStreams(fleet, trust)
         self.costs = Costs(files.entry)
         self._heard = asyncio.Event()
         """Set when a decode worker has reported, for those who wait for a first one."""
@@ -174,32 +174,32 @@ def _hello_for(workers: Sequence[Worker], lot: float) -> membership_pb2.Hello:
     return min(workers, key=lambda worker: (worker.hello.traffic_share > 0) != (lot < share)).hello
 
 
-class ServedModels:
+class ModelRuntimes:
     """In the order of the configuration."""
 
-    def __init__(self, models: Sequence[ServedModel], default_model: str) -> None:
+    def __init__(self, models: Sequence[ModelRuntime], default_model: str) -> None:
         """`default_model` as in the configuration, and checked."""
         self._models = {model.name: model for model in models}
         self._default = default_model
 
-    def __iter__(self) -> Iterator[ServedModel]:
+    def __iter__(self) -> Iterator[ModelRuntime]:
         return iter(self._models.values())
 
     def __len__(self) -> int:
         return len(self._models)
 
-    def named(self, name: str) -> ServedModel:
+    def named(self, name: str) -> ModelRuntime:
         """Which must be one of these."""
         return self._models[name]
 
-    def only(self, names: Collection[str] | None) -> "ServedModels":
+    def only(self, names: Collection[str] | None) -> "ModelRuntimes":
         """What somebody sees who may use those only; None: all."""
         if names is None:
             return self
         default = self._default if self._default in names or self._default == AUTO else ""
-        return ServedModels([model for model in self if model.name in names], default)
+        return ModelRuntimes([model for model in self if model.name in names], default)
 
-    def asked_for(self, name: str) -> tuple[ServedModel | None, str]:
+    def asked_for(self, name: str) -> tuple[ModelRuntime | None, str]:
         """The one that a request's `model` means, None for AUTO; and why, in words. Raises UnknownModel, or
         InvalidRequest where it says nothing and there are several."""
         if not self._models:
@@ -218,7 +218,7 @@ class ServedModels:
             raise InvalidRequest("model", f"is empty, and several are served: {self._names()}; or say {AUTO!r}")
         return next(iter(self)), "the only one served"
 
-    def of_worker(self, hello: membership_pb2.Hello) -> ServedModel:
+    def of_worker(self, hello: membership_pb2.Hello) -> ModelRuntime:
         """The one that it serves: of several of one config and tokenizer, that of its name. Raises Incompatible."""
         equal = [model for model in self if model.config_fingerprint == hello.config_fingerprint]
         if len(equal) > 1:

@@ -17,7 +17,7 @@ from router.models.config import ModelRule
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ModelCriteria:
     """What a request asks of whichever model it goes to."""
 
     task: str = ""
@@ -28,7 +28,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class ModelOption:
     """A model served, and what is known of the request there."""
 
     name: str
@@ -59,13 +59,13 @@ class Option:
 class Verdict:
     """What was found of one option, in words."""
 
-    option: Option
+    option: ModelOption
     fit: bool
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
+class CountNeeded:
     """Nothing can be said before this model has counted the prompt's tokens, and predicted its first one where there is
     a limit to that."""
 
@@ -73,7 +73,7 @@ class Count:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ModelChoice:
     """`name` empty: no model is fit."""
 
     name: str
@@ -83,7 +83,7 @@ class Choice:
     """Why this one, or why none."""
 
 
-def needs_count(rules: Sequence[ModelRule], wish: Wish) -> bool:
+def needs_count(rules: Sequence[ModelRule], wish: ModelCriteria) -> bool:
     """Whether the number of the prompt's tokens decides which rule governs."""
     for rule in rules:
         if _holds(rule, wish):
@@ -93,7 +93,7 @@ def needs_count(rules: Sequence[ModelRule], wish: Wish) -> bool:
     return False
 
 
-def governing_rule(rules: Sequence[ModelRule], wish: Wish, num_prompt_tokens: int) -> int | None:
+def governing_rule(rules: Sequence[ModelRule], wish: ModelCriteria, num_prompt_tokens: int) -> int | None:
     """The number, from 0, of the first one that holds. `num_prompt_tokens` only matters where `needs_count`."""
     for number, rule in enumerate(rules):
         longest = math.inf if rule.max_prompt_tokens is None else rule.max_prompt_tokens
@@ -102,7 +102,7 @@ def governing_rule(rules: Sequence[ModelRule], wish: Wish, num_prompt_tokens: in
     return None
 
 
-def _holds(rule: ModelRule, wish: Wish) -> bool:
+def _holds(rule: ModelRule, wish: ModelCriteria) -> bool:
     """But for the number of tokens."""
     return (
         (not rule.tasks or wish.task in rule.tasks)
@@ -112,7 +112,7 @@ def _holds(rule: ModelRule, wish: Wish) -> bool:
     )
 
 
-def unfit(name: str, quality: float, tasks: Sequence[str], wish: Wish) -> tuple[str, str] | None:
+def unfit(name: str, quality: float, tasks: Sequence[str], wish: ModelCriteria) -> tuple[str, str] | None:
     """Which field of the request asks for more than the model is said to be, and why; None: neither does."""
     if quality < wish.min_quality:
         return "min_quality", f"{name} has quality {quality:g}, below the {wish.min_quality:g} asked"
@@ -121,7 +121,7 @@ def unfit(name: str, quality: float, tasks: Sequence[str], wish: Wish) -> tuple[
     return None
 
 
-def ttft_limit_s(wish: Wish, rule: ModelRule | None) -> float:
+def ttft_limit_s(wish: ModelCriteria, rule: ModelRule | None) -> float:
     """Of the request's and the rule's, the less."""
     if rule is None or rule.max_ttft_ms is None:
         return wish.max_ttft_s
@@ -132,17 +132,19 @@ def allowed(rule: ModelRule | None, name: str) -> bool:
     return rule is None or not rule.models or name in rule.models
 
 
-def choose(wish: Wish, rule: ModelRule | None, rule_name: str, options: Sequence[Option]) -> Choice | Count:
+def choose(
+    wish: ModelCriteria, rule: ModelRule | None, rule_name: str, options: Sequence[ModelOption]
+) -> ModelChoice | CountNeeded:
     """`options` in the order of the configuration, which settles ties. `rule` None: none holds, all are allowed."""
     limit_s = ttft_limit_s(wish, rule)
     faults = {option.name: _fault(option, rule, wish) for option in options}
-    late: list[Option] = []
-    chosen: Option | None = None
+    late: list[ModelOption] = []
+    chosen: ModelOption | None = None
     for option in sorted(options, key=lambda option: option.price):  # stable
         if faults[option.name]:
             continue
         if not option.counted or (option.ttft_s is None and limit_s < math.inf):
-            return Count(option.name)
+            return CountNeeded(option.name)
         if option.ttft_s is not None and option.ttft_s > limit_s:
             late.append(option)
             continue
@@ -155,10 +157,10 @@ def choose(wish: Wish, rule: ModelRule | None, rule_name: str, options: Sequence
         Verdict(option, not faults[option.name], faults[option.name] or _why(option, chosen, late, fastest, limit_s))
         for option in options
     )
-    return Choice("" if chosen is None else chosen.name, verdicts, _words(rule_name, chosen, fastest, verdicts))
+    return ModelChoice("" if chosen is None else chosen.name, verdicts, _words(rule_name, chosen, fastest, verdicts))
 
 
-def _fault(option: Option, rule: ModelRule | None, wish: Wish) -> str:
+def _fault(option: ModelOption, rule: ModelRule | None, wish: ModelCriteria) -> str:
     if not allowed(rule, option.name):
         return "not allowed by the rule"
     if (lack := unfit("it", option.quality, option.tasks, wish)) is not None:
@@ -166,7 +168,9 @@ def _fault(option: Option, rule: ModelRule | None, wish: Wish) -> str:
     return option.fault
 
 
-def _why(option: Option, chosen: Option | None, late: Sequence[Option], fastest: bool, limit_s: float) -> str:
+def _why(
+    option: ModelOption, chosen: ModelOption | None, late: Sequence[ModelOption], fastest: bool, limit_s: float
+) -> str:
     assert chosen is not None, "who has no fault is looked at"
     if option is chosen and not fastest:
         return "the cheapest that is fit" if option.price else "the first that is fit and costs nothing"
@@ -177,7 +181,7 @@ def _why(option: Option, chosen: Option | None, late: Sequence[Option], fastest:
     return "no cheaper" if option.counted else "estimated no cheaper"
 
 
-def _words(rule_name: str, chosen: Option | None, fastest: bool, verdicts: Sequence[Verdict]) -> str:
+def _words(rule_name: str, chosen: ModelOption | None, fastest: bool, verdicts: Sequence[Verdict]) -> str:
     governs = f"rule {rule_name!r}:" if rule_name else "no rule holds:"
     others = [verdict for verdict in verdicts if verdict.option is not chosen]
     if chosen is None:

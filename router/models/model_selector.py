@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from cluster.errors import Forbidden, InvalidRequest, ServiceError, Unavailable
 from protos import inference_pb2 as pb
 from router.models.config import ModelRule, ModelsConfig
-from router.models.model_runtime import ServedModel, ServedModels
+from router.models.model_runtime import ModelRuntime, ModelRuntimes
 from router.models.model_selection import (
-    Choice,
-    Count,
-    Option,
+    CountNeeded,
+    ModelChoice,
+    ModelCriteria,
+    ModelOption,
     Verdict,
-    Wish,
     allowed,
     choose,
     governing_rule,
@@ -23,7 +23,7 @@ from router.models.model_selection import (
     unfit,
 )
 from router.models.prompts import prompt_kind
-from router.request_path.prompt_reading import Reading, read
+from router.request_path.prompt_reading import PreparedPrompt, read
 from router.request_path.request_demand import chains_of
 from router.request_path.validation import DEFAULT_MAX_TOKENS
 
@@ -33,27 +33,27 @@ POLL_S, MOST_POLL_S = 0.02, 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class SelectedModel:
     """The model that a request goes to, and stays with."""
 
-    model: ServedModel
+    model: ModelRuntime
     reason: str
     """In words."""
-    reading: Reading
+    reading: PreparedPrompt
     verdicts: tuple[Verdict, ...] = ()
     """Of all models, where it was chosen."""
 
 
-class ModelChooser:
+class ModelSelector:
     """For requests that name `auto`."""
 
-    def __init__(self, config: ModelsConfig, models: ServedModels) -> None:
+    def __init__(self, config: ModelsConfig, models: ModelRuntimes) -> None:
         self._config = config
         self._models = models
 
     async def choose(
         self, request: pb.GenerateRequest, cache_salt: str, give_up_at: float, predict: bool = False
-    ) -> Chosen:
+    ) -> SelectedModel:
         """Where only workers are lacking, it waits for them until `give_up_at`, of the monotonic clock. `predict`: the
         first token's time even where there is no limit to it.
 
@@ -61,27 +61,27 @@ class ModelChooser:
         """
         prompt_kind(request)
         first_token_s = request.max_ttft_ms / 1e3 if request.HasField("max_ttft_ms") else math.inf
-        wish = Wish(request.task, request.min_quality, request.tenant, request.priority, first_token_s)
-        looking = _Looking(request, cache_salt, self._config.max_counted_models)
+        wish = ModelCriteria(request.task, request.min_quality, request.tenant, request.priority, first_token_s)
+        looking = _Selection(request, cache_salt, self._config.max_counted_models)
         rule, rule_name = await self._rule(wish, looking)
         self._check_vocabulary(request, rule)
         predict |= ttft_limit_s(wish, rule) < math.inf
         poll_s = POLL_S
         while True:
             outcome = choose(wish, rule, rule_name, [looking.option(model) for model in self._models])
-            if isinstance(outcome, Count):
+            if isinstance(outcome, CountNeeded):
                 await looking.count(self._models.named(outcome.name), predict)
             elif outcome.name:
                 reading = looking.found[outcome.name].reading
                 assert reading is not None, "what is chosen is counted and has no fault"
-                return Chosen(self._models.named(outcome.name), outcome.words, reading, outcome.verdicts)
+                return SelectedModel(self._models.named(outcome.name), outcome.words, reading, outcome.verdicts)
             elif any(verdict.why == NO_WORKER for verdict in outcome.verdicts) and time.monotonic() < give_up_at:
                 await asyncio.sleep(poll_s)
                 poll_s = min(MOST_POLL_S, 1.5 * poll_s)
             else:
                 raise _refusal(outcome, wish, rule, looking)
 
-    async def _rule(self, wish: Wish, looking: "_Looking") -> tuple[ModelRule | None, str]:
+    async def _rule(self, wish: ModelCriteria, looking: "_Selection") -> tuple[ModelRule | None, str]:
         """The one that governs, and its name."""
         rules = self._config.model_rules
         num_tokens = 0
@@ -103,12 +103,12 @@ class ModelChooser:
 class _Found:
     """When a model had read the request."""
 
-    reading: Reading | None
+    reading: PreparedPrompt | None
     error: InvalidRequest | None
     ttft_s: float | None
 
 
-class _Looking:
+class _Selection:
     """At one request, with one tokenizer after the other."""
 
     def __init__(self, request: pb.GenerateRequest, cache_salt: str, max_tokenizers: int) -> None:
@@ -120,14 +120,14 @@ class _Looking:
         self._prompts: dict[bytes, list[int]] = {}
         """Models with the same tokenizer read the same."""
 
-    async def prompt_of(self, model: ServedModel) -> list[int]:
+    async def prompt_of(self, model: ModelRuntime) -> list[int]:
         """Raises InvalidRequest."""
         identity = model.encoder.reading
         if identity not in self._prompts:
             self._prompts[identity] = await model.encoder.encode(self.request)
         return self._prompts[identity]
 
-    async def count(self, model: ServedModel, predict: bool) -> None:
+    async def count(self, model: ModelRuntime, predict: bool) -> None:
         """Have it read the request."""
         ttft_s = None
         try:
@@ -139,7 +139,7 @@ class _Looking:
         else:
             self.found[model.name] = _Found(reading, None, ttft_s)
 
-    def _hold(self, model: ServedModel, reading: Reading, predict: bool) -> float | None:
+    def _hold(self, model: ModelRuntime, reading: PreparedPrompt, predict: bool) -> float | None:
         """Raises InvalidRequest for what no worker of the model could hold."""
         sampling = reading.sampling
         chains = chains_of(reading.prompt, sampling, [()] * sampling.n)
@@ -150,7 +150,7 @@ class _Looking:
         ttft_s = model.predicted_ttft_s(self.request.priority, demand, keys)
         return math.inf if ttft_s is None else ttft_s
 
-    def option(self, model: ServedModel) -> Option:
+    def option(self, model: ModelRuntime) -> ModelOption:
         found = self.found.get(model.name)
         if found is not None and found.reading is not None:
             num_prompt, sampling = len(found.reading.prompt), found.reading.sampling
@@ -158,7 +158,7 @@ class _Looking:
         else:
             num_prompt = model.encoder.estimate(self.request)
             num_output = self._most_output(model, num_prompt)
-        return Option(
+        return ModelOption(
             name=model.name,
             input_price=model.costs.input_price,
             output_price=model.costs.output_price,
@@ -171,7 +171,7 @@ class _Looking:
             ttft_s=None if found is None else found.ttft_s,
         )
 
-    def _fault(self, model: ServedModel, found: _Found | None) -> str:
+    def _fault(self, model: ModelRuntime, found: _Found | None) -> str:
         if not model.decode_workers():
             return NO_WORKER
         if found is not None:
@@ -182,7 +182,7 @@ class _Looking:
             return f"not looked at: {len(self._prompts)} tokenizers have read the prompt, the limit"
         return ""
 
-    def _most_output(self, model: ServedModel, num_prompt: int) -> int:
+    def _most_output(self, model: ModelRuntime, num_prompt: int) -> int:
         """Before anything of it is checked."""
         sampling = self.request.sampling
         left = max(1, model.model_dir.max_context_tokens - num_prompt)
@@ -190,7 +190,7 @@ class _Looking:
         return max(1, most) * (max(1, sampling.n) if sampling.HasField("n") else 1)
 
 
-def _refusal(choice: Choice, wish: Wish, rule: ModelRule | None, looking: _Looking) -> ServiceError:
+def _refusal(choice: ModelChoice, wish: ModelCriteria, rule: ModelRule | None, looking: _Selection) -> ServiceError:
     """Typed by what all models that the rule allows have in common."""
     verdicts = [verdict for verdict in choice.verdicts if allowed(rule, verdict.option.name)]
     if not verdicts:
@@ -205,7 +205,7 @@ def _refusal(choice: Choice, wish: Wish, rule: ModelRule | None, looking: _Looki
     return InvalidRequest(first.field if same_field else "model", choice.words)
 
 
-def _error(verdict: Verdict, wish: Wish, looking: _Looking) -> InvalidRequest:
+def _error(verdict: Verdict, wish: ModelCriteria, looking: _Selection) -> InvalidRequest:
     """Of a model that was not fit."""
     option = verdict.option
     if (lack := unfit(option.name, option.quality, option.tasks, wish)) is not None:

@@ -11,7 +11,7 @@ from cluster.errors import ServiceError
 from protos import inference_pb2 as pb
 from router.models.model_selection import Verdict
 from router.placement.place import Decision
-from router.placement.placement_snapshot import Situation
+from router.placement.placement_snapshot import PlacementSnapshot
 
 MOST_PLACEMENTS = 16
 """Of one request: those a worker refused for want of room have no other bound."""
@@ -27,7 +27,7 @@ class Placement:
     placed_after_s: float
     """Of the request's arrival."""
     decision: Decision
-    situation: Situation | None
+    situation: PlacementSnapshot | None
     ttft_s: float | None = None
     """From the placement."""
     hit_blocks: int | None = None
@@ -77,13 +77,13 @@ def hit_blocks_of(kv: pb.KvReceipt) -> int:
     return kv.reused_blocks + kv.restored_blocks + kv.lender_cached_blocks + kv.lender_fetched_blocks
 
 
-class History:
+class DecisionHistory:
     """The last of them, as many as `max_bytes` hold; those under way are among them."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._entries: deque[Entry] = deque()
-        self._latest: Situation | None = None
+        self._latest: PlacementSnapshot | None = None
         self.num_bytes = 0
 
     @property

@@ -23,7 +23,7 @@ MAX_UNWRITTEN = 100
 """Lines: one of a fleet of a hundred has half a megabyte."""
 
 
-class DecisionsFile:
+class DecisionLog:
     """Of one router."""
 
     def __init__(self, config: RouterConfig) -> None:

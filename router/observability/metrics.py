@@ -11,10 +11,10 @@ from prometheus_client.registry import Collector
 from cluster.errors import ServiceError
 from cluster.metrics import LATENCY_S, TOKENS
 from protos import inference_pb2 as pb
-from router.admission.tenant_limits import TenantGate
-from router.models.model_runtime import ServedModel, ServedModels
+from router.admission.tenant_limits import TenantLimits
+from router.models.model_runtime import ModelRuntime, ModelRuntimes
 from router.observability.decision_history import hit_blocks_of
-from router.request_path.preprocess import Ticket
+from router.request_path.preprocess import PreparedRequest
 
 MODEL = ("model_name",)
 KV_ORIGINS = ("reused", "moved", "computed", "restored", "lender_cached", "lender_computed", "lender_fetched")
@@ -69,9 +69,9 @@ class RouterMetrics:
         self.unforeseen_hits = counter("tandem_unpredicted_hit_blocks", "Others that nobody computed either.")
         self._children: dict[tuple[Any, ...], Any] = {}
 
-    def watch(self) -> "Watched":
+    def watch(self) -> "RequestMetrics":
         """A request has arrived."""
-        return Watched(self)
+        return RequestMetrics(self)
 
     def of(self, metric: _M, *labels: str) -> _M:
         """What counts for these labels: to look it up in the metric itself would cost more than to count."""
@@ -80,7 +80,7 @@ class RouterMetrics:
         return child
 
 
-class Watched:
+class RequestMetrics:
     """One request on its way. Whatever becomes of it, one of `finished`, `failed` and `left` is the last call."""
 
     def __init__(self, metrics: RouterMetrics) -> None:
@@ -92,7 +92,7 @@ class Watched:
         self._name = ""
         self._itl: Histogram | None = None
 
-    def checked(self, ticket: Ticket) -> None:
+    def checked(self, ticket: PreparedRequest) -> None:
         """It is a request for this model."""
         self._name = ticket.model.name
         self._itl = self._metrics.of(self._metrics.itl, self._name)
@@ -177,7 +177,7 @@ class Watched:
 class ClusterCollector(Collector):
     """What the router knows of its workers and its lines, as it stands when it is asked."""
 
-    def __init__(self, models: ServedModels, gate: TenantGate) -> None:
+    def __init__(self, models: ModelRuntimes, gate: TenantLimits) -> None:
         self._models = models
         self._gate = gate
 
@@ -254,7 +254,7 @@ class ClusterCollector(Collector):
         yield from (waiting, running, errors, refused)
 
 
-def _running(model: ServedModel) -> int:
+def _running(model: ModelRuntime) -> int:
     return sum(worker.load.running for worker in model.fleet.workers if worker.decodes and worker.load is not None)
 
 

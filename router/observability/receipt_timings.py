@@ -1,12 +1,12 @@
 """What a receipt says about speed. Pure."""
 
 from protos import inference_pb2 as pb
-from router.placement.rate_learning import Measured
+from router.placement.rate_learning import ReceiptTimings
 
 
 def measured(
     finish: pb.Finish, decode_queued_tokens: int, lender_queued_tokens: int, running: float, num_choices: int
-) -> Measured:
+) -> ReceiptTimings:
     """`finish` is the one that ended the stream. What was queued at the workers when the request was placed, before it;
     `running` streams beside it on its decode worker, itself included.
 
@@ -31,4 +31,4 @@ def measured(
     num_steps = finish.usage.completion_tokens - 1 - receipt.speculation.accepted_tokens
     if placement.attempt == 1 and not kv.preemptions and num_choices == 1 and num_steps > 0 and "decode" in seconds:
         step = running, seconds["decode"] / num_steps
-    return Measured(placement.decode_worker, placement.lender or None, prefill, transfer, tail, step)
+    return ReceiptTimings(placement.decode_worker, placement.lender or None, prefill, transfer, tail, step)

@@ -11,11 +11,11 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from cluster.errors import InvalidRequest, NotSetUp, Overloaded
+from cluster.errors import InvalidRequest, NotConfigured, Overloaded
 from protos import inference_pb2 as pb
 from router.config import RouterConfig
 from router.observability.json_lines import JsonLines
-from router.request_path.preprocess import Ticket
+from router.request_path.preprocess import PreparedRequest
 from router.security.api_keys import Principal
 
 MAX_TEXT_CHARS = 65_536
@@ -38,7 +38,7 @@ class Samples:
         settings = self._settings
         return settings.samples_file is not None and self._chance.random() < settings.sample_share
 
-    def served(self, ticket: Ticket, messages: list[bytes]) -> None:
+    def served(self, ticket: PreparedRequest, messages: list[bytes]) -> None:
         """It ended well; `messages` are what its client got."""
         request, finish = ticket.request, ticket.finish
         assert finish is not None
@@ -66,10 +66,10 @@ class Samples:
         return self._settings.sample_texts
 
     def feedback(self, feedback: pb.FeedbackRequest, principal: Principal) -> None:
-        """Kept with who says so: request ids are the clients' own, and not known here. Raises InvalidRequest, NotSetUp
+        """Kept with who says so: request ids are the clients' own, and not known here. Raises InvalidRequest, NotConfigured
         where nothing is kept, and Overloaded while too much waits to be written."""
         if self._settings.samples_file is None:
-            raise NotSetUp("samples_file is not set: this router keeps no feedback")
+            raise NotConfigured("samples_file is not set: this router keeps no feedback")
         if not feedback.request_id:
             raise InvalidRequest("request_id", "is empty")
         if feedback.HasField("rating") and not -1 <= feedback.rating <= 1:

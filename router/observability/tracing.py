@@ -20,7 +20,7 @@ from cluster.errors import ServiceError, StartError
 from cluster.trace_context import traceparent
 from protos import inference_pb2 as pb
 from router.config import RouterConfig
-from router.request_path.preprocess import Ticket
+from router.request_path.preprocess import PreparedRequest
 
 BETWEEN = "in transit"
 """The name of what no stage accounts for."""
@@ -89,7 +89,7 @@ class Tracing:
             insecure = not config.otlp_endpoint.startswith("https://")
             self._processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=config.otlp_endpoint, insecure=insecure))
 
-    def finished(self, ticket: Ticket, ttft_s: float) -> None:
+    def finished(self, ticket: PreparedRequest, ttft_s: float) -> None:
         """It ended well, now."""
         if self._processor is None or ticket.finish is None or not self._wanted():
             return
@@ -116,15 +116,15 @@ class Tracing:
             child.end(began_ns + round(span.end_s * 1e9))
         root.end(began_ns + round((now - ticket.arrived_at) * 1e9))
 
-    def failed(self, ticket: Ticket | None, arrived_at: float, error: ServiceError) -> None:
+    def failed(self, ticket: PreparedRequest | None, arrived_at: float, error: ServiceError) -> None:
         """It ended with an error, now. `arrived_at`: of the monotonic clock."""
         self._cut_short(ticket, arrived_at, error.code, str(error))
 
-    def cancelled(self, ticket: Ticket | None, arrived_at: float) -> None:
+    def cancelled(self, ticket: PreparedRequest | None, arrived_at: float) -> None:
         """Its client left, or it was ended, now: no error of ours."""
         self._cut_short(ticket, arrived_at, CANCELLED, "")
 
-    def _cut_short(self, ticket: Ticket | None, arrived_at: float, kind: str, failure: str) -> None:
+    def _cut_short(self, ticket: PreparedRequest | None, arrived_at: float, kind: str, failure: str) -> None:
         """The span of the whole alone. `failure`: what we failed at; empty: nothing."""
         if self._processor is None or not self._wanted():
             return
@@ -145,7 +145,7 @@ class Tracing:
     def _wanted(self) -> bool:
         return self._share >= 1 or self._chance.random() < self._share
 
-    def _of_request(self, ticket: Ticket) -> dict[str, Any]:
+    def _of_request(self, ticket: PreparedRequest) -> dict[str, Any]:
         return {
             "gen_ai.operation.name": "chat" if ticket.request.messages else "text_completion",
             "gen_ai.provider.name": "tandem",

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from router.placement.demand import Demand
 from router.placement.rates import Rates
-from router.placement.worker_table import Hits, Workers
+from router.placement.worker_table import Hits, WorkerTable
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Route:
     """Rows of workers: who decodes, who lends; whether the lender computes what it lacks, and whom it reads first."""
 
     decode: int
@@ -69,7 +69,7 @@ def transfer_s(demand: Demand, rates: Rates, borrower: int, lender: int, num_blo
     return float(rates.loan_overhead_s[borrower, lender] + num_bytes / rates.kv_bytes_per_s[borrower, lender])
 
 
-def best_source(demand: Demand, workers: Workers, hits: Hits, rates: Rates, lender: int) -> int | None:
+def best_source(demand: Demand, workers: WorkerTable, hits: Hits, rates: Rates, lender: int) -> int | None:
     """From whom a computing lender should read what it lacks: where reading saves most; None where it never does."""
     best, best_s = None, 0.0
     have = min(int(hits.due[lender]), demand.num_usable_blocks)
@@ -84,7 +84,7 @@ def best_source(demand: Demand, workers: Workers, hits: Hits, rates: Rates, lend
     return best
 
 
-def assess(demand: Demand, workers: Workers, hits: Hits, rates: Rates, way: Way) -> Candidate:
+def assess(demand: Demand, workers: WorkerTable, hits: Hits, rates: Rates, way: Route) -> Candidate:
     """`way` must be possible: placement's own, or one of `explain`'s."""
     usable, block_tokens = demand.num_usable_blocks, demand.block_tokens
     decode, lender, source = way.decode, way.lender, way.source

@@ -6,30 +6,30 @@ from typing import Any, TypeVar
 import numpy as np
 
 from router.placement.demand import Demand
-from router.placement.place import Decision, Rival, place
-from router.placement.placement_snapshot import Situation
+from router.placement.place import Alternative, Decision, place
+from router.placement.placement_snapshot import PlacementSnapshot
 from router.placement.rates import Rates
-from router.placement.worker_table import Hits, Workers
+from router.placement.worker_table import Hits, WorkerTable
 
 T = TypeVar("T")
 
 
-def recorded(decision: Decision, situation: Situation) -> dict[str, Any]:
+def recorded(decision: Decision, situation: PlacementSnapshot) -> dict[str, Any]:
     """Nothing in it changes afterwards, so this can be done later, and on another thread."""
     said = {"decision": dataclasses.asdict(decision), "available": _plain(situation.available)}
     parts = (situation.demand, situation.workers, situation.hits, situation.rates)
     return said | {type(part).__name__: _fields(part) for part in parts}
 
 
-def read_recorded(said: dict[str, Any]) -> tuple[Decision, Situation]:
+def read_recorded(said: dict[str, Any]) -> tuple[Decision, PlacementSnapshot]:
     """What `recorded` made; other keys do not matter."""
     decision = dict(said["decision"])
-    decision["rivals"] = tuple(Rival(**rival) for rival in decision["rivals"])
-    parts = (_made(Demand, said), _made(Workers, said), _made(Hits, said), _made(Rates, said))
-    return Decision(**decision), Situation(*parts, _value(said["available"]))
+    decision["rivals"] = tuple(Alternative(**rival) for rival in decision["rivals"])
+    parts = (_made(Demand, said), _made(WorkerTable, said), _made(Hits, said), _made(Rates, said))
+    return Decision(**decision), PlacementSnapshot(*parts, _value(said["available"]))
 
 
-def decided_again(situation: Situation) -> Decision | None:
+def decided_again(situation: PlacementSnapshot) -> Decision | None:
     return place(situation.demand, situation.workers, situation.hits, situation.rates, situation.available)
 
 

@@ -41,7 +41,7 @@ class Demand:
         return num_blocks_of(ends, self.shared_tokens, self.block_tokens)
 
 
-def lot_of(request_id: str) -> float:
+def traffic_hash_of(request_id: str) -> float:
     """The same for each attempt of a request, at any router."""
     return int.from_bytes(blake2b(request_id.encode(), digest_size=6).digest()) / 2**48
 

@@ -4,15 +4,15 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from router.placement.candidates import Candidate, Way, assess, best_source
+from router.placement.candidates import Candidate, Route, assess, best_source
 from router.placement.demand import Demand
 from router.placement.place import startable
 from router.placement.rates import Bools, Ints, Rates
-from router.placement.worker_table import Hits, Workers
+from router.placement.worker_table import Hits, WorkerTable
 
 
 def explain(
-    demand: Demand, workers: Workers, hits: Hits, rates: Rates, available: Ints | None = None
+    demand: Demand, workers: WorkerTable, hits: Hits, rates: Rates, available: Ints | None = None
 ) -> list[Candidate]:
     """All ways to start the request now, the one that `place` chooses first; empty where it says None.
 
@@ -31,18 +31,18 @@ def explain(
 
 
 def _ways(
-    demand: Demand, workers: Workers, hits: Hits, computing: Bools, sources: Sequence[int | None], decode: int
-) -> Iterator[Way]:
+    demand: Demand, workers: WorkerTable, hits: Hits, computing: Bools, sources: Sequence[int | None], decode: int
+) -> Iterator[Route]:
     """`computing`: lenders that may. `sources`: for each worker, from whom it would read as a lender that computes."""
     usable = demand.num_usable_blocks
     own = min(int(hits.held[decode]), usable)
-    yield Way(decode)
+    yield Route(decode)
     if own == usable:
         return
     for lender in range(len(workers.ids)):
         if not workers.compatible[decode, lender]:
             continue
         if min(int(hits.held[lender]), usable) > own:
-            yield Way(decode, lender)
+            yield Route(decode, lender)
         if computing[lender]:
-            yield Way(decode, lender, computes=True, source=sources[lender])
+            yield Route(decode, lender, computes=True, source=sources[lender])

@@ -16,17 +16,17 @@ import numpy as np
 from engine.kv.block_keys import KEY_BYTES, BlockKey, split_keys
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
-from router.membership.traffic_counters import Traffic
+from router.membership.traffic_counters import TrafficCounters
 from router.observability.receipt_timings import measured
 from router.placement.demand import Demand
 from router.placement.index import PrefixIndex
 from router.placement.place import Decision, place, place_on, startable
-from router.placement.placement_snapshot import Situation
+from router.placement.placement_snapshot import PlacementSnapshot
 from router.placement.prediction_error import LogRatios
-from router.placement.rate_learning import Learner
+from router.placement.rate_learning import RateLearner
 from router.placement.rates import Ints, Priors, Rates
-from router.placement.worker_records import Placed, Worker
-from router.placement.worker_table import Hits, Workers, WorkerView
+from router.placement.worker_records import ActivePlacement, Worker
+from router.placement.worker_table import Hits, WorkerTable, WorkerView
 
 PART_KEYS = 16_384
 """Of a worker's cache, applied at a time: 7 ms. What a worker with tiers holds takes a second."""
@@ -42,14 +42,14 @@ class Fleet:
         """What workers echo placements under: a router that restarts counts anew, and so has a mark of its own."""
         self.ttft_scores = LogRatios()
         """Of predictions: predicted over actual TTFT of streams that ended well."""
-        self.traffic = Traffic()
+        self.traffic = TrafficCounters()
         """Counted by whoever takes requests in."""
         self._workers: dict[str, Worker] = {}
         self._index = PrefixIndex()
-        self._learner = Learner(priors)
+        self._learner = RateLearner(priors)
         self._learn_rates = learn_rates
-        self._snapshot = Workers.of(())
-        self._computing: set[Placed] = set()
+        self._snapshot = WorkerTable.of(())
+        self._computing: set[ActivePlacement] = set()
         """Not started, by a lender that computes."""
         self._parted: set[tuple[Worker, Worker]] = set()
         """Borrowers and lenders whose loans fail."""
@@ -152,18 +152,18 @@ class Fleet:
                     worker.num_cached += sign * len(keys)
                     num_keys += len(keys)
 
-    def placed(self, decision: Decision, demand: Demand, keys: Sequence[BlockKey]) -> Placed:
+    def placed(self, decision: Decision, demand: Demand, keys: Sequence[BlockKey]) -> ActivePlacement:
         """Count a placement from now on, with nothing told since it was decided; `ended` must follow."""
         self._sequence += 1
         situation = None
         if self.keeps_situations and self._decided is not None and self._decided[0] is demand:
             _, hits, available = self._decided
             rates = self._learner.rates_as_they_are()
-            situation = Situation.of(demand, self._snapshot, hits, rates, available)
+            situation = PlacementSnapshot.of(demand, self._snapshot, hits, rates, available)
         decode = self._workers[decision.decode_id]
         lender = self._workers[decision.lender_id] if decision.lender_id else None
         source = self._workers[decision.source_id] if decision.source_id else None
-        placed = Placed(
+        placed = ActivePlacement(
             sequence=self._sequence,
             decode=decode,
             lender=lender,
@@ -188,7 +188,7 @@ class Fleet:
                 self._computing.add(placed)
         return placed
 
-    def started(self, placed: Placed) -> None:
+    def started(self, placed: ActivePlacement) -> None:
         """Its first token has come."""
         if placed.started:
             return
@@ -201,7 +201,7 @@ class Fleet:
             placed.lender.lends_unseen.remove(placed)
             self._refresh(placed.lender)
 
-    def finished(self, placed: Placed, finish: public_pb.Finish, ttft_s: float | None) -> None:
+    def finished(self, placed: ActivePlacement, finish: public_pb.Finish, ttft_s: float | None) -> None:
         """Its stream ended well with `finish`, which has the receipt; learn from it. `ended` must follow.
 
         `ttft_s` counts from the placement; None where nobody saw the first token come.
@@ -226,7 +226,7 @@ class Fleet:
             running = (running + max(1, load.running)) / 2
         self._learner.observe(measured(finish, *placed.queued_before, running, placed.num_streams))
 
-    def ended(self, placed: Placed) -> None:
+    def ended(self, placed: ActivePlacement) -> None:
         self.started(placed)
         if placed in placed.decode.decodes_unseen:
             placed.decode.decodes_unseen.remove(placed)
@@ -235,7 +235,7 @@ class Fleet:
     # ------------------------------------------------------------------ questions
 
     @property
-    def snapshot(self) -> Workers:
+    def snapshot(self) -> WorkerTable:
         """All workers that have reported. It changes with the next event."""
         return self._snapshot
 
@@ -293,7 +293,7 @@ class Fleet:
     def _arrange(self) -> None:
         """Who is among the workers that have reported has changed."""
         there = [worker for worker in self._workers.values() if worker.load is not None]
-        self._snapshot = Workers.of([self._view(worker) for worker in there])
+        self._snapshot = WorkerTable.of([self._view(worker) for worker in there])
         self._parted = {pair for pair in self._parted if all(self._workers.get(w.worker_id) is w for w in pair)}
         for borrower, lender in self._parted:
             rows = self._snapshot.row_of.get(borrower.worker_id), self._snapshot.row_of.get(lender.worker_id)

@@ -18,17 +18,17 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from router.placement.candidates import Candidate, Way, assess
+from router.placement.candidates import Candidate, Route, assess
 from router.placement.demand import Demand
 from router.placement.rates import Bools, Floats, Ints, Rates
-from router.placement.worker_table import Hits, Workers
+from router.placement.worker_table import Hits, WorkerTable
 
 FEW = 5
 """Of the ways not chosen, the cheapest that are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rival:
+class Alternative:
     """A way that was not chosen."""
 
     decode_id: str
@@ -57,11 +57,11 @@ class Decision:
     reason: str
     hit_blocks: int = 0
     """Of the prompt, predicted: such as nobody computes."""
-    rivals: tuple[Rival, ...] = field(default=(), compare=False)
+    rivals: tuple[Alternative, ...] = field(default=(), compare=False)
     """The next best, of few."""
 
 
-def startable(demand: Demand, workers: Workers, available: Ints | None = None) -> Bools:
+def startable(demand: Demand, workers: WorkerTable, available: Ints | None = None) -> Bools:
     """[W]: the decode workers that can start the request now, with `available` blocks if not all that are; of these
     canaries or the others, as its lot says.
 
@@ -73,7 +73,9 @@ def startable(demand: Demand, workers: Workers, available: Ints | None = None) -
     return workers.in_share(could & (there >= promised[workers.reserve_of]), could, demand.lot)
 
 
-def place(demand: Demand, workers: Workers, hits: Hits, rates: Rates, available: Ints | None = None) -> Decision | None:
+def place(
+    demand: Demand, workers: WorkerTable, hits: Hits, rates: Rates, available: Ints | None = None
+) -> Decision | None:
     """The cheapest way, or None when no decode worker can start the request now, with `available` blocks of it each.
 
     Ties go to the first in order of worker ids.
@@ -82,7 +84,7 @@ def place(demand: Demand, workers: Workers, hits: Hits, rates: Rates, available:
     return place_on(rows, demand, workers, hits, rates) if len(rows) else None
 
 
-def place_on(rows: Ints, demand: Demand, workers: Workers, hits: Hits, rates: Rates) -> Decision:
+def place_on(rows: Ints, demand: Demand, workers: WorkerTable, hits: Hits, rates: Rates) -> Decision:
     """The cheapest way among those that begin on the decode workers of `rows`, of which there are some."""
     way, num_candidates, rivals = _Matrices(demand, workers, hits, rates, rows).cheapest()
     best = assess(demand, workers, hits, rates, way)
@@ -105,7 +107,7 @@ def place_on(rows: Ints, demand: Demand, workers: Workers, hits: Hits, rates: Ra
 class _Matrices:
     """All candidates: D decode workers, those of `rows`, times L lenders, [D, L]."""
 
-    def __init__(self, demand: Demand, workers: Workers, hits: Hits, rates: Rates, rows: Ints) -> None:
+    def __init__(self, demand: Demand, workers: WorkerTable, hits: Hits, rates: Rates, rows: Ints) -> None:
         self._demand, self._workers, self._rates, self._rows = demand, workers, rates, rows
         self._held = np.minimum(hits.held, demand.num_usable_blocks)
         self._due = np.minimum(hits.due, demand.num_usable_blocks)
@@ -116,7 +118,7 @@ class _Matrices:
         self._decoding = workers.decoding[rows]
         self._crowding_s = workers.running[rows] * rates.stream_delay_s[rows]
 
-    def cheapest(self) -> tuple[Way, int, tuple[Rival, ...]]:
+    def cheapest(self) -> tuple[Route, int, tuple[Alternative, ...]]:
         """It, of how many, and the next ones."""
         alone_s = self._cost_s(0.0, self._own_s(self._own), self._queue_s)
         at = int(alone_s.argmin())
@@ -135,7 +137,7 @@ class _Matrices:
                     decode, lender = divmod(int(few), len(lenders))
                     near.append((float(cost_s[decode, lender]), decode, int(lenders[lender]), sources is not None))
         _, decode, lender, computes, source = chosen = min(found)
-        way = Way(
+        way = Route(
             int(self._rows[decode]),
             lender if lender >= 0 else None,
             computes,
@@ -145,11 +147,11 @@ class _Matrices:
 
     def _rivals(
         self, near: list[tuple[float, int, int, bool]], chosen: tuple[float, int, int, bool]
-    ) -> tuple[Rival, ...]:
+    ) -> tuple[Alternative, ...]:
         """The first of those near the chosen one, by cost."""
         ids = self._workers.ids
         return tuple(
-            Rival(ids[self._rows[decode]], ids[lender] if lender >= 0 else None, computes, cost_s)
+            Alternative(ids[self._rows[decode]], ids[lender] if lender >= 0 else None, computes, cost_s)
             for cost_s, decode, lender, computes in sorted(near)[: FEW + 1]
             if (cost_s, decode, lender, computes) != chosen and cost_s < np.inf
         )[:FEW]
@@ -246,7 +248,7 @@ def _pick(matrix: NDArray[_Item], rows: Ints, columns: Ints) -> NDArray[_Item]:
     return matrix.take(rows, axis=0).take(columns, axis=1)
 
 
-def _reason(demand: Demand, workers: Workers, hits: Hits, way: Way, best: Candidate) -> str:
+def _reason(demand: Demand, workers: WorkerTable, hits: Hits, way: Route, best: Candidate) -> str:
     """In words a user can check against the receipt."""
     usable, running = demand.num_usable_blocks, int(workers.running[way.decode])
 

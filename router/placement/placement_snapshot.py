@@ -6,25 +6,25 @@ from router.placement.candidates import Candidate
 from router.placement.demand import Demand
 from router.placement.explain import explain
 from router.placement.rates import Ints, Rates
-from router.placement.worker_table import Hits, Workers
+from router.placement.worker_table import Hits, WorkerTable
 
 FIXED_BYTES = 4096
 """Of the objects around the figures, about."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Situation:
+class PlacementSnapshot:
     """Nobody changes it."""
 
     demand: Demand
-    workers: Workers
+    workers: WorkerTable
     hits: Hits
     rates: Rates
     available: Ints | None
     """Blocks that the request might take of each worker, where these were not all there were."""
 
     @classmethod
-    def of(cls, demand: Demand, workers: Workers, hits: Hits, rates: Rates, available: Ints | None) -> "Situation":
+    def of(cls, demand: Demand, workers: WorkerTable, hits: Hits, rates: Rates, available: Ints | None) -> "PlacementSnapshot":
         """`workers` may change afterwards; the others may not."""
         frozen = replace(
             workers,
@@ -42,7 +42,7 @@ class Situation:
         """What was compared, the one that was chosen first."""
         return explain(self.demand, self.workers, self.hits, self.rates, self.available)
 
-    def num_bytes(self, before: "Situation | None") -> int:
+    def num_bytes(self, before: "PlacementSnapshot | None") -> int:
         """Of memory, about, beside what it has in common with the one before it."""
         columns = 16 * 8 * len(self.workers.ids)
         shared = before is not None and before.rates.kv_bytes_per_s is self.rates.kv_bytes_per_s

@@ -11,7 +11,7 @@ from math import log
 
 import numpy as np
 
-from router.placement.rates import Floats, Ints, Line, Lines, Priors, Rates
+from router.placement.rates import Floats, Ints, LinearFit, LinearFits, Priors, Rates
 
 LEAST_DELAY_SHARE = 4
 """A stream is never taken to cost less than the prior by more than this: they are to be spread even where steps cost
@@ -19,7 +19,7 @@ the same."""
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class ReceiptTimings:
     """What one receipt says of its workers: (amount, seconds) each, None where it says nothing."""
 
     decode_id: str
@@ -34,18 +34,18 @@ class Measured:
     """Running streams, and one step with them."""
 
 
-class Learner:
+class RateLearner:
     """Lines by worker and pair; `rates` is [W] of the workers it was last told of."""
 
     def __init__(self, priors: Priors) -> None:
         self._priors = priors
-        self._prefill = Lines(Line(priors.step_s, 1 / priors.prefill_tokens_per_s))
-        self._tail = Lines(Line(priors.step_s, 1 / priors.decode_prefill_tokens_per_s))
-        self._step = Lines(Line(priors.step_s, priors.stream_delay_s))
-        link = Line(priors.loan_overhead_s, 1 / priors.kv_bytes_per_s)
+        self._prefill = LinearFits(LinearFit(priors.step_s, 1 / priors.prefill_tokens_per_s))
+        self._tail = LinearFits(LinearFit(priors.step_s, 1 / priors.decode_prefill_tokens_per_s))
+        self._step = LinearFits(LinearFit(priors.step_s, priors.stream_delay_s))
+        link = LinearFit(priors.loan_overhead_s, 1 / priors.kv_bytes_per_s)
         self._links = link
-        self._lends, self._borrows = Lines(link.fresh()), Lines(link.fresh())
-        self._pairs: dict[tuple[str, str], Line] = {}
+        self._lends, self._borrows = LinearFits(link.fresh()), LinearFits(link.fresh())
+        self._pairs: dict[tuple[str, str], LinearFit] = {}
         self._pairs_copy: tuple[Floats, Floats] | None = None
         self.arrange(())
 
@@ -90,7 +90,7 @@ class Learner:
         for (borrower_id, lender_id), line in self._pairs.items():
             self._write_pair(self._row_of[borrower_id], self._row_of[lender_id], line)
 
-    def observe(self, measured: Measured) -> None:
+    def observe(self, measured: ReceiptTimings) -> None:
         """Workers that are gone are passed over."""
         if measured.decode_id not in self._row_of:
             return
@@ -101,7 +101,7 @@ class Learner:
             if measured.transfer is not None:
                 self._observe_transfer(measured.decode_id, measured.lender_id, *measured.transfer)
 
-    def _observe_worker(self, lines: Lines, worker_id: str, seen: tuple[float, float] | None) -> None:
+    def _observe_worker(self, lines: LinearFits, worker_id: str, seen: tuple[float, float] | None) -> None:
         if seen is not None:
             lines.observe(worker_id, *seen)
             unseen = [row for row, other in enumerate(self._ids) if other not in lines.by_worker]
@@ -113,7 +113,7 @@ class Learner:
         if (pair := self._pairs.get((borrower_id, lender_id))) is None:
             fixed_s = float(self._rates.loan_overhead_s[borrower, lender])
             unit_s = 1 / float(self._rates.kv_bytes_per_s[borrower, lender])
-            pair = self._pairs[borrower_id, lender_id] = Line(fixed_s, unit_s)
+            pair = self._pairs[borrower_id, lender_id] = LinearFit(fixed_s, unit_s)
         pair.observe(num_bytes, seconds)
         self._links.observe(num_bytes, seconds)
         for lines, worker_id, ends, row in (
@@ -128,7 +128,7 @@ class Learner:
         self._write_unseen(np.flatnonzero(~self._borrowed.seen), np.flatnonzero(~self._lent.seen))
         self._write_pair(borrower, lender, pair)
 
-    def _write_workers(self, lines: Lines, rows: Iterable[int]) -> None:
+    def _write_workers(self, lines: LinearFits, rows: Iterable[int]) -> None:
         """What these workers are taken for now."""
         rates, least_delay_s = self._rates, self._priors.stream_delay_s / LEAST_DELAY_SHARE
         for row in rows:
@@ -140,7 +140,7 @@ class Learner:
             else:
                 rates.stream_delay_s[row] = max(least_delay_s, line.unit_s)
 
-    def _write_pair(self, borrower: int, lender: int, line: Line) -> None:
+    def _write_pair(self, borrower: int, lender: int, line: LinearFit) -> None:
         self._pair_seen[borrower, lender] = True
         self._rates.loan_overhead_s[borrower, lender] = line.fixed_s
         self._rates.kv_bytes_per_s[borrower, lender] = 1 / line.unit_s
@@ -168,7 +168,7 @@ class _Ends:
         self.seen = np.zeros(num_workers, np.bool_)
         self.logs: Floats = np.zeros((2, num_workers))
 
-    def write(self, row: int, line: Line | None) -> None:
+    def write(self, row: int, line: LinearFit | None) -> None:
         if line is not None:
             self.seen[row] = True
             self.logs[:, row] = log(line.fixed_s), log(line.unit_s)

@@ -78,7 +78,7 @@ class Rates:
 
 
 @dataclass(slots=True)
-class Line:
+class LinearFit:
     """`fixed_s + amount * unit_s`, both above 0.
 
     An extended Kalman filter over the logarithms of the two, which drift, and of a measurement, whose surprise is
@@ -116,9 +116,9 @@ class Line:
         self._unit_variance = kept * (self._unit_variance - to_unit * to_unit / doubt) + DRIFT
         self._covariance = kept * (self._covariance - to_fixed * to_unit / doubt)
 
-    def fresh(self) -> "Line":
+    def fresh(self) -> "LinearFit":
         """One that starts from here."""
-        return Line(self.fixed_s, self.unit_s)
+        return LinearFit(self.fixed_s, self.unit_s)
 
 
 def _bounded(seconds: float) -> float:
@@ -126,11 +126,11 @@ def _bounded(seconds: float) -> float:
 
 
 @dataclass(slots=True)
-class Lines:
+class LinearFits:
     """One line per worker; a worker that was never seen has the mean of all, which is the prior at first."""
 
-    mean: Line
-    by_worker: dict[str, Line] = field(default_factory=dict)
+    mean: LinearFit
+    by_worker: dict[str, LinearFit] = field(default_factory=dict)
 
     def observe(self, worker_id: str, amount: float, seconds: float) -> None:
         if (line := self.by_worker.get(worker_id)) is None:
@@ -138,7 +138,7 @@ class Lines:
         line.observe(amount, seconds)
         self.mean.observe(amount, seconds)
 
-    def of(self, worker_id: str) -> Line:
+    def of(self, worker_id: str) -> LinearFit:
         return self.by_worker.get(worker_id, self.mean)
 
     def keep(self, worker_ids: Container[str]) -> None:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from engine.kv.block_keys import BlockKey
 from protos import membership_pb2 as pb
 from router.placement.demand import Demand
-from router.placement.placement_snapshot import Situation
+from router.placement.placement_snapshot import PlacementSnapshot
 
 
-class Unseen:
+class UnreportedPlacements:
     """Placements that a worker's reports do not count yet, and what they come to."""
 
     __slots__ = ("_taken", "blocks", "streams", "tokens")
@@ -20,26 +20,26 @@ class Unseen:
         """Still to be computed."""
         self.blocks = 0
         """Promised."""
-        self._taken: dict[Placed, tuple[int, int, int]] = {}
+        self._taken: dict[ActivePlacement, tuple[int, int, int]] = {}
         """Streams, tokens and blocks of each."""
 
     def __len__(self) -> int:
         return len(self._taken)
 
-    def __contains__(self, placed: "Placed") -> bool:
+    def __contains__(self, placed: "ActivePlacement") -> bool:
         return placed in self._taken
 
-    def add(self, placed: "Placed", streams: int = 0, tokens: int = 0, blocks: int = 0) -> None:
+    def add(self, placed: "ActivePlacement", streams: int = 0, tokens: int = 0, blocks: int = 0) -> None:
         self._taken[placed] = streams, tokens, blocks
         self._count(streams, tokens, blocks)
 
-    def computed(self, placed: "Placed") -> None:
+    def computed(self, placed: "ActivePlacement") -> None:
         """One that is there: its tokens are."""
         streams, tokens, blocks = self._taken[placed]
         self._taken[placed] = streams, 0, blocks
         self.tokens -= tokens
 
-    def remove(self, placed: "Placed") -> None:
+    def remove(self, placed: "ActivePlacement") -> None:
         """One that is there."""
         streams, tokens, blocks = self._taken.pop(placed)
         self._count(-streams, -tokens, -blocks)
@@ -68,9 +68,9 @@ class Worker:
     lost: bool = False
     """Its engine fell silent; calls to it are cancelled."""
     on_lost: set[Callable[[], object]] = field(default_factory=set)
-    decodes_unseen: Unseen = field(default_factory=Unseen)
+    decodes_unseen: UnreportedPlacements = field(default_factory=UnreportedPlacements)
     """Placements on it that no report of its has seen."""
-    lends_unseen: Unseen = field(default_factory=Unseen)
+    lends_unseen: UnreportedPlacements = field(default_factory=UnreportedPlacements)
     """Likewise as a lender, until their first token."""
     num_cached: int = 0
     """Blocks that it said it holds."""
@@ -97,7 +97,7 @@ class Worker:
 
 
 @dataclass(slots=True, eq=False)
-class Placed:
+class ActivePlacement:
     """A placement under way."""
 
     sequence: int
@@ -111,7 +111,7 @@ class Placed:
     demand: Demand
     keys: tuple[BlockKey, ...]
     predicted_ttft_s: float
-    situation: Situation | None
+    situation: PlacementSnapshot | None
     """Where these are kept; whoever keeps it takes it away from here."""
     running_before: int
     """On the decode worker, without it."""

@@ -30,7 +30,7 @@ class WorkerView:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Workers:
+class WorkerTable:
     """W workers, ascending by id. Whoever made it may change the figures in place: decide before the next event."""
 
     ids: tuple[str, ...]
@@ -75,7 +75,7 @@ class Workers:
         return able & ~canaries if (could & ~canaries).any() else able
 
     @classmethod
-    def of(cls, views: Sequence[WorkerView]) -> "Workers":
+    def of(cls, views: Sequence[WorkerView]) -> "WorkerTable":
         views = sorted(views, key=lambda view: view.worker_id)
         ids = tuple(view.worker_id for view in views)
         reserves = sorted({view.reserve_output_tokens for view in views})
@@ -113,14 +113,14 @@ class Hits:
     """There when a loan that computes would come to be served."""
 
     @classmethod
-    def of(cls, workers: Workers, held: Mapping[str, int], due: Mapping[str, int] | None = None) -> "Hits":
+    def of(cls, workers: WorkerTable, held: Mapping[str, int], due: Mapping[str, int] | None = None) -> "Hits":
         """By worker; who has none may be left out, and who is not among `workers` does not count. `due` as `held`
         when left out: nothing is being computed."""
         there = _by_row(workers, held)
         return cls(there, there if due is None else _by_row(workers, due))
 
 
-def _by_row(workers: Workers, blocks: Mapping[str, int]) -> Floats:
+def _by_row(workers: WorkerTable, blocks: Mapping[str, int]) -> Floats:
     column = np.zeros(len(workers.ids))
     for worker_id, num_blocks in blocks.items():
         if (row := workers.row_of.get(worker_id)) is not None:

@@ -4,15 +4,15 @@ from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
 from protos import lend_pb2, membership_pb2
 from router.placement.place import Decision
-from router.placement.worker_records import Placed
-from router.request_path.preprocess import Ticket
-from router.request_path.stream_state import Emitted
+from router.placement.worker_records import ActivePlacement
+from router.request_path.preprocess import PreparedRequest
+from router.request_path.stream_state import StreamState
 
 
 def decode_request(
-    ticket: Ticket,
-    emitted: Emitted,
-    placed: Placed,
+    ticket: PreparedRequest,
+    emitted: StreamState,
+    placed: ActivePlacement,
     decision: Decision,
     attempt: int,
     placed_at: float,
@@ -61,7 +61,7 @@ def decode_request(
     return internal
 
 
-def _stages(ticket: Ticket, placed_at: float, where: str) -> list[public_pb.Stage]:
+def _stages(ticket: PreparedRequest, placed_at: float, where: str) -> list[public_pb.Stage]:
     tokenise_ms = (ticket.tokenised_at - ticket.arrived_at) * 1e3
     return [
         public_pb.Stage(name="tokenise", where=where, start_ms=0.0, duration_ms=tokenise_ms),

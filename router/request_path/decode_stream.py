@@ -28,7 +28,7 @@ MARGIN_BYTES = 1 << 10
 """What a frame has beside its requests."""
 
 
-class DecodeLink:
+class DecodeStream:
     """Opened with the first request, and gone with whatever breaks it: then all its requests fail."""
 
     def __init__(self, channel: grpc.aio.Channel, name: str, on_broken: Callable[[], object]) -> None:

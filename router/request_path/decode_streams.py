@@ -8,31 +8,31 @@ import grpc
 
 from cluster.errors import Unavailable
 from cluster.rpc import Channels
-from cluster.tls import Trust
+from cluster.tls import TlsIdentity
 from router.placement.fleet import Fleet
 from router.placement.worker_records import Worker
-from router.request_path.decode_stream import DecodeLink
+from router.request_path.decode_stream import DecodeStream
 
 CONNECT_S = 3.0
 """For a connection. gRPC by itself tries for 20 s, while the request could run elsewhere."""
 
 
-class DecodeLinks:
+class DecodeStreams:
     """One for each membership: a worker that joins again is another one."""
 
-    def __init__(self, fleet: Fleet, trust: Trust | None = None) -> None:
+    def __init__(self, fleet: Fleet, trust: TlsIdentity | None = None) -> None:
         self._fleet = fleet
-        self._links: dict[Worker, DecodeLink] = {}
+        self._links: dict[Worker, DecodeStream] = {}
         self._channels = Channels(trust)
 
-    def to(self, worker: Worker) -> DecodeLink:
+    def to(self, worker: Worker) -> DecodeStream:
         """An unbroken one, which breaks when the worker falls silent."""
         link = self._links.get(worker)
         if link is None or link.broken:
             self._let_go()
             held = ExitStack()
             to_worker = held.enter_context(self._channels.using(worker.hello.address))
-            link = self._links[worker] = DecodeLink(to_worker, worker.worker_id, held.close)
+            link = self._links[worker] = DecodeStream(to_worker, worker.worker_id, held.close)
             silent = Unavailable(f"decode worker {worker.worker_id} fell silent")
             fell_silent = functools.partial(link.break_off, silent)
             worker.on_lost.add(fell_silent)
@@ -53,7 +53,7 @@ class DecodeLinks:
                 del self._links[worker]
 
 
-async def _connected(channel: grpc.aio.Channel, link: DecodeLink, worker: Worker) -> None:
+async def _connected(channel: grpc.aio.Channel, link: DecodeStream, worker: Worker) -> None:
     """A link that takes too long to connect breaks."""
     try:
         async with asyncio.timeout(CONNECT_S):

@@ -9,12 +9,12 @@ from cluster import logs
 from cluster.errors import DeadlineExceeded, Forbidden, InvalidRequest
 from engine.sampling.structured_output import read_structured
 from protos import inference_pb2 as pb
-from router.admission.request import Claim
+from router.admission.request import RequestInfo
 from router.config import RouterConfig
 from router.models.config import AUTO
-from router.models.model_runtime import ServedModel, ServedModels
-from router.models.model_selection import Verdict, Wish, unfit
-from router.models.model_selector import Chosen, ModelChooser
+from router.models.model_runtime import ModelRuntime, ModelRuntimes
+from router.models.model_selection import ModelCriteria, Verdict, unfit
+from router.models.model_selector import ModelSelector, SelectedModel
 from router.placement.place import Decision
 from router.request_path.prompt_reading import read
 from router.request_path.request_demand import num_outputs
@@ -23,12 +23,12 @@ from router.security.api_keys import Principal
 
 
 @dataclass(slots=True)
-class Ticket:
+class PreparedRequest:
     """A checked request and its clock."""
 
     request: pb.GenerateRequest
     request_id: str
-    model: ServedModel
+    model: ModelRuntime
     """Whose workers serve it, whatever happens to them."""
     model_reason: str
     verdicts: tuple[Verdict, ...]
@@ -41,7 +41,7 @@ class Ticket:
     tokenised_at: float
     deadline: float
     """Seconds of the monotonic clock, as are the others."""
-    claim: Claim
+    claim: RequestInfo
     finish: pb.Finish | None = None
     """The last one, once it ended well: with its receipt, and the usage and reason of the choice that ended last."""
     decision: Decision | None = None
@@ -64,16 +64,16 @@ class Ticket:
         return remaining
 
 
-class Intake:
+class Preprocessor:
     """Of one router."""
 
-    def __init__(self, config: RouterConfig, models: ServedModels) -> None:
+    def __init__(self, config: RouterConfig, models: ModelRuntimes) -> None:
         self._config = config
         self._models = models
 
     async def check(
         self, request: pb.GenerateRequest, deadline_s: float | None, principal: Principal, explain: bool = False
-    ) -> Ticket:
+    ) -> PreparedRequest:
         """`explain`: predict more than the choice of a model needs. The request's tenant becomes the principal's.
         Raises ServiceError."""
         arrived_at = time.monotonic()
@@ -89,16 +89,16 @@ class Intake:
         check_quality(request)
         if model is None:
             give_up_at = min(deadline, arrived_at + self._config.no_worker_grace_s)
-            chosen = await ModelChooser(self._config, models).choose(request, cache_salt, give_up_at, explain)
+            chosen = await ModelSelector(self._config, models).choose(request, cache_salt, give_up_at, explain)
             why = f"{why}: {chosen.reason}" if why == AUTO else f"{why}; {chosen.reason}"
         else:
             _check_fit(model, request)
-            chosen = Chosen(model, why, await read(model, request))
+            chosen = SelectedModel(model, why, await read(model, request))
         sampling = chosen.reading.sampling
         if (structured := read_structured(sampling)) is not None:
             await chosen.model.grammars.check(structured)
         first_token_s = request.max_ttft_ms / 1e3 if request.HasField("max_ttft_ms") else math.inf
-        return Ticket(
+        return PreparedRequest(
             request=request,
             request_id=name,
             model=chosen.model,
@@ -110,7 +110,7 @@ class Intake:
             arrived_at=arrived_at,
             tokenised_at=time.monotonic(),
             deadline=deadline,
-            claim=Claim(request.tenant, request.priority, arrived_at, deadline, arrived_at + first_token_s),
+            claim=RequestInfo(request.tenant, request.priority, arrived_at, deadline, arrived_at + first_token_s),
         )
 
 
@@ -119,7 +119,7 @@ def isolated(request: pb.GenerateRequest) -> str:
     return f"{len(request.tenant)} {request.tenant} {request.cache_salt}"
 
 
-def asked_for(models: ServedModels, name: str, principal: Principal) -> tuple[ServedModel | None, str]:
+def asked_for(models: ModelRuntimes, name: str, principal: Principal) -> tuple[ModelRuntime | None, str]:
     """The model that a name means to this principal, None for AUTO; and why.
 
     Raises Forbidden for a model that is not this key's, whether there is one of that name or not: else a key could find
@@ -130,8 +130,8 @@ def asked_for(models: ServedModels, name: str, principal: Principal) -> tuple[Se
     return models.only(principal.models).asked_for(name)
 
 
-def _check_fit(model: ServedModel, request: pb.GenerateRequest) -> None:
+def _check_fit(model: ModelRuntime, request: pb.GenerateRequest) -> None:
     """What a request asks of a model holds for one that it names too."""
-    wish = Wish(request.task, request.min_quality)
+    wish = ModelCriteria(request.task, request.min_quality)
     if (lack := unfit(repr(model.name), model.entry.quality, model.entry.tasks, wish)) is not None:
         raise InvalidRequest(*lack)

@@ -3,21 +3,21 @@
 from dataclasses import dataclass
 
 from protos import inference_pb2 as pb
-from router.models.model_runtime import ServedModel
+from router.models.model_runtime import ModelRuntime
 from router.request_path.validation import check_prompt, prompt_field, resolve_sampling
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class PreparedPrompt:
     """Checked, but for a grammar."""
 
     prompt: list[int]
     sampling: pb.Sampling
 
 
-async def read(model: ServedModel, request: pb.GenerateRequest, prompt: list[int] | None = None) -> Reading:
+async def read(model: ModelRuntime, request: pb.GenerateRequest, prompt: list[int] | None = None) -> PreparedPrompt:
     """`prompt` where its tokens are known already. Raises InvalidRequest naming the field that it cannot serve."""
     if prompt is None:
         prompt = await model.encoder.encode(request)
     check_prompt(prompt, prompt_field(request), model.model_dir)
-    return Reading(prompt, resolve_sampling(request.sampling, len(prompt), model.model_dir))
+    return PreparedPrompt(prompt, resolve_sampling(request.sampling, len(prompt), model.model_dir))

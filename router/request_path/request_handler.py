@@ -12,7 +12,7 @@ from cluster.errors import (
     Draining,
     Incompatible,
     InvalidRequest,
-    NotSetUp,
+    NotConfigured,
     Overloaded,
     ServiceError,
     Unavailable,
@@ -21,27 +21,27 @@ from cluster.errors import (
 from engine.kv.block_keys import BlockKey
 from protos import inference_pb2 as pb
 from router.admission.refusals import queue_full
-from router.admission.tenant_limits import TenantGate
+from router.admission.tenant_limits import TenantLimits
 from router.config import RouterConfig
-from router.frontend.console.recent import Recent
+from router.frontend.console.recent import RecentRequests
 from router.models.config import AUTO
-from router.models.model_runtime import ServedModel, ServedModels
-from router.observability.decision_history import Entry, History
+from router.models.model_runtime import ModelRuntime, ModelRuntimes
+from router.observability.decision_history import DecisionHistory, Entry
 from router.observability.decision_history import Placement as PastPlacement
-from router.observability.decision_log import DecisionsFile
-from router.observability.metrics import RouterMetrics, Watched
+from router.observability.decision_log import DecisionLog
+from router.observability.metrics import RequestMetrics, RouterMetrics
 from router.observability.samples import Samples
 from router.observability.tracing import Tracing
 from router.placement.candidates import Candidate
-from router.placement.demand import Demand, lot_of
+from router.placement.demand import Demand, traffic_hash_of
 from router.placement.explain import explain
 from router.placement.place import Decision
-from router.placement.worker_records import Placed, Worker
+from router.placement.worker_records import ActivePlacement, Worker
 from router.request_path.decode_request import decode_request
-from router.request_path.decode_stream import DecodeLink
-from router.request_path.preprocess import Intake, Ticket, asked_for
+from router.request_path.decode_stream import DecodeStream
+from router.request_path.preprocess import PreparedRequest, Preprocessor, asked_for
 from router.request_path.request_demand import chains_of
-from router.request_path.stream_state import Emitted
+from router.request_path.stream_state import StreamState
 from router.security.api_keys import Principal
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ CONNECT_SOON_S = 0.3
 patient than a connection."""
 
 
-def _ignore(ticket: Ticket) -> None:
+def _ignore(ticket: PreparedRequest) -> None:
     """Most callers need to know nothing of it."""
 
 
@@ -60,24 +60,24 @@ def _ignore(ticket: Ticket) -> None:
 class Explained:
     """Of a request that was not started."""
 
-    ticket: Ticket
+    ticket: PreparedRequest
     demand: Demand
     candidates: list[Candidate]
     """The cheapest first."""
 
 
-class Serving:
+class RequestHandler:
     """All requests of one router."""
 
     def __init__(
         self,
         config: RouterConfig,
-        models: ServedModels,
-        gate: TenantGate,
+        models: ModelRuntimes,
+        gate: TenantLimits,
         metrics: RouterMetrics,
         samples: Samples,
         tracing: Tracing,
-        decisions_file: DecisionsFile,
+        decisions_file: DecisionLog,
     ) -> None:
         self._config = config
         self._decisions_file = decisions_file
@@ -85,22 +85,22 @@ class Serving:
         self._models = models
         self._metrics = metrics
         self._samples = samples
-        self.recent = Recent()
+        self.recent = RecentRequests()
         """What ended last."""
-        self._history = History(int(config.decisions_memory_mib * (1 << 20)))
+        self._history = DecisionHistory(int(config.decisions_memory_mib * (1 << 20)))
         for model in models:
             model.fleet.keeps_situations = self._history.on or decisions_file.on
         self._arriving: set[Entry] = set()
         """Not in the line of their model yet: they are read, or wait for a first worker."""
         self._gate = gate
-        self._intake = Intake(config, models)
+        self._intake = Preprocessor(config, models)
 
     async def generate(
         self,
         request: pb.GenerateRequest,
         deadline_s: float | None,
         principal: Principal,
-        on_checked: Callable[[Ticket], object] = _ignore,
+        on_checked: Callable[[PreparedRequest], object] = _ignore,
     ) -> AsyncGenerator[bytes]:
         """Serialised GenerateResponses: one unbroken stream over however many attempts. `on_checked` is called once,
         before the first of them. Raises ServiceError."""
@@ -119,7 +119,7 @@ class Serving:
             ticket.model.fleet.traffic.arrived(len(ticket.prompt))
             on_checked(ticket)
             charge = await self._gate.enter(request.tenant, ticket.most_tokens)
-            emitted = Emitted(ticket.sampling.n)
+            emitted = StreamState(ticket.sampling.n)
             try:
                 async with contextlib.aclosing(self._attempts(ticket, emitted, past)) as messages:
                     async for message in messages:
@@ -182,7 +182,7 @@ class Serving:
             model=model.name, token_ids=token_ids, max_context_tokens=model.model_dir.max_context_tokens
         )
 
-    async def _attempts(self, ticket: Ticket, emitted: Emitted, past: Entry) -> AsyncGenerator[bytes]:
+    async def _attempts(self, ticket: PreparedRequest, emitted: StreamState, past: Entry) -> AsyncGenerator[bytes]:
         model = ticket.model
         attempt, failures = 1, 0
         while True:
@@ -193,7 +193,7 @@ class Serving:
             self._history.placed(past, made)
             placed.situation = None
             log.debug("attempt %d at %s, lender %s", attempt, decision.decode_id, decision.lender_id or "none")
-            link: DecodeLink | None = None
+            link: DecodeStream | None = None
             try:
                 internal = decode_request(ticket, emitted, placed, decision, attempt, placed_at, time.monotonic())
                 link = model.links.to(placed.decode)
@@ -241,7 +241,7 @@ class Serving:
         if not request_id:
             raise InvalidRequest("request_id", "is empty")
         if not self._history.on:
-            raise NotSetUp("decisions_memory_mib is 0: this router keeps no decisions")
+            raise NotConfigured("decisions_memory_mib is 0: this router keeps no decisions")
         entry = self._history.find(request_id, None if principal.operator else principal.tenant)
         if entry is None:
             raise UnknownRequest(
@@ -254,13 +254,15 @@ class Serving:
     async def explain(self, request: pb.GenerateRequest, deadline_s: float | None, principal: Principal) -> Explained:
         """What a request needs, and all ways to start it now. Raises ServiceError."""
         ticket = await self._intake.check(request, deadline_s, principal, explain=True)
-        demand, keys = await self._needs(ticket, Emitted(ticket.sampling.n))
+        demand, keys = await self._needs(ticket, StreamState(ticket.sampling.n))
         fleet = ticket.model.fleet
         # A large fleet's candidates take tenths of a second: not on the loop, and of a snapshot that stays as it is.
         situation = copy.deepcopy((fleet.snapshot, fleet.hits(keys, demand.other_keys), fleet.rates))
         return Explained(ticket, demand, await asyncio.to_thread(explain, demand, *situation))
 
-    async def _place(self, ticket: Ticket, emitted: Emitted, past: Entry) -> tuple[Placed, Decision, float]:
+    async def _place(
+        self, ticket: PreparedRequest, emitted: StreamState, past: Entry
+    ) -> tuple[ActivePlacement, Decision, float]:
         """Wait for a pair. What can never start is refused at once; with nobody there it waits a little."""
         demand, keys = await self._needs(ticket, emitted)
         ticket.claim.streaming = not emitted.empty
@@ -269,7 +271,7 @@ class Serving:
         ticket.decision = decision
         return placed, decision, time.monotonic()
 
-    async def _needs(self, ticket: Ticket, emitted: Emitted) -> tuple[Demand, list[BlockKey]]:
+    async def _needs(self, ticket: PreparedRequest, emitted: StreamState) -> tuple[Demand, list[BlockKey]]:
         """With the keys of the blocks that may come from elsewhere."""
         grace_s = min(self._config.no_worker_grace_s, ticket.remaining_s())
         await ticket.model.await_decode_workers(time.monotonic() + grace_s)
@@ -277,11 +279,11 @@ class Serving:
         unfinished = [choice.token_ids for choice in emitted.choices if not choice.finished]
         to_score = sampling.HasField("prompt_logprobs") and emitted.num_prompt_logprobs < len(prompt) - 1
         chains = chains_of(prompt, sampling, unfinished)
-        lot, new = lot_of(ticket.request_id), not ticket.claim.num_placed
+        lot, new = traffic_hash_of(ticket.request_id), not ticket.claim.num_placed
         return ticket.model.needs(prompt, sampling, ticket.cache_salt, chains, to_score, lot, new)
 
 
-def _count(ticket: Ticket, emitted: Emitted, watched: Watched) -> None:
+def _count(ticket: PreparedRequest, emitted: StreamState, watched: RequestMetrics) -> None:
     """What it used, once it is over. Reading all that was emitted again is for what ended early, or is of several
     choices."""
     if emitted.empty:
@@ -297,7 +299,7 @@ def _count(ticket: Ticket, emitted: Emitted, watched: Watched) -> None:
     ticket.model.costs.used(num_prompt, num_output, finish is not None, auto=bool(ticket.verdicts))
 
 
-def _learn(ticket: Ticket, placed: Placed, last_message: bytes, first_message_s: float) -> None:
+def _learn(ticket: PreparedRequest, placed: ActivePlacement, last_message: bytes, first_message_s: float) -> None:
     finish = pb.GenerateResponse.FromString(last_message).finish
     ticket.finish = finish
     if finish.HasField("receipt"):
@@ -307,7 +309,7 @@ def _learn(ticket: Ticket, placed: Placed, last_message: bytes, first_message_s:
         ticket.model.fleet.finished(placed, finish, None if other else first_message_s)
 
 
-async def _settle(model: ServedModel, worker: Worker) -> None:
+async def _settle(model: ModelRuntime, worker: Worker) -> None:
     """After a failure: a dead worker's membership ends within moments; do not choose it again before that."""
     for _ in range(10):
         if model.fleet.worker(worker.worker_id) is not worker:

@@ -9,7 +9,7 @@ MAX_UNREAD_BYTES = 256 << 10
 
 
 @dataclass(slots=True)
-class EmittedChoice:
+class ChoiceState:
     """What the client has been sent of one choice."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -23,14 +23,14 @@ class EmittedChoice:
         return self.reason is not None
 
 
-class Emitted:
+class StreamState:
     """What the client has been sent. Kept as the bytes it was, and read only when an attempt failed, or when it is so
     much that its tokens are less."""
 
     def __init__(self, num_choices: int) -> None:
         self._unread: list[bytes] = []
         self._unread_bytes = 0
-        self._choices = [EmittedChoice() for _ in range(num_choices)]
+        self._choices = [ChoiceState() for _ in range(num_choices)]
         self._num_prompt_logprobs = 0
         self._num_messages = 0
 
@@ -42,7 +42,7 @@ class Emitted:
             self._read()
 
     @property
-    def choices(self) -> list[EmittedChoice]:
+    def choices(self) -> list[ChoiceState]:
         self._read()
         return self._choices
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from simulator.plan.load import NORMAL, Load
-from simulator.plan.prompts import PromptLine, PromptSteps, line_of
-from simulator.plan.queueing import Waiting, waiting
+from simulator.plan.prompts import PromptQueue, PromptSteps, line_of
+from simulator.plan.queueing import QueueWait, waiting
 from simulator.plan.streams import Streams, crossing, poisson_share
 from simulator.replay import Setup, roofline_of
 
@@ -21,7 +21,7 @@ SPREAD = tuple(NORMAL.inv_cdf(share) for share in (0.1, 0.3, 0.5, 0.7, 0.9))
 
 
 @dataclass(frozen=True)
-class Together:
+class AggregatedPlan:
     """All workers are alike: each computes prompts in chunks, beside the streams that run there."""
 
     setup: Setup
@@ -32,7 +32,7 @@ class Together:
     def streams(self) -> Streams:
         return Streams(roofline_of(self.setup, "decode", apart=False), self.load, self.setup.block_tokens)
 
-    def line_at(self, batch: float) -> PromptLine:
+    def line_at(self, batch: float) -> PromptQueue:
         """With so many streams beside each prompt."""
         context_tokens = batch * self.load.context
         roofline, chunk = self.streams.roofline, self.setup.decode_chunk
@@ -61,11 +61,11 @@ class Together:
         return self.load.rate * self.load.gaps / self.workers * self.itl_at(self._most) >= self._most
 
     @cached_property
-    def line(self) -> PromptLine:
+    def line(self) -> PromptQueue:
         return self.line_at(self.batch)
 
     @cached_property
-    def own_line(self) -> Waiting:
+    def own_line(self) -> QueueWait:
         """Were a line for each worker, and requests dealt out by chance."""
         return waiting(self.load.rate / self.workers, 1, self.line.packed_s, self.line.variation2)
 

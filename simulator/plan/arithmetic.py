@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 from simulator.gpus import COMPUTE, MEMORY, USABLE_MEMORY, Roofline
 from simulator.plan.aggregated import NUM_MESSAGES as TOGETHER_MESSAGES
-from simulator.plan.aggregated import Together
-from simulator.plan.disaggregated import NUM_MESSAGES, TAIL_STEPS, Apart
+from simulator.plan.aggregated import AggregatedPlan
+from simulator.plan.disaggregated import NUM_MESSAGES, TAIL_STEPS, DisaggregatedPlan
 from simulator.plan.load import Load
-from simulator.plan.prompts import PromptLine
+from simulator.plan.prompts import PromptQueue
 from simulator.plan.search import Option, Plan
 from simulator.plan.streams import Streams
 from simulator.replay import Setup
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class PlanFigure:
     """One figure."""
 
     what: str
@@ -26,13 +26,13 @@ class Line:
     unit: str
 
 
-Section = tuple[str, Sequence[Line]]
+Section = tuple[str, Sequence[PlanFigure]]
 
 
 def sections(plan: Plan) -> list[Section]:
     """All that was computed, in the order in which one builds on the other."""
     found: list[Section] = [("model and load", list(_given(plan.setup, plan.load)))]
-    if plan.apart is not None and isinstance(plan.apart.model, Apart):
+    if plan.apart is not None and isinstance(plan.apart.model, DisaggregatedPlan):
         model = plan.apart.model
         prefill, decode = plan.apart.scenario.prefill, plan.apart.scenario.decode
         found.append(
@@ -47,30 +47,30 @@ def sections(plan: Plan) -> list[Section]:
                 [*_decode(model), *_bill(plan.apart)],
             )
         )
-    if plan.together is not None and isinstance(plan.together.model, Together):
+    if plan.together is not None and isinstance(plan.together.model, AggregatedPlan):
         workers = plan.together.scenario.decode
         name = f"aggregated: {_many(workers, 'worker')} of {_worker(plan.together.model.streams.roofline)}"
         found.append((name, [*_together(plan.together.model), *_bill(plan.together)]))
     return found
 
 
-def _given(setup: Setup, load: Load) -> Iterator[Line]:
+def _given(setup: Setup, load: Load) -> Iterator[PlanFigure]:
     model, outputs = setup.model, load.outputs
-    yield Line("weights", model.weights_in_words, model.weight_bytes / 1e9, "GB")
+    yield PlanFigure("weights", model.weights_in_words, model.weight_bytes / 1e9, "GB")
     shape = f"2 x {model.layers} layers x {model.kv_heads} KV heads x {model.head_dim} x {model.kv_dtype_bytes} B"
-    yield Line("KV of a token", shape, model.kv_bytes_per_token / 1e3, "kB")
+    yield PlanFigure("KV of a token", shape, model.kv_bytes_per_token / 1e3, "kB")
     square = outputs.square
     how = f"prompt {load.prompt:,.0f} + E[output²] / 2 E[output] = {square:,.0f} / {2 * load.output:,.0f}"
-    yield Line("tokens of a stream at any moment", how, load.context, "")
+    yield PlanFigure("tokens of a stream at any moment", how, load.context, "")
     kv = load.context * model.kv_bytes_per_token / 1e9
-    yield Line("KV of a sequence", f"{load.context:,.0f} x {model.kv_bytes_per_token / 1e3:.1f} kB", kv, "GB")
+    yield PlanFigure("KV of a sequence", f"{load.context:,.0f} x {model.kv_bytes_per_token / 1e3:.1f} kB", kv, "GB")
     computed = load.rate * load.prompt * (1 - load.hit_rate)
     how = f"{load.rate:g} requests/s x {load.prompt:,.0f} x (1 - {load.hit_rate:g} cached)"
-    yield Line("prompt tokens to compute", how, computed, "/s")
-    yield Line("output tokens", f"{load.rate:g} requests/s x {load.output:,.0f}", load.rate * load.output, "/s")
+    yield PlanFigure("prompt tokens to compute", how, computed, "/s")
+    yield PlanFigure("output tokens", f"{load.rate:g} requests/s x {load.output:,.0f}", load.rate * load.output, "/s")
 
 
-def _prefill(apart: Apart) -> Iterator[Line]:
+def _prefill(apart: DisaggregatedPlan) -> Iterator[PlanFigure]:
     pool, load, setup = apart.prefill, apart.load, apart.setup
     line = pool.line
     yield from _prompts(line, load, setup.prefill_chunk)
@@ -78,26 +78,28 @@ def _prefill(apart: Apart) -> Iterator[Line]:
     kv_bytes = load.prompt * setup.model.kv_bytes_per_token
     use = apart.link_utilisation
     how = f"{kv_bytes / 1e9:.3g} GB / {pool.bytes_per_s / 1e9:g} GB/s / (1 - {use:.3f} of the links in use)"
-    yield Line("transfer of a prompt's KV", how, 1e3 * kv_bytes / pool.bytes_per_s / (1 - use), "ms")
+    yield PlanFigure("transfer of a prompt's KV", how, 1e3 * kv_bytes / pool.bytes_per_s / (1 - use), "ms")
     exposed_ms = 1e3 * load.prompts.mean_of(lambda prompt: pool.exposed_s(prompt, use))
-    yield Line("of it, after the prompt is computed", "the last chunk's, or what the link is behind", exposed_ms, "ms")
+    yield PlanFigure(
+        "of it, after the prompt is computed", "the last chunk's, or what the link is behind", exposed_ms, "ms"
+    )
 
 
-def _decode(apart: Apart) -> Iterator[Line]:
+def _decode(apart: DisaggregatedPlan) -> Iterator[PlanFigure]:
     pool, load, setup = apart.decode, apart.load, apart.setup
     yield from _memory(pool.streams, load)
     yield _largest(pool.largest_batch, setup)
     yield from _batch(pool.streams, pool.batch, pool.workers, pool.itl_s, load)
-    yield Line("ITL", f"a step of {pool.batch:.1f} streams", 1e3 * pool.itl_s, "ms")
+    yield PlanFigure("ITL", f"a step of {pool.batch:.1f} streams", 1e3 * pool.itl_s, "ms")
     unqueued_s = load.prompts.mean_of(apart.unqueued_s)
     how = f"{NUM_MESSAGES} messages + wait + prompt + rest of the transfer + {TAIL_STEPS:g} steps of the decode worker"
-    yield Line("TTFT, mean", how, unqueued_s + apart.prefill.line.waiting.mean_of_all_s, "s")
+    yield PlanFigure("TTFT, mean", how, unqueued_s + apart.prefill.line.waiting.mean_of_all_s, "s")
     yield from _kept(
         apart.parts, apart.kept, setup, pool.held(apart.ttft_s), pool.workers * math.floor(pool.streams.fit)
     )
 
 
-def _together(together: Together) -> Iterator[Line]:
+def _together(together: AggregatedPlan) -> Iterator[PlanFigure]:
     load, setup, line = together.load, together.setup, together.line
     yield from _memory(together.streams, load)
     yield _largest(together.streams.largest(setup.slo.itl_s), setup)
@@ -107,22 +109,22 @@ def _together(together: Together) -> Iterator[Line]:
     each = together.own_line
     part, each_ms = together.apart_share, 1e3 * each.mean_of_all_s
     how = f"{part:.2f} of the way from that of one line for all to that of one for each, {each_ms:.3g} ms"
-    yield Line("wait, mean of all", how, 1e3 * together.wait_s, "ms")
+    yield PlanFigure("wait, mean of all", how, 1e3 * together.wait_s, "ms")
     alone_s = together.streams.step_s(max(1.0, together.batch))
     rate, busy = load.rate / together.workers, line.busy
     how = (
         f"1 / ({rate:.3g}/s x {line.num_steps:.3g} steps with prompts + (1 - {busy:.3f}) / {1e3 * alone_s:.3g} ms,"
         f" a step of {together.batch:.1f} streams)"
     )
-    yield Line("ITL, mean", how, 1e3 * together.itl_s, "ms")
+    yield PlanFigure("ITL, mean", how, 1e3 * together.itl_s, "ms")
     how = f"{TOGETHER_MESSAGES} messages + wait + half a step + prompt"
-    yield Line("TTFT, mean", how, together.ttft_s, "s")
+    yield PlanFigure("TTFT, mean", how, together.ttft_s, "s")
     yield from _kept(
         together.parts, together.kept, setup, together.held, together.workers * math.floor(together.streams.fit)
     )
 
 
-def _prompts(line: PromptLine, load: Load, chunk: int) -> Iterator[Line]:
+def _prompts(line: PromptQueue, load: Load, chunk: int) -> Iterator[PlanFigure]:
     steps, roofline = line.steps, line.steps.roofline
     computed, pairs = steps.computed(load.prompt), steps.pairs(load.prompt)
     model = roofline.model
@@ -133,40 +135,42 @@ def _prompts(line: PromptLine, load: Load, chunk: int) -> Iterator[Line]:
         f"{flop / 1e12:.3g} TFLOP / ({_flops(roofline)}) + {math.ceil(count)} steps of at most {chunk} tokens"
         f" x {1e3 * roofline.step_s:g} ms, or longer where memory binds{beside}"
     )
-    yield Line("a prompt alone", how, 1e3 * alone_s, "ms")
-    yield Line(
+    yield PlanFigure("a prompt alone", how, 1e3 * alone_s, "ms")
+    yield PlanFigure(
         "its part of full steps, mean", f"steps of {chunk} tokens, many prompts in each", 1e3 * line.packed_s, "ms"
     )
     rate = line.waiting.utilisation / line.packed_s
     how = f"at least 1, or {rate:.3g}/s come x {1e3 * line.fixed_s:.3g} ms beyond that / (1 - u)"
-    yield Line("prompts that share a step", how, line.together, "")
+    yield PlanFigure("prompts that share a step", how, line.together, "")
 
 
-def _wait(line: PromptLine, load: Load, workers: int) -> Iterator[Line]:
+def _wait(line: PromptQueue, load: Load, workers: int) -> Iterator[PlanFigure]:
     wait = line.waiting
     how = f"{load.rate:g}/s x {1e3 * line.packed_s:.3g} ms / {workers}"
-    yield Line("utilisation by prompts (u)", how, 100 * wait.utilisation, "%")
-    yield Line("prompts that wait", f"M/G/{workers}: u^(√(2 x {workers + 1}) - 1)", 100 * wait.share, "%")
+    yield PlanFigure("utilisation by prompts (u)", how, 100 * wait.utilisation, "%")
+    yield PlanFigure("prompts that wait", f"M/G/{workers}: u^(√(2 x {workers + 1}) - 1)", 100 * wait.share, "%")
     how = f"{1e3 * line.packed_s:.3g} ms x (1 + {line.variation2:.2f}) / 2 / ({workers} x (1 - u))"
-    yield Line("for, in the mean", how, 1e3 * wait.mean_s, "ms")
+    yield PlanFigure("for, in the mean", how, 1e3 * wait.mean_s, "ms")
 
 
-def _memory(streams: Streams, load: Load) -> Iterator[Line]:
+def _memory(streams: Streams, load: Load) -> Iterator[PlanFigure]:
     roofline = streams.roofline
     left = streams.pool_tokens * roofline.model.kv_bytes_per_token / 1e9
     memory = f"{roofline.tp} x {roofline.gpu.memory_bytes / 1e9:g} GB x {USABLE_MEMORY:g}"
-    yield Line("KV pool of a worker", f"{memory} - {roofline.model.weight_bytes / 1e9:.1f} GB of weights", left, "GB")
+    yield PlanFigure(
+        "KV pool of a worker", f"{memory} - {roofline.model.weight_bytes / 1e9:.1f} GB of weights", left, "GB"
+    )
     how = f"{streams.pool_tokens:,} tokens / ({load.context:,.0f} + {streams.block_tokens} / 2)"
-    yield Line("sequences that fit", how, streams.fit, "")
+    yield PlanFigure("sequences that fit", how, streams.fit, "")
 
 
-def _largest(batch: float, setup: Setup) -> Line:
-    return Line("streams by the ITL alone", f"the most whose step takes {1e3 * setup.slo.itl_s:g} ms", batch, "")
+def _largest(batch: float, setup: Setup) -> PlanFigure:
+    return PlanFigure("streams by the ITL alone", f"the most whose step takes {1e3 * setup.slo.itl_s:g} ms", batch, "")
 
 
-def _batch(streams: Streams, batch: float, workers: int, itl_s: float, load: Load) -> Iterator[Line]:
+def _batch(streams: Streams, batch: float, workers: int, itl_s: float, load: Load) -> Iterator[PlanFigure]:
     how = f"Little: {load.rate:g}/s x {load.gaps:,.0f} gaps x {1e3 * itl_s:.3g} ms / {workers}"
-    yield Line("streams of a worker, mean", how, batch, "")
+    yield PlanFigure("streams of a worker, mean", how, batch, "")
     roofline = streams.roofline
     bytes_read = roofline.model.weight_bytes_read(max(1, round(batch)))
     kv = max(1.0, batch) * load.context * roofline.model.kv_bytes_per_token
@@ -174,32 +178,34 @@ def _batch(streams: Streams, batch: float, workers: int, itl_s: float, load: Loa
         f"({bytes_read / 1e9:.1f} GB of weights + {kv / 1e9:.1f} GB of KV) / ({_bandwidth(roofline)})"
         f" + {1e3 * roofline.step_s:g} ms, or arithmetic where it takes longer"
     )
-    yield Line("a step of so many", how, 1e3 * streams.step_s(max(1.0, batch)), "ms")
+    yield PlanFigure("a step of so many", how, 1e3 * streams.step_s(max(1.0, batch)), "ms")
     how = f"√({batch:.1f} / {workers} x (1 + variation² of KV) / (1 - B T´(B) / T(B)))"
     swing = streams.swing(batch)
-    yield Line("batches vary by, standard deviation", how, math.sqrt(batch * swing / workers), "")
+    yield PlanFigure("batches vary by, standard deviation", how, math.sqrt(batch * swing / workers), "")
 
 
-def _kept(parts: dict[str, float], kept: float, setup: Setup, held: float, fit: int) -> Iterator[Line]:
+def _kept(parts: dict[str, float], kept: float, setup: Setup, held: float, fit: int) -> Iterator[PlanFigure]:
     slo = setup.slo
-    yield Line("keep the TTFT", f"P(wait <= {slo.ttft_s:g} s - the rest), mean over prompts", 100 * parts["ttft"], "%")
-    yield Line("keep the ITL", f"P(mean of a request <= {1e3 * slo.itl_s:g} ms)", 100 * parts["itl"], "%")
+    yield PlanFigure(
+        "keep the TTFT", f"P(wait <= {slo.ttft_s:g} s - the rest), mean over prompts", 100 * parts["ttft"], "%"
+    )
+    yield PlanFigure("keep the ITL", f"P(mean of a request <= {1e3 * slo.itl_s:g} ms)", 100 * parts["itl"], "%")
     how = f"P({held:.1f} in the mean, by Little, and as they vary, within the {fit} that fit)"
-    yield Line("find room at once", how, 100 * parts["memory"], "%")
-    yield Line("keep the SLO", "all three", 100 * kept, "%")
+    yield PlanFigure("find room at once", how, 100 * parts["memory"], "%")
+    yield PlanFigure("keep the SLO", "all three", 100 * kept, "%")
 
 
-def _bill(option: Option) -> Iterator[Line]:
+def _bill(option: Option) -> Iterator[PlanFigure]:
     scenario, setup = option.scenario, option.setup
     counts = []
     for role, count in (("prefill", scenario.prefill), ("decode", scenario.decode)):
         if count:
             gpu, tp = setup.hardware("prefill" if role == "prefill" else "decode", scenario.apart)
             counts.append(f"{count} x {tp} {gpu.name} x {setup.price_of(gpu):g} USD")
-    yield Line("cost", " + ".join(counts), option.usd_per_hour, "USD/h")
+    yield PlanFigure("cost", " + ".join(counts), option.usd_per_hour, "USD/h")
     load = option.model.load
     how = f"{option.usd_per_hour:g} USD/h / ({load.rate * load.output:,.0f} output tokens/s x 3600 s)"
-    yield Line("cost of a million output tokens", how, option.usd_per_million, "USD")
+    yield PlanFigure("cost of a million output tokens", how, option.usd_per_million, "USD")
 
 
 def _flops(roofline: Roofline) -> str:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from simulator.plan.load import Load
-from simulator.plan.prompts import PromptLine, PromptSteps, line_of
+from simulator.plan.prompts import PromptQueue, PromptSteps, line_of
 from simulator.plan.streams import Streams, crossing, share_within
 from simulator.replay import Setup, nic_bytes_per_s, roofline_of
 
@@ -75,7 +75,7 @@ class PrefillPool:
     workers: int
 
     @cached_property
-    def line(self) -> PromptLine:
+    def line(self) -> PromptQueue:
         roofline = roofline_of(self.setup, "prefill", apart=True)
         steps = PromptSteps(roofline, self.setup.prefill_chunk, self.load.hit_rate)
         return line_of(steps, self.load.prompts, self.load.rate, self.workers)
@@ -105,7 +105,7 @@ class PrefillPool:
 
 
 @dataclass(frozen=True)
-class Apart:
+class DisaggregatedPlan:
     """Both pools."""
 
     prefill: PrefillPool

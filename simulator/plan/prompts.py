@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from engine.backends.sim.timing import StepWork
 from simulator.gpus import Roofline
 from simulator.plan.load import Lengths
-from simulator.plan.queueing import Waiting, waiting
+from simulator.plan.queueing import QueueWait, waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class PromptSteps:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptLine:
+class PromptQueue:
     """Prompts in line for `workers`. What a prompt takes is its part of full steps, and what its steps would take if it
     had them for itself beyond that, which those that share them pay once: reading the weights, launching a step."""
 
@@ -67,7 +67,7 @@ class PromptLine:
     """Of full steps' parts: their variance over the square of the mean."""
     busy: float
     """Of a worker's time."""
-    waiting: Waiting
+    waiting: QueueWait
     """Were one line for all workers: for who is before one, at the pace of full steps."""
 
     def service(self, prompt: float) -> tuple[float, float]:
@@ -80,7 +80,7 @@ class PromptLine:
         return (self.together - 1) * self.packed_s
 
 
-def line_of(steps: PromptSteps, prompts: Lengths, rate: float, workers: int) -> PromptLine:
+def line_of(steps: PromptSteps, prompts: Lengths, rate: float, workers: int) -> PromptQueue:
     """While a step runs the next ones come, and share the step after it: as many as come within a step that is as long
     as so many make it."""
     packed_s = prompts.mean_of(lambda prompt: steps.packed(prompt)[0])
@@ -91,7 +91,7 @@ def line_of(steps: PromptSteps, prompts: Lengths, rate: float, workers: int) -> 
     service_s = prompts.mean_of(lambda prompt: _shared(steps, prompt, together)[0])
     num_steps = prompts.mean_of(lambda prompt: _shared(steps, prompt, together)[1])
     variation2 = prompts.mean_of(lambda prompt: steps.packed(prompt)[0] ** 2) / packed_s**2 - 1
-    return PromptLine(
+    return PromptQueue(
         steps=steps,
         packed_s=packed_s,
         fixed_s=fixed_s,

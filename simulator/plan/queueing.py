@@ -13,7 +13,7 @@ MAX_UTILISATION = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class QueueWait:
     """Before one of `servers` that take from one line."""
 
     utilisation: float
@@ -37,10 +37,10 @@ class Waiting:
         return self.share * math.exp(-seconds / self.mean_s) if self.mean_s else 0.0
 
 
-def waiting(rate: float, servers: int, service_s: float, variation2: float) -> Waiting:
+def waiting(rate: float, servers: int, service_s: float, variation2: float) -> QueueWait:
     """`variation2`: variance of service times over the square of their mean, `service_s`."""
     utilisation = rate * service_s / servers
     if utilisation >= 1:
-        return Waiting(utilisation, 1.0, math.inf)
+        return QueueWait(utilisation, 1.0, math.inf)
     share = utilisation ** (math.sqrt(2 * (servers + 1)) - 1)
-    return Waiting(utilisation, share, service_s * (1 + variation2) / 2 / (servers * (1 - utilisation)))
+    return QueueWait(utilisation, share, service_s * (1 + variation2) / 2 / (servers * (1 - utilisation)))

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 from simulator.errors import BadSetup
 from simulator.gpus import Gpu, Roofline
-from simulator.plan.aggregated import Together
-from simulator.plan.disaggregated import Apart, DecodePool, PrefillPool
+from simulator.plan.aggregated import AggregatedPlan
+from simulator.plan.disaggregated import DecodePool, DisaggregatedPlan, PrefillPool
 from simulator.plan.load import Load
-from simulator.plan.prompts import PromptLine
+from simulator.plan.prompts import PromptQueue
 from simulator.plan.streams import Streams
 from simulator.replay import Scenario, Setup, bill
 from simulator.report import MARGIN
@@ -25,7 +25,7 @@ _TOO_MANY = "workers: "
 class Option:
     """A cluster that keeps the SLO. `model` says what of it was counted."""
 
-    model: Apart | Together
+    model: DisaggregatedPlan | AggregatedPlan
     setup: Setup
     """Ready to be replayed with `scenario`, which says how many workers there are."""
     scenario: Scenario
@@ -89,11 +89,11 @@ def _best(why_not: dict[str, str], kind: str, found: Iterable[Option]) -> Option
 def _together(setup: Setup, load: Load, why_not: dict[str, str]) -> Iterable[Option]:
     for tp in fitting(setup, setup.gpu):
         sized = replace(setup, gpus=tp, tp=tp)
-        workers = smallest(lambda count: Together(sized, load, count).kept)  # noqa: B023
+        workers = smallest(lambda count: AggregatedPlan(sized, load, count).kept)  # noqa: B023
         if workers is None:
-            why_not["aggregated"] = _why_together(Together(sized, load, MAX_WORKERS))
+            why_not["aggregated"] = _why_together(AggregatedPlan(sized, load, MAX_WORKERS))
         else:
-            yield _option(Together(sized, load, workers), sized, Scenario("aggregated", 0, workers))
+            yield _option(AggregatedPlan(sized, load, workers), sized, Scenario("aggregated", 0, workers))
 
 
 def _apart(setup: Setup, load: Load, why_not: dict[str, str]) -> Iterable[Option]:
@@ -107,8 +107,8 @@ def _apart(setup: Setup, load: Load, why_not: dict[str, str]) -> Iterable[Option
                 yield _option(apart_of(sized, load, *shape), sized, Scenario("disaggregated", *shape))
 
 
-def apart_of(setup: Setup, load: Load, prefill: int, decode: int) -> Apart:
-    return Apart(PrefillPool(setup, load, prefill), DecodePool(setup, load, decode))
+def apart_of(setup: Setup, load: Load, prefill: int, decode: int) -> DisaggregatedPlan:
+    return DisaggregatedPlan(PrefillPool(setup, load, prefill), DecodePool(setup, load, decode))
 
 
 def _smallest_apart(setup: Setup, load: Load) -> tuple[int, int] | None:
@@ -158,26 +158,28 @@ def fitting(setup: Setup, gpu: Gpu) -> list[int]:
     return found
 
 
-def _option(model: Apart | Together, setup: Setup, scenario: Scenario) -> Option:
+def _option(model: DisaggregatedPlan | AggregatedPlan, setup: Setup, scenario: Scenario) -> Option:
     gpus, usd_per_hour = bill(setup, scenario)
     load = model.load
     usd_per_million = usd_per_hour / (load.rate * load.output * 3600) * 1e6
     return Option(model, setup, scenario, gpus, usd_per_hour, usd_per_million)
 
 
-def _why_together(endless: Together) -> str:
+def _why_together(endless: AggregatedPlan) -> str:
     full = endless.line.waiting.full or endless.overloaded
     return _why(endless, f"TP {endless.setup.tp}", endless.streams, endless.line_at(1.0), endless.held, full)
 
 
-def _why_apart(endless: Apart) -> str:
+def _why_apart(endless: DisaggregatedPlan) -> str:
     setup = endless.setup
     tp, line = f"TP {setup.tp} for prefill, {setup.decode_tp} for decode", endless.prefill.line
     full = line.waiting.full or endless.decode.overloaded or endless.link_utilisation >= 1
     return _why(endless, tp, endless.decode.streams, line, endless.decode.held(endless.ttft_s), full)
 
 
-def _why(endless: Apart | Together, tp: str, streams: Streams, line: PromptLine, held: float, full: bool) -> str:
+def _why(
+    endless: DisaggregatedPlan | AggregatedPlan, tp: str, streams: Streams, line: PromptQueue, held: float, full: bool
+) -> str:
     """What no number of workers mends: the part that is kept least; or that MAX_WORKERS are too few, where they are
     `full` or do not have room for what is `held`, and a request alone would keep the SLO."""
     slo, load = endless.setup.slo, endless.load

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from simulator.errors import BadSetup, BadTrace
 from simulator.request import TraceRequest
 from simulator.traces import azure, mooncake, receipts
-from simulator.traces.receipts import Served
+from simulator.traces.receipts import ServedRequest
 from simulator.traces.row import MAX_LINE_BYTES, BadRow, Row
 
 _JSON_FORMATS: dict[str, tuple[str, Callable[[dict[str, Any]], Row]]] = {
@@ -49,7 +49,7 @@ class Window:
             raise BadSetup("requests", f"{self.most} is not at least 1")
 
 
-def served_of(path: Path) -> Iterator[Served]:
+def served_of(path: Path) -> Iterator[ServedRequest]:
     """All of a log of receipts, receipts included. Raises BadTrace."""
     trace = Trace(path, Window())
     with trace.open() as file:

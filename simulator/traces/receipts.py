@@ -25,7 +25,7 @@ from simulator.traces.row import BadRow, Row, hash_ids_of, seconds_of, tokens_of
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedRequest:
     """One request that was served."""
 
     arrived_s: float
@@ -55,7 +55,7 @@ class Numbering:
         return [self._numbers.setdefault(key, len(self._numbers) % MAX_HASH_ID) for key in keys]
 
 
-def write_served(file: TextIO, served: Served) -> None:
+def write_served(file: TextIO, served: ServedRequest) -> None:
     """One line. Call it in the order in which the requests came."""
     line = {
         "arrived_s": served.arrived_s,
@@ -72,14 +72,14 @@ def write_served(file: TextIO, served: Served) -> None:
     file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
 
-def read_served(values: dict[str, Any]) -> Served:
+def read_served(values: dict[str, Any]) -> ServedRequest:
     """All of a line. Raises BadRow."""
     row = read_row(values)
     try:
         receipt = ParseDict(values.get("receipt") or {}, pb.Receipt(), ignore_unknown_fields=True)
     except ParseError as error:
         raise BadRow(f"receipt: {error}") from None
-    return Served(
+    return ServedRequest(
         arrived_s=row.at_s,
         prompt_tokens=row.input_tokens,
         completion_tokens=row.output_tokens,

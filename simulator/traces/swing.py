@@ -8,7 +8,7 @@ from simulator.errors import BadSetup
 from simulator.request import TraceRequest
 
 
-class Swing:
+class RateSwing:
     """A request that came at u comes at t, where
 
         u = t - c P / 2π sin(2π t / P),    c = (factor - 1) / (factor + 1).

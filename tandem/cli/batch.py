@@ -31,7 +31,7 @@ LONGEST_WAIT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class BatchLine:
     """One of the input. `fault`: what is wrong with it."""
 
     name: str
@@ -40,7 +40,7 @@ class Line:
 
 
 @dataclass(slots=True)
-class Outcome:
+class BatchOutcome:
     """Of a run."""
 
     done_before: int
@@ -57,11 +57,11 @@ async def run_batch(
     timeout_s: float,
     priority: int = -1,
     receipts: bool = False,
-) -> Outcome:
+) -> BatchOutcome:
     """Raises StartError for files that cannot be used."""
     names = check_names(source)
     done = take_up(target)
-    outcome = Outcome(len(done & names))
+    outcome = BatchOutcome(len(done & names))
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with contextlib.ExitStack() as stack:
         try:
@@ -91,7 +91,7 @@ async def run_batch(
     return outcome
 
 
-def lines_of(source: Path) -> Iterator[Line]:
+def lines_of(source: Path) -> Iterator[BatchLine]:
     """Raises StartError when it cannot be read."""
     try:
         with source.open("rb") as file:
@@ -143,22 +143,22 @@ def take_up(target: Path) -> set[str]:
     return done
 
 
-def _parse(number: int, text: bytes) -> Line:
+def _parse(number: int, text: bytes) -> BatchLine:
     name = f"line {number}"
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        return Line(name, None, f"line {number}: is not JSON: {error}")
+        return BatchLine(name, None, f"line {number}: is not JSON: {error}")
     if not isinstance(values, dict):
-        return Line(name, None, f"line {number}: is not a JSON object")
+        return BatchLine(name, None, f"line {number}: is not a JSON object")
     name = str(values.pop("id", name))
     try:
-        return Line(name, ParseDict(values, pb.GenerateRequest()))
+        return BatchLine(name, ParseDict(values, pb.GenerateRequest()))
     except ParseError as error:
-        return Line(name, None, f"line {number}: {error}")
+        return BatchLine(name, None, f"line {number}: {error}")
 
 
-async def _answer(client: Client, line: Line, timeout_s: float, priority: int, receipts: bool) -> dict[str, Any]:
+async def _answer(client: Client, line: BatchLine, timeout_s: float, priority: int, receipts: bool) -> dict[str, Any]:
     """What the output has of it, beside its id."""
     if line.request is None:
         return _error(InvalidRequest("line", line.fault))

@@ -201,9 +201,9 @@ def batch(
 
     Exit code: 1 where some failed.
     """
-    from tandem.cli.batch import Outcome, check_names, run_batch
+    from tandem.cli.batch import BatchOutcome, check_names, run_batch
 
-    outcome: Outcome | None = None
+    outcome: BatchOutcome | None = None
 
     async def work(addresses: list[str]) -> None:
         nonlocal outcome

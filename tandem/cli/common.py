@@ -104,10 +104,10 @@ def asking(command: Callable[..., None]) -> Callable[..., None]:
         tls_key: Path | None,
         **rest: Any,
     ) -> None:
-        from cluster.tls import Visitor
+        from cluster.tls import ClientIdentity
         from tandem.client import Target
 
-        visitor = Visitor(tls_ca, tls_cert, tls_key) if tls or tls_ca or tls_cert or tls_key else None
+        visitor = ClientIdentity(tls_ca, tls_cert, tls_key) if tls or tls_ca or tls_cert or tls_key else None
         try:
             command(Target(address, api_key, visitor), **rest)
         except Unavailable as error:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from cluster.errors import StartError, TandemError
 from protos import inference_pb2 as pb
-from tandem.cli.progress import Steps
+from tandem.cli.progress import ProgressSteps
 from tandem.cli.receipts import describe, stage_table
 from tandem.client import Client, Message
 from tandem.local.local_cluster import LocalCluster
@@ -81,7 +81,7 @@ async def run_demo(
     topology = plan_topology(1, 1, {"model": path, "port": 0}, {"model": path}, cores, num_routers)
     started_at = time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
-        with Steps(console, "  ") as steps:
+        with ProgressSteps(console, "  ") as steps:
             cluster = await stack.enter_async_context(LocalCluster(topology, steps))
         console.print(f"  ready after {time.monotonic() - started_at:.1f} s\n")
         clients = [await stack.enter_async_context(Client(address)) for address in cluster.addresses]

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from simulator.errors import BadSetup
-from simulator.plan.arithmetic import Line, sections
+from simulator.plan.arithmetic import PlanFigure, sections
 from simulator.plan.check import check
 from simulator.plan.load import Load
 from simulator.plan.search import GOAL, Option, Plan, plan
@@ -60,7 +60,7 @@ def _simulate(console: Console, made: Plan, count: int) -> dict[str, float]:
     return kept
 
 
-def figure(line: Line) -> str:
+def figure(line: PlanFigure) -> str:
     """With its unit."""
     value = line.value
     if not math.isfinite(value):

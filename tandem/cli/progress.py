@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 
-class Steps:
+class ProgressSteps:
     """A context manager to call with each step. Leaving it, or `done`, removes the bar; the lines stay."""
 
     def __init__(self, console: Console, prefix: str) -> None:

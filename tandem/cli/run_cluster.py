@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.errors import StartError
-from engine.host.core_allocation import heeds_neighbours
+from engine.host.core_allocation import finds_own_cores
 from engine.host.cpu_affinity import available_cores
 from tandem.cli.common import console, run
-from tandem.cli.progress import Steps
+from tandem.cli.progress import ProgressSteps
 
 if TYPE_CHECKING:
     from tandem.cluster_file import Cluster
@@ -37,8 +37,8 @@ def serve_cluster(
         console.print(f"tandem: {each.known_as}, {each.prefill} prefill + {each.decode} decode")
     cluster.check()  # before Ray is started for nothing
     # Who is told its cores has them for good, and workers come and go here.
-    topology = cluster.plan(router, worker, available_cores(), routers, finds_cores=heeds_neighbours)
-    with Steps(console, "tandem: ") as steps:
+    topology = cluster.plan(router, worker, available_cores(), routers, finds_cores=finds_own_cores)
+    with ProgressSteps(console, "tandem: ") as steps:
         steps("looking for a Ray cluster")
         try:
             from tandem.ray.driver import serve  # importing Ray takes a second: say something first

@@ -111,7 +111,7 @@ def replay_trace(
     from simulator.replay import Setup, scenarios
     from simulator.results import Slo
     from simulator.traces.reading import Trace, Window
-    from simulator.traces.swing import Swing
+    from simulator.traces.swing import RateSwing
     from tandem.cli.replay import (
         compare,
         parse_failures,
@@ -143,7 +143,7 @@ def replay_trace(
     found = scenarios(setup, parse_modes(modes), parse_policies(policies), parse_splits(split or []))
     if autoscale is not None:
         found.append(autoscaled(setup, autoscale, worker_start))
-    requests_of = Swing(Trace(trace, window), swing, period)
+    requests_of = RateSwing(Trace(trace, window), swing, period)
     compare(console, setup, found, requests_of, trace.name, json_path, png, log_decisions)
 
 
@@ -195,13 +195,13 @@ def bench(
     from simulator.results import Slo
     from simulator.traces.reading import Trace, Window
     from simulator.workloads import profile_named
-    from tandem.loadgen.command import Load, Wanted, run_bench
-    from tandem.loadgen.frontends import Door, GrpcDoor, HttpDoor
+    from tandem.loadgen.command import OfferedLoad, OutputOptions, run_bench
+    from tandem.loadgen.frontends import Frontend, GrpcFrontend, HttpFrontend
 
     check_above_0("timeout", timeout)
     check_above_0("vocab_size", vocab_size, or_0=True)
     check_above_0("context", context, or_0=True)
-    load = Load(
+    load = OfferedLoad(
         profile=None if trace else profile_named(profile),
         trace=Trace(trace, Window(rate=rate, start_s=start, spread_s=spread, seed=seed)) if trace else None,
         rate=rate,
@@ -213,15 +213,19 @@ def bench(
         scale=scale,
         seed=seed,
     )
-    door: Door
+    door: Frontend
     if http:
         headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
         if tenant:
             headers["x-tenant"] = tenant
-        door = HttpDoor(http, model, timeout, headers, as_text is not False, receipts, vocab_size, context, target.tls)
+        door = HttpFrontend(
+            http, model, timeout, headers, as_text is not False, receipts, vocab_size, context, target.tls
+        )
     else:
-        door = GrpcDoor(target.address.split(","), model, timeout, tenant, as_text is True, target.api_key, target.tls)
-    wanted = Wanted(Slo(ttft, itl / 1e3), gpus, price, json_path, png, log)
+        door = GrpcFrontend(
+            target.address.split(","), model, timeout, tenant, as_text is True, target.api_key, target.tls
+        )
+    wanted = OutputOptions(Slo(ttft, itl / 1e3), gpus, price, json_path, png, log)
     exit_codes: list[int] = []
 
     async def offer() -> None:
@@ -250,7 +254,7 @@ def calibrate(
 
     An aggregated cluster transfers nothing: what a transfer would take there must be said.
     """
-    from simulator.fitting import Given
+    from simulator.fitting import AssumedRates
     from simulator.fitting import calibrate as fit
     from simulator.gpus import gpu_named
     from simulator.model_shape import open_shape
@@ -261,7 +265,7 @@ def calibrate(
     if nic_bytes_per_s is None and gpu is not None:
         nic_bytes_per_s = gpu_named(gpu).nic_bytes_per_s
     kv_token_bytes = None if model is None else open_shape(model).kv_bytes_per_token
-    given = Given(kv_token_bytes, block_bytes, nic_bytes_per_s)
+    given = AssumedRates(kv_token_bytes, block_bytes, nic_bytes_per_s)
     found = fit(served_of(log), blocks, prefill_chunk, decode_chunk, given)
     found.write(out)
     show_calibration(console, found, out)

@@ -7,7 +7,7 @@ from cluster.error_status import from_rpc_error
 from cluster.errors import InvalidRequest
 from cluster.roles import ROLES
 from cluster.rpc import channel
-from cluster.tls import Trust
+from cluster.tls import TlsIdentity
 from planner.executors.switcher import switch_role
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
@@ -16,7 +16,7 @@ from protos import membership_pb2_grpc as pb_grpc
 ASK_S = 10.0
 
 
-async def switch_worker(console: Console, address: str, trust: Trust | None, worker_id: str, role: str) -> None:
+async def switch_worker(console: Console, address: str, trust: TlsIdentity | None, worker_id: str, role: str) -> None:
     """`address` is where workers join a router. Raises ServiceError, InvalidRequest for what would leave a model
     without a decode worker."""
     if role not in ROLES:

@@ -19,7 +19,7 @@ from google.rpc import status_pb2
 from cluster.error_status import from_proto, from_rpc_error
 from cluster.errors import InvalidRequest, ServiceError, Unavailable, UnknownRequest
 from cluster.rpc import channel
-from cluster.tls import Visitor
+from cluster.tls import ClientIdentity
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
 from tandem.client.call_span import CallSpan, Metadata
@@ -39,7 +39,7 @@ class Client:
     Where OpenTelemetry is installed, each `generate` and `generate_batch` is a span, and routers' traces continue it.
     """
 
-    def __init__(self, *addresses: str, api_key: str = "", tls: Visitor | None = None) -> None:
+    def __init__(self, *addresses: str, api_key: str = "", tls: ClientIdentity | None = None) -> None:
         """host:port of one router or more; those of one string may be parted by commas. `tls`: they speak TLS. Raises
         StartError for a file of it that cannot be read."""
         self._addresses = [part.strip() for address in addresses for part in address.split(",")]
@@ -338,7 +338,7 @@ class Target:
     address: str
     """host:port, or several parted by commas."""
     api_key: str = field(default="", repr=False)
-    tls: Visitor | None = None
+    tls: ClientIdentity | None = None
 
     def client(self) -> Client:
         return Client(self.address, api_key=self.api_key, tls=self.tls)

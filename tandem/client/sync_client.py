@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from cluster.tls import Visitor
+from cluster.tls import ClientIdentity
 from protos import inference_pb2 as pb
 from tandem.client.client import Client
 
@@ -23,7 +23,7 @@ class SyncClient:
     """A `tandem.client.Client` on a thread of its own; may be used from several threads. Arguments and errors are those
     of its methods."""
 
-    def __init__(self, *addresses: str, api_key: str = "", tls: Visitor | None = None) -> None:
+    def __init__(self, *addresses: str, api_key: str = "", tls: ClientIdentity | None = None) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tandem-client", daemon=True)
         self._thread.start()

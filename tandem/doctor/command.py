@@ -17,7 +17,7 @@ from engine.config import WorkerConfig
 from engine.model.model_dir import ModelDir
 from tandem.doctor.checks import check_all
 from tandem.doctor.findings import Finding, exit_code
-from tandem.doctor.hosts import DoctorService, HostLink, Told, listen
+from tandem.doctor.hosts import DoctorService, HostLink, HostReport, listen
 from tandem.doctor.links import PeerGone
 from tandem.doctor.machine import Machine, read_machine
 from tandem.doctor.pairs import (
@@ -89,9 +89,9 @@ def listen_for_doctor(console: Console, settings: dict[str, Any], model: Path | 
 
 async def _examine(
     config: WorkerConfig, machine: Machine, workers: int, others: Sequence[str]
-) -> tuple[list[Told], list[PairResult], list[Finding]]:
+) -> tuple[list[HostReport], list[PairResult], list[Finding]]:
     """What other hosts said, what became of the pairs, and who could not be reached."""
-    told: list[Told] = []
+    told: list[HostReport] = []
     unreached: list[Finding] = []
     async with AsyncExitStack() as stack:
         peers = await start_peers(stack, plan_peers(config, workers, _on_gpu(machine, config)))

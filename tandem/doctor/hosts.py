@@ -24,7 +24,7 @@ import grpc
 from cluster.error_status import from_rpc_error, to_status
 from cluster.errors import InvalidRequest, Overloaded, ServiceError
 from cluster.rpc import Server, channel
-from cluster.tls import Member
+from cluster.tls import MemberIdentity
 from tandem.doctor.findings import Finding
 from tandem.doctor.links import PeerGone, PeerLink, ProcessLink
 from tandem.doctor.peer import PeerSpec
@@ -116,7 +116,7 @@ def _pattern_of(asked: Any) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class HostReport:
     """What a host said of itself."""
 
     address: str
@@ -137,12 +137,12 @@ class Told:
 class HostLink(PeerLink):
     """To the peer of another host."""
 
-    def __init__(self, address: str, member: Member | None) -> None:
+    def __init__(self, address: str, member: MemberIdentity | None) -> None:
         self.address = address
         self._channel = channel(address, member)
         self._call: Any = self._channel.stream_stream(METHOD)()
 
-    async def examine(self, seed: int, num_bytes: int) -> Told:
+    async def examine(self, seed: int, num_bytes: int) -> HostReport:
         """What it says of itself; its peer starts after that. Raises PeerGone."""
         try:
             async with asyncio.timeout(REACH_S):
@@ -153,7 +153,7 @@ class HostLink(PeerLink):
         await self.send({"start": {"seed": seed, "num_bytes": num_bytes}})
         within_s, ahead_s = min(rounds)
         findings = tuple(Finding(**finding) for finding in told["findings"])
-        return Told(self.address, told["host"], findings, ahead_s, within_s)
+        return HostReport(self.address, told["host"], findings, ahead_s, within_s)
 
     async def _ask_clock(self) -> tuple[float, float]:
         """(how exactly it is known, how far it is ahead), in seconds."""
@@ -191,7 +191,7 @@ class HostLink(PeerLink):
 
 
 async def listen(
-    service: DoctorService, member: Member | None, host: str, port: int, say: Callable[[str], object]
+    service: DoctorService, member: MemberIdentity | None, host: str, port: int, say: Callable[[str], object]
 ) -> None:
     """Until it is cancelled. `say` hears the address. Raises StartError."""
     server = Server(member.credentials if member else None)

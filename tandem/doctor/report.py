@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.doctor.findings import Finding, exit_code
-from tandem.doctor.hosts import Told
+from tandem.doctor.hosts import HostReport
 from tandem.doctor.machine import Machine
 from tandem.doctor.pairs import PairResult
 
@@ -17,7 +17,7 @@ STYLES = {"ok": "green", "warning": "yellow", "broken": "bold red"}
 
 
 def as_json(
-    machine: Machine, findings: Sequence[Finding], pairs: Sequence[PairResult], others: Sequence[Told] = ()
+    machine: Machine, findings: Sequence[Finding], pairs: Sequence[PairResult], others: Sequence[HostReport] = ()
 ) -> dict[str, Any]:
     """Everything, under `exit_code`, `findings`, `pairs`, `machine` and `hosts`, which are the others."""
     return {
@@ -30,7 +30,7 @@ def as_json(
 
 
 def show(
-    console: Console, findings: Sequence[Finding], pairs: Sequence[PairResult], others: Sequence[Told] = ()
+    console: Console, findings: Sequence[Finding], pairs: Sequence[PairResult], others: Sequence[HostReport] = ()
 ) -> None:
     """Findings of each host, then the matrix."""
     for host in others:

@@ -14,13 +14,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from simulator.errors import BadSetup, check_above_0
 from simulator.plot import open_figures
-from simulator.request import Fate, TraceRequest
-from simulator.results import Slo, Spread, Tally
+from simulator.request import EndState, TraceRequest
+from simulator.results import LatencySummary, ResultCounter, Slo
 from simulator.traces.reading import Trace
-from simulator.traces.receipts import Served, write_served
+from simulator.traces.receipts import ServedRequest, write_served
 from simulator.workloads import Profile, evenly, poisson, requests_of
-from tandem.loadgen.drive import Asked, Drive
-from tandem.loadgen.frontends import Door
+from tandem.loadgen.drive import LoadDriver, SentRequest
+from tandem.loadgen.frontends import Frontend
 from tandem.loadgen.report import Receipts, Report, tables_of, write_json, write_plot
 
 BEGIN_S = 0.2
@@ -36,7 +36,7 @@ class LeftOut:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class OfferedLoad:
     """What is offered: a profile at a rate, or as many at a time; or a trace at its own times."""
 
     profile: Profile | None = None
@@ -112,7 +112,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class OutputOptions:
     """What is to become of the figures."""
 
     slo: Slo
@@ -129,7 +129,7 @@ class Wanted:
         check_above_0("price", self.usd_per_gpu_hour, or_0=True)
 
 
-async def run_bench(console: Console, door: Door, load: Load, wanted: Wanted) -> Report:
+async def run_bench(console: Console, door: Frontend, load: OfferedLoad, wanted: OutputOptions) -> Report:
     """Offer the load, and tell what came of it. Raises ServiceError, StartError, BadSetup and BadTrace.
 
     Cancelled, it reports what is over by then."""
@@ -140,7 +140,7 @@ async def run_bench(console: Console, door: Door, load: Load, wanted: Wanted) ->
         log = stack.enter_context(wanted.log_path.open("w")) if wanted.log_path else None
         count = _Count(load, wanted, log)
         progress = stack.enter_context(_progress(console))
-        drive = Drive(door, count.ended, load.warmup_s)
+        drive = LoadDriver(door, count.ended, load.warmup_s)
         await _offer(load, door, drive, count, progress)
         report = count.report(drive, f"{load.name} at {door.model}", door.num_workers)
     report.left_out, report.requests_of_trace = left_out.count, left_out.of
@@ -157,7 +157,7 @@ async def run_bench(console: Console, door: Door, load: Load, wanted: Wanted) ->
     return report
 
 
-async def _offer(load: Load, door: Door, drive: Drive, count: "_Count", progress: Progress) -> None:
+async def _offer(load: OfferedLoad, door: Frontend, drive: LoadDriver, count: "_Count", progress: Progress) -> None:
     loop = asyncio.get_running_loop()
     total = load.most if load.most is not None else load.duration_s
     task = progress.add_task(load.name, total=total, said="")
@@ -196,22 +196,22 @@ async def _every(seconds: float, act: Callable[[], None]) -> None:
 class _Count:
     """What has ended."""
 
-    def __init__(self, load: Load, wanted: Wanted, log: TextIO | None) -> None:
+    def __init__(self, load: OfferedLoad, wanted: OutputOptions, log: TextIO | None) -> None:
         self._load, self._wanted, self._log = load, wanted, log
         self.begins_at = 0.0
         self.num_over = 0
         self.interrupted = False
         self.reasons: dict[str, int] = {}
-        self._tally: Tally | None = None
+        self._tally: ResultCounter | None = None
         self._receipts = Receipts()
         self._first_tokens: list[tuple[float, float]] = []
-        self._held: dict[int, Served | None] = {}
+        self._held: dict[int, ServedRequest | None] = {}
         self._written = 0
 
-    def ended(self, asked: Asked) -> None:
+    def ended(self, asked: SentRequest) -> None:
         self.num_over += 1
         outcome = asked.outcome
-        finished = outcome.fate is Fate.FINISHED
+        finished = outcome.fate is EndState.FINISHED
         if self._log is not None:
             self._held[asked.number] = _served(asked, self.begins_at) if finished else None
             while self._written in self._held:  # in the order in which they came
@@ -219,15 +219,15 @@ class _Count:
                     write_served(self._log, served)
                 self._written += 1
         if self._tally is None:
-            self._tally = Tally(self._wanted.slo, self.begins_at + self._load.warmup_s)
+            self._tally = ResultCounter(self._wanted.slo, self.begins_at + self._load.warmup_s)
         if asked.counted:
             self._tally.add(outcome)
             if finished:
                 self._receipts.add(asked.finish.receipt, outcome.ttft_s)
                 self._first_tokens.append((outcome.sent_at - self.begins_at, outcome.ttft_s))
 
-    def report(self, drive: Drive, title: str, num_workers: int) -> Report:
-        tally = self._tally or Tally(self._wanted.slo, self.begins_at)
+    def report(self, drive: LoadDriver, title: str, num_workers: int) -> Report:
+        tally = self._tally or ResultCounter(self._wanted.slo, self.begins_at)
         gpus, price = self._wanted.gpus or num_workers or 1, self._wanted.usd_per_gpu_hour
         gpu_seconds = gpus * tally.duration_s
         usd = gpu_seconds / 3600 * (price or 0.0)
@@ -240,7 +240,7 @@ class _Count:
             results=results,
             offered_per_s=drive.sent.count / due_s,
             most_under_way=drive.sent.most_under_way,
-            late=Spread.of(drive.sent.late_s),
+            late=LatencySummary.of(drive.sent.late_s),
             receipts=self._receipts,
             reasons=tally.reasons | self.reasons,
             first_tokens=self._first_tokens,
@@ -249,10 +249,10 @@ class _Count:
         )
 
 
-def _served(asked: Asked, begins_at: float) -> Served:
+def _served(asked: SentRequest, begins_at: float) -> ServedRequest:
     """Prompts that were sent as text may have come to a few tokens more or less: the log has what was meant."""
     outcome, request = asked.outcome, asked.outcome.request
-    return Served(
+    return ServedRequest(
         arrived_s=max(0.0, outcome.sent_at - begins_at),
         prompt_tokens=request.input_tokens,
         completion_tokens=outcome.num_emitted,

@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 
 from cluster.errors import Overloaded, ServiceError, TandemError
 from protos import inference_pb2 as pb
-from simulator.latency_histogram import Gaps
-from simulator.request import Fate, Outcome, TraceRequest
-from tandem.loadgen.frontends import Door
+from simulator.latency_histogram import LatencyHistogram
+from simulator.request import EndState, Outcome, TraceRequest
+from tandem.loadgen.frontends import Frontend
 
 SLEEP_AT_LEAST_S = 0.001
 """What is due within it is sent now: sleeping for less costs more than it gains."""
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
+class SentRequest:
     """One request; times are seconds of the event loop's clock."""
 
     number: int
@@ -30,10 +30,10 @@ class Asked:
 
 
 @dataclass(slots=True)
-class Sent:
+class SentLoad:
     """Of a whole run."""
 
-    gaps: Gaps = field(default_factory=Gaps)
+    gaps: LatencyHistogram = field(default_factory=LatencyHistogram)
     """Between tokens. Of tokens that came together each has its share of the time since those before."""
     count: int = 0
     """Requests."""
@@ -43,20 +43,20 @@ class Sent:
     most_under_way: int = 0
 
 
-class Drive:
+class LoadDriver:
     """One run against one door."""
 
-    def __init__(self, door: Door, on_end: Callable[[Asked], object], warmup_s: float = 0.0) -> None:
+    def __init__(self, door: Frontend, on_end: Callable[[SentRequest], object], warmup_s: float = 0.0) -> None:
         """`on_end` is called once for each request that was sent, when it is over. What is due before `warmup_s` is in
         none of the figures here."""
         self._door = door
         self._on_end = on_end
         self._warmup_s = warmup_s
         self._counts_from = 0.0
-        self._ignored = Gaps()
+        self._ignored = LatencyHistogram()
         self._num_sent = 0
         self.num_under_way = 0
-        self.sent = Sent()
+        self.sent = SentLoad()
 
     async def open_loop(self, requests: Iterable[TraceRequest], begins_at: float) -> None:
         """Each at its time after `begins_at`, of the event loop's clock; returns when all are over. Cancelled, it
@@ -93,11 +93,11 @@ class Drive:
         if counted:
             sent.count += 1
             sent.last_due_at = sent_at
-        asked = Asked(self._num_sent, counted, Outcome(request, sent_at, num_attempts=1))
+        asked = SentRequest(self._num_sent, counted, Outcome(request, sent_at, num_attempts=1))
         self._num_sent += 1
         return group.create_task(self._ask(asked, sent.gaps if counted else self._ignored))
 
-    async def _ask(self, asked: Asked, gaps: Gaps) -> None:
+    async def _ask(self, asked: SentRequest, gaps: LatencyHistogram) -> None:
         outcome, time = asked.outcome, asyncio.get_running_loop().time
 
         def on_tokens(count: int) -> None:
@@ -114,9 +114,9 @@ class Drive:
         try:
             asked.finish = await self._door.ask(outcome.request, on_tokens)
         except Overloaded as error:
-            outcome.fate, outcome.reason = Fate.REFUSED, _short(error)
+            outcome.fate, outcome.reason = EndState.REFUSED, _short(error)
         except ServiceError as error:
-            outcome.fate, outcome.reason = Fate.FAILED, _short(error)
+            outcome.fate, outcome.reason = EndState.FAILED, _short(error)
         else:
             _read(outcome, asked.finish)
         finally:
@@ -139,9 +139,9 @@ def _unwrapped() -> Iterator[None]:
 def _read(outcome: Outcome, finish: pb.Finish) -> None:
     """What the server says of it."""
     if not outcome.num_emitted:
-        outcome.fate, outcome.reason = Fate.FAILED, "a stream without a token"
+        outcome.fate, outcome.reason = EndState.FAILED, "a stream without a token"
         return
-    outcome.fate = Fate.FINISHED
+    outcome.fate = EndState.FINISHED
     outcome.reused_tokens = finish.usage.cached_tokens
     outcome.moved_bytes = finish.receipt.kv.moved_bytes
     placement = finish.receipt.placement

@@ -11,12 +11,12 @@ from urllib.parse import urlsplit
 from google.protobuf.json_format import ParseDict, ParseError
 
 from cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded, ServiceError, StartError, Unavailable
-from cluster.tls import Visitor
+from cluster.tls import ClientIdentity
 from protos import inference_pb2 as pb
 from simulator.errors import shown
 from simulator.request import TraceRequest
 from tandem.client import Client
-from tandem.loadgen.prompts import Words, sample, token_ids
+from tandem.loadgen.prompts import PromptWords, sample, token_ids
 
 MAX_LINE = 1 << 20
 """Bytes of an event from an HTTP server."""
@@ -27,7 +27,7 @@ OnTokens = Callable[[int], object]
 """Hears how many tokens have just come."""
 
 
-class Door(ABC):
+class Frontend(ABC):
     """Opened as a context. `ask` may be called many times at once."""
 
     max_context_tokens: int
@@ -50,7 +50,7 @@ class Door(ABC):
         """One request to its end; usage and receipt as far as the server gives them. Raises ServiceError."""
 
 
-class GrpcDoor(Door):
+class GrpcFrontend(Frontend):
     """Tandem's own API, by token ids, or by text where `as_text`."""
 
     def __init__(
@@ -61,7 +61,7 @@ class GrpcDoor(Door):
         tenant: str = "",
         as_text: bool = False,
         api_key: str = "",
-        tls: Visitor | None = None,
+        tls: ClientIdentity | None = None,
     ) -> None:
         """One address or more, each a router: requests take turns."""
         self._addresses = addresses
@@ -70,7 +70,7 @@ class GrpcDoor(Door):
         self._timeout_s = timeout_s
         self._tenant = tenant
         self._as_text = as_text
-        self._words = Words(1.0)
+        self._words = PromptWords(1.0)
         self._number = 0
 
     async def __aenter__(self) -> Self:
@@ -85,7 +85,7 @@ class GrpcDoor(Door):
         self.num_workers = found[0].prefill_workers + found[0].decode_workers
         if self._as_text:
             finish = await self._stream({"text": sample(PROBE_WORDS)}, pb.Sampling(max_tokens=1), 0, lambda _: None)
-            self._words = Words(finish.usage.prompt_tokens / PROBE_WORDS)
+            self._words = PromptWords(finish.usage.prompt_tokens / PROBE_WORDS)
         return self
 
     async def __aexit__(
@@ -124,7 +124,7 @@ class GrpcDoor(Door):
         return finish
 
 
-class HttpDoor(Door):
+class HttpFrontend(Frontend):
     """Any server of OpenAI's API: /v1/completions, streamed. vLLM's `ignore_eos` is sent along."""
 
     def __init__(
@@ -137,7 +137,7 @@ class HttpDoor(Door):
         receipts: bool = False,
         vocab_size: int = 0,
         max_context_tokens: int = 0,
-        tls: Visitor | None = None,
+        tls: ClientIdentity | None = None,
     ) -> None:
         """`receipts`: ask Tandem for them. `vocab_size` is needed where prompts go as token ids. Where the server does
         not say how long the model's context is, `max_context_tokens` must. Raises StartError for a bad
@@ -152,7 +152,7 @@ class HttpDoor(Door):
         self.max_context_tokens = max_context_tokens
         self.num_workers = 0
         self._tls = tls
-        self._words = Words(1.0)
+        self._words = PromptWords(1.0)
 
     async def __aenter__(self) -> Self:
         try:
@@ -200,7 +200,7 @@ class HttpDoor(Door):
             finish = await self._stream({"prompt": sample(PROBE_WORDS), "max_tokens": 1}, lambda _: None)
             if not finish.usage.prompt_tokens:
                 raise StartError("http", f"{self._url} does not say how many tokens a prompt has")
-            self._words = Words(finish.usage.prompt_tokens / PROBE_WORDS)
+            self._words = PromptWords(finish.usage.prompt_tokens / PROBE_WORDS)
         elif not self._vocab_size:
             raise StartError("vocab_size", "is needed where prompts go as token ids")
 

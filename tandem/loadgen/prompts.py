@@ -24,7 +24,7 @@ def token_ids(request: TraceRequest, vocab_size: int) -> list[int]:
     return ids
 
 
-class Words:
+class PromptWords:
     """Text of about as many tokens as a request says."""
 
     def __init__(self, tokens_per_word: float) -> None:

@@ -17,7 +17,7 @@ from rich.table import Table
 from protos import inference_pb2 as pb
 from simulator.plot import open_figures
 from simulator.report import finite
-from simulator.results import SHARES, Results, Slo, Spread
+from simulator.results import SHARES, LatencySummary, Results, Slo
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class Report:
     offered_per_s: float
     """Requests that became due, or were sent, per second of the run."""
     most_under_way: int
-    late: Spread
+    late: LatencySummary
     """Sent later than due, of an open loop."""
     receipts: Receipts
     reasons: dict[str, int]
@@ -99,7 +99,9 @@ def tables_of(report: Report) -> list[Table]:
         "whole request, ms": results.e2e_s,
         "sent late, ms": report.late,
     }
-    rows |= {f"  {name}, ms": Spread.of(array("d", values)) for name, values in report.receipts.stages_s.items()}
+    rows |= {
+        f"  {name}, ms": LatencySummary.of(array("d", values)) for name, values in report.receipts.stages_s.items()
+    }
     for name, spread in rows.items():
         if not math.isnan(spread.mean):
             times.add_row(name, *(f"{1e3 * getattr(spread, share):.2f}" for share in ("mean", *SHARES)))
@@ -126,7 +128,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "receipts": {
             "count": receipts.count,
             "stages_s": {
-                name: finite(dataclasses.asdict(Spread.of(array("d", values))))
+                name: finite(dataclasses.asdict(LatencySummary.of(array("d", values))))
                 for name, values in receipts.stages_s.items()
             },
             "blocks": dict(receipts.blocks),

@@ -21,7 +21,7 @@ import ray.exceptions
 from cluster.process import Addresses
 from cluster.tls import member_of
 from planner.runtime import PlannerConfig
-from tandem.cli.progress import Steps
+from tandem.cli.progress import ProgressSteps
 from tandem.members import await_members
 from tandem.ray.control import NAMESPACE, ControlActor, Order, name_of
 from tandem.ray.planner import start_ray_planner
@@ -43,7 +43,7 @@ Work = Callable[[list[str]], Awaitable[object]]
 
 async def serve(
     topology: Topology,
-    say: Steps,
+    say: ProgressSteps,
     settings: RaySettings | None = None,
     planner: PlannerConfig | None = None,
     work: Work | None = None,
@@ -76,7 +76,7 @@ async def serve(
 async def _serve(
     supervisor: Supervisor,
     topology: Topology,
-    say: Steps,
+    say: ProgressSteps,
     stop: asyncio.Event,
     planning: PlannerConfig | None,
     work: Work | None,
@@ -115,7 +115,7 @@ async def _serve(
             await planner.stop()
 
 
-def _say_where(started: Sequence[Addresses], of_workers: list[str], topology: Topology, say: Steps) -> None:
+def _say_where(started: Sequence[Addresses], of_workers: list[str], topology: Topology, say: ProgressSteps) -> None:
     """`of_workers`: where their metrics are."""
     say(f"serving at {', '.join(where.grpc for where in started)}; Ctrl-C stops")
     config = topology.router
@@ -128,7 +128,7 @@ def _say_where(started: Sequence[Addresses], of_workers: list[str], topology: To
         say(f"metrics at {', '.join([*metrics, *of_workers])}")
 
 
-async def _obey(supervisor: Supervisor, cluster_name: str, say: Steps, stop: asyncio.Event) -> None:
+async def _obey(supervisor: Supervisor, cluster_name: str, say: ProgressSteps, stop: asyncio.Event) -> None:
     """Orders of `tandem scale`, `restart` and `down`, one at a time."""
     try:
         named = {"name": name_of(cluster_name), "namespace": NAMESPACE, "scheduling_strategy": drivers_node()}
@@ -152,7 +152,7 @@ async def _obey(supervisor: Supervisor, cluster_name: str, say: Steps, stop: asy
 
 
 @contextlib.asynccontextmanager
-async def _ray(say: Steps) -> AsyncIterator[None]:
+async def _ray(say: ProgressSteps) -> AsyncIterator[None]:
     """Join the running Ray cluster, or start one for as long as this lasts."""
     quiet = {"log_to_driver": True, "logging_level": "error", "configure_logging": True, "namespace": NAMESPACE}
     try:

@@ -11,7 +11,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.errors import StartError
-from tandem.cli.progress import Steps
+from tandem.cli.progress import ProgressSteps
 from tandem.ray.settings import RaySettings
 
 AT_ONCE_S = 2.0
@@ -19,7 +19,7 @@ AT_ONCE_S = 2.0
 MEANING = {"STRICT_SPREAD": " (each on a node of its own)", "STRICT_PACK": " (all on one node)"}
 
 
-class Group:
+class WorkerGroup:
     """A bundle for each worker. One of a worker that left stays reserved, and is the next of its kind's: Ray gives
     a group back as a whole, which is done once nobody is in it. Those that do not come from here are placed one by
     one."""
@@ -32,7 +32,7 @@ class Group:
         self._single: list[PlacementGroup] = []
         """Of one bundle each."""
 
-    async def reserve(self, say: Steps) -> None:
+    async def reserve(self, say: ProgressSteps) -> None:
         """Raises StartError when there is no room within `wait_s`, with what was wanted and what there is."""
         if not self._modules:
             return

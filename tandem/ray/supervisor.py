@@ -10,12 +10,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.errors import StartError, TandemError, Unavailable
 from cluster.process import Addresses
-from cluster.tls import Trust, member_of
+from cluster.tls import TlsIdentity, member_of
 from engine.config import WorkerConfig
-from tandem.cli.progress import Steps
+from tandem.cli.progress import ProgressSteps
 from tandem.members import workers_at
 from tandem.ray.control import Order
-from tandem.ray.placement_group import Group
+from tandem.ray.placement_group import WorkerGroup
 from tandem.ray.role_actor import Role
 from tandem.ray.settings import RaySettings
 from tandem.topology import MODULES, TOLD_NOTHING, Topology
@@ -29,7 +29,7 @@ LONG_ENOUGH_S = 60.0
 """Who lived for so long begins with the first wait again."""
 
 
-class Ground:
+class SupervisorBackend:
     """What a supervisor stands on: Ray's actors and nodes, and what routers say."""
 
     def role(self, *arguments: Any) -> Role:
@@ -43,7 +43,7 @@ class Ground:
         """Where the driver is, as a scheduling strategy."""
         return drivers_node()
 
-    async def workers_at(self, router: str, trust: Trust | None) -> set[str]:
+    async def workers_at(self, router: str, trust: TlsIdentity | None) -> set[str]:
         """Addresses of the workers that serve, as that router sees it. Raises ServiceError."""
         return await workers_at(router, trust, JOIN_TIMEOUT_S)
 
@@ -55,14 +55,14 @@ class Supervisor:
         self,
         topology: Topology,
         settings: RaySettings,
-        say: Steps,
+        say: ProgressSteps,
         autoscale: bool = False,
-        ground: Ground | None = None,
+        ground: SupervisorBackend | None = None,
     ) -> None:
         """`autoscale`: workers are placed one by one, so that those that leave give back what they had."""
         self._topology = topology
-        self._ground = ground or Ground()
-        self._group = Group(settings, [] if autoscale else [module for module, _ in topology.workers()])
+        self._ground = ground or SupervisorBackend()
+        self._group = WorkerGroup(settings, [] if autoscale else [module for module, _ in topology.workers()])
         self._say = say
         self._several_hosts = self._ground.several_hosts()
         self._joined_at: tuple[str, ...] = ()

@@ -13,11 +13,11 @@ from engine.backends.torch.device import Device
 from engine.backends.torch.runner import TorchRunner
 from engine.backends.torch.sampler import sample
 from engine.core.core_types import Chunk, SamplingParams, Sequence
-from engine.core.engine_core import CoreLimits, EngineCore
+from engine.core.engine_core import EngineCore, EngineLimits
 from engine.core.scheduler import StepBudget
 from engine.kv.layout import KvDtype
 from engine.messages import FromEngine, Generate, Token
-from engine.model.quantization import Variant
+from engine.model.quantization import QuantizationConfig
 from kvtransfer.fingerprint import fingerprint_blocks
 from kvtransfer.local import LocalNetwork, LocalTransport
 
@@ -66,7 +66,7 @@ def logits_of(runner: TorchRunner) -> Tensor:
 
 
 def runner_of(path: Path, dtype: str, backend: Backend, device: Device = "cuda", kept: KvDtype = "auto") -> TorchRunner:
-    variant = Variant(kv_dtype=kept)
+    variant = QuantizationConfig(kv_dtype=kept)
     return TorchRunner(path, dtype, 16, kv_bytes=KV_BYTES, backend=backend, device=device, variant=variant)
 
 
@@ -204,7 +204,7 @@ def greedy_tokens(runner: TorchRunner) -> dict[str, list[int]]:
     """Of every sequence, through the whole engine, all in one batch."""
     out: list[FromEngine] = []
     transport = LocalTransport(LocalNetwork(), "one")  # nothing is moved, so nothing is registered
-    core = EngineCore(runner, transport, CoreLimits(StepBudget(128, 64)), out.append)
+    core = EngineCore(runner, transport, EngineLimits(StepBudget(128, 64)), out.append)
     sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0)
     for number, sequence in enumerate(sequences(16)):
         core.handle(Generate(str(number), tuple(sequence.token_ids), (), sampling, "", 0, borrow=False))

@@ -13,7 +13,7 @@ from engine.backends.torch.quantised import QuantisedLinear, float8_product
 from engine.backends.torch.runner import TorchRunner
 from engine.core.core_types import Chunk, SamplingParams, Sequence
 from engine.model.model_dir import ModelDir
-from engine.model.quantization import Variant, Weights
+from engine.model.quantization import QuantizationConfig, Weights
 from support.packed_models import Packing, pack_model
 
 Models = Callable[..., Path]
@@ -104,7 +104,7 @@ def test_it_becomes_the_same_numbers_as_on_the_cpu(kind: Weights) -> None:
 
 def prompt_logits(path: Path, device: str, backend: str, weights: Weights = "auto", dtype: str = "bfloat16") -> Tensor:
     """After a prompt, then after each of three tokens more, which CUDA graphs compute."""
-    variant = Variant(weights=weights)
+    variant = QuantizationConfig(weights=weights)
     runner = TorchRunner(path, dtype, 16, 32 << 20, backend=backend, device=device, variant=variant)  # type: ignore[arg-type]
     tokens = torch.randint(1, 900, (53,), generator=torch.Generator().manual_seed(0)).tolist()
     sequence = Sequence("a", tokens, 53, b"", SamplingParams(1), 0, 0, blocks=[0, 2, 4, 6])
@@ -143,7 +143,7 @@ def test_only_what_weights_become_must_fit(wide_model: Models, weights: Weights,
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        model = load_model(model_dir, "bfloat16", GPU, Variant(weights=kind))
+        model = load_model(model_dir, "bfloat16", GPU, QuantizationConfig(weights=kind))
         room[kind] = torch.cuda.memory_allocated() - before
         if kind != "auto":
             assert torch.cuda.max_memory_allocated() - before < room["auto"]

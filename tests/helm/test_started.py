@@ -22,7 +22,7 @@ from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError
 
 from cluster.errors import Unauthenticated
-from cluster.tls import Visitor
+from cluster.tls import ClientIdentity
 from protos import inference_pb2 as pb
 from router.security.api_keys import entry_for, new_key
 from support.certificates import Authority
@@ -263,7 +263,7 @@ async def test_with_certificates_and_keys(tmp_path: Path) -> None:
         (router,) = node.pods_of("demo")
         assert router.ip == "127.0.1.3"
         await all_ready(node)
-        address, door = f"{router.ip}:50051", Visitor(public.path)
+        address, door = f"{router.ip}:50051", ClientIdentity(public.path)
         async with Client(address, api_key=key, tls=door) as client:
             served = (await finished([Stream(client, list(range(300)), 8)]))[0]
             assert served.receipt.kv.verified_blocks > 0

@@ -19,8 +19,8 @@ from simulator.workloads import profile_named
 from support.long_runs import long
 from tandem.cli.demo import STORYTELLER
 from tandem.cli.main import app
-from tandem.loadgen.command import Load, Wanted, run_bench
-from tandem.loadgen.frontends import GrpcDoor, HttpDoor
+from tandem.loadgen.command import OfferedLoad, OutputOptions, run_bench
+from tandem.loadgen.frontends import GrpcFrontend, HttpFrontend
 
 TIMING = {"engine": "sim", "sim_step_ms": 2.0, "sim_prompt_token_us": 20.0, "sim_reads": "last"}
 
@@ -34,10 +34,10 @@ async def test_what_is_offered_is_what_is_served_and_what_is_logged(
 ) -> None:
     files = {name: tmp_path / name for name in ("figures.json", "picture.png", "log")}
     async with cluster_of(model, prefill=1, decode=1, **TIMING) as cluster:
-        load = Load(profile_named("short-chat"), rate=40.0, most=60, scale=0.2, seed=3)
-        wanted = Wanted(Slo(5.0, 1.0), 2, 3.0, *files.values())
+        load = OfferedLoad(profile_named("short-chat"), rate=40.0, most=60, scale=0.2, seed=3)
+        wanted = OutputOptions(Slo(5.0, 1.0), 2, 3.0, *files.values())
         console = quiet()
-        report = await run_bench(console, GrpcDoor([cluster.address], "", 60), load, wanted)
+        report = await run_bench(console, GrpcFrontend([cluster.address], "", 60), load, wanted)
     offered = list(load.requests(4096))
     results = report.results
     assert (results.requests, results.finished, results.refused, results.failed) == (60, 60, 0, 0)
@@ -69,9 +69,9 @@ async def test_what_is_offered_is_what_is_served_and_what_is_logged(
 
 async def test_text_has_about_as_many_tokens_as_it_should(cluster_of: Any) -> None:
     async with cluster_of(STORYTELLER, prefill=0, decode=1, engine="sim") as cluster:
-        load = Load(profile_named("short-chat"), concurrency=4, most=8, scale=0.15)
+        load = OfferedLoad(profile_named("short-chat"), concurrency=4, most=8, scale=0.15)
         report = await run_bench(
-            quiet(), GrpcDoor([cluster.address], "", 600, as_text=True), load, Wanted(Slo(60.0, 60.0))
+            quiet(), GrpcFrontend([cluster.address], "", 600, as_text=True), load, OutputOptions(Slo(60.0, 60.0))
         )
     assert report.results.finished == 8
     assert report.most_under_way == 4
@@ -79,10 +79,10 @@ async def test_text_has_about_as_many_tokens_as_it_should(cluster_of: Any) -> No
 
 async def test_interrupted_it_reports_what_is_over(model: Path, cluster_of: Any) -> None:
     async with cluster_of(model, prefill=0, decode=1, **TIMING) as cluster:
-        load = Load(profile_named("short-chat"), rate=20.0, duration_s=600.0, scale=0.1)
+        load = OfferedLoad(profile_named("short-chat"), rate=20.0, duration_s=600.0, scale=0.1)
         console = quiet()
         running = asyncio.ensure_future(
-            run_bench(console, GrpcDoor([cluster.address], "", 60), load, Wanted(Slo(1.0, 1.0)))
+            run_bench(console, GrpcFrontend([cluster.address], "", 60), load, OutputOptions(Slo(1.0, 1.0)))
         )
         await asyncio.sleep(2)
         running.cancel()
@@ -100,15 +100,15 @@ async def test_requests_longer_than_the_context_are_left_out_and_said_to_be(
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     console = quiet()
     async with cluster_of(model, prefill=0, decode=1, **TIMING) as cluster:
-        load, door = Load(trace=Trace(trace, Window()), most=9), GrpcDoor([cluster.address], "", 60)
-        report = await run_bench(console, door, load, Wanted(Slo(5.0, 1.0), None, None, figures, picture))
+        load, door = OfferedLoad(trace=Trace(trace, Window()), most=9), GrpcFrontend([cluster.address], "", 60)
+        report = await run_bench(console, door, load, OutputOptions(Slo(5.0, 1.0), None, None, figures, picture))
     assert (report.results.finished, report.left_out, report.requests_of_trace, report.exit_code) == (2, 1, 3, 0)
     assert "1 of 3 left out: longer than the context" in console.file.getvalue()  # type: ignore[attr-defined]
     assert json.loads(figures.read_text())["left_out"] == {"longer_than_context": 1, "of": 3}
     trace.write_text(json.dumps(rows[1]) + "\n")
     async with cluster_of(model, prefill=0, decode=1, **TIMING) as cluster:
         with pytest.raises(BadSetup, match="all of its 1 requests are longer"):
-            await run_bench(console, GrpcDoor([cluster.address], "", 60), load, Wanted(Slo(5.0, 1.0)))
+            await run_bench(console, GrpcFrontend([cluster.address], "", 60), load, OutputOptions(Slo(5.0, 1.0)))
 
 
 async def test_a_model_that_is_not_served_is_named(model: Path, cluster_of: Any) -> None:
@@ -116,21 +116,21 @@ async def test_a_model_that_is_not_served_is_named(model: Path, cluster_of: Any)
         with pytest.raises(StartError, match="model: name the one"):
             await run_bench(
                 quiet(),
-                GrpcDoor([cluster.address], "other", 60),
-                Load(profile_named("short-chat"), most=1),
-                Wanted(Slo(1.0, 1.0)),
+                GrpcFrontend([cluster.address], "other", 60),
+                OfferedLoad(profile_named("short-chat"), most=1),
+                OutputOptions(Slo(1.0, 1.0)),
             )
 
 
 @long
 async def test_by_http_it_sees_the_same(cluster_of: Any) -> None:
     async with cluster_of(STORYTELLER, prefill=0, decode=1, engine="sim", router={"http_port": 0}) as cluster:
-        load = Load(profile_named("short-chat"), concurrency=4, most=8, scale=0.3)
-        door = HttpDoor(f"http://{cluster.router.http_address}", "", 60, receipts=True)
-        report = await run_bench(quiet(), door, load, Wanted(Slo(60.0, 60.0)))
-        wrong = HttpDoor(f"http://{cluster.router.http_address}/v1", "other", 60)
+        load = OfferedLoad(profile_named("short-chat"), concurrency=4, most=8, scale=0.3)
+        door = HttpFrontend(f"http://{cluster.router.http_address}", "", 60, receipts=True)
+        report = await run_bench(quiet(), door, load, OutputOptions(Slo(60.0, 60.0)))
+        wrong = HttpFrontend(f"http://{cluster.router.http_address}/v1", "other", 60)
         with pytest.raises(StartError, match="model: name the one"):
-            await run_bench(quiet(), wrong, load, Wanted(Slo(1.0, 1.0)))
+            await run_bench(quiet(), wrong, load, OutputOptions(Slo(1.0, 1.0)))
     offered = list(load.requests(2048))
     assert report.results.finished == 8
     assert report.results.output_tokens == sum(request.output_tokens for request in offered)

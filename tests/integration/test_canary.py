@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from router.placement.demand import lot_of
+from router.placement.demand import traffic_hash_of
 from support.processes import Stream, finished, named, running, workers_joined
 
 SHARE = 0.3
@@ -18,7 +18,7 @@ async def test_a_canary_gets_its_share_until_it_goes(model: Path, cluster_of: An
     decode = (plain, canary.model_copy(update={"worker_id": "canary", "traffic_share": SHARE}))
     cluster._topology = replace(cluster._topology, decode=decode)
     ids = [f"request {number}" for number in range(60)]
-    theirs = {request_id for request_id in ids if lot_of(request_id) < SHARE}
+    theirs = {request_id for request_id in ids if traffic_hash_of(request_id) < SHARE}
     assert 5 < len(theirs) < 30
     async with running(cluster) as (cluster, client):
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from engine.lending.fast_path import KEY_BYTES, MAX_WORD_BYTES, NAME_BYTES
-from engine.process.fast_path_socket import MAX_AT_ONCE, PREFIX, EarlySocket
+from engine.process.fast_path_socket import MAX_AT_ONCE, PREFIX, FastPathSocket
 from support.processes import LENDER_ALWAYS, Stream, assert_equal_answers, finished, lending, pause, running
 
 VOCAB, BLOCK = 600, 16
@@ -45,14 +45,14 @@ async def test_a_loan_goes_on_while_the_lenders_front_stands_still(model: Path, 
 
 
 @pytest.fixture
-def sockets() -> Iterator[tuple[EarlySocket, EarlySocket]]:
-    one, other = EarlySocket(), EarlySocket()
+def sockets() -> Iterator[tuple[FastPathSocket, FastPathSocket]]:
+    one, other = FastPathSocket(), FastPathSocket()
     yield one, other
     one.close()
     other.close()
 
 
-def test_words_between_sockets(sockets: tuple[EarlySocket, EarlySocket]) -> None:
+def test_words_between_sockets(sockets: tuple[FastPathSocket, FastPathSocket]) -> None:
     one, other = sockets
     assert one.name != other.name
     assert one.key != other.key
@@ -67,7 +67,7 @@ def test_words_between_sockets(sockets: tuple[EarlySocket, EarlySocket]) -> None
     one.send(other.name, other.key + b"to one that is gone")
 
 
-def test_what_is_too_much_is_lost_and_nobody_waits(sockets: tuple[EarlySocket, EarlySocket]) -> None:
+def test_what_is_too_much_is_lost_and_nobody_waits(sockets: tuple[FastPathSocket, FastPathSocket]) -> None:
     one, other = sockets
     words = [other.key + b"%d" % number for number in range(10_000)]
     for word in words:
@@ -77,7 +77,7 @@ def test_what_is_too_much_is_lost_and_nobody_waits(sockets: tuple[EarlySocket, E
     assert 0 < len(taken) <= MAX_AT_ONCE
 
 
-def test_who_does_not_know_the_key_is_not_heard(sockets: tuple[EarlySocket, EarlySocket]) -> None:
+def test_who_does_not_know_the_key_is_not_heard(sockets: tuple[FastPathSocket, FastPathSocket]) -> None:
     """Nor is the engine woken, and what comes along is let go of where it was sent."""
     one, other = sockets
     address = next(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cluster.errors import InvalidRequest, NotSetUp, ServiceError, UnknownRequest
+from cluster.errors import InvalidRequest, NotConfigured, ServiceError, UnknownRequest
 from protos import inference_pb2 as pb
 from router.observability.decision_log import read_decisions
 from router.observability.explanations import told
@@ -118,7 +118,7 @@ async def test_decisions_are_written_down_and_made_again(model: Path, cluster_of
         for count, options in ((5, {"tenant": "none"}), (-1, {})):
             with pytest.raises(ServiceError):
                 await Stream(client, prompt, count, request_id="refused", **options).task
-        with pytest.raises(NotSetUp):
+        with pytest.raises(NotConfigured):
             await client.decisions("served")
     lines = log.read_text().splitlines()
     assert [next(iter(json.loads(line))) for line in lines] == ["placed", "ended", "ended", "ended"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cluster.errors import InvalidRequest, NotSetUp, StartError
+from cluster.errors import InvalidRequest, NotConfigured, StartError
 from protos import inference_pb2 as pb
 from support.processes import Stream, finished, until
 from tandem.cli.batch import run_batch
@@ -119,7 +119,7 @@ async def test_the_status_is_what_there_is(model: Path, cluster_of: Any) -> None
         shown = console.file.getvalue()  # type: ignore[attr-defined]
         assert "prefill-0" in shown
         assert "2 over" in shown
-        with pytest.raises(NotSetUp, match="samples_file"):
+        with pytest.raises(NotConfigured, match="samples_file"):
             await client.feedback("r1", rating=1)
 
 

@@ -18,7 +18,7 @@ from engine.backends.torch.loader import load_model
 from engine.backends.torch.quantised import QuantisedLinear, float8_product, float8_rows, quantise_linears
 from engine.errors import EngineStartError
 from engine.model.model_dir import ModelDir
-from engine.model.quantization import Variant, Weights
+from engine.model.quantization import QuantizationConfig, Weights
 from support import triton_cpu
 from support.fake_flashinfer import FakeFlashinfer
 from support.long_runs import mostly_long
@@ -202,7 +202,7 @@ def test_a_model_is_quantised_as_on_the_cpu_and_fused(make_model: MakeModel, kin
     assert set(kinds.values()) == {Float8Linear if kind == "fp8" else WeightOnlyLinear}
     got, noise = logits(model), 0.05 * saved.norm()
     if kind != "fp8":
-        reference = load_model(model_dir, "float32", CPU, Variant(weights=kind))
+        reference = load_model(model_dir, "float32", CPU, QuantizationConfig(weights=kind))
         assert (got - logits(reference)).norm() < noise
     else:
         assert (got - saved).norm() < 0.2 * saved.norm()
@@ -262,7 +262,7 @@ def test_a_weight_of_another_class_is_not_joined() -> None:
 
 def test_fp8_on_a_cpu(tiny_model: Path) -> None:
     with pytest.raises(EngineStartError, match="weights: fp8 is for GPUs, not for the CPU: int8 is for that"):
-        load_model(ModelDir.open(tiny_model), "auto", CPU, Variant(weights="fp8"))
+        load_model(ModelDir.open(tiny_model), "auto", CPU, QuantizationConfig(weights="fp8"))
 
 
 def test_fp8_on_older_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from cluster.discovery import StaticDiscovery
 from cluster.error_status import to_status
-from cluster.errors import AlreadyThere
+from cluster.errors import AlreadyExists
 from engine.process.engine_client import EngineClient
 from engine.worker import membership as joining
 from engine.worker.membership import Memberships
@@ -33,7 +33,7 @@ class Refusing(pb_grpc.MembershipServicer):
     ) -> AsyncIterator[pb.Welcome]:
         await anext(request_iterator)
         self.asked += 1
-        await context.abort_with_status(to_status(AlreadyThere("it is there", "worker_id")))
+        await context.abort_with_status(to_status(AlreadyExists("it is there", "worker_id")))
         yield pb.Welcome()
 
 

@@ -6,16 +6,16 @@ import time
 
 import pytest
 
-from engine.process.message_socket import LinkWaiter, MessageLink
+from engine.process.message_socket import MessageSocket, SocketWaiter
 
 
 @pytest.fixture
-def ends() -> tuple[MessageLink, MessageLink]:
+def ends() -> tuple[MessageSocket, MessageSocket]:
     one, other = socket.socketpair()
-    return MessageLink(one), MessageLink(other)
+    return MessageSocket(one), MessageSocket(other)
 
 
-def test_messages_arrive_whole_and_in_order(ends: tuple[MessageLink, MessageLink]) -> None:
+def test_messages_arrive_whole_and_in_order(ends: tuple[MessageSocket, MessageSocket]) -> None:
     one, other = ends
     for number in range(100):
         one.send(("message", number))
@@ -26,16 +26,16 @@ def test_messages_arrive_whole_and_in_order(ends: tuple[MessageLink, MessageLink
 def test_a_message_in_pieces_is_one_message() -> None:
     raw, end = socket.socketpair()
     scratch, sink = socket.socketpair()
-    MessageLink(scratch).send({"a": list(range(50))})
+    MessageSocket(scratch).send({"a": list(range(50))})
     content = sink.recv(1 << 20)
-    link = MessageLink(end)
+    link = MessageSocket(end)
     for cut in range(0, len(content), 7):
         assert link.receive() == []
         raw.send(content[cut : cut + 7])
     assert link.receive() == [{"a": list(range(50))}]
 
 
-def test_sending_more_than_the_socket_takes_waits_here(ends: tuple[MessageLink, MessageLink]) -> None:
+def test_sending_more_than_the_socket_takes_waits_here(ends: tuple[MessageSocket, MessageSocket]) -> None:
     one, other = ends
     big = b"x" * (5 << 20)
     one.send(big)
@@ -49,7 +49,7 @@ def test_sending_more_than_the_socket_takes_waits_here(ends: tuple[MessageLink, 
     assert not one.has_unsent
 
 
-def test_the_end_is_told_after_everything_that_was_said(ends: tuple[MessageLink, MessageLink]) -> None:
+def test_the_end_is_told_after_everything_that_was_said(ends: tuple[MessageSocket, MessageSocket]) -> None:
     one, other = ends
     one.send("last words")
     one.shut_down_sending()
@@ -60,9 +60,9 @@ def test_the_end_is_told_after_everything_that_was_said(ends: tuple[MessageLink,
     assert one.receive() == ["still possible"]
 
 
-def test_a_wait_ends_by_a_message_by_a_wake_and_by_time(ends: tuple[MessageLink, MessageLink]) -> None:
+def test_a_wait_ends_by_a_message_by_a_wake_and_by_time(ends: tuple[MessageSocket, MessageSocket]) -> None:
     one, other = ends
-    waiter = LinkWaiter(other)
+    waiter = SocketWaiter(other)
     one.send(1)
     waiter.wait(60)
     assert other.receive() == [1]
@@ -74,9 +74,9 @@ def test_a_wait_ends_by_a_message_by_a_wake_and_by_time(ends: tuple[MessageLink,
     assert time.monotonic() - started_at >= 0.04
 
 
-def test_a_wait_sends_what_is_left(ends: tuple[MessageLink, MessageLink]) -> None:
+def test_a_wait_sends_what_is_left(ends: tuple[MessageSocket, MessageSocket]) -> None:
     one, other = ends
-    waiter = LinkWaiter(one)
+    waiter = SocketWaiter(one)
     big = b"y" * (5 << 20)
     one.send(big)
     received: list[bytes] = []
@@ -88,8 +88,8 @@ def test_a_wait_sends_what_is_left(ends: tuple[MessageLink, MessageLink]) -> Non
     assert received == [big]
 
 
-def _receive_one(link: MessageLink) -> list[bytes]:
-    waiter = LinkWaiter(link)
+def _receive_one(link: MessageSocket) -> list[bytes]:
+    waiter = SocketWaiter(link)
     while not (messages := link.receive()):
         waiter.wait(1)
     return messages

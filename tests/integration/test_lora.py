@@ -18,7 +18,7 @@ from engine.backends.torch.loader import load_model
 from engine.backends.torch.quantised import QuantisedLinear, quantise
 from engine.errors import EngineStartError
 from engine.model.model_dir import ModelDir
-from engine.model.quantization import AS_SAVED, Variant
+from engine.model.quantization import AS_SAVED, QuantizationConfig
 
 CPU = torch.device("cpu")
 RANK, ALPHA = 4, 10
@@ -63,7 +63,7 @@ def adapter(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def load(path: Path, variant: Variant) -> torch.nn.Module:
+def load(path: Path, variant: QuantizationConfig) -> torch.nn.Module:
     return load_model(ModelDir.open(path), "auto", CPU, variant)
 
 
@@ -74,7 +74,7 @@ def test_it_is_what_the_formula_says_and_nothing_else_changes(
 ) -> None:
     path = make_model("llama", dtype=dtype)
     saved, lora = load_file(path / "model.safetensors"), weights_of()
-    merged = load(path, Variant(lora=adapter(use_rslora=stabilised))).state_dict()
+    merged = load(path, QuantizationConfig(lora=adapter(use_rslora=stabilised))).state_dict()
     for name in SIZES:
         a, b = (lora[f"base_model.model.{name}.lora_{side}.weight"].double() for side in "AB")
         exact = saved.pop(f"{name}.weight").double() + scale * (b @ a)
@@ -84,9 +84,9 @@ def test_it_is_what_the_formula_says_and_nothing_else_changes(
 
 def test_it_is_merged_before_weights_are_quantised(make_model: Any, adapter: Callable[..., Path]) -> None:
     path, lora = make_model("llama", dtype="bfloat16"), adapter()
-    layer = load(path, Variant(weights="int8", lora=lora)).get_submodule(Q)
+    layer = load(path, QuantizationConfig(weights="int8", lora=lora)).get_submodule(Q)
     assert isinstance(layer, QuantisedLinear)
-    values, scales = quantise(load(path, Variant(lora=lora)).get_submodule(Q).weight.data)  # type: ignore[union-attr,arg-type]
+    values, scales = quantise(load(path, QuantizationConfig(lora=lora)).get_submodule(Q).weight.data)  # type: ignore[union-attr,arg-type]
     assert torch.equal(layer.values, values)
     assert torch.equal(layer.scales, scales)
 
@@ -94,9 +94,9 @@ def test_it_is_merged_before_weights_are_quantised(make_model: Any, adapter: Cal
 def test_so_it_is_for_a_gpu(make_model: Any, adapter: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its layers, made here."""
     path, lora = make_model("llama", dtype="bfloat16"), adapter()
-    merged: Any = load(path, Variant(lora=lora)).get_submodule(Q)
+    merged: Any = load(path, QuantizationConfig(lora=lora)).get_submodule(Q)
     monkeypatch.setattr(loader, "_makers", lambda device: [partial(gpu_linear, device=device)])
-    layer = load(path, Variant(weights="int8", lora=lora)).get_submodule(Q)
+    layer = load(path, QuantizationConfig(weights="int8", lora=lora)).get_submodule(Q)
     assert isinstance(layer, WeightOnlyLinear)
     values, scales = quantise(merged.weight.data)
     assert torch.equal(layer.values, values)
@@ -108,11 +108,14 @@ def test_adapters_have_fingerprints(adapter: Callable[..., Path]) -> None:
     prints = {AS_SAVED.fingerprint(saved)}
     for weights, changes in ((None, {}), (weights_of(1), {}), (None, {"lora_alpha": 11})):
         lora = adapter(weights, **changes)
-        prints |= {Variant(lora=lora).fingerprint(saved), Variant(weights="int8", lora=lora).fingerprint(saved)}
-        assert Variant(lora=lora).fingerprint(saved) in prints
+        prints |= {
+            QuantizationConfig(lora=lora).fingerprint(saved),
+            QuantizationConfig(weights="int8", lora=lora).fingerprint(saved),
+        }
+        assert QuantizationConfig(lora=lora).fingerprint(saved) in prints
     assert len(prints) == 7
     with pytest.raises(EngineStartError, match=r"lora: .*no adapter of PEFT"):
-        Variant(lora=Path("/nowhere")).fingerprint(saved)
+        QuantizationConfig(lora=Path("/nowhere")).fingerprint(saved)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +138,7 @@ def test_what_its_config_asks_for_and_cannot_have(
     tiny_model: Path, adapter: Callable[..., Path], changes: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(EngineStartError, match=f"lora: .*({why})"):
-        load(tiny_model, Variant(lora=adapter(**changes)))
+        load(tiny_model, QuantizationConfig(lora=adapter(**changes)))
 
 
 def renamed(old: str, new: str) -> dict[str, Tensor]:
@@ -158,20 +161,20 @@ def test_weights_that_do_not_fit(
     tiny_model: Path, adapter: Callable[..., Path], weights: dict[str, Tensor], why: str
 ) -> None:
     with pytest.raises(EngineStartError, match=f"lora: .*({why})"):
-        load(tiny_model, Variant(lora=adapter(weights, target_modules=None)))
+        load(tiny_model, QuantizationConfig(lora=adapter(weights, target_modules=None)))
 
 
 def test_a_matrix_that_is_the_embedding_too(make_model: Any, adapter: Callable[..., Path]) -> None:
     weights = {f"base_model.model.lm_head.lora_{side}.weight": torch.ones(4, 64) for side in "AB"}
     with pytest.raises(EngineStartError, match=r"lora: .*lm_head, whose matrix is the embedding's too"):
-        load(make_model("gemma2"), Variant(lora=adapter(weights, target_modules=["lm_head"])))
+        load(make_model("gemma2"), QuantizationConfig(lora=adapter(weights, target_modules=["lm_head"])))
 
 
 def test_no_adapter_at_all(tiny_model: Path, adapter: Callable[..., Path]) -> None:
     path = adapter()
     (path / "adapter_model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(EngineStartError, match=r"lora: .*adapter_model\.safetensors cannot be read"):
-        load(tiny_model, Variant(lora=path))
+        load(tiny_model, QuantizationConfig(lora=path))
     (path / "adapter_config.json").unlink()
     with pytest.raises(EngineStartError, match=r"lora: .*is no adapter of PEFT"):
-        load(tiny_model, Variant(lora=path))
+        load(tiny_model, QuantizationConfig(lora=path))

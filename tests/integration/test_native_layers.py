@@ -13,7 +13,7 @@ from engine.backends.torch.native.decoder_layer import NativeDecoderLayer
 from engine.backends.torch.native.kernels import Kernels
 from engine.backends.torch.runner import TorchRunner
 from engine.core.core_types import Chunk
-from engine.model.quantization import Variant
+from engine.model.quantization import QuantizationConfig
 from support.torch_models import in_blocks, need_bfloat16_products, random_prompts, runner_of
 
 LAYERS = 3
@@ -60,16 +60,16 @@ def mixed_steps(runner: TorchRunner) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("family", "variant"),
     [
-        ("llama", Variant()),
-        ("qwen2", Variant()),
-        ("qwen3", Variant()),
-        ("mistral", Variant()),
-        ("llama", Variant(weights="int8")),
-        ("qwen2", Variant(weights="int4", kv_dtype="int8")),
+        ("llama", QuantizationConfig()),
+        ("qwen2", QuantizationConfig()),
+        ("qwen3", QuantizationConfig()),
+        ("mistral", QuantizationConfig()),
+        ("llama", QuantizationConfig(weights="int8")),
+        ("qwen2", QuantizationConfig(weights="int4", kv_dtype="int8")),
     ],
 )
 def test_logits_are_the_same_to_the_bit(
-    make_model: Any, monkeypatch: pytest.MonkeyPatch, family: str, variant: Variant
+    make_model: Any, monkeypatch: pytest.MonkeyPatch, family: str, variant: QuantizationConfig
 ) -> None:
     path = make_model(family, dtype="bfloat16")
     native = bfloat16_runner(path, variant=variant)

@@ -22,16 +22,16 @@ from engine.core.core_types import Chunk, SamplingParams, Sequence
 from engine.core.scheduler import StepBudget
 from engine.errors import EngineStartError
 from engine.kv.layout import KvDtype, KvLayout
-from engine.model.quantization import AS_SAVED, Variant
+from engine.model.quantization import AS_SAVED, QuantizationConfig
 from support.guessing import Recording, always
 from support.long_runs import long
 from support.torch_engine import TorchEngine, all_ids, ids, request, requests
 from support.torch_models import VOCAB, logits_after, random_prompts, runner_of
 from tandem.client import Client
 
-KV = Variant(kv_dtype="int8")
-BOTH = Variant(weights="int8", kv_dtype="int8")
-FP8 = Variant(kv_dtype="fp8")
+KV = QuantizationConfig(kv_dtype="int8")
+BOTH = QuantizationConfig(weights="int8", kv_dtype="int8")
+FP8 = QuantizationConfig(kv_dtype="fp8")
 CPU = torch.device("cpu")
 TYPES = [torch.float32, torch.bfloat16]
 
@@ -158,7 +158,7 @@ def computed(runner: TorchRunner, chunk: int, first_block: int) -> tuple[Tensor,
 
 @pytest.mark.usefixtures("exact_linears")
 @pytest.mark.parametrize("variant", [KV, BOTH])
-def test_logits_and_blocks_are_the_same_to_the_bit_for_every_chunk(saved: Path, variant: Variant) -> None:
+def test_logits_and_blocks_are_the_same_to_the_bit_for_every_chunk(saved: Path, variant: QuantizationConfig) -> None:
     """A vector is quantised by itself: what is kept of it does not depend on what came with it, or after it."""
     runner = runner_of(saved, "bfloat16", variant=variant, backend="native")
     logits, blocks = computed(runner, 101, 0)
@@ -213,7 +213,7 @@ def test_speculation_preemption_prefix_hits_and_replay_change_no_token(saved: Pa
 
 @pytest.mark.parametrize(("variant", "backend"), [(BOTH, "auto"), pytest.param(FP8, "sdpa", marks=long)])
 async def test_lent_over_a_real_transport(
-    saved: Path, cluster_of: Any, ask: Any, variant: Variant, backend: Backend
+    saved: Path, cluster_of: Any, ask: Any, variant: QuantizationConfig, backend: Backend
 ) -> None:
     """Quantised blocks, with their scales, from a prefill worker; and from host memory, when they were evicted."""
     kinds = {"weights": variant.weights, "kv_dtype": variant.kv_dtype, "backend": backend}

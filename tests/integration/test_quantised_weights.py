@@ -18,11 +18,11 @@ from engine.backends.torch.runner import BuiltModel, TorchRunner
 from engine.core.core_types import Chunk
 from engine.errors import EngineStartError, ModelRefused
 from engine.model.model_dir import ModelDir
-from engine.model.quantization import AS_SAVED, Variant
+from engine.model.quantization import AS_SAVED, QuantizationConfig
 from support.long_runs import mostly_long
 from support.torch_models import copy_with, in_blocks, logits_after, random_prompts, runner_of
 
-INT8, INT4 = Variant(weights="int8"), Variant(weights="int4")
+INT8, INT4 = QuantizationConfig(weights="int8"), QuantizationConfig(weights="int4")
 ROWS = [1, 2, 3, 4, 5, 6, 7, 13, 257, 520]
 MakeModel = Callable[..., Path]
 
@@ -148,12 +148,12 @@ def test_columns_after_the_last_are_not_written(kernels: Kernels) -> None:
 @pytest.mark.parametrize("variant", [INT8, INT4])
 @pytest.mark.parametrize("backend", ["native", "sdpa"])
 def test_either_backend_is_as_near_to_the_truth_as_bfloat16_can_be(
-    make_model: MakeModel, family: str, backend: str, variant: Variant
+    make_model: MakeModel, family: str, backend: str, variant: QuantizationConfig
 ) -> None:
     """The truth: the same quantised weights, computed in float32. The noise: what bfloat16 costs weights as saved."""
     path = make_model(family, dtype="bfloat16")
 
-    def every_logit(dtype: str, variant: Variant, backend: str) -> Tensor:
+    def every_logit(dtype: str, variant: QuantizationConfig, backend: str) -> Tensor:
         runner = runner_of(path, dtype, variant=variant, backend=backend)
         return torch.stack([logits_after(runner, PROMPT[: end + 1], 30) for end in range(0, 101, 10)]).double()
 
@@ -166,7 +166,7 @@ def test_either_backend_is_as_near_to_the_truth_as_bfloat16_can_be(
 
 @pytest.mark.parametrize("variant", [INT8, INT4])
 def test_logits_are_the_same_to_the_bit_for_every_chunk_and_company(
-    make_model: MakeModel, kernels: Kernels, variant: Variant
+    make_model: MakeModel, kernels: Kernels, variant: QuantizationConfig
 ) -> None:
     runner = runner_of(make_model("qwen2", dtype="bfloat16"), "bfloat16", variant=variant, backend="native")
     expected = logits_after(runner, PROMPT, 101)

@@ -19,7 +19,7 @@ import pytest_asyncio
 from cluster.error_status import from_rpc_error
 from cluster.errors import Forbidden, ServiceError, StartError, Unauthenticated, Unavailable
 from cluster.rpc import MAX_METADATA_BYTES, channel
-from cluster.tls import Credentials, File, Member, Visitor
+from cluster.tls import ClientIdentity, Credentials, File, MemberIdentity
 from conftest import Ask, ModelFactory
 from protos import decode_pb2, decode_pb2_grpc, lend_pb2, lend_pb2_grpc, membership_pb2, membership_pb2_grpc
 from protos import inference_pb2 as pb
@@ -35,9 +35,9 @@ VOCAB = 400
 PROMPT = list(range(1, 130))
 
 
-def member_of(issued: Issued, authority: Authority) -> Member:
+def member_of(issued: Issued, authority: Authority) -> MemberIdentity:
     files = File("tls_cert", issued.cert), File("tls_key", issued.key)
-    return Member(Credentials(*files, [File("tls_ca", authority.path)]))
+    return MemberIdentity(Credentials(*files, [File("tls_ca", authority.path)]))
 
 
 class Site:
@@ -63,13 +63,15 @@ class Site:
         )
 
     @property
-    def visitor(self) -> Visitor:
-        return Visitor(self.cluster_ca.path, self.client.cert, self.client.key)
+    def visitor(self) -> ClientIdentity:
+        return ClientIdentity(self.cluster_ca.path, self.client.cert, self.client.key)
 
     def asks_as(self, key: str) -> Client:
         return Client(self.cluster.address, api_key=key, tls=self.visitor)
 
-    def https(self, address: str, visitor: Visitor, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+    def https(
+        self, address: str, visitor: ClientIdentity, path: str, body: Any = None, **headers: str
+    ) -> tuple[int, Any]:
         context = visitor.for_http()
         with closing(http.client.HTTPSConnection(address, timeout=20, context=context)) as connection:
             connection.request("GET" if body is None else "POST", path, body and json.dumps(body), headers)
@@ -119,7 +121,10 @@ async def test_metrics_are_for_those_who_scrape(site: Site) -> None:
         status, said = await asyncio.to_thread(site.https, role.metrics_address, site.visitor, "/metrics")
         assert status == 200
         assert b"tandem_" in said
-        for visitor in (Visitor(site.cluster_ca.path), Visitor(site.cluster_ca.path, *_paths(site.stranger))):
+        for visitor in (
+            ClientIdentity(site.cluster_ca.path),
+            ClientIdentity(site.cluster_ca.path, *_paths(site.stranger)),
+        ):
             with pytest.raises((ssl.SSLError, ConnectionError)):
                 await asyncio.to_thread(site.https, role.metrics_address, visitor, "/metrics")
 
@@ -132,10 +137,10 @@ def _strangers(site: Site) -> dict[str, Any]:
     """Who is no member, each by what it opens channels with."""
     return {
         "in the clear": None,
-        "without a certificate": Visitor(site.cluster_ca.path),
+        "without a certificate": ClientIdentity(site.cluster_ca.path),
         "with a client's": site.visitor,
-        "with another authority's": Visitor(site.cluster_ca.path, *_paths(site.stranger)),
-        "with its own": Visitor(
+        "with another authority's": ClientIdentity(site.cluster_ca.path, *_paths(site.stranger)),
+        "with its own": ClientIdentity(
             site.cluster_ca.path, *_paths(Authority(site.keys.parent, "cluster2").issue("member2"))
         ),
     }
@@ -209,14 +214,22 @@ async def test_no_internal_service_is_on_the_public_port(site: Site) -> None:
 
 
 async def test_clients_need_a_certificate_of_their_own_authority(site: Site) -> None:
-    member = Visitor(site.cluster_ca.path, *_paths(site.issued))
-    for visitor in (None, Visitor(site.cluster_ca.path), member, Visitor(site.stranger_ca.path, *_paths(site.client))):
+    member = ClientIdentity(site.cluster_ca.path, *_paths(site.issued))
+    for visitor in (
+        None,
+        ClientIdentity(site.cluster_ca.path),
+        member,
+        ClientIdentity(site.stranger_ca.path, *_paths(site.client)),
+    ):
         async with Client(site.cluster.address, api_key="tk-alice", tls=visitor) as client:
             with pytest.raises(Unavailable):
                 await client.list_models(timeout_s=5)
         with pytest.raises((ssl.SSLError, ConnectionError, http.client.HTTPException)):
             await asyncio.to_thread(
-                site.https, site.cluster.router.http_address, visitor or Visitor(site.stranger_ca.path), "/v1/models"
+                site.https,
+                site.cluster.router.http_address,
+                visitor or ClientIdentity(site.stranger_ca.path),
+                "/v1/models",
             )
 
 
@@ -352,7 +365,7 @@ async def test_metadata_beyond_the_limit_is_refused_before_anybody_hears_of_it(s
 
 async def test_certificates_are_issued_again_while_it_runs(site: Site, ask: Ask) -> None:
     site.cluster_ca.issue("member", hosts=("localhost", "again"))
-    renamed = Member(member_of(site.issued, site.cluster_ca).credentials, "again")
+    renamed = MemberIdentity(member_of(site.issued, site.cluster_ca).credentials, "again")
     for role in (site.cluster.router, *site.cluster.workers):
         async with channel(role.joined_at, renamed) as link:
             await link.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=5)

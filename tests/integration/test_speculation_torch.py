@@ -11,7 +11,7 @@ from engine.core.core_types import SamplingParams
 from engine.core.scheduler import StepBudget
 from engine.errors import EngineStartError
 from engine.model.model_dir import ModelDir
-from engine.speculation.speculator import DraftSource, NgramSource, Speculator
+from engine.speculation.speculator import DraftModelProposer, NgramProposer, Speculator
 from support.guessing import FreeRows, Recording, always
 from support.long_runs import long
 from support.torch_engine import Said, TorchEngine, all_ids, ids, request, requests
@@ -79,7 +79,7 @@ def test_guesses_change_nothing_that_is_said(runner: TorchRunner, plain: dict[st
 
 @pytest.mark.parametrize("how", ["repetition", "choices"])
 def test_what_comes_again_is_guessed_by_prompt_lookup(runner: TorchRunner, plain: dict[str, Said], how: str) -> None:
-    got = ask(TorchEngine(runner, speculator=Speculator(NgramSource(), cost=FreeRows())), how)
+    got = ask(TorchEngine(runner, speculator=Speculator(NgramProposer(), cost=FreeRows())), how)
     assert_same(got, plain[how])
     num_right, num_guessed = rights(got)
     assert 2 < num_right < num_guessed
@@ -123,7 +123,7 @@ def test_a_draft_model_that_is_the_model_itself_guesses_right(
 ) -> None:
     """Where the likeliest is what is sampled. Nothing else is said elsewhere."""
     runner = runner_of(tiny_model, draft=tiny_model)
-    got = ask(TorchEngine(runner, speculator=Speculator(DraftSource(runner), 4, FreeRows())), how)
+    got = ask(TorchEngine(runner, speculator=Speculator(DraftModelProposer(runner), 4, FreeRows())), how)
     assert_same(got, plain[how])
     num_right, num_guessed = rights(got)
     assert num_guessed > 20
@@ -137,7 +137,7 @@ def test_another_draft_model_changes_nothing_even_in_a_tiny_pool(
     make_model: Any, tiny_model: Path, plain: dict[str, Said]
 ) -> None:
     runner = runner_of(tiny_model, num_blocks=8, draft=make_model("qwen3", seed=3))
-    engine = TorchEngine(runner, speculator=Speculator(DraftSource(runner), 4, FreeRows()))
+    engine = TorchEngine(runner, speculator=Speculator(DraftModelProposer(runner), 4, FreeRows()))
     for how in ("greedy", "seeded"):
         assert all_ids(ask(engine, how)) == all_ids(plain[how])
     assert engine.num_preemptions >= 2
@@ -146,7 +146,7 @@ def test_another_draft_model_changes_nothing_even_in_a_tiny_pool(
 def test_what_the_draft_model_has_read_it_need_not_read_again(tiny_model: Path) -> None:
     """Of a prompt that is cached, and of one longer than it reads in a step."""
     runner = runner_of(tiny_model, draft=tiny_model)
-    engine = TorchEngine(runner, StepBudget(96, 64), Speculator(DraftSource(runner), 4, FreeRows()))
+    engine = TorchEngine(runner, StepBudget(96, 64), Speculator(DraftModelProposer(runner), 4, FreeRows()))
     (prompt,) = random_prompts(400, seed=5)
     sampling = replace(SAMPLING["greedy"], max_tokens=12)
     guessed: list[list[int]] = []

@@ -10,13 +10,13 @@ from typing import Any
 from protos import membership_pb2 as pb
 from router.admission.admission import Admission, Outcome, Refused, Started
 from router.admission.config import AdmissionConfig
-from router.admission.rate_limiter import Tenants
+from router.admission.rate_limiter import RateLimiter
 from router.admission.refusals import Refusal
-from router.admission.request import Claim, Waiting
+from router.admission.request import QueuedRequest, RequestInfo
 from router.placement.demand import Demand
 from router.placement.fleet import Fleet
 from router.placement.rates import Priors
-from router.placement.worker_records import Placed, Worker
+from router.placement.worker_records import ActivePlacement, Worker
 
 PRIORS = Priors(1000.0, 100.0, 1e9, 0.001, 0.001, 0.001)
 BLOCK = 4
@@ -34,15 +34,15 @@ class Site:
         self.now = 0.0
         self.fleet = Fleet("router", PRIORS)
         self.config = AdmissionConfig(**config)
-        self.tenants = Tenants(self.config)
+        self.tenants = RateLimiter(self.config)
         self.admission = Admission(self.fleet, self.config, self.tenants)
         self.workers: dict[str, Worker] = {}
         self.used: dict[str, int] = {}
         self.started: list[Started] = []
         """In order; who is running is in `running`."""
         self.refused: list[Refused] = []
-        self.running: dict[Waiting, Placed] = {}
-        self.waiting: dict[Waiting, None] = {}
+        self.running: dict[QueuedRequest, ActivePlacement] = {}
+        self.waiting: dict[QueuedRequest, None] = {}
         for number, pool in enumerate(pools):
             self.join(f"d{number}", pool)
         for number in range(lenders):
@@ -81,15 +81,15 @@ class Site:
         tenant: str = "",
         priority: int = 0,
         usable: int = 0,
-        claim: Claim | None = None,
+        claim: RequestInfo | None = None,
         **times: Any,
-    ) -> Waiting:
+    ) -> QueuedRequest:
         """`first_token_by` and `deadline` count from now."""
         absolute: dict[str, Any] = {name: self.now + seconds for name, seconds in times.items()}
-        claim = claim or Claim(tenant, priority, self.now, **absolute)
+        claim = claim or RequestInfo(tenant, priority, self.now, **absolute)
         return self.arrive(claim, demand_of(num_blocks, usable), self._keys(usable))
 
-    def arrive(self, claim: Claim, demand: Demand, keys: Sequence[bytes] = ()) -> Waiting:
+    def arrive(self, claim: RequestInfo, demand: Demand, keys: Sequence[bytes] = ()) -> QueuedRequest:
         waiting, outcomes = self.admission.arrived(claim, demand, keys, self.now)
         self.waiting[waiting] = None
         self._absorb(outcomes)
@@ -100,10 +100,10 @@ class Site:
         number = next(_KEYS)
         return [f"{number}-{block}".encode() for block in range(usable)]
 
-    def end(self, waiting: Waiting) -> None:
+    def end(self, waiting: QueuedRequest) -> None:
         self._absorb(self.admission.ended(self.running.pop(waiting), self.now))
 
-    def cancel(self, waiting: Waiting) -> None:
+    def cancel(self, waiting: QueuedRequest) -> None:
         """As the shell: takes back what was placed."""
         if waiting in self.running:
             self.end(waiting)
@@ -121,13 +121,13 @@ class Site:
 
     # ------------------------------------------------------------------ questions
 
-    def is_running(self, waiting: Waiting) -> bool:
+    def is_running(self, waiting: QueuedRequest) -> bool:
         return waiting in self.running
 
-    def refusal(self, waiting: Waiting) -> Refusal | None:
+    def refusal(self, waiting: QueuedRequest) -> Refusal | None:
         return next((refused.refusal for refused in self.refused if refused.waiting is waiting), None)
 
-    def worker_of(self, waiting: Waiting) -> str:
+    def worker_of(self, waiting: QueuedRequest) -> str:
         return self.running[waiting].decode.worker_id
 
     def _absorb(self, outcomes: Sequence[Outcome]) -> None:
@@ -175,7 +175,7 @@ class Job:
     arrived_at: float
     prompt_tokens: int
     output_tokens: int
-    claim: Claim
+    claim: RequestInfo
     first_token_at: float | None = None
     ended_at: float | None = None
     refused_at: float | None = None
@@ -210,12 +210,12 @@ class ModelledFleet:
         self.now = 0.0
         priors = Priors(lender_tokens_per_s, lender_tokens_per_s / 50, 1e9, 0.002, 0.001, 0.0001)
         self.fleet = Fleet("router", priors, learn_rates=False)
-        self.admission = Admission(self.fleet, config, Tenants(config))
+        self.admission = Admission(self.fleet, config, RateLimiter(config))
         self.step_s, self.pool = step_s, pool
         self.jobs: list[Job] = []
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._job_of: dict[Waiting, Job] = {}
+        self._job_of: dict[QueuedRequest, Job] = {}
         self._pending: deque[Outcome] = deque()
         self._performing = False
         self._decodes = [self._join(f"d{number:02}", pb.ROLE_DECODE, pool) for number in range(decodes)]
@@ -289,7 +289,7 @@ class ModelledFleet:
                 job.retry_after_s = getattr(outcome.refusal.error, "retry_after_s", None)
         self._performing = False
 
-    def _begin(self, job: Job, placed: Placed) -> None:
+    def _begin(self, job: Job, placed: ActivePlacement) -> None:
         self._seen = placed.sequence
         decode, blocks = placed.decode, placed.demand.num_total_blocks
         self._used[decode] += blocks

@@ -4,10 +4,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from engine.core.engine_core import CoreLimits, EngineCore
-from engine.core.model_runner import Runner
-from engine.lending.block_reads import OtherRank
-from engine.lending.fast_path import EarlyLink
+from engine.core.engine_core import EngineCore, EngineLimits
+from engine.core.model_runner import ModelRunner
+from engine.lending.block_reads import RemoteRank
+from engine.lending.fast_path import FastPathLink
 from engine.messages import FromEngine, ToEngine
 from engine.speculation.speculator import Speculator
 from kvtransfer.transport import Transport
@@ -38,12 +38,12 @@ class CheckedCore:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: ModelRunner,
         transport: Transport,
-        limits: CoreLimits,
+        limits: EngineLimits,
         speculator: Speculator | None = None,
-        others: Sequence[OtherRank] = (),
-        early: EarlyLink | None = None,
+        others: Sequence[RemoteRank] = (),
+        early: FastPathLink | None = None,
     ) -> None:
         self.said: list[FromEngine] = []
         self.core = EngineCore(

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from engine.backends.sim.runner import SimRunner
 from engine.core.core_types import SamplingParams
-from engine.core.engine_core import CoreLimits
+from engine.core.engine_core import EngineLimits
 from engine.core.scheduler import StepBudget
-from engine.lending.fast_path import EarlyLink
+from engine.lending.fast_path import FastPathLink
 from engine.messages import Generate, KvAccount, Lend, LendStarting, Token
 from kvtransfer.fingerprint import fingerprint_blocks
 from kvtransfer.local import LocalNetwork, LocalTransport
@@ -29,11 +29,11 @@ class Engine(LandingCore):
         network: LocalNetwork | None = None,
         eager: bool = True,
         max_queued_loans: int = 2,
-        early: EarlyLink | None = None,
+        early: FastPathLink | None = None,
     ) -> None:
         self.transport = LocalTransport(network or LocalNetwork(), name, eager)
         self.runner = SimRunner(LAYOUT, num_blocks, VOCAB)
-        limits = CoreLimits(budget, max_queued_loans, report_interval_s=0.0, min_report_interval_s=0.0)
+        limits = EngineLimits(budget, max_queued_loans, report_interval_s=0.0, min_report_interval_s=0.0)
         super().__init__(self.runner, self.transport, limits, early=early)
 
     def land(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 from engine.backends.sim.runner import SimRunner
 from engine.backends.sim.states import likeliest
 from engine.core.core_types import Chunk, FinishReason, SamplingParams
-from engine.core.engine_core import CoreLimits, EngineCore
+from engine.core.engine_core import EngineCore, EngineLimits
 from engine.core.scheduler import StepBudget, max_wait_steps
 from engine.messages import (
     Cancel,
@@ -102,7 +102,7 @@ class Engine:
         self.budget = budget
         runner = SimRunner(LAYOUT, num_blocks, VOCAB)
         self.runner = runner
-        limits = CoreLimits(budget, 4, reserve, report_interval_s=0.0, min_report_interval_s=0.0)
+        limits = EngineLimits(budget, 4, reserve, report_interval_s=0.0, min_report_interval_s=0.0)
         transport = LocalTransport(LocalNetwork(), "engine")
         self.core = EngineCore(runner, transport, limits, self.said.append, speculator=speculator)
         self.core.start()

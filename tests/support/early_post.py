@@ -1,9 +1,9 @@
 """Early words within a process."""
 
-from engine.lending.fast_path import KEY_BYTES, EarlyLink
+from engine.lending.fast_path import KEY_BYTES, FastPathLink
 
 
-class Post(EarlyLink):
+class Post(FastPathLink):
     """Words to whom they name, at once."""
 
     def __init__(self, boxes: dict[bytes, list[bytes]], name: bytes) -> None:

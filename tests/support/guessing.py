@@ -4,8 +4,8 @@ import random
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
-from engine.core.core_types import Chunk, Sampled, Sequence
-from engine.speculation.speculation_policy import StepCost, Wish
+from engine.core.core_types import Chunk, SampleResult, Sequence
+from engine.speculation.speculation_policy import DraftBudget, StepCost
 from engine.speculation.speculator import Speculator
 from support.sim_model import VOCAB, undisturbed
 
@@ -28,13 +28,13 @@ class Oracle:
         self._random = random.Random(seed)
         self._guesses: dict[Sequence, tuple[int, ...]] = {}
 
-    def wish(self, sequence: Sequence, most: int) -> Wish | None:
+    def wish(self, sequence: Sequence, most: int) -> DraftBudget | None:
         truth = self.truth(sequence, most)
         self._guesses[sequence] = tuple(
             self._random.randrange(self._vocab_size) if self._random.random() < self._mistakes else token
             for token in truth
         )
-        return Wish(1.0, len(truth)) if truth else None
+        return DraftBudget(1.0, len(truth)) if truth else None
 
     def truth(self, sequence: Sequence, most: int) -> Seq[int]:
         """The next tokens, `most` at most."""
@@ -45,7 +45,7 @@ class Oracle:
     def guessed(self, chunk: Chunk, count: int) -> Chunk:
         return Chunk(chunk.sequence, chunk.start, chunk.count, self._guesses[chunk.sequence][:count])
 
-    def verified(self, sequence: Sequence, sampled: Sampled) -> None:
+    def verified(self, sequence: Sequence, sampled: SampleResult) -> None:
         """It knows."""
 
 

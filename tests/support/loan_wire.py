@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 
 from cluster.errors import InvalidRequest, Overloaded, ServiceError
-from engine.worker.loan_stream import Loan, LoanLink
-from prefill_worker.borrower_stream import Connection
+from engine.worker.loan_stream import Loan, LoanStream
+from prefill_worker.borrower_stream import BorrowerStream
 from protos import lend_pb2 as pb
 
 SILENCE_S = 5.0
@@ -90,14 +90,14 @@ class Wire:
     def __init__(self) -> None:
         self.borrower, self.lender = Engine(), Engine()
         self.given: dict[str, GivenLoan] = {}
-        self.connection = Connection(self._begin, self.lender, SILENCE_S)  # type: ignore[arg-type]
+        self.connection = BorrowerStream(self._begin, self.lender, SILENCE_S)  # type: ignore[arg-type]
         self.held = asyncio.Event()
         self.held.set()
         self.num_frames = 0
         self.largest = 0
         """Bytes of a frame of the lender's."""
         self.times_broken = 0
-        self.link = LoanLink(self, "p0", self.borrower, SILENCE_S, self._broken)  # type: ignore[arg-type]
+        self.link = LoanStream(self, "p0", self.borrower, SILENCE_S, self._broken)  # type: ignore[arg-type]
 
     def open(self, name: str, size: int = 0) -> Loan:
         return self.link.open(name, pb.Want(request_id=name, token_ids=bytes(size)))

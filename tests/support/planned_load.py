@@ -4,8 +4,8 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from planner.config import PolicyConfig
-from planner.observation import Counters, Observation, PoolSeen
-from planner.policy import State, Wish, decide
+from planner.observation import Counters, Observation, PoolObservation
+from planner.policy import DesiredSizes, PolicyState, decide
 
 POOL_BLOCKS = 1000
 
@@ -25,9 +25,9 @@ class Fluid:
     every_s: float = 5.0
     now_s: float = 0.0
     waiting: float = 0.0
-    state: State | None = None
+    state: PolicyState | None = None
     counters: Counters = field(default_factory=Counters)
-    wishes: list[Wish] = field(default_factory=list)
+    wishes: list[DesiredSizes] = field(default_factory=list)
     _starting: list[tuple[float, str]] = field(default_factory=list)
 
     def run(self, rate: float, for_s: float) -> None:
@@ -35,7 +35,7 @@ class Fluid:
         for _ in range(round(for_s / self.every_s)):
             self.step(rate)
 
-    def step(self, rate: float) -> Wish:
+    def step(self, rate: float) -> DesiredSizes:
         self.now_s += self.every_s
         for due_s, role in [start for start in self._starting if start[0] <= self.now_s]:
             self._starting.remove((due_s, role))
@@ -71,8 +71,8 @@ class Fluid:
         starting = {role: sum(other == role for _, other in self._starting) for role in ("prefill", "decode")}
         return Observation(
             self.now_s,
-            PoolSeen(self.prefill, starting["prefill"], busy),
-            PoolSeen(
+            PoolObservation(self.prefill, starting["prefill"], busy),
+            PoolObservation(
                 self.decode,
                 starting["decode"],
                 running=running,
@@ -84,7 +84,7 @@ class Fluid:
             counters=self.counters,
         )
 
-    def _obey(self, wish: Wish) -> None:
+    def _obey(self, wish: DesiredSizes) -> None:
         for role, switched in (("prefill", wish.to_prefill), ("decode", wish.to_decode)):
             other = "decode" if role == "prefill" else "prefill"
             setattr(self, other, getattr(self, other) - switched)

@@ -9,9 +9,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from protos import membership_pb2
-from router.admission.tenant_limits import TenantGate
+from router.admission.tenant_limits import TenantLimits
 from router.config import RouterConfig
-from router.models.model_runtime import ServedModel, ServedModels, read_models
+from router.models.model_runtime import ModelRuntime, ModelRuntimes, read_models
 from router.runtime import serve_models
 
 WORDS = [f"word{number}" for number in range(300)]
@@ -25,12 +25,12 @@ def write_word_tokenizer(path: Path) -> None:
     tokenizer.save(str(path / "tokenizer.json"))
 
 
-def served(entries: Sequence[dict[str, Any]], **config: Any) -> tuple[RouterConfig, ServedModels]:
+def served(entries: Sequence[dict[str, Any]], **config: Any) -> tuple[RouterConfig, ModelRuntimes]:
     parsed = RouterConfig.parse({"models": entries, **config})
-    return parsed, serve_models(parsed, read_models(parsed), TenantGate(parsed), b"incarnation")
+    return parsed, serve_models(parsed, read_models(parsed), TenantLimits(parsed), b"incarnation")
 
 
-def hello_of(served_model: ServedModel, worker_id: str = "d0", **fields: Any) -> membership_pb2.Hello:
+def hello_of(served_model: ModelRuntime, worker_id: str = "d0", **fields: Any) -> membership_pb2.Hello:
     values: dict[str, Any] = {
         "worker_id": worker_id,
         "role": membership_pb2.ROLE_DECODE,
@@ -44,7 +44,7 @@ def hello_of(served_model: ServedModel, worker_id: str = "d0", **fields: Any) ->
     return membership_pb2.Hello(**(values | fields))
 
 
-def join(model: ServedModel, num_blocks: int = 100, queued_tokens: int = 0) -> None:
+def join(model: ModelRuntime, num_blocks: int = 100, queued_tokens: int = 0) -> None:
     worker = model.fleet.joined(hello_of(model, f"{model.name}-d", num_blocks=num_blocks))
     load = membership_pb2.LoadReport(
         available_blocks=num_blocks, num_blocks=num_blocks, queued_prefill_tokens=queued_tokens

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.backends.sim.runner import SimRunner
-from engine.core.core_types import Chunk, Sampled
-from engine.core.engine_core import CoreLimits
-from engine.core.model_runner import Runner
+from engine.core.core_types import Chunk, SampleResult
+from engine.core.engine_core import EngineLimits
+from engine.core.model_runner import ModelRunner
 from engine.kv.layout import KvLayout
-from engine.lending.block_reads import OtherRank, OwnRank
+from engine.lending.block_reads import LocalRank, RemoteRank
 from kvtransfer.fingerprint import Fingerprints
 from kvtransfer.local import LocalTransport
 from kvtransfer.ranks import BlockPart
@@ -25,11 +25,11 @@ from support.sim_model import LAYOUT, VOCAB
 from support.slow_transport import SlowTransport
 
 
-class NearRank(OwnRank, OtherRank):
+class NearRank(LocalRank, RemoteRank):
     """Another rank, which happens to be in this process."""
 
 
-class ShardedSim(Runner):
+class ShardedSim(ModelRunner):
     """Computes in a pool of its own, which is made of the ranks' parts before each step and cut into them after it."""
 
     def __init__(self, num_blocks: int, ranks: int) -> None:
@@ -40,7 +40,7 @@ class ShardedSim(Runner):
         self.pool = self.pools[0]
         self._prints = [Fingerprints(pool.memory, part.kv_heads) for pool in self.pools]
 
-    def execute(self, batch: Sequence[Chunk]) -> list[Sampled]:
+    def execute(self, batch: Sequence[Chunk]) -> list[SampleResult]:
         width = self.pools[0].memory.shape[1]
         for rank, pool in enumerate(self.pools):
             self._sim.pool.memory[:, rank * width : (rank + 1) * width] = pool.memory
@@ -73,13 +73,13 @@ class ShardedEngine(LandingCore):
     def __init__(self, name: str, ranks: int, open_transport: Callable[[str], Transport], num_blocks: int = 8) -> None:
         self.sharded = ShardedSim(num_blocks, ranks)
         self.ranks = [open_transport(f"{name}-{rank}") for rank in range(ranks)]
-        others: list[OtherRank] = []
+        others: list[RemoteRank] = []
         for rank, transport in enumerate(self.ranks[1:], 1):
             part = BlockPart(LAYOUT.block_bytes, rank, ranks)
             other = NearRank(transport, part, self.sharded.prints_of(rank), self.sharded.folding)
             other.endpoint = transport.register(self.sharded.pools[rank])
             others.append(other)
-        limits = CoreLimits(WIDE, 2, report_interval_s=0.0, min_report_interval_s=0.0)
+        limits = EngineLimits(WIDE, 2, report_interval_s=0.0, min_report_interval_s=0.0)
         super().__init__(self.sharded, self.ranks[0], limits, others=others)
 
     def land(self) -> bool:

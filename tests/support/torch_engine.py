@@ -5,7 +5,7 @@ from typing import Any
 
 from engine.backends.torch.runner import TorchRunner
 from engine.core.core_types import SamplingParams
-from engine.core.engine_core import CoreLimits
+from engine.core.engine_core import EngineLimits
 from engine.core.scheduler import StepBudget
 from engine.messages import Generate, Token
 from engine.speculation.speculator import Speculator
@@ -30,7 +30,7 @@ class TorchEngine(CheckedCore):
         """By default requests are admitted without regard to what they will say: where blocks are few, they are
         preempted."""
         self.runner = runner
-        limits = CoreLimits(budget, reserve_output_tokens=reserve_output_tokens)
+        limits = EngineLimits(budget, reserve_output_tokens=reserve_output_tokens)
         super().__init__(runner, LocalTransport(LocalNetwork(), "one"), limits, speculator)
 
     def ask(self, *requests: Generate) -> Said:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from engine.lending.sources import LowerTiers
+from engine.lending.sources import TierSource
 from support.trial_node import Node, Stream
 
 FAULTS = (
@@ -58,7 +58,7 @@ IMPOSSIBLE: dict[Cell, str] = {
 
 def borrower_state(stream: Stream) -> str:
     loan = stream.borrower.core._borrowing._loans.get(stream.request_id)
-    if loan is None or isinstance(loan.source, LowerTiers):
+    if loan is None or isinstance(loan.source, TierSource):
         return "over"
     return "opening" if loan.machine.opening else "reading"
 
@@ -100,7 +100,7 @@ class Cells:
     def note_restoring(self, fault: str, node: Node, loan_id: str | None = None) -> None:
         """It meets what this engine, or one sequence there, is bringing back from its tier."""
         for found_id, loan in node.core._borrowing._loans.items():
-            if isinstance(loan.source, LowerTiers) and loan_id in (None, found_id):
+            if isinstance(loan.source, TierSource) and loan_id in (None, found_id):
                 self.counts[fault, "borrower", "restoring"] += 1
 
 

@@ -9,7 +9,7 @@ import math
 
 from engine.backends.sim.states import prompt_logprob
 from engine.core.scheduler import StepBudget
-from engine.lending.sources import Lender
+from engine.lending.sources import LenderSource
 from kvtransfer.transport import Pool
 from support.sim_model import VOCAB, undisturbed
 from support.trial_cells import lender_state
@@ -212,7 +212,7 @@ class Cluster(Faults):
             self.seen["quarantined"] += bool(node.core._books.pool.num_quarantined)
             self.seen["waiting preempted"] += bool(node.core._requests.residency.preempted)
             self.seen["said early"] += any(
-                isinstance(loan.source, Lender) and bool(loan.source.early)
+                isinstance(loan.source, LenderSource) and bool(loan.source.early)
                 for loan in node.core._borrowing._loans.values()
             )
             if contents:

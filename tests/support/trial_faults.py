@@ -2,7 +2,7 @@
 
 import random
 
-from engine.lending.sources import LowerTiers
+from engine.lending.sources import TierSource
 from engine.messages import Cancel, LendClosed, LoanFailed
 from support.sim_model import VOCAB, WIDTH
 from support.trial_cells import borrower_state, lender_state
@@ -227,7 +227,7 @@ class Faults(Front):
         wanted: list[tuple[Node, int]] = []
         for node in nodes:
             for loan in node.core._borrowing._loans.values():
-                if isinstance(loan.source, LowerTiers):
+                if isinstance(loan.source, TierSource):
                     wanted += [(node, held.slot) for held in loan.source._held]
         if wanted:
             node, slot = self.rng.choice(wanted)

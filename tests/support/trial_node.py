@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.backends.sim.runner import SimRunner
-from engine.core.core_types import BeamParams, Chunk, Sampled, SamplingParams
-from engine.core.engine_core import CoreLimits, EngineCore
+from engine.core.core_types import BeamParams, Chunk, SampleResult, SamplingParams
+from engine.core.engine_core import EngineCore, EngineLimits
 from engine.core.scheduler import StepBudget
 from engine.kv.tiers.tiers import TierConfig, Tiers
-from engine.lending.fast_path import KEY_BYTES, NAME_BYTES, SECRET_BYTES, EarlyLink
+from engine.lending.fast_path import KEY_BYTES, NAME_BYTES, SECRET_BYTES, FastPathLink
 from engine.messages import FromEngine, Generate, ToEngine, Token
 from kvtransfer.fingerprint import fingerprint_blocks
 from kvtransfer.transport import Pool
@@ -42,7 +42,7 @@ class TrialRunner(SimRunner):
         self.pool.memory[block, half:] = content[half:]
 
 
-class TrialLink(EarlyLink):
+class TrialLink(FastPathLink):
     """Words arrive when they are handed on, in order, or never."""
 
     def __init__(self, links: "dict[bytes, TrialLink]") -> None:
@@ -97,7 +97,7 @@ class Node:
         """What has arrived and was not handled yet."""
         self.transport = SlowTransport(network, name)
         self.runner = TrialRunner(num_blocks)
-        limits = CoreLimits(budget, 4, reserve, report_interval_s=0.0, read_silence_s=read_silence_s)
+        limits = EngineLimits(budget, 4, reserve, report_interval_s=0.0, read_silence_s=read_silence_s)
         self.tiers: Tiers | None = None
         if tier_blocks:
             config = TierConfig(tier_blocks * LAYOUT.block_bytes, None, 0)
@@ -109,7 +109,7 @@ class Node:
         self.endpoint = self.core.start().endpoint
         self.batch: list[Chunk] = []
         """Being computed: `end_step` is still to come."""
-        self.sampled: list[Sampled] | None = None
+        self.sampled: list[SampleResult] | None = None
 
     def tell(self, message: ToEngine) -> None:
         """It is handled now, after what arrived before; by a stopped process, when it wakes."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from cluster.roles import Role
 from engine.backends.sim.timing import StepTiming
-from engine.core.engine_core import CoreLimits
+from engine.core.engine_core import EngineLimits
 from engine.core.scheduler import StepBudget
 from engine.kv.layout import KvLayout
 from router.placement.rates import Priors
@@ -24,7 +24,7 @@ PRIORS = Priors(20_000, 20_000, 1e9, 0.002, 0.004, 1e-4)
 
 def worker_spec(role: Role, num_blocks: int = 400, reserve: int = 256, nic_bytes_per_s: float = 2e9) -> WorkerSpec:
     chunk = 256 if role == "prefill" else 64
-    limits = CoreLimits(StepBudget(512, chunk), reserve_output_tokens=reserve)
+    limits = EngineLimits(StepBudget(512, chunk), reserve_output_tokens=reserve)
     return WorkerSpec(role, LAYOUT, num_blocks, TIMING, limits, nic_bytes_per_s)
 
 

@@ -4,12 +4,12 @@ import pytest
 
 from cluster.errors import Unavailable
 from protos import membership_pb2 as pb
-from router.admission.request import Claim, Waiting
+from router.admission.request import QueuedRequest, RequestInfo
 from router.placement.demand import Demand
 from support.admission_site import BLOCK, Site
 
 
-def started(site: Site) -> list[Waiting]:
+def started(site: Site) -> list[QueuedRequest]:
     return [start.waiting for start in site.started]
 
 
@@ -214,7 +214,7 @@ def test_a_pool_too_small_for_the_whole_is_not_taken_for_a_start() -> None:
     hello = pb.Hello(worker_id="d0", role=pb.ROLE_DECODE, reserve_output_tokens=4)
     site.workers["d0"] = site.fleet.joined(hello)
     site.report("d0", 10)
-    claim = Claim("", 0, 0.0)
+    claim = RequestInfo("", 0, 0.0)
     demand = Demand(4, 0, 11, BLOCK, 100, (4,), 44)
     assert demand.num_promised_blocks(4) == 2
     _, outcomes = site.admission.arrived(claim, demand, [], 0.0)
@@ -243,7 +243,7 @@ def test_batch_larger_than_its_share_starts_on_an_empty_worker() -> None:
 # ---------------------------------------------------------------------------------------------- lenders
 
 
-def bound(site: Site, waiting: Waiting) -> bool:
+def bound(site: Site, waiting: QueuedRequest) -> bool:
     return site.is_running(waiting) and site.running[waiting].lender is not None
 
 

@@ -2,12 +2,12 @@
 
 from protos import inference_pb2 as public_pb
 from router.admission.circuit_breaker import FIRST_S, MOST_S
-from router.admission.request import Claim, Waiting
+from router.admission.request import QueuedRequest, RequestInfo
 from router.placement.demand import Demand
 from support.admission_site import BLOCK, Site
 
 
-def fail(site: Site, waiting: Waiting) -> None:
+def fail(site: Site, waiting: QueuedRequest) -> None:
     site.running[waiting].failed = True
     site.end(waiting)
 
@@ -83,7 +83,7 @@ def lends(site: Site, failure: str = "", moved: int = 0, mismatched: int = 0) ->
     """A request of a long prompt that ends with such a receipt; who lent."""
     site.waiting.clear()
     demand = Demand(USABLE * BLOCK + 1, USABLE, USABLE + 1, BLOCK, 100)
-    waiting = site.arrive(Claim("", 0, site.now), demand, site._keys(USABLE))
+    waiting = site.arrive(RequestInfo("", 0, site.now), demand, site._keys(USABLE))
     placed = site.running[waiting]
     kv = public_pb.KvReceipt(loan_failure=failure, moved_blocks=moved, mismatched_blocks=mismatched)
     receipt = public_pb.Receipt(kv=kv)

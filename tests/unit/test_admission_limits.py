@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cluster.errors import Overloaded
 from router.admission.config import AdmissionConfig, TenantPolicy
 from router.admission.quota import LocalLedger
-from router.admission.rate_limiter import Tenants
+from router.admission.rate_limiter import RateLimiter
 from router.admission.refusals import Refusal
 from router.admission.token_bucket import TokenBucket
 
@@ -108,8 +108,8 @@ async def test_windows_that_are_over_are_forgotten() -> None:
 # ---------------------------------------------------------------------------------------------- tenants
 
 
-def tenants(**config: object) -> Tenants:
-    return Tenants(AdmissionConfig.parse(config))
+def tenants(**config: object) -> RateLimiter:
+    return RateLimiter(AdmissionConfig.parse(config))
 
 
 def test_a_refusal_names_limit_and_tenant_and_when_to_return() -> None:

@@ -13,8 +13,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from router.admission.queues import QUANTUM, ClassQueue, Line
-from router.admission.request import Claim, Waiting
+from router.admission.queues import QUANTUM, ClassQueue, TenantQueue
+from router.admission.request import QueuedRequest, RequestInfo
 from support.admission_site import Site, demand_of
 
 EXAMPLES = int(os.environ.get("TANDEM_TRIALS", "0")) // 20 or 60
@@ -70,10 +70,10 @@ class OnePlace(RuleBasedStateMachine):
         assert self.running is expected
         self._gone(expected)
 
-    def _of(self, priority: int, tenant: str) -> list[Waiting]:
+    def _of(self, priority: int, tenant: str) -> list[QueuedRequest]:
         return [w for w in self.site.waiting if (w.claim.priority, w.claim.tenant) == (priority, tenant)]
 
-    def _next(self) -> Waiting:
+    def _next(self) -> QueuedRequest:
         priority = max(waiting.claim.priority for waiting in self.site.waiting)
         ring = self.rings[priority]
         while True:
@@ -88,7 +88,7 @@ class OnePlace(RuleBasedStateMachine):
             self.visited.discard(at)
             ring.append(ring.pop(0))
 
-    def _gone(self, waiting: Waiting) -> None:
+    def _gone(self, waiting: QueuedRequest) -> None:
         at = waiting.claim.priority, waiting.claim.tenant
         if not self._of(*at):
             self.rings[at[0]].remove(at[1])
@@ -117,8 +117,8 @@ def test_service_for_its_weight_differs_by_a_constant(
 
     def add(tenant: str, cost: int, weight: float) -> None:
         number = next(numbers)
-        claim = Claim(tenant, 0, float(number))
-        waiting = Waiting.of(claim, demand_of(1), [], number, 0.0)
+        claim = RequestInfo(tenant, 0, float(number))
+        waiting = QueuedRequest.of(claim, demand_of(1), [], number, 0.0)
         waiting.cost, waiting.need = cost, 1
         queue.add(waiting, weight)
 
@@ -151,11 +151,11 @@ def test_service_for_its_weight_differs_by_a_constant(
 def test_who_cannot_start_saves_up_nothing() -> None:
     queue = ClassQueue(0)
     for number, tenant in enumerate(["stuck", "goes"] * 50):
-        waiting = Waiting.of(Claim(tenant, 0, 0.0), demand_of(1), [], number, 0.0)
+        waiting = QueuedRequest.of(RequestInfo(tenant, 0, 0.0), demand_of(1), [], number, 0.0)
         waiting.cost = 100
         queue.add(waiting, 1.0)
 
-    def only(line: Line) -> Waiting | None:
+    def only(line: TenantQueue) -> QueuedRequest | None:
         return line.requests[0] if line.tenant == "goes" else None
 
     for _ in range(49):
@@ -184,7 +184,7 @@ class Everything(RuleBasedStateMachine):
             long_prompt_s=0.05,
             tenants={"a": {"max_running": 2}, "b": {"weight": 5}},
         )
-        self.asked: list[Waiting] = []
+        self.asked: list[QueuedRequest] = []
         self.names = len(pools)
 
     @rule(
@@ -306,7 +306,7 @@ def test_nobody_waits_for_ever(large: int, small: list[int], priority: int, dura
     """Two workers of 20 blocks; small requests of its class come without end. The large one starts once it was passed
     for max_passed_s and then what ran on the worker kept for it has ended."""
     site = Site([20, 20], max_passed_s=2, lower_class_share=0.05)
-    ends: list[tuple[float, Waiting]] = []
+    ends: list[tuple[float, QueuedRequest]] = []
 
     def step(number: int) -> None:
         waiting = site.ask(small[number % len(small)], f"t{number % 3}", priority)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from router.admission.config import AdmissionConfig
-from router.admission.request import Claim
+from router.admission.request import RequestInfo
 from support.admission_site import Job, ModelledFleet
 
 MAX_TTFT_S = 1.5
@@ -46,7 +46,7 @@ def simulate(load: float, tokens_per_s: float, interactive: float = 0.2) -> Figu
         first = draw.random() < interactive
         size = draw.uniform(0.5, 1.5)
         limits = {"first_token_by": at + MAX_TTFT_S} if first else {}
-        claim = Claim(f"t{draw.randrange(5)}", 0 if first else -1, at, at + BATCH_DEADLINE_S, **limits)
+        claim = RequestInfo(f"t{draw.randrange(5)}", 0 if first else -1, at, at + BATCH_DEADLINE_S, **limits)
         site.run(at)
         site.arrive(Job(first, at, int(PROMPT * size), int(OUTPUT * size), claim))
         longest = max(longest, site.admission.num_waiting)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cluster.errors import DeadlineExceeded, Overloaded
 from protos import membership_pb2 as pb
 from router.admission.config import TenantPolicy
-from router.admission.request import Claim, Waiting
+from router.admission.request import QueuedRequest, RequestInfo
 from router.placement.demand import Demand
 from support.admission_site import BLOCK, Site, demand_of
 
@@ -93,8 +93,8 @@ def test_the_whole_deadline_counts_the_stream_too() -> None:
     site.report("d0", 11)
     demand = Demand(4, 0, 11, BLOCK, 100, (4,), 44)
 
-    def arrive(deadline: float) -> Waiting:
-        return site.arrive(Claim("", 0, site.now, site.now + deadline), demand)
+    def arrive(deadline: float) -> QueuedRequest:
+        return site.arrive(RequestInfo("", 0, site.now, site.now + deadline), demand)
 
     for _ in range(100):
         stream = arrive(1000)
@@ -117,9 +117,9 @@ def test_what_a_request_may_say_is_not_what_it_will_say() -> None:
     """Streams that may have 100 tokens last for 10 s. Behind a queued prompt comes one that may have 1,900."""
     site = Site([10_000])
 
-    def arrive(output: int, deadline: float) -> Waiting:
+    def arrive(output: int, deadline: float) -> QueuedRequest:
         demand = Demand(4, 0, 1 + output // 4, BLOCK, 100, (4,), 4 + output)
-        return site.arrive(Claim("", 0, site.now, site.now + deadline), demand)
+        return site.arrive(RequestInfo("", 0, site.now, site.now + deadline), demand)
 
     for _ in range(100):
         stream = arrive(100, 1000)
@@ -136,7 +136,7 @@ def test_what_a_request_may_say_is_not_what_it_will_say() -> None:
 def test_a_stream_under_way_waits_until_its_very_deadline() -> None:
     site = Site([10])
     site.ask(10)
-    claim = Claim("", 0, 0.0, deadline=5, first_token_by=0.1, streaming=True, num_placed=1)
+    claim = RequestInfo("", 0, 0.0, deadline=5, first_token_by=0.1, streaming=True, num_placed=1)
     resumed = site.ask(10, claim=claim)
     site.wait(4.9)
     assert resumed in site.waiting
@@ -236,7 +236,7 @@ def test_max_running_holds_back_a_tenant_and_nobody_else() -> None:
 
 def test_a_worker_that_refused_is_not_asked_again_at_once() -> None:
     site = Site([10])
-    claim = Claim("", 0, 0.0)
+    claim = RequestInfo("", 0, 0.0)
     waiting = site.ask(5, claim=claim)
     times = []
     for _ in range(6):
@@ -258,7 +258,7 @@ def test_a_worker_that_refused_is_not_asked_again_at_once() -> None:
 
 def test_a_report_ends_a_workers_refusal_but_the_claim_pauses() -> None:
     site = Site([10])
-    claim = Claim("", 0, 0.0)
+    claim = RequestInfo("", 0, 0.0)
     waiting = site.ask(5, claim=claim)
     site.admission.refused_by_worker(site.running[waiting], site.now)
     site.end(waiting)
@@ -272,7 +272,7 @@ def test_a_report_ends_a_workers_refusal_but_the_claim_pauses() -> None:
 
 def test_refusals_by_workers_are_bounded() -> None:
     site = Site([10], max_refusals=2)
-    claim = Claim("", 0, 0.0)
+    claim = RequestInfo("", 0, 0.0)
     for attempt in range(3):
         waiting = site.ask(5, claim=claim)
         site.wait(1)
@@ -287,7 +287,7 @@ def test_refusals_by_workers_are_bounded() -> None:
 
 def test_who_comes_back_keeps_its_place_and_is_not_displaced() -> None:
     site = Site([10], max_queued=2)
-    claim = Claim("", -1, site.now)
+    claim = RequestInfo("", -1, site.now)
     waiting = site.ask(10, claim=claim)
     site.wait(1)
     others = [site.ask(10, priority=-1), site.ask(10, priority=-1)]

@@ -14,8 +14,8 @@ from engine.lending.borrower import (
     Close,
     Event,
     Failed,
-    Landed,
     Read,
+    ReadCompleted,
     Release,
     Started,
 )
@@ -48,9 +48,9 @@ def done(machine: Borrower, bound_end: int) -> bool:
 
 def test_the_whole_loan() -> None:
     machine = announced()
-    assert machine.handle(Landed(1, (A, B))) == [Release(1, 2), Bind(1, 3, (A, B))]
+    assert machine.handle(ReadCompleted(1, (A, B))) == [Release(1, 2), Bind(1, 3, (A, B))]
     assert machine.bound_end == 3
-    assert machine.handle(Landed(3, (C, D))) == [Release(3, 2), Bind(3, 5, (C, D)), Close(5, 0, "")]
+    assert machine.handle(ReadCompleted(3, (C, D))) == [Release(3, 2), Bind(3, 5, (C, D)), Close(5, 0, "")]
     assert done(machine, 5)
 
 
@@ -59,18 +59,18 @@ def test_announcements_come_in_pieces_of_any_size() -> None:
     assert machine.handle(Started(6)) == [Allocate(0, 6)]
     assert machine.handle(Announced(0, (9,), (A,))) == [Read(0, (9,))]
     assert machine.handle(Announced(1, (8, 7, 6), (B, C, D))) == [Read(1, (8, 7)), Read(3, (6,))]
-    assert machine.handle(Landed(0, (A,))) == [Release(0, 1), Bind(0, 1, (A,))]
-    assert machine.handle(Landed(1, (B, C))) == [Release(1, 2), Bind(1, 3, (B, C))]
-    assert machine.handle(Landed(3, (D,))) == [Release(3, 1), Bind(3, 4, (D,))]
+    assert machine.handle(ReadCompleted(0, (A,))) == [Release(0, 1), Bind(0, 1, (A,))]
+    assert machine.handle(ReadCompleted(1, (B, C))) == [Release(1, 2), Bind(1, 3, (B, C))]
+    assert machine.handle(ReadCompleted(3, (D,))) == [Release(3, 1), Bind(3, 4, (D,))]
     assert machine.handle(Announced(4, (5, 4), (A, B))) == [Read(4, (5, 4))]
-    assert machine.handle(Landed(4, (A, B))) == [Release(4, 2), Bind(4, 6, (A, B)), Close(6, 0, "")]
+    assert machine.handle(ReadCompleted(4, (A, B))) == [Release(4, 2), Bind(4, 6, (A, B)), Close(6, 0, "")]
 
 
 def test_a_read_that_lands_early_is_released_and_waits_for_those_before_it() -> None:
     machine = announced()
-    assert machine.handle(Landed(3, (C, D))) == [Release(3, 2)]
+    assert machine.handle(ReadCompleted(3, (C, D))) == [Release(3, 2)]
     assert machine.bound_end == 1
-    assert machine.handle(Landed(1, (A, B))) == [
+    assert machine.handle(ReadCompleted(1, (A, B))) == [
         Release(1, 2),
         Bind(1, 3, (A, B)),
         Bind(3, 5, (C, D)),
@@ -82,7 +82,7 @@ def test_a_lender_with_a_part_is_used_for_that_part() -> None:
     machine = Borrower(1, 5, 2)
     assert machine.handle(Started(2)) == [Allocate(1, 2)]
     assert machine.handle(Announced(1, (10,), (A,))) == [Read(1, (10,))]
-    assert machine.handle(Landed(1, (A,))) == [
+    assert machine.handle(ReadCompleted(1, (A,))) == [
         Release(1, 1),
         Bind(1, 2, (A,)),
         Close(2, 0, "the lender holds only a part"),
@@ -116,17 +116,17 @@ def test_the_first_wrong_block_ends_the_prefix(
     first_read: tuple[bytes, ...], second_read: tuple[bytes, ...] | None, expected: list[object]
 ) -> None:
     machine = announced()
-    actions = machine.handle(Landed(1, first_read))
+    actions = machine.handle(ReadCompleted(1, first_read))
     if second_read is not None:
-        actions = machine.handle(Landed(3, second_read))
+        actions = machine.handle(ReadCompleted(3, second_read))
     assert actions == expected
     assert machine.done
 
 
 def test_a_wrong_block_that_lands_early_shows_when_its_turn_comes() -> None:
     machine = announced()
-    assert machine.handle(Landed(3, (BAD, D))) == [Release(3, 2)]
-    assert machine.handle(Landed(1, (A, B))) == [
+    assert machine.handle(ReadCompleted(3, (BAD, D))) == [Release(3, 2)]
+    assert machine.handle(ReadCompleted(1, (A, B))) == [
         Release(1, 2),
         Bind(1, 3, (A, B)),
         Close(3, 1, "block 3 arrived corrupted"),
@@ -135,8 +135,8 @@ def test_a_wrong_block_that_lands_early_shows_when_its_turn_comes() -> None:
 
 def test_blocks_behind_a_wrong_one_are_never_bound() -> None:
     machine = announced()
-    machine.handle(Landed(3, (C, D)))
-    assert machine.handle(Landed(1, (BAD, B))) == [Release(1, 2), Close(1, 1, "block 1 arrived corrupted")]
+    machine.handle(ReadCompleted(3, (C, D)))
+    assert machine.handle(ReadCompleted(1, (BAD, B))) == [Release(1, 2), Close(1, 1, "block 1 arrived corrupted")]
     assert done(machine, 1)
 
 
@@ -165,7 +165,7 @@ def test_the_end_with_every_read_out(event: Event, reason: str) -> None:
 @pytest.mark.parametrize(("event", "reason"), ENDS)
 def test_the_end_between_two_reads_keeps_what_is_bound(event: Event, reason: str) -> None:
     machine = announced()
-    machine.handle(Landed(1, (A, B)))
+    machine.handle(ReadCompleted(1, (A, B)))
     assert machine.handle(event) == [Abandon(), Close(3, 0, reason)]
 
 
@@ -173,7 +173,7 @@ def test_the_end_between_two_reads_keeps_what_is_bound(event: Event, reason: str
 def test_the_end_with_nothing_outstanding(event: Event, reason: str) -> None:
     machine = reading()
     machine.handle(Announced(1, (10,), (A,)))
-    machine.handle(Landed(1, (A,)))
+    machine.handle(ReadCompleted(1, (A,)))
     assert machine.handle(event) == [Close(2, 0, reason)]
 
 
@@ -181,14 +181,14 @@ def test_the_end_with_nothing_outstanding(event: Event, reason: str) -> None:
 def test_the_end_with_a_hole(event: Event, reason: str) -> None:
     """The later read landed, the earlier one is out: it alone must be abandoned, nothing is bound."""
     machine = announced()
-    machine.handle(Landed(3, (C, D)))
+    machine.handle(ReadCompleted(3, (C, D)))
     assert machine.handle(event) == [Abandon(), Close(1, 0, reason)]
 
 
 def test_a_failed_read_ends_the_loan() -> None:
     machine = announced()
-    machine.handle(Landed(1, (A, B)))
-    assert machine.handle(Landed(3, None)) == [Abandon(), Close(3, 0, "the read failed")]
+    machine.handle(ReadCompleted(1, (A, B)))
+    assert machine.handle(ReadCompleted(3, None)) == [Abandon(), Close(3, 0, "the read failed")]
     assert machine.done
 
 
@@ -233,7 +233,7 @@ def test_a_bad_announcement(event: Announced) -> None:
 
 @pytest.mark.parametrize(
     "event",
-    [Started(5), Announced(1, (1,), (A,)), Landed(1, (A, B)), Landed(1, None), Failed("x"), Cancelled()],
+    [Started(5), Announced(1, (1,), (A,)), ReadCompleted(1, (A, B)), ReadCompleted(1, None), Failed("x"), Cancelled()],
 )
 def test_after_the_end_everything_is_ignored(event: Event) -> None:
     machine = announced()
@@ -297,7 +297,7 @@ def test_any_order_of_events(data: st.DataObject) -> None:
             if not good:
                 arrived[data.draw(st.integers(0, count - 1))] = BAD
             landed.update(zip(range(start, start + count), arrived, strict=True))
-            perform([*machine.handle(Landed(start, tuple(arrived)))])
+            perform([*machine.handle(ReadCompleted(start, tuple(arrived)))])
         else:
             failed_early = True
             perform([*machine.handle(Failed("x"))])

@@ -12,21 +12,21 @@ from engine.backends.sim.timing import StepTiming, StepWork
 from simulator.calibration import Calibration, Jittered
 from simulator.cluster import SimCluster
 from simulator.errors import BadSetup
-from simulator.fitting import Given, calibrate
+from simulator.fitting import AssumedRates, calibrate
 from simulator.request import Outcome, TraceRequest
 from simulator.traces.reading import served_of
-from simulator.traces.receipts import Served, write_served
+from simulator.traces.receipts import ServedRequest, write_served
 from simulator.workloads import poisson, profile_named, requests_of
 from support.virtual_cluster import TIMING, cluster_spec
 
 REQUESTS = 250
 
 
-def logged(outcome: Outcome) -> Served:
+def logged(outcome: Outcome) -> ServedRequest:
     assert outcome.receipt is not None
     outcome.receipt.request_id = "r"
     request = outcome.request
-    return Served(
+    return ServedRequest(
         request.arrival_s,
         request.input_tokens,
         outcome.num_emitted,
@@ -38,7 +38,7 @@ def logged(outcome: Outcome) -> Served:
     )
 
 
-def served(num_prefill: int, num_decode: int, seed: int = 0) -> list[Served]:
+def served(num_prefill: int, num_decode: int, seed: int = 0) -> list[ServedRequest]:
     requests: list[TraceRequest] = list(
         islice(requests_of(profile_named("short-chat"), poisson(8, seed), seed, context=2000), REQUESTS)
     )
@@ -70,8 +70,8 @@ def test_what_an_aggregated_cluster_cannot_say_of_transfers_is_asked_for() -> No
     with pytest.raises(BadSetup, match=r"block_bytes: no KV moved .* say --block-bytes or --model"):
         calibrate(log, decode_chunk=64)
     with pytest.raises(BadSetup, match=r"nic_gbps: fewer than 8 transfers .* say --nic-gbps or --gpu"):
-        calibrate(log, decode_chunk=64, given=Given(block_bytes=1 << 20))
-    found = calibrate(log, decode_chunk=64, given=Given(kv_token_bytes=131_072.0, nic_bytes_per_s=25e9))
+        calibrate(log, decode_chunk=64, given=AssumedRates(block_bytes=1 << 20))
+    found = calibrate(log, decode_chunk=64, given=AssumedRates(kv_token_bytes=131_072.0, nic_bytes_per_s=25e9))
     assert found.prefill is None
     assert found.timing("prefill") == found.timing("decode")
     assert (found.block_bytes, found.nic_bytes_per_s) == (16 * 131_072, 25e9)
@@ -83,7 +83,7 @@ def test_what_an_aggregated_cluster_cannot_say_of_transfers_is_asked_for() -> No
 @pytest.mark.parametrize("given", [{"block_bytes": 0}, {"nic_bytes_per_s": math.nan}, {"nic_bytes_per_s": -1.0}])
 def test_what_is_given_must_be_above_0(given: dict[str, float]) -> None:
     with pytest.raises(BadSetup, match="is not above 0"):
-        Given(**given)  # type: ignore[arg-type]
+        AssumedRates(**given)  # type: ignore[arg-type]
 
 
 def test_receipts_of_no_use_are_passed_over() -> None:

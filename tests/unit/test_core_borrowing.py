@@ -3,9 +3,9 @@
 import pytest
 
 from engine.backends.sim.runner import SimRunner
-from engine.core.engine_core import CoreLimits, EngineCore
+from engine.core.engine_core import EngineCore, EngineLimits
 from engine.core.scheduler import StepBudget
-from engine.kv.kv_stats import KvCounts
+from engine.kv.kv_stats import KvStats
 from engine.kv.tiers.tiers import TierConfig, Tiers
 from engine.messages import (
     Cancel,
@@ -227,7 +227,7 @@ def test_what_was_found_where_is_counted_and_said_once() -> None:
 
 
 def test_time_in_which_several_reads_are_under_way_counts_once() -> None:
-    counts = KvCounts()
+    counts = KvStats()
     counts.reads_begin(2, 10.0)
     counts.reads_begin(1, 11.0)
     assert counts.read_s(11.5) == 1.5
@@ -245,7 +245,7 @@ def test_what_the_tiers_below_the_pool_had_is_counted() -> None:
     config = TierConfig(8 * LAYOUT.block_bytes, None, 0)
     tiers = Tiers(config, LAYOUT.block_bytes, LAYOUT.kv_heads, fingerprint, threaded=False)
     said: list[FromEngine] = []
-    limits = CoreLimits(WIDE, report_interval_s=0.0, min_report_interval_s=0.0)
+    limits = EngineLimits(WIDE, report_interval_s=0.0, min_report_interval_s=0.0)
     core = EngineCore(runner, LocalTransport(LocalNetwork(), "one"), limits, said.append, tiers=tiers)
     core.start()
     others = range(500, 514)
@@ -270,7 +270,7 @@ def test_a_tier_that_does_not_answer_is_given_up() -> None:
     )
     said: list[FromEngine] = []
     now = 100.0
-    limits = CoreLimits(WIDE, report_interval_s=0.0, min_report_interval_s=0.0, read_silence_s=5.0)
+    limits = EngineLimits(WIDE, report_interval_s=0.0, min_report_interval_s=0.0, read_silence_s=5.0)
     transport = LocalTransport(LocalNetwork(), "one")
     core = EngineCore(runner, transport, limits, said.append, tiers=tiers, clock=lambda: now)
     core.start()

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.roles import ROLES, Role
-from engine.host.core_sharing import MAX_CORE, Claim, as_ranges, from_ranges, own_share, share_cores
+from engine.host.core_sharing import MAX_CORE, CoreClaim, as_ranges, from_ranges, own_share, share_cores
 
 cores_of_a_host = st.sets(st.integers(0, 40), min_size=1, max_size=12).map(lambda cores: tuple(sorted(cores)))
 several_roles = st.lists(st.sampled_from(ROLES), min_size=1, max_size=16)
@@ -36,14 +36,14 @@ def test_each_core_of_decode_is_lent_to_one_engine_of_prefill(cores: tuple[int, 
 
 
 @st.composite
-def engines(draw: st.DrawFn, host: tuple[int, ...]) -> list[Claim]:
+def engines(draw: st.DrawFn, host: tuple[int, ...]) -> list[CoreClaim]:
     """Told and not told; some may use only a part of the host."""
     claims = []
     for pid in range(draw(st.integers(1, 8))):
         told = draw(st.booleans())
         some = draw(st.sets(st.sampled_from(host), min_size=1))
         cores = tuple(sorted(some)) if told or draw(st.integers(0, 3)) == 0 else host
-        claims.append(Claim(draw(st.integers(0, 3)), pid, draw(st.sampled_from(ROLES)), told, cores))
+        claims.append(CoreClaim(draw(st.integers(0, 3)), pid, draw(st.sampled_from(ROLES)), told, cores))
     return claims
 
 
@@ -65,7 +65,7 @@ def test_all_come_to_the_same_shares_whatever_the_order_they_are_listed_in(data:
 
 
 def test_one_that_is_not_listed_yet_counts_itself() -> None:
-    first, second = (Claim(since, 7, "decode", False, (0, 1)) for since in (1, 2))
+    first, second = (CoreClaim(since, 7, "decode", False, (0, 1)) for since in (1, 2))
     assert own_share(first, [], (0, 1)).own == (0, 1)
     assert own_share(second, [first], (0, 1)).own == (1,)
 
@@ -82,19 +82,19 @@ def test_one_that_is_not_listed_yet_counts_itself() -> None:
 )
 def test_who_may_use_only_some_of_an_engines_cores_has_them(other: tuple[int, ...], own: tuple[int, ...]) -> None:
     """Not reckoned with is who may use others, some others, or more."""
-    here, there = Claim(1, 7, "decode", False, (0, 1, 2, 3)), Claim(2, 8, "decode", False, other)
+    here, there = CoreClaim(1, 7, "decode", False, (0, 1, 2, 3)), CoreClaim(2, 8, "decode", False, other)
     assert own_share(here, [here, there], here.cores).own == own
 
 
 def test_cores_are_shared_out_in_the_machines_order() -> None:
-    first, second = (Claim(since, 7, "decode", False, (0, 1, 2, 3)) for since in (1, 2))
+    first, second = (CoreClaim(since, 7, "decode", False, (0, 1, 2, 3)) for since in (1, 2))
     assert own_share(first, [second], (0, 2, 1, 3)).own == (0, 2)
     assert own_share(second, [first], (0, 2, 1, 3)).own == (1, 3)
 
 
 @given(
     st.builds(
-        Claim,
+        CoreClaim,
         st.integers(0, 2**63),
         st.integers(1, 2**22),
         st.sampled_from(ROLES),
@@ -102,13 +102,13 @@ def test_cores_are_shared_out_in_the_machines_order() -> None:
         st.sets(st.integers(0, MAX_CORE), min_size=1).map(lambda cores: tuple(sorted(cores))),
     )
 )
-def test_a_claim_is_read_as_it_was_written(claim: Claim) -> None:
-    assert Claim.parse(str(claim)) == claim
+def test_a_claim_is_read_as_it_was_written(claim: CoreClaim) -> None:
+    assert CoreClaim.parse(str(claim)) == claim
 
 
 @given(st.text() | st.from_regex(r"(prefill|decode|other)-(told|shares)-[0-9]*-[0-9a]*-[0-9,/-]*", fullmatch=True))
 def test_what_anybody_writes_is_a_claim_or_none(text: str) -> None:
-    claim = Claim.parse(text)
+    claim = CoreClaim.parse(text)
     assert claim is None or (claim.cores and max(claim.cores) <= MAX_CORE)
 
 
@@ -132,7 +132,7 @@ def test_what_anybody_writes_is_a_claim_or_none(text: str) -> None:
     ],
 )
 def test_nonsense_is_no_claim(text: str) -> None:
-    assert Claim.parse(text) is None
+    assert CoreClaim.parse(text) is None
 
 
 def test_ranges_are_written_as_linux_does() -> None:

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded, ServiceError, Unavailable
-from decode_worker.router_stream import Connection
+from decode_worker.router_stream import RouterStream
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
-from router.request_path.decode_stream import PAUSE_AT, DecodeLink
+from router.request_path.decode_stream import PAUSE_AT, DecodeStream
 from support.virtual_loop import settle
 
 
@@ -62,7 +62,7 @@ class Wire:
 
     def __init__(self) -> None:
         self.attempts: dict[str, ScriptedAttempt] = {}
-        self.connection = Connection(self._begin)
+        self.connection = RouterStream(self._begin)
         self.held = asyncio.Event()
         self.held.set()
         self.broken: grpc.aio.AioRpcError | None = None
@@ -106,7 +106,7 @@ class _Call:
 class Reader:
     """Of one request; reads so many messages as it is allowed."""
 
-    def __init__(self, link: DecodeLink, name: str, timeout_s: float = 100.0) -> None:
+    def __init__(self, link: DecodeStream, name: str, timeout_s: float = 100.0) -> None:
         self.tokens: list[int] = []
         self.num_messages = 0
         self.failure: ServiceError | None = None
@@ -132,8 +132,8 @@ class Reader:
             self.allowed.release()
 
 
-def link_of(wire: Wire) -> DecodeLink:
-    return DecodeLink(wire, "d0", lambda: None)  # type: ignore[arg-type]
+def link_of(wire: Wire) -> DecodeStream:
+    return DecodeStream(wire, "d0", lambda: None)  # type: ignore[arg-type]
 
 
 async def test_each_gets_its_own_and_no_other() -> None:
@@ -204,7 +204,7 @@ async def test_one_that_is_over_is_freed_at_once(how: str) -> None:
             attempt.end()
         return attempt
 
-    connection = Connection(begin)
+    connection = RouterStream(begin)
     gc.disable()
     try:
         connection.absorb(pb.RouterFrame(placed=[pb.PlacedRequest(number=1, timeout_ms=10_000)]))
@@ -230,7 +230,7 @@ async def test_a_deadline_ends_it_at_both_ends() -> None:
 
 
 async def test_a_frame_that_no_router_sends() -> None:
-    connection = Connection(lambda request, on_news: ScriptedAttempt(request, on_news))  # type: ignore[arg-type, return-value]
+    connection = RouterStream(lambda request, on_news: ScriptedAttempt(request, on_news))  # type: ignore[arg-type, return-value]
     placed = pb.PlacedRequest(number=3, request=pb.DecodeRequest(request_id="a"))
     connection.absorb(pb.RouterFrame(placed=[placed], cancelled=[99], paused=[98], resumed=[97]))
     with pytest.raises(InvalidRequest, match=r"placed\.number"):

@@ -8,13 +8,13 @@ import numpy as np
 
 from cluster.drain import Drain
 from cluster.error_status import from_rpc_error, to_status
-from cluster.errors import AlreadyThere, Draining, ServiceError, Unavailable
+from cluster.errors import AlreadyExists, Draining, ServiceError, Unavailable
 from cluster.rpc import Channels
 from router.placement.demand import Demand
 from router.placement.explain import explain
 from router.placement.place import place
 from router.placement.rates import Priors, Rates
-from router.placement.worker_table import Hits, Workers, WorkerView
+from router.placement.worker_table import Hits, WorkerTable, WorkerView
 
 
 async def test_drain_is_idle_when_its_calls_are_over() -> None:
@@ -104,16 +104,16 @@ def over_the_wire(error: ServiceError) -> ServiceError:
 def test_draining_and_a_taken_name_keep_their_types_across_the_wire() -> None:
     assert type(over_the_wire(Draining("leaves"))) is Draining
     assert type(over_the_wire(Unavailable("gone"))) is Unavailable
-    taken = over_the_wire(AlreadyThere("both a:1 and b:2", "worker_id"))
-    assert type(taken) is AlreadyThere
+    taken = over_the_wire(AlreadyExists("both a:1 and b:2", "worker_id"))
+    assert type(taken) is AlreadyExists
     assert taken.field == "worker_id"
 
 
 DEMAND = Demand(num_tokens=33, num_usable_blocks=8, num_total_blocks=10, block_tokens=4, block_bytes=100)
 
 
-def workers_of(**draining: bool) -> Workers:
-    return Workers.of(
+def workers_of(**draining: bool) -> WorkerTable:
+    return WorkerTable.of(
         [
             WorkerView(name, name.startswith("d"), b"model", 0, 0, 0, 100, 100, draining=drains)
             for name, drains in draining.items()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.lending.fast_path import ADDRESS_BYTES, MAX_BLOCKS_BYTES, MAX_ENDPOINTS, NAME_BYTES, EarlyWords
+from engine.lending.fast_path import ADDRESS_BYTES, MAX_BLOCKS_BYTES, MAX_ENDPOINTS, NAME_BYTES, FastPath
 from engine.messages import LendReady, LendStarting, LoanBlocks, LoanStarted
 from prefill_worker.loan import announcements
 from support.early_post import Post
@@ -22,7 +22,7 @@ class Two:
     def __init__(self) -> None:
         boxes: dict[bytes, list[bytes]] = {}
         self.box = Post(boxes, b"b" * NAME_BYTES)
-        self.lender, self.borrower = EarlyWords(Post(boxes, b"l" * NAME_BYTES)), EarlyWords(self.box)
+        self.lender, self.borrower = FastPath(Post(boxes, b"l" * NAME_BYTES)), FastPath(self.box)
         self.lender.lends_from(ENDPOINT)
         self.borrower.met(ENDPOINT)
         self.address = self.borrower.expect("request")
@@ -98,7 +98,7 @@ def test_so_many_lenders_are_remembered() -> None:
 
 
 def test_without_a_link_nothing_is_said_or_expected() -> None:
-    words = EarlyWords(None)
+    words = FastPath(None)
     words.met(ENDPOINT)
     assert words.expect("request") == b""
     words.tell(b"x" * ADDRESS_BYTES, STARTING)

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.errors import Overloaded, Unavailable
-from decode_worker.output_stream import MAX_TOKENS_AT_ONCE, Generation
+from decode_worker.output_stream import MAX_TOKENS_AT_ONCE, OutputStream
 from engine.core.core_types import FinishReason, TokenLogprobs
 from engine.messages import KvAccount, PromptScored, Rejected, Token
 from protos import decode_pb2 as internal_pb
@@ -51,7 +51,7 @@ ACCOUNT = KvAccount(
 def test_the_receipt_counts_guesses_of_all_choices(tokenizer: Tokenizer) -> None:
     two = request()
     two.sampling.n = 2
-    generation = Generation(two, tokenizer, "d0", 4)
+    generation = OutputStream(two, tokenizer, "d0", 4)
     generation.absorb(token("a", account=ACCOUNT, guessed=4))
     generation.absorb(token("b", followed_guess=True))
     generation.absorb(token("a", choice=1, guessed=3))
@@ -65,7 +65,7 @@ def test_the_receipt_counts_guesses_of_all_choices(tokenizer: Tokenizer) -> None
 
 
 def test_a_receipt_without_guesses_says_nothing_of_them(tokenizer: Tokenizer) -> None:
-    generation = Generation(request(), tokenizer, "d0", 4)
+    generation = OutputStream(request(), tokenizer, "d0", 4)
     generation.absorb(token("a", account=ACCOUNT, finish=FinishReason.STOP))
     message = generation.take()
     assert message is not None
@@ -74,7 +74,7 @@ def test_a_receipt_without_guesses_says_nothing_of_them(tokenizer: Tokenizer) ->
 
 
 def test_tokens_that_came_together_leave_together(tokenizer: Tokenizer) -> None:
-    generation = Generation(request(), tokenizer, "d0", 4)
+    generation = OutputStream(request(), tokenizer, "d0", 4)
     generation.absorb(token("a", account=ACCOUNT))
     generation.absorb(token("b", logprobs=TokenLogprobs(-0.5, (1,), (-0.5,))))
     message = generation.take()
@@ -85,7 +85,7 @@ def test_tokens_that_came_together_leave_together(tokenizer: Tokenizer) -> None:
 
 
 def test_the_last_message_has_usage_and_receipt(tokenizer: Tokenizer) -> None:
-    generation = Generation(request(), tokenizer, "d0", 4)
+    generation = OutputStream(request(), tokenizer, "d0", 4)
     generation.absorb(token("a", account=ACCOUNT, finish=FinishReason.LENGTH))
     message = generation.take()
     assert message is not None
@@ -102,7 +102,7 @@ def test_the_last_message_has_usage_and_receipt(tokenizer: Tokenizer) -> None:
 
 
 def test_a_stop_string_ends_it_and_later_tokens_count_for_nothing(tokenizer: Tokenizer) -> None:
-    generation = Generation(request(stop=["bc"]), tokenizer, "d0", 4)
+    generation = OutputStream(request(stop=["bc"]), tokenizer, "d0", 4)
     for char in "abc":
         generation.absorb(token(char))
     message = generation.take()
@@ -113,7 +113,7 @@ def test_a_stop_string_ends_it_and_later_tokens_count_for_nothing(tokenizer: Tok
 
 def test_a_second_attempt_sends_only_what_the_first_did_not(tokenizer: Tokenizer) -> None:
     emitted = [ALPHABET.index(char) for char in "xyz"]
-    generation = Generation(request(emitted_token_ids=emitted, emitted_chars=2), tokenizer, "d0", 4)
+    generation = OutputStream(request(emitted_token_ids=emitted, emitted_chars=2), tokenizer, "d0", 4)
     generation.absorb(token("w", finish=FinishReason.LENGTH))
     message = generation.take()
     assert message is not None
@@ -125,17 +125,17 @@ def test_a_second_attempt_sends_only_what_the_first_did_not(tokenizer: Tokenizer
 @pytest.mark.parametrize(("permanent", "field"), [(True, "max_tokens"), (False, "")])
 def test_a_rejection_is_typed(tokenizer: Tokenizer, permanent: bool, field: str) -> None:
     with pytest.raises(Overloaded) as caught:
-        Generation(request(), tokenizer, "d0", 4).absorb(Rejected("r", "no room", permanent))
+        OutputStream(request(), tokenizer, "d0", 4).absorb(Rejected("r", "no room", permanent))
     assert (caught.value.permanent, caught.value.field) == (permanent, field)
 
 
 def test_a_dead_engine_may_be_retried(tokenizer: Tokenizer) -> None:
     with pytest.raises(Unavailable):
-        Generation(request(), tokenizer, "d0", 4).absorb(None)
+        OutputStream(request(), tokenizer, "d0", 4).absorb(None)
 
 
 def test_without_a_tokenizer_there_are_tokens_only() -> None:
-    generation = Generation(request(), None, "d0", 4)
+    generation = OutputStream(request(), None, "d0", 4)
     generation.absorb(token("a"))
     message = generation.take()
     assert message is not None
@@ -151,12 +151,12 @@ def choices_request(n: int, **fields: Any) -> internal_pb.DecodeRequest:
     return made
 
 
-def messages_of(generation: Generation) -> list[pb.GenerateResponse]:
+def messages_of(generation: OutputStream) -> list[pb.GenerateResponse]:
     return list(iter(generation.take, None))
 
 
 def test_each_choice_has_messages_of_its_own_and_the_last_finish_the_receipt(tokenizer: Tokenizer) -> None:
-    generation = Generation(choices_request(2), tokenizer, "d0", 4)
+    generation = OutputStream(choices_request(2), tokenizer, "d0", 4)
     generation.absorb(PromptScored("r", (TokenLogprobs(-1.5, (), ()),)))
     generation.absorb(token("a", account=ACCOUNT, choice=1))
     generation.absorb(token("b", finish=FinishReason.LENGTH))
@@ -176,7 +176,7 @@ def test_each_choice_has_messages_of_its_own_and_the_last_finish_the_receipt(tok
 
 
 def test_the_last_finish_is_the_last_message(tokenizer: Tokenizer) -> None:
-    generation = Generation(choices_request(3), tokenizer, "d0", 4)
+    generation = OutputStream(choices_request(3), tokenizer, "d0", 4)
     generation.absorb(token("a", choice=0))
     generation.absorb(token("b", choice=2, finish=FinishReason.STOP))
     generation.absorb(token("c", choice=1, finish=FinishReason.STOP))
@@ -187,7 +187,7 @@ def test_the_last_finish_is_the_last_message(tokenizer: Tokenizer) -> None:
 
 
 def test_a_stop_string_ends_one_choice_and_the_engine_is_to_be_told(tokenizer: Tokenizer) -> None:
-    generation = Generation(choices_request(2, stop=["bc"]), tokenizer, "d0", 4)
+    generation = OutputStream(choices_request(2, stop=["bc"]), tokenizer, "d0", 4)
     for char in "abc":
         generation.absorb(token(char, choice=1))
     generation.absorb(token("x", choice=1))
@@ -200,7 +200,7 @@ def test_a_stop_string_ends_one_choice_and_the_engine_is_to_be_told(tokenizer: T
 
 def test_a_second_attempt_goes_on_with_each_choice(tokenizer: Tokenizer) -> None:
     emitted = [internal_pb.EmittedChoice(index=1, token_ids=[ALPHABET.index(char) for char in "xyz"], chars=2)]
-    generation = Generation(choices_request(3, emitted_choices=emitted, finished_choices=[0, 2]), tokenizer, "d0", 4)
+    generation = OutputStream(choices_request(3, emitted_choices=emitted, finished_choices=[0, 2]), tokenizer, "d0", 4)
     generation.absorb(token("w", choice=1, finish=FinishReason.LENGTH))
     (message,) = messages_of(generation)
     assert (message.index, message.text, len(message.token_ids)) == (1, "zw", 1)
@@ -211,7 +211,7 @@ def test_a_second_attempt_goes_on_with_each_choice(tokenizer: Tokenizer) -> None
 def test_beams_that_are_found_again_are_sent_from_where_they_were(tokenizer: Tokenizer) -> None:
     made = choices_request(2, emitted_token_ids=[ALPHABET.index("a")], emitted_chars=1, finished_choices=[1])
     made.sampling.beam_width = 2
-    generation = Generation(made, tokenizer, "d0", 4)
+    generation = OutputStream(made, tokenizer, "d0", 4)
     generation.absorb(token("a", account=ACCOUNT))
     generation.absorb(token("b", finish=FinishReason.LENGTH, cumulative_logprob=-2.5))
     generation.absorb(token("c", choice=1, finish=FinishReason.LENGTH, cumulative_logprob=-3.5))
@@ -230,7 +230,7 @@ def test_the_price_is_that_of_all_choices_on_whatever_workers(tokenizer: Tokeniz
         finished_choices=[1],
     )
     resumed.sampling.n = 2
-    generation = Generation(resumed, tokenizer, "d0", 4)
+    generation = OutputStream(resumed, tokenizer, "d0", 4)
     generation.absorb(token("a", account=ACCOUNT, finish=FinishReason.LENGTH))
     message = generation.take()
     assert message is not None
@@ -243,7 +243,7 @@ def test_the_price_is_that_of_all_choices_on_whatever_workers(tokenizer: Tokeniz
 
 
 def test_without_prices_there_is_no_price(tokenizer: Tokenizer) -> None:
-    generation = Generation(request(), tokenizer, "d0", 4)
+    generation = OutputStream(request(), tokenizer, "d0", 4)
     generation.absorb(token("a", account=ACCOUNT, finish=FinishReason.LENGTH))
     message = generation.take()
     assert message is not None
@@ -253,7 +253,7 @@ def test_without_prices_there_is_no_price(tokenizer: Tokenizer) -> None:
 def test_what_waited_long_comes_in_bounded_messages_and_the_last_finish_last(tokenizer: Tokenizer) -> None:
     asked = request()
     asked.sampling.n = 2
-    generation = Generation(asked, tokenizer, "d0", 4)
+    generation = OutputStream(asked, tokenizer, "d0", 4)
     for _ in range(3 * MAX_TOKENS_AT_ONCE):
         generation.absorb(token("a", logprobs=TokenLogprobs(-0.5, (1,), (-0.5,))))
     generation.absorb(token("b", finish=FinishReason.LENGTH))

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from engine.lending import block_reads as landing
-from engine.lending.block_reads import OwnRank
+from engine.lending.block_reads import LocalRank
 from kvtransfer.fingerprint import Folding, fingerprint_blocks
 from kvtransfer.local import LocalNetwork, LocalTransport
 from kvtransfer.ranks import BlockPart, join_endpoints
@@ -28,7 +28,7 @@ def test_who_was_not_read_from_for_longest_is_forgotten(monkeypatch: pytest.Monk
     network, pool = LocalNetwork(), pool_of(0)
     reader = LocalTransport(network, "reader")
     reader.register(pool)
-    rank = OwnRank(reader, BlockPart(BLOCK), lambda blocks: pool.memory[list(blocks), :8].view(np.uint64))
+    rank = LocalRank(reader, BlockPart(BLOCK), lambda blocks: pool.memory[list(blocks), :8].view(np.uint64))
     lenders = {value: LocalTransport(network, f"lender-{value}") for value in (1, 2, 3)}
     endpoints = {value: lender.register(pool_of(value)) for value, lender in lenders.items()}
     quiet: list[tuple[bytes, ...] | None] = []
@@ -50,7 +50,7 @@ def test_a_landing_that_is_over_is_freed_at_once(eager: bool) -> None:
     network, pool = LocalNetwork(), pool_of(0)
     reader, lender = LocalTransport(network, "reader", eager), LocalTransport(network, "lender")
     reader.register(pool)
-    rank = OwnRank(reader, BlockPart(BLOCK), lambda blocks: pool.memory[list(blocks), :8].view(np.uint64))
+    rank = LocalRank(reader, BlockPart(BLOCK), lambda blocks: pool.memory[list(blocks), :8].view(np.uint64))
     endpoint = lender.register(pool_of(7))
     quiet: list[tuple[bytes, ...] | None] = []
     gc.disable()
@@ -78,7 +78,7 @@ def test_what_a_transport_found_on_the_way_is_not_looked_for_again() -> None:
         looked.append(list(blocks))
         return fingerprint_blocks(pool.memory, blocks, kv_heads=2)
 
-    rank = OwnRank(reader, BlockPart(BLOCK), fingerprints, Folding(BLOCK // 2 // 8))
+    rank = LocalRank(reader, BlockPart(BLOCK), fingerprints, Folding(BLOCK // 2 // 8))
     contents = np.random.default_rng(1).integers(0, 256, (4, BLOCK), np.uint8)
     whole = SlowTransport(network, "whole").register(Pool(contents))
     halves = [

@@ -14,16 +14,16 @@ from typer.testing import CliRunner
 from cluster.errors import InvalidRequest, Overloaded, StartError, Unavailable
 from protos import inference_pb2 as pb
 from simulator.errors import BadSetup, BadTrace
-from simulator.request import Fate, TraceRequest
+from simulator.request import EndState, TraceRequest
 from simulator.traces.reading import Trace, Window
 from tandem.cli.main import app
 from tandem.loadgen import command
-from tandem.loadgen.command import LeftOut, Load
-from tandem.loadgen.drive import Asked, Drive
-from tandem.loadgen.frontends import Door, HttpDoor, OnTokens, _error, _read_event
+from tandem.loadgen.command import LeftOut, OfferedLoad
+from tandem.loadgen.drive import LoadDriver, SentRequest
+from tandem.loadgen.frontends import Frontend, HttpFrontend, OnTokens, _error, _read_event
 
 
-class Behind(Door):
+class Behind(Frontend):
     """Answers when it is told to."""
 
     def __init__(self, error: Exception | None = None) -> None:
@@ -46,11 +46,11 @@ class Behind(Door):
         return pb.Finish(usage=pb.Usage(prompt_tokens=4, completion_tokens=5, cached_tokens=2))
 
 
-def load_of(tmp_path: Path, lengths: list[int], **changes: Any) -> Load:
+def load_of(tmp_path: Path, lengths: list[int], **changes: Any) -> OfferedLoad:
     path = tmp_path / "t"
     rows = [{"timestamp": 1000 * n, "input_length": length, "output_length": 10} for n, length in enumerate(lengths)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Load(trace=Trace(path, Window()), most=changes.pop("most", 100), **changes)
+    return OfferedLoad(trace=Trace(path, Window()), most=changes.pop("most", 100), **changes)
 
 
 def test_requests_of_a_trace_that_are_too_long_are_counted(tmp_path: Path) -> None:
@@ -75,8 +75,8 @@ def requests(count: int, gap_s: float = 0.0) -> list[TraceRequest]:
 
 
 async def test_an_open_loop_waits_for_nobody_and_times_count_from_when_each_was_due() -> None:
-    door, over = Behind(), list[Asked]()
-    drive = Drive(door, over.append)
+    door, over = Behind(), list[SentRequest]()
+    drive = LoadDriver(door, over.append)
     began_at = asyncio.get_running_loop().time() - 100.0  # so that all are due, and were for long
     running = asyncio.ensure_future(drive.open_loop(requests(50, gap_s=1.0), began_at))
     for _ in range(50):
@@ -85,7 +85,7 @@ async def test_an_open_loop_waits_for_nobody_and_times_count_from_when_each_was_
     assert drive.num_under_way == drive.sent.most_under_way == 50
     door.open.set()
     await running
-    assert [asked.outcome.fate for asked in over] == 50 * [Fate.FINISHED]
+    assert [asked.outcome.fate for asked in over] == 50 * [EndState.FINISHED]
     assert drive.num_under_way == 0
     by_number = sorted(over, key=lambda asked: asked.number)
     for number, asked in enumerate(by_number):
@@ -98,17 +98,17 @@ async def test_an_open_loop_waits_for_nobody_and_times_count_from_when_each_was_
 
 
 async def test_what_is_due_in_the_warmup_is_in_no_figure() -> None:
-    door, over = Behind(), list[Asked]()
+    door, over = Behind(), list[SentRequest]()
     door.open.set()
-    drive = Drive(door, over.append, warmup_s=3.0)
+    drive = LoadDriver(door, over.append, warmup_s=3.0)
     await drive.open_loop(requests(5, gap_s=1.0), asyncio.get_running_loop().time() - 10)
     assert len(over) == 5
     assert (drive.sent.count, len(drive.sent.late_s), drive.sent.gaps.count) == (2, 2, 2 * 4)
 
 
 async def test_a_closed_loop_has_so_many_at_a_time() -> None:
-    door, over = Behind(), list[Asked]()
-    drive = Drive(door, over.append)
+    door, over = Behind(), list[SentRequest]()
+    drive = LoadDriver(door, over.append)
     running = asyncio.ensure_future(drive.closed_loop(requests(20), 3))
     for _ in range(50):
         await asyncio.sleep(0)
@@ -122,14 +122,14 @@ async def test_a_closed_loop_has_so_many_at_a_time() -> None:
 @pytest.mark.parametrize(
     ("error", "fate", "reason"),
     [
-        (Overloaded("full, 17 before you"), Fate.REFUSED, "Overloaded: full, N before you"),
-        (Unavailable("no worker"), Fate.FAILED, "Unavailable: no worker"),
+        (Overloaded("full, 17 before you"), EndState.REFUSED, "Overloaded: full, N before you"),
+        (Unavailable("no worker"), EndState.FAILED, "Unavailable: no worker"),
     ],
 )
-async def test_errors_end_a_request_and_not_the_run(error: Exception, fate: Fate, reason: str) -> None:
-    door, over = Behind(error), list[Asked]()
+async def test_errors_end_a_request_and_not_the_run(error: Exception, fate: EndState, reason: str) -> None:
+    door, over = Behind(error), list[SentRequest]()
     door.open.set()
-    await Drive(door, over.append).open_loop(requests(3), asyncio.get_running_loop().time())
+    await LoadDriver(door, over.append).open_loop(requests(3), asyncio.get_running_loop().time())
     assert [(asked.outcome.fate, asked.outcome.reason) for asked in over] == 3 * [(fate, reason)]
 
 
@@ -140,19 +140,19 @@ async def test_a_trace_that_is_bad_from_some_line_on_says_so() -> None:
 
     for run in (lambda drive: drive.open_loop(bad(), 0.0), lambda drive: drive.closed_loop(bad(), 2)):
         with pytest.raises(BadTrace, match="line 2"):
-            await run(Drive(Behind(), lambda _: None))
+            await run(LoadDriver(Behind(), lambda _: None))
 
 
 async def test_a_mistake_of_ours_ends_the_run() -> None:
     door = Behind(ZeroDivisionError())
     door.open.set()
     with pytest.raises(ExceptionGroup):
-        await Drive(door, lambda _: None).open_loop(requests(3), asyncio.get_running_loop().time())
+        await LoadDriver(door, lambda _: None).open_loop(requests(3), asyncio.get_running_loop().time())
 
 
 async def test_cancelled_it_leaves_nothing_under_way() -> None:
-    door, over = Behind(), list[Asked]()
-    drive = Drive(door, over.append)
+    door, over = Behind(), list[SentRequest]()
+    drive = LoadDriver(door, over.append)
     running = asyncio.ensure_future(drive.open_loop(requests(3), asyncio.get_running_loop().time()))
     for _ in range(3):
         await door.asked.get()
@@ -177,7 +177,7 @@ def test_events_of_a_server_that_counts_and_of_one_that_does_not() -> None:
 @pytest.mark.parametrize("url", ["foo", "ftp://a", "http://", "http://a:99999", "", 99 * "x"])
 def test_an_address_that_is_none(url: str) -> None:
     with pytest.raises(StartError, match="is no address such as http://"):
-        HttpDoor(url, "", 1.0)
+        HttpFrontend(url, "", 1.0)
 
 
 @pytest.mark.parametrize(
@@ -202,9 +202,9 @@ def test_the_command_with_a_bad_option(options: list[str], said: str) -> None:
 
 
 def test_the_command_spreads_a_traces_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loads: list[Load] = []
+    loads: list[OfferedLoad] = []
 
-    async def offered(_: object, __: object, load: Load, ___: object) -> Any:
+    async def offered(_: object, __: object, load: OfferedLoad, ___: object) -> Any:
         loads.append(load)
         return SimpleNamespace(exit_code=1)
 

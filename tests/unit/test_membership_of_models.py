@@ -9,11 +9,11 @@ import pytest
 
 from cluster.protocol import PROTOCOL
 from protos import membership_pb2 as pb
-from router.admission.tenant_limits import TenantGate
+from router.admission.tenant_limits import TenantLimits
 from router.config import RouterConfig
 from router.membership import membership_service
 from router.membership.membership_service import MembershipService
-from router.models.model_runtime import ServedModel, ServedModels, read_models
+from router.models.model_runtime import ModelRuntime, ModelRuntimes, read_models
 from router.placement.fleet import PART_KEYS
 from router.runtime import serve_models
 from support.sim_directories import write_sim_model
@@ -33,7 +33,7 @@ class Context:
 class Member:
     """A worker's stream."""
 
-    def __init__(self, service: MembershipService, of: ServedModel, incarnation: bytes, **hello: Any) -> None:
+    def __init__(self, service: MembershipService, of: ModelRuntime, incarnation: bytes, **hello: Any) -> None:
         self.says: asyncio.Queue[pb.WorkerMessage] = asyncio.Queue()
         values: dict[str, Any] = {
             "worker_id": "w",
@@ -66,17 +66,17 @@ class Member:
 
 
 @pytest.fixture
-def models(tmp_path: Path) -> ServedModels:
+def models(tmp_path: Path) -> ModelRuntimes:
     paths = [write_sim_model(tmp_path / name, size) for name, size in (("a", 600), ("b", 700))]
     config = RouterConfig.parse({"models": [{"path": path} for path in paths]})
-    return serve_models(config, read_models(config), TenantGate(config), b"incarnation")
+    return serve_models(config, read_models(config), TenantLimits(config), b"incarnation")
 
 
-def ids(models: ServedModels) -> list[list[str]]:
+def ids(models: ModelRuntimes) -> list[list[str]]:
     return [[worker.worker_id for worker in model.decode_workers()] for model in models]
 
 
-async def test_a_worker_is_one_of_its_models_only(models: ServedModels) -> None:
+async def test_a_worker_is_one_of_its_models_only(models: ModelRuntimes) -> None:
     service = MembershipService(models, "router", b"incarnation", 10.0)
     _, of_b = models
     member = Member(service, of_b, b"1")
@@ -88,7 +88,9 @@ async def test_a_worker_is_one_of_its_models_only(models: ServedModels) -> None:
     assert ids(models) == [[], []]
 
 
-async def test_an_id_means_one_worker_whatever_it_serves(models: ServedModels, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_id_means_one_worker_whatever_it_serves(
+    models: ModelRuntimes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     service = MembershipService(models, "router", b"incarnation", 10.0)
     of_a, of_b = models
     first = Member(service, of_a, b"1")
@@ -112,7 +114,7 @@ async def test_an_id_means_one_worker_whatever_it_serves(models: ServedModels, m
     await asyncio.wait([listens_too])
 
 
-async def test_a_worker_of_a_model_that_is_not_served_is_told_which_are(models: ServedModels) -> None:
+async def test_a_worker_of_a_model_that_is_not_served_is_told_which_are(models: ModelRuntimes) -> None:
     service = MembershipService(models, "router", b"incarnation", 10.0)
     stranger = Member(service, next(iter(models)), b"1", config_fingerprint=b"other", model="c")
     with pytest.raises(Aborted, match=r"FAILED_PRECONDITION.*serves 'c', whose config .*: 'a', 'b'"):
@@ -120,7 +122,7 @@ async def test_a_worker_of_a_model_that_is_not_served_is_told_which_are(models: 
 
 
 async def test_who_can_exchange_blocks_with_nobody_is_told_of(
-    models: ServedModels, caplog: pytest.LogCaptureFixture
+    models: ModelRuntimes, caplog: pytest.LogCaptureFixture
 ) -> None:
     service = MembershipService(models, "router", b"incarnation", 10.0)
     of_a, _ = models
@@ -147,7 +149,7 @@ async def test_who_can_exchange_blocks_with_nobody_is_told_of(
             assert not said
 
 
-async def test_a_large_cache_holds_up_nobody(models: ServedModels) -> None:
+async def test_a_large_cache_holds_up_nobody(models: ModelRuntimes) -> None:
     """And who leaves in the middle of it holds nothing."""
     service = MembershipService(models, "router", b"incarnation", 10.0)
     model, _ = models

@@ -13,13 +13,13 @@ from engine.messages import KvUse, Load, TierUse
 from engine.worker.metrics import EngineCollector, GpuCollector
 from planner.runtime import PlannerMetrics
 from protos import inference_pb2 as pb
-from router.observability.metrics import RouterMetrics, Watched
-from router.request_path.preprocess import Ticket
+from router.observability.metrics import RequestMetrics, RouterMetrics
+from router.request_path.preprocess import PreparedRequest
 
 MANUAL = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
-def ticket(name: str = "m") -> Ticket:
+def ticket(name: str = "m") -> PreparedRequest:
     return SimpleNamespace(model=SimpleNamespace(name=name))  # type: ignore[return-value]  # all that is looked at
 
 
@@ -34,7 +34,7 @@ def registry() -> CollectorRegistry:
 
 
 @pytest.fixture
-def watched(registry: CollectorRegistry) -> Watched:
+def watched(registry: CollectorRegistry) -> RequestMetrics:
     request = RouterMetrics(registry).watch()
     request.checked(ticket())
     return request
@@ -65,7 +65,7 @@ def finish() -> pb.Finish:
     return pb.Finish(reason=pb.FINISH_REASON_LENGTH, usage=usage, receipt=receipt)
 
 
-def test_a_request_that_ends_well(registry: CollectorRegistry, watched: Watched) -> None:
+def test_a_request_that_ends_well(registry: CollectorRegistry, watched: RequestMetrics) -> None:
     for _ in range(4):
         watched.message()
     watched.over(100, 10)
@@ -190,7 +190,7 @@ def test_an_engine_that_has_reported_and_one_that_has_not(registry: CollectorReg
     assert [registry.get_sample_value(f"tandem_engine_kv_blocks_{name}_total") for name in names] == [30, 1]
 
 
-def test_every_metric_stands_in_the_manual(registry: CollectorRegistry, watched: Watched) -> None:
+def test_every_metric_stands_in_the_manual(registry: CollectorRegistry, watched: RequestMetrics) -> None:
     watched.message()
     watched.finished(finish())
     registry.register(EngineCollector(lambda: Load(7, 3, 1, 2, 500, 30, 40, {}), lambda: KV))

@@ -9,16 +9,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.models.config import ModelRule
-from router.models.model_selection import Choice, Count, Option, Wish, choose, governing_rule, needs_count
+from router.models.model_selection import (
+    CountNeeded,
+    ModelChoice,
+    ModelCriteria,
+    ModelOption,
+    choose,
+    governing_rule,
+    needs_count,
+)
 
-SMALL = Option("small", 1e-6, 2e-6, 0.4, (), 100, 50, counted=True, ttft_s=0.2)
-LARGE = Option("large", 4e-6, 8e-6, 0.9, ("code", "prose"), 90, 50, counted=True, ttft_s=0.5)
-FAST = Option("fast", 9e-6, 9e-6, 0.9, ("code",), 100, 50, counted=True, ttft_s=0.05)
+SMALL = ModelOption("small", 1e-6, 2e-6, 0.4, (), 100, 50, counted=True, ttft_s=0.2)
+LARGE = ModelOption("large", 4e-6, 8e-6, 0.9, ("code", "prose"), 90, 50, counted=True, ttft_s=0.5)
+FAST = ModelOption("fast", 9e-6, 9e-6, 0.9, ("code",), 100, 50, counted=True, ttft_s=0.05)
 
 
-def chosen(options: Sequence[Option], rule: ModelRule | None = None, **wish: object) -> Choice:
-    choice = choose(Wish(**wish), rule, "r", options)  # type: ignore[arg-type]
-    assert isinstance(choice, Choice)
+def chosen(options: Sequence[ModelOption], rule: ModelRule | None = None, **wish: object) -> ModelChoice:
+    choice = choose(ModelCriteria(**wish), rule, "r", options)  # type: ignore[arg-type]
+    assert isinstance(choice, ModelChoice)
     return choice
 
 
@@ -64,12 +72,12 @@ def test_the_words_name_the_rule_and_say_of_each_model_why_it_was_passed_over() 
 def test_a_dearer_model_is_not_counted() -> None:
     dear = replace(LARGE, counted=False, ttft_s=None)
     cheap = replace(SMALL, counted=False, ttft_s=None)
-    assert choose(Wish(), None, "", [dear, cheap]) == Count("small")
+    assert choose(ModelCriteria(), None, "", [dear, cheap]) == CountNeeded("small")
     choice = chosen([dear, SMALL])
     assert choice.name == "small"
     assert [verdict.why for verdict in choice.verdicts] == ["estimated no cheaper", "the cheapest that is fit"]
     dearer_than_estimated = replace(SMALL, num_prompt_tokens=10_000)
-    assert choose(Wish(), None, "", [dear, dearer_than_estimated]) == Count("large")
+    assert choose(ModelCriteria(), None, "", [dear, dearer_than_estimated]) == CountNeeded("large")
 
 
 @pytest.mark.parametrize(
@@ -95,7 +103,7 @@ def test_the_first_rule_that_holds_governs(wish: dict[str, object], num_tokens: 
         ModelRule(max_prompt_tokens=100),
         ModelRule(min_prompt_tokens=101, max_prompt_tokens=1000),
     ]
-    asked = Wish(**wish)  # type: ignore[arg-type]
+    asked = ModelCriteria(**wish)  # type: ignore[arg-type]
     assert governing_rule(rules, asked, num_tokens) == number
     assert needs_count(rules, asked) == (number is None or number >= 3)
 
@@ -107,10 +115,10 @@ PRICES = st.integers(0, 5).map(lambda price: price / 1e6)
 
 
 @st.composite
-def options(draw: st.DrawFn) -> list[Option]:
+def options(draw: st.DrawFn) -> list[ModelOption]:
     """As they are once counted."""
     return [
-        Option(
+        ModelOption(
             name=f"m{number}",
             input_price=draw(PRICES),
             output_price=draw(PRICES),
@@ -127,7 +135,7 @@ def options(draw: st.DrawFn) -> list[Option]:
 
 
 WISHES = st.builds(
-    Wish,
+    ModelCriteria,
     task=st.one_of(st.just(""), TASKS),
     min_quality=st.sampled_from([0.0, 0.3, 0.5, 1.0]),
     max_ttft_s=st.sampled_from([math.inf, 0.05, 0.2, 0.5]),
@@ -142,27 +150,27 @@ RULES = st.one_of(
 )
 
 
-def is_fit(option: Option, rule: ModelRule | None, wish: Wish) -> bool:
+def is_fit(option: ModelOption, rule: ModelRule | None, wish: ModelCriteria) -> bool:
     permitted = rule is None or not rule.models or option.name in rule.models
     good = option.quality >= wish.min_quality and (not wish.task or not option.tasks or wish.task in option.tasks)
     return permitted and good and not option.fault
 
 
-def limit_of(rule: ModelRule | None, wish: Wish) -> float:
+def limit_of(rule: ModelRule | None, wish: ModelCriteria) -> float:
     return min(wish.max_ttft_s, rule.max_ttft_ms / 1e3 if rule and rule.max_ttft_ms else math.inf)
 
 
-def ttft_of(option: Option) -> float:
+def ttft_of(option: ModelOption) -> float:
     assert option.ttft_s is not None
     return option.ttft_s
 
 
 @given(options(), RULES, WISHES)
 def test_never_an_unfit_one_and_of_the_fit_the_cheapest_in_time_or_the_fastest(
-    given_options: list[Option], rule: ModelRule | None, wish: Wish
+    given_options: list[ModelOption], rule: ModelRule | None, wish: ModelCriteria
 ) -> None:
     choice = choose(wish, rule, "", given_options)
-    assert isinstance(choice, Choice)
+    assert isinstance(choice, ModelChoice)
     fit = [option for option in given_options if is_fit(option, rule, wish)]
     assert [verdict.fit for verdict in choice.verdicts] == [option in fit for option in given_options]
     if not fit:
@@ -178,16 +186,16 @@ def test_never_an_unfit_one_and_of_the_fit_the_cheapest_in_time_or_the_fastest(
 
 @given(options(), RULES, WISHES, st.data())
 def test_a_model_that_becomes_cheaper_is_not_given_up_and_a_dearer_one_is_not_taken_up(
-    given_options: list[Option], rule: ModelRule | None, wish: Wish, data: st.DataObject
+    given_options: list[ModelOption], rule: ModelRule | None, wish: ModelCriteria, data: st.DataObject
 ) -> None:
     before = choose(wish, rule, "", given_options)
-    assert isinstance(before, Choice)
+    assert isinstance(before, ModelChoice)
     number = data.draw(st.integers(0, len(given_options) - 1))
     option = given_options[number]
     factor = data.draw(st.sampled_from([0.0, 0.5, 2.0]))
     changed = replace(option, input_price=option.input_price * factor, output_price=option.output_price * factor)
     after = choose(wish, rule, "", [*given_options[:number], changed, *given_options[number + 1 :]])
-    assert isinstance(after, Choice)
+    assert isinstance(after, ModelChoice)
     if factor < 1 and before.name == option.name:
         assert after.name == option.name
     if factor > 1 and before.name != option.name:
@@ -196,7 +204,7 @@ def test_a_model_that_becomes_cheaper_is_not_given_up_and_a_dearer_one_is_not_ta
 
 @given(options(), RULES, WISHES, st.data())
 def test_what_is_chosen_is_counted_and_no_dearer_than_what_the_rest_is_taken_for(
-    counted: list[Option], rule: ModelRule | None, wish: Wish, data: st.DataObject
+    counted: list[ModelOption], rule: ModelRule | None, wish: ModelCriteria, data: st.DataObject
 ) -> None:
     """Estimates may be wrong either way; each model is counted once at most."""
     known = [
@@ -204,7 +212,7 @@ def test_what_is_chosen_is_counted_and_no_dearer_than_what_the_rest_is_taken_for
         for option in counted
     ]
     asked: list[str] = []
-    while isinstance(outcome := choose(wish, rule, "", known), Count):
+    while isinstance(outcome := choose(wish, rule, "", known), CountNeeded):
         asked.append(outcome.name)
         known = [now if option.name == outcome.name else option for option, now in zip(known, counted, strict=True)]
     assert len(asked) == len(set(asked))

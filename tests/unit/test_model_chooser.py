@@ -9,17 +9,17 @@ import pytest
 from cluster.errors import Forbidden, InvalidRequest, Unavailable
 from protos import inference_pb2 as pb
 from router.config import RouterConfig
-from router.models.model_runtime import ServedModels
-from router.models.model_selector import Chosen, ModelChooser
+from router.models.model_runtime import ModelRuntimes
+from router.models.model_selector import ModelSelector, SelectedModel
 from support.served_models import TEXT, join, served
 from support.sim_directories import write_sim_model, write_tokenizer
 
 
-async def choose(config: RouterConfig, models: ServedModels, **request: Any) -> Chosen:
-    return await ModelChooser(config, models).choose(pb.GenerateRequest(**request), "", time.monotonic())
+async def choose(config: RouterConfig, models: ModelRuntimes, **request: Any) -> SelectedModel:
+    return await ModelSelector(config, models).choose(pb.GenerateRequest(**request), "", time.monotonic())
 
 
-def counted(choice: Chosen) -> list[str]:
+def counted(choice: SelectedModel) -> list[str]:
     return [verdict.option.name for verdict in choice.verdicts if verdict.option.counted]
 
 

@@ -21,25 +21,25 @@ from cluster.errors import (
 )
 from protos import inference_pb2 as pb
 from router.frontend.openai.answers import Answer, ChatAnswer, CompletionAnswer
-from router.frontend.openai.choice import Served
+from router.frontend.openai.choice import PromptInfo
 from router.frontend.openai.errors import client_field, error_answer
 from router.frontend.openai.merging import merged
-from router.frontend.openai.request import Asked
+from router.frontend.openai.request import ApiRequest
 
 STOP, LENGTH = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 
 
-def asked_for(num_prompts: int = 1, **options: Any) -> Asked:
+def asked_for(num_prompts: int = 1, **options: Any) -> ApiRequest:
     sampling = pb.Sampling(**options.pop("sampling", {}))
     requests = [pb.GenerateRequest(sampling=sampling) for _ in range(num_prompts)]
-    return Asked("r", requests, {}, created=7, **options)
+    return ApiRequest("r", requests, {}, created=7, **options)
 
 
-def answer_of(kind: type[Answer], asked: Asked, echo: str = "") -> Answer:
+def answer_of(kind: type[Answer], asked: ApiRequest, echo: str = "") -> Answer:
     answer = kind(asked, "r")
     for number in range(len(asked.requests)):
-        answer.begin(number, Served("m", [1, 2], echo, lambda token_id: f"<{token_id}>"))
+        answer.begin(number, PromptInfo("m", [1, 2], echo, lambda token_id: f"<{token_id}>"))
     return answer
 
 

@@ -11,7 +11,7 @@ from router.frontend.openai.caller import Caller, caller_of
 from router.frontend.openai.chat import read_chat
 from router.frontend.openai.completions import read_completion
 from router.frontend.openai.fields import HARMLESS, NEUTRAL, Fields, parse_object
-from router.frontend.openai.request import Asked
+from router.frontend.openai.request import ApiRequest
 from router.security.api_keys import ApiKeys
 
 CALLER = Caller("somebody", "r-1")
@@ -21,15 +21,15 @@ TOOL: Any = {"type": "function", "function": {"name": "f", "description": "d", "
 UNNAMEABLE: Any = {"type": "function", "function": {"name": "a b"}}
 
 
-def completion(**body: Any) -> Asked:
+def completion(**body: Any) -> ApiRequest:
     return read_completion({"model": "m", "prompt": "hello"} | body, CALLER)
 
 
-def chat(**body: Any) -> Asked:
+def chat(**body: Any) -> ApiRequest:
     return read_chat({"model": "m", "messages": [USER]} | body, CALLER)
 
 
-def sampling_of(asked: Asked) -> pb.Sampling:
+def sampling_of(asked: ApiRequest) -> pb.Sampling:
     (request,) = asked.requests
     return request.sampling
 

@@ -16,10 +16,10 @@ from cluster.errors import StartError
 from simulator.errors import BadSetup
 from simulator.gpus import GPUS, gpu_named
 from simulator.model_shape import DEFAULT_CONFIG, open_shape, shape_of
-from simulator.plan.aggregated import Together
+from simulator.plan.aggregated import AggregatedPlan
 from simulator.plan.arithmetic import sections
 from simulator.plan.check import check, requests_of
-from simulator.plan.disaggregated import Apart
+from simulator.plan.disaggregated import DisaggregatedPlan
 from simulator.plan.load import Lengths, Load
 from simulator.plan.prompts import PromptSteps, line_of
 from simulator.plan.queueing import waiting
@@ -142,8 +142,8 @@ def test_more_workers_keep_no_less_and_parts_are_shares(
     load: Load, gpu: str, workers: int, ttft_s: float, itl_s: float
 ) -> None:
     setup = setup_of(gpu, ttft_s, itl_s)
-    models: list[tuple[Apart | Together, Apart | Together]] = [
-        (Together(setup, load, workers), Together(setup, load, 2 * workers)),
+    models: list[tuple[DisaggregatedPlan | AggregatedPlan, DisaggregatedPlan | AggregatedPlan]] = [
+        (AggregatedPlan(setup, load, workers), AggregatedPlan(setup, load, 2 * workers)),
         (apart_of(setup, load, workers, workers), apart_of(setup, load, 2 * workers, 2 * workers)),
     ]
     for model, larger in models:
@@ -171,8 +171,8 @@ def test_a_plan_is_smallest_and_its_arithmetic_whole(load: Load, gpu: str, ttft_
 def smaller_keeps_less(option: Option) -> bool:
     """With a worker less, wherever there is one to take."""
     setup, load, scenario = option.setup, option.model.load, option.scenario
-    if isinstance(option.model, Together):
-        return scenario.decode == 1 or Together(setup, load, scenario.decode - 1).kept < GOAL
+    if isinstance(option.model, AggregatedPlan):
+        return scenario.decode == 1 or AggregatedPlan(setup, load, scenario.decode - 1).kept < GOAL
     prefill, decode = scenario.prefill, scenario.decode
     smaller = [(prefill - 1, decode), (prefill, decode - 1)]
     return all(apart_of(setup, load, *shape).kept < GOAL for shape in smaller if min(shape))

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.metrics import LATENCY_S
-from planner.observation import Counters, Observation, PoolSeen, Tallies, counters_of, missed, observe
+from planner.observation import Counters, Observation, PoolObservation, Tallies, counters_of, missed, observe
 from protos import inference_pb2 as pb
-from router.membership.traffic_counters import Latencies, Traffic
+from router.membership.traffic_counters import Latencies, TrafficCounters
 
 
 def finish(prompt: int, lent_blocks: int, own_tokens: int, output: int, decode_ms: float) -> pb.Finish:
@@ -23,7 +23,7 @@ def worker(name: str, role: str, **load: int) -> pb.WorkerStatus:
 
 
 def test_traffic_is_counted_exactly() -> None:
-    traffic = Traffic()
+    traffic = TrafficCounters()
     traffic.arrived(100)
     traffic.arrived(60)
     traffic.first_token(0.5)
@@ -70,8 +70,8 @@ def test_workers_are_the_same_to_all_routers_and_lines_are_their_own() -> None:
     ]
     assert observe(5.0, said, {"decode": 2}, Counters(arrived=4)) == Observation(
         5.0,
-        PoolSeen(serving=1, busy=1, queued_tokens=500, num_blocks=100, used_blocks=10),
-        PoolSeen(serving=1, starting=2, running=3, num_blocks=100, used_blocks=60),
+        PoolObservation(serving=1, busy=1, queued_tokens=500, num_blocks=100, used_blocks=10),
+        PoolObservation(serving=1, starting=2, running=3, num_blocks=100, used_blocks=60),
         waiting=3,
         waiting_tokens=300,
         counters=Counters(arrived=4),

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from cluster.errors import StartError
 from cluster.roles import ROLES
 from planner.config import PolicyConfig
-from planner.estimates import Forecast, Ratio
-from planner.observation import Counters, Observation, PoolSeen
-from planner.policy import State, decide
+from planner.estimates import ArrivalForecast, Ratio
+from planner.observation import Counters, Observation, PoolObservation
+from planner.policy import PolicyState, decide
 from planner.sizing import Load
 from support.planned_load import Fluid
 
@@ -39,7 +39,7 @@ def test_square_root_staffing_exactly() -> None:
 
 
 def test_a_forecast_knows_a_steady_rise_and_never_promises_less_than_there_is() -> None:
-    forecast = Forecast()
+    forecast = ArrivalForecast()
     for at_s in range(0, 1200, 5):
         forecast = forecast.seen(5 * (1 + at_s / 600), 5)
     now = 1 + 1195 / 600
@@ -150,7 +150,7 @@ def test_who_is_not_needed_switches_where_that_is_quicker() -> None:
 
 counts = st.integers(0, 20)
 pools = st.builds(
-    PoolSeen,
+    PoolObservation,
     serving=counts,
     starting=counts,
     busy=counts,
@@ -193,7 +193,7 @@ def configs(draw: st.DrawFn) -> PolicyConfig:
 def test_whatever_is_seen_wishes_are_within_their_bounds(
     config: PolicyConfig, seen: list[tuple[float, Observation]]
 ) -> None:
-    state: State | None = None
+    state: PolicyState | None = None
     now, before = 0.0, None
     for gap_s, each in seen:
         now += gap_s
@@ -227,7 +227,7 @@ def test_more_prompt_tokens_that_wait_never_make_the_prefill_pool_smaller(
 ) -> None:
     """Pools that share no limit and do not switch."""
     config = config.model_copy(update={"switch": False, "max_total": None})
-    state: State | None = None
+    state: PolicyState | None = None
     now = 0.0
     for gap_s, each in seen[:-1]:
         now += gap_s

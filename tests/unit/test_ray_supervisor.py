@@ -12,16 +12,16 @@ from rich.console import Console
 
 from cluster.errors import StartError, TandemError
 from cluster.process import Addresses
-from cluster.tls import Trust
+from cluster.tls import TlsIdentity
 from planner.executors.executor import ExecutorFailed
 from protos import inference_pb2 as pb
 from support.virtual_loop import run_virtually
-from tandem.cli.progress import Steps
+from tandem.cli.progress import ProgressSteps
 from tandem.ray.control import Order
 from tandem.ray.planner import RayExecutor, planner_config
 from tandem.ray.role_actor import Role
 from tandem.ray.settings import RaySettings
-from tandem.ray.supervisor import JOIN_TIMEOUT_S, LONG_ENOUGH_S, LONGEST_WAIT_S, Ground, Supervisor
+from tandem.ray.supervisor import JOIN_TIMEOUT_S, LONG_ENOUGH_S, LONGEST_WAIT_S, Supervisor, SupervisorBackend
 from tandem.topology import MODULES, ClusterModel, Topology, plan_models, plan_topology
 
 LOAD_S = 100.0
@@ -86,7 +86,7 @@ class Actor(Role):
         self.module = MODULES[role]
 
 
-class Machine(Ground):
+class Machine(SupervisorBackend):
     """What happens on it, in order; who is broken or not heard of is named."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Machine(Ground):
     def here(self) -> Any:
         return "DEFAULT"
 
-    async def workers_at(self, router: str, trust: Trust | None) -> set[str]:
+    async def workers_at(self, router: str, trust: TlsIdentity | None) -> set[str]:
         assert router.startswith("router")
         return {at for at, actor in self.serving.items() if actor.module != "router"}
 
@@ -135,7 +135,7 @@ class World:
     def __init__(self, topology: Topology, settings: RaySettings | None = None) -> None:
         self.machine, self._said = Machine(), io.StringIO()
         self.metrics_at: list[str] = []
-        say = Steps(Console(file=self._said, width=200), "")
+        say = ProgressSteps(Console(file=self._said, width=200), "")
         self.supervisor = Supervisor(topology, settings or RaySettings(), say, autoscale=True, ground=self.machine)
 
     @property

@@ -9,8 +9,8 @@ from cluster.errors import Overloaded, Unavailable
 from protos import membership_pb2 as pb
 from router.admission.config import AdmissionConfig, TenantPolicy
 from router.admission.dispatcher import Dispatcher
-from router.admission.request import Claim
-from router.admission.tenant_limits import TenantGate
+from router.admission.request import RequestInfo
+from router.admission.tenant_limits import TenantLimits
 from router.placement.demand import Demand
 from router.placement.fleet import Fleet
 from router.placement.rates import Priors
@@ -33,8 +33,8 @@ class Clock:
         return self.now
 
 
-def claim(priority: int = 0, **options: Any) -> Claim:
-    return Claim("", priority, 0.0, **options)
+def claim(priority: int = 0, **options: Any) -> RequestInfo:
+    return RequestInfo("", priority, 0.0, **options)
 
 
 def make(available: int, **config: Any) -> tuple[Fleet, Worker, Dispatcher]:
@@ -136,7 +136,7 @@ async def test_the_timer_refuses_what_nobody_could_hold() -> None:
     fleet = Fleet("router", PRIORS)
     dispatcher = Dispatcher(fleet, AdmissionConfig(no_worker_grace_s=0.01))
     with pytest.raises(Unavailable, match="no decode worker"):
-        await dispatcher.place(Claim("", 0, 0.0), demand(5), [])
+        await dispatcher.place(RequestInfo("", 0, 0.0), demand(5), [])
     assert dispatcher.num_waiting == 0
     assert dispatcher.admission.num_refused == {"no worker": 1}
 
@@ -145,7 +145,7 @@ async def test_limits_of_a_tenant_and_what_is_given_back() -> None:
     clock = Clock()
     policy = TenantPolicy(quota_tokens=100, quota_window_s=60, tokens_per_minute=6000)
     config = AdmissionConfig(tenants={"a": policy})
-    gate = TenantGate(config, clock=clock, wall_clock=clock)
+    gate = TenantLimits(config, clock=clock, wall_clock=clock)
     clock.now = 90.0
     charge = await gate.enter("a", 80)
     with pytest.raises(Overloaded, match="'a' is at its quota_tokens of 100 per 60 s") as caught:

@@ -1,11 +1,11 @@
 """What the router remembers of a stream, for the next attempt."""
 
 from protos import inference_pb2 as pb
-from router.request_path.stream_state import MAX_UNREAD_BYTES, Emitted
+from router.request_path.stream_state import MAX_UNREAD_BYTES, StreamState
 
 
 def test_what_was_sent_is_kept_by_choice() -> None:
-    emitted = Emitted(2)
+    emitted = StreamState(2)
     assert not emitted.finished
     messages = [
         pb.GenerateResponse(prompt_logprobs=[pb.TokenLogprobs()] * 3),
@@ -25,7 +25,7 @@ def test_what_was_sent_is_kept_by_choice() -> None:
 
 
 def test_a_long_answer_is_kept_as_its_tokens() -> None:
-    emitted = Emitted(1)
+    emitted = StreamState(1)
     message = pb.GenerateResponse(token_ids=[7], text="x" * 1000).SerializeToString()
     num_messages = 3 * MAX_UNREAD_BYTES // len(message)
     for _ in range(num_messages):

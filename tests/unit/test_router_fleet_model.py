@@ -9,8 +9,8 @@ from router.placement.demand import Demand
 from router.placement.fleet import Fleet
 from router.placement.place import Decision, place
 from router.placement.rates import Priors
-from router.placement.worker_records import Placed, Worker
-from router.placement.worker_table import Hits, Workers, WorkerView
+from router.placement.worker_records import ActivePlacement, Worker
+from router.placement.worker_table import Hits, WorkerTable, WorkerView
 
 ROOT = root_key(b"model", "")
 CHAINS = [block_keys(ROOT, tokens, 2) for tokens in ([0] * 8, [0] * 4 + [1] * 4, [1] * 8)]
@@ -39,7 +39,7 @@ class FleetModel(RuleBasedStateMachine):
         self.in_step: dict[Worker, bool] = {}
         self.draining: set[Worker] = set()
         """Once and for all."""
-        self.under_way: list[Placed] = []
+        self.under_way: list[ActivePlacement] = []
         self.num_placed = 0
 
     @rule(worker_id=ids, reserve=st.sampled_from([0, 4]))
@@ -175,12 +175,12 @@ class FleetModel(RuleBasedStateMachine):
         return held, due
 
     def expected_decision(self, demand: Demand, keys: list[bytes]) -> Decision | None:
-        workers = Workers.of(self.expected_views())
+        workers = WorkerTable.of(self.expected_views())
         return place(demand, workers, Hits.of(workers, *self.expected_hits(keys)), self.fleet.rates)
 
     @invariant()
     def figures_are_those_of_the_model(self) -> None:
-        expected = Workers.of(self.expected_views())
+        expected = WorkerTable.of(self.expected_views())
         snapshot = self.fleet.snapshot
         assert self.fleet.views() == self.expected_views()
         assert (snapshot.ids, snapshot.reserves) == (expected.ids, expected.reserves)

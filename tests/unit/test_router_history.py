@@ -4,12 +4,12 @@ import random
 
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
-from router.observability.decision_history import ENTRY_BYTES, Entry, History, Placement
+from router.observability.decision_history import ENTRY_BYTES, DecisionHistory, Entry, Placement
 from router.placement.demand import Demand
 from router.placement.explain import explain
 from router.placement.fleet import Fleet
 from router.placement.rates import Priors
-from router.placement.worker_records import Placed
+from router.placement.worker_records import ActivePlacement
 
 PRIORS = Priors(1000, 100, 1e6, 0.01, 0.001, 0.001)
 DEMAND = Demand(num_tokens=41, num_usable_blocks=10, num_total_blocks=12, block_tokens=4, block_bytes=100)
@@ -29,7 +29,7 @@ def fleet_of(num_decode: int, num_prefill: int) -> Fleet:
     return fleet
 
 
-def place(fleet: Fleet) -> tuple[Placed, Placement]:
+def place(fleet: Fleet) -> tuple[ActivePlacement, Placement]:
     decision = fleet.decide(DEMAND, KEYS)
     assert decision is not None
     placed = fleet.placed(decision, DEMAND, KEYS)
@@ -71,7 +71,7 @@ def test_what_may_be_taken_of_each_worker_is_kept_too() -> None:
 
 def test_what_is_remembered_is_bounded_and_the_last() -> None:
     fleet = fleet_of(3, 3)
-    history = History(40 * ENTRY_BYTES)
+    history = DecisionHistory(40 * ENTRY_BYTES)
     early = Entry("early", "", 0.0)
     history.add(early)
     for number in range(500):
@@ -92,7 +92,7 @@ def test_what_is_remembered_is_bounded_and_the_last() -> None:
 
 
 def test_an_id_is_its_tenants_own_and_the_last_of_that_name_counts() -> None:
-    history = History(1 << 20)
+    history = DecisionHistory(1 << 20)
     entries = [Entry("same", tenant, 0.0) for tenant in ("a", "b", "a")]
     for entry in entries:
         history.add(entry)
@@ -103,7 +103,7 @@ def test_an_id_is_its_tenants_own_and_the_last_of_that_name_counts() -> None:
 
 
 def test_switched_off_nothing_is_kept() -> None:
-    history, entry = History(0), Entry("one", "", 0.0)
+    history, entry = DecisionHistory(0), Entry("one", "", 0.0)
     history.add(entry)
     _, placement = place(fleet_of(1, 0))
     history.placed(entry, placement)

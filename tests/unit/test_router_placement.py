@@ -11,7 +11,7 @@ from router.placement.demand import Demand
 from router.placement.place import Decision
 from router.placement.place import place as place_rows
 from router.placement.rates import Priors, Rates
-from router.placement.worker_table import Hits, Workers, WorkerView
+from router.placement.worker_table import Hits, WorkerTable, WorkerView
 
 RATES = Priors(
     prefill_tokens_per_s=1000,
@@ -33,7 +33,7 @@ def place(
     due: Mapping[str, int] | None = None,
 ) -> Decision | None:
     """The same rates for all; blocks by worker id."""
-    workers = Workers.of(views)
+    workers = WorkerTable.of(views)
     return place_rows(demand, workers, Hits.of(workers, held, due), Rates.uniform(len(views), rates))
 
 

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.random import Generator, default_rng
 
-from router.placement.demand import Demand, lot_of
+from router.placement.demand import Demand, traffic_hash_of
 from router.placement.explain import explain
 from router.placement.place import FEW, place
 from router.placement.rates import Floats, Priors, Rates
-from router.placement.worker_table import Hits, Workers, WorkerView
+from router.placement.worker_table import Hits, WorkerTable, WorkerView
 
 PRIORS = Priors(1000, 100, 1e6, 0.01, 0.002, 0.001)
 SHARES = {"a": 0.0, "b": 0.1, "c": 0.0}
@@ -31,8 +31,8 @@ class Case:
     due: dict[str, int]
 
     @property
-    def workers(self) -> Workers:
-        return Workers.of(self.views)
+    def workers(self) -> WorkerTable:
+        return WorkerTable.of(self.views)
 
     @property
     def hits(self) -> Hits:
@@ -194,7 +194,7 @@ def test_with_one_rate_for_all_it_is_the_plain_model(case: Case) -> None:
 
 def test_the_faster_link_is_used() -> None:
     views = [WorkerView(name, name == "d", b"m", 0, 0, 0, 100, 100) for name in ("d", "p0", "p1")]
-    workers = Workers.of(views)
+    workers = WorkerTable.of(views)
     demand = Demand(42, 10, 12, 4, 1000)
     rates = Rates.uniform(3, PRIORS)
     rates.kv_bytes_per_s[0, 1] = 1e5
@@ -206,7 +206,7 @@ def test_the_faster_link_is_used() -> None:
 
 def test_a_stalled_source_is_passed_over_for_one_that_holds_less() -> None:
     views = [WorkerView(name, name.startswith("d"), b"m", 0, 0, 0, 300, 300) for name in ("d0", "d1", "d2", "p0")]
-    workers = Workers.of(views)
+    workers = WorkerTable.of(views)
     demand = Demand(802, 200, 220, 4, 1000)
     rates = Rates.uniform(4, PRIORS)
     rates.kv_bytes_per_s[3, 1] = 1e3
@@ -217,7 +217,7 @@ def test_a_stalled_source_is_passed_over_for_one_that_holds_less() -> None:
 
 
 def test_nobody_is_there() -> None:
-    workers = Workers.of([])
+    workers = WorkerTable.of([])
     hits = Hits.of(workers, {})
     assert place(Demand(5, 1, 2, 4, 100), workers, hits, Rates.uniform(0, PRIORS)) is None
     assert explain(Demand(5, 1, 2, 4, 100), workers, hits, Rates.uniform(0, PRIORS)) == []
@@ -225,12 +225,12 @@ def test_nobody_is_there() -> None:
 
 def test_a_canary_gets_its_share_and_no_request_waits_for_it() -> None:
     ids = [f"request {number}" for number in range(2000)]
-    lots = {request_id: lot_of(request_id) for request_id in ids}
+    lots = {request_id: traffic_hash_of(request_id) for request_id in ids}
     assert all(0 <= lot < 1 for lot in lots.values())
     views = [WorkerView(name, True, b"m", 0, 0, 0, 100, 100, traffic_share=share) for name, share in SHARES.items()]
 
     def placed(views: list[WorkerView]) -> Counter[str]:
-        workers, counts = Workers.of(views), Counter[str]()
+        workers, counts = WorkerTable.of(views), Counter[str]()
         for lot in lots.values():
             decision = place(Demand(5, 0, 2, 4, 100, lot=lot), workers, Hits.of(workers, {}), Rates.uniform(3, PRIORS))
             counts["none" if decision is None else "canary" if SHARES[decision.decode_id] else "others"] += 1

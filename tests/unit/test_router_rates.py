@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from protos import inference_pb2 as pb
 from router.observability.receipt_timings import measured
 from router.placement.prediction_error import LogRatios
-from router.placement.rate_learning import LEAST_DELAY_SHARE, Learner, Measured
-from router.placement.rates import LEAST, MAX_FACTOR, MOST, Line, Priors
+from router.placement.rate_learning import LEAST_DELAY_SHARE, RateLearner, ReceiptTimings
+from router.placement.rates import LEAST, MAX_FACTOR, MOST, LinearFit, Priors
 
 PRIORS = Priors(1000, 100, 1e6, 0.01, 0.002, 0.001)
 IDS = ["d0", "d1", "p0", "p1"]
@@ -35,7 +35,7 @@ def test_a_line_converges(
 ) -> None:
     """Where the fixed part is worth some units: one that never matters is never learnt."""
     seeds = random.Random(seed)
-    line = Line(fixed_units * unit_s * wrong_by[0], unit_s * wrong_by[1])
+    line = LinearFit(fixed_units * unit_s * wrong_by[0], unit_s * wrong_by[1])
 
     def true_s(amount: float) -> float:
         return (fixed_units + amount) * unit_s
@@ -51,7 +51,7 @@ def test_a_line_converges(
 def test_a_line_stays_finite_and_one_measurement_moves_it_by_little(
     history: list[tuple[float, float]], amount: float, took: float
 ) -> None:
-    line = Line(0.01, 1e-3)
+    line = LinearFit(0.01, 1e-3)
     for measurement in history:
         line.observe(*measurement)
     before = line.fresh()
@@ -63,7 +63,7 @@ def test_a_line_stays_finite_and_one_measurement_moves_it_by_little(
 
 
 def test_a_stalled_transfer_is_forgotten() -> None:
-    line = Line(0.01, 1e-6)
+    line = LinearFit(0.01, 1e-6)
     for _ in range(50):
         line.observe(10_000, 0.02)
     learnt = line.seconds(10_000)
@@ -76,17 +76,17 @@ def test_a_stalled_transfer_is_forgotten() -> None:
     assert line.seconds(10_000) == pytest.approx(learnt, rel=0.1)
 
 
-def learner() -> Learner:
-    made = Learner(PRIORS)
+def learner() -> RateLearner:
+    made = RateLearner(PRIORS)
     made.arrange(IDS)
     return made
 
 
-def learn_transfer(made: Learner, borrower: str, lender: str, bytes_per_s: float, times: int = 200) -> None:
+def learn_transfer(made: RateLearner, borrower: str, lender: str, bytes_per_s: float, times: int = 200) -> None:
     seeds = random.Random(1)
     for _ in range(times):
         num_bytes = math.exp(seeds.uniform(5, 20))
-        made.observe(Measured(borrower, lender, transfer=(num_bytes, 0.01 + num_bytes / bytes_per_s)))
+        made.observe(ReceiptTimings(borrower, lender, transfer=(num_bytes, 0.01 + num_bytes / bytes_per_s)))
 
 
 def test_before_anything_is_measured_the_priors_hold() -> None:
@@ -116,19 +116,21 @@ def test_a_pair_never_seen_is_taken_for_the_middle_of_its_ends() -> None:
 def test_workers_never_seen_are_taken_for_the_mean_of_the_others() -> None:
     made = learner()
     for tokens in [10, 100, 1000, 5000] * 100:
-        made.observe(Measured("d0", "p0", prefill=(tokens, 0.002 + tokens / 5000), tail=(tokens, 0.002 + tokens / 300)))
+        made.observe(
+            ReceiptTimings("d0", "p0", prefill=(tokens, 0.002 + tokens / 5000), tail=(tokens, 0.002 + tokens / 300))
+        )
     assert made.rates.prefill_tokens_per_s == pytest.approx(np.full(4, 5000), rel=0.05)
     assert made.rates.decode_prefill_tokens_per_s == pytest.approx(np.full(4, 300), rel=0.05)
     for tokens in [10, 100, 1000, 5000] * 100:
-        made.observe(Measured("d1", "p1", prefill=(tokens, 0.002 + tokens / 1000)))
+        made.observe(ReceiptTimings("d1", "p1", prefill=(tokens, 0.002 + tokens / 1000)))
     assert made.rates.prefill_tokens_per_s[[P0, P1]] == pytest.approx([5000, 1000], rel=0.05)
 
 
 def test_steps_that_cost_the_same_still_spread_streams() -> None:
     made = learner()
     for running in list(range(1, 40)) * 30:
-        made.observe(Measured("d0", step=(running, 0.05)))
-        made.observe(Measured("d1", step=(running, 0.05 + running * 0.004)))
+        made.observe(ReceiptTimings("d0", step=(running, 0.05)))
+        made.observe(ReceiptTimings("d1", step=(running, 0.05 + running * 0.004)))
     assert made.rates.stream_delay_s[[D0, D1]] == pytest.approx(
         [PRIORS.stream_delay_s / LEAST_DELAY_SHARE, 0.004], rel=0.15
     )
@@ -138,12 +140,14 @@ def test_what_was_learnt_survives_others_coming_and_going_and_not_its_own_going(
     made = learner()
     learn_transfer(made, "d1", "p0", 1e8)
     for tokens in [10, 100, 1000, 5000] * 100:
-        made.observe(Measured("d1", "p0", prefill=(tokens, 0.002 + tokens / 5000)))
+        made.observe(ReceiptTimings("d1", "p0", prefill=(tokens, 0.002 + tokens / 5000)))
     before = float(made.rates.kv_bytes_per_s[D1, P0])
     made.arrange(["a0", "d1", "p0"])
     assert made.rates.kv_bytes_per_s[1, 2] == before
     assert made.rates.prefill_tokens_per_s[2] == pytest.approx(5000, rel=0.05)
-    made.observe(Measured("d0", "p1", transfer=(1e6, 1.0), prefill=(1, 1), tail=(1, 1), step=(1, 1)))  # both are gone
+    made.observe(
+        ReceiptTimings("d0", "p1", transfer=(1e6, 1.0), prefill=(1, 1), tail=(1, 1), step=(1, 1))
+    )  # both are gone
     made.arrange(["d1"])
     made.arrange(["d1", "p0"])
     assert made.rates.kv_bytes_per_s[0, 1] != before, "p0 may be another machine now"
@@ -156,17 +160,17 @@ pairs = st.one_of(st.none(), st.tuples(amounts, seconds))
 @given(
     st.lists(
         st.one_of(
-            st.builds(Measured, workers, workers, pairs, pairs, pairs, pairs),
+            st.builds(ReceiptTimings, workers, workers, pairs, pairs, pairs, pairs),
             st.lists(st.sampled_from(IDS), unique=True).map(sorted),
         ),
         max_size=30,
     )
 )
-def test_the_arrays_are_what_a_new_arrangement_would_give(events: list[Measured | list[str]]) -> None:
+def test_the_arrays_are_what_a_new_arrangement_would_give(events: list[ReceiptTimings | list[str]]) -> None:
     """What is updated in place equals what is computed from nothing; and all of it is above 0 and finite."""
     made, ids = learner(), list(IDS)
     for event in events:
-        if isinstance(event, Measured):
+        if isinstance(event, ReceiptTimings):
             made.observe(event)
         else:
             ids = event
@@ -199,7 +203,7 @@ def finish(**kv: object) -> pb.Finish:
 
 def test_a_computing_loan_tells_of_the_lender() -> None:
     said = measured(finish(lender_computed_blocks=10), 20, 100, running=4.5, num_choices=1)
-    assert said == Measured("d0", "p0", (140, pytest.approx(0.04)), None, (23, pytest.approx(0.01)), (4.5, 0.1))
+    assert said == ReceiptTimings("d0", "p0", (140, pytest.approx(0.04)), None, (23, pytest.approx(0.01)), (4.5, 0.1))
 
 
 def test_a_loan_of_what_was_there_tells_of_the_link() -> None:

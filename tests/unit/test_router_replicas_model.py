@@ -11,7 +11,7 @@ from protos import membership_pb2 as pb
 from router.placement.demand import Demand
 from router.placement.fleet import Fleet
 from router.placement.rates import Priors
-from router.placement.worker_records import Placed, Worker
+from router.placement.worker_records import ActivePlacement, Worker
 
 ROUTERS = ["r0", "r1", "r2"]
 DECODES, PREFILLS = ["d0", "d1"], ["p0"]
@@ -25,7 +25,7 @@ class Request:
     """One placement, as everybody sees it at his own time."""
 
     router: str
-    placed: Placed
+    placed: ActivePlacement
     arrived: bool = False
     """At its decode worker."""
     wanted: bool = False

@@ -12,13 +12,13 @@ from cluster.errors import Forbidden, Incompatible, InvalidRequest, Overloaded, 
 from engine.kv.block_keys import block_keys, root_key
 from protos import inference_pb2 as pb
 from protos import membership_pb2
-from router.admission.request import Claim
+from router.admission.request import RequestInfo
 from router.config import RouterConfig
 from router.models.config import ModelEntry
 from router.models.costs import Costs
 from router.models.model_runtime import read_models
 from router.placement.demand import Demand
-from router.request_path.preprocess import Intake
+from router.request_path.preprocess import Preprocessor
 from router.security.api_keys import Principal
 from support.served_models import TEXT, hello_of, join, served
 from support.sim_directories import write_sim_model, write_tokenizer
@@ -121,9 +121,9 @@ async def test_what_a_tenant_may_run_counts_over_all_models(byte_model: Path, wo
     for model in models:
         join(model)
     of_bytes, of_words = models
-    placed, _ = await of_bytes.dispatcher.place(Claim("single", 0, 0.0), block_demand(1), [])
-    waits = asyncio.ensure_future(of_words.dispatcher.place(Claim("single", 0, 0.0), block_demand(1), []))
-    other, _ = await of_words.dispatcher.place(Claim("other", 0, 0.0), block_demand(1), [])
+    placed, _ = await of_bytes.dispatcher.place(RequestInfo("single", 0, 0.0), block_demand(1), [])
+    waits = asyncio.ensure_future(of_words.dispatcher.place(RequestInfo("single", 0, 0.0), block_demand(1), []))
+    other, _ = await of_words.dispatcher.place(RequestInfo("other", 0, 0.0), block_demand(1), [])
     await asyncio.sleep(0)
     assert of_words.dispatcher.num_waiting == 1
     of_bytes.dispatcher.ended(placed)
@@ -137,13 +137,15 @@ async def test_lines_are_of_one_model_each(byte_model: Path, word_model: Path) -
     _, models = served([{"path": byte_model}, {"path": word_model}], max_queued=1)
     for model in models:
         join(model, num_blocks=10)
-    held = [(await model.dispatcher.place(Claim("", 0, 0.0), block_demand(10), []))[0] for model in models]
-    line = [asyncio.ensure_future(model.dispatcher.place(Claim("", 0, 0.0), block_demand(10), [])) for model in models]
+    held = [(await model.dispatcher.place(RequestInfo("", 0, 0.0), block_demand(10), []))[0] for model in models]
+    line = [
+        asyncio.ensure_future(model.dispatcher.place(RequestInfo("", 0, 0.0), block_demand(10), [])) for model in models
+    ]
     await asyncio.sleep(0)
     assert [model.dispatcher.num_waiting for model in models] == [1, 1]
     for model, placed in zip(models, held, strict=True):
         with pytest.raises(Overloaded, match="1 requests wait already"):
-            await model.dispatcher.place(Claim("", 0, 0.0), block_demand(10), [])
+            await model.dispatcher.place(RequestInfo("", 0, 0.0), block_demand(10), [])
         model.dispatcher.ended(placed)
     for model, waited in zip(models, line, strict=True):
         model.dispatcher.ended((await waited)[0])
@@ -215,7 +217,7 @@ async def test_while_workers_are_replaced_the_caches_of_both_versions_are_known(
 
 async def test_what_a_key_may_not_use_it_cannot_find_either(byte_model: Path, word_model: Path) -> None:
     config, models = served([{"path": byte_model, "name": "cheap"}, {"path": word_model, "name": "dear"}])
-    intake, principal = Intake(config, models), Principal("k", "t", frozenset({"cheap"}))
+    intake, principal = Preprocessor(config, models), Principal("k", "t", frozenset({"cheap"}))
     said = []
     for name in ("dear", "no such"):
         with pytest.raises(Forbidden) as refused:

@@ -18,9 +18,9 @@ from simulator.gpus import gpu_named
 from simulator.model_shape import open_shape
 from simulator.planned import autoscaled
 from simulator.replay import Scenario, Setup, replay
-from simulator.request import Fate, Outcome, TraceRequest
+from simulator.request import EndState, Outcome, TraceRequest
 from simulator.results import Slo
-from simulator.traces.swing import Swing
+from simulator.traces.swing import RateSwing
 from support.virtual_cluster import cluster_spec, random_requests, worker_spec
 
 
@@ -54,7 +54,7 @@ class Moved:
 def all_well(run: Moved, count: int) -> None:
     """Nobody failed, and nothing is held anywhere."""
     assert len(run.outcomes) == count
-    assert {outcome.fate for outcome in run.outcomes} == {Fate.FINISHED}
+    assert {outcome.fate for outcome in run.outcomes} == {EndState.FINISHED}
     assert not audit(list(run.cluster.workers.values()))
 
 
@@ -172,7 +172,7 @@ def test_whatever_changes_nothing_is_lost_and_runs_of_steps_change_nothing(seed:
 
 def test_a_swing_moves_requests_and_keeps_their_order_and_number() -> None:
     even = [TraceRequest(number, number * 0.1, 10, 10) for number in range(10_000)]
-    swung = list(Swing(even, 10, 500.0))
+    swung = list(RateSwing(even, 10, 500.0))
     assert [request.number for request in swung] == list(range(10_000))
     times = [request.arrival_s for request in swung]
     assert times == sorted(times)
@@ -183,10 +183,10 @@ def test_a_swing_moves_requests_and_keeps_their_order_and_number() -> None:
 
 def test_a_swing_of_one_changes_nothing_and_what_is_none_is_named() -> None:
     even = [TraceRequest(number, number * 0.37, 10, 10) for number in range(100)]
-    assert list(Swing(even, 1, 10.0)) == even
+    assert list(RateSwing(even, 1, 10.0)) == even
     for factor, period in ((0.5, 10.0), (2.0, 0.0)):
         with pytest.raises(BadSetup):
-            Swing(even, factor, period)
+            RateSwing(even, factor, period)
 
 
 # ------------------------------------------------------------------ a planner at work
@@ -201,7 +201,7 @@ def swinging(count: int) -> list[TraceRequest]:
     for number in range(count):
         at_s += rng.expovariate(1.0)
         even.append(TraceRequest(number, at_s, rng.randint(8000, 24_000), rng.randint(10, 120)))
-    return list(Swing(even, 8, at_s))
+    return list(RateSwing(even, 8, at_s))
 
 
 def test_pools_follow_the_load_and_nothing_is_lost() -> None:

@@ -6,12 +6,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.latency_histogram import Gaps
+from simulator.latency_histogram import LatencyHistogram
 
 
 @given(values=st.lists(st.floats(1e-6, 100.0), min_size=1, max_size=200), share=st.floats(0.01, 1.0))
 def test_quantiles_are_right_within_a_bin(values: list[float], share: float) -> None:
-    gaps, backwards = Gaps(), Gaps()
+    gaps, backwards = LatencyHistogram(), LatencyHistogram()
     for value in values:
         gaps.add(value)
     for value in reversed(values):
@@ -23,12 +23,12 @@ def test_quantiles_are_right_within_a_bin(values: list[float], share: float) -> 
 
 
 def test_of_nothing_nothing_is_known() -> None:
-    assert math.isnan(Gaps().mean_s)
-    assert math.isnan(Gaps().quantile_s(0.5))
+    assert math.isnan(LatencyHistogram().mean_s)
+    assert math.isnan(LatencyHistogram().quantile_s(0.5))
 
 
 def test_several_at_once_are_as_many() -> None:
-    one, other = Gaps(), Gaps()
+    one, other = LatencyHistogram(), LatencyHistogram()
     one.add(0.01, 3)
     for _ in range(3):
         other.add(0.01)

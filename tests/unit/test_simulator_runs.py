@@ -6,7 +6,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.request import Fate
+from simulator.request import EndState
 from support.virtual_cluster import Observed, cluster_spec, kills, random_requests
 
 TRIALS = int(os.environ.get("TANDEM_TRIALS", "25"))
@@ -52,5 +52,5 @@ def test_most_steps_are_skipped() -> None:
     """Else the test above says nothing."""
     requests = random_requests(1, 20, rate=3.0, most_output=200)
     slow, fast = (Observed(cluster_spec(1, 2), requests, skip=skip) for skip in (False, True))
-    assert all(outcome.fate is Fate.FINISHED for outcome in fast.outcomes)
+    assert all(outcome.fate is EndState.FINISHED for outcome in fast.outcomes)
     assert fast.cluster.clock.num_events < 0.6 * slow.cluster.clock.num_events

@@ -11,8 +11,15 @@ from engine.core.core_types import BeamParams, Chunk, SamplingParams, Sequence
 from engine.core.scheduler import StepBudget
 from engine.messages import Cancel
 from engine.speculation.ngrams import MAX_ADDED, MAX_AGREEING, MAX_PLACES, Match, NgramIndex, continuation
-from engine.speculation.speculation_policy import GAIN, Chances, OwnChances, StepCost, Wish, allot
-from engine.speculation.speculator import NgramSource, Speculator
+from engine.speculation.speculation_policy import (
+    GAIN,
+    AcceptanceRates,
+    DraftBudget,
+    SequenceAcceptance,
+    StepCost,
+    allot,
+)
+from engine.speculation.speculator import NgramProposer, Speculator
 from support.crowded_engine import Engine, tokens
 from support.guessing import Oracle, always
 
@@ -92,38 +99,38 @@ def test_a_row_never_seems_free_and_slowly_becomes_cheaper_while_it_is_not_tried
 
 
 def test_while_nothing_is_known_of_steps_guesses_are_tried() -> None:
-    assert allot([Wish(0.5, 4), Wish(0.1, 2)], 2, 2, left=8, cost=StepCost()) == [4, 2]
+    assert allot([DraftBudget(0.5, 4), DraftBudget(0.1, 2)], 2, 2, left=8, cost=StepCost()) == [4, 2]
 
 
 def test_the_likeliest_guesses_go_first_and_only_while_they_pay() -> None:
     cost = line(0.030, 0.003)  # 36 ms for 2 tokens: a row is worth 1/6 token, and the more the more is gained
-    assert allot([Wish(0.9, 8), Wish(0.5, 8)], 2, 2, left=100, cost=cost) == [8, 1]
-    assert allot([Wish(0.9, 8), Wish(0.5, 8)], 2, 2, left=5, cost=cost) == [5, 0]
-    assert allot([Wish(0.15, 8), Wish(0.1, 8)], 2, 2, left=100, cost=cost) == [0, 0]
+    assert allot([DraftBudget(0.9, 8), DraftBudget(0.5, 8)], 2, 2, left=100, cost=cost) == [8, 1]
+    assert allot([DraftBudget(0.9, 8), DraftBudget(0.5, 8)], 2, 2, left=5, cost=cost) == [5, 0]
+    assert allot([DraftBudget(0.15, 8), DraftBudget(0.1, 8)], 2, 2, left=100, cost=cost) == [0, 0]
     assert allot([], 2, 2, left=100, cost=cost) == []
 
 
 def test_in_a_batch_that_computes_for_every_row_only_what_is_nearly_certain_is_guessed() -> None:
     cost = line(0.004, 0.003)  # 32 sequences: 100 ms for 32 tokens, so that a row is worth 0.96 token
-    assert not any(allot([Wish(0.8, 8)] * 32, 32, 32, left=1000, cost=cost))
-    assert not any(allot([Wish(0.99, 8)] * 32, 32, 32, left=1000, cost=cost)), "what is gained is less than GAIN"
+    assert not any(allot([DraftBudget(0.8, 8)] * 32, 32, 32, left=1000, cost=cost))
+    assert not any(allot([DraftBudget(0.99, 8)] * 32, 32, 32, left=1000, cost=cost)), "what is gained is less than GAIN"
 
 
 @pytest.mark.parametrize(("pass_s", "depth"), [(0.001, 8), (0.010, 3), (0.040, 0)])
 def test_a_draft_model_goes_only_as_far_as_its_passes_pay(pass_s: float, depth: int) -> None:
     cost = line(0.030, 0.0005)
-    (count,) = allot([Wish(0.8, 8)], 1, 1, left=100, cost=cost, pass_s=pass_s)
+    (count,) = allot([DraftBudget(0.8, 8)], 1, 1, left=100, cost=cost, pass_s=pass_s)
     assert count == depth
 
 
 @given(
-    st.lists(st.builds(Wish, st.floats(0, 1), st.integers(1, 8)), max_size=12),
+    st.lists(st.builds(DraftBudget, st.floats(0, 1), st.integers(1, 8)), max_size=12),
     st.integers(0, 40),
     st.sampled_from([(0.03, 0.0), (0.03, 0.002), (0.001, 0.01)]),
     st.sampled_from([0.0, 0.002, 0.02]),
 )
 def test_what_is_given_out_keeps_to_the_limits_and_pays(
-    wishes: list[Wish], left: int, line_of: tuple[float, float], pass_s: float
+    wishes: list[DraftBudget], left: int, line_of: tuple[float, float], pass_s: float
 ) -> None:
     cost, num = line(*line_of), max(1, len(wishes))
     counts = allot(wishes, num, num, left, cost, pass_s)
@@ -137,8 +144,8 @@ def test_what_is_given_out_keeps_to_the_limits_and_pays(
 
 
 def test_chances_begin_as_those_of_all_and_end_at_the_first_wrong_guess() -> None:
-    of_all = Chances()
-    first, second = OwnChances(of_all), OwnChances(of_all)
+    of_all = AcceptanceRates()
+    first, second = SequenceAcceptance(of_all), SequenceAcceptance(of_all)
     assert first.of(3) == second.of(3) == 0.5
     for _ in range(30):
         first.learn(3, [True, False, True])
@@ -258,7 +265,7 @@ def text_of(token_ids: list[int]) -> Sequence:
 
 
 def test_a_text_in_which_nothing_comes_again_gets_no_guesses_whether_they_were_used_or_not() -> None:
-    source, text = NgramSource(), text_of([1, 2])
+    source, text = NgramProposer(), text_of([1, 2])
     for new in range(100, 140):  # 1, 2 is followed by another token each time
         text.token_ids += [new, 1, 2]
         wish = source.wish(text, 4)
@@ -269,7 +276,7 @@ def test_a_text_in_which_nothing_comes_again_gets_no_guesses_whether_they_were_u
 
 
 def test_a_text_that_repeats_is_guessed_on_and_another_one_begins_with_what_was_learnt() -> None:
-    source, text = NgramSource(), text_of([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2])
+    source, text = NgramProposer(), text_of([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2])
     for token in (3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6):
         wish = source.wish(text, 4)
         assert wish is not None

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import InvalidRequest
-from decode_worker.output_stream import Generation
-from engine.core.core_types import Failure, StructuredOutput
+from decode_worker.output_stream import OutputStream
+from engine.core.core_types import RequestFailure, StructuredOutput
 from engine.messages import Failed
 from engine.model.model_dir import ModelDir
 from engine.sampling.structured_output import MAX_CHARS, MAX_CHOICES, read_structured
@@ -69,7 +69,9 @@ def test_a_model_without_tokenizer_has_none(tmp_path: Path) -> None:
 def test_a_failed_request_names_its_field() -> None:
     request = decode_pb2.DecodeRequest(prompt_token_ids=[1], sampling=pb.Sampling(max_tokens=3))
     with pytest.raises(InvalidRequest) as caught:
-        Generation(request, None, "d0", 4).absorb(Failed("r", Failure("sampling.structured.regex", "too complex")))
+        OutputStream(request, None, "d0", 4).absorb(
+            Failed("r", RequestFailure("sampling.structured.regex", "too complex"))
+        )
     assert (caught.value.field, caught.value.message) == ("sampling.structured.regex", "too complex")
 
 

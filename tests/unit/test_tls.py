@@ -8,7 +8,7 @@ import pytest
 
 from cluster.config import secrets_of, to_overrides
 from cluster.errors import StartError
-from cluster.tls import Credentials, File, Visitor, member_of
+from cluster.tls import ClientIdentity, Credentials, File, member_of
 from engine.config import WorkerConfig
 from router.config import RouterConfig
 from support.certificates import Authority, Issued
@@ -125,9 +125,9 @@ def test_launchers_give_a_guarded_router_a_port_for_workers() -> None:
 def test_a_client_names_the_file_that_is_missing(cluster: Authority, tmp_path: Path) -> None:
     issued = cluster.issue("client")
     for visitor, field in (
-        (Visitor(tmp_path / "none"), "tls_ca"),
-        (Visitor(cluster.path, cert=issued.cert), "tls_key"),
-        (Visitor(cluster.path, key=issued.key), "tls_cert"),
+        (ClientIdentity(tmp_path / "none"), "tls_ca"),
+        (ClientIdentity(cluster.path, cert=issued.cert), "tls_key"),
+        (ClientIdentity(cluster.path, key=issued.key), "tls_cert"),
     ):
         with pytest.raises(StartError) as refused:
             visitor.for_channel()

@@ -7,7 +7,7 @@ import pytest
 
 from engine.config import WorkerConfig
 from engine.errors import EngineStartError
-from engine.model.quantization import AS_SAVED, Variant, Weights
+from engine.model.quantization import AS_SAVED, QuantizationConfig, Weights
 
 SAVED, OTHER = bytes(32), bytes([1]) * 32
 
@@ -18,10 +18,12 @@ def test_weights_as_saved_keep_their_fingerprint() -> None:
 
 def test_other_numbers_have_another() -> None:
     kinds: tuple[Weights, ...] = get_args(Weights)
-    made = [Variant(weights=kind).fingerprint(saved) for kind in kinds for saved in (SAVED, OTHER)]
+    made = [QuantizationConfig(weights=kind).fingerprint(saved) for kind in kinds for saved in (SAVED, OTHER)]
     assert len(set(made)) == 2 * len(kinds)
     assert {len(each) for each in made} == {32}
-    assert Variant(weights="int8").fingerprint(SAVED) == Variant(weights="int8").fingerprint(SAVED)
+    assert QuantizationConfig(weights="int8").fingerprint(SAVED) == QuantizationConfig(weights="int8").fingerprint(
+        SAVED
+    )
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -34,7 +36,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_settings_say_it_and_the_sim_engine_has_none(setting: dict[str, Any]) -> None:
-    assert WorkerConfig(model=Path("/model"), **setting).variant() == Variant(**setting)
+    assert WorkerConfig(model=Path("/model"), **setting).variant() == QuantizationConfig(**setting)
     with pytest.raises(EngineStartError, match=f"{next(iter(setting))}: "):
         WorkerConfig(model=Path("/model"), engine="sim", **setting).variant()
     assert WorkerConfig(model=Path("/model"), engine="sim").variant() == AS_SAVED

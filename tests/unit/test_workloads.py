@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from simulator.errors import BadSetup
 from simulator.request import TraceRequest
 from simulator.workloads import HASH_TOKENS, PROFILES, evenly, poisson, profile_named, requests_of
-from tandem.loadgen.prompts import LEAST_TOKEN, Words, sample, token_ids
+from tandem.loadgen.prompts import LEAST_TOKEN, PromptWords, sample, token_ids
 
 
 @given(
@@ -100,7 +100,7 @@ def test_equal_ids_are_equal_prompts_up_to_there_and_no_further() -> None:
     assert first[32] != second[32]
     alone, too = token_ids(request_of((), 48, 2), 30_000), token_ids(request_of((), 48, 3), 30_000)
     assert alone[:4] != too[:4]  # without ids nothing is shared
-    words = Words(1.6)
+    words = PromptWords(1.6)
     said, also = words.text(one).split(), words.text(other).split()
     assert said[:20] == also[:20]
     assert said[20] != also[20]

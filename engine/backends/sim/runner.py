@@ -22,8 +22,8 @@ from engine.backends.sim.states import (
     token_of_all,
 )
 from engine.backends.sim.timing import AT_ONCE, StepTiming
-from engine.core.core_types import Chunk, Sampled, TokenLogprobs, verified
-from engine.core.model_runner import ModelInfo, Runner
+from engine.core.core_types import Chunk, SampleResult, TokenLogprobs, verified
+from engine.core.model_runner import ModelInfo, ModelRunner
 from engine.host.memory import pool_memory
 from engine.kv.layout import KvLayout
 from engine.model.model_dir import ModelDir
@@ -33,7 +33,7 @@ LARGE_BYTES = 64 << 20
 """A pool of so many lies in huge pages, as other engines' do. Smaller ones are many in a process, each hardly used."""
 
 
-class SimRunner(Runner):
+class SimRunner(ModelRunner):
     """Deterministic by its inputs. `weights_fingerprint` stands for the weights: other ones, other KV."""
 
     pool: Pool
@@ -60,13 +60,13 @@ class SimRunner(Runner):
         shape = (-1, layout.kv_heads, layout.block_tokens, slot_words)
         self._words: NDArray[np.uint64] = self.pool.memory.view(np.uint64).reshape(shape)
 
-    def execute(self, batch: Sequence[Chunk]) -> list[Sampled]:
+    def execute(self, batch: Sequence[Chunk]) -> list[SampleResult]:
         """Takes as long as `timing` says."""
         if seconds := self.timing.seconds(batch):
             time.sleep(seconds)
         return self.compute(batch)
 
-    def compute(self, batch: Sequence[Chunk]) -> list[Sampled]:
+    def compute(self, batch: Sequence[Chunk]) -> list[SampleResult]:
         """As `execute`, at once."""
         for chunk in batch:
             self._write(chunk)
@@ -87,23 +87,23 @@ class SimRunner(Runner):
         positions = np.arange(start, end)
         self._words[blocks[positions // width - first], :, positions % width] = states[:, None, None]
 
-    def _answer(self, chunk: Chunk) -> Sampled:
+    def _answer(self, chunk: Chunk) -> SampleResult:
         prompt: tuple[TokenLogprobs, ...] = ()
         if scored := chunk.scored:
             prompt = tuple(TokenLogprobs(prompt_logprob(self._sample(chunk, p + 1)), (), ()) for p in scored)
         if not chunk.samples:
-            return Sampled(-1, prompt=prompt)
+            return SampleResult(-1, prompt=prompt)
         if not chunk.guesses:  # as most are
             return self._next(chunk, chunk.start + chunk.count, prompt)
         ends = range(chunk.start + chunk.count, chunk.start + chunk.num_rows + 1)
         return verified(chunk.guesses, (self._next(chunk, end, prompt) for end in ends))
 
-    def _next(self, chunk: Chunk, end: int, prompt: tuple[TokenLogprobs, ...]) -> Sampled:
+    def _next(self, chunk: Chunk, end: int, prompt: tuple[TokenLogprobs, ...]) -> SampleResult:
         token, sampling = self._sample(chunk, end), chunk.sequence.sampling
         assert sampling is not None
         if sampling.beam is not None:
-            return Sampled(token, likeliest(token, sampling.logprobs or 1, self.info.vocab_size), prompt=prompt)
-        return Sampled(choice_token(token, chunk.sequence.choice, self.info.vocab_size), prompt=prompt)
+            return SampleResult(token, likeliest(token, sampling.logprobs or 1, self.info.vocab_size), prompt=prompt)
+        return SampleResult(choice_token(token, chunk.sequence.choice, self.info.vocab_size), prompt=prompt)
 
     def _sample(self, chunk: Chunk, end: int) -> int:
         """From the sequence's first `end` tokens."""

@@ -26,7 +26,7 @@ ON_GPU = ("flashinfer", "triton")
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class BoundModel:
     """What a runner computes with. The model's modules may have been replaced."""
 
     backend: Backend
@@ -38,7 +38,7 @@ class Joined:
     """Of the thread that computes, to one core each; None where it would not help."""
 
 
-def join(model: nn.Module, pool: Tensor, layout: KvLayout, backend: Backend, ranks: int = 1) -> Joined:
+def join(model: nn.Module, pool: Tensor, layout: KvLayout, backend: Backend, ranks: int = 1) -> BoundModel:
     """auto: `native` on a CPU, `flashinfer` or else `triton` on a GPU, and `sdpa` with a warning where they cannot be
     had. Model and layout are one of so many tensor-parallel ranks'.
 
@@ -69,11 +69,11 @@ def query_heads(model: nn.Module) -> int:
     return heads
 
 
-def _sdpa(pool: Tensor, layout: KvLayout) -> Joined:
-    return Joined("sdpa", SdpaPagedAttention(pool, layout))
+def _sdpa(pool: Tensor, layout: KvLayout) -> BoundModel:
+    return BoundModel("sdpa", SdpaPagedAttention(pool, layout))
 
 
-def _native(model: nn.Module, pool: Tensor, layout: KvLayout, heads: int) -> Joined:
+def _native(model: nn.Module, pool: Tensor, layout: KvLayout, heads: int) -> BoundModel:
     dtype: torch.dtype = getattr(torch, layout.dtype)
     if dtype not in TYPES:
         raise KernelsUnavailable(f"there are no CPU kernels for {layout.dtype}")
@@ -86,10 +86,10 @@ def _native(model: nn.Module, pool: Tensor, layout: KvLayout, heads: int) -> Joi
     if last_rows is not None:
         attention.trim_last_layer()
     use_native_layers(model, kernels, attention)
-    return Joined("native", attention, kernels.argmax, last_rows, kernels.bind_threads)
+    return BoundModel("native", attention, kernels.argmax, last_rows, kernels.bind_threads)
 
 
-def _flashinfer(model: nn.Module, pool: Tensor, layout: KvLayout, heads: int) -> Joined:
+def _flashinfer(model: nn.Module, pool: Tensor, layout: KvLayout, heads: int) -> BoundModel:
     from engine.backends.torch.cuda.flashinfer_attention import FlashInferPagedAttention
     from engine.backends.torch.cuda.library import load_flashinfer, prefill_kernel
     from engine.backends.torch.cuda.modules import fuse
@@ -97,10 +97,10 @@ def _flashinfer(model: nn.Module, pool: Tensor, layout: KvLayout, heads: int) ->
     flashinfer = load_flashinfer(layout)
     attention = FlashInferPagedAttention(flashinfer, pool, layout, heads, prefill_kernel())
     fuse(model, flashinfer)
-    return Joined("flashinfer", attention)
+    return BoundModel("flashinfer", attention)
 
 
-def _triton(model: nn.Module, pool: Tensor, layout: KvLayout, heads: int) -> Joined:
+def _triton(model: nn.Module, pool: Tensor, layout: KvLayout, heads: int) -> BoundModel:
     from engine.backends.torch.cuda.library import import_flashinfer
     from engine.backends.torch.cuda.modules import fuse
     from engine.backends.torch.cuda.triton_attention import TritonPagedAttention, load_kernels
@@ -111,7 +111,7 @@ def _triton(model: nn.Module, pool: Tensor, layout: KvLayout, heads: int) -> Joi
         fuse(model, import_flashinfer())
     except KernelsUnavailable as error:
         log.warning("norms, MLPs and rotary embeddings are not fused: %s", error)
-    return Joined("triton", attention)
+    return BoundModel("triton", attention)
 
 
 _JOINS = {"native": _native, "flashinfer": _flashinfer, "triton": _triton}

@@ -22,7 +22,7 @@ from engine.errors import EngineStartError
 from engine.kv.block_keys import BlockKey
 from engine.model.detokenizer import load_tokenizer
 from engine.model.model_dir import ModelDir
-from engine.model.quantization import AS_SAVED, Variant
+from engine.model.quantization import AS_SAVED, QuantizationConfig
 
 FIELD = "speculation"
 READ_TOKENS = 256
@@ -54,14 +54,14 @@ class DraftModel:
         served: PagedModel,
         served_dir: ModelDir | None,
         info: ModelInfo,
-        variant: Variant = AS_SAVED,
+        variant: QuantizationConfig = AS_SAVED,
     ) -> None:
         """`variant` is that of the served model: of its weights the draft's are of the same kind. Raises
         EngineStartError for a model that cannot guess for `served`."""
         try:
             model_dir = ModelDir.open(path)
             _check_vocabulary(model_dir, served_dir, info)
-            model = load_model(model_dir, dtype, served.device, Variant(weights=variant.weights))
+            model = load_model(model_dir, dtype, served.device, QuantizationConfig(weights=variant.weights))
             layout = kv_layout(model, served.layout.block_tokens)
         except EngineStartError as error:
             if error.field == FIELD:

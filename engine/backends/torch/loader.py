@@ -19,7 +19,7 @@ from engine.backends.torch.sharding import load_shard
 from engine.errors import EngineStartError, ModelRefused
 from engine.kv.layout import DTYPE_BYTES, KvDtype, KvLayout
 from engine.model.model_dir import ModelDir
-from engine.model.quantization import AS_SAVED, Variant, Weights
+from engine.model.quantization import AS_SAVED, QuantizationConfig, Weights
 from kvtransfer.fingerprint import WORD_BYTES
 
 SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -33,7 +33,7 @@ def load_model(
     model_dir: ModelDir,
     dtype: str,
     device: torch.device,
-    variant: Variant = AS_SAVED,
+    variant: QuantizationConfig = AS_SAVED,
     group: RankGroup | None = None,
 ) -> torch.nn.Module:
     """The model in evaluation mode, in `dtype` ("auto": as saved), on a device; with a `group`, this rank's shard of
@@ -82,7 +82,7 @@ def _no_room(error: torch.cuda.OutOfMemoryError) -> EngineStartError:
     return EngineStartError("model", f"the GPU has no room for its weights: {error}")
 
 
-def _refuse_by_device(variant: Variant, device: torch.device) -> None:
+def _refuse_by_device(variant: QuantizationConfig, device: torch.device) -> None:
     """Raises EngineStartError for weights that are not computed with there."""
     if variant.weights == "auto":
         return
@@ -147,7 +147,7 @@ def _refuse_by_config(config: Any) -> None:
         raise ModelRefused(f"{names} uses {strange_rope.pop()} RoPE, whose result depends on the rest of the batch")
 
 
-def _refuse_by_quantisation(config: Any, variant: Variant) -> PackedScheme | None:
+def _refuse_by_quantisation(config: Any, variant: QuantizationConfig) -> PackedScheme | None:
     """How its layers are packed, where this project unpacks them itself. transformers ignores a method that it does not
     know, and computes with what it finds."""
     saved = getattr(config, "quantization_config", None)

@@ -266,7 +266,7 @@ class PackedFiles:
         self._stack.close()
 
 
-class Absent(nn.Module):
+class PackedPlaceholder(nn.Module):
     """In the place of a packed layer, until the rest of the model is loaded."""
 
     def __init__(self, layer: nn.Linear) -> None:
@@ -294,7 +294,7 @@ class _PackedQuantizer(HfQuantizer):  # type: ignore[misc]
                 raise ModelRefused(f"it has packed weights of {name}, which is no module of the model") from None
             if type(found) is not nn.Linear:
                 raise ModelRefused(f"it has packed weights of {name}, a {type(found).__name__}, not a linear layer")
-            setattr(model.get_submodule(parent), child, Absent(found))
+            setattr(model.get_submodule(parent), child, PackedPlaceholder(found))
 
     def _process_model_after_weight_loading(self, model: Any, **_: object) -> None:
         self.remove_quantization_config(model)

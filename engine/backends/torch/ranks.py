@@ -20,7 +20,7 @@ SKEW_S = 600
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankInfo:
     """Which rank this process is."""
 
     rank: int
@@ -32,7 +32,7 @@ class Place:
 class RankGroup:
     """The ranks of this engine, from inside one of them. All ranks call the same methods in the same order."""
 
-    def __init__(self, place: Place, device: torch.device) -> None:
+    def __init__(self, place: RankInfo, device: torch.device) -> None:
         """Waits until all ranks are there. Raises EngineStartError."""
         self.rank, self.size = place.rank, place.size
         backend = "nccl" if device.type == "cuda" else "gloo"

@@ -16,15 +16,15 @@ from engine.backends.torch.draft import DraftModel
 from engine.backends.torch.fingerprint import TensorFingerprints
 from engine.backends.torch.loader import kv_layout, load_model, whole_layout
 from engine.backends.torch.paged_model import PagedModel
-from engine.backends.torch.ranks import Place, RankGroup
+from engine.backends.torch.ranks import RankGroup, RankInfo
 from engine.backends.torch.sampler import sample_chunks
 from engine.backends.torch.scoring import PromptScorer, wants_scores
-from engine.core.core_types import Chunk, Sampled
-from engine.core.model_runner import ModelInfo, Runner
+from engine.core.core_types import Chunk, SampleResult
+from engine.core.model_runner import ModelInfo, ModelRunner
 from engine.errors import EngineStartError
 from engine.kv.layout import KvLayout
 from engine.model.model_dir import ModelDir
-from engine.model.quantization import AS_SAVED, Variant
+from engine.model.quantization import AS_SAVED, QuantizationConfig
 from engine.sampling.grammar import Grammars
 
 
@@ -36,7 +36,7 @@ class BuiltModel:
     info: ModelInfo
 
 
-class TorchRunner(Runner):
+class TorchRunner(ModelRunner):
     """One model on one device. Raises EngineStartError (or ModelRefused) when it cannot serve."""
 
     def __init__(
@@ -48,8 +48,8 @@ class TorchRunner(Runner):
         backend: Backend = "auto",
         device: Device = "auto",
         draft: Path | None = None,
-        variant: Variant = AS_SAVED,
-        place: Place | None = None,
+        variant: QuantizationConfig = AS_SAVED,
+        place: RankInfo | None = None,
         pool_in_file: bool = False,
     ) -> None:
         """`source` is a model directory; of a built model `dtype` is what it has, and its weights stay as they are.
@@ -111,14 +111,14 @@ class TorchRunner(Runner):
         return self._draft.pass_s if self._draft is not None else 0.0
 
     @torch.inference_mode()
-    def execute(self, batch: Seq[Chunk]) -> list[Sampled]:
+    def execute(self, batch: Seq[Chunk]) -> list[SampleResult]:
         if self._draft is not None:
             batch = self._draft.guess(batch)
         scores = wants_scores(batch)
         with self._scorer.keeping() if scores else nullcontext():
             logits = self.logits(batch)
         sampling = [chunk for chunk in batch if chunk.samples]
-        sampled: list[Sampled] = []
+        sampled: list[SampleResult] = []
         if sampling:
             sampled = sample_chunks(logits, sampling, self.info.eos_token_ids, self._grammars, self.paged.argmax)
         if scores:
@@ -166,7 +166,7 @@ class TorchRunner(Runner):
         return self.device.type == "cuda"
 
 
-def _info_of(model_dir: ModelDir, variant: Variant, known: bool) -> ModelInfo:
+def _info_of(model_dir: ModelDir, variant: QuantizationConfig, known: bool) -> ModelInfo:
     """With the weights' fingerprint if it is to be `known`: it takes reading them all."""
     return ModelInfo(
         weights_fingerprint=variant.fingerprint(model_dir.weights_fingerprint()) if known else b"",

@@ -24,14 +24,22 @@ from torch import Tensor
 
 from engine.backends.torch.device import read_back, staged
 from engine.backends.torch.drawing import draw
-from engine.core.core_types import AnyPlace, Chunk, Failure, Sampled, SamplingParams, TokenLogprobs, verified
+from engine.core.core_types import (
+    AnyPlace,
+    Chunk,
+    RequestFailure,
+    SampleResult,
+    SamplingParams,
+    TokenLogprobs,
+    verified,
+)
 from engine.sampling.grammar import Grammars, TokenMasks
 
 LEAST_TEMPERATURE = 1e-5
 """Below it the likeliest token is taken: nothing else would be drawn, and quotients would leave float32."""
 LEAST_REPETITION_PENALTY = 1e-6
 """What divides by less is no number any more in float32, and what is multiplied by less is none either."""
-NO_NUMBERS = Failure("model", "its logits are no finite numbers; dtype float16 may be too small for it")
+NO_NUMBERS = RequestFailure("model", "its logits are no finite numbers; dtype float16 may be too small for it")
 _WORD = 32
 LIKELIEST: Callable[[Tensor], Tensor] = partial(torch.argmax, dim=-1)
 
@@ -49,7 +57,7 @@ def sample_chunks(
     eos_token_ids: frozenset[int],
     grammars: Grammars | None = None,
     argmax: Callable[[Tensor], Tensor] = LIKELIEST,
-) -> list[Sampled]:
+) -> list[SampleResult]:
     """The answer to each of these chunks, which all sample: the token at its end, and those after guesses that were
     right. `logits` is [places, vocab], of all their places in order; the rest as for `sample`.
 
@@ -67,7 +75,7 @@ def sample(
     eos_token_ids: frozenset[int],
     grammars: Grammars | None = None,
     argmax: Callable[[Tensor], Tensor] = LIKELIEST,
-) -> list[Sampled | None]:
+) -> list[SampleResult | None]:
     """The next token at each place, or why there is none. `logits` is [places, vocab] in any float dtype.
 
     `grammars` holds the states of structured outputs; without it no sequence may ask for one. `argmax` gives
@@ -90,12 +98,12 @@ def sample(
         tokens[at] = draw(rows, [params[row] for row in drawing], targets)
     chosen = read_back(torch.where(_finite(likeliest, adjusted) < 0, -1, tokens))
     told = _logprobs(logits, chosen, params)
-    sampled: list[Sampled | None] = [
-        _of_token(token) if token < 0 else Sampled(token, told.get(row)) for row, token in enumerate(chosen)
+    sampled: list[SampleResult | None] = [
+        _of_token(token) if token < 0 else SampleResult(token, told.get(row)) for row, token in enumerate(chosen)
     ]
     if masks is not None:
         for row, failure in masks.failures.items():
-            sampled[row] = Sampled(-1, failure=failure)
+            sampled[row] = SampleResult(-1, failure=failure)
         for row in masks.unknown:
             sampled[row] = None
     return sampled
@@ -115,8 +123,8 @@ def _finite(tokens: Tensor, logits: Tensor) -> Tensor:
     return torch.where(logits.gather(-1, tokens[:, None])[:, 0].isfinite(), tokens, -1)
 
 
-def _of_token(token: int) -> Sampled:
-    return Sampled(token) if token >= 0 else Sampled(-1, failure=NO_NUMBERS)
+def _of_token(token: int) -> SampleResult:
+    return SampleResult(token) if token >= 0 else SampleResult(-1, failure=NO_NUMBERS)
 
 
 def _plain(place: AnyPlace, sampling: SamplingParams) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.backends.torch.device import staged
-from engine.core.core_types import Chunk, Sampled, TokenLogprobs
+from engine.core.core_types import Chunk, SampleResult, TokenLogprobs
 
 SLICE_LOGITS = 1 << 23
 """Logits at a time, at most: 32 MiB of float32."""
@@ -53,14 +53,14 @@ class PromptScorer:
         with self._replaced(keep):
             yield
 
-    def score(self, batch: Seq[Chunk], sampled: Seq[Sampled]) -> list[Sampled]:
+    def score(self, batch: Seq[Chunk], sampled: Seq[SampleResult]) -> list[SampleResult]:
         """One for each chunk that `answers`: what was sampled, one for each chunk that `samples`, and the scores."""
-        answers: list[Sampled] = []
+        answers: list[SampleResult] = []
         tokens, first_row = iter(sampled), 0
         with self._replaced(lambda *args, **options: self._hidden):
             for chunk in batch:
                 if chunk.answers:
-                    token = next(tokens) if chunk.samples else Sampled(-1)
+                    token = next(tokens) if chunk.samples else SampleResult(-1)
                     prompt = tuple(self._score(chunk, scored_rows(chunk, first_row)))
                     answers.append(replace(token, prompt=prompt))
                 first_row += chunk.num_rows

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class TierCounters:
+class TierStats:
     """What is held now, and what happened since the start."""
 
     host_blocks: int

@@ -36,7 +36,7 @@ from engine.kv.tiers.disk_format import SlotHeader
 from engine.kv.tiers.host import HostTier
 from engine.kv.tiers.slots import NamedBlock, Slots
 from engine.kv.tiers.tier_jobs import EraseJob, Held, Job, ReadJob, TierName, TierThread, WriteJob
-from engine.kv.tiers.tier_stats import TierCounters
+from engine.kv.tiers.tier_stats import TierStats
 
 STAGING_BYTES = 32 << 20
 STAGING_BLOCKS = 16
@@ -181,11 +181,11 @@ class Tiers:
         return {name: (slots.num_slots, slots.num_named) for name, slots in self._slots.items()}
 
     @property
-    def counters(self) -> TierCounters:
+    def counters(self) -> TierStats:
         self._settle()
         host_blocks = self._host.slots.num_named
         disk_blocks = self._disk.slots.num_named if self._disk else 0
-        return TierCounters(
+        return TierStats(
             host_blocks=host_blocks,
             host_bytes=host_blocks * self._block_bytes,
             disk_blocks=disk_blocks,

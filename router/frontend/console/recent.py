@@ -7,7 +7,7 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 
 from protos import inference_pb2 as pb
-from router.placement.place import Decision, Rival
+from router.placement.place import Alternative, Decision
 
 MOST = 256
 
@@ -23,7 +23,7 @@ class _Ended:
     ttft_s: float
 
 
-class Recent:
+class RecentRequests:
     """Of one router."""
 
     def __init__(self, most: int = MOST) -> None:
@@ -67,7 +67,7 @@ def _as_json(ended: _Ended) -> dict[str, Any]:
 
 def _ways(decision: Decision) -> list[dict[str, Any]]:
     """What was compared: the chosen one, and the next best."""
-    chosen = Rival(decision.decode_id, decision.lender_id, decision.lender_computes, decision.cost_s)
+    chosen = Alternative(decision.decode_id, decision.lender_id, decision.lender_computes, decision.cost_s)
     return [
         {
             "decode_worker": way.decode_id,

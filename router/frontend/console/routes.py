@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse, Response
 from google.protobuf.json_format import MessageToDict
 
 from protos import inference_pb2 as pb
-from router.frontend.console.recent import Recent
+from router.frontend.console.recent import RecentRequests
 from router.security.api_keys import ApiKeys
 
 PAGE = Path(__file__).with_name("page.html")
@@ -21,7 +21,9 @@ HEADERS = {
 }
 
 
-def add_console(app: FastAPI, keys: ApiKeys, status: Callable[[], pb.ClusterStatusResponse], recent: Recent) -> None:
+def add_console(
+    app: FastAPI, keys: ApiKeys, status: Callable[[], pb.ClusterStatusResponse], recent: RecentRequests
+) -> None:
     """At /console. Where there are keys, what it tells is for operators'."""
     page = PAGE.read_bytes()
 

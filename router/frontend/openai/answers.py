@@ -11,9 +11,9 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 
 from protos import inference_pb2 as pb
-from router.frontend.openai.choice import Choice, Served, compact, quoted
+from router.frontend.openai.choice import ChoiceAnswer, PromptInfo, compact, quoted
 from router.frontend.openai.logprobs import CompletionLogprobs, chat_logprobs, echoed, joined, prompt_logprobs
-from router.frontend.openai.request import Asked
+from router.frontend.openai.request import ApiRequest
 from router.frontend.openai.tool_calls import ToolCall, ToolCallParser
 
 DONE = b"data: [DONE]\n\n"
@@ -35,10 +35,10 @@ class Answer(ABC):
     nothing: bytes
     """Stands in place of all three in the last event of a choice."""
 
-    def __init__(self, asked: Asked, request_id: str) -> None:
+    def __init__(self, asked: ApiRequest, request_id: str) -> None:
         self._asked = asked
         self._id = self.id_prefix + request_id
-        self._choices: dict[int, Choice] = {}
+        self._choices: dict[int, ChoiceAnswer] = {}
         """By index."""
         self._usage = pb.Usage()
         self._receipts: dict[int, Any] = {}
@@ -48,23 +48,23 @@ class Answer(ABC):
         self._end = b',"usage":null}\n\n' if asked.include_usage else b"}\n\n"
         self._plain = self.after + PLAIN + self._end
 
-    def begin(self, number: int, served: Served) -> None:
+    def begin(self, number: int, served: PromptInfo) -> None:
         """A prompt was checked."""
         per_prompt = self._asked.choices_per_prompt
         for index in range(number * per_prompt, (number + 1) * per_prompt):
             head = f'data: {self._top(self.chunk_name, served.model)},"choices":[{{"index":{index},'
             parser = ToolCallParser(self._asked.forced_calls) if self._asked.tools else None
-            choice = Choice(index, served, head.encode(), parser, CompletionLogprobs(len(served.echo)))
+            choice = ChoiceAnswer(index, served, head.encode(), parser, CompletionLogprobs(len(served.echo)))
             self._choices[index] = choice
             if not self._asked.stream and served.echo:
                 choice.text.append(served.echo)
 
     @abstractmethod
-    def first(self, choice: Choice) -> bytes:
+    def first(self, choice: ChoiceAnswer) -> bytes:
         """What comes before all other events of a choice; empty for nothing. Ends where `_plain` begins."""
 
     @abstractmethod
-    def message_logprobs(self, choice: Choice, message: pb.GenerateResponse) -> Any:
+    def message_logprobs(self, choice: ChoiceAnswer, message: pb.GenerateResponse) -> Any:
         """Of its tokens."""
 
     @abstractmethod
@@ -72,7 +72,7 @@ class Answer(ABC):
         """Of all messages of a choice; None where there were none."""
 
     @abstractmethod
-    def whole_content(self, choice: Choice) -> dict[str, Any]:
+    def whole_content(self, choice: ChoiceAnswer) -> dict[str, Any]:
         """The fields that a choice has beside those that both endpoints have."""
 
     # -------------------------------------------------------------------------------------------- streams
@@ -99,7 +99,7 @@ class Answer(ABC):
         """The finish of every choice was seen."""
         return not self._num_open
 
-    def _news(self, choice: Choice, message: pb.GenerateResponse) -> bytes:
+    def _news(self, choice: ChoiceAnswer, message: pb.GenerateResponse) -> bytes:
         choice.num_tokens += len(message.token_ids)
         detailed = message.logprobs or self._asked.token_ids or self._asked.continuous_usage
         after = self._detailed(choice, message) if detailed else self._plain
@@ -110,7 +110,7 @@ class Answer(ABC):
             return choice.head + self.before + b'""' + after
         return self._pieces(choice, pieces, after)
 
-    def _pieces(self, choice: Choice, pieces: Sequence[str | ToolCall], after: bytes) -> bytes:
+    def _pieces(self, choice: ChoiceAnswer, pieces: Sequence[str | ToolCall], after: bytes) -> bytes:
         """An event for each, the first one ending with `after`."""
         events = []
         for piece in pieces:
@@ -122,18 +122,18 @@ class Answer(ABC):
             after = self._only_text(choice)
         return b"".join(events)
 
-    def _detailed(self, choice: Choice, message: pb.GenerateResponse) -> bytes:
+    def _detailed(self, choice: ChoiceAnswer, message: pb.GenerateResponse) -> bytes:
         """What follows the text where there is more to say than that."""
         logprobs = self.message_logprobs(choice, message) if message.logprobs else None
         token_ids = f',"token_ids":{compact(list(message.token_ids))}' if self._asked.token_ids else ""
         said = f',"logprobs":{compact(logprobs)},"finish_reason":null{token_ids}}}]'
         return self.after + said.encode() + self._so_far(choice)
 
-    def _only_text(self, choice: Choice) -> bytes:
+    def _only_text(self, choice: ChoiceAnswer) -> bytes:
         """What follows the text where there is nothing else to say."""
         return self.after + PLAIN + self._so_far(choice) if self._asked.continuous_usage else self._plain
 
-    def _so_far(self, choice: Choice) -> bytes:
+    def _so_far(self, choice: ChoiceAnswer) -> bytes:
         """What an event ends with: what was used by then, where each is to say so."""
         if not self._asked.continuous_usage:
             return self._end
@@ -145,7 +145,7 @@ class Answer(ABC):
         }
         return f',"usage":{compact(usage)}}}\n\n'.encode()
 
-    def _last(self, choice: Choice) -> bytes:
+    def _last(self, choice: ChoiceAnswer) -> bytes:
         """The event with the finish of a choice; and what comes after the last one."""
         reason, stop_reason = compact(choice.reason), compact(choice.stop_reason)
         reasons = f',"logprobs":null,"finish_reason":{reason},"stop_reason":{stop_reason}'
@@ -193,7 +193,7 @@ class Answer(ABC):
         said = f'{top},"choices":{compact(choices)},"usage":{compact(self.usage())}'
         return said.encode() + self._receipts_field() + b"}"
 
-    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+    def _whole_choice(self, choice: ChoiceAnswer) -> dict[str, Any]:
         served, parts = choice.served, choice.logprobs
         scored = self._scored.get(choice.index // self._asked.choices_per_prompt)
         if self._asked.echo_logprobs:
@@ -222,16 +222,16 @@ class Answer(ABC):
         """The beginning of an object."""
         return f'{{"id":{compact(self._id)},"object":"{name}","created":{self._asked.created},"model":{compact(model)}'
 
-    def _choice(self, number: int, message: pb.GenerateResponse) -> Choice:
+    def _choice(self, number: int, message: pb.GenerateResponse) -> ChoiceAnswer:
         return self._choices[number * self._asked.choices_per_prompt + message.index]
 
-    def _call(self, choice: Choice, call: ToolCall) -> dict[str, Any]:
+    def _call(self, choice: ChoiceAnswer, call: ToolCall) -> dict[str, Any]:
         function = {"name": call.name, "arguments": call.arguments}
         made = {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
         choice.calls.append(made)
         return made
 
-    def _finish(self, number: int, choice: Choice, finish: pb.Finish) -> None:
+    def _finish(self, number: int, choice: ChoiceAnswer, finish: pb.Finish) -> None:
         self._num_open -= 1
         choice.reason = REASONS[finish.reason]
         if choice.calls and choice.reason == "stop":
@@ -261,16 +261,16 @@ class CompletionAnswer(Answer):
     id_prefix, whole_name, chunk_name = "cmpl-", "text_completion", "text_completion"
     before, after, nothing = b'"text":', b"", b'"text":""'
 
-    def first(self, choice: Choice) -> bytes:
+    def first(self, choice: ChoiceAnswer) -> bytes:
         return self.before + quoted(choice.served.echo) if choice.served.echo else b""
 
-    def message_logprobs(self, choice: Choice, message: pb.GenerateResponse) -> Any:
+    def message_logprobs(self, choice: ChoiceAnswer, message: pb.GenerateResponse) -> Any:
         return choice.offsets.of(message, choice.served.text_of)
 
     def whole_logprobs(self, parts: Sequence[Any]) -> Any:
         return joined(parts)
 
-    def whole_content(self, choice: Choice) -> dict[str, Any]:
+    def whole_content(self, choice: ChoiceAnswer) -> dict[str, Any]:
         return {"text": "".join(choice.text)}
 
 
@@ -280,16 +280,16 @@ class ChatAnswer(Answer):
     id_prefix, whole_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
     before, after, nothing = b'"delta":{"content":', b"}", b'"delta":{}'
 
-    def first(self, choice: Choice) -> bytes:
+    def first(self, choice: ChoiceAnswer) -> bytes:
         return b'"delta":{"role":"assistant","content":""'
 
-    def message_logprobs(self, choice: Choice, message: pb.GenerateResponse) -> Any:
+    def message_logprobs(self, choice: ChoiceAnswer, message: pb.GenerateResponse) -> Any:
         return {"content": chat_logprobs(message, choice.served.text_of), "refusal": None}
 
     def whole_logprobs(self, parts: Sequence[Any]) -> Any:
         return {"content": [entry for part in parts for entry in part["content"]], "refusal": None} if parts else None
 
-    def whole_content(self, choice: Choice) -> dict[str, Any]:
+    def whole_content(self, choice: ChoiceAnswer) -> dict[str, Any]:
         text = "".join(choice.text)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if choice.calls:

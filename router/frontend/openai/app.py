@@ -18,12 +18,14 @@ from router.frontend.openai.chat import read_chat
 from router.frontend.openai.completions import read_completion
 from router.frontend.openai.endpoint import Endpoint
 from router.frontend.openai.errors import ErrorAnswer, error_answer, error_of
-from router.models.model_runtime import ServedModel, ServedModels
-from router.request_path.request_handler import Serving
+from router.models.model_runtime import ModelRuntime, ModelRuntimes
+from router.request_path.request_handler import RequestHandler
 from router.security.api_keys import ApiKeys
 
 
-def make_app(serving: Serving, models: ServedModels, drain: Drain, keys: ApiKeys, config: RouterConfig) -> FastAPI:
+def make_app(
+    serving: RequestHandler, models: ModelRuntimes, drain: Drain, keys: ApiKeys, config: RouterConfig
+) -> FastAPI:
     """`drain` holds the requests under way, those by gRPC too."""
     started_at = int(time.time())
     completions = Endpoint(serving, drain, keys, read_completion, CompletionAnswer, config.default_deadline_s)
@@ -33,7 +35,7 @@ def make_app(serving: Serving, models: ServedModels, drain: Drain, keys: ApiKeys
     for path, endpoint in endpoints.items():  # so that another method than POST is refused as such
         app.router.add_route(path, endpoint, methods=["POST"])  # type: ignore[arg-type]  # it is ASGI
 
-    def seen(request: Request) -> ServedModels:
+    def seen(request: Request) -> ModelRuntimes:
         """Raises ServiceError."""
         return models.only(caller_of(request.headers, keys).principal.models)
 
@@ -98,7 +100,7 @@ def _response(answer: ErrorAnswer, headers: Mapping[str, str] | None = None) -> 
     return Response(answer.body, answer.status, {**answer.headers, **(headers or {})}, "application/json")
 
 
-def _model(model: ServedModel, started_at: int) -> dict[str, Any]:
+def _model(model: ModelRuntime, started_at: int) -> dict[str, Any]:
     return {
         "id": model.name,
         "object": "model",

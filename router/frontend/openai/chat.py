@@ -8,15 +8,15 @@ from protos import inference_pb2 as pb
 from router.frontend.openai.caller import Caller
 from router.frontend.openai.fields import Fields, one_of, shown
 from router.frontend.openai.forced_calls import Function, call_grammar
-from router.frontend.openai.request import Asked, check_choices, common
-from router.frontend.openai.sampling import INT32, Options, read_sampling
+from router.frontend.openai.request import ApiRequest, check_choices, common
+from router.frontend.openai.sampling import INT32, GenerationOptions, read_sampling
 from router.frontend.openai.tool_calls import CLOSE
 
 MAX_MESSAGES = 4096
 ROLES = ("developer", "system", "user", "assistant", "tool")
 
 
-def read_chat(body: dict[str, Any], caller: Caller) -> Asked:
+def read_chat(body: dict[str, Any], caller: Caller) -> ApiRequest:
     """Raises InvalidRequest naming the field at fault."""
     fields = Fields(body)
     options = read_sampling(fields, ("max_completion_tokens", "max_tokens"), None)
@@ -38,7 +38,7 @@ def read_chat(body: dict[str, Any], caller: Caller) -> Asked:
     return asked
 
 
-def _read_logprobs(fields: Fields, options: Options) -> None:
+def _read_logprobs(fields: Fields, options: GenerationOptions) -> None:
     wanted, top = fields.boolean("logprobs"), fields.integer("top_logprobs", -INT32, INT32 - 1)
     options.names["logprobs"] = "top_logprobs"
     if wanted:
@@ -144,7 +144,7 @@ def _function(fields: Fields) -> Function:
     return Function(name, parameters)
 
 
-def _read_tool_choice(fields: Fields, options: Options, functions: list[Function]) -> None:
+def _read_tool_choice(fields: Fields, options: GenerationOptions, functions: list[Function]) -> None:
     """A forced call is a matter of structured output; so is nothing else."""
     choice = fields.take("tool_choice")
     several = fields.take("parallel_tool_calls")

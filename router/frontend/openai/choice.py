@@ -10,7 +10,7 @@ from router.frontend.openai.tool_calls import ToolCallParser
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class PromptInfo:
     """A prompt, once it was checked."""
 
     model: str
@@ -22,12 +22,12 @@ class Served:
 
 
 @dataclass(slots=True)
-class Choice:
+class ChoiceAnswer:
     """One choice so far."""
 
     index: int
     """Prompts in order, and the choices of each."""
-    served: Served
+    served: PromptInfo
     head: bytes
     """What each event of it begins with."""
     parser: ToolCallParser | None

@@ -6,7 +6,7 @@ from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from router.frontend.openai.caller import Caller
 from router.frontend.openai.fields import Fields, are_token_ids
-from router.frontend.openai.request import Asked, check_choices, common
+from router.frontend.openai.request import ApiRequest, check_choices, common
 from router.frontend.openai.sampling import INT32, read_sampling
 
 DEFAULT_MAX_TOKENS = 16
@@ -14,7 +14,7 @@ DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 256
 
 
-def read_completion(body: dict[str, Any], caller: Caller) -> Asked:
+def read_completion(body: dict[str, Any], caller: Caller) -> ApiRequest:
     """Raises InvalidRequest naming the field at fault."""
     fields = Fields(body)
     options = read_sampling(fields, ("max_tokens",), DEFAULT_MAX_TOKENS)

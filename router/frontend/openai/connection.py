@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 CONNECTION = "tandem.connection"
-"""Of an ASGI scope: the `Connection` by which its request came."""
+"""Of an ASGI scope: the `ClientConnection` by which its request came."""
 
 
-class Connection:
+class ClientConnection:
     """Tells the request that is being answered when its client has gone: as long as nobody reads from it, no ASGI
     message would, and a task for each request that only reads would cost more than this."""
 
@@ -33,7 +33,7 @@ class Connection:
             self._on_lost()
 
 
-class JoiningTransport:
+class CoalescingTransport:
     """A transport for one answer, whose head leaves with what follows it at once: one system call less, and one packet
     less for the client to read."""
 

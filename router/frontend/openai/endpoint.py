@@ -15,14 +15,14 @@ from cluster.trace_context import from_headers, traceparent
 from protos import inference_pb2 as pb
 from router.frontend.openai.answers import Answer
 from router.frontend.openai.caller import Caller, caller_of
-from router.frontend.openai.choice import Served
+from router.frontend.openai.choice import PromptInfo
 from router.frontend.openai.errors import error_answer
 from router.frontend.openai.exchange import ClientGone, Exchange
 from router.frontend.openai.fields import parse_object
 from router.frontend.openai.merging import merged
-from router.frontend.openai.request import Asked
-from router.request_path.preprocess import Ticket
-from router.request_path.request_handler import Serving
+from router.frontend.openai.request import ApiRequest
+from router.request_path.preprocess import PreparedRequest
+from router.request_path.request_handler import RequestHandler
 from router.security.api_keys import ApiKeys
 
 log = logging.getLogger(__name__)
@@ -37,11 +37,11 @@ class Endpoint:
 
     def __init__(
         self,
-        serving: Serving,
+        serving: RequestHandler,
         drain: Drain,
         keys: ApiKeys,
-        read: Callable[[dict[str, Any], Caller], Asked],
-        answer: Callable[[Asked, str], Answer],
+        read: Callable[[dict[str, Any], Caller], ApiRequest],
+        answer: Callable[[ApiRequest, str], Answer],
         default_deadline_s: float,
     ) -> None:
         self._serving = serving
@@ -76,13 +76,13 @@ class Endpoint:
             log.exception("a request failed", extra=logs.of(exchange.request_id))
             await exchange.fail(error_answer(ServiceError("the router failed; its log says why"), names))
 
-    def _asked(self, body: bytes, caller: Caller) -> Asked:
+    def _asked(self, body: bytes, caller: Caller) -> ApiRequest:
         try:
             return self._read(parse_object(body), caller)
         except RecursionError:
             raise InvalidRequest("", "the body is nested too deeply") from None
 
-    async def _serve_in_time(self, exchange: Exchange, asked: Asked, caller: Caller) -> None:
+    async def _serve_in_time(self, exchange: Exchange, asked: ApiRequest, caller: Caller) -> None:
         """Who generates keeps to the deadline by itself. This is for a client that does not take what it is sent."""
         deadline_s = self._default_deadline_s if asked.deadline_s is None else asked.deadline_s
         try:
@@ -91,7 +91,7 @@ class Endpoint:
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed before the client took the answer") from None
 
-    async def _serve(self, exchange: Exchange, asked: Asked, caller: Caller) -> None:
+    async def _serve(self, exchange: Exchange, asked: ApiRequest, caller: Caller) -> None:
         answer = self._answer(asked, asked.request_id)
         streams = [
             self._serving.generate(request, asked.deadline_s, caller.principal, _beginner(answer, number, asked.echo))
@@ -114,12 +114,12 @@ class Endpoint:
         await exchange.end_events(last)
 
 
-def _beginner(answer: Answer, number: int, echo: bool) -> Callable[[Ticket], None]:
-    def begin(ticket: Ticket) -> None:
+def _beginner(answer: Answer, number: int, echo: bool) -> Callable[[PreparedRequest], None]:
+    def begin(ticket: PreparedRequest) -> None:
         encoder = ticket.model.encoder
         said = ""
         if echo:
             said = ticket.request.text if ticket.request.HasField("text") else encoder.decode(ticket.prompt)
-        answer.begin(number, Served(ticket.model.name, ticket.prompt, said, encoder.token_text))
+        answer.begin(number, PromptInfo(ticket.model.name, ticket.prompt, said, encoder.token_text))
 
     return begin

@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 from cluster.drain import Drain
 from cluster.errors import Draining, InvalidRequest
 from cluster.rpc import MAX_MESSAGE_BYTES
-from router.frontend.openai.connection import CONNECTION, Connection
+from router.frontend.openai.connection import CONNECTION, ClientConnection
 from router.frontend.openai.errors import ErrorAnswer, HttpRefusal
 
 MAX_BODY_BYTES = MAX_MESSAGE_BYTES
@@ -72,7 +72,7 @@ class Exchange:
             raise Draining("this router was told to stop")
         task = asyncio.current_task()
         assert task is not None
-        connection: Connection = self._scope[CONNECTION]
+        connection: ClientConnection = self._scope[CONNECTION]
         try:
             with connection.watched(task.cancel), drain.holding(task.cancel):
                 yield

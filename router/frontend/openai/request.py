@@ -9,14 +9,14 @@ from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from router.frontend.openai.caller import Caller, check_name
 from router.frontend.openai.fields import Fields
-from router.frontend.openai.sampling import INT32, Options
+from router.frontend.openai.sampling import INT32, GenerationOptions
 
 MAX_CHOICES = 1024
 """Of all prompts of a request together."""
 
 
 @dataclass(slots=True)
-class Asked:
+class ApiRequest:
     """One HTTP request, as it is to be served and answered."""
 
     request_id: str
@@ -50,7 +50,7 @@ class Asked:
         return sampling.n if sampling.HasField("n") else 1
 
 
-def common(fields: Fields, caller: Caller, options: Options) -> tuple[pb.GenerateRequest, Asked]:
+def common(fields: Fields, caller: Caller, options: GenerationOptions) -> tuple[pb.GenerateRequest, ApiRequest]:
     """What is left to be given is the prompt. Raises InvalidRequest."""
     request = pb.GenerateRequest(
         model=fields.text("model"),
@@ -65,7 +65,7 @@ def common(fields: Fields, caller: Caller, options: Options) -> tuple[pb.Generat
         task=fields.text("task"),
         min_quality=fields.number("min_quality") or 0.0,
     )
-    asked = Asked(
+    asked = ApiRequest(
         request.request_id,
         [],
         {**NAMES, **options.names},
@@ -88,7 +88,7 @@ NAMES: Mapping[str, str] = {
 }
 
 
-def check_choices(asked: Asked, field_at_fault: str) -> None:
+def check_choices(asked: ApiRequest, field_at_fault: str) -> None:
     """Raises InvalidRequest for too many."""
     num_choices = len(asked.requests) * max(1, asked.choices_per_prompt)
     if num_choices > MAX_CHOICES:
@@ -104,7 +104,7 @@ def _deadline_s(fields: Fields) -> float | None:
     return timeout_ms / 1e3
 
 
-def _read_stream_options(fields: Fields, asked: Asked) -> None:
+def _read_stream_options(fields: Fields, asked: ApiRequest) -> None:
     options: Any = fields.nested("stream_options")
     if options is None:
         return

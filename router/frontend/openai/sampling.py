@@ -26,7 +26,7 @@ COMPACT = {"x-guidance": {"whitespace_flexible": False}}
 
 
 @dataclass(slots=True)
-class Options:
+class GenerationOptions:
     """What was asked for, but the prompt."""
 
     sampling: pb.Sampling
@@ -38,9 +38,9 @@ class Options:
     """And it can be nothing else."""
 
 
-def read_sampling(fields: Fields, most_tokens: tuple[str, ...], default_max_tokens: int | None) -> Options:
+def read_sampling(fields: Fields, most_tokens: tuple[str, ...], default_max_tokens: int | None) -> GenerationOptions:
     """`most_tokens` are the names under which max_tokens may come, the preferred one first. Raises InvalidRequest."""
-    options = Options(pb.Sampling())
+    options = GenerationOptions(pb.Sampling())
     _read_max_tokens(fields, options, most_tokens, default_max_tokens)
     sampling = options.sampling
     for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
@@ -63,7 +63,7 @@ def read_sampling(fields: Fields, most_tokens: tuple[str, ...], default_max_toke
 
 
 def _read_max_tokens(
-    fields: Fields, options: Options, most_tokens: tuple[str, ...], default_max_tokens: int | None
+    fields: Fields, options: GenerationOptions, most_tokens: tuple[str, ...], default_max_tokens: int | None
 ) -> None:
     given = {name: fields.integer(name, -INT32, INT32 - 1) for name in most_tokens}
     values = {value for value in given.values() if value is not None}
@@ -75,7 +75,7 @@ def _read_max_tokens(
     options.names["max_tokens"] = next((name for name in most_tokens if given[name] is not None), most_tokens[0])
 
 
-def _read_structured(fields: Fields, options: Options) -> None:
+def _read_structured(fields: Fields, options: GenerationOptions) -> None:
     """`response_format`, `structured_outputs` as vLLM has it, or its older guided_*: one of them at most."""
     given: list[tuple[str, pb.StructuredOutput | None]] = []
     if (wanted := fields.nested("response_format")) is not None:

@@ -10,7 +10,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from cluster.http_server import HttpServer
 from cluster.tls import Credentials
-from router.frontend.openai.connection import CONNECTION, Connection, JoiningTransport
+from router.frontend.openai.connection import CONNECTION, ClientConnection, CoalescingTransport
 from router.frontend.openai.errors import error_of
 
 MAX_HEAD_BYTES = 64 << 10
@@ -65,7 +65,7 @@ class _Protocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._refusal: tuple[int, str] | None = None
-        self._connection = Connection()
+        self._connection = ClientConnection()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -98,7 +98,7 @@ class _Protocol(HttpToolsProtocol):
             self._refusal = 431, f"path and headers may have {MAX_HEAD_BYTES} bytes at most"
             raise ValueError(self._refusal)  # uvicorn makes a refusal of it
         super().on_headers_complete()
-        self.cycle.transport = JoiningTransport(self.transport, self.loop)  # type: ignore[assignment]  # all that it uses
+        self.cycle.transport = CoalescingTransport(self.transport, self.loop)  # type: ignore[assignment]  # all that it uses
         if self.loop.time() >= self._old_at:
             self.cycle.keep_alive = False
 

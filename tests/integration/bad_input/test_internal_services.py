@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import (
-    AlreadyThere,
+    AlreadyExists,
     Incompatible,
     InvalidRequest,
     Overloaded,
@@ -215,7 +215,7 @@ async def test_joining_with_another_models_config(site: Site) -> None:
 
 async def test_joining_by_the_name_of_a_worker_that_is_there(site: Site) -> None:
     error = await join(site, hello(site, worker_id=site.decode.worker_id, incarnation=b"x" * 16, address="x:1"))
-    assert isinstance(error, AlreadyThere)
+    assert isinstance(error, AlreadyExists)
     assert error.field == "worker_id"
     assert site.decode.address in error.message
     assert "x:1" in error.message
