@@ -239,22 +239,22 @@ def main() -> None:
         figures = uvloop.run(measure(progress, levels))
     console.print_json(data=figures)
     bars = []
-    for door in ("gRPC", "HTTP"):
+    for frontend in ("gRPC", "HTTP"):
         for streams in levels:
             held = figures[f"{streams} streams"]
             for share in ("p50_ms", "p99_ms"):
-                ratio = held[f"{door}, bare"][share] / held[door][share]
+                ratio = held[f"{frontend}, bare"][share] / held[frontend][share]
                 bars.append(
                     Bar(
-                        f"{door}, {streams} streams, {share[:3]}: the bare proxy's added latency / ours",
+                        f"{frontend}, {streams} streams, {share[:3]}: the bare proxy's added latency / ours",
                         ratio,
                         LEAST,
                         True,
                     )
                 )
         rates = figures["requests/s at saturation"]
-        ratio = rates[door] / rates[f"{door}, bare"]
-        bars.append(Bar(f"{door}: requests/s at saturation / the bare proxy's", ratio, LEAST, True))
+        ratio = rates[frontend] / rates[f"{frontend}, bare"]
+        bars.append(Bar(f"{frontend}: requests/s at saturation / the bare proxy's", ratio, LEAST, True))
     conclude("api", bars, figures, console)
 
 

@@ -146,8 +146,8 @@ def decode_bars(
 
 def quantised_kv(bandwidth: float, figures: dict[str, Any]) -> list[Bar]:
     """Decodes over fp8 blocks, by kernels of our own."""
-    variant = QuantizationConfig(kv_dtype="fp8")
-    runner = TorchRunner(llama_8b("cuda"), "bfloat16", 16, kv_bytes=KV_BYTES, device="cuda", variant=variant)
+    quantization = QuantizationConfig(kv_dtype="fp8")
+    runner = TorchRunner(llama_8b("cuda"), "bfloat16", 16, kv_bytes=KV_BYTES, device="cuda", quantization=quantization)
     for block in runner.pool.owner.split(256):  # type: ignore[union-attr]
         block.random_(0, 64)  # as in `fill`; bytes that are NaN in neither float8 nor bfloat16
     return decode_bars(runner, QUANTISED_DECODES, bandwidth, figures, ", fp8 KV", 0.6)

@@ -107,16 +107,16 @@ def logits_of(runner: TorchRunner, text: list[int]) -> Tensor:
     """Of the places before each token but the first, [len(text) - 1, vocab]: what follows the first are guesses."""
     blocks = list(range(runner.layout.blocks_for(len(text))))
     sequence = Sequence("text", text[:1], 1, b"", SamplingParams(1), 0, 0, blocks=blocks)
-    return runner.logits([Chunk(sequence, 0, 1, guesses=tuple(text[1:-1]))]).float()
+    return runner.logits([Chunk(sequence, 0, 1, draft_tokens=tuple(text[1:-1]))]).float()
 
 
 def quality(console: Console) -> dict[str, dict[str, float]]:
     """Perplexity of each variant, and how often its likeliest token is that of the weights as saved."""
     texts, figures = held_out(), dict[str, dict[str, float]]()
     expected: list[Tensor] = []
-    for name, variant in VARIANTS.items():
-        backend: Backend = "sdpa" if variant.kv_dtype == "fp8" else "auto"  # there are no CPU kernels for it
-        runner = TorchRunner(STORYTELLER, "auto", 16, POOL_MIB << 20, backend, variant=variant)
+    for name, quantization in VARIANTS.items():
+        backend: Backend = "sdpa" if quantization.kv_dtype == "fp8" else "auto"  # there are no CPU kernels for it
+        runner = TorchRunner(STORYTELLER, "auto", 16, POOL_MIB << 20, backend, quantization=quantization)
         loss, likeliest = 0.0, list[Tensor]()
         for text in texts:
             logits = logits_of(runner, text)
@@ -137,9 +137,9 @@ def quality(console: Console) -> dict[str, dict[str, float]]:
 # --------------------------------------------------------------------------------------------------- room, and bytes
 
 
-def admitted(variant: QuantizationConfig) -> int:
+def admitted(quantization: QuantizationConfig) -> int:
     """Requests of 200 tokens in and 100 out that a pool of POOL_MIB takes before it refuses one."""
-    runner = TorchRunner(STORYTELLER, "auto", 16, POOL_MIB << 20, variant=variant)
+    runner = TorchRunner(STORYTELLER, "auto", 16, POOL_MIB << 20, quantization=quantization)
     said: list[Any] = []
     limits = EngineLimits(StepBudget(2048, 512))
     core = EngineCore(runner, LocalTransport(LocalNetwork(), "one"), limits, said.append)

@@ -152,7 +152,7 @@ def run(
     cluster = SimCluster(spec, outcomes.append)
     CostPolicy.tokens_per_s, CostPolicy.clock = tokens_per_s, cluster.clock.time
     cluster.run(one_token(trace), on_progress)
-    assert all(outcome.fate is EndState.FINISHED for outcome in outcomes)
+    assert all(outcome.end_state is EndState.FINISHED for outcome in outcomes)
     ttft_s = np.array([outcome.ttft_s for outcome in outcomes])
     blocks = sum(-(-r.input_tokens // BLOCK_TOKENS) for r in trace)
     reused = sum(outcome.reused_tokens for outcome in outcomes) / BLOCK_TOKENS / blocks

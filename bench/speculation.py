@@ -150,14 +150,14 @@ class Compared:
 
     off: list[float] = field(default_factory=list)
     on: list[float] = field(default_factory=list)
-    guessed: int = 0
+    drafted: int = 0
     accepted: int = 0
 
     def add(self, off: BenchAnswer, on: BenchAnswer) -> None:
         assert off.token_ids == on.token_ids, "guesses changed what was said"
         self.off.append(off.ms_per_token)
         self.on.append(on.ms_per_token)
-        self.guessed += on.speculation.guessed_tokens
+        self.drafted += on.speculation.draft_tokens
         self.accepted += on.speculation.accepted_tokens
 
     @property
@@ -170,7 +170,7 @@ class Compared:
             "on_ms_per_token": statistics.median(self.on),
             "ratio": self.ratio,
             "pairs": sorted(on / off for on, off in zip(self.on, self.off, strict=True)),
-            "guessed": self.guessed,
+            "guessed": self.drafted,
             "accepted": self.accepted,
         }
 
@@ -210,7 +210,7 @@ async def measure(console: Console, model: Path, speculation: str, kinds: dict[s
             compared[name] = found = await compare(off, on, asks)
             console.print(
                 f"{name}: {statistics.median(found.off):.2f} ms/token, {statistics.median(found.on):.2f} with guesses,"
-                f" ratio {found.ratio:.2f}; {found.accepted} of {found.guessed} were right"
+                f" ratio {found.ratio:.2f}; {found.accepted} of {found.drafted} were right"
             )
     return compared
 

@@ -107,7 +107,7 @@ class Workers:
         )
         call = lend_pb2_grpc.LendStub(self._link(name)).Lend()
         await call.write(lend_pb2.BorrowerFrame(requests=[lend_pb2.LoanRequest(number=1, want=want)]))
-        beating = asyncio.ensure_future(_beat(call))
+        beating = asyncio.ensure_future(_send_heartbeat(call))
         end, started_at = 1, 0.0
         announced = 0
         while announced < end:
@@ -133,7 +133,7 @@ class Workers:
         return self._links[address]
 
 
-async def _beat(call: Any) -> None:
+async def _send_heartbeat(call: Any) -> None:
     """A borrower that says nothing is given up."""
     while True:
         await asyncio.sleep(1.0)

@@ -36,7 +36,7 @@ class Running(Protocol):
 
     addresses: Addresses
 
-    async def told_to_stop(self) -> None:
+    async def stop_requested(self) -> None:
         """Returns when somebody asked for it by other means than a signal."""
 
     async def drain(self) -> None:
@@ -92,7 +92,7 @@ async def _run(start: Callable[[], Awaitable[Running]]) -> int:
     spare_the_started()
     print(json.dumps(ready), flush=True)
     failing = asyncio.ensure_future(role.failed())
-    asked = asyncio.ensure_future(role.told_to_stop())
+    asked = asyncio.ensure_future(role.stop_requested())
     await asyncio.wait([failing, stopping, asked], return_when=asyncio.FIRST_COMPLETED)
     draining = asyncio.ensure_future(role.drain())
     if not failing.done():

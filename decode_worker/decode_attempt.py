@@ -79,11 +79,11 @@ class DecodeAttempt:
             self._engine.send(Cancel(self._engine_id))
             self._engine.forget(self._engine_id)
 
-    def _heard(self, letter: EngineMessage) -> None:
-        if self._loan.handle(letter) or self.over:
+    def _heard(self, message: EngineMessage) -> None:
+        if self._loan.handle(message) or self.over:
             return
         try:
-            self._generation.absorb(letter)
+            self._generation.absorb(message)
         except ServiceError as failure:
             self.failure = failure
         except Exception as error:  # a mistake in here ends this request, and not all that the engine speaks of

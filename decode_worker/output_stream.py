@@ -81,7 +81,7 @@ class OutputStream:
         self._block_tokens = block_tokens
         self._received_at = time.monotonic()
         self._account = KvAccount(times={"admitted": self._received_at})
-        self._num_guessed = 0
+        self._num_drafted = 0
         self._num_accepted = 0
         self._prompt_logprobs: list[pb.TokenLogprobs] = []
         self._news: dict[int, None] = {}
@@ -143,8 +143,8 @@ class OutputStream:
 
     def _token(self, token: Token) -> None:
         self._account = token.account or self._account
-        self._num_guessed += token.guessed
-        self._num_accepted += token.followed_guess
+        self._num_drafted += token.drafted
+        self._num_accepted += token.followed_draft
         choice = self._choices[token.choice]
         if choice.finished:
             return
@@ -188,9 +188,9 @@ class OutputStream:
         receipt = build_receipt(
             self._request, account, self._block_tokens, self._received_at, time.monotonic(), self._worker_id
         )
-        if self._num_guessed:
-            guessed = pb.Speculation(guessed_tokens=self._num_guessed, accepted_tokens=self._num_accepted)
-            receipt.speculation.CopyFrom(guessed)
+        if self._num_drafted:
+            drafted = pb.Speculation(draft_tokens=self._num_drafted, accepted_tokens=self._num_accepted)
+            receipt.speculation.CopyFrom(drafted)
         if self._request.HasField("price"):
             num_completion = sum(choice.num_completion for choice in self._choices)
             receipt.price.CopyFrom(price_of(self._request, num_completion))

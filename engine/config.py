@@ -176,7 +176,7 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
         chosen = self.speculation or NGRAM
         return NGRAM if role == "prefill" and chosen != "off" else chosen
 
-    def variant(self) -> QuantizationConfig:
+    def quantization(self) -> QuantizationConfig:
         """Raises EngineStartError where the engine has nothing to make it of."""
         if self.engine == "sim" and self.weights != "auto":
             raise EngineStartError("weights", "the sim engine has no weights")

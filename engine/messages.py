@@ -95,7 +95,7 @@ class Lend:
     mark: PlacementMark = PlacementMark()
     borrow: bool = False
     """Somebody is named who holds more of it: ask for a loan of what is missing before computing it."""
-    early: bytes = b""
+    fast_path: bytes = b""
     """Where the borrower's engine may be told early, see `engine/lending/fast_path.py`."""
 
 
@@ -208,9 +208,9 @@ class Token:
     choice: int = 0
     cumulative_logprob: float | None = None
     """Of a beam, with the last one."""
-    guessed: int = 0
+    drafted: int = 0
     """With the first token of a step: guesses at those after it that the step verified."""
-    followed_guess: bool = False
+    followed_draft: bool = False
     """It was sampled in the same step as the token before it, since that one was guessed right."""
 
 
@@ -250,7 +250,7 @@ class OpenLoan:
     first_block: int
     end_block: int
     may_compute: bool
-    early: bytes = b""
+    fast_path: bytes = b""
     """As of Lend."""
 
 
@@ -343,9 +343,9 @@ class Load:
     """Since the engine started."""
     decoding: int = 0
     """Of the running ones: those past their prompt."""
-    guessed: int = 0
+    drafted: int = 0
     """Tokens that were guessed and verified, since the engine started."""
-    guessed_right: int = 0
+    accepted: int = 0
     kv: KvUse | None = None
     """None: as in the report before."""
 

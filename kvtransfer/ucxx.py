@@ -58,7 +58,7 @@ class UcxxTransport(Transport):
         # From here on: of the thread.
         self._stopping = False
         self._selector = selectors.DefaultSelector()
-        self._watched: dict[Link, list[tuple[int, int]]] = {}
+        self._request_metrics: dict[Link, list[tuple[int, int]]] = {}
         self._borrows: dict[UcxxPeer, BorrowLink] = {}
         self._lends: set[LendLink] = set()
 
@@ -154,20 +154,20 @@ class UcxxTransport(Transport):
             self._inbox.get()()
         if self._stopping:
             return
-        for link in list(self._watched):
+        for link in list(self._request_metrics):
             self._guarded(link, link.progress)
         for borrow in list(self._borrows.values()):
             self._guarded(borrow, borrow.advance)
         now = time.monotonic()
-        for link in list(self._watched):
+        for link in list(self._request_metrics):
             if link.give_up_at is not None and now >= link.give_up_at:
                 self._guarded(link, link.give_up)
 
     def _pause(self) -> float | None:
         """How long the thread may sleep; None: until something happens."""
-        if any(link.end is not None and not link.end.armed for link in self._watched):
+        if any(link.end is not None and not link.end.armed for link in self._request_metrics):
             return 0.0
-        deadlines = [link.give_up_at for link in self._watched if link.give_up_at is not None]
+        deadlines = [link.give_up_at for link in self._request_metrics if link.give_up_at is not None]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def _readable(self, link: Link, is_end: bool) -> None:
@@ -195,17 +195,17 @@ class UcxxTransport(Transport):
             wanted.append((link.control.fileno(), selectors.EVENT_READ | writing))
         if link.end is not None:
             wanted.append((link.end.fileno(), selectors.EVENT_READ))
-        if wanted == self._watched.get(link, []):
+        if wanted == self._request_metrics.get(link, []):
             return
         self._unwatch(link)
         for number, (fd, events) in enumerate(wanted):
             self._selector.register(fd, events, (link, number == 1))
         if wanted:
-            self._watched[link] = wanted
+            self._request_metrics[link] = wanted
 
     def _unwatch(self, link: Link) -> None:
         """Must come before a socket is closed, whose number another may get at once."""
-        for fd, _ in self._watched.pop(link, []):
+        for fd, _ in self._request_metrics.pop(link, []):
             self._selector.unregister(fd)
 
     def _put(self, job: Job) -> None:
@@ -240,7 +240,7 @@ class UcxxTransport(Transport):
         """First everything falls silent, then reads fail."""
         with self._lock:
             self._closed = True
-        for link in list(self._watched):
+        for link in list(self._request_metrics):
             self._unwatch(link)
             link.disconnect()
         for borrow in self._borrows.values():

@@ -86,9 +86,9 @@ class PlannerMetrics:
         for what in ("observe", "execute"):
             self._failures.labels(what)
 
-    def decided(self, state: PolicyState, wish: DesiredSizes) -> None:
+    def decided(self, state: PolicyState, desired: DesiredSizes) -> None:
         for role in ROLES:
-            self._wanted.labels(self._model, role).set(wish.pool(role))
+            self._wanted.labels(self._model, role).set(desired.pool(role))
             self._serving.labels(self._model, role).set(state.seen.pool(role).serving)
             self._headroom.labels(self._model, role).set(state.pool(role).headroom)
         self._arrivals.labels(self._model).set(state.learned.arrivals.level)
@@ -196,7 +196,7 @@ class Planner:
         never: asyncio.Future[TandemError] = asyncio.get_running_loop().create_future()
         return await never
 
-    async def told_to_stop(self) -> None:
+    async def stop_requested(self) -> None:
         """Signals only."""
         await asyncio.get_running_loop().create_future()
 
@@ -231,27 +231,27 @@ class Planner:
         if not self._executor.scales:
             there = sum(seen.pool(role).serving for role in ROLES)
             policy = policy.model_copy(update={"max_total": max(1, there)})
-        self._state, wish = decide(before, seen, policy)
-        self._told.decided(self._state, wish)
-        if before is None or (before.prefill.wanted, before.decode.wanted) != (wish.prefill, wish.decode):
-            log.info("prefill %d, decode %d: %s", wish.prefill, wish.decode, _why(self._state))
+        self._state, desired = decide(before, seen, policy)
+        self._told.decided(self._state, desired)
+        if before is None or (before.prefill.wanted, before.decode.wanted) != (desired.prefill, desired.decode):
+            log.info("prefill %d, decode %d: %s", desired.prefill, desired.decode, _why(self._state))
         try:
-            await self._act(wish, seen)
+            await self._act(desired, seen)
         except ExecutorFailed as error:
             self._failed("execute", error)
 
-    async def _act(self, wish: DesiredSizes, seen: Observation) -> None:
+    async def _act(self, desired: DesiredSizes, seen: Observation) -> None:
         """Whatever is missing to the wish: of an earlier one too, that failed."""
         for taker, giver in (ROLES, ROLES[::-1]):
-            short = wish.pool(taker) - seen.pool(taker).serving - seen.pool(taker).starting
-            spare = seen.pool(giver).serving + seen.pool(giver).starting - wish.pool(giver)
+            short = desired.pool(taker) - seen.pool(taker).serving - seen.pool(taker).starting
+            spare = seen.pool(giver).serving + seen.pool(giver).starting - desired.pool(giver)
             if self._config.switch and self._executor.switches and min(short, spare) > 0:
                 chosen = self._idlest(giver, min(short, spare))
                 log.info("%s: to be %s workers", ", ".join(worker.worker_id for worker in chosen), taker)
                 await self._executor.switch(chosen, taker)
                 self._told.switched(taker, len(chosen))
         for role in ROLES:
-            await self._executor.scale(role, wish.pool(role))
+            await self._executor.scale(role, desired.pool(role))
 
     def _idlest(self, role: Role, count: int) -> list[public_pb.WorkerStatus]:
         there = [worker for worker in self._watch.workers.values() if worker.role == role and not worker.draining]

@@ -36,7 +36,7 @@ class BorrowerStream:
         """Why it ended, where the borrower did not end it."""
         self._waker = Waker()
         silent = Unavailable(f"the borrower was silent for {silence_s:g} s")
-        self._pulse = Heartbeat(engine, silence_s, self._beat, lambda: self._fall_silent(silent))
+        self._heartbeat = Heartbeat(engine, silence_s, self._send_heartbeat, lambda: self._fall_silent(silent))
 
     @property
     def num_loans(self) -> int:
@@ -45,7 +45,7 @@ class BorrowerStream:
     def absorb(self, frame: pb.BorrowerFrame) -> None:
         """Raises InvalidRequest for what no borrower says; the connection is of no use afterwards."""
         if frame.engine_turned:
-            self._pulse.heard()
+            self._heartbeat.heard()
         for request in frame.requests:
             match request.WhichOneof("message"):
                 case "want":
@@ -91,7 +91,7 @@ class BorrowerStream:
             self._refuse(number, ServiceError(f"the lender failed: {error!r}"))
         else:
             if not self._loans:
-                self._pulse.start()
+                self._heartbeat.start()
             self._loans[number] = loan
 
     def _refuse(self, number: int, refusal: ServiceError) -> None:
@@ -102,7 +102,7 @@ class BorrowerStream:
         self._news[number] = None
         self._waker.wake()
 
-    def _beat(self) -> None:
+    def _send_heartbeat(self) -> None:
         self._due = True
         self._waker.wake()
 
@@ -114,11 +114,11 @@ class BorrowerStream:
         if (loan := self._loans.pop(number, None)) is not None:
             loan.close()
             if not self._loans:
-                self._pulse.stop()
+                self._heartbeat.stop()
 
     def _frame(self) -> pb.LenderFrame:
         self._due = False
-        frame = pb.LenderFrame(engine_turned=self._pulse.take())
+        frame = pb.LenderFrame(engine_turned=self._heartbeat.take())
         num_bytes = 0
         while self._news and num_bytes < MAX_FRAME_BYTES:
             number = next(iter(self._news))

@@ -61,10 +61,10 @@ class Loan:
             self._context.engine.send(LendClosed(self._loan_id))
             self._context.engine.forget(self._loan_id)
 
-    def _heard(self, letter: EngineMessage) -> None:
-        if self._source.handle(letter) or self.failure is not None:
+    def _heard(self, message: EngineMessage) -> None:
+        if self._source.handle(message) or self.failure is not None:
             return
-        match letter:
+        match message:
             case LendStarting(_, end_block, cached_end_block, queued_ms):
                 starting = pb.Starting(
                     incarnation=self._context.incarnation,
@@ -76,14 +76,14 @@ class Loan:
                 self._news.append(pb.LoanResponse(starting=starting))
                 self._on_news()
             case LendReady():
-                self._news += (pb.LoanResponse(blocks_ready=ready) for ready in announcements(letter))
+                self._news += (pb.LoanResponse(blocks_ready=ready) for ready in announcements(message))
                 self._on_news()
             case LendRefused(_, reason, bad_request):
                 self._fail(InvalidRequest("release", reason) if bad_request else Overloaded(reason))
             case None:
                 self._fail(Unavailable("the lender's engine is gone"))
             case _:
-                raise AssertionError(f"unexpected {letter!r}")
+                raise AssertionError(f"unexpected {message!r}")
 
     def _fail(self, failure: ServiceError) -> None:
         if self.failure is None:
@@ -91,16 +91,16 @@ class Loan:
             self._on_news()
 
 
-def announcements(letter: LendReady) -> Iterator[pb.BlocksReady]:
+def announcements(message: LendReady) -> Iterator[pb.BlocksReady]:
     """What is said of blocks that are ready."""
-    width = len(letter.fingerprints) // len(letter.block_ids)
+    width = len(message.fingerprints) // len(message.block_ids)
     count = max(1, READY_BYTES // width)
-    for start in range(0, len(letter.block_ids), count):
+    for start in range(0, len(message.block_ids), count):
         yield pb.BlocksReady(
-            first=letter.first + start,
-            block_ids=letter.block_ids[start : start + count],
-            fingerprints=letter.fingerprints[start * width : (start + count) * width],
-            fetched=letter.fetched,
+            first=message.first + start,
+            block_ids=message.block_ids[start : start + count],
+            fingerprints=message.fingerprints[start * width : (start + count) * width],
+            fetched=message.fetched,
         )
 
 
@@ -113,8 +113,8 @@ def _lend(context: WorkerContext, loan_id: str, want: pb.Want) -> messages.Lend:
         raise Incompatible("weights, layout or dtype differ from the borrower's", "model_fingerprint")
     tokens = _tokens(want)
     check_token_ids(tokens, "token_ids", context.ready.vocab_size)
-    if want.early and len(want.early) != ADDRESS_BYTES:
-        raise InvalidRequest("early", f"{len(want.early)} bytes, not {ADDRESS_BYTES}")
+    if want.fast_path and len(want.fast_path) != ADDRESS_BYTES:
+        raise InvalidRequest("early", f"{len(want.fast_path)} bytes, not {ADDRESS_BYTES}")
     num_blocks = len(tokens) // context.ready.block_tokens
     if want.first_block >= num_blocks:
         raise InvalidRequest("first_block", f"no block wanted in [{want.first_block}, {num_blocks})")
@@ -127,7 +127,7 @@ def _lend(context: WorkerContext, loan_id: str, want: pb.Want) -> messages.Lend:
         priority=want.priority,
         mark=PlacementMark(want.router_id, want.placement_sequence),
         borrow=want.HasField("source"),
-        early=want.early,
+        fast_path=want.fast_path,
     )
 
 

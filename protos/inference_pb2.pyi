@@ -705,20 +705,20 @@ class Speculation(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    GUESSED_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
-    guessed_tokens: _builtins.int
+    draft_tokens: _builtins.int
     accepted_tokens: _builtins.int
     """Of those, the ones that were what was sampled: each saved a step."""
     def __init__(
         self,
         *,
-        guessed_tokens: _builtins.int = ...,
+        draft_tokens: _builtins.int = ...,
         accepted_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "guessed_tokens", b"guessed_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "draft_tokens", b"draft_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -109,7 +109,7 @@ class Want(_message.Message):
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     PLACEMENT_SEQUENCE_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
-    EARLY_FIELD_NUMBER: _builtins.int
+    FAST_PATH_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     lender_incarnation: _builtins.bytes
     """The lender this was meant for; another process at the same address refuses."""
@@ -128,7 +128,7 @@ class Want(_message.Message):
     router_id: _builtins.str
     """The placement that caused this; echoed in the lender's load reports."""
     placement_sequence: _builtins.int
-    early: _builtins.bytes
+    fast_path: _builtins.bytes
     """16 bytes that name the borrower's engine to others of its host, and 16 of a secret of this loan: the lender's engine
     may say Starting and BlocksReady there too, at once, one of its messages for one here. What is said here counts.
     """
@@ -150,11 +150,11 @@ class Want(_message.Message):
         router_id: _builtins.str = ...,
         placement_sequence: _builtins.int = ...,
         source: Global___Holder | None = ...,
-        early: _builtins.bytes = ...,
+        fast_path: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "early", b"early", "first_block", b"first_block", "lender_incarnation", b"lender_incarnation", "may_compute", b"may_compute", "model_fingerprint", b"model_fingerprint", "placement_sequence", b"placement_sequence", "priority", b"priority", "request_id", b"request_id", "router_id", b"router_id", "source", b"source", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "fast_path", b"fast_path", "first_block", b"first_block", "lender_incarnation", b"lender_incarnation", "may_compute", b"may_compute", "model_fingerprint", b"model_fingerprint", "placement_sequence", b"placement_sequence", "priority", b"priority", "request_id", b"request_id", "router_id", b"router_id", "source", b"source", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -79,7 +79,7 @@ class Router:
         never: asyncio.Future[TandemError] = asyncio.get_running_loop().create_future()
         return await never
 
-    async def told_to_stop(self) -> None:
+    async def stop_requested(self) -> None:
         """Signals only."""
         await asyncio.get_running_loop().create_future()
 
@@ -100,7 +100,7 @@ class Router:
 
 async def start_router(config: RouterConfig) -> Router:
     """Read the models' configs and tokenizers, serve, announce. Raises StartError."""
-    public, member = config.doors()
+    public, member = config.frontends()
     keys = ApiKeys(config.api_keys, config.api_keys_file)
     files = read_models(config)
     async with AsyncExitStack() as parts:
@@ -109,19 +109,19 @@ async def start_router(config: RouterConfig) -> Router:
         discovery = await _open_discovery(config)
         parts.push_async_callback(discovery.close)
         incarnation = secrets.token_bytes(16)
-        gate = TenantLimits(config, await _open_ledger(config, parts))
-        models = serve_models(config, files, gate, incarnation, member)
+        tenant_limits = TenantLimits(config, await _open_ledger(config, parts))
+        models = serve_models(config, files, tenant_limits, incarnation, member)
         for model in models:
             parts.push_async_callback(model.close)
         server, requests = _public_server(config, public, keys), Drain()
-        registry.register(ClusterCollector(models, gate))
+        registry.register(ClusterCollector(models, tenant_limits))
         samples, tracing = Samples(config), Tracing(config)
         parts.push_async_callback(samples.close)
         parts.push_async_callback(tracing.close)
         decisions = DecisionLog(config)
         parts.push_async_callback(decisions.close)
-        serving = RequestHandler(config, models, gate, RouterMetrics(registry), samples, tracing, decisions)
-        inference = InferenceService(serving, models, keys, config.id(), requests, samples)
+        handler = RequestHandler(config, models, tenant_limits, RouterMetrics(registry), samples, tracing, decisions)
+        inference = InferenceService(handler, models, keys, config.id(), requests, samples)
         inference.add_to(server.grpc)
         membership = MembershipService(models, config.id(), incarnation, config.worker_silence_s)
         internal = server if config.internal_port is None else Server(member.credentials if member else None)
@@ -138,7 +138,7 @@ async def start_router(config: RouterConfig) -> Router:
         if config.http_port is not None:
             from router.frontend.http_frontend import open_http  # as below
 
-            http = await open_http(config, config.http_port, public, serving, models, requests, keys, inference)
+            http = await open_http(config, config.http_port, public, handler, models, requests, keys, inference)
             parts.push_async_callback(http.close)
         await metrics.start(registry)
         for each in servers:
@@ -160,7 +160,7 @@ async def start_router(config: RouterConfig) -> Router:
 def serve_models(
     config: RouterConfig,
     files: Sequence[ModelFiles],
-    gate: TenantLimits,
+    tenant_limits: TenantLimits,
     incarnation: bytes,
     trust: TlsIdentity | None = None,
 ) -> ModelRuntimes:
@@ -180,7 +180,7 @@ def serve_models(
     for each in files:
         fleet = Fleet(config.id(), config.priors(), config.learn_rates, incarnation.hex()[:8])
         on_end = next_of_tenant if several_wait else _nothing
-        dispatchers.append(Dispatcher(fleet, config, gate.tenants, on_end=on_end))
+        dispatchers.append(Dispatcher(fleet, config, tenant_limits.tenants, on_end=on_end))
         models.append(ModelRuntime(each, fleet, dispatchers[-1], config.grammar_limit_s, trust))
     return ModelRuntimes(models, config.default_model)
 

@@ -68,9 +68,9 @@ class Autoscaler:
         for router, status in zip(cluster.routers, said, strict=True):
             self._tallies.heard(router.fleet.router_id, counters_of(status, policy.ttft_s, policy.itl_s))
         seen = observe(now, said, {role: self._on_their_way(role) for role in ROLES}, self._tallies.total)
-        self._state, wish = decide(self._state, seen, policy)
-        self._perform(wish)
-        self._note(wish)
+        self._state, desired = decide(self._state, seen, policy)
+        self._perform(desired)
+        self._note(desired)
         cluster.clock.after(self.settings.every_s, self._turn)
 
     def _on_their_way(self, role: Role) -> int:
@@ -79,15 +79,15 @@ class Autoscaler:
         fresh = sum(spec.role == role for spec in cluster.starting.values())
         return fresh + sum(self._roles.get(worker_id) == role for worker_id in cluster.leaving)
 
-    def _perform(self, wish: DesiredSizes) -> None:
+    def _perform(self, desired: DesiredSizes) -> None:
         for giver, taker, switching in (
-            ("decode", "prefill", wish.to_prefill),
-            ("prefill", "decode", wish.to_decode),
+            ("decode", "prefill", desired.to_prefill),
+            ("prefill", "decode", desired.to_decode),
         ):
             for worker in self._staying("decode" if giver == "decode" else "prefill")[:switching]:
                 self._switch(worker, "decode" if taker == "decode" else "prefill")
         for role in ROLES:
-            self._size(role, wish.pool(role))
+            self._size(role, desired.pool(role))
 
     def _switch(self, worker: SimWorker, role: Role) -> None:
         self._roles[worker.worker_id] = role
@@ -113,9 +113,9 @@ class Autoscaler:
         there.reverse()
         return sorted(there, key=lambda w: cluster.fronts.num_requests(w) + cluster.fronts.num_lent(w))
 
-    def _note(self, wish: DesiredSizes) -> None:
+    def _note(self, desired: DesiredSizes) -> None:
         cluster = self.cluster
         counts = {role: sum(worker.role == role for worker in cluster.workers.values()) for role in ROLES}
         at_s = cluster.clock.now - START_S
         sizes = counts["prefill"], counts["decode"], len(cluster.starting)
-        self.sizes.append(Sizes(at_s, *sizes, wish.prefill, wish.decode))
+        self.sizes.append(Sizes(at_s, *sizes, desired.prefill, desired.decode))

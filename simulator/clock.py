@@ -4,32 +4,32 @@ import heapq
 from collections.abc import Callable
 from typing import Any
 
-Deed = Callable[..., object]
+Action = Callable[..., object]
 
 
 class ScheduledEvent:
     """Something that will happen, unless it is cancelled."""
 
-    __slots__ = ("_arguments", "_deed", "at")
+    __slots__ = ("_action", "_arguments", "at")
 
-    def __init__(self, at: float, deed: Deed, arguments: tuple[Any, ...]) -> None:
+    def __init__(self, at: float, action: Action, arguments: tuple[Any, ...]) -> None:
         self.at = at
-        self._deed: Deed | None = deed
+        self._action: Action | None = action
         self._arguments = arguments
 
     def cancel(self) -> None:
         """It will not happen. Cancelling it again, or when it has happened, does nothing."""
-        self._deed = None
+        self._action = None
 
     @property
     def cancelled(self) -> bool:
-        return self._deed is None
+        return self._action is None
 
     def keep(self) -> None:
         """Let it happen, once."""
-        deed, self._deed = self._deed, None
-        assert deed is not None
-        deed(*self._arguments)
+        action, self._action = self._action, None
+        assert action is not None
+        action(*self._arguments)
 
 
 class VirtualClock:
@@ -46,34 +46,34 @@ class VirtualClock:
         """As `time.monotonic`."""
         return self.now
 
-    def at(self, when: float, deed: Deed, *arguments: Any) -> ScheduledEvent:
+    def at(self, when: float, action: Action, *arguments: Any) -> ScheduledEvent:
         """Do it then, which is not before now."""
-        return self._put(when, 0, ScheduledEvent(when, deed, arguments))
+        return self._put(when, 0, ScheduledEvent(when, action, arguments))
 
-    def after(self, seconds: float, deed: Deed, *arguments: Any) -> ScheduledEvent:
+    def after(self, seconds: float, action: Action, *arguments: Any) -> ScheduledEvent:
         """Do it so long from now; 0: after what is still to happen in this moment."""
-        return self._put(self.now + seconds, 0, ScheduledEvent(self.now + seconds, deed, arguments))
+        return self._put(self.now + seconds, 0, ScheduledEvent(self.now + seconds, action, arguments))
 
-    def late(self, when: float, rank: int, deed: Deed, *arguments: Any) -> ScheduledEvent:
+    def late(self, when: float, rank: int, action: Action, *arguments: Any) -> ScheduledEvent:
         """Do it at the end of that moment, behind everything of a lower rank, which is above 0. So its place does not
         depend on when it was asked for."""
         assert rank > 0
-        return self._put(when, rank, ScheduledEvent(when, deed, arguments))
+        return self._put(when, rank, ScheduledEvent(when, action, arguments))
 
     def step(self) -> bool:
         """Let the next thing happen; False when nothing is to."""
         queue = self._queue
         while queue:
-            when, _, _, appointment = heapq.heappop(queue)
-            if not appointment.cancelled:
+            when, _, _, event = heapq.heappop(queue)
+            if not event.cancelled:
                 self.now = when
                 self.num_events += 1
-                appointment.keep()
+                event.keep()
                 return True
         return False
 
-    def _put(self, when: float, rank: int, appointment: ScheduledEvent) -> ScheduledEvent:
+    def _put(self, when: float, rank: int, event: ScheduledEvent) -> ScheduledEvent:
         assert when >= self.now, f"{when} is before {self.now}"
         self._numbers += 1
-        heapq.heappush(self._queue, (when, rank, self._numbers, appointment))
-        return appointment
+        heapq.heappush(self._queue, (when, rank, self._numbers, event))
+        return event

@@ -208,7 +208,7 @@ class SimCluster:
         self._arrive(arrivals, on_progress)
 
     def _ended(self, outcome: Outcome) -> None:
-        assert outcome.fate is not None
+        assert outcome.end_state is not None
         self.num_under_way -= 1
         self._on_end(outcome)
 

@@ -26,12 +26,12 @@ class LoggedFleet(Fleet):
         if decision is not None:
             assert self._decided is not None
             _, hits, _ = self._decided
-            situation = PlacementSnapshot(demand, self.snapshot, hits, self.rates, available)
-            self._log.write(json.dumps(recorded(decision, situation), separators=(",", ":")) + "\n")
+            placement_snapshot = PlacementSnapshot(demand, self.snapshot, hits, self.rates, available)
+            self._log.write(json.dumps(recorded(decision, placement_snapshot), separators=(",", ":")) + "\n")
         return decision
 
 
 def decide_again(line: str) -> tuple[Decision, Decision | None]:
     """What was decided, and what is from the same snapshot."""
-    decision, situation = read_recorded(json.loads(line))
-    return decision, decided_again(situation)
+    decision, placement_snapshot = read_recorded(json.loads(line))
+    return decision, decided_again(placement_snapshot)

@@ -14,7 +14,7 @@ from simulator.clock import ScheduledEvent, VirtualClock
 class Flow:
     """One transfer under way."""
 
-    __slots__ = ("appointment", "on_over", "rate", "receiver", "remaining", "sender", "since")
+    __slots__ = ("event", "on_over", "rate", "receiver", "remaining", "sender", "since")
 
     def __init__(self, sender: "Nic", receiver: "Nic", num_bytes: float, on_over: Callable[[bool], object]) -> None:
         self.sender = sender
@@ -24,7 +24,7 @@ class Flow:
         self.rate = 0.0
         """Bytes per second since `since`, when `remaining` were left."""
         self.since = 0.0
-        self.appointment: ScheduledEvent | None = None
+        self.event: ScheduledEvent | None = None
 
 
 class Nic:
@@ -82,7 +82,7 @@ class Links:
                 assert sum(flow.rate for flow in flows) <= nic.bytes_per_s * (1 + 1e-9)
 
     def _finish(self, flow: Flow) -> None:
-        flow.appointment = None
+        flow.event = None
         flow.sender.sent_bytes += flow.remaining
         flow.receiver.received_bytes += flow.remaining
         flow.remaining = 0.0
@@ -90,8 +90,8 @@ class Links:
         flow.on_over(True)
 
     def _remove(self, flow: Flow) -> None:
-        if flow.appointment is not None:
-            flow.appointment.cancel()
+        if flow.event is not None:
+            flow.event.cancel()
         del flow.sender.outgoing[flow]
         del flow.receiver.incoming[flow]
         self._share_anew(flow.sender, flow.receiver)
@@ -104,9 +104,9 @@ class Links:
             if rate != flow.rate:
                 self._settle(flow)
                 flow.rate = rate
-                if flow.appointment is not None:
-                    flow.appointment.cancel()
-                flow.appointment = self._clock.after(flow.remaining / rate, self._finish, flow)
+                if flow.event is not None:
+                    flow.event.cancel()
+                flow.event = self._clock.after(flow.remaining / rate, self._finish, flow)
 
     def _settle(self, flow: Flow) -> None:
         """Count what has gone since its rate last changed."""

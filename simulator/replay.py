@@ -241,10 +241,10 @@ def replay(
 def paid(setup: Setup, scenario: Scenario, cluster: SimCluster, until: float) -> tuple[float, float]:
     """GPU-seconds from the trace's beginning, by all workers that there were; and USD for them."""
     gpu_seconds = usd = 0.0
-    for hire in cluster.hires.values():
-        ended_at = until if hire.ended_at is None else min(until, hire.ended_at)
-        gpu, count = setup.hardware(hire.spec.role, scenario.apart)
-        seconds = count * max(0.0, ended_at - max(START_S, hire.began_at))
+    for rental in cluster.hires.values():
+        ended_at = until if rental.ended_at is None else min(until, rental.ended_at)
+        gpu, count = setup.hardware(rental.spec.role, scenario.apart)
+        seconds = count * max(0.0, ended_at - max(START_S, rental.began_at))
         gpu_seconds += seconds
         usd += seconds * setup.price_of(gpu) / 3600
     return gpu_seconds, usd

@@ -50,7 +50,7 @@ class Outcome:
 
     request: TraceRequest
     sent_at: float
-    fate: EndState | None = None
+    end_state: EndState | None = None
     """None: it is under way."""
     reason: str = ""
     """Of a refusal or a failure."""

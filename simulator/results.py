@@ -111,11 +111,11 @@ class ResultCounter:
         """Of refusals and failures."""
 
     def add(self, outcome: Outcome) -> None:
-        assert outcome.fate is not None
-        self._fates[outcome.fate] += 1
+        assert outcome.end_state is not None
+        self._fates[outcome.end_state] += 1
         self._again += max(0, outcome.num_attempts - 1)
         self._last_sent_at = max(self._last_sent_at, outcome.sent_at)
-        if outcome.fate is not EndState.FINISHED:
+        if outcome.end_state is not EndState.FINISHED:
             self.reasons[outcome.reason] = self.reasons.get(outcome.reason, 0) + 1
             return
         self._ttft_s.append(outcome.ttft_s)

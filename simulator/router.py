@@ -38,7 +38,7 @@ class SimRequest:
 
     result: Result
     prompt: tuple[int, ...]
-    claim: RequestInfo
+    info: RequestInfo
     demand: Demand
     keys: Sequence[BlockKey]
     on_end: Callable[[Result], object]
@@ -143,35 +143,35 @@ class SimRouter:
             result.reason = "larger than every pool"
             self._finish(result, EndState.REFUSED, on_end)
             return
-        claim = RequestInfo(request.tenant, request.priority, now, now + self._deadline_s)
+        info = RequestInfo(request.tenant, request.priority, now, now + self._deadline_s)
         self._tenants.enter(request.tenant, 0, now)
-        self._queue(SimRequest(result, prompt, claim, demand, keys, on_end))
+        self._queue(SimRequest(result, prompt, info, demand, keys, on_end))
 
-    def _queue(self, ticket: SimRequest) -> None:
-        waiting, outcomes = self.admission.arrived(ticket.claim, ticket.demand, ticket.keys, self._clock.now)
-        self._waiting[waiting] = ticket
+    def _queue(self, prepared: SimRequest) -> None:
+        waiting, outcomes = self.admission.arrived(prepared.info, prepared.demand, prepared.keys, self._clock.now)
+        self._waiting[waiting] = prepared
         self._perform(outcomes)
 
     def _perform(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
-            ticket = self._waiting.pop(outcome.waiting)
+            prepared = self._waiting.pop(outcome.waiting)
             if isinstance(outcome, Started):
-                self._start(ticket, outcome.placed, outcome.decision)
+                self._start(prepared, outcome.placed, outcome.decision)
             else:
-                ticket.result.reason = str(outcome.refusal.reason)
-                self._end(ticket, EndState.REFUSED)
+                prepared.result.reason = str(outcome.refusal.reason)
+                self._end(prepared, EndState.REFUSED)
         self._arm()
 
-    def _start(self, ticket: SimRequest, placed: ActivePlacement, decision: Decision) -> None:
-        ticket.placed, ticket.decision, ticket.placed_at = placed, decision, self._clock.now
-        ticket.result.num_attempts += 1
-        ticket.result.predicted_ttft_s = decision.predicted_ttft_s
-        request = ticket.result.request
+    def _start(self, prepared: SimRequest, placed: ActivePlacement, decision: Decision) -> None:
+        prepared.placed, prepared.decision, prepared.placed_at = placed, decision, self._clock.now
+        prepared.result.num_attempts += 1
+        prepared.result.predicted_ttft_s = decision.predicted_ttft_s
+        request = prepared.result.request
         engine_id = self._fronts.new_id("request")
         generate = Generate(
             request_id=engine_id,
-            prompt=ticket.prompt,
-            emitted=ticket.emitted,
+            prompt=prepared.prompt,
+            emitted=prepared.emitted,
             sampling=SamplingParams(max_tokens=request.output_tokens, seed=request.number, ignore_eos=True),
             cache_salt="",
             priority=request.priority,
@@ -189,19 +189,19 @@ class SimRouter:
                 generate,
                 lender,
                 source,
-                on_token=lambda attempt, token: self._token(ticket, attempt, token),
-                on_run=lambda _, times: self._run(ticket, times),
-                on_rejected=lambda _, rejected: self._clock.after(self._message_s, self._rejected, ticket, rejected),
-                on_lost=lambda _: self._lost(ticket),
-                on_handed_over=lambda _: self._handed_over(ticket),
+                on_token=lambda attempt, token: self._token(prepared, attempt, token),
+                on_run=lambda _, times: self._run(prepared, times),
+                on_rejected=lambda _, rejected: self._clock.after(self._message_s, self._rejected, prepared, rejected),
+                on_lost=lambda _: self._lost(prepared),
+                on_handed_over=lambda _: self._handed_over(prepared),
             )
         )
 
     # ------------------------------------------------------------------ what comes of an attempt
 
-    def _token(self, ticket: SimRequest, attempt: Attempt, token: Token) -> None:
+    def _token(self, prepared: SimRequest, attempt: Attempt, token: Token) -> None:
         """Its engine says it now; the client has it two messages later. All tokens take the same way."""
-        result, at = ticket.result, self._clock.now + 2 * self._message_s
+        result, at = prepared.result, self._clock.now + 2 * self._message_s
         if result.num_emitted:
             self._gaps.add(at - result.last_token_at)
         else:
@@ -209,91 +209,91 @@ class SimRouter:
         result.num_emitted += 1
         result.last_token_at = at
         if token.account is not None and token.finish is None:
-            self._clock.after(self._message_s, self._started, ticket)
+            self._clock.after(self._message_s, self._started, prepared)
         if token.finish is not None:
-            self._clock.after(self._message_s, self._finished, ticket, attempt)
+            self._clock.after(self._message_s, self._finished, prepared, attempt)
 
-    def _run(self, ticket: SimRequest, times: Sequence[float]) -> None:
+    def _run(self, prepared: SimRequest, times: Sequence[float]) -> None:
         """Tokens of a run, none of them the first or the last. Gaps within the run are counted for all its streams."""
-        result = ticket.result
+        result = prepared.result
         self._gaps.add(times[0] + 2 * self._message_s - result.last_token_at)
         result.num_emitted += len(times)
         result.last_token_at = times[-1] + 2 * self._message_s
 
-    def _started(self, ticket: SimRequest) -> None:
-        assert ticket.placed is not None
-        if not ticket.placed.started:
-            self.fleet.started(ticket.placed)
-            ticket.started_at = self._clock.now
-            if not ticket.claim.streaming:
-                self.fleet.traffic.first_token(ticket.started_at - ticket.claim.arrived_at)
+    def _started(self, prepared: SimRequest) -> None:
+        assert prepared.placed is not None
+        if not prepared.placed.started:
+            self.fleet.started(prepared.placed)
+            prepared.started_at = self._clock.now
+            if not prepared.info.streaming:
+                self.fleet.traffic.first_token(prepared.started_at - prepared.info.arrived_at)
 
-    def _finished(self, ticket: SimRequest, attempt: Attempt) -> None:
-        placed, result = ticket.placed, ticket.result
+    def _finished(self, prepared: SimRequest, attempt: Attempt) -> None:
+        placed, result = prepared.placed, prepared.result
         assert placed is not None
-        self._started(ticket)
-        finish = self._receipt(ticket, attempt)
-        self.fleet.finished(placed, finish, ticket.started_at - ticket.placed_at)
+        self._started(prepared)
+        finish = self._receipt(prepared, attempt)
+        self.fleet.finished(placed, finish, prepared.started_at - prepared.placed_at)
         self.fleet.traffic.finished(finish)
         result.receipt = finish.receipt
         kv = finish.receipt.kv
         result.moved_bytes += kv.moved_bytes
         from_cache = kv.reused_blocks + kv.lender_cached_blocks + kv.lender_fetched_blocks
         result.reused_tokens = from_cache * kv.block_tokens
-        self._over(ticket)
-        self._end(ticket, EndState.FINISHED)
+        self._over(prepared)
+        self._end(prepared, EndState.FINISHED)
 
-    def _rejected(self, ticket: SimRequest, rejected: Rejected) -> None:
-        assert ticket.placed is not None
+    def _rejected(self, prepared: SimRequest, rejected: Rejected) -> None:
+        assert prepared.placed is not None
         if rejected.permanent:
-            self._over(ticket)
-            ticket.result.reason = rejected.reason
-            self._end(ticket, EndState.FAILED)
+            self._over(prepared)
+            prepared.result.reason = rejected.reason
+            self._end(prepared, EndState.FAILED)
             return
         try:
-            self.admission.refused_by_worker(ticket.placed, self._clock.now)
+            self.admission.refused_by_worker(prepared.placed, self._clock.now)
         except Overloaded as error:
-            self._over(ticket)
-            ticket.result.reason = str(error)
-            self._end(ticket, EndState.REFUSED)
+            self._over(prepared)
+            prepared.result.reason = str(error)
+            self._end(prepared, EndState.REFUSED)
             return
-        self._over(ticket)
-        self._queue(ticket)
+        self._over(prepared)
+        self._queue(prepared)
 
-    def _lost(self, ticket: SimRequest) -> None:
+    def _lost(self, prepared: SimRequest) -> None:
         """Its worker is gone: place it anew, with what was emitted."""
-        ticket.failures += 1
-        self._over(ticket)
-        if ticket.failures == self._max_attempts:
-            ticket.result.reason = f"{ticket.failures} workers died"
-            self._end(ticket, EndState.FAILED)
+        prepared.failures += 1
+        self._over(prepared)
+        if prepared.failures == self._max_attempts:
+            prepared.result.reason = f"{prepared.failures} workers died"
+            self._end(prepared, EndState.FAILED)
             return
-        ticket.attempts += 1
-        self._clock.after(SETTLE_S / 10, self._again, ticket)
+        prepared.attempts += 1
+        self._clock.after(SETTLE_S / 10, self._again, prepared)
 
-    def _handed_over(self, ticket: SimRequest) -> None:
+    def _handed_over(self, prepared: SimRequest) -> None:
         """Nothing failed: it goes on elsewhere."""
-        assert ticket.placed is not None
-        if self.fleet.worker(ticket.placed.decode.worker_id) is ticket.placed.decode:
-            self.fleet.drains(ticket.placed.decode)
-        self._over(ticket)
-        ticket.attempts += 1
-        self._again(ticket)
+        assert prepared.placed is not None
+        if self.fleet.worker(prepared.placed.decode.worker_id) is prepared.placed.decode:
+            self.fleet.drains(prepared.placed.decode)
+        self._over(prepared)
+        prepared.attempts += 1
+        self._again(prepared)
 
-    def _again(self, ticket: SimRequest) -> None:
+    def _again(self, prepared: SimRequest) -> None:
         if not self._decoders:
-            ticket.result.reason = "no decode worker is left"
-            self._end(ticket, EndState.FAILED)
+            prepared.result.reason = "no decode worker is left"
+            self._end(prepared, EndState.FAILED)
             return
-        chain = [*ticket.prompt, *ticket.emitted]
-        ticket.claim.streaming = bool(ticket.emitted)
+        chain = [*prepared.prompt, *prepared.emitted]
+        prepared.info.streaming = bool(prepared.emitted)
         try:
-            ticket.demand, ticket.keys = self._needs(ticket.prompt, chain, ticket.result.request.output_tokens)
+            prepared.demand, prepared.keys = self._needs(prepared.prompt, chain, prepared.result.request.output_tokens)
         except InvalidRequest:
-            ticket.result.reason = "larger than every pool that is left"
-            self._end(ticket, EndState.FAILED)
+            prepared.result.reason = "larger than every pool that is left"
+            self._end(prepared, EndState.FAILED)
             return
-        self._queue(ticket)
+        self._queue(prepared)
 
     def _needs(self, prompt: Sequence[int], chain: Sequence[int], max_tokens: int) -> tuple[Demand, list[BlockKey]]:
         """As `ServedModel.needs`, of a request of one choice. Raises InvalidRequest for what no pool could hold."""
@@ -304,27 +304,27 @@ class SimRouter:
         usable = chain[: demand.num_usable_blocks * demand.block_tokens]
         return demand, block_keys(root_key(hello.model_fingerprint, ""), usable, demand.block_tokens)
 
-    def _over(self, ticket: SimRequest) -> None:
+    def _over(self, prepared: SimRequest) -> None:
         """The attempt; the fleet and admission count it no more."""
-        placed, ticket.placed = ticket.placed, None
+        placed, prepared.placed = prepared.placed, None
         assert placed is not None
         self._perform(self.admission.ended(placed, self._clock.now))
 
-    def _end(self, ticket: SimRequest, fate: EndState) -> None:
-        self._tenants.leave(ticket.claim.tenant, 0, self._clock.now)
-        self._finish(ticket.result, fate, ticket.on_end)
+    def _end(self, prepared: SimRequest, end_state: EndState) -> None:
+        self._tenants.leave(prepared.info.tenant, 0, self._clock.now)
+        self._finish(prepared.result, end_state, prepared.on_end)
 
-    def _finish(self, result: Result, fate: EndState, on_end: Callable[[Result], object]) -> None:
-        result.fate = fate
+    def _finish(self, result: Result, end_state: EndState, on_end: Callable[[Result], object]) -> None:
+        result.end_state = end_state
         on_end(result)
 
-    def _receipt(self, ticket: SimRequest, attempt: Attempt) -> inference_pb2.Finish:
-        decision = ticket.decision
+    def _receipt(self, prepared: SimRequest, attempt: Attempt) -> inference_pb2.Finish:
+        decision = prepared.decision
         assert decision is not None
         placement = inference_pb2.Placement(
-            decode_worker=decision.decode_id, lender=decision.lender_id or "", attempt=ticket.attempts
+            decode_worker=decision.decode_id, lender=decision.lender_id or "", attempt=prepared.attempts
         )
-        elapsed_ms = (ticket.placed_at - ticket.claim.arrived_at) * 1e3
+        elapsed_ms = (prepared.placed_at - prepared.info.arrived_at) * 1e3
         request = decode_pb2.DecodeRequest(placement=placement, elapsed_ms=elapsed_ms)
         layout = attempt.worker.spec.layout
         receipt = build_receipt(
@@ -336,7 +336,7 @@ class SimRouter:
             attempt.worker.worker_id,
         )
         usage = inference_pb2.Usage(
-            prompt_tokens=ticket.result.request.input_tokens, completion_tokens=ticket.result.num_emitted
+            prompt_tokens=prepared.result.request.input_tokens, completion_tokens=prepared.result.num_emitted
         )
         return inference_pb2.Finish(receipt=receipt, usage=usage)
 

@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from engine.lending.borrower_manager import LANDING_BYTES
+from engine.lending.borrower_manager import BLOCK_READ_BYTES
 from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError
 from kvtransfer.fair_queue import FairQueue
 from kvtransfer.fingerprint import Folding
@@ -49,7 +49,7 @@ class VirtualTransport(Transport):
 
     def blocks_per_read(self, block_bytes: int, peer: Peer | None = None) -> int:
         """Nothing is copied, so that the reads of a landing are one."""
-        return max(1, LANDING_BYTES // block_bytes)
+        return max(1, BLOCK_READ_BYTES // block_bytes)
 
     def register(self, pool: AnyPool) -> bytes:
         return PREFIX + self._worker_id.encode()

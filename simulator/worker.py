@@ -115,9 +115,9 @@ class SimWorker:
         """As if its machine had lost power, now."""
         self._interrupt()
         self.alive = False
-        for appointment in (self._turning, self._stepping, self._idling):
-            if appointment is not None:
-                appointment.cancel()
+        for event in (self._turning, self._stepping, self._idling):
+            if event is not None:
+                event.cancel()
         self.core.close()
 
     def _wake(self) -> None:
@@ -177,17 +177,17 @@ class SimWorker:
 
     def _begin_run(self) -> bool:
         """False when the next step is to be made by itself."""
-        steady, timing = self.core.steady, self.spec.timing
-        if not (steps := steady.begin()):
+        uniform_decode, timing = self.core.uniform_decode, self.spec.timing
+        if not (steps := uniform_decode.begin()):
             return False
-        chains = steady.sequences
+        chains = uniform_decode.sequences
         work = StepWork(streams=len(chains), context_tokens=sum(chain.num_computed + 1 for chain in chains))
         seconds, now = timing.seconds_of(work), self._clock.now
         times = self._run
         while seconds < IDLE_TURN_S:  # else it turns in the middle of the step
             now += seconds
             times.append(now)
-            if len(times) == min(steps, MAX_RUN) or not steady.quiet_until(now):
+            if len(times) == min(steps, MAX_RUN) or not uniform_decode.quiet_until(now):
                 break
             work.context_tokens += len(chains)
             seconds = timing.seconds_of(work)
@@ -217,7 +217,7 @@ class SimWorker:
     def _advance(self, steps: int) -> None:
         times, self._run = self._run[:steps], []
         if steps:
-            chains = self.core.steady.sequences
-            self.core.steady.advance(steps, token_of)
+            chains = self.core.uniform_decode.sequences
+            self.core.uniform_decode.advance(steps, token_of)
             self.num_steps += steps
             self._listener.hear_run(self, chains, times)

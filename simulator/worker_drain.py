@@ -57,8 +57,8 @@ class WorkerDrain:
         else:
             self._again(self._stay_readable)
 
-    def _again(self, deed: Callable[[], object]) -> None:
-        self._next = self._clock.late(self._clock.now + LOOK_S, LAST, deed)
+    def _again(self, action: Callable[[], object]) -> None:
+        self._next = self._clock.late(self._clock.now + LOOK_S, LAST, action)
 
     @property
     def _busy(self) -> bool:

@@ -179,7 +179,7 @@ class SamplePosition:
     A sequence itself is such a place, with no guess; what both have in common is all that sampling asks of one."""
 
     sequence: Sequence
-    guesses: tuple[int, ...]
+    draft_tokens: tuple[int, ...]
 
     @property
     def sampling(self) -> SamplingParams | None:
@@ -191,19 +191,19 @@ class SamplePosition:
 
     @property
     def token_ids(self) -> list[int]:
-        return [*self.sequence.token_ids, *self.guesses]
+        return [*self.sequence.token_ids, *self.draft_tokens]
 
     @property
     def num_tokens(self) -> int:
-        return self.sequence.num_tokens + len(self.guesses)
+        return self.sequence.num_tokens + len(self.draft_tokens)
 
     @property
     def output_token_ids(self) -> list[int]:
-        return [*self.sequence.output_token_ids, *self.guesses]
+        return [*self.sequence.output_token_ids, *self.draft_tokens]
 
     @property
     def num_sampled(self) -> int:
-        return self.sequence.num_sampled + len(self.guesses)
+        return self.sequence.num_sampled + len(self.draft_tokens)
 
 
 AnyPlace = Sequence | SamplePosition
@@ -216,39 +216,39 @@ class Chunk:
     sequence: Sequence
     start: int
     count: int
-    guesses: tuple[int, ...] = ()
+    draft_tokens: tuple[int, ...] = ()
     """Only of a chunk that samples. Each is verified: the token sampled in its place is the same, or it was wrong, and
     its KV is written over."""
     num_drafts: int = 0
-    """So many guesses are the runner's to make, with its draft model; `guesses` is empty then."""
+    """So many guesses are the runner's to make, with its draft model; `draft_tokens` is empty then."""
 
     @property
-    def num_guesses(self) -> int:
+    def num_draft_tokens(self) -> int:
         """Made, or to be made."""
-        return len(self.guesses) or self.num_drafts
+        return len(self.draft_tokens) or self.num_drafts
 
     @property
     def num_rows(self) -> int:
         """Tokens that the model is given."""
-        return self.count + len(self.guesses)
+        return self.count + len(self.draft_tokens)
 
     @property
     def end(self) -> int:
         """One past the last position that is computed, those of guesses included."""
-        return self.start + self.count + self.num_guesses
+        return self.start + self.count + self.num_draft_tokens
 
     @property
     def token_ids(self) -> list[int]:
         """What the model is given, [num_rows]."""
         tokens = self.sequence.token_ids[self.start : self.start + self.count]
-        return [*tokens, *self.guesses] if self.guesses else tokens
+        return [*tokens, *self.draft_tokens] if self.draft_tokens else tokens
 
     @property
     def places(self) -> list[AnyPlace]:
         """Where tokens are sampled, of a chunk that samples: its end, and after each guess."""
         return [
             self.sequence,
-            *(SamplePosition(self.sequence, self.guesses[: j + 1]) for j in range(len(self.guesses))),
+            *(SamplePosition(self.sequence, self.draft_tokens[: j + 1]) for j in range(len(self.draft_tokens))),
         ]
 
     @property
@@ -289,13 +289,13 @@ class SampleResult:
     """The request ends with it, and `token_id` means nothing."""
     prompt: tuple[TokenLogprobs, ...] = ()
     """Of the prompt tokens that follow `Chunk.scored`."""
-    num_guesses: int = 0
+    num_draft_tokens: int = 0
     """That were verified."""
     following: "tuple[SampleResult, ...]" = ()
     """What was sampled after it, in turn: as many as guesses were right."""
 
 
-def verified(guesses: tuple[int, ...], answers: Iterable[SampleResult | None]) -> SampleResult:
+def verified(draft_tokens: tuple[int, ...], answers: Iterable[SampleResult | None]) -> SampleResult:
     """The answer to a chunk with these guesses. `answers` are what is sampled after none of them, after the first, and
     so on; None where nothing can be said if it comes to that, and then the next step will. No more of them are asked
     for than guesses were right."""
@@ -303,9 +303,9 @@ def verified(guesses: tuple[int, ...], answers: Iterable[SampleResult | None]) -
     first = next(of_places)
     assert first is not None
     last, following = first, list[SampleResult]()
-    for guess in guesses:
-        if last.failure is not None or last.token_id != guess or (answer := next(of_places)) is None:
+    for draft_token in draft_tokens:
+        if last.failure is not None or last.token_id != draft_token or (answer := next(of_places)) is None:
             break
         following.append(answer)
         last = answer
-    return replace(first, num_guesses=len(guesses), following=tuple(following)) if guesses else first
+    return replace(first, num_draft_tokens=len(draft_tokens), following=tuple(following)) if draft_tokens else first

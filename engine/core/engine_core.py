@@ -80,13 +80,13 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         speculator: Speculator | None = None,
         others: Seq[RemoteRank] = (),
-        early: FastPathLink | None = None,
+        fast_path: FastPathLink | None = None,
     ) -> None:
         """`emit` is called from `handle` and `step`, and must not block. `wake` is called by `post`, from whatever
         thread that runs on: there is something for `handle_posted`. `clock` says the time, in seconds. Without a
         `speculator` nothing is guessed. `others`: the engine's ranks beside the one whose pool `runner` has, each with
-        as many blocks of the same numbers; `runner` computes on them, too. With them there can be no `tiers`. `early`:
-        to other engines, see `engine/lending/fast_path.py`."""
+        as many blocks of the same numbers; `runner` computes on them, too. With them there can be no `tiers`. `fast_path`:
+        to other engines, see `engine/lender_manager/fast_path.py`."""
         assert not (others and tiers)
         self._runner = runner
         self._transport = transport
@@ -96,26 +96,26 @@ class EngineCore:
         self._wake = wake
         self._speculator = speculator
         self._model_fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
-        self._books = KVCacheManager(runner.pool.num_blocks, runner.layout, runner, tiers, clock=clock)
+        self._kv_cache = KVCacheManager(runner.pool.num_blocks, runner.layout, runner, tiers, clock=clock)
         part = BlockPart(runner.layout.block_bytes, 0, 1 + len(others))
         own = LocalRank(transport, part, runner.part_fingerprints, runner.folding, clock)
         self._others = others
-        self._early = FastPath(early)
-        self._borrowing = BorrowerManager(
-            self._books, transport.name, emit, self.post, own, self._early, others, limits.read_silence_s
+        self._fast_path = FastPath(fast_path)
+        self._borrower_manager = BorrowerManager(
+            self._kv_cache, transport.name, emit, self.post, own, self._fast_path, others, limits.read_silence_s
         )
-        self._lending = LenderManager(
-            self._books,
-            self._borrowing,
+        self._lender_manager = LenderManager(
+            self._kv_cache,
+            self._borrower_manager,
             self._model_fingerprint,
             emit,
-            self._early,
+            self._fast_path,
             limits.max_queued_loans,
             self._next_arrival,
         )
         self._requests = RequestManager(
-            self._books,
-            self._borrowing,
+            self._kv_cache,
+            self._borrower_manager,
             self._model_fingerprint,
             runner.info.eos_token_ids,
             emit,
@@ -124,17 +124,17 @@ class EngineCore:
             runner.copy_block,
         )
         times = ReportSchedule(limits.report_interval_s, limits.min_report_interval_s, limits.max_step_s)
-        self._reports = LoadReporter(self._books, self._requests, self._lending, times, emit, speculator)
+        self._reports = LoadReporter(self._kv_cache, self._requests, self._lender_manager, times, emit, speculator)
         self._arrivals = 0
-        self.steady = UniformDecode(
-            self._books, self._requests, self._lending, self._reports, limits.budget, self._take_arrivals
+        self.uniform_decode = UniformDecode(
+            self._kv_cache, self._requests, self._lender_manager, self._reports, limits.budget, self._take_arrivals
         )
 
     def start(self) -> Ready:
         """Register the pool; what the front announces to the world."""
         own = self._transport.register(self._runner.pool)
         endpoint = join_endpoints([own, *(rank.endpoint for rank in self._others)])
-        self._early.lends_from(endpoint)
+        self._fast_path.lends_from(endpoint)
         layout, info = self._runner.layout, self._runner.info
         return Ready(
             endpoint=endpoint,
@@ -143,7 +143,7 @@ class EngineCore:
             block_tokens=layout.block_tokens,
             block_bytes=layout.block_bytes,
             kv_heads=layout.kv_heads,
-            num_blocks=self._books.pool.num_blocks,
+            num_blocks=self._kv_cache.pool.num_blocks,
             vocab_size=info.vocab_size,
             max_context_tokens=info.max_context_tokens,
         )
@@ -155,20 +155,20 @@ class EngineCore:
 
     def handle_posted(self) -> None:
         """Handle what other threads posted, and what other engines said early."""
-        self._borrowing.handle_early()
+        self._borrower_manager.handle_fast_path()
         while not self._posted.empty():  # only this takes from it
             self.handle(self._posted.get_nowait())
 
     @property
     def busy(self) -> bool:
         """There is something to compute, and nothing is being computed: do not wait for messages."""
-        return not self._books.in_step and bool(self._runnable() or self._requests.residency.forkable)
+        return not self._kv_cache.in_step and bool(self._runnable() or self._requests.running_set.forkable)
 
     def close(self) -> None:
         """Stop all transfers; nothing touches the pool afterwards."""
         self._transport.close()
-        if self._books.tiers is not None:
-            self._books.tiers.close()
+        if self._kv_cache.tiers is not None:
+            self._kv_cache.tiers.close()
 
     def step(self) -> bool:
         """Compute one batch and report; False when there was nothing to compute."""
@@ -181,24 +181,24 @@ class EngineCore:
     def begin_step(self) -> list[Chunk]:
         """What to compute next. Until `end_step`, messages may be handled while the runner executes it: whatever they
         end, nobody else gets a block that the batch writes into."""
-        if not self._requests.num_requests and not self._lending.num_loans:
+        if not self._requests.num_requests and not self._lender_manager.num_loans:
             return []
-        self._requests.residency.begin_step()
+        self._requests.running_set.begin_step()
         self._requests.part()
         self._start_loans()
         batch = self._batch_with_room()
         if self._speculator is not None and batch:
-            short = self._requests.residency.short
-            batch = self._speculator.add_guesses(batch, self._books, self._limits.budget.max_tokens, short)
-        now = self._books.clock()
+            short = self._requests.running_set.short
+            batch = self._speculator.add_draft_tokens(batch, self._kv_cache, self._limits.budget.max_tokens, short)
+        now = self._kv_cache.clock()
         self._reports.step_began(now)
         for chunk in batch:
             sequence = chunk.sequence
-            self._books.grow(sequence, chunk.end)
+            self._kv_cache.grow(sequence, chunk.end)
             # Loans have ids of their own, perhaps equal to a request's; who decodes was computed before.
             if sequence.sampling is not None and not sequence.decoding:
                 self._requests.computing(sequence, now)
-        self._books.begin_step(chunk.sequence for chunk in batch)
+        self._kv_cache.begin_step(chunk.sequence for chunk in batch)
         return batch
 
     def end_step(self, batch: list[Chunk], sampled: list[SampleResult]) -> None:
@@ -207,11 +207,11 @@ class EngineCore:
         seconds = self._reports.step_ended()
         if prompts:
             self._reports.changed = True
-            self._books.rates.computed(sum(chunk.count for chunk in prompts), seconds)
+            self._kv_cache.rates.computed(sum(chunk.count for chunk in prompts), seconds)
         elif self._speculator is not None:
             self._speculator.step_took(batch, sampled, seconds)
-        over = set(self._books.lingering)
-        self._books.end_step()
+        over = set(self._kv_cache.lingering)
+        self._kv_cache.end_step()
         tokens = iter(sampled)
         num_requests = self._requests.num_requests
         results = [(chunk, next(tokens) if chunk.answers else None) for chunk in batch]
@@ -221,21 +221,21 @@ class EngineCore:
             sequence = chunk.sequence
             if sequence in over or (sequence.sampling is not None and not self._requests.has(sequence)):
                 continue  # cancelled meanwhile, or another choice of the request failed just now
-            full = self._books.advance(sequence, chunk.count)
+            full = self._kv_cache.advance(sequence, chunk.count)
             if sequence.sampling is None:
-                self._lending.computed(sequence, full)
+                self._lender_manager.computed(sequence, full)
             elif token is not None:
                 if self._speculator is not None:
                     self._speculator.heard(chunk, token)
                 self._requests.computed(sequence, token, chunk.samples)
         self._requests.part()
         self._reports.changed |= self._requests.num_requests != num_requests
-        self._requests.residency.restart()  # in what the batch gave back: the loop may sleep before the next step
+        self._requests.running_set.restart()  # in what the batch gave back: the loop may sleep before the next step
         self._start_loans()
 
     def report(self) -> None:
         """Tell the world what changed, and that the loop turns. A step that hangs silences it."""
-        self._borrowing.give_up_stuck()
+        self._borrower_manager.give_up_stuck()
         self._reports.report()
 
     def handle(self, message: Input) -> None:
@@ -248,37 +248,37 @@ class EngineCore:
             case Cancel(request_id, choice):
                 self._requests.cancel(request_id, choice)
             case LoanStarted():
-                self._borrowing.started(message)
+                self._borrower_manager.started(message)
             case LoanBlocks():
-                self._borrowing.announced(message)
+                self._borrower_manager.announced(message)
             case LoanFailed():
-                self._borrowing.failed(message)
+                self._borrower_manager.failed(message)
             case ReadCompletion():
-                self._borrowing.landed(message)
+                self._borrower_manager.read_completed(message)
             case Lend():
                 self._reports.saw(message.mark)
-                self._lending.open(message)
+                self._lender_manager.open(message)
                 self._start_loans()
             case LendReleased(loan_id, first, count):
-                self._lending.release(loan_id, first, count)
+                self._lender_manager.release(loan_id, first, count)
             case LendClosed(loan_id):
-                self._lending.close(loan_id)
+                self._lender_manager.close(loan_id)
             case TakeSnapshot():
                 self._reports.send_snapshot()
             case SetBudget(budget):
                 self._limits = replace(self._limits, budget=budget)
-                self.steady.budget = budget
+                self.uniform_decode.budget = budget
             case Audit(audit_id):
                 self._emit(self.audit(audit_id))
 
     def audit(self, audit_id: int = 0) -> Audited:
         """Hold the pool's books against everyone who claims a block."""
-        pool, fault = self._books.pool, ""
-        claims = [sequence.blocks for sequence in [*self._requests.sequences, *self._books.lingering]]
-        claims += self._lending.holdings()
+        pool, fault = self._kv_cache.pool, ""
+        claims = [sequence.blocks for sequence in [*self._requests.sequences, *self._kv_cache.lingering]]
+        claims += self._lender_manager.holdings()
         try:
             pool.check_integrity(claims)
-            promising = [*self._requests.sequences, *self._lending.started_jobs(), *self._books.lingering]
+            promising = [*self._requests.sequences, *self._lender_manager.started_jobs(), *self._kv_cache.lingering]
             promised = sum(sequence.num_reserved for sequence in promising)
             assert promised == pool.num_reserved, f"{pool.num_reserved} blocks are promised, {promised} expected"
         except AssertionError as error:
@@ -290,7 +290,7 @@ class EngineCore:
             reserved_blocks=pool.num_reserved,
             quarantined_blocks=pool.num_quarantined,
             sequences=self._requests.num_requests,
-            loans=self._lending.num_loans,
+            loans=self._lender_manager.num_loans,
         )
 
     # ------------------------------------------------------------------ the loop's parts
@@ -302,13 +302,13 @@ class EngineCore:
         is waited for waits for nothing but its own steps. And room that a loan takes is not taken back: an engine
         whose own requests were preempted for want of it gives none away.
         """
-        if not self._lending.num_waiting:
+        if not self._lender_manager.num_waiting:
             return
-        short = self._requests.residency.short
+        short = self._requests.running_set.short
         if not short:
-            self._lending.start_waiting()
-        if self._lending.num_waiting and (short or self._borrowing.waits_for_room):
-            self._lending.refuse_waiting("no room now, and requests of this worker wait for room themselves")
+            self._lender_manager.start_queued()
+        if self._lender_manager.num_waiting and (short or self._borrower_manager.waits_for_room):
+            self._lender_manager.refuse_queued("no room now, and requests of this worker wait for room themselves")
 
     def _batch_with_room(self) -> list[Chunk]:
         """The batch of the next step, with promises for all its blocks; requests are preempted until there are."""
@@ -316,11 +316,11 @@ class EngineCore:
             batch = schedule(self._runnable(), self._limits.budget)
             if self._requests.adopt(batch):
                 continue
-            if self._requests.residency.make_room(batch):
+            if self._requests.running_set.make_room(batch):
                 return batch
 
     def _runnable(self) -> list[Sequence]:
-        return self._requests.residency.running + self._lending.jobs()
+        return self._requests.running_set.running + self._lender_manager.jobs()
 
     def _next_arrival(self) -> int:
         """One count for requests and loans, arrivals and turns: the scheduler orders them together."""

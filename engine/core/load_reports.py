@@ -30,14 +30,14 @@ class LoadReporter:
         self,
         books: KVCacheManager,
         requests: RequestManager,
-        lending: LenderManager,
+        lender_manager: LenderManager,
         times: ReportSchedule,
         emit: Callable[[FromEngine], None],
         speculator: Speculator | None = None,
     ) -> None:
-        self._books = books
+        self._kv_cache = books
         self._requests = requests
-        self._lending = lending
+        self._lender_manager = lender_manager
         self._times = times
         self._emit = emit
         self._speculator = speculator
@@ -62,7 +62,7 @@ class LoadReporter:
     def step_ended(self) -> float:
         """How long it took, in seconds."""
         self._step_count += 1
-        return self._books.clock() - self._step_began_at
+        return self._kv_cache.clock() - self._step_began_at
 
     def count_steps(self, count: int) -> None:
         """So many were made at once."""
@@ -81,46 +81,46 @@ class LoadReporter:
     def send_snapshot(self) -> None:
         """The whole prefix cache, for a reader that lost some changes."""
         self._report_cache()
-        self._emit(CacheChanged(self._cache_sequence, tuple(self._books.cache_snapshot()), snapshot=True))
+        self._emit(CacheChanged(self._cache_sequence, tuple(self._kv_cache.cache_snapshot()), snapshot=True))
 
     def _report_cache(self) -> None:
-        if events := self._books.take_cache_events():
+        if events := self._kv_cache.take_cache_events():
             self._emit(CacheChanged(self._cache_sequence, tuple(events)))
             self._cache_sequence += len(events)
 
     def _report_load(self) -> None:
-        now = self._books.clock()
-        if self._books.in_step and now - self._step_began_at > self._times.max_step_s:
+        now = self._kv_cache.clock()
+        if self._kv_cache.in_step and now - self._step_began_at > self._times.max_step_s:
             return
         if not self.due(now):
             return
         self._reported_at = now
         self.changed = False
-        residency = self._requests.residency
-        running, preempted = residency.running, residency.preempted
-        prefilling = [s for s in (*running, *self._lending.started_jobs(), *preempted) if not s.decoding]
+        running_set = self._requests.running_set
+        running, preempted = running_set.running, running_set.preempted
+        prefilling = [s for s in (*running, *self._lender_manager.started_jobs(), *preempted) if not s.decoding]
         self._emit(
             Load(
                 step=self._step_count,
                 running=self._requests.num_sequences,
-                loans=self._lending.num_loans,
-                queued_loans=self._lending.num_waiting,
-                queued_prefill_tokens=sum(s.num_remaining for s in prefilling) + self._lending.waiting_tokens(),
-                available_blocks=0 if residency.short else self._books.pool.num_available,
-                num_blocks=self._books.pool.num_blocks,
+                loans=self._lender_manager.num_loans,
+                queued_loans=self._lender_manager.num_waiting,
+                queued_prefill_tokens=sum(s.num_remaining for s in prefilling) + self._lender_manager.waiting_tokens(),
+                available_blocks=0 if running_set.short else self._kv_cache.pool.num_available,
+                num_blocks=self._kv_cache.pool.num_blocks,
                 placements_seen=dict(self._placements_seen),
                 decoding=sum(s.decoding for s in running),
                 preempted=len(preempted),
-                preemptions=residency.num_preemptions,
-                guessed=self._speculator.num_guesses if self._speculator else 0,
-                guessed_right=self._speculator.num_right if self._speculator else 0,
+                preemptions=running_set.num_preemptions,
+                drafted=self._speculator.num_draft_tokens if self._speculator else 0,
+                accepted=self._speculator.num_right if self._speculator else 0,
                 kv=self._news_of_kv(now),
             )
         )
 
     def _news_of_kv(self, now: float) -> KvUse | None:
         """None where there is none."""
-        books, counts = self._books, self._books.counts
+        books, counts = self._kv_cache, self._kv_cache.counts
         room: dict[str, tuple[int, int]] = {POOL: (books.pool.num_blocks, books.pool.num_filled)}
         if books.tiers is not None:
             room |= books.tiers.occupancy

@@ -35,7 +35,7 @@ class _Request:
     chains: dict[int, Sequence]
     """By choice, those that are not over."""
     account: KvAccount
-    borrowing: bool
+    borrower_manager: bool
     num_choices: int
     """Of beams, how many of those found are wanted."""
     search: BeamSearch | None = None
@@ -63,7 +63,7 @@ class RequestManager:
     def __init__(
         self,
         books: KVCacheManager,
-        borrowing: BorrowerManager,
+        borrower_manager: BorrowerManager,
         model_fingerprint: bytes,
         eos_token_ids: frozenset[int],
         emit: Callable[[FromEngine], None],
@@ -72,9 +72,9 @@ class RequestManager:
         copy_block: Callable[[int, int], None],
     ) -> None:
         """`next_arrival` numbers arrivals and turns. `copy_block(source, target)` is called between steps."""
-        self.residency = RunningSet(books, reserve_output_tokens, next_arrival, copy_block)
-        self._books = books
-        self._borrowing = borrowing
+        self.running_set = RunningSet(books, reserve_output_tokens, next_arrival, copy_block)
+        self._kv_cache = books
+        self._borrower_manager = borrower_manager
         self._model_fingerprint = model_fingerprint
         self._eos_token_ids = eos_token_ids
         self._emit = emit
@@ -98,7 +98,7 @@ class RequestManager:
 
     def admit(self, message: Generate) -> None:
         """Start it with blocks promised for its prompt and some output, or say Rejected."""
-        layout, pool = self._books.layout, self._books.pool
+        layout, pool = self._kv_cache.layout, self._kv_cache.pool
         root = root_key(self._model_fingerprint, message.cache_salt)
         search = search_of(message, self._eos_token_ids)
         chains = chains_of(message, root, search, self._next_arrival)
@@ -115,22 +115,22 @@ class RequestManager:
             self._reject(message.request_id, reason, permanent=True)
             return
         sequence = chains[0]
-        keys = self._books.usable_keys(sequence)
-        if not self.residency.admit(sequence, keys):
-            needed = self.residency.num_promised_blocks(sequence)
+        keys = self._kv_cache.usable_keys(sequence)
+        if not self.running_set.admit(sequence, keys):
+            needed = self.running_set.num_promised_blocks(sequence)
             reason = f"{needed} KV blocks needed, {pool.num_available} available now"
-            if waiting := len(self.residency.preempted):
+            if waiting := len(self.running_set.preempted):
                 reason += f", {waiting} preempted requests wait for some"
             self._reject(message.request_id, reason, permanent=False)
             return
-        self._books.counts.looked(POOL, len(keys), len(sequence.blocks))
-        account = KvAccount(reused_blocks=len(sequence.blocks), times={"admitted": self._books.clock()})
+        self._kv_cache.counts.looked(POOL, len(keys), len(sequence.blocks))
+        account = KvAccount(reused_blocks=len(sequence.blocks), times={"admitted": self._kv_cache.clock()})
         by_choice = {chain.choice: chain for chain in chains}
         request = _Request(by_choice, account, True, message.sampling.n, search)
         self._requests[message.request_id] = request
         self._num_parted += request.is_parted
         lender = message.lender_computes if message.borrow else None
-        if not self._borrowing.take(BorrowRequest(sequence, keys, lender, account, self)):
+        if not self._borrower_manager.take(BorrowRequest(sequence, keys, lender, account, self)):
             self.loan_over(sequence, lost_blocks=False)
 
     def adopt(self, batch: list[Chunk]) -> bool:
@@ -142,11 +142,11 @@ class RequestManager:
             if sequence.sampling is not None and not sequence.decoding and not sequence.num_preemptions:
                 account = self._requests[sequence.request_id].account
                 if "compute_started" not in account.times:
-                    found = self._books.adopt(sequence)
-                    self._books.counts.found(POOL, found)
+                    found = self._kv_cache.adopt(sequence)
+                    self._kv_cache.counts.found(POOL, found)
                     account.reused_blocks += found
                     account.computed_blocks -= found
-                    account.computed_tokens -= found * self._books.layout.block_tokens
+                    account.computed_tokens -= found * self._kv_cache.layout.block_tokens
                     adopted += found
         return adopted > 0
 
@@ -170,10 +170,10 @@ class RequestManager:
             for following in sampled.following:
                 if not self.has(sequence):
                     return  # the token before it was the last
-                self._books.advance(sequence, 1)  # of the guess, which is the sequence's last token by now
-                self._append(sequence, following, followed_guess=True)
+                self._kv_cache.advance(sequence, 1)  # of the guess, which is the sequence's last token by now
+                self._append(sequence, following, followed_draft=True)
 
-    def _append(self, sequence: Sequence, sampled: SampleResult, followed_guess: bool = False) -> None:
+    def _append(self, sequence: Sequence, sampled: SampleResult, followed_draft: bool = False) -> None:
         """The sequence's next token is known, or what may come next of a beam, or that there can be none."""
         if sampled.failure is not None:
             self._emit(Failed(sequence.request_id, sampled.failure))
@@ -184,7 +184,7 @@ class RequestManager:
         first = len(sequence.token_ids) == sequence.num_prompt
         sequence.turn = self._next_arrival()
         if first:
-            account.times.setdefault("first_token", self._books.clock())
+            account.times.setdefault("first_token", self._kv_cache.clock())
         news = (sequence.num_preemptions > 0 and request.count_preemptions()) or first
         if request.search is not None:
             assert sampled.logprobs is not None
@@ -201,8 +201,8 @@ class RequestManager:
             said,
             finish,
             choice=sequence.choice,
-            guessed=sampled.num_guesses,
-            followed_guess=followed_guess,
+            drafted=sampled.num_draft_tokens,
+            followed_draft=followed_draft,
         )
         self._emit(token)
         if finish is not None:
@@ -212,10 +212,10 @@ class RequestManager:
         """Fork what has computed all that it shares, and beams whose candidates are all known. No step is running."""
         if not self._num_parted:
             return
-        for lead in self.residency.forkable:
+        for lead in self.running_set.forkable:
             siblings, lead.siblings = lead.siblings, []
             lead.turn = self._next_arrival()
-            self.residency.fork(lead, siblings, lead.fork_at)
+            self.running_set.fork(lead, siblings, lead.fork_at)
         searches = [r for r in self._requests.values() if r.search is not None and r.search.ready]
         for request in searches:
             self._advance(request)
@@ -225,7 +225,7 @@ class RequestManager:
         if (request := self._requests.get(request_id)) is None:
             return
         if choice is None:
-            self._borrowing.cancel(request_id)
+            self._borrower_manager.cancel(request_id)
             self._finish(request_id)
         elif (chain := request.chains.get(choice)) is not None:
             self._end(request, chain)
@@ -239,13 +239,13 @@ class RequestManager:
             self._deliver(request, search)
             return
         for slot in chains.keys() - {move.parent for move in moves}:
-            self.residency.drop(chains[slot])
-            self._books.preempt(chains[slot])
+            self.running_set.drop(chains[slot])
+            self._kv_cache.preempt(chains[slot])
         for move in moves:  # all forks before any chain grows: who goes on twice does so from where it was
             if move.slot != move.parent:
                 parent, child = chains[move.parent], chains[move.slot]
                 child.token_ids = [*parent.token_ids, move.token_id]
-                self.residency.fork(parent, [child], parent.num_tokens)
+                self.running_set.fork(parent, [child], parent.num_tokens)
         for move in moves:
             chains[move.slot].heard = False
             if move.slot == move.parent:
@@ -283,15 +283,15 @@ class RequestManager:
     def loan_over(self, sequence: Sequence, lost_blocks: bool) -> None:
         """What is not here now is computed here."""
         request = self._requests[sequence.request_id]
-        request.borrowing = False
+        request.borrower_manager = False
         if lost_blocks:
             self._finish(sequence.request_id)
             reason = "blocks are quarantined for a silent lender and no others are available"
             self._reject(sequence.request_id, reason, permanent=False)
         else:
-            self.residency.run(sequence)
+            self.running_set.run(sequence)
             account = request.account
-            total = self._books.layout.blocks_for(sequence.num_prompt)
+            total = self._kv_cache.layout.blocks_for(sequence.num_prompt)
             account.computed_blocks = total - account.reused_blocks - account.restored_blocks - account.moved_blocks
             account.computed_tokens = sequence.num_prompt - sequence.num_computed
 
@@ -299,8 +299,8 @@ class RequestManager:
         request = self._requests.pop(request_id)
         self._num_parted -= request.is_parted
         for chain in request.chains.values():
-            self.residency.drop(chain)
-            self._books.finish(chain)
+            self.running_set.drop(chain)
+            self._kv_cache.finish(chain)
 
     def _end(self, request: _Request, chain: Sequence) -> None:
         """This choice is over, and the request with the last one."""
@@ -311,8 +311,8 @@ class RequestManager:
         del request.chains[chain.choice]
         request.num_preemptions_over += chain.num_preemptions
         request.num_recomputed_over += chain.num_recomputed
-        self.residency.drop(chain)
-        self._books.finish(chain)
+        self.running_set.drop(chain)
+        self._kv_cache.finish(chain)
 
     def _reject(self, request_id: str, reason: str, permanent: bool) -> None:
         self._emit(Rejected(request_id, reason, permanent))

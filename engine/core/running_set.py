@@ -35,7 +35,7 @@ class RunningSet:
         copy_block: Callable[[int, int], None],
     ) -> None:
         """`reserve_output_tokens`: what is promised beyond the tokens a sequence has when it starts, at most."""
-        self._books = books
+        self._kv_cache = books
         self._copy_block = copy_block
         self._reserve_output_tokens = reserve_output_tokens
         self._next_turn = next_turn
@@ -70,12 +70,12 @@ class RunningSet:
         waiting = [*self._preempted, *([self._stalled] if self._stalled else [])]
         if waiting and not admits(sequence.priority, waiting, self._oldest()):
             return False
-        return self._books.start(sequence, keys, self.num_promised_blocks(sequence))
+        return self._kv_cache.start(sequence, keys, self.num_promised_blocks(sequence))
 
     def num_promised_blocks(self, sequence: Sequence) -> int:
         """With which a sequence starts or restarts: for the tokens it has, and some of those it may sample; and for
         those of siblings still to be forked from it, but for the full blocks they will share."""
-        shared = sequence.fork_at // self._books.layout.block_tokens
+        shared = sequence.fork_at // self._kv_cache.layout.block_tokens
         return self._num_own_blocks(sequence) + sum(self._num_own_blocks(s) - shared for s in sequence.siblings)
 
     def run(self, sequence: Sequence) -> None:
@@ -87,14 +87,14 @@ class RunningSet:
         """Let `children`, which have nothing, go on from the first `num_tokens` that `parent` has computed. Those that
         find no room, or whose parent was preempted, wait as preempted ones do. No step may be running."""
         if parent in self._running:
-            self._books.lower_promise(parent, self._num_own_blocks(parent))
+            self._kv_cache.lower_promise(parent, self._num_own_blocks(parent))
         num_shared = min(num_tokens, parent.num_computed)  # less when it was preempted and has just restarted
         for child in children:
             copies = None
             if parent in self._running:
-                copies = self._books.fork(parent, child, num_shared, self._num_own_blocks(child))
+                copies = self._kv_cache.fork(parent, child, num_shared, self._num_own_blocks(child))
             if copies is None:
-                self._preempted[child] = _PreemptedState(0, self._books.usable_keys(child))
+                self._preempted[child] = _PreemptedState(0, self._kv_cache.usable_keys(child))
                 continue
             for source, target in copies:
                 self._copy_block(source, target)
@@ -127,13 +127,13 @@ class RunningSet:
 
     def make_room(self, batch: Seq[Chunk]) -> bool:
         """Promise all blocks that the batch lacks. False: one sequence had to go, and another batch must be made."""
-        lacking = [self._books.num_lacking(chunk.sequence, chunk.start + chunk.count) for chunk in batch]
+        lacking = [self._kv_cache.num_lacking(chunk.sequence, chunk.start + chunk.count) for chunk in batch]
         if not any(lacking):
             return True
-        if sum(lacking) <= self._books.pool.num_available:
+        if sum(lacking) <= self._kv_cache.pool.num_available:
             for chunk, count in zip(batch, lacking, strict=True):
                 if count:
-                    self._books.extend(chunk.sequence, count)
+                    self._kv_cache.extend(chunk.sequence, count)
             return True
         oldest = self._oldest()
         victim = next_victim(self._running, oldest)
@@ -145,12 +145,12 @@ class RunningSet:
 
     def _num_own_blocks(self, sequence: Sequence) -> int:
         num_tokens = min(sequence.max_num_tokens, sequence.num_tokens + self._reserve_output_tokens)
-        return self._books.layout.blocks_for(num_tokens)
+        return self._kv_cache.layout.blocks_for(num_tokens)
 
     def _rescue(self, oldest: Sequence) -> None:
         """Restart the oldest with room for its next token, if that is possible at all."""
-        num_blocks, victims = self._books.layout.blocks_for(oldest.num_tokens + 1), list(self._running)
-        if not self._books.could_start_without(victims, oldest, self._preempted[oldest].keys, num_blocks):
+        num_blocks, victims = self._kv_cache.layout.blocks_for(oldest.num_tokens + 1), list(self._running)
+        if not self._kv_cache.could_start_without(victims, oldest, self._preempted[oldest].keys, num_blocks):
             return
         while not self._try_restart(oldest, num_blocks):
             victim = next_victim(self._running, oldest)
@@ -159,14 +159,14 @@ class RunningSet:
 
     def _preempt(self, sequence: Sequence) -> None:
         del self._running[sequence]
-        self._preempted[sequence] = _PreemptedState(sequence.num_computed, self._books.usable_keys(sequence))
-        self._books.preempt(sequence)
+        self._preempted[sequence] = _PreemptedState(sequence.num_computed, self._kv_cache.usable_keys(sequence))
+        self._kv_cache.preempt(sequence)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
 
     def _try_restart(self, sequence: Sequence, num_blocks: int) -> bool:
         lost = self._preempted[sequence]
-        if not self._books.start(sequence, lost.keys, num_blocks):
+        if not self._kv_cache.start(sequence, lost.keys, num_blocks):
             return False
         del self._preempted[sequence]
         sequence.num_recomputed += max(0, lost.num_computed - sequence.num_computed)

@@ -27,15 +27,15 @@ class UniformDecode:
         self,
         books: KVCacheManager,
         requests: RequestManager,
-        lending: LenderManager,
+        lender_manager: LenderManager,
         reports: LoadReporter,
         budget: StepBudget,
         take_turns: Callable[[int], int],
     ) -> None:
         """`take_turns(n)` is n of the engine's next arrivals; returns the first."""
-        self._books = books
+        self._kv_cache = books
         self._requests = requests
-        self._lending = lending
+        self._lender_manager = lender_manager
         self._reports = reports
         self.budget = budget
         self._take_turns = take_turns
@@ -45,11 +45,16 @@ class UniformDecode:
     def begin(self) -> int:
         """Of how many steps a run that begins now may be, at most; 0: the next step is none of that kind, and nothing
         was done."""
-        residency, width = self._requests.residency, self._books.layout.block_tokens
-        sequences = residency.running
+        running_set, width = self._requests.running_set, self._kv_cache.layout.block_tokens
+        sequences = running_set.running
         if not sequences or len(sequences) > self.budget.max_tokens:
             return 0
-        if self._books.in_step or residency.short or self._lending.num_waiting or self._lending.computes:
+        if (
+            self._kv_cache.in_step
+            or running_set.short
+            or self._lender_manager.num_waiting
+            or self._lender_manager.computes
+        ):
             return 0
         steps = 1 << 30
         for sequence in sequences:
@@ -67,7 +72,7 @@ class UniformDecode:
                 return 0
         sequences.sort(key=lambda sequence: (-sequence.priority, sequence.arrival))
         for sequence in sequences:
-            self._books.grow(sequence, sequence.num_computed + 1)
+            self._kv_cache.grow(sequence, sequence.num_computed + 1)
         self.sequences = sequences
         return steps
 
@@ -77,13 +82,13 @@ class UniformDecode:
 
     def advance(self, steps: int, token_of: Callable[[Sequence], int]) -> None:
         """So many steps, each of which samples `token_of` every sequence."""
-        width, sequences = self._books.layout.block_tokens, self.sequences
+        width, sequences = self._kv_cache.layout.block_tokens, self.sequences
         first_turn = self._take_turns(steps * len(sequences)) + (steps - 1) * len(sequences)
         for place, sequence in enumerate(sequences):
             if (sequence.num_computed + steps) % width == 0:
                 sequence.num_computed += steps - 1
                 sequence.token_ids.extend([token_of(sequence)] * (steps - 1))
-                self._books.advance(sequence, 1)
+                self._kv_cache.advance(sequence, 1)
                 sequence.token_ids.append(token_of(sequence))
             else:
                 sequence.num_computed += steps

@@ -159,7 +159,9 @@ class Rank(ABC):
     """One rank of this engine, as its borrowing desk sees it. It reads its part of each block into its own pool."""
 
     @abstractmethod
-    def land(self, endpoint: bytes, block_ids: Seq[int], blocks: Seq[int], flow: str, on_quiet: OnQuiet) -> RankRead:
+    def start_read(
+        self, endpoint: bytes, block_ids: Seq[int], blocks: Seq[int], flow: str, on_quiet: OnQuiet
+    ) -> RankRead:
         """Read this rank's part of the `block_ids` of the worker with that endpoint into the same part of `blocks`.
         Never raises: what cannot be read comes quiet, failed. Reads of one `flow` take turns with others'."""
 
@@ -214,7 +216,9 @@ class LocalRank(Rank):
             self.drop(next(iter(self._peers)))
         return peers
 
-    def land(self, endpoint: bytes, block_ids: Seq[int], blocks: Seq[int], flow: str, on_quiet: OnQuiet) -> BlockRead:
+    def start_read(
+        self, endpoint: bytes, block_ids: Seq[int], blocks: Seq[int], flow: str, on_quiet: OnQuiet
+    ) -> BlockRead:
         peers: Peers = []
         failure: TransferError | None = None
         try:
@@ -239,11 +243,11 @@ class LocalRank(Rank):
     ) -> BlockRead:
         """Land `block_ids` in `blocks` by reads of whatever kind, a run of so many at a time, each checked when it is
         there. `read` has `origins` follow what it reads."""
-        landing = BlockRead(self._fingerprints_of, on_quiet, origins)
+        block_read = BlockRead(self._fingerprints_of, on_quiet, origins)
         step = run_blocks or self._read_blocks
         runs = [slice(at, at + step) for at in range(0, len(blocks), step)]
-        landing.follow([(blocks[run], read(block_ids[run], blocks[run])) for run in runs])
-        return landing
+        block_read.follow([(blocks[run], read(block_ids[run], blocks[run])) for run in runs])
+        return block_read
 
     def drop(self, endpoint: bytes) -> None:
         for _, peer, _ in self._peers.pop(endpoint, []):

@@ -37,7 +37,7 @@ from engine.lending.sources import LenderSource, LoanSource, TierSource
 from engine.messages import FromEngine, KvAccount, LoanBlocks, LoanFailed, LoanStarted
 from kvtransfer.errors import TransferError
 
-LANDING_BYTES = 64 << 20
+BLOCK_READ_BYTES = 64 << 20
 """So much of an announcement is one landing at most. The loop is woken once for it, and when the lender goes in its
 middle, what has come of it is lost."""
 LOOKS_PER_SILENCE = 20
@@ -74,7 +74,7 @@ class Loan:
     wanted: BorrowRequest
     machine: Borrower
     source: LoanSource
-    landings: dict[int, dict[int, RankRead]] = field(default_factory=dict)
+    block_reads: dict[int, dict[int, RankRead]] = field(default_factory=dict)
     """By first chain index, then by rank: those that are under way."""
     quarantined: dict[int, "_Quarantined"] = field(default_factory=dict)
     """By first chain index: blocks that are nobody's until what is read there is quiet."""
@@ -108,24 +108,24 @@ class BorrowerManager:
         emit: Callable[[FromEngine], None],
         post: Callable[[ReadCompletion], None],
         own: LocalRank,
-        early: FastPath,
+        fast_path: FastPath,
         others: Seq[Rank] = (),
         read_silence_s: float = math.inf,
     ) -> None:
         """`own` and `others` are the ranks of this engine, that of this process first. `read_silence_s`: from where
         nothing has come for so long, nothing is expected any more."""
-        self._books = books
+        self._kv_cache = books
         self._transport_name = transport_name
         self._emit = emit
         self._post = post
         self._own, self._others = own, others
-        self._early = early
+        self._fast_path = fast_path
         self._read_silence_s = read_silence_s
         self._looked_at = 0.0
         self._below = ReadProgress(books.clock)
         """Of reads from the tiers."""
         self._loans: dict[str, Loan] = {}
-        self._landing_blocks = max(1, LANDING_BYTES // books.layout.block_bytes)
+        self._landing_blocks = max(1, BLOCK_READ_BYTES // books.layout.block_bytes)
 
     @property
     def num_loans(self) -> int:
@@ -146,7 +146,7 @@ class BorrowerManager:
         return self._restore(wanted) or self._borrow(wanted)
 
     def started(self, message: LoanStarted) -> None:
-        self._early.met(message.endpoint)
+        self._fast_path.met(message.endpoint)
         if (found := self._of_lender(message.request_id)) is not None and not self._was_said(*found, message):
             self._start(*found, message)
 
@@ -154,31 +154,31 @@ class BorrowerManager:
         if (found := self._of_lender(message.request_id)) is not None and not self._was_said(*found, message):
             self._announce(*found, message)
 
-    def handle_early(self) -> None:
+    def handle_fast_path(self) -> None:
         """What lenders said early, where it is what comes next."""
-        for word in self._early.take():
+        for word in self._fast_path.take():
             if (found := self._of_lender(word.request_id)) is None:
                 continue
             loan, lender = found
             match word:
                 case LoanStarted() if loan.machine.opening:
-                    lender.early.append(word)
+                    lender.fast_path.append(word)
                     self._start(loan, lender, word)
                 case LoanBlocks(_, first) if loan.machine.expects(first):
-                    lender.early.append(word)
+                    lender.fast_path.append(word)
                     self._announce(loan, lender, word)
 
     def _was_said(self, loan: Loan, lender: LenderSource, message: Word) -> bool:
         """Early; if it was something else, the loan is over."""
-        if not lender.early:
+        if not lender.fast_path:
             return False
-        if lender.early.popleft() != message:
+        if lender.fast_path.popleft() != message:
             self._handle(loan, Failed("protocol error: the lender said something else early"))
         return True
 
     def _start(self, loan: Loan, lender: LenderSource, message: LoanStarted) -> None:
         times = loan.wanted.account.times
-        times["loan_started"] = self._books.clock()
+        times["loan_started"] = self._kv_cache.clock()
         times["lender_queued_s"] = message.queued_ms / 1e3
         lender.cached_end = lender.fetched_end = message.cached_end_block
         try:
@@ -190,8 +190,8 @@ class BorrowerManager:
 
     def _announce(self, loan: Loan, lender: LenderSource, message: LoanBlocks) -> None:
         times = loan.wanted.account.times
-        times.setdefault("first_blocks_ready", self._books.clock())
-        times["last_blocks_ready"] = self._books.clock()
+        times.setdefault("first_blocks_ready", self._kv_cache.clock())
+        times["last_blocks_ready"] = self._kv_cache.clock()
         if message.fetched:
             lender.fetched_end = message.first + len(message.block_ids)
         self._handle(loan, Announced(message.first, message.block_ids, self._split(message.fingerprints)))
@@ -205,50 +205,50 @@ class BorrowerManager:
         if (loan := self._loans.get(loan_id)) is not None:
             self._handle(loan, Cancelled())
 
-    def landed(self, message: ReadCompletion) -> None:
+    def read_completed(self, message: ReadCompletion) -> None:
         loan = message.loan
         if isinstance(loan.source, LenderSource):
-            self._books.counts.read_ends(self._books.clock())
+            self._kv_cache.counts.read_ends(self._kv_cache.clock())
         if message.peer_gone:
             loan.source.gone()
         if (quarantined := loan.quarantined.get(message.first)) is not None:
             quarantined.writing.discard(message.rank)
             if not quarantined.writing:
                 del loan.quarantined[message.first]
-                self._books.pool.unquarantine(quarantined.blocks)
-        elif (landing := loan.landings.get(message.first)) is not None:
-            del landing[message.rank]
-            if not landing:
-                del loan.landings[message.first]
+                self._kv_cache.pool.unquarantine(quarantined.blocks)
+        elif (block_read := loan.block_reads.get(message.first)) is not None:
+            del block_read[message.rank]
+            if not block_read:
+                del loan.block_reads[message.first]
             self._handle(loan, ReadCompleted(message.first, message.fingerprints, message.rank))
 
     def give_up_stuck(self) -> None:
         """End loans whose reads get nowhere though nobody says that the lender is gone: its loop turns, and the way of
         the bytes, or one of its ranks, does not. What is posted stays quarantined, as ever."""
-        now = self._books.clock()
+        now = self._kv_cache.clock()
         if not self._loans or now - self._looked_at < self._read_silence_s / LOOKS_PER_SILENCE:
             return
         self._looked_at = now
         for loan in list(self._loans.values()):
-            landings = [each for ranks in loan.landings.values() for each in ranks.values()]
-            if max((each.stuck_s() for each in landings), default=0.0) >= self._read_silence_s:
+            block_reads = [each for ranks in loan.block_reads.values() for each in ranks.values()]
+            if max((each.stuck_s() for each in block_reads), default=0.0) >= self._read_silence_s:
                 self._handle(loan, Failed(f"no read has ended for {self._read_silence_s:g} s"))
 
     # ------------------------------------------------------------------ the sources in turn
 
     def _restore(self, wanted: BorrowRequest) -> bool:
         """From the tiers, if they hold what comes next."""
-        tiers, first = self._books.tiers, len(wanted.sequence.keys)
+        tiers, first = self._kv_cache.tiers, len(wanted.sequence.keys)
         if tiers is None or first >= len(wanted.keys):
             return False
-        count = self._books.num_restorable(wanted.keys[first:])
+        count = self._kv_cache.num_restorable(wanted.keys[first:])
         held = wanted.keys[first : first + count]
-        source = TierSource(tiers, held, self._books.write_block, self._own, self._below)
+        source = TierSource(tiers, held, self._kv_cache.write_block, self._own, self._below)
         self._looked_below(len(wanted.keys) - first, source)
         if not count:
             return False
         loan = self._open(wanted, source, first, first + count)
-        wanted.account.times["restore_started"] = self._books.clock()
+        wanted.account.times["restore_started"] = self._kv_cache.clock()
         self._handle(loan, Started(loan.machine.end))
         self._handle(loan, Announced(first, tuple(range(count)), source.fingerprints()))
         return True
@@ -256,8 +256,8 @@ class BorrowerManager:
     def _looked_below(self, num_blocks: int, source: TierSource) -> None:
         """What is there and would take longer to bring back than to compute counts as not found."""
         in_host, on_disk = source.num_held(HOST), source.num_held(DISK)
-        self._books.counts.looked(HOST, num_blocks, in_host)
-        self._books.counts.looked(DISK, num_blocks - in_host, on_disk)
+        self._kv_cache.counts.looked(HOST, num_blocks, in_host)
+        self._kv_cache.counts.looked(DISK, num_blocks - in_host, on_disk)
 
     def _borrow(self, wanted: BorrowRequest) -> bool:
         """From the lender, if there is one and something is missing."""
@@ -270,13 +270,13 @@ class BorrowerManager:
             wanted.lender_computes,
             self._own,
             self._others,
-            self._books.layout.block_bytes,
+            self._kv_cache.layout.block_bytes,
             self._emit,
         )
         loan = self._open(wanted, lender, first, len(wanted.keys), may_be_part=not wanted.lender_computes)
-        self._books.counts.looked(REMOTE, len(wanted.keys) - first, 0)
-        wanted.account.times["loan_opened"] = self._books.clock()
-        lender.open(first, loan.machine.end, self._early.expect(sequence.request_id))
+        self._kv_cache.counts.looked(REMOTE, len(wanted.keys) - first, 0)
+        wanted.account.times["loan_opened"] = self._kv_cache.clock()
+        lender.open(first, loan.machine.end, self._fast_path.expect(sequence.request_id))
         return True
 
     def _open(self, wanted: BorrowRequest, source: LoanSource, first: int, end: int, may_be_part: bool = False) -> Loan:
@@ -299,11 +299,11 @@ class BorrowerManager:
         for action in loan.machine.handle(event):
             match action:
                 case Allocate(_, end):
-                    self._books.grow(sequence, end * self._books.layout.block_tokens)
+                    self._kv_cache.grow(sequence, end * self._kv_cache.layout.block_tokens)
                 case Read(first, block_ids):
                     self._read(loan, first, block_ids)
                 case Bind(first, end, fingerprints):
-                    self._books.bind(sequence, loan.wanted.keys[first:end], fingerprints)
+                    self._kv_cache.bind(sequence, loan.wanted.keys[first:end], fingerprints)
                     self._count(loan, first, end)
                     loan.wanted.owner.loan_bound(sequence, first)
                 case Release(first, count):
@@ -316,8 +316,10 @@ class BorrowerManager:
     def _read(self, loan: Loan, first: int, block_ids: tuple[int, ...]) -> None:
         blocks = loan.wanted.sequence.blocks[first : first + len(block_ids)]
         if isinstance(loan.source, LenderSource):
-            self._books.counts.reads_begin(1 + len(self._others), self._books.clock())
-        loan.landings[first] = dict(enumerate(loan.source.land(block_ids, blocks, partial(self._quiet, loan, first))))
+            self._kv_cache.counts.reads_begin(1 + len(self._others), self._kv_cache.clock())
+        loan.block_reads[first] = dict(
+            enumerate(loan.source.start_read(block_ids, blocks, partial(self._quiet, loan, first)))
+        )
 
     def _quiet(
         self, loan: Loan, first: int, rank: int, fingerprints: tuple[bytes, ...] | None, peer_gone: bool
@@ -332,22 +334,22 @@ class BorrowerManager:
         Only a sequence that goes on is `needed` others: for one that is over they would only evict what is cached.
         """
         sequence, lost = loan.wanted.sequence, list[int]()
-        for first, landing in loan.landings.items():
-            writing = {rank: blocks for rank, each in landing.items() if (blocks := each.withdraw())}
+        for first, block_read in loan.block_reads.items():
+            writing = {rank: blocks for rank, each in block_read.items() if (blocks := each.withdraw())}
             if writing:
                 unsafe = dict.fromkeys(block for each in writing.values() for block in each)
                 loan.quarantined[first] = _Quarantined(list(unsafe), set(writing))
                 target = sequence.blocks[first : first + self._landing_blocks]
                 lost += [index for index, block in enumerate(target, first) if block in unsafe]
-        loan.landings.clear()
-        return not lost or self._books.quarantine_unbound(sequence, lost, replace=needed)
+        loan.block_reads.clear()
+        return not lost or self._kv_cache.quarantine_unbound(sequence, lost, replace=needed)
 
     def _close(self, loan: Loan, mismatched: int, failure: str, lost_blocks: bool, cancelled: bool) -> None:
         wanted, account = loan.wanted, loan.wanted.account
         del self._loans[wanted.sequence.request_id]
         account.mismatched_blocks += mismatched
         if isinstance(loan.source, LenderSource):
-            self._books.counts.num_mismatched += mismatched
+            self._kv_cache.counts.num_mismatched += mismatched
         if failure and not cancelled:
             if isinstance(loan.source, LenderSource):
                 account.loan_failure = failure
@@ -355,14 +357,14 @@ class BorrowerManager:
                 account.restore_failure = failure
             loan.source.spoiled(wanted.keys[loan.machine.bound_end])
         if isinstance(loan.source, LenderSource):
-            self._early.forget(wanted.sequence.request_id)
-            account.times["loan_closed"] = self._books.clock()
+            self._fast_path.forget(wanted.sequence.request_id)
+            account.times["loan_closed"] = self._kv_cache.clock()
             if account.moved_blocks:
                 account.lanes = loan.source.lanes
         else:
-            account.times["restored"] = self._books.clock()
+            account.times["restored"] = self._kv_cache.clock()
             seconds = account.times["restored"] - account.times["restore_started"]
-            self._books.rates.restored(account.restored_blocks * self._books.layout.block_bytes, seconds)
+            self._kv_cache.rates.restored(account.restored_blocks * self._kv_cache.layout.block_bytes, seconds)
         loan.source.close()
         if not cancelled and (lost_blocks or isinstance(loan.source, LenderSource) or not self._borrow(wanted)):
             wanted.owner.loan_over(wanted.sequence, lost_blocks)
@@ -375,16 +377,16 @@ class BorrowerManager:
         cached = max(0, min(end, loan.source.cached_end) - first)
         fetched = max(0, min(end, loan.source.fetched_end) - max(first, loan.source.cached_end))
         account.moved_blocks += count
-        account.moved_bytes += count * self._books.layout.block_bytes
-        self._books.counts.found(REMOTE, count)
-        self._books.counts.read_bytes += count * self._books.layout.block_bytes
+        account.moved_bytes += count * self._kv_cache.layout.block_bytes
+        self._kv_cache.counts.found(REMOTE, count)
+        self._kv_cache.counts.read_bytes += count * self._kv_cache.layout.block_bytes
         account.lender_cached_blocks += cached
         account.lender_fetched_blocks += fetched
         account.lender_computed_blocks += count - cached - fetched
         account.transport = self._transport_name
-        account.times["last_bound"] = self._books.clock()
+        account.times["last_bound"] = self._kv_cache.clock()
 
     def _split(self, fingerprints: bytes) -> tuple[bytes, ...]:
         """One entry per block."""
-        width = 8 * self._books.layout.kv_heads
+        width = 8 * self._kv_cache.layout.kv_heads
         return tuple(fingerprints[i : i + width] for i in range(0, len(fingerprints), width))

@@ -40,7 +40,7 @@ class _Loan:
 
 
 class LenderManager:
-    """Loans by id. New ones wait, by priority and arrival, for `start_waiting`; nothing is held for them meanwhile.
+    """Loans by id. New ones wait, by priority and arrival, for `start_queued`; nothing is held for them meanwhile.
     Only those that may compute wait: one that is to lend what is here starts at once or is refused, so that who asks
     for it waits for nobody's room."""
 
@@ -50,17 +50,17 @@ class LenderManager:
         borrowing: BorrowerManager,
         model_fingerprint: bytes,
         emit: Callable[[FromEngine], None],
-        early: FastPath,
+        fast_path: FastPath,
         max_queued: int,
         next_arrival: Callable[[], int],
     ) -> None:
         """`next_arrival` numbers loans and requests alike, arrivals and turns, since the scheduler weighs them against
         each other."""
-        self._books = books
-        self._borrowing = borrowing
+        self._kv_cache = books
+        self._borrower_manager = borrowing
         self._model_fingerprint = model_fingerprint
         self._emit = emit
-        self._early = early
+        self._fast_path = fast_path
         self._max_queued = max_queued
         self._loans: dict[str, _Loan] = {}
         self._waiting: list[str] = []
@@ -97,24 +97,24 @@ class LenderManager:
         missing: set[BlockKey] = set()
         for loan_id in self._waiting:
             keys = self._loans[loan_id].keys
-            missing.update(keys[len(self._books.pool.match(keys)) :])
+            missing.update(keys[len(self._kv_cache.pool.match(keys)) :])
         for loan in self._loans.values():
             if loan.job is not None:
                 missing.difference_update(loan.keys)
-        return len(missing) * self._books.layout.block_tokens
+        return len(missing) * self._kv_cache.layout.block_tokens
 
     def open(self, request: Lend) -> None:
-        width = self._books.layout.block_tokens
+        width = self._kv_cache.layout.block_tokens
         num_blocks = len(request.token_ids) // width
         if request.loan_id in self._loans or not request.first_block < num_blocks:
             self._refuse(request.loan_id, f"no block wanted in [{request.first_block}, {num_blocks})", bad=True)
-        elif num_blocks > self._books.pool.num_blocks:
-            self._refuse(request.loan_id, f"{num_blocks} blocks in a pool of {self._books.pool.num_blocks}", bad=False)
+        elif num_blocks > self._kv_cache.pool.num_blocks:
+            self._refuse(request.loan_id, f"{num_blocks} blocks in a pool of {self._kv_cache.pool.num_blocks}", bad=False)
         elif request.may_compute and len(self._waiting) >= self._max_queued:
             self._refuse(request.loan_id, f"{len(self._waiting)} loans wait already", bad=False)
         else:
             machine = LenderLoan(request.first_block)
-            loan = _Loan(request, machine, self._next_arrival(), self._books.clock(), self._keys(request))
+            loan = _Loan(request, machine, self._next_arrival(), self._kv_cache.clock(), self._keys(request))
             self._loans[request.loan_id] = loan
             if not request.may_compute:
                 if not self._try_start(loan):
@@ -164,7 +164,7 @@ class LenderManager:
         if announced:
             self._perform(loan_id, lambda machine: machine.handle(Computed(announced, fetched)))
 
-    def start_waiting(self) -> None:
+    def start_queued(self) -> None:
         """Start loans in order while they fit; the first that does not keeps its turn.
 
         A loan whose next missing block is being computed for another waits for it and lets others pass, so that a
@@ -181,14 +181,14 @@ class LenderManager:
         computing = [(other.job, other.keys) for other in self._loans.values() if other.job is not None]
         if not computing:
             return False
-        num_cached = len(self._books.pool.match(loan.keys))
+        num_cached = len(self._kv_cache.pool.match(loan.keys))
         if num_cached == len(loan.keys):
             return False
         missing = loan.keys[num_cached]
         # A key names its whole chain, so it stands at the same place in every chain that has it.
         return any(len(job.keys) <= num_cached < len(keys) and keys[num_cached] == missing for job, keys in computing)
 
-    def refuse_waiting(self, reason: str) -> None:
+    def refuse_queued(self, reason: str) -> None:
         """Nobody waits any longer."""
         for loan_id in self._waiting:
             del self._loans[loan_id]
@@ -196,10 +196,10 @@ class LenderManager:
         self._waiting.clear()
 
     def _try_start(self, loan: _Loan) -> bool:
-        request, width, keys = loan.request, self._books.layout.block_tokens, loan.keys
+        request, width, keys = loan.request, self._kv_cache.layout.block_tokens, loan.keys
         if not request.may_compute:
-            num_cached = len(self._books.pool.match(keys))
-            keys = keys[: num_cached + self._books.num_restorable(keys[num_cached:])]
+            num_cached = len(self._kv_cache.pool.match(keys))
+            keys = keys[: num_cached + self._kv_cache.num_restorable(keys[num_cached:])]
         end = max(len(keys), request.first_block)
         job = Sequence(
             request_id=request.loan_id,
@@ -211,14 +211,14 @@ class LenderManager:
             arrival=loan.arrival,
             turn=self._next_arrival(),
         )
-        if not self._books.start(job, keys, len(keys)):
+        if not self._kv_cache.start(job, keys, len(keys)):
             return False
-        self._books.counts.looked(POOL, len(loan.keys), len(job.blocks))
+        self._kv_cache.counts.looked(POOL, len(loan.keys), len(job.blocks))
         loan.job, loan.fetching = job, True
         cached = tuple(job.blocks[request.first_block :])
         self._perform(request.loan_id, lambda machine: machine.handle(Start(cached, end)))
         wanted = BorrowRequest(job, keys, False if request.borrow else None, KvAccount(), self)
-        if loan.job is not None and not self._borrowing.take(wanted):
+        if loan.job is not None and not self._borrower_manager.take(wanted):
             self.loan_over(job, lost_blocks=False)
         return True
 
@@ -229,14 +229,14 @@ class LenderManager:
         for action in handle(loan.machine):
             match action:
                 case SendStarting(end, cached_end):
-                    queued_ms = (self._books.clock() - loan.asked_at) * 1e3
+                    queued_ms = (self._kv_cache.clock() - loan.asked_at) * 1e3
                     self._say(loan, LendStarting(loan_id, end, cached_end, queued_ms))
                 case Announce(first, block_ids, fetched):
-                    self._books.pool.acquire(block_ids)
-                    fingerprints = self._books.fingerprints_of(block_ids)
+                    self._kv_cache.pool.acquire(block_ids)
+                    fingerprints = self._kv_cache.fingerprints_of(block_ids)
                     self._say(loan, LendReady(loan_id, first, block_ids, fingerprints, fetched))
                 case Unhold(block_ids):
-                    self._books.pool.release(block_ids)
+                    self._kv_cache.pool.release(block_ids)
                 case StopComputing():
                     self._stop_job(loan)
                 case Refuse(reason, bad_request):
@@ -246,22 +246,22 @@ class LenderManager:
             if loan_id in self._waiting:
                 self._waiting.remove(loan_id)
             else:
-                self._books.pool.touch(loan.keys)
+                self._kv_cache.pool.touch(loan.keys)
 
     def _say(self, loan: _Loan, message: LendStarting | LendReady) -> None:
-        self._early.tell(loan.request.early, message)
+        self._fast_path.tell(loan.request.fast_path, message)
         self._emit(message)
 
     def _root(self, request: Lend) -> BlockKey:
         return root_key(self._model_fingerprint, request.cache_salt)
 
     def _keys(self, request: Lend) -> list[BlockKey]:
-        return block_keys(self._root(request), request.token_ids, self._books.layout.block_tokens)
+        return block_keys(self._root(request), request.token_ids, self._kv_cache.layout.block_tokens)
 
     def _stop_job(self, loan: _Loan) -> None:
         if loan.job is not None:
-            self._borrowing.cancel(loan.job.request_id)
-            self._books.finish(loan.job)
+            self._borrower_manager.cancel(loan.job.request_id)
+            self._kv_cache.finish(loan.job)
             loan.job = None
 
     def _refuse(self, loan_id: str, reason: str, bad: bool) -> None:

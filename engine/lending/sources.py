@@ -32,7 +32,7 @@ class LoanSource(ABC):
     """Of one loan. Block ids mean what the source's announcements mean by them."""
 
     @abstractmethod
-    def land(self, block_ids: Sequence[int], blocks: Sequence[int], on_quiet: RankQuiet) -> list[RankRead]:
+    def start_read(self, block_ids: Sequence[int], blocks: Sequence[int], on_quiet: RankQuiet) -> list[RankRead]:
         """Read the source's `block_ids` into the pool's `blocks`, on every rank; each says when it is done."""
 
     def release(self, first: int, count: int) -> None:  # noqa: B027 - not every source is told
@@ -76,11 +76,11 @@ class LenderSource(LoanSource):
         """Chain blocks below it were cached at the lender."""
         self.fetched_end = 0
         """Announced chain blocks below it, and not below `cached_end`, the lender itself had from elsewhere."""
-        self.early: deque[Word] = deque()
+        self.fast_path: deque[Word] = deque()
         """What was said early, and not by the lease yet."""
 
-    def open(self, first: int, end: int, early: bytes) -> None:
-        self._emit(OpenLoan(self._loan_id, first, end, self.may_compute, early))
+    def open(self, first: int, end: int, fast_path: bytes) -> None:
+        self._emit(OpenLoan(self._loan_id, first, end, self.may_compute, fast_path))
 
     def connect(self, endpoint: bytes) -> None:
         """The lender has started. Raises TransferError."""
@@ -92,10 +92,10 @@ class LenderSource(LoanSource):
         """Of rank 0; the others' are of the same kind."""
         return lanes_of(self._peers)
 
-    def land(self, block_ids: Sequence[int], blocks: Sequence[int], on_quiet: RankQuiet) -> list[RankRead]:
+    def start_read(self, block_ids: Sequence[int], blocks: Sequence[int], on_quiet: RankQuiet) -> list[RankRead]:
         assert self._endpoint
         return [
-            rank.land(self._endpoint, block_ids, blocks, self._loan_id, partial(on_quiet, number))
+            rank.start_read(self._endpoint, block_ids, blocks, self._loan_id, partial(on_quiet, number))
             for number, rank in enumerate(self._ranks)
         ]
 
@@ -139,7 +139,7 @@ class TierSource(LoanSource):
     def fingerprints(self) -> tuple[bytes, ...]:
         return self._tiers.fingerprints(self._held)
 
-    def land(self, block_ids: Sequence[int], blocks: Sequence[int], on_quiet: RankQuiet) -> list[RankRead]:
+    def start_read(self, block_ids: Sequence[int], blocks: Sequence[int], on_quiet: RankQuiet) -> list[RankRead]:
         def read(block_ids: Sequence[int], blocks: Sequence[int]) -> list[Future[None]]:
             return [self._read(block_ids, blocks)]
 

@@ -27,9 +27,9 @@ def open_core(
     emit: Callable[[FromEngine], None],
     wake: Callable[[], None] = lambda: None,
     others: Sequence[RemoteRank] = (),
-    early: FastPathLink | None = None,
+    fast_path: FastPathLink | None = None,
 ) -> EngineCore:
-    """`others`: ranks beside the one that this process is. `early`: to other engines. Raises EngineStartError."""
+    """`others`: ranks beside the one that this process is. `fast_path`: to other engines. Raises EngineStartError."""
     config = spec.config
     limits = EngineLimits(
         StepBudget(config.max_batch_tokens, config.prefill_chunk(spec.role)),
@@ -40,7 +40,9 @@ def open_core(
     fingerprint = runner.layout.fingerprint(runner.info.weights_fingerprint)
     tiers = _open_tiers(config, runner.layout, fingerprint)
     speculator = _open_speculator(spec, runner)
-    return EngineCore(runner, transport, limits, emit, wake, tiers, speculator=speculator, others=others, early=early)
+    return EngineCore(
+        runner, transport, limits, emit, wake, tiers, speculator=speculator, others=others, fast_path=fast_path
+    )
 
 
 def draft_of(spec: EngineSpec) -> Path | None:

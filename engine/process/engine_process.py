@@ -166,23 +166,23 @@ class _ComputeThread:
 
     def _run(self) -> None:
         try:
-            neighbours = open_core_allocation(self._spec.config, self._spec.role)
-            runner = _make_runner(self._spec, self._ranks, neighbours)
+            core_allocation = open_core_allocation(self._spec.config, self._spec.role)
+            runner = _make_runner(self._spec, self._ranks, core_allocation)
         except BaseException as error:
             self._made.set_exception(error)
             return
         self._made.set_result(runner)
-        while (batch := self._next(runner, neighbours)) is not None:
+        while (batch := self._next(runner, core_allocation)) is not None:
             try:
                 self._result = batch, runner.execute(batch)
             except BaseException as error:
                 self._result = batch, error
             self._wake()
 
-    def _next(self, runner: ModelRunner, neighbours: CoreAllocation | None) -> list[Chunk] | None:
+    def _next(self, runner: ModelRunner, core_allocation: CoreAllocation | None) -> list[Chunk] | None:
         """The batch that is to be computed now, on the cores that other engines leave to this one; None: no more."""
-        while neighbours is not None:
-            if (share := neighbours.settle()) is not None:
+        while core_allocation is not None:
+            if (share := core_allocation.settle()) is not None:
                 runner.bind(share.own, share.shared)
             with contextlib.suppress(Empty):
                 return self._batches.get(timeout=LOOK_EVERY_S)
@@ -220,20 +220,20 @@ def _start(spec: EngineSpec, front: _Front, ranks: Ranks | None) -> tuple[Engine
     computer = _ComputeThread(spec, ranks, front.wake)
     runner = computer.runner()
     others = ranks.followers if ranks is not None else ()
-    if (early := open_fast_path_socket()) is not None:
-        front.watch(early.fileno())
-    core = open_core(spec, runner, transport, front.say, front.wake, others, early)
+    if (fast_path := open_fast_path_socket()) is not None:
+        front.watch(fast_path.fileno())
+    core = open_core(spec, runner, transport, front.say, front.wake, others, fast_path)
     front.say(core.start())
     front.send()
     return core, computer
 
 
-def _make_runner(spec: EngineSpec, ranks: Ranks | None, neighbours: CoreAllocation | None) -> ModelRunner:
+def _make_runner(spec: EngineSpec, ranks: Ranks | None, core_allocation: CoreAllocation | None) -> ModelRunner:
     """Bound to its cores."""
     if spec.config.engine == "sim":
         return open_sim_runner(spec.config, belongs_in_file(spec.role))
     if ranks is None:
-        return open_torch_runner(spec.config, spec.role, draft_of(spec), neighbours=neighbours)
+        return open_torch_runner(spec.config, spec.role, draft_of(spec), core_allocation=core_allocation)
     rank = RankSpec(spec, 0, ranks.meeting)
     own = open_torch_runner(rank.config, spec.role, rank=rank)
     ranks.met()

@@ -56,7 +56,7 @@ def open_torch_runner(
     role: Role,
     draft: Path | None = None,
     rank: RankSpec | None = None,
-    neighbours: CoreAllocation | None = None,
+    core_allocation: CoreAllocation | None = None,
 ) -> "TorchRunner":
     """Bound to its cores; on the thread that will use it. As one of several ranks, which waits for the others, with its
     share of `config`. Raises EngineStartError."""
@@ -68,7 +68,7 @@ def open_torch_runner(
     threads = num_threads(config)
     # After torch has come: by the cores that a process has when it loads OpenMP it is decided for good how many threads
     # wait for each other without going to sleep.
-    if neighbours is not None and (found := neighbours.settle()) is not None:
+    if core_allocation is not None and (found := core_allocation.settle()) is not None:
         share, threads = found, len(found.own)
     set_threads(threads)
     runner = TorchRunner(
@@ -79,7 +79,7 @@ def open_torch_runner(
         config.backend,
         config.device,
         draft,
-        config.variant(),
+        config.quantization(),
         RankInfo(rank.rank, rank.ranks, rank.meeting) if rank is not None else None,
         belongs_in_file(role),
     )

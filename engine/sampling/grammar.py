@@ -151,12 +151,12 @@ class _State:
     num_seen: int = 0
 
 
-def _after(matcher: LLMatcher | None, guess: int) -> LLMatcher | None:
+def _after(matcher: LLMatcher | None, draft_token: int) -> LLMatcher | None:
     """A copy that has seen the guess too; None where that cannot follow."""
     if matcher is None:
         return None
     copy = matcher.deep_copy()
-    return copy if copy.consume_token(guess) else None
+    return copy if copy.consume_token(draft_token) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class Grammars:
             if place.sampling is None or place.sampling.structured is None:
                 continue
             if isinstance(place, SamplePosition):
-                if (after := _after(matchers.get(row - 1), place.guesses[-1])) is not None:
+                if (after := _after(matchers.get(row - 1), place.draft_tokens[-1])) is not None:
                     matchers[row] = after
                 else:
                     unknown.add(row)

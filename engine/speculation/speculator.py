@@ -34,7 +34,7 @@ class Proposer(Protocol):
     def wish(self, sequence: Sequence, most: int) -> DraftBudget | None:
         """What the sequence could make use of now; None when nothing comes to mind. Asked at every step."""
 
-    def guessed(self, chunk: Chunk, count: int) -> Chunk:
+    def drafted(self, chunk: Chunk, count: int) -> Chunk:
         """The chunk with `count` guesses, of those wished for last. Not asked when it gets none."""
 
     def verified(self, sequence: Sequence, sampled: SampleResult) -> None:
@@ -47,7 +47,7 @@ class _Text:
 
     index: NgramIndex
     chances: SequenceAcceptance
-    guesses: tuple[int, ...] = ()
+    draft_tokens: tuple[int, ...] = ()
     kind: int = 0
     num_tokens: int = 0
     """It had when those were guessed."""
@@ -70,18 +70,18 @@ class NgramProposer:
         if text is None:
             text = self._texts[sequence] = _Text(NgramIndex(), SequenceAcceptance(self._chances))
         tokens = sequence.token_ids
-        if text.guesses:
+        if text.draft_tokens:
             came = tokens[text.num_tokens :]
-            text.chances.learn(text.kind, (g == t for g, t in zip(text.guesses, came, strict=False)))
-            text.guesses = ()
+            text.chances.learn(text.kind, (g == t for g, t in zip(text.draft_tokens, came, strict=False)))
+            text.draft_tokens = ()
         if (match := text.index.search(tokens)) is None:
             return None
-        text.guesses = continuation(tokens, match.end, most)
+        text.draft_tokens = continuation(tokens, match.end, most)
         text.kind, text.num_tokens = min(match.agreeing, MAX_KIND), len(tokens)
         return DraftBudget(text.chances.of(text.kind), most)
 
-    def guessed(self, chunk: Chunk, count: int) -> Chunk:
-        return replace(chunk, guesses=self._texts[chunk.sequence].guesses[:count])
+    def drafted(self, chunk: Chunk, count: int) -> Chunk:
+        return replace(chunk, draft_tokens=self._texts[chunk.sequence].draft_tokens[:count])
 
     def verified(self, sequence: Sequence, sampled: SampleResult) -> None:
         """The next wish sees it in the sequence's tokens."""
@@ -106,12 +106,12 @@ class DraftModelProposer:
         own.forgive(0)
         return DraftBudget(own.of(0), most)
 
-    def guessed(self, chunk: Chunk, count: int) -> Chunk:
+    def drafted(self, chunk: Chunk, count: int) -> Chunk:
         return replace(chunk, num_drafts=count)
 
     def verified(self, sequence: Sequence, sampled: SampleResult) -> None:
         num_right = len(sampled.following)
-        self._own[sequence].learn(0, [place < num_right for place in range(sampled.num_guesses)])
+        self._own[sequence].learn(0, [place < num_right for place in range(sampled.num_draft_tokens)])
 
 
 class Speculator:
@@ -122,11 +122,11 @@ class Speculator:
         self.source = source
         self._max_guesses = max_guesses
         self._cost = cost or StepCost()
-        self.num_guesses = 0
+        self.num_draft_tokens = 0
         """Verified since the engine started."""
         self.num_right = 0
 
-    def add_guesses(self, batch: list[Chunk], books: KVCacheManager, max_tokens: int, short: bool) -> list[Chunk]:
+    def add_draft_tokens(self, batch: list[Chunk], books: KVCacheManager, max_tokens: int, short: bool) -> list[Chunk]:
         """The batch with guesses, and with promises for their blocks. `max_tokens`: the step's budget. `short`:
         somebody waits for blocks."""
         wishes: dict[int, DraftBudget] = {}
@@ -147,26 +147,28 @@ class Speculator:
         for place, count in zip(wishes, counts, strict=True):
             # What was available when it was asked may be another's by now.
             if kept := min(count, self._room(batch[place], books, short)):
-                batch[place] = chunk = self.source.guessed(batch[place], kept)
+                batch[place] = chunk = self.source.drafted(batch[place], kept)
                 if lacking := books.num_lacking(chunk.sequence, chunk.end):
                     books.extend(chunk.sequence, lacking)
-        batch.sort(key=lambda chunk: (not chunk.sequence.decoding, chunk.num_guesses > 0))  # as the GPU's kernels want
+        batch.sort(
+            key=lambda chunk: (not chunk.sequence.decoding, chunk.num_draft_tokens > 0)
+        )  # as the GPU's kernels want
         return batch
 
     def heard(self, chunk: Chunk, sampled: SampleResult) -> None:
         """The runner's answer to a chunk."""
-        if sampled.num_guesses:
-            self.num_guesses += sampled.num_guesses
+        if sampled.num_draft_tokens:
+            self.num_draft_tokens += sampled.num_draft_tokens
             self.num_right += len(sampled.following)
             self.source.verified(chunk.sequence, sampled)
 
     def step_took(self, batch: Seq[Chunk], sampled: Seq[SampleResult], seconds: float) -> None:
         """A step of nothing but decoding sequences tells what rows cost; one with prompts is of another kind, and so is
         one whose guesses were not made because the draft model had to read a prompt first."""
-        num_guesses = sum(chunk.num_guesses for chunk in batch)
-        if num_guesses == sum(answer.num_guesses for answer in sampled):
+        num_draft_tokens = sum(chunk.num_draft_tokens for chunk in batch)
+        if num_draft_tokens == sum(answer.num_draft_tokens for answer in sampled):
             depth = max(chunk.num_drafts for chunk in batch)
-            self._cost.learn(num_guesses + sum(c.count for c in batch), seconds - depth * self.source.pass_s)
+            self._cost.learn(num_draft_tokens + sum(c.count for c in batch), seconds - depth * self.source.pass_s)
 
     def _most(self, chunk: Chunk, books: KVCacheManager, short: bool) -> int:
         """Guesses that the sequence has a use and blocks for."""

@@ -25,7 +25,7 @@ from engine.process.runners import open_torch_runner
 from engine.process.spec import RankSpec
 from engine.process.start_up import become_child, own_transport, prepare
 from engine.tensor_parallel.messages import (
-    BEAT_S,
+    HEARTBEAT_S,
     Answer,
     BlocksRead,
     Copy,
@@ -128,27 +128,29 @@ def main() -> None:
 def _serve(
     reads: Connection, say: Callable[[FromFollower], None], rank: LocalRank, copy: Callable[[int, int], None]
 ) -> None:
-    landings: dict[int, BlockRead] = {}
+    block_reads: dict[int, BlockRead] = {}
 
     def quiet(number: int, fingerprints: tuple[bytes, ...] | None, peer_gone: bool) -> None:
-        landings.pop(number, None)
+        block_reads.pop(number, None)
         say(BlocksRead(number, fingerprints, peer_gone))
 
-    beat_at = time.monotonic()
+    heartbeat_at = time.monotonic()
     while True:
-        if (now := time.monotonic()) >= beat_at:
-            stuck_s = {number: landing.stuck_s() for number, landing in list(landings.items())}
-            say(Heartbeat({number: seconds for number, seconds in stuck_s.items() if seconds >= BEAT_S}))
-            beat_at = now + BEAT_S
-        if not reads.poll(beat_at - now):
+        if (now := time.monotonic()) >= heartbeat_at:
+            stuck_s = {number: block_read.stuck_s() for number, block_read in list(block_reads.items())}
+            say(Heartbeat({number: seconds for number, seconds in stuck_s.items() if seconds >= HEARTBEAT_S}))
+            heartbeat_at = now + HEARTBEAT_S
+        if not reads.poll(heartbeat_at - now):
             continue
         match reads.recv():
             case ReadBlocks(number, endpoint, block_ids, blocks, flow):
-                landing = landings[number] = rank.land(endpoint, block_ids, blocks, flow, partial(quiet, number))
-                if landing.is_quiet:  # perhaps before it was there
-                    landings.pop(number, None)
+                block_read = block_reads[number] = rank.start_read(
+                    endpoint, block_ids, blocks, flow, partial(quiet, number)
+                )
+                if block_read.is_quiet:  # perhaps before it was there
+                    block_reads.pop(number, None)
             case Withdraw(number):
-                found = landings.get(number)
+                found = block_reads.get(number)
                 say(Answer(tuple(found.withdraw()) if found is not None else ()))
             case Copy(source, target):
                 copy(source, target)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-BEAT_S = 0.2
+HEARTBEAT_S = 0.2
 
 # ------------------------------------------------------------------------------------------ to a follower
 
@@ -78,7 +78,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The follower's main thread turns: said every BEAT_S."""
+    """The follower's main thread turns: said every HEARTBEAT_S."""
 
     stuck_s: dict[int, float]
     """Landings, by number, for which nothing has come for a while, and for how long."""

@@ -63,7 +63,7 @@ class Follower(RemoteRank, FollowingRank):
         self._answers: SimpleQueue[Answer | None] = SimpleQueue()
         self._quiet: dict[int, OnQuiet] = {}
         """By number of the landing: whom to tell."""
-        self._num_landings = 0
+        self._num_block_reads = 0
         self._stuck_s: dict[int, float] = {}
         """By number of the landing, as it last said."""
         self._heard_at = time.monotonic()
@@ -118,11 +118,11 @@ class Follower(RemoteRank, FollowingRank):
 
     # ------------------------------------------------------------------ reads
 
-    def land(
+    def start_read(
         self, endpoint: bytes, block_ids: Seq[int], blocks: Seq[int], flow: str, on_quiet: OnQuiet
     ) -> "_RemoteRead":
-        self._num_landings += 1
-        number = self._num_landings
+        self._num_block_reads += 1
+        number = self._num_block_reads
         self._quiet[number] = on_quiet
         self._tell(ReadBlocks(number, endpoint, tuple(block_ids), tuple(blocks), flow))
         return _RemoteRead(self, number)

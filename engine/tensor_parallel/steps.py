@@ -42,7 +42,7 @@ class ChunkRef:
     number: int
     start: int
     count: int
-    guesses: tuple[int, ...]
+    draft_tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class StepWriter:
             number, change = self._change(chunk.sequence)
             if change is not None:
                 changes.append(change)
-            chunks.append(ChunkRef(number, chunk.start, chunk.count, chunk.guesses))
+            chunks.append(ChunkRef(number, chunk.start, chunk.count, chunk.draft_tokens))
         over = tuple(self._over.popleft() for _ in range(len(self._over)))
         return Step(tuple(changes), tuple(chunks), over)
 
@@ -135,7 +135,7 @@ class StepReader:
             self._sequences.pop(number, None)
         for change in step.changes:
             self._apply(change)
-        return [Chunk(self._sequences[each.number], each.start, each.count, each.guesses) for each in step.chunks]
+        return [Chunk(self._sequences[each.number], each.start, each.count, each.draft_tokens) for each in step.chunks]
 
     @property
     def num_sequences(self) -> int:

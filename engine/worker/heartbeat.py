@@ -6,9 +6,9 @@ from contextlib import ExitStack
 
 from engine.process.engine_client import EngineClient
 
-BEAT_S = 0.2
+HEARTBEAT_S = 0.2
 BEATS_PER_SILENCE = 5
-"""Beats come every BEAT_S or, where less silence is borne, so many times within it."""
+"""Beats come every HEARTBEAT_S or, where less silence is borne, so many times within it."""
 
 
 class Heartbeat:
@@ -25,7 +25,7 @@ class Heartbeat:
         the other end has not said so."""
         self._engine = engine
         self._silence_s = silence_s
-        self._beat_s = min(BEAT_S, silence_s / BEATS_PER_SILENCE)
+        self._heartbeat_s = min(HEARTBEAT_S, silence_s / BEATS_PER_SILENCE)
         self._on_due = on_due
         self._on_silent = on_silent
         self._loop = asyncio.get_running_loop()
@@ -58,7 +58,7 @@ class Heartbeat:
 
     def _watch(self, _: object) -> None:
         self._turned = True
-        if self._loop.time() - self._said_at >= self._beat_s:
+        if self._loop.time() - self._said_at >= self._heartbeat_s:
             self._on_due()
 
     def _check(self) -> None:

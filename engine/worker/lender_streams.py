@@ -31,7 +31,9 @@ class LoanChain:
 class Borrowing:
     """The loan of one request, or of one loan given: at most one at a time."""
 
-    def __init__(self, lenders: "LenderStreams", engine_id: str, holder: pb.Holder, chain: Callable[[], LoanChain]) -> None:
+    def __init__(
+        self, lenders: "LenderStreams", engine_id: str, holder: pb.Holder, chain: Callable[[], LoanChain]
+    ) -> None:
         """`holder` is who lends; `chain` is asked only when a loan is opened."""
         self._lenders = lenders
         self._engine_id = engine_id
@@ -93,7 +95,7 @@ class LenderStreams:
             router_id=chain.router_id,
             placement_sequence=chain.placement_sequence,
             source=chain.source if wanted.may_compute else None,
-            early=wanted.early,
+            fast_path=wanted.fast_path,
         )
         return self._link(holder).open(engine_id, want)
 

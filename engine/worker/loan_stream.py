@@ -65,8 +65,11 @@ class LoanStream:
         self._waker = Waker()
         self.broken = False
         """It takes no more loans."""
-        self._pulse = Heartbeat(
-            engine, silence_s, self._beat, lambda: self.break_off(f"the lender was silent for {silence_s:g} s")
+        self._heartbeat = Heartbeat(
+            engine,
+            silence_s,
+            self._send_heartbeat,
+            lambda: self.break_off(f"the lender was silent for {silence_s:g} s"),
         )
         self._call = pb_grpc.LendStub(channel).Lend(self._outgoing())
         self._reading = asyncio.ensure_future(self._read())
@@ -85,7 +88,7 @@ class LoanStream:
             self._tell_failed(told, "the stream to the lender is broken")
         else:
             if not self._loans:
-                self._pulse.start()
+                self._heartbeat.start()
             self._loans[loan.number] = told
             self.say(pb.LoanRequest(number=loan.number, want=want))
         return loan
@@ -115,7 +118,7 @@ class LoanStream:
         for told in self._loans.values():
             self._tell_failed(told, failure)
         if self._loans:
-            self._pulse.stop()
+            self._heartbeat.stop()
         self._loans.clear()
         self._leaving.clear()
         self._call.cancel()
@@ -126,14 +129,14 @@ class LoanStream:
     def _forget(self, number: int) -> "_Told":
         told = self._loans.pop(number)
         if not self._loans:
-            self._pulse.stop()
+            self._heartbeat.stop()
         return told
 
     def _tell_failed(self, told: "_Told", failure: str) -> None:
         log.info("loan of %s from %s failed: %s", told.engine_id, self._name, failure, extra=of(told.request_id))
         self._engine.send(LoanFailed(told.engine_id, failure))
 
-    def _beat(self) -> None:
+    def _send_heartbeat(self) -> None:
         self._due = True
         self._waker.wake()
 
@@ -161,7 +164,7 @@ class LoanStream:
                 self._hurry()
                 break
             requests += self._leaving.pop(number)
-        return pb.BorrowerFrame(requests=requests, engine_turned=self._pulse.take())
+        return pb.BorrowerFrame(requests=requests, engine_turned=self._heartbeat.take())
 
     async def _read(self) -> None:
         failure = "the borrower's side of the loan broke"
@@ -176,7 +179,7 @@ class LoanStream:
 
     def _absorb(self, frame: pb.LenderFrame) -> None:
         if frame.engine_turned:
-            self._pulse.heard()
+            self._heartbeat.heard()
         told: list[ToEngine] = []
         for response in frame.responses:
             if (loan := self._loans.get(response.number)) is None:

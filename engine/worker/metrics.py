@@ -46,11 +46,11 @@ class EngineCollector(Collector):
             yield GaugeMetricFamily(f"tandem_engine_{name}", about, value=float(value))
         yield CounterMetricFamily("tandem_engine_steps", "Of its loop.", value=float(load.step))
         yield CounterMetricFamily("tandem_engine_preemptions", "Of requests.", value=float(load.preemptions))
-        guesses = {
-            "spec_decode_num_draft_tokens": ("Guessed and verified.", load.guessed),
-            "spec_decode_num_accepted_tokens": ("Of those, the right ones.", load.guessed_right),
+        draft_tokens = {
+            "spec_decode_num_draft_tokens": ("Guessed and verified.", load.drafted),
+            "spec_decode_num_accepted_tokens": ("Of those, the right ones.", load.accepted),
         }
-        for name, (about, value) in guesses.items():
+        for name, (about, value) in draft_tokens.items():
             yield CounterMetricFamily(f"tandem_engine_{name}", about, value=float(value))
         if (kv := self._last_kv()) is not None:
             yield from _of_kv(kv)

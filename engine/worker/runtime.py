@@ -134,7 +134,7 @@ class Worker:
             causes[1].cancel()
         return done.pop().result()
 
-    async def told_to_stop(self) -> None:
+    async def stop_requested(self) -> None:
         await self._leaving.told.wait()
 
     async def drain(self) -> None:

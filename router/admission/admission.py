@@ -75,11 +75,11 @@ class Admission:
         self._running: dict[ActivePlacement, tuple[QueuedRequest, float]] = {}
         """And since when."""
         self._forecast = WaitForecast()
-        self._keeping = Reservations(config)
+        self._reservations = Reservations(config)
         self._lenders = LenderLoad(config)
-        self._rebuffs = CapacityBackoff()
+        self._backoff = CapacityBackoff()
         self._failing = CircuitBreaker(fleet)
-        self._parts = AdmissionParts(config, fleet, tenants, self._keeping, self._lenders)
+        self._parts = AdmissionParts(config, fleet, tenants, self._reservations, self._lenders)
         self._holds = TokenBucket(HOLDS_PER_S, 32)
         self._times: list[tuple[float, int, QueuedRequest | None]] = []
         """A heap: when time alone may change something."""
@@ -89,17 +89,17 @@ class Admission:
     # ------------------------------------------------------------------ events
 
     def arrived(
-        self, claim: RequestInfo, demand: Demand, keys: Sequence[BlockKey], now: float
+        self, info: RequestInfo, demand: Demand, keys: Sequence[BlockKey], now: float
     ) -> tuple[QueuedRequest, list[Outcome]]:
         """It waits for a place from now on, and has perhaps got one or been refused in this moment, or others have."""
-        waiting = QueuedRequest.of(claim, demand, keys, next(self._numbers), now)
+        waiting = QueuedRequest.of(info, demand, keys, next(self._numbers), now)
         self._measure(waiting, now)
-        if claim.not_before > now:
-            self._at(claim.not_before, waiting)
-        if (queue := self._queues.get(claim.priority)) is None:
-            queue = self._queues[claim.priority] = ClassQueue(claim.priority)
+        if info.not_before > now:
+            self._at(info.not_before, waiting)
+        if (queue := self._queues.get(info.priority)) is None:
+            queue = self._queues[info.priority] = ClassQueue(info.priority)
         self._forecast.advance(now)
-        queue.add(waiting, self._tenants.weight(claim.tenant))
+        queue.add(waiting, self._tenants.weight(info.tenant))
         waiting.queued = True
         outcomes = self._settle(now)
         if waiting.queued:
@@ -130,7 +130,7 @@ class Admission:
             self._at(again_at, None)
         if placed.started:
             self._forecast.ended(waiting, now - started_at)
-        self._tenants.ended(waiting.claim.tenant)
+        self._tenants.ended(waiting.info.tenant)
         self._lenders.ended(placed)
         self._fleet.ended(placed)
         return self.changed(now)
@@ -138,14 +138,14 @@ class Admission:
     def refused_by_worker(self, placed: ActivePlacement, now: float) -> None:
         """For want of room; `ended` follows, and `arrived` unless this raises Overloaded, having been too often. The
         claim pauses, the longer the more often it happened."""
-        claim = self._running[placed][0].claim
-        claim.num_refusals += 1
-        claim.not_before = now + min(0.5, 0.01 * 2 ** min(claim.num_refusals - 1, 10))
+        info = self._running[placed][0].info
+        info.num_refusals += 1
+        info.not_before = now + min(0.5, 0.01 * 2 ** min(info.num_refusals - 1, 10))
         worker = placed.decode
         needed = placed.demand.num_promised_blocks(worker.hello.reserve_output_tokens)
-        self._at(self._rebuffs.add(worker, needed, now), None)
-        if claim.num_refusals > self._config.max_refusals:
-            refusal = refusals.too_often_refused(claim.num_refusals, self._config.default_retry_after_s)
+        self._at(self._backoff.add(worker, needed, now), None)
+        if info.num_refusals > self._config.max_refusals:
+            refusal = refusals.too_often_refused(info.num_refusals, self._config.default_retry_after_s)
             self.refuse(refusal)
             raise refusal.error
 
@@ -183,9 +183,9 @@ class Admission:
             counts.update({tenant: len(line.requests) for tenant, line in queue.lines.items()})
         return dict(counts)
 
-    def kept_workers(self) -> dict[str, QueuedRequest]:
+    def reserved_workers(self) -> dict[str, QueuedRequest]:
         """For whom, by worker."""
-        return {kept.worker_id: kept.waiting for kept in self._keeping.kept}
+        return {kept.worker_id: kept.waiting for kept in self._reservations.kept}
 
     def next_time(self) -> float | None:
         """When `changed` is to be called even if nothing has."""
@@ -211,8 +211,8 @@ class Admission:
 
     def _start_one(self, now: float, outcomes: list[Outcome]) -> bool:
         """False when nobody can start."""
-        self._keeping.arrange(self._queues, self._fleet.snapshot, now, self._tenants.may_start)
-        moment = RoundState(now, self._rebuffs.column(self._fleet, now))
+        self._reservations.arrange(self._queues, self._fleet.snapshot, now, self._tenants.may_start)
+        moment = RoundState(now, self._backoff.column(self._fleet, now))
         for queue, early in self._turns():
             turn = SchedulingRound(self._parts, self._queues, queue, early, moment)
             if turn.hopeless():
@@ -221,7 +221,7 @@ class Admission:
                 if self._holds.wait_s(1, now):
                     self._at(now + 1 / HOLDS_PER_S, None)
                     return False
-                decision = self._fleet.decide(waiting.demand, waiting.keys, turn.room_of(waiting).available)
+                decision = self._fleet.decide(waiting.demand, waiting.keys, turn.capacity_of(waiting).available)
                 assert decision is not None
                 if self._hold(waiting, decision, turn.lender_limit_s, now):
                     continue
@@ -262,21 +262,21 @@ class Admission:
         now: float,
         outcomes: list[Outcome],
     ) -> None:
-        claim = waiting.claim
-        self._forecast.started(claim.priority, waiting.cost)
+        info = waiting.info
+        self._forecast.started(info.priority, waiting.cost)
         for passed in blocked:
             if passed is not waiting and passed.passed_at is None:
-                self._keeping.passed(passed, now, self._queues[passed.claim.priority])
+                self._reservations.passed(passed, now, self._queues[passed.info.priority])
                 self._at(now + self._config.max_passed_s, passed)
-        self._account(claim.priority, waiting.cost)
-        self._queues[claim.priority].started(waiting)
+        self._account(info.priority, waiting.cost)
+        self._queues[info.priority].started(waiting)
         self._forget(waiting)
         placed = self._fleet.placed(decision, waiting.demand, waiting.keys)
         self._lenders.started(placed, decision, self._fleet.snapshot, self._fleet.rates)
-        self._tenants.started(claim.tenant, now)
+        self._tenants.started(info.tenant, now)
         self._running[placed] = waiting, now
         self._failing.placed(placed)
-        claim.num_placed += 1
+        info.num_placed += 1
         self.num_started += 1
         outcomes.append(Started(waiting, placed, decision))
 
@@ -297,43 +297,43 @@ class Admission:
 
     def _consider(self, waiting: QueuedRequest, now: float, outcomes: list[Outcome]) -> None:
         """It has to wait: whether there is a place for it, and whether it will have its turn in time."""
-        claim = waiting.claim
-        if claim.num_placed == 0 and (loser := self._one_too_many(waiting)) is not None:
+        info = waiting.info
+        if info.num_placed == 0 and (loser := self._one_too_many(waiting)) is not None:
             loser_waiting, refusal = loser
             self._refuse(loser_waiting, refusal, outcomes)
             if loser_waiting is waiting:
                 return
-        if claim.due_at == math.inf:
+        if info.due_at == math.inf:
             return
-        if not claim.streaming:
+        if not info.streaming:
             waiting.least_ttft_s = self._fleet.least_ttft_s(waiting.demand, waiting.keys) or 0.0
             waiting.stream_s = self._forecast.stream_s(waiting)
         wait_s = self._wait_s(waiting)
-        if wait_s > waiting.start_by - now and not claim.streaming:
+        if wait_s > waiting.start_by - now and not info.streaming:
             refusal = refusals.predicted_miss(wait_s, waiting.least_ttft_s, waiting.latest_first_token - now)
             self._refuse(waiting, refusal, outcomes)
         else:
             self._at(waiting.start_by, waiting)
 
     def _wait_s(self, waiting: QueuedRequest) -> float:
-        own = self._queues[waiting.claim.priority]
+        own = self._queues[waiting.info.priority]
         higher = sum(queue.tokens for priority, queue in self._queues.items() if priority > own.priority)
         return self._forecast.wait_s(waiting, own, higher)
 
     def _one_too_many(self, newcomer: QueuedRequest) -> tuple[QueuedRequest, Refusal] | None:
         """Who must go since the newcomer came."""
-        claim, config = newcomer.claim, self._config
-        lines = (queue.lines.get(claim.tenant) for queue in self._queues.values())
+        info, config = newcomer.info, self._config
+        lines = (queue.lines.get(info.tenant) for queue in self._queues.values())
         of_tenant = sum(len(line.requests) for line in lines if line is not None)
         if of_tenant > config.max_queued_per_tenant:
-            tenant = claim.tenant
+            tenant = info.tenant
         elif self.num_waiting > config.max_queued:
             tenant = None
         else:
             return None
-        for priority in sorted(other for other in self._waiting_classes() if other < claim.priority):
+        for priority in sorted(other for other in self._waiting_classes() if other < info.priority):
             if (loser := self._queues[priority].last(tenant)) is not None:
-                return loser, refusals.displaced(priority, claim.priority, self._retry_after(loser))
+                return loser, refusals.displaced(priority, info.priority, self._retry_after(loser))
         retry_after_s = self._retry_after(newcomer)
         if tenant is None:
             return newcomer, refusals.queue_full(self.num_waiting - 1, retry_after_s)
@@ -346,9 +346,9 @@ class Admission:
     def _misses(self, waiting: QueuedRequest, decision: Decision, now: float, outcomes: list[Outcome]) -> bool:
         """It could start, but behind prompts that are queued there its first token would come too late. Where none is
         queued it starts whatever is predicted, and rates are learnt."""
-        claim, workers = waiting.claim, self._fleet.snapshot
+        info, workers = waiting.info, self._fleet.snapshot
         waiting.stream_s = self._forecast.stream_s(waiting)
-        if claim.streaming or now + decision.predicted_ttft_s <= waiting.latest_first_token:
+        if info.streaming or now + decision.predicted_ttft_s <= waiting.latest_first_token:
             return False
         rows = [workers.row_of[name] for name in (decision.decode_id, decision.lender_id) if name]
         if not workers.queued_prefill_tokens[rows].any():
@@ -369,10 +369,10 @@ class Admission:
                 total = waiting.demand.num_total_blocks
                 refusal = refusals.no_worker(total, largest if largest >= 0 else None, grace_s)
                 self._refuse(waiting, refusal, outcomes)
-            elif now >= waiting.claim.deadline:
+            elif now >= waiting.info.deadline:
                 self._refuse(waiting, refusals.deadline_passed(), outcomes)
             elif now >= waiting.start_by:
-                waited_s = now - waiting.claim.arrived_at
+                waited_s = now - waiting.info.arrived_at
                 refusal = refusals.too_late(waited_s, waiting.least_ttft_s, self._retry_after(waiting))
                 self._refuse(waiting, refusal, outcomes)
 
@@ -406,14 +406,14 @@ class Admission:
             self._at(now + self._config.no_worker_grace_s, waiting)
 
     def _remove(self, waiting: QueuedRequest) -> None:
-        self._queues[waiting.claim.priority].remove(waiting)
+        self._queues[waiting.info.priority].remove(waiting)
         self._forget(waiting)
 
     def _forget(self, waiting: QueuedRequest) -> None:
         """It is out of its line."""
         waiting.queued = False
-        self._keeping.forget(waiting)
-        if not self._queues[waiting.claim.priority].lines:
+        self._reservations.forget(waiting)
+        if not self._queues[waiting.info.priority].lines:
             self._tidy()
 
     def _tidy(self) -> None:

@@ -25,7 +25,9 @@ class Capacity:
     """Of every decode worker, where pools and promises are equal: then `greatest` and it say all."""
 
     @classmethod
-    def of(cls, workers: WorkerTable, kept_rows: Collection[int], refused: Ints, batch_block_share: float) -> "Capacity":
+    def of(
+        cls, workers: WorkerTable, kept_rows: Collection[int], refused: Ints, batch_block_share: float
+    ) -> "Capacity":
         """`kept_rows` are others'. `refused`: [W], what a worker has just refused, which then is more than it has."""
         available = np.minimum(workers.available_blocks, refused - 1)
         if batch_block_share < 1:
@@ -78,7 +80,7 @@ def first_to_free(demand: Demand, workers: WorkerTable, batch_block_share: float
     could = workers.starts & (pools >= demand.num_total_blocks)
     able = could.copy()
     able[list(kept)] = False
-    able = workers.in_share(able, could, demand.lot)
+    able = workers.in_share(able, could, demand.traffic_hash)
     if not able.any():
         return None
     missing = np.maximum(0, needed - workers.available_blocks)

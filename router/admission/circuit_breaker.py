@@ -116,13 +116,13 @@ class CircuitBreaker:
 
     def _open(self, subject: Subject) -> None:
         if isinstance(subject, Worker):
-            self._fleet.shun(subject, False)
+            self._fleet.avoid(subject, False)
         else:
             self._fleet.part(*subject, False)
 
     def _close(self, subject: Subject) -> None:
         if isinstance(subject, Worker):
-            self._fleet.shun(subject, True)
+            self._fleet.avoid(subject, True)
         else:
             self._fleet.part(*subject, True)
 

@@ -42,9 +42,9 @@ class Dispatcher:
 
     # ------------------------------------------------------------------ places
 
-    async def place(self, claim: RequestInfo, demand: Demand, keys: Sequence[BlockKey]) -> Place:
+    async def place(self, info: RequestInfo, demand: Demand, keys: Sequence[BlockKey]) -> Place:
         """Wait for a pair; `ended` must follow. Raises ServiceError when it is refused."""
-        waiting, outcomes = self.admission.arrived(claim, demand, keys, self._clock())
+        waiting, outcomes = self.admission.arrived(info, demand, keys, self._clock())
         future = self._futures[waiting] = asyncio.get_running_loop().create_future()
         self._perform(outcomes)
         try:

@@ -98,7 +98,7 @@ class ClassQueue:
 
     def add(self, waiting: QueuedRequest, weight: float) -> None:
         """Who was placed before and comes back gets back what that cost."""
-        tenant = waiting.claim.tenant
+        tenant = waiting.info.tenant
         if (line := self.lines.get(tenant)) is None:
             line = self.lines[tenant] = TenantQueue(tenant, weight)
             self._ring.append(line)
@@ -107,11 +107,11 @@ class ClassQueue:
         self.tokens += waiting.cost
         if self._least is not None:
             self._least = min(self._least, waiting.need)
-        if waiting.claim.num_placed:
+        if waiting.info.num_placed:
             line.deficit += waiting.cost
 
     def remove(self, waiting: QueuedRequest) -> None:
-        line = self.lines[waiting.claim.tenant]
+        line = self.lines[waiting.info.tenant]
         line.remove(waiting)
         self.num_waiting -= 1
         self.tokens -= waiting.cost
@@ -129,7 +129,7 @@ class ClassQueue:
 
     def started(self, waiting: QueuedRequest) -> None:
         """It goes, and is charged for it."""
-        self.lines[waiting.claim.tenant].deficit -= waiting.cost
+        self.lines[waiting.info.tenant].deficit -= waiting.cost
         self.remove(waiting)
 
     def pick(self, first_of: Picker) -> QueuedRequest | None:
@@ -171,6 +171,6 @@ class ClassQueue:
         named = self.lines.values() if tenant is None else filter(None, [self.lines.get(tenant)])
         for line in sorted(named, key=lambda line: -line.tokens / line.weight):
             for waiting in reversed(line.requests):
-                if not waiting.claim.num_placed:
+                if not waiting.info.num_placed:
                     return waiting
         return None

@@ -37,7 +37,7 @@ class RequestInfo:
 class QueuedRequest:
     """A claim that waits for a placement."""
 
-    claim: RequestInfo
+    info: RequestInfo
     demand: Demand
     keys: Sequence[BlockKey]
     number: int
@@ -63,8 +63,10 @@ class QueuedRequest:
     unholdable_since: float | None = None
 
     @classmethod
-    def of(cls, claim: RequestInfo, demand: Demand, keys: Sequence[BlockKey], number: int, now: float) -> "QueuedRequest":
-        return cls(claim, demand, keys, number, now, (claim.due_at, claim.arrived_at, number))
+    def of(
+        cls, info: RequestInfo, demand: Demand, keys: Sequence[BlockKey], number: int, now: float
+    ) -> "QueuedRequest":
+        return cls(info, demand, keys, number, now, (info.due_at, info.arrived_at, number))
 
     def measure(self, workers: WorkerTable) -> None:
         """What it needs of these workers."""
@@ -87,13 +89,13 @@ class QueuedRequest:
         """For it to be in time, and the rest too. Who has had tokens goes on as long as it may; so does a request whose
         rest would be too long wherever it began: how much it will say is a guess, of which `max_tokens` is the bound.
         """
-        claim = self.claim
-        if claim.streaming:
-            return claim.deadline
-        for_the_rest = claim.deadline - self.stream_s
-        if for_the_rest < claim.arrived_at + self.least_ttft_s:
-            for_the_rest = claim.deadline
-        return min(claim.first_token_by, for_the_rest)
+        info = self.info
+        if info.streaming:
+            return info.deadline
+        for_the_rest = info.deadline - self.stream_s
+        if for_the_rest < info.arrived_at + self.least_ttft_s:
+            for_the_rest = info.deadline
+        return min(info.first_token_by, for_the_rest)
 
 
 def cost_of(demand: Demand, reserve_output_tokens: int) -> int:

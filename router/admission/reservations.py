@@ -46,15 +46,15 @@ class Reservations:
         if not due:
             return
         limit = max(1, int(workers.starts.sum()) // 4)
-        due.sort(key=lambda waiting: (-waiting.claim.priority, waiting.passed_at, waiting.number))
+        due.sort(key=lambda waiting: (-waiting.info.priority, waiting.passed_at, waiting.number))
         for waiting in due:
             if len(self.kept) >= limit:
-                lowest = min(self.kept, key=lambda kept: kept.waiting.claim.priority)
-                if lowest.waiting.claim.priority >= waiting.claim.priority:
+                lowest = min(self.kept, key=lambda kept: kept.waiting.info.priority)
+                if lowest.waiting.info.priority >= waiting.info.priority:
                     return
                 self.kept.remove(lowest)
             rows = [workers.row_of[kept.worker_id] for kept in self.kept]
-            share = self._config.batch_block_share if waiting.claim.priority < 0 else 1.0
+            share = self._config.batch_block_share if waiting.info.priority < 0 else 1.0
             row = first_to_free(waiting.demand, workers, share, rows)
             if row is not None:
                 self.kept.append(Reservation(waiting, workers.ids[row]))
@@ -63,13 +63,13 @@ class Reservations:
         row = workers.row_of.get(kept.worker_id)
         there = row is not None and bool(workers.starts[row])
         large = there and int(workers.num_blocks[row]) >= kept.waiting.demand.num_total_blocks
-        return large and may_start(kept.waiting.claim.tenant)
+        return large and may_start(kept.waiting.info.tenant)
 
     def _is_due(self, waiting: QueuedRequest, queues: Queues, now: float, may_start: Callable[[str], bool]) -> bool:
         assert waiting.passed_at is not None
-        passed_tokens = queues[waiting.claim.priority].passed_tokens - waiting.passed_mark
+        passed_tokens = queues[waiting.info.priority].passed_tokens - waiting.passed_mark
         long = now - waiting.passed_at >= self._config.max_passed_s or passed_tokens >= self._config.max_passed_tokens
-        free = waiting.unholdable_since is None and may_start(waiting.claim.tenant)
+        free = waiting.unholdable_since is None and may_start(waiting.info.tenant)
         return long and free and all(kept.waiting is not waiting for kept in self.kept)
 
     def rows_closed_to(self, priority: int, queues: Queues, workers: WorkerTable) -> frozenset[int]:
@@ -77,7 +77,7 @@ class Reservations:
         return frozenset(
             workers.row_of[kept.worker_id]
             for kept in self.kept
-            if kept.waiting.claim.priority >= priority or is_owed(kept.waiting.claim.priority, priority, queues)
+            if kept.waiting.info.priority >= priority or is_owed(kept.waiting.info.priority, priority, queues)
         )
 
     def row_for(self, waiting: QueuedRequest, workers: WorkerTable) -> int | None:
@@ -86,13 +86,13 @@ class Reservations:
 
     def any_of(self, priority: int) -> bool:
         """Whether somebody of that class has a worker kept for it."""
-        return any(kept.waiting.claim.priority == priority for kept in self.kept)
+        return any(kept.waiting.info.priority == priority for kept in self.kept)
 
     def of_line(self, line: TenantQueue, priority: int) -> QueuedRequest | None:
         """The first of its requests that has a worker kept for it."""
         for kept in self.kept:
-            claim = kept.waiting.claim
-            if claim.tenant == line.tenant and claim.priority == priority:
+            info = kept.waiting.info
+            if info.tenant == line.tenant and info.priority == priority:
                 return kept.waiting
         return None
 

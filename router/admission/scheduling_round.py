@@ -23,7 +23,7 @@ class AdmissionParts:
     config: AdmissionConfig
     fleet: Fleet
     tenants: RateLimiter
-    keeping: Reservations
+    reservations: Reservations
     lenders: LenderLoad
 
 
@@ -36,7 +36,7 @@ class RoundState:
     """[W]: as in Room.of."""
     blocked: list[QueuedRequest] = field(default_factory=list)
     """Those that had their turn and no room."""
-    rooms: dict[tuple[float, frozenset[int]], Capacity] = field(default_factory=dict)
+    capacities: dict[tuple[float, frozenset[int]], Capacity] = field(default_factory=dict)
     """By what classes share: the share of blocks, and the rows closed to them."""
 
 
@@ -58,42 +58,42 @@ class SchedulingRound:
         self._block_share = config.batch_block_share if batch else 1.0
         # Who goes before a class above waits no longer at a lender than that class.
         self.lender_limit_s = config.max_batch_lender_queue_s if batch and not early else config.max_lender_queue_s
-        self._closed = parts.keeping.rows_closed_to(queue.priority, queues, parts.fleet.snapshot)
-        self._room = self._without(self._closed)
+        self._closed = parts.reservations.rows_closed_to(queue.priority, queues, parts.fleet.snapshot)
+        self._capacity = self._without(self._closed)
 
     def hopeless(self) -> bool:
         """The least of the class has no room, and nobody has a worker kept for it: nobody need be asked."""
-        if self._queue.least_need <= self._room.greatest or self._parts.keeping.any_of(self._queue.priority):
+        if self._queue.least_need <= self._capacity.greatest or self._parts.reservations.any_of(self._queue.priority):
             return False
         heads = (line.requests[0] for line in self._queue.first_lines(NOTED))
         self._moment.blocked.extend(head for head in heads if self._ready(head))
         return True
 
-    def room_of(self, waiting: QueuedRequest) -> Capacity:
+    def capacity_of(self, waiting: QueuedRequest) -> Capacity:
         """With the worker kept for it."""
-        row = self._parts.keeping.row_for(waiting, self._parts.fleet.snapshot)
-        return self._room if row is None else self._without(self._closed - {row})
+        row = self._parts.reservations.row_for(waiting, self._parts.fleet.snapshot)
+        return self._capacity if row is None else self._without(self._closed - {row})
 
     def first_of(self, line: TenantQueue) -> QueuedRequest | None:
         """The first of the line that could start now."""
         if not self._parts.tenants.may_start(line.tenant):
             return None
-        kept = self._parts.keeping.of_line(line, self._queue.priority)
-        if kept is not None and self._ready(kept) and self.room_of(kept).fits(kept):
+        kept = self._parts.reservations.of_line(line, self._queue.priority)
+        if kept is not None and self._ready(kept) and self.capacity_of(kept).fits(kept):
             return kept
         found = None
-        if line.least_need <= self._room.greatest:
+        if line.least_need <= self._capacity.greatest:
             found = next(
-                (waiting for waiting in line.requests if self._ready(waiting) and self._room.fits(waiting)), None
+                (waiting for waiting in line.requests if self._ready(waiting) and self._capacity.fits(waiting)), None
             )
         head = line.requests[0]
-        if head is not found and self._ready(head) and not self._room.fits(head):
+        if head is not found and self._ready(head) and not self._capacity.fits(head):
             self._moment.blocked.append(head)
         return found
 
     def _ready(self, waiting: QueuedRequest) -> bool:
         """Nothing but room may keep it waiting."""
-        if waiting.claim.not_before > self._moment.now or waiting.unholdable_since is not None:
+        if waiting.info.not_before > self._moment.now or waiting.unholdable_since is not None:
             return False
         if waiting.held_until <= self._moment.now:
             return True
@@ -106,8 +106,8 @@ class SchedulingRound:
 
     def _without(self, rows: frozenset[int]) -> Capacity:
         key = self._block_share, rows
-        if (room := self._moment.rooms.get(key)) is None:
-            room = self._moment.rooms[key] = Capacity.of(
+        if (capacity := self._moment.capacities.get(key)) is None:
+            capacity = self._moment.capacities[key] = Capacity.of(
                 self._parts.fleet.snapshot, rows, self._moment.refused, self._block_share
             )
-        return room
+        return capacity

@@ -106,7 +106,7 @@ class WaitForecast:
 
 def tokens_before(waiting: QueuedRequest, own: ClassQueue) -> float:
     """Tokens of its class that start before it: of its own line, and meanwhile of the others as is fair."""
-    line = own.lines[waiting.claim.tenant]
+    line = own.lines[waiting.info.tenant]
     mine = line.tokens_before(waiting)
     per_weight = (mine + waiting.cost) / line.weight
     others = (other for other in own.lines.values() if other is not line)

@@ -34,7 +34,7 @@ class InferenceService:
 
     def __init__(
         self,
-        serving: RequestHandler,
+        handler: RequestHandler,
         models: ModelRuntimes,
         keys: ApiKeys,
         router_id: str,
@@ -44,7 +44,7 @@ class InferenceService:
         """`drain` holds the streams under way."""
         self._samples = samples
         self._started_at = time.monotonic()
-        self._serving = serving
+        self._handler = handler
         self._models = models
         self._keys = keys
         self._router_id = router_id
@@ -78,7 +78,7 @@ class InferenceService:
         async with self._answering(context) as answer:
             request, principal = _parsed(pb.GenerateRequest, raw), self._principal(context)
             async with contextlib.aclosing(
-                self._serving.generate(request, context.time_remaining(), principal)
+                self._handler.generate(request, context.time_remaining(), principal)
             ) as messages:
                 async for message in messages:
                     answer.sending = True
@@ -89,7 +89,7 @@ class InferenceService:
         traceparent.set(from_metadata(context.invocation_metadata()))
         async with self._answering(context) as answer:
             request, principal = _parsed(pb.GenerateBatchRequest, raw), self._principal(context)
-            each = generate_batch(request, lambda one: self._serving.generate(one, context.time_remaining(), principal))
+            each = generate_batch(request, lambda one: self._handler.generate(one, context.time_remaining(), principal))
             async with contextlib.aclosing(each) as results:
                 async for result in results:
                     answer.sending = True
@@ -120,24 +120,24 @@ class InferenceService:
                 await context.abort_with_status(to_status(stopped))
 
     async def Explain(self, request: pb.GenerateRequest, context: Any) -> pb.Explanation:
-        explained = await self._serving.explain(request, context.time_remaining(), self._principal(context))
-        ticket, candidates = explained.ticket, explained.candidates
+        explained = await self._handler.explain(request, context.time_remaining(), self._principal(context))
+        prepared, candidates = explained.prepared, explained.candidates
         return pb.Explanation(
             prompt_tokens=explained.demand.num_tokens,
             usable_blocks=explained.demand.num_usable_blocks,
             candidates=[candidate_of(candidate) for candidate in candidates[:MAX_EXPLAINED]],
             num_candidates=len(candidates),
-            model=ticket.model.name,
-            model_reason=ticket.model_reason,
-            models=map(compared, ticket.verdicts),
+            model=prepared.model.name,
+            model_reason=prepared.model_reason,
+            models=map(compared, prepared.verdicts),
         )
 
     async def Decisions(self, request: pb.DecisionsRequest, context: Any) -> pb.DecisionsResponse:
-        past = self._serving.decisions(request.request_id, self._principal(context))
+        past = self._handler.decisions(request.request_id, self._principal(context))
         return await asyncio.to_thread(told, past)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
-        return await self._serving.tokenize(request, self._principal(context))
+        return await self._handler.tokenize(request, self._principal(context))
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
         return pb.ListModelsResponse(models=map(_listed, self._models.only(self._principal(context).models)))

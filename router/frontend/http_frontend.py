@@ -20,7 +20,7 @@ async def open_http(
     config: RouterConfig,
     port: int,
     credentials: Credentials | None,
-    serving: RequestHandler,
+    handler: RequestHandler,
     models: ModelRuntimes,
     requests: Drain,
     keys: ApiKeys,
@@ -28,7 +28,7 @@ async def open_http(
 ) -> OpenAiServer:
     """Serving; to be closed. Raises StartError."""
     http = OpenAiServer(config.host, port, credentials, config.max_connection_s)
-    app = make_app(serving, models, requests, keys, config)
-    add_console(app, keys, inference.status, serving.recent)
+    app = make_app(handler, models, requests, keys, config)
+    add_console(app, keys, inference.status, handler.recent)
     await http.start(guarded(app, keys))
     return http

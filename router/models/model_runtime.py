@@ -130,16 +130,18 @@ class ModelRuntime:
         cache_salt: str,
         chains: Sequence[Sequence[int]],
         to_score: bool,
-        lot: float = 1.0,
+        traffic_hash: float = 1.0,
         new: bool = True,
     ) -> tuple[Demand, list[BlockKey]]:
         """What `chains`, the tokens there are of each choice, take; and the keys of the blocks that may come from
         elsewhere. A decode worker must be there. Raises InvalidRequest for what no pool could hold; unless it is not
         `new`: it was right then, and what it went to is gone."""
         workers = self.decode_workers()
-        hello = _hello_for(workers, lot)
+        hello = _hello_for(workers, traffic_hash)
         largest = max(worker.hello.num_blocks for worker in workers) if new else None
-        demand = demand_of(prompt, sampling, chains, to_score, hello.block_tokens, hello.block_bytes, largest, lot)
+        demand = demand_of(
+            prompt, sampling, chains, to_score, hello.block_tokens, hello.block_bytes, largest, traffic_hash
+        )
         usable = chains[0][: demand.num_usable_blocks * demand.block_tokens]
         own, *others = (
             block_keys(root_key(version, cache_salt), usable, demand.block_tokens) for version in self._versions(hello)
@@ -167,11 +169,11 @@ class ModelRuntime:
         return None if ttft_s is None else self.dispatcher.expected_wait_s(priority, demand) + ttft_s
 
 
-def _hello_for(workers: Sequence[Worker], lot: float) -> membership_pb2.Hello:
+def _hello_for(workers: Sequence[Worker], traffic_hash: float) -> membership_pb2.Hello:
     """Keys name blocks of one version's weights: a canary's for what is drawn for canaries, else the others'; where
     there is none of these, any."""
     share = max(worker.hello.traffic_share for worker in workers)
-    return min(workers, key=lambda worker: (worker.hello.traffic_share > 0) != (lot < share)).hello
+    return min(workers, key=lambda worker: (worker.hello.traffic_share > 0) != (traffic_hash < share)).hello
 
 
 class ModelRuntimes:

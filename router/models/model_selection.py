@@ -83,49 +83,49 @@ class ModelChoice:
     """Why this one, or why none."""
 
 
-def needs_count(rules: Sequence[ModelRule], wish: ModelCriteria) -> bool:
+def needs_count(rules: Sequence[ModelRule], criteria: ModelCriteria) -> bool:
     """Whether the number of the prompt's tokens decides which rule governs."""
     for rule in rules:
-        if _holds(rule, wish):
+        if _holds(rule, criteria):
             if rule.counts_tokens:
                 return True
             break
     return False
 
 
-def governing_rule(rules: Sequence[ModelRule], wish: ModelCriteria, num_prompt_tokens: int) -> int | None:
+def governing_rule(rules: Sequence[ModelRule], criteria: ModelCriteria, num_prompt_tokens: int) -> int | None:
     """The number, from 0, of the first one that holds. `num_prompt_tokens` only matters where `needs_count`."""
     for number, rule in enumerate(rules):
         longest = math.inf if rule.max_prompt_tokens is None else rule.max_prompt_tokens
-        if _holds(rule, wish) and rule.min_prompt_tokens <= num_prompt_tokens <= longest:
+        if _holds(rule, criteria) and rule.min_prompt_tokens <= num_prompt_tokens <= longest:
             return number
     return None
 
 
-def _holds(rule: ModelRule, wish: ModelCriteria) -> bool:
+def _holds(rule: ModelRule, criteria: ModelCriteria) -> bool:
     """But for the number of tokens."""
     return (
-        (not rule.tasks or wish.task in rule.tasks)
-        and wish.min_quality >= rule.min_quality
-        and (not rule.tenants or wish.tenant in rule.tenants)
-        and (rule.min_priority is None or wish.priority >= rule.min_priority)
+        (not rule.tasks or criteria.task in rule.tasks)
+        and criteria.min_quality >= rule.min_quality
+        and (not rule.tenants or criteria.tenant in rule.tenants)
+        and (rule.min_priority is None or criteria.priority >= rule.min_priority)
     )
 
 
-def unfit(name: str, quality: float, tasks: Sequence[str], wish: ModelCriteria) -> tuple[str, str] | None:
+def unfit(name: str, quality: float, tasks: Sequence[str], criteria: ModelCriteria) -> tuple[str, str] | None:
     """Which field of the request asks for more than the model is said to be, and why; None: neither does."""
-    if quality < wish.min_quality:
-        return "min_quality", f"{name} has quality {quality:g}, below the {wish.min_quality:g} asked"
-    if wish.task and tasks and wish.task not in tasks:
-        return "task", f"{name} is for {', '.join(tasks)}, not for {wish.task!r}"
+    if quality < criteria.min_quality:
+        return "min_quality", f"{name} has quality {quality:g}, below the {criteria.min_quality:g} asked"
+    if criteria.task and tasks and criteria.task not in tasks:
+        return "task", f"{name} is for {', '.join(tasks)}, not for {criteria.task!r}"
     return None
 
 
-def ttft_limit_s(wish: ModelCriteria, rule: ModelRule | None) -> float:
+def ttft_limit_s(criteria: ModelCriteria, rule: ModelRule | None) -> float:
     """Of the request's and the rule's, the less."""
     if rule is None or rule.max_ttft_ms is None:
-        return wish.max_ttft_s
-    return min(wish.max_ttft_s, rule.max_ttft_ms / 1e3)
+        return criteria.max_ttft_s
+    return min(criteria.max_ttft_s, rule.max_ttft_ms / 1e3)
 
 
 def allowed(rule: ModelRule | None, name: str) -> bool:
@@ -133,11 +133,11 @@ def allowed(rule: ModelRule | None, name: str) -> bool:
 
 
 def choose(
-    wish: ModelCriteria, rule: ModelRule | None, rule_name: str, options: Sequence[ModelOption]
+    criteria: ModelCriteria, rule: ModelRule | None, rule_name: str, options: Sequence[ModelOption]
 ) -> ModelChoice | CountNeeded:
     """`options` in the order of the configuration, which settles ties. `rule` None: none holds, all are allowed."""
-    limit_s = ttft_limit_s(wish, rule)
-    faults = {option.name: _fault(option, rule, wish) for option in options}
+    limit_s = ttft_limit_s(criteria, rule)
+    faults = {option.name: _fault(option, rule, criteria) for option in options}
     late: list[ModelOption] = []
     chosen: ModelOption | None = None
     for option in sorted(options, key=lambda option: option.price):  # stable
@@ -160,10 +160,10 @@ def choose(
     return ModelChoice("" if chosen is None else chosen.name, verdicts, _words(rule_name, chosen, fastest, verdicts))
 
 
-def _fault(option: ModelOption, rule: ModelRule | None, wish: ModelCriteria) -> str:
+def _fault(option: ModelOption, rule: ModelRule | None, criteria: ModelCriteria) -> str:
     if not allowed(rule, option.name):
         return "not allowed by the rule"
-    if (lack := unfit("it", option.quality, option.tasks, wish)) is not None:
+    if (lack := unfit("it", option.quality, option.tasks, criteria)) is not None:
         return lack[1]
     return option.fault
 

@@ -61,14 +61,14 @@ class ModelSelector:
         """
         prompt_kind(request)
         first_token_s = request.max_ttft_ms / 1e3 if request.HasField("max_ttft_ms") else math.inf
-        wish = ModelCriteria(request.task, request.min_quality, request.tenant, request.priority, first_token_s)
+        criteria = ModelCriteria(request.task, request.min_quality, request.tenant, request.priority, first_token_s)
         looking = _Selection(request, cache_salt, self._config.max_counted_models)
-        rule, rule_name = await self._rule(wish, looking)
+        rule, rule_name = await self._rule(criteria, looking)
         self._check_vocabulary(request, rule)
-        predict |= ttft_limit_s(wish, rule) < math.inf
+        predict |= ttft_limit_s(criteria, rule) < math.inf
         poll_s = POLL_S
         while True:
-            outcome = choose(wish, rule, rule_name, [looking.option(model) for model in self._models])
+            outcome = choose(criteria, rule, rule_name, [looking.option(model) for model in self._models])
             if isinstance(outcome, CountNeeded):
                 await looking.count(self._models.named(outcome.name), predict)
             elif outcome.name:
@@ -79,17 +79,17 @@ class ModelSelector:
                 await asyncio.sleep(poll_s)
                 poll_s = min(MOST_POLL_S, 1.5 * poll_s)
             else:
-                raise _refusal(outcome, wish, rule, looking)
+                raise _refusal(outcome, criteria, rule, looking)
 
-    async def _rule(self, wish: ModelCriteria, looking: "_Selection") -> tuple[ModelRule | None, str]:
+    async def _rule(self, criteria: ModelCriteria, looking: "_Selection") -> tuple[ModelRule | None, str]:
         """The one that governs, and its name."""
         rules = self._config.model_rules
         num_tokens = 0
-        if needs_count(rules, wish):
+        if needs_count(rules, criteria):
             able = (model for model in self._models if not model.encoder.fault(looking.request))
             if (reader := next(able, None)) is not None:
                 num_tokens = len(await looking.prompt_of(reader))
-        number = governing_rule(rules, wish, num_tokens)
+        number = governing_rule(rules, criteria, num_tokens)
         return (None, "") if number is None else (rules[number], rules[number].name or str(number + 1))
 
     def _check_vocabulary(self, request: pb.GenerateRequest, rule: ModelRule | None) -> None:
@@ -190,14 +190,14 @@ class _Selection:
         return max(1, most) * (max(1, sampling.n) if sampling.HasField("n") else 1)
 
 
-def _refusal(choice: ModelChoice, wish: ModelCriteria, rule: ModelRule | None, looking: _Selection) -> ServiceError:
+def _refusal(choice: ModelChoice, criteria: ModelCriteria, rule: ModelRule | None, looking: _Selection) -> ServiceError:
     """Typed by what all models that the rule allows have in common."""
     verdicts = [verdict for verdict in choice.verdicts if allowed(rule, verdict.option.name)]
     if not verdicts:
         return Forbidden("the rule that governs this request allows none of the models that its key may use", "model")
     if any(verdict.why == NO_WORKER for verdict in verdicts):
         return Unavailable(choice.words, "model")
-    errors = [_error(verdict, wish, looking) for verdict in verdicts]
+    errors = [_error(verdict, criteria, looking) for verdict in verdicts]
     first = errors[0]
     if all((error.field, error.message) == (first.field, first.message) for error in errors):
         return first  # it is not the models'
@@ -205,10 +205,10 @@ def _refusal(choice: ModelChoice, wish: ModelCriteria, rule: ModelRule | None, l
     return InvalidRequest(first.field if same_field else "model", choice.words)
 
 
-def _error(verdict: Verdict, wish: ModelCriteria, looking: _Selection) -> InvalidRequest:
+def _error(verdict: Verdict, criteria: ModelCriteria, looking: _Selection) -> InvalidRequest:
     """Of a model that was not fit."""
     option = verdict.option
-    if (lack := unfit(option.name, option.quality, option.tasks, wish)) is not None:
+    if (lack := unfit(option.name, option.quality, option.tasks, criteria)) is not None:
         return InvalidRequest(*lack)
     found = looking.found.get(option.name)
     if found is not None and found.error is not None:

@@ -27,7 +27,7 @@ class Placement:
     placed_after_s: float
     """Of the request's arrival."""
     decision: Decision
-    situation: PlacementSnapshot | None
+    placement_snapshot: PlacementSnapshot | None
     ttft_s: float | None = None
     """From the placement."""
     hit_blocks: int | None = None
@@ -104,10 +104,10 @@ class DecisionHistory:
         """Of an entry that was added, and perhaps is forgotten already: then nothing is kept of what it was made of."""
         entry.placements.append(placement)
         if entry.forgotten or not self.on:
-            placement.situation = None
-        if placement.situation is not None:
-            num_bytes = placement.situation.num_bytes(self._latest)
-            self._latest = placement.situation
+            placement.placement_snapshot = None
+        if placement.placement_snapshot is not None:
+            num_bytes = placement.placement_snapshot.num_bytes(self._latest)
+            self._latest = placement.placement_snapshot
             entry.num_bytes += num_bytes
             self.num_bytes += num_bytes
             self._shrink()

@@ -36,12 +36,12 @@ class DecisionLog:
         return self._share > 0
 
     def placed(self, entry: Entry, placement: Placement) -> None:
-        situation = placement.situation
-        if situation is None or not self._wanted(entry):
+        placement_snapshot = placement.placement_snapshot
+        if placement_snapshot is None or not self._wanted(entry):
             return
         head = _head(entry) | {"attempt": placement.attempt, "placed_after_ms": placement.placed_after_s * 1e3}
         decision = placement.decision
-        self._lines.write(lambda: {"placed": head | recorded(decision, situation)})
+        self._lines.write(lambda: {"placed": head | recorded(decision, placement_snapshot)})
 
     def ended(self, entry: Entry, finish: pb.Finish | None) -> None:
         """However it did; `finish` is the one that ended its stream well."""
@@ -100,8 +100,10 @@ def read_decisions(lines: Iterable[str], request_id: str) -> Entry | None:
         if entry is None or entry.ended:  # another one of that id
             entry = Entry(request_id, said["tenant"], said["at"], said["model"], said["model_reason"])
         if kind == "placed":
-            decision, situation = read_recorded(said)
-            entry.placements.append(Placement(said["attempt"], said["placed_after_ms"] / 1e3, decision, situation))
+            decision, placement_snapshot = read_recorded(said)
+            entry.placements.append(
+                Placement(said["attempt"], said["placed_after_ms"] / 1e3, decision, placement_snapshot)
+            )
             continue
         entry.ended = True
         entry.refusal = ServiceError(said["error"]) if said["error"] else None

@@ -23,13 +23,13 @@ def compared(verdict: Verdict) -> pb.ModelCandidate:
 
 
 def decided(placement: Placement) -> pb.PlacementDecision:
-    situation = placement.situation
-    candidates = situation.candidates() if situation is not None else []
+    placement_snapshot = placement.placement_snapshot
+    candidates = placement_snapshot.candidates() if placement_snapshot is not None else []
     return pb.PlacementDecision(
         attempt=placement.attempt,
         placed_after_ms=placement.placed_after_s * 1e3,
         reason=placement.decision.reason,
-        usable_blocks=situation.demand.num_usable_blocks if situation is not None else 0,
+        usable_blocks=placement_snapshot.demand.num_usable_blocks if placement_snapshot is not None else 0,
         candidates=[candidate_of(candidate) for candidate in candidates[:MAX_EXPLAINED]],
         num_candidates=placement.decision.num_candidates,
         ttft_ms=None if placement.ttft_s is None else placement.ttft_s * 1e3,

@@ -60,7 +60,7 @@ class RouterMetrics:
         self.loan_failures = counter("tandem_loan_failures", "Loans that ended before all was bound.")
         self.preemptions = counter("tandem_request_preemptions", "Of requests, by receipt.")
         self.recomputed = counter("tandem_recomputed_tokens", "Computed again, because of those.")
-        self.guessed = counter("tandem_spec_decode_num_draft_tokens", "Guessed and verified, by receipt.")
+        self.drafted = counter("tandem_spec_decode_num_draft_tokens", "Guessed and verified, by receipt.")
         self.accepted = counter("tandem_spec_decode_num_accepted_tokens", "Of those, the right ones.")
         self.price = counter("tandem_request_price", "At the prices set, in their unit.", "kind")
         self.predicted = counter("tandem_predicted_ttft_seconds", "Sum of predictions of requests with a receipt.")
@@ -92,9 +92,9 @@ class RequestMetrics:
         self._name = ""
         self._itl: Histogram | None = None
 
-    def checked(self, ticket: PreparedRequest) -> None:
+    def checked(self, prepared: PreparedRequest) -> None:
         """It is a request for this model."""
-        self._name = ticket.model.name
+        self._name = prepared.model.name
         self._itl = self._metrics.of(self._metrics.itl, self._name)
 
     def message(self) -> None:
@@ -151,7 +151,7 @@ class RequestMetrics:
         self._count(metrics.loan_failures, bool(kv.loan_failure))
         self._count(metrics.preemptions, kv.preemptions)
         self._count(metrics.recomputed, kv.recomputed_tokens)
-        self._count(metrics.guessed, receipt.speculation.guessed_tokens)
+        self._count(metrics.drafted, receipt.speculation.draft_tokens)
         self._count(metrics.accepted, receipt.speculation.accepted_tokens)
         if receipt.HasField("price"):
             self._count(metrics.price, receipt.price.input, "input")
@@ -177,9 +177,9 @@ class RequestMetrics:
 class ClusterCollector(Collector):
     """What the router knows of its workers and its lines, as it stands when it is asked."""
 
-    def __init__(self, models: ModelRuntimes, gate: TenantLimits) -> None:
+    def __init__(self, models: ModelRuntimes, tenant_limits: TenantLimits) -> None:
         self._models = models
-        self._gate = gate
+        self._tenant_limits = tenant_limits
 
     def describe(self) -> Iterable[Metric]:
         """Nothing until it is asked: what there is depends on the models."""
@@ -249,7 +249,7 @@ class ClusterCollector(Collector):
             if model.fleet.ttft_scores.num_seen:
                 for share, ratio in zip(QUANTILES, model.fleet.ttft_scores.quantiles(QUANTILES), strict=True):
                     errors.add_metric((model.name, f"{share:g}"), ratio)
-        for reason, count in self._gate.num_refused.items():
+        for reason, count in self._tenant_limits.num_refused.items():
             refused.add_metric(("", _word(reason)), count)
         yield from (waiting, running, errors, refused)
 

@@ -38,18 +38,18 @@ class Samples:
         settings = self._settings
         return settings.samples_file is not None and self._chance.random() < settings.sample_share
 
-    def served(self, ticket: PreparedRequest, messages: list[bytes]) -> None:
+    def served(self, prepared: PreparedRequest, messages: list[bytes]) -> None:
         """It ended well; `messages` are what its client got."""
-        request, finish = ticket.request, ticket.finish
+        request, finish = prepared.request, prepared.finish
         assert finish is not None
         line: dict[str, Any] = {
-            "request_id": ticket.request_id,
+            "request_id": prepared.request_id,
             "at": time.time(),
-            "model": ticket.model.name,
+            "model": prepared.model.name,
             "tenant": request.tenant,
             "session_id": request.session_id,
-            "prompt_tokens": len(ticket.prompt),
-            "completion_tokens": ticket.num_output_tokens,
+            "prompt_tokens": len(prepared.prompt),
+            "completion_tokens": prepared.num_output_tokens,
             "receipt": MessageToDict(finish.receipt, preserving_proto_field_name=True),
         }
         if self._settings.sample_texts:
@@ -58,7 +58,7 @@ class Samples:
                 pb.GenerateRequest(text=request.text, messages=request.messages, token_ids=request.token_ids),
                 preserving_proto_field_name=True,
             )
-            line["output"] = ["".join(r.text for r in responses if r.index == i) for i in range(ticket.sampling.n)]
+            line["output"] = ["".join(r.text for r in responses if r.index == i) for i in range(prepared.sampling.n)]
         self._lines.write(lambda: {"request": line})
 
     @property

@@ -89,17 +89,17 @@ class Tracing:
             insecure = not config.otlp_endpoint.startswith("https://")
             self._processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=config.otlp_endpoint, insecure=insecure))
 
-    def finished(self, ticket: PreparedRequest, ttft_s: float) -> None:
+    def finished(self, prepared: PreparedRequest, ttft_s: float) -> None:
         """It ended well, now."""
-        if self._processor is None or ticket.finish is None or not self._wanted():
+        if self._processor is None or prepared.finish is None or not self._wanted():
             return
-        finish, now = ticket.finish, time.monotonic()
+        finish, now = prepared.finish, time.monotonic()
         attributes: dict[str, Any] = {
-            **self._of_request(ticket),
-            "gen_ai.response.model": ticket.model.name,
+            **self._of_request(prepared),
+            "gen_ai.response.model": prepared.model.name,
             "gen_ai.usage.input_tokens": finish.usage.prompt_tokens,
-            "gen_ai.usage.output_tokens": ticket.num_output_tokens,
-            "gen_ai.response.finish_reasons": [REASONS.get(reason, "other") for reason in ticket.reasons],
+            "gen_ai.usage.output_tokens": prepared.num_output_tokens,
+            "gen_ai.response.finish_reasons": [REASONS.get(reason, "other") for reason in prepared.reasons],
             "tandem.cached_tokens": finish.usage.cached_tokens,
             "tandem.ttft_ms": ttft_s * 1e3,
         }
@@ -107,31 +107,31 @@ class Tracing:
         for name in ("reused_blocks", "moved_blocks", "computed_blocks", "moved_bytes", "mismatched_blocks"):
             attributes[f"tandem.kv.{name}"] = getattr(kv, name)
         attributes |= {"tandem.placement.reason": placement.reason, "tandem.placement.attempt": placement.attempt}
-        began_ns = time.time_ns() - round((now - ticket.arrived_at) * 1e9)
+        began_ns = time.time_ns() - round((now - prepared.arrived_at) * 1e9)
         root, context = self._root(began_ns, attributes)
         for span in spans_of(finish.receipt, self._router_id, ttft_s):
             child = self._tracer(span.service, span.where).start_span(
                 span.name, context=context, start_time=began_ns + round(span.begin_s * 1e9)
             )
             child.end(began_ns + round(span.end_s * 1e9))
-        root.end(began_ns + round((now - ticket.arrived_at) * 1e9))
+        root.end(began_ns + round((now - prepared.arrived_at) * 1e9))
 
-    def failed(self, ticket: PreparedRequest | None, arrived_at: float, error: ServiceError) -> None:
+    def failed(self, prepared: PreparedRequest | None, arrived_at: float, error: ServiceError) -> None:
         """It ended with an error, now. `arrived_at`: of the monotonic clock."""
-        self._cut_short(ticket, arrived_at, error.code, str(error))
+        self._cut_short(prepared, arrived_at, error.code, str(error))
 
-    def cancelled(self, ticket: PreparedRequest | None, arrived_at: float) -> None:
+    def cancelled(self, prepared: PreparedRequest | None, arrived_at: float) -> None:
         """Its client left, or it was ended, now: no error of ours."""
-        self._cut_short(ticket, arrived_at, CANCELLED, "")
+        self._cut_short(prepared, arrived_at, CANCELLED, "")
 
-    def _cut_short(self, ticket: PreparedRequest | None, arrived_at: float, kind: str, failure: str) -> None:
+    def _cut_short(self, prepared: PreparedRequest | None, arrived_at: float, kind: str, failure: str) -> None:
         """The span of the whole alone. `failure`: what we failed at; empty: nothing."""
         if self._processor is None or not self._wanted():
             return
         from opentelemetry.trace import Status, StatusCode
 
         now_ns, span_ns = time.time_ns(), round((time.monotonic() - arrived_at) * 1e9)
-        attributes = {"error.type": kind} | (self._of_request(ticket) if ticket is not None else {})
+        attributes = {"error.type": kind} | (self._of_request(prepared) if prepared is not None else {})
         root, _ = self._root(now_ns - span_ns, attributes)
         if failure:
             root.set_status(Status(StatusCode.ERROR, failure))
@@ -145,12 +145,12 @@ class Tracing:
     def _wanted(self) -> bool:
         return self._share >= 1 or self._chance.random() < self._share
 
-    def _of_request(self, ticket: PreparedRequest) -> dict[str, Any]:
+    def _of_request(self, prepared: PreparedRequest) -> dict[str, Any]:
         return {
-            "gen_ai.operation.name": "chat" if ticket.request.messages else "text_completion",
+            "gen_ai.operation.name": "chat" if prepared.request.messages else "text_completion",
             "gen_ai.provider.name": "tandem",
-            "gen_ai.request.model": ticket.request.model or ticket.model.name,
-            "tandem.request_id": ticket.request_id,
+            "gen_ai.request.model": prepared.request.model or prepared.model.name,
+            "tandem.request_id": prepared.request_id,
         }
 
     def _root(self, began_ns: int, attributes: dict[str, Any]) -> tuple[Any, Any]:

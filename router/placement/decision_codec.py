@@ -14,10 +14,10 @@ from router.placement.worker_table import Hits, WorkerTable
 T = TypeVar("T")
 
 
-def recorded(decision: Decision, situation: PlacementSnapshot) -> dict[str, Any]:
+def recorded(decision: Decision, placement_snapshot: PlacementSnapshot) -> dict[str, Any]:
     """Nothing in it changes afterwards, so this can be done later, and on another thread."""
-    said = {"decision": dataclasses.asdict(decision), "available": _plain(situation.available)}
-    parts = (situation.demand, situation.workers, situation.hits, situation.rates)
+    said = {"decision": dataclasses.asdict(decision), "available": _plain(placement_snapshot.available)}
+    parts = (placement_snapshot.demand, placement_snapshot.workers, placement_snapshot.hits, placement_snapshot.rates)
     return said | {type(part).__name__: _fields(part) for part in parts}
 
 
@@ -29,8 +29,14 @@ def read_recorded(said: dict[str, Any]) -> tuple[Decision, PlacementSnapshot]:
     return Decision(**decision), PlacementSnapshot(*parts, _value(said["available"]))
 
 
-def decided_again(situation: PlacementSnapshot) -> Decision | None:
-    return place(situation.demand, situation.workers, situation.hits, situation.rates, situation.available)
+def decided_again(placement_snapshot: PlacementSnapshot) -> Decision | None:
+    return place(
+        placement_snapshot.demand,
+        placement_snapshot.workers,
+        placement_snapshot.hits,
+        placement_snapshot.rates,
+        placement_snapshot.available,
+    )
 
 
 def _fields(part: Any) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class Demand:
     other_keys: tuple[tuple[BlockKey, ...], ...] = ()
     """Where the model's workers have several versions of its weights: what the prompt's blocks are called by each of
     the others."""
-    lot: float = 1.0
+    traffic_hash: float = 1.0
     """In [0, 1), drawn for the request: below a canary's share of the traffic it is for the canary. 1: for none."""
 
     def num_promised_blocks(self, reserve_output_tokens: int) -> int:

@@ -85,12 +85,12 @@ class Fleet:
 
     def reported(self, worker: Worker, load: pb.LoadReport) -> None:
         worker.num_reports += 1
-        if load == worker.load and not (worker.decodes_unseen or worker.lends_unseen):
+        if load == worker.load and not (worker.unreported_decodes or worker.unreported_lends):
             return  # as most are, of a fleet that has room
         first, worker.load = worker.load is None, load
         worker.draining |= load.draining
         seen = load.placements_seen.get(self.mark, 0)
-        for unseen in (worker.decodes_unseen, worker.lends_unseen):
+        for unseen in (worker.unreported_decodes, worker.unreported_lends):
             if unseen:
                 unseen.see(seen)
         if self._workers.get(worker.worker_id) is not worker:
@@ -100,9 +100,9 @@ class Fleet:
         else:
             self._refresh(worker)
 
-    def shun(self, worker: Worker, shunned: bool) -> None:
+    def avoid(self, worker: Worker, avoided: bool) -> None:
         """Whether nothing may start there."""
-        worker.shunned = shunned
+        worker.avoided = avoided
         self._refresh(worker)
 
     def part(self, borrower: Worker, lender: Worker, parted: bool) -> None:
@@ -155,11 +155,11 @@ class Fleet:
     def placed(self, decision: Decision, demand: Demand, keys: Sequence[BlockKey]) -> ActivePlacement:
         """Count a placement from now on, with nothing told since it was decided; `ended` must follow."""
         self._sequence += 1
-        situation = None
+        placement_snapshot = None
         if self.keeps_situations and self._decided is not None and self._decided[0] is demand:
             _, hits, available = self._decided
             rates = self._learner.rates_as_they_are()
-            situation = PlacementSnapshot.of(demand, self._snapshot, hits, rates, available)
+            placement_snapshot = PlacementSnapshot.of(demand, self._snapshot, hits, rates, available)
         decode = self._workers[decision.decode_id]
         lender = self._workers[decision.lender_id] if decision.lender_id else None
         source = self._workers[decision.source_id] if decision.source_id else None
@@ -174,15 +174,15 @@ class Fleet:
             demand=demand,
             keys=tuple(keys),
             predicted_ttft_s=decision.predicted_ttft_s,
-            situation=situation,
+            placement_snapshot=placement_snapshot,
             running_before=_running(decode),
             queued_before=(_queued(decode), _queued(lender) if lender else 0),
         )
         blocks = demand.num_promised_blocks(decode.hello.reserve_output_tokens)
-        decode.decodes_unseen.add(placed, placed.num_streams, placed.own_tokens, blocks)
+        decode.unreported_decodes.add(placed, placed.num_streams, placed.own_tokens, blocks)
         self._refresh(decode)
         if lender is not None:
-            lender.lends_unseen.add(placed, tokens=placed.lender_tokens)
+            lender.unreported_lends.add(placed, tokens=placed.lender_tokens)
             self._refresh(lender)
             if placed.lender_computes:
                 self._computing.add(placed)
@@ -194,11 +194,11 @@ class Fleet:
             return
         placed.started = True
         self._computing.discard(placed)
-        if placed in placed.decode.decodes_unseen:
-            placed.decode.decodes_unseen.computed(placed)
+        if placed in placed.decode.unreported_decodes:
+            placed.decode.unreported_decodes.computed(placed)
             self._refresh(placed.decode)
-        if placed.lender is not None and placed in placed.lender.lends_unseen:
-            placed.lender.lends_unseen.remove(placed)
+        if placed.lender is not None and placed in placed.lender.unreported_lends:
+            placed.lender.unreported_lends.remove(placed)
             self._refresh(placed.lender)
 
     def finished(self, placed: ActivePlacement, finish: public_pb.Finish, ttft_s: float | None) -> None:
@@ -228,8 +228,8 @@ class Fleet:
 
     def ended(self, placed: ActivePlacement) -> None:
         self.started(placed)
-        if placed in placed.decode.decodes_unseen:
-            placed.decode.decodes_unseen.remove(placed)
+        if placed in placed.decode.unreported_decodes:
+            placed.decode.unreported_decodes.remove(placed)
             self._refresh(placed.decode)
 
     # ------------------------------------------------------------------ questions
@@ -335,19 +335,19 @@ class Fleet:
 def _running(worker: Worker) -> int:
     """Streams, of one that has reported; this and the next two count what its reports do not see yet."""
     assert worker.load is not None
-    return worker.load.running + worker.decodes_unseen.streams
+    return worker.load.running + worker.unreported_decodes.streams
 
 
 def _queued(worker: Worker) -> int:
     """Tokens of prompts."""
     assert worker.load is not None
-    return worker.load.queued_prefill_tokens + worker.lends_unseen.tokens + worker.decodes_unseen.tokens
+    return worker.load.queued_prefill_tokens + worker.unreported_lends.tokens + worker.unreported_decodes.tokens
 
 
 def _available(worker: Worker) -> int:
     """Blocks; -1: nothing may start there."""
     assert worker.load is not None
-    return -1 if worker.shunned else worker.load.available_blocks - worker.decodes_unseen.blocks
+    return -1 if worker.avoided else worker.load.available_blocks - worker.unreported_decodes.blocks
 
 
 def _shared_prefix(keys: Sequence[BlockKey], others: Sequence[BlockKey]) -> int:

@@ -57,7 +57,7 @@ class Decision:
     reason: str
     hit_blocks: int = 0
     """Of the prompt, predicted: such as nobody computes."""
-    rivals: tuple[Alternative, ...] = field(default=(), compare=False)
+    alternatives: tuple[Alternative, ...] = field(default=(), compare=False)
     """The next best, of few."""
 
 
@@ -70,7 +70,7 @@ def startable(demand: Demand, workers: WorkerTable, available: Ints | None = Non
     promised = np.array([demand.num_promised_blocks(reserve) for reserve in workers.reserves], np.int64)
     there = workers.available_blocks if available is None else available
     could: Bools = workers.starts & (workers.num_blocks >= demand.num_total_blocks)
-    return workers.in_share(could & (there >= promised[workers.reserve_of]), could, demand.lot)
+    return workers.in_share(could & (there >= promised[workers.reserve_of]), could, demand.traffic_hash)
 
 
 def place(
@@ -86,7 +86,7 @@ def place(
 
 def place_on(rows: Ints, demand: Demand, workers: WorkerTable, hits: Hits, rates: Rates) -> Decision:
     """The cheapest way among those that begin on the decode workers of `rows`, of which there are some."""
-    way, num_candidates, rivals = _Matrices(demand, workers, hits, rates, rows).cheapest()
+    way, num_candidates, alternatives = _Matrices(demand, workers, hits, rates, rows).cheapest()
     best = assess(demand, workers, hits, rates, way)
     return Decision(
         decode_id=best.decode_id,
@@ -100,7 +100,7 @@ def place_on(rows: Ints, demand: Demand, workers: WorkerTable, hits: Hits, rates
         hit_blocks=best.hit_blocks,
         num_candidates=num_candidates,
         reason=_reason(demand, workers, hits, way, best),
-        rivals=rivals,
+        alternatives=alternatives,
     )
 
 
@@ -143,9 +143,9 @@ class _Matrices:
             computes,
             source if source >= 0 else None,
         )
-        return way, num_candidates, self._rivals(near, chosen[:4])
+        return way, num_candidates, self._alternatives(near, chosen[:4])
 
-    def _rivals(
+    def _alternatives(
         self, near: list[tuple[float, int, int, bool]], chosen: tuple[float, int, int, bool]
     ) -> tuple[Alternative, ...]:
         """The first of those near the chosen one, by cost."""
@@ -190,7 +190,7 @@ class _Matrices:
         those of their sources, -1 for none."""
         demand, workers, rates = self._demand, self._workers, self._rates
         usable = demand.num_usable_blocks
-        lenders = np.flatnonzero(workers.computing_lenders(usable, demand.lot))
+        lenders = np.flatnonzero(workers.computing_lenders(usable, demand.traffic_hash))
         if not len(lenders) or self._own.min() == usable:
             return None
         sources, have, read_s = self._sources(lenders)

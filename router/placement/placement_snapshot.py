@@ -24,7 +24,9 @@ class PlacementSnapshot:
     """Blocks that the request might take of each worker, where these were not all there were."""
 
     @classmethod
-    def of(cls, demand: Demand, workers: WorkerTable, hits: Hits, rates: Rates, available: Ints | None) -> "PlacementSnapshot":
+    def of(
+        cls, demand: Demand, workers: WorkerTable, hits: Hits, rates: Rates, available: Ints | None
+    ) -> "PlacementSnapshot":
         """`workers` may change afterwards; the others may not."""
         frozen = replace(
             workers,

@@ -86,7 +86,7 @@ class RateLearner:
         for lines in (self._prefill, self._tail, self._step):
             self._write_workers(lines, range(len(self._ids)))
         everybody = np.arange(len(self._ids))
-        self._write_unseen(everybody, everybody)
+        self._write_unmeasured(everybody, everybody)
         for (borrower_id, lender_id), line in self._pairs.items():
             self._write_pair(self._row_of[borrower_id], self._row_of[lender_id], line)
 
@@ -123,9 +123,9 @@ class RateLearner:
             lines.observe(worker_id, num_bytes, seconds)
             ends.write(row, lines.by_worker[worker_id])
         everybody = np.arange(len(self._ids))
-        self._write_unseen(np.array([borrower]), everybody)
-        self._write_unseen(everybody, np.array([lender]))
-        self._write_unseen(np.flatnonzero(~self._borrowed.seen), np.flatnonzero(~self._lent.seen))
+        self._write_unmeasured(np.array([borrower]), everybody)
+        self._write_unmeasured(everybody, np.array([lender]))
+        self._write_unmeasured(np.flatnonzero(~self._borrowed.seen), np.flatnonzero(~self._lent.seen))
         self._write_pair(borrower, lender, pair)
 
     def _write_workers(self, lines: LinearFits, rows: Iterable[int]) -> None:
@@ -145,7 +145,7 @@ class RateLearner:
         self._rates.loan_overhead_s[borrower, lender] = line.fixed_s
         self._rates.kv_bytes_per_s[borrower, lender] = 1 / line.unit_s
 
-    def _write_unseen(self, borrowers: Ints, lenders: Ints) -> None:
+    def _write_unmeasured(self, borrowers: Ints, lenders: Ints) -> None:
         """What is taken for those of these pairs that were never seen."""
         if not len(borrowers) or not len(lenders):
             return

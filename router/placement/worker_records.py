@@ -68,9 +68,9 @@ class Worker:
     lost: bool = False
     """Its engine fell silent; calls to it are cancelled."""
     on_lost: set[Callable[[], object]] = field(default_factory=set)
-    decodes_unseen: UnreportedPlacements = field(default_factory=UnreportedPlacements)
+    unreported_decodes: UnreportedPlacements = field(default_factory=UnreportedPlacements)
     """Placements on it that no report of its has seen."""
-    lends_unseen: UnreportedPlacements = field(default_factory=UnreportedPlacements)
+    unreported_lends: UnreportedPlacements = field(default_factory=UnreportedPlacements)
     """Likewise as a lender, until their first token."""
     num_cached: int = 0
     """Blocks that it said it holds."""
@@ -80,7 +80,7 @@ class Worker:
     """Of those, what it had already."""
     draining: bool = False
     """It was told to stop: it takes nothing more, and can be read. For good."""
-    shunned: bool = False
+    avoided: bool = False
     """What was placed on it failed: nothing starts there for a while."""
     failing: bool = False
     """That, or it is to be seen whether it works again."""
@@ -111,7 +111,7 @@ class ActivePlacement:
     demand: Demand
     keys: tuple[BlockKey, ...]
     predicted_ttft_s: float
-    situation: PlacementSnapshot | None
+    placement_snapshot: PlacementSnapshot | None
     """Where these are kept; whoever keeps it takes it away from here."""
     running_before: int
     """On the decode worker, without it."""

@@ -58,18 +58,18 @@ class WorkerTable:
         """[W]: decode workers that are to stay, on which requests may start."""
         return self.decodes & ~self.draining
 
-    def computing_lenders(self, num_blocks: int, lot: float) -> Bools:
+    def computing_lenders(self, num_blocks: int, traffic_hash: float) -> Bools:
         """[W]: prefill workers that may compute so many blocks for a request of this lot."""
         could: Bools = ~self.decodes & ~self.draining & (self.num_blocks >= num_blocks)
-        return self.in_share(could, could, lot)
+        return self.in_share(could, could, traffic_hash)
 
-    def in_share(self, able: Bools, could: Bools, lot: float) -> Bools:
+    def in_share(self, able: Bools, could: Bools, traffic_hash: float) -> Bools:
         """[W]: those of the `able` that a request of this lot is for. A canary's goes to the others where no canary is
         able; the others' to canaries only where nobody else `could` ever serve it."""
         if not self.with_canaries:
             return able
         canaries = self.traffic_shares > 0
-        if lot < self.traffic_shares[could].max(initial=0):
+        if traffic_hash < self.traffic_shares[could].max(initial=0):
             wanted: Bools = able & canaries
             return wanted if wanted.any() else able
         return able & ~canaries if (could & ~canaries).any() else able

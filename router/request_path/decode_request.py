@@ -10,7 +10,7 @@ from router.request_path.stream_state import StreamState
 
 
 def decode_request(
-    ticket: PreparedRequest,
+    prepared: PreparedRequest,
     emitted: StreamState,
     placed: ActivePlacement,
     decision: Decision,
@@ -19,11 +19,11 @@ def decode_request(
     now: float,
 ) -> pb.DecodeRequest:
     """`placed_at` and `now` are seconds of the monotonic clock."""
-    model = ticket.model
+    model = prepared.model
     internal = pb.DecodeRequest(
-        request_id=ticket.request_id,
+        request_id=prepared.request_id,
         worker_incarnation=placed.decode.hello.incarnation,
-        prompt_token_ids=ticket.prompt,
+        prompt_token_ids=prepared.prompt,
         emitted_token_ids=emitted.choices[0].token_ids,
         emitted_chars=emitted.choices[0].num_chars,
         emitted_choices=[
@@ -33,9 +33,9 @@ def decode_request(
         ],
         finished_choices=[index for index, choice in enumerate(emitted.choices) if choice.finished],
         emitted_prompt_logprobs=emitted.num_prompt_logprobs,
-        sampling=ticket.sampling,
-        cache_salt=ticket.cache_salt,
-        priority=ticket.request.priority,
+        sampling=prepared.sampling,
+        cache_salt=prepared.cache_salt,
+        priority=prepared.request.priority,
         placement=public_pb.Placement(
             decode_worker=decision.decode_id,
             lender=decision.lender_id or "",
@@ -46,12 +46,12 @@ def decode_request(
             attempt=attempt,
             predicted_hit_blocks=decision.hit_blocks,
         ),
-        router_stages=_stages(ticket, placed_at, model.fleet.router_id),
-        elapsed_ms=(now - ticket.arrived_at) * 1e3,
+        router_stages=_stages(prepared, placed_at, model.fleet.router_id),
+        elapsed_ms=(now - prepared.arrived_at) * 1e3,
         router_id=model.fleet.mark,
         placement_sequence=placed.sequence,
         model=model.name,
-        model_reason=ticket.model_reason,
+        model_reason=prepared.model_reason,
         price=model.costs.prices,
     )
     if placed.lender is not None:
@@ -61,15 +61,15 @@ def decode_request(
     return internal
 
 
-def _stages(ticket: PreparedRequest, placed_at: float, where: str) -> list[public_pb.Stage]:
-    tokenise_ms = (ticket.tokenised_at - ticket.arrived_at) * 1e3
+def _stages(prepared: PreparedRequest, placed_at: float, where: str) -> list[public_pb.Stage]:
+    tokenise_ms = (prepared.tokenised_at - prepared.arrived_at) * 1e3
     return [
         public_pb.Stage(name="tokenise", where=where, start_ms=0.0, duration_ms=tokenise_ms),
         public_pb.Stage(
             name="router queue",
             where=where,
             start_ms=tokenise_ms,
-            duration_ms=(placed_at - ticket.tokenised_at) * 1e3,
+            duration_ms=(placed_at - prepared.tokenised_at) * 1e3,
         ),
     ]
 

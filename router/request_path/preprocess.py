@@ -41,7 +41,7 @@ class PreparedRequest:
     tokenised_at: float
     deadline: float
     """Seconds of the monotonic clock, as are the others."""
-    claim: RequestInfo
+    info: RequestInfo
     finish: pb.Finish | None = None
     """The last one, once it ended well: with its receipt, and the usage and reason of the choice that ended last."""
     decision: Decision | None = None
@@ -110,7 +110,7 @@ class Preprocessor:
             arrived_at=arrived_at,
             tokenised_at=time.monotonic(),
             deadline=deadline,
-            claim=RequestInfo(request.tenant, request.priority, arrived_at, deadline, arrived_at + first_token_s),
+            info=RequestInfo(request.tenant, request.priority, arrived_at, deadline, arrived_at + first_token_s),
         )
 
 
@@ -132,6 +132,6 @@ def asked_for(models: ModelRuntimes, name: str, principal: Principal) -> tuple[M
 
 def _check_fit(model: ModelRuntime, request: pb.GenerateRequest) -> None:
     """What a request asks of a model holds for one that it names too."""
-    wish = ModelCriteria(request.task, request.min_quality)
-    if (lack := unfit(repr(model.name), model.entry.quality, model.entry.tasks, wish)) is not None:
+    criteria = ModelCriteria(request.task, request.min_quality)
+    if (lack := unfit(repr(model.name), model.entry.quality, model.entry.tasks, criteria)) is not None:
         raise InvalidRequest(*lack)

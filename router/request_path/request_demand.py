@@ -23,7 +23,7 @@ def demand_of(
     block_tokens: int,
     block_bytes: int,
     largest_pool: int | None,
-    lot: float = 1.0,
+    traffic_hash: float = 1.0,
 ) -> Demand:
     """`to_score`: log probabilities of the prompt are still to come, so all of it is computed. `largest_pool` None: of
     any size.
@@ -44,7 +44,9 @@ def demand_of(
     num_usable = 0 if to_score else (len(chains[0]) - 1) // block_tokens
     lengths = tuple(map(len, chains))
     num_tokens = len(chains[0])
-    return Demand(num_tokens, num_usable, total, block_tokens, block_bytes, lengths, end, shared, lot=lot)
+    return Demand(
+        num_tokens, num_usable, total, block_tokens, block_bytes, lengths, end, shared, traffic_hash=traffic_hash
+    )
 
 
 def num_outputs(sampling: pb.Sampling) -> int:

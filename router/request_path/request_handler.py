@@ -52,7 +52,7 @@ CONNECT_SOON_S = 0.3
 patient than a connection."""
 
 
-def _ignore(ticket: PreparedRequest) -> None:
+def _ignore(prepared: PreparedRequest) -> None:
     """Most callers need to know nothing of it."""
 
 
@@ -60,7 +60,7 @@ def _ignore(ticket: PreparedRequest) -> None:
 class Explained:
     """Of a request that was not started."""
 
-    ticket: PreparedRequest
+    prepared: PreparedRequest
     demand: Demand
     candidates: list[Candidate]
     """The cheapest first."""
@@ -73,7 +73,7 @@ class RequestHandler:
         self,
         config: RouterConfig,
         models: ModelRuntimes,
-        gate: TenantLimits,
+        tenant_limits: TenantLimits,
         metrics: RouterMetrics,
         samples: Samples,
         tracing: Tracing,
@@ -92,7 +92,7 @@ class RequestHandler:
             model.fleet.keeps_situations = self._history.on or decisions_file.on
         self._arriving: set[Entry] = set()
         """Not in the line of their model yet: they are read, or wait for a first worker."""
-        self._gate = gate
+        self._tenant_limits = tenant_limits
         self._intake = Preprocessor(config, models)
 
     async def generate(
@@ -104,63 +104,68 @@ class RequestHandler:
     ) -> AsyncGenerator[bytes]:
         """Serialised GenerateResponses: one unbroken stream over however many attempts. `on_checked` is called once,
         before the first of them. Raises ServiceError."""
-        watched = self._metrics.watch()
+        request_metrics = self._metrics.watch()
         sampled = self._samples.wanted()
-        ticket, arrived_at = None, time.monotonic()
+        prepared, arrived_at = None, time.monotonic()
         past = Entry(request.request_id, request.tenant, time.time())
         kept: list[bytes] = []
         try:
             self._arrives(past)
-            ticket = await self._intake.check(request, deadline_s, principal)
-            past.request_id, past.tenant, past.verdicts = ticket.request_id, request.tenant, ticket.verdicts
-            past.model, past.model_reason = ticket.model.name, ticket.model_reason
+            prepared = await self._intake.check(request, deadline_s, principal)
+            past.request_id, past.tenant, past.verdicts = prepared.request_id, request.tenant, prepared.verdicts
+            past.model, past.model_reason = prepared.model.name, prepared.model_reason
             self._history.add(past)
-            watched.checked(ticket)
-            ticket.model.fleet.traffic.arrived(len(ticket.prompt))
-            on_checked(ticket)
-            charge = await self._gate.enter(request.tenant, ticket.most_tokens)
-            emitted = StreamState(ticket.sampling.n)
+            request_metrics.checked(prepared)
+            prepared.model.fleet.traffic.arrived(len(prepared.prompt))
+            on_checked(prepared)
+            charge = await self._tenant_limits.enter(request.tenant, prepared.most_tokens)
+            emitted = StreamState(prepared.sampling.n)
             try:
-                async with contextlib.aclosing(self._attempts(ticket, emitted, past)) as messages:
+                async with contextlib.aclosing(self._attempts(prepared, emitted, past)) as messages:
                     async for message in messages:
-                        watched.message()
+                        request_metrics.message()
                         if sampled and self._samples.keeps_texts:
                             kept.append(message)
                         yield message
             finally:
-                self._gate.leave(charge, lambda: len(ticket.prompt) + emitted.num_tokens)
-                _count(ticket, emitted, watched)
+                self._tenant_limits.leave(charge, lambda: len(prepared.prompt) + emitted.num_tokens)
+                _count(prepared, emitted, request_metrics)
         except ServiceError as error:
-            watched.failed(error)
+            request_metrics.failed(error)
             past.refusal = error
-            if ticket is None and request.request_id:
+            if prepared is None and request.request_id:
                 past.tenant = principal.tenant or request.tenant  # it may not have been found out whose it is
                 self._history.add(past)
-            self._tracing.failed(ticket, arrived_at, error)
+            self._tracing.failed(prepared, arrived_at, error)
             raise
         except (asyncio.CancelledError, GeneratorExit):
-            watched.left()
-            self._tracing.cancelled(ticket, arrived_at)
+            request_metrics.left()
+            self._tracing.cancelled(prepared, arrived_at)
             raise
         finally:
             past.ended = True
-            self._decisions_file.ended(past, None if ticket is None else ticket.finish)
+            self._decisions_file.ended(past, None if prepared is None else prepared.finish)
             self._arriving.discard(past)
-        if ticket.finish is not None:
-            watched.finished(ticket.finish)
-            total_s = time.monotonic() - ticket.arrived_at
+        if prepared.finish is not None:
+            request_metrics.finished(prepared.finish)
+            total_s = time.monotonic() - prepared.arrived_at
             self.recent.add(
-                time.time(), ticket.finish, ticket.decision, ticket.num_output_tokens, watched.ttft_s, total_s
+                time.time(),
+                prepared.finish,
+                prepared.decision,
+                prepared.num_output_tokens,
+                request_metrics.ttft_s,
+                total_s,
             )
-            self._tracing.finished(ticket, watched.ttft_s)
+            self._tracing.finished(prepared, request_metrics.ttft_s)
             if sampled:
-                self._samples.served(ticket, kept)
+                self._samples.served(prepared, kept)
 
     def _arrives(self, past: Entry) -> None:
         """Raises Overloaded while too many have: what is not in line yet is bounded as the line is."""
         if len(self._arriving) >= self._config.max_queued:
             refusal = queue_full(len(self._arriving), self._config.default_retry_after_s)
-            self._gate.num_refused[refusal.reason] += 1
+            self._tenant_limits.num_refused[refusal.reason] += 1
             raise refusal.error
         self._arriving.add(past)
 
@@ -182,35 +187,35 @@ class RequestHandler:
             model=model.name, token_ids=token_ids, max_context_tokens=model.model_dir.max_context_tokens
         )
 
-    async def _attempts(self, ticket: PreparedRequest, emitted: StreamState, past: Entry) -> AsyncGenerator[bytes]:
-        model = ticket.model
+    async def _attempts(self, prepared: PreparedRequest, emitted: StreamState, past: Entry) -> AsyncGenerator[bytes]:
+        model = prepared.model
         attempt, failures = 1, 0
         while True:
-            placed, decision, placed_at = await self._place(ticket, emitted, past)
-            placed_after_s = placed_at - ticket.arrived_at
-            made = PastPlacement(attempt, placed_after_s, decision, placed.situation)
+            placed, decision, placed_at = await self._place(prepared, emitted, past)
+            placed_after_s = placed_at - prepared.arrived_at
+            made = PastPlacement(attempt, placed_after_s, decision, placed.placement_snapshot)
             self._decisions_file.placed(past, made)
             self._history.placed(past, made)
-            placed.situation = None
+            placed.placement_snapshot = None
             log.debug("attempt %d at %s, lender %s", attempt, decision.decode_id, decision.lender_id or "none")
             link: DecodeStream | None = None
             try:
-                internal = decode_request(ticket, emitted, placed, decision, attempt, placed_at, time.monotonic())
+                internal = decode_request(prepared, emitted, placed, decision, attempt, placed_at, time.monotonic())
                 link = model.links.to(placed.decode)
-                async with contextlib.aclosing(link.generate(internal, ticket.remaining_s())) as messages:
+                async with contextlib.aclosing(link.generate(internal, prepared.remaining_s())) as messages:
                     async for message in messages:
                         if not placed.started:
                             model.fleet.started(placed)
                             started_at = time.monotonic()
                             past.started(started_at - placed_at)
                             if emitted.empty:
-                                model.fleet.traffic.first_token(started_at - ticket.arrived_at)
+                                model.fleet.traffic.first_token(started_at - prepared.arrived_at)
                         emitted.add(message)
                         yield message
                 if placed.started:
-                    _learn(ticket, placed, message, started_at - placed_at)
-                    if ticket.finish is not None:
-                        past.finished(ticket.finish.receipt.kv)
+                    _learn(prepared, placed, message, started_at - placed_at)
+                    if prepared.finish is not None:
+                        past.finished(prepared.finish.receipt.kv)
                 return
             except (Unavailable, Incompatible, Overloaded) as failure:
                 if isinstance(failure, Overloaded) and failure.permanent:
@@ -253,60 +258,60 @@ class RequestHandler:
 
     async def explain(self, request: pb.GenerateRequest, deadline_s: float | None, principal: Principal) -> Explained:
         """What a request needs, and all ways to start it now. Raises ServiceError."""
-        ticket = await self._intake.check(request, deadline_s, principal, explain=True)
-        demand, keys = await self._needs(ticket, StreamState(ticket.sampling.n))
-        fleet = ticket.model.fleet
+        prepared = await self._intake.check(request, deadline_s, principal, explain=True)
+        demand, keys = await self._needs(prepared, StreamState(prepared.sampling.n))
+        fleet = prepared.model.fleet
         # A large fleet's candidates take tenths of a second: not on the loop, and of a snapshot that stays as it is.
-        situation = copy.deepcopy((fleet.snapshot, fleet.hits(keys, demand.other_keys), fleet.rates))
-        return Explained(ticket, demand, await asyncio.to_thread(explain, demand, *situation))
+        placement_snapshot = copy.deepcopy((fleet.snapshot, fleet.hits(keys, demand.other_keys), fleet.rates))
+        return Explained(prepared, demand, await asyncio.to_thread(explain, demand, *placement_snapshot))
 
     async def _place(
-        self, ticket: PreparedRequest, emitted: StreamState, past: Entry
+        self, prepared: PreparedRequest, emitted: StreamState, past: Entry
     ) -> tuple[ActivePlacement, Decision, float]:
         """Wait for a pair. What can never start is refused at once; with nobody there it waits a little."""
-        demand, keys = await self._needs(ticket, emitted)
-        ticket.claim.streaming = not emitted.empty
+        demand, keys = await self._needs(prepared, emitted)
+        prepared.info.streaming = not emitted.empty
         self._arriving.discard(past)
-        placed, decision = await ticket.model.dispatcher.place(ticket.claim, demand, keys)
-        ticket.decision = decision
+        placed, decision = await prepared.model.dispatcher.place(prepared.info, demand, keys)
+        prepared.decision = decision
         return placed, decision, time.monotonic()
 
-    async def _needs(self, ticket: PreparedRequest, emitted: StreamState) -> tuple[Demand, list[BlockKey]]:
+    async def _needs(self, prepared: PreparedRequest, emitted: StreamState) -> tuple[Demand, list[BlockKey]]:
         """With the keys of the blocks that may come from elsewhere."""
-        grace_s = min(self._config.no_worker_grace_s, ticket.remaining_s())
-        await ticket.model.await_decode_workers(time.monotonic() + grace_s)
-        prompt, sampling = ticket.prompt, ticket.sampling
+        grace_s = min(self._config.no_worker_grace_s, prepared.remaining_s())
+        await prepared.model.await_decode_workers(time.monotonic() + grace_s)
+        prompt, sampling = prepared.prompt, prepared.sampling
         unfinished = [choice.token_ids for choice in emitted.choices if not choice.finished]
         to_score = sampling.HasField("prompt_logprobs") and emitted.num_prompt_logprobs < len(prompt) - 1
         chains = chains_of(prompt, sampling, unfinished)
-        lot, new = traffic_hash_of(ticket.request_id), not ticket.claim.num_placed
-        return ticket.model.needs(prompt, sampling, ticket.cache_salt, chains, to_score, lot, new)
+        traffic_hash, new = traffic_hash_of(prepared.request_id), not prepared.info.num_placed
+        return prepared.model.needs(prompt, sampling, prepared.cache_salt, chains, to_score, traffic_hash, new)
 
 
-def _count(ticket: PreparedRequest, emitted: StreamState, watched: RequestMetrics) -> None:
+def _count(prepared: PreparedRequest, emitted: StreamState, request_metrics: RequestMetrics) -> None:
     """What it used, once it is over. Reading all that was emitted again is for what ended early, or is of several
     choices."""
     if emitted.empty:
         return
-    finish = ticket.finish
-    if finish is not None and ticket.sampling.n == 1:
-        ticket.num_output_tokens, ticket.reasons = finish.usage.completion_tokens, [finish.reason]
+    finish = prepared.finish
+    if finish is not None and prepared.sampling.n == 1:
+        prepared.num_output_tokens, prepared.reasons = finish.usage.completion_tokens, [finish.reason]
     else:
-        ticket.num_output_tokens = emitted.num_tokens
-        ticket.reasons = [choice.reason for choice in emitted.choices if choice.reason is not None]
-    num_prompt, num_output = len(ticket.prompt), ticket.num_output_tokens
-    watched.over(num_prompt, num_output)
-    ticket.model.costs.used(num_prompt, num_output, finish is not None, auto=bool(ticket.verdicts))
+        prepared.num_output_tokens = emitted.num_tokens
+        prepared.reasons = [choice.reason for choice in emitted.choices if choice.reason is not None]
+    num_prompt, num_output = len(prepared.prompt), prepared.num_output_tokens
+    request_metrics.over(num_prompt, num_output)
+    prepared.model.costs.used(num_prompt, num_output, finish is not None, auto=bool(prepared.verdicts))
 
 
-def _learn(ticket: PreparedRequest, placed: ActivePlacement, last_message: bytes, first_message_s: float) -> None:
+def _learn(prepared: PreparedRequest, placed: ActivePlacement, last_message: bytes, first_message_s: float) -> None:
     finish = pb.GenerateResponse.FromString(last_message).finish
-    ticket.finish = finish
+    prepared.finish = finish
     if finish.HasField("receipt"):
-        ticket.model.fleet.traffic.finished(finish)
+        prepared.model.fleet.traffic.finished(finish)
         # The first message of these is not the first token.
-        other = ticket.sampling.HasField("prompt_logprobs") or ticket.sampling.HasField("beam_width")
-        ticket.model.fleet.finished(placed, finish, None if other else first_message_s)
+        other = prepared.sampling.HasField("prompt_logprobs") or prepared.sampling.HasField("beam_width")
+        prepared.model.fleet.finished(placed, finish, None if other else first_message_s)
 
 
 async def _settle(model: ModelRuntime, worker: Worker) -> None:

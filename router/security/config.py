@@ -57,7 +57,7 @@ class SecuritySettings(TlsSettings):
         certificates = (self.tls_cert, self.tls_key, self.tls_ca, self.tls_public_cert, self.tls_public_key)
         return any(certificates) or bool(self.api_keys) or self.api_keys_file is not None
 
-    def doors(self) -> tuple[Credentials | None, MemberIdentity | None]:
+    def frontends(self) -> tuple[Credentials | None, MemberIdentity | None]:
         """(what clients meet, what members meet). Raises StartError."""
         member, public = member_of(self), self._public()
         if self.guarded and self.internal_port is None:

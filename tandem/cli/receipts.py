@@ -39,8 +39,8 @@ def describe(receipt: pb.Receipt, ttft_ms: float | None = None, itl_ms: float | 
     if kv.loan_failure:
         text.append(f"; the loan ended early: {kv.loan_failure}", style="yellow")
     if receipt.HasField("speculation"):
-        guessed = receipt.speculation
-        text.append(f"; {guessed.accepted_tokens} of {guessed.guessed_tokens} guessed tokens were right")
+        drafted = receipt.speculation
+        text.append(f"; {drafted.accepted_tokens} of {drafted.draft_tokens} guessed tokens were right")
     text.append(f"\n  why: {placement.reason}", style="dim")
     text.append(f"\n  model: {receipt.model}, {receipt.model_reason}", style="dim")
     if receipt.HasField("price"):

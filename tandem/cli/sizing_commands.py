@@ -213,23 +213,23 @@ def bench(
         scale=scale,
         seed=seed,
     )
-    door: Frontend
+    frontend: Frontend
     if http:
         headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
         if tenant:
             headers["x-tenant"] = tenant
-        door = HttpFrontend(
+        frontend = HttpFrontend(
             http, model, timeout, headers, as_text is not False, receipts, vocab_size, context, target.tls
         )
     else:
-        door = GrpcFrontend(
+        frontend = GrpcFrontend(
             target.address.split(","), model, timeout, tenant, as_text is True, target.api_key, target.tls
         )
     wanted = OutputOptions(Slo(ttft, itl / 1e3), gpus, price, json_path, png, log)
     exit_codes: list[int] = []
 
     async def offer() -> None:
-        exit_codes.append((await run_bench(console, door, load, wanted)).exit_code)
+        exit_codes.append((await run_bench(console, frontend, load, wanted)).exit_code)
 
     run(offer(), uvloop.new_event_loop)
     if any(exit_codes):

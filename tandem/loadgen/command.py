@@ -129,20 +129,20 @@ class OutputOptions:
         check_above_0("price", self.usd_per_gpu_hour, or_0=True)
 
 
-async def run_bench(console: Console, door: Frontend, load: OfferedLoad, wanted: OutputOptions) -> Report:
+async def run_bench(console: Console, frontend: Frontend, load: OfferedLoad, wanted: OutputOptions) -> Report:
     """Offer the load, and tell what came of it. Raises ServiceError, StartError, BadSetup and BadTrace.
 
     Cancelled, it reports what is over by then."""
     if wanted.png_path is not None:
         open_figures()
-    async with door, contextlib.AsyncExitStack() as stack:
-        left_out = await asyncio.to_thread(load.left_out, door.max_context_tokens)
+    async with frontend, contextlib.AsyncExitStack() as stack:
+        left_out = await asyncio.to_thread(load.left_out, frontend.max_context_tokens)
         log = stack.enter_context(wanted.log_path.open("w")) if wanted.log_path else None
         count = _Count(load, wanted, log)
         progress = stack.enter_context(_progress(console))
-        drive = LoadDriver(door, count.ended, load.warmup_s)
-        await _offer(load, door, drive, count, progress)
-        report = count.report(drive, f"{load.name} at {door.model}", door.num_workers)
+        drive = LoadDriver(frontend, count.ended, load.warmup_s)
+        await _offer(load, frontend, drive, count, progress)
+        report = count.report(drive, f"{load.name} at {frontend.model}", frontend.num_workers)
     report.left_out, report.requests_of_trace = left_out.count, left_out.of
     for table in tables_of(report):
         console.print(table)
@@ -157,7 +157,7 @@ async def run_bench(console: Console, door: Frontend, load: OfferedLoad, wanted:
     return report
 
 
-async def _offer(load: OfferedLoad, door: Frontend, drive: LoadDriver, count: "_Count", progress: Progress) -> None:
+async def _offer(load: OfferedLoad, frontend: Frontend, drive: LoadDriver, count: "_Count", progress: Progress) -> None:
     loop = asyncio.get_running_loop()
     total = load.most if load.most is not None else load.duration_s
     task = progress.add_task(load.name, total=total, said="")
@@ -170,7 +170,7 @@ async def _offer(load: OfferedLoad, door: Frontend, drive: LoadDriver, count: "_
 
     shows = asyncio.ensure_future(_every(0.2, advance))
     try:
-        requests = load.requests(door.max_context_tokens)
+        requests = load.requests(frontend.max_context_tokens)
         if load.concurrency is None:
             await drive.open_loop(requests, begins_at)
         else:
@@ -211,7 +211,7 @@ class _Count:
     def ended(self, asked: SentRequest) -> None:
         self.num_over += 1
         outcome = asked.outcome
-        finished = outcome.fate is EndState.FINISHED
+        finished = outcome.end_state is EndState.FINISHED
         if self._log is not None:
             self._held[asked.number] = _served(asked, self.begins_at) if finished else None
             while self._written in self._held:  # in the order in which they came

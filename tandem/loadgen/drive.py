@@ -46,10 +46,10 @@ class SentLoad:
 class LoadDriver:
     """One run against one door."""
 
-    def __init__(self, door: Frontend, on_end: Callable[[SentRequest], object], warmup_s: float = 0.0) -> None:
+    def __init__(self, frontend: Frontend, on_end: Callable[[SentRequest], object], warmup_s: float = 0.0) -> None:
         """`on_end` is called once for each request that was sent, when it is over. What is due before `warmup_s` is in
         none of the figures here."""
-        self._door = door
+        self._frontend = frontend
         self._on_end = on_end
         self._warmup_s = warmup_s
         self._counts_from = 0.0
@@ -112,11 +112,11 @@ class LoadDriver:
             outcome.last_token_at = now
 
         try:
-            asked.finish = await self._door.ask(outcome.request, on_tokens)
+            asked.finish = await self._frontend.ask(outcome.request, on_tokens)
         except Overloaded as error:
-            outcome.fate, outcome.reason = EndState.REFUSED, _short(error)
+            outcome.end_state, outcome.reason = EndState.REFUSED, _short(error)
         except ServiceError as error:
-            outcome.fate, outcome.reason = EndState.FAILED, _short(error)
+            outcome.end_state, outcome.reason = EndState.FAILED, _short(error)
         else:
             _read(outcome, asked.finish)
         finally:
@@ -139,9 +139,9 @@ def _unwrapped() -> Iterator[None]:
 def _read(outcome: Outcome, finish: pb.Finish) -> None:
     """What the server says of it."""
     if not outcome.num_emitted:
-        outcome.fate, outcome.reason = EndState.FAILED, "a stream without a token"
+        outcome.end_state, outcome.reason = EndState.FAILED, "a stream without a token"
         return
-    outcome.fate = EndState.FINISHED
+    outcome.end_state = EndState.FINISHED
     outcome.reused_tokens = finish.usage.cached_tokens
     outcome.moved_bytes = finish.receipt.kv.moved_bytes
     placement = finish.receipt.placement

@@ -57,7 +57,7 @@ class SimPool:
         return started
 
     async def _stop_when_told(self, worker_id: str, worker: Worker) -> None:
-        await worker.told_to_stop()
+        await worker.stop_requested()
         if (left := self.workers.pop(worker_id, None)) is not None:
             await left.worker.drain()
             await left.worker.stop()
@@ -118,7 +118,7 @@ class _Process:
         self._pool = pool
         self.addresses = next(iter(pool.workers.values())).worker.addresses
 
-    async def told_to_stop(self) -> None:
+    async def stop_requested(self) -> None:
         """Its workers can be, each by itself."""
         await asyncio.get_running_loop().create_future()
 

@@ -37,7 +37,7 @@ class RoleActor:
 
     async def ended(self) -> str:
         """The cause when the role cannot go on; empty once it was told to stop by a call, and has left."""
-        failing, told = asyncio.ensure_future(self._role.failed()), asyncio.ensure_future(self._role.told_to_stop())
+        failing, told = asyncio.ensure_future(self._role.failed()), asyncio.ensure_future(self._role.stop_requested())
         await asyncio.wait([failing, told], return_when=asyncio.FIRST_COMPLETED)
         if failing.done():
             told.cancel()

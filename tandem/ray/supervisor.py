@@ -69,7 +69,7 @@ class Supervisor:
         """Of the routers, by workers."""
         self._trust = member_of(topology.router)
         self._roles: dict[str, Role] = {}
-        self._keeping: dict[Role, asyncio.Task[None]] = {}
+        self._reservations: dict[Role, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._starting: list[Role] = []
         """By an order."""
@@ -120,27 +120,27 @@ class Supervisor:
         """Start again what dies. Returns when nothing is left that is to run."""
         for role in self._roles.values():
             self._keep(role)
-        while self._keeping:
+        while self._reservations:
             self._changed.clear()
             changed = asyncio.ensure_future(self._changed.wait())
-            ends = [changed, *self._keeping.values()]
+            ends = [changed, *self._reservations.values()]
             await asyncio.wait(ends, timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
             changed.cancel()
             await self._look()  # whoever dies begins again with the role it had last
-            for role, task in list(self._keeping.items()):
+            for role, task in list(self._reservations.items()):
                 if task.done():
-                    del self._keeping[role]
+                    del self._reservations[role]
                     task.result()
 
     async def stop(self) -> None:
-        for task in self._keeping.values():
+        for task in self._reservations.values():
             task.cancel()
-        await asyncio.gather(*self._keeping.values(), return_exceptions=True)
+        await asyncio.gather(*self._reservations.values(), return_exceptions=True)
         await asyncio.gather(*(role.stop() for role in self._roles.values()))
         self._group.remove()
 
     def _keep(self, role: Role, cause: str = "") -> None:
-        self._keeping[role] = asyncio.ensure_future(self._keep_one(role, cause))
+        self._reservations[role] = asyncio.ensure_future(self._keep_one(role, cause))
         self._changed.set()
 
     async def _keep_one(self, role: Role, cause: str = "") -> None:

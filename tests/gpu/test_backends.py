@@ -66,8 +66,8 @@ def logits_of(runner: TorchRunner) -> Tensor:
 
 
 def runner_of(path: Path, dtype: str, backend: Backend, device: Device = "cuda", kept: KvDtype = "auto") -> TorchRunner:
-    variant = QuantizationConfig(kv_dtype=kept)
-    return TorchRunner(path, dtype, 16, kv_bytes=KV_BYTES, backend=backend, device=device, variant=variant)
+    quantization = QuantizationConfig(kv_dtype=kept)
+    return TorchRunner(path, dtype, 16, kv_bytes=KV_BYTES, backend=backend, device=device, quantization=quantization)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -104,8 +104,8 @@ def test_it_becomes_the_same_numbers_as_on_the_cpu(kind: Weights) -> None:
 
 def prompt_logits(path: Path, device: str, backend: str, weights: Weights = "auto", dtype: str = "bfloat16") -> Tensor:
     """After a prompt, then after each of three tokens more, which CUDA graphs compute."""
-    variant = QuantizationConfig(weights=weights)
-    runner = TorchRunner(path, dtype, 16, 32 << 20, backend=backend, device=device, variant=variant)  # type: ignore[arg-type]
+    quantization = QuantizationConfig(weights=weights)
+    runner = TorchRunner(path, dtype, 16, 32 << 20, backend=backend, device=device, quantization=quantization)  # type: ignore[arg-type]
     tokens = torch.randint(1, 900, (53,), generator=torch.Generator().manual_seed(0)).tolist()
     sequence = Sequence("a", tokens, 53, b"", SamplingParams(1), 0, 0, blocks=[0, 2, 4, 6])
     rows = [runner.logits([Chunk(sequence, 0, 50)]), *(runner.logits([Chunk(sequence, at, 1)]) for at in (50, 51, 52))]

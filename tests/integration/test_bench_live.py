@@ -100,8 +100,8 @@ async def test_requests_longer_than_the_context_are_left_out_and_said_to_be(
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     console = quiet()
     async with cluster_of(model, prefill=0, decode=1, **TIMING) as cluster:
-        load, door = OfferedLoad(trace=Trace(trace, Window()), most=9), GrpcFrontend([cluster.address], "", 60)
-        report = await run_bench(console, door, load, OutputOptions(Slo(5.0, 1.0), None, None, figures, picture))
+        load, frontend = OfferedLoad(trace=Trace(trace, Window()), most=9), GrpcFrontend([cluster.address], "", 60)
+        report = await run_bench(console, frontend, load, OutputOptions(Slo(5.0, 1.0), None, None, figures, picture))
     assert (report.results.finished, report.left_out, report.requests_of_trace, report.exit_code) == (2, 1, 3, 0)
     assert "1 of 3 left out: longer than the context" in console.file.getvalue()  # type: ignore[attr-defined]
     assert json.loads(figures.read_text())["left_out"] == {"longer_than_context": 1, "of": 3}
@@ -126,8 +126,8 @@ async def test_a_model_that_is_not_served_is_named(model: Path, cluster_of: Any)
 async def test_by_http_it_sees_the_same(cluster_of: Any) -> None:
     async with cluster_of(STORYTELLER, prefill=0, decode=1, engine="sim", router={"http_port": 0}) as cluster:
         load = OfferedLoad(profile_named("short-chat"), concurrency=4, most=8, scale=0.3)
-        door = HttpFrontend(f"http://{cluster.router.http_address}", "", 60, receipts=True)
-        report = await run_bench(quiet(), door, load, OutputOptions(Slo(60.0, 60.0)))
+        frontend = HttpFrontend(f"http://{cluster.router.http_address}", "", 60, receipts=True)
+        report = await run_bench(quiet(), frontend, load, OutputOptions(Slo(60.0, 60.0)))
         wrong = HttpFrontend(f"http://{cluster.router.http_address}/v1", "other", 60)
         with pytest.raises(StartError, match="model: name the one"):
             await run_bench(quiet(), wrong, load, OutputOptions(Slo(1.0, 1.0)))

@@ -166,8 +166,8 @@ async def test_a_storm(sim_model, seed: int) -> None:  # type: ignore[no-untyped
 
         await until(unloaded, "no load is left")
         for worker in fleet.workers:
-            assert not worker.decodes_unseen
-            assert not worker.lends_unseen
+            assert not worker.unreported_decodes
+            assert not worker.unreported_lends
         for name, worker in storm.pool.workers.items():
             async with channel(worker.worker.address) as link:
                 books = await membership_pb2_grpc.WorkerStub(link).Audit(membership_pb2.AuditRequest(), timeout=5)

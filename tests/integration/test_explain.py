@@ -123,8 +123,8 @@ async def test_decisions_are_written_down_and_made_again(model: Path, cluster_of
     lines = log.read_text().splitlines()
     assert [next(iter(json.loads(line))) for line in lines] == ["placed", "ended", "ended", "ended"]
     assert str(prompt[0]) + "," + str(prompt[1]) not in log.read_text()
-    decision, situation = read_recorded(json.loads(lines[0])["placed"])
-    assert decided_again(situation) == decision
+    decision, placement_snapshot = read_recorded(json.loads(lines[0])["placed"])
+    assert decided_again(placement_snapshot) == decision
     assert decision.decode_id == served.receipt.placement.decode_worker
     entry = read_decisions(["not ours", "[]", *lines, lines[0][:50]], "served")
     assert entry is not None

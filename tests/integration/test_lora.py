@@ -63,8 +63,8 @@ def adapter(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def load(path: Path, variant: QuantizationConfig) -> torch.nn.Module:
-    return load_model(ModelDir.open(path), "auto", CPU, variant)
+def load(path: Path, quantization: QuantizationConfig) -> torch.nn.Module:
+    return load_model(ModelDir.open(path), "auto", CPU, quantization)
 
 
 @pytest.mark.parametrize(("stabilised", "scale"), [(False, ALPHA / RANK), (True, ALPHA / math.sqrt(RANK))])

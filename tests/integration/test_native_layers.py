@@ -69,12 +69,12 @@ def mixed_steps(runner: TorchRunner) -> list[Tensor]:
     ],
 )
 def test_logits_are_the_same_to_the_bit(
-    make_model: Any, monkeypatch: pytest.MonkeyPatch, family: str, variant: QuantizationConfig
+    make_model: Any, monkeypatch: pytest.MonkeyPatch, family: str, quantization: QuantizationConfig
 ) -> None:
     path = make_model(family, dtype="bfloat16")
-    native = bfloat16_runner(path, variant=variant)
+    native = bfloat16_runner(path, quantization=quantization)
     assert num_native(native) == LAYERS - 1, "the last one computes only what is read, and stays"
-    expected = mixed_steps(as_transformers_calls_them(path, monkeypatch, variant=variant))
+    expected = mixed_steps(as_transformers_calls_them(path, monkeypatch, quantization=quantization))
     assert all(map(torch.equal, mixed_steps(native), expected))
 
 

@@ -260,10 +260,10 @@ def test_a_layer_of_another_shape(make_model: MakeModel, tmp_path: Path) -> None
         (QuantizationConfig(lora=Path("/adapter")), "lora: the model was saved quantised, by gptq"),
     ],
 )
-def test_not_together(make_model: MakeModel, tmp_path: Path, variant: QuantizationConfig, why: str) -> None:
+def test_not_together(make_model: MakeModel, tmp_path: Path, quantization: QuantizationConfig, why: str) -> None:
     pack_model(make_model("llama"), tmp_path / "packed", Packing())
     with pytest.raises(EngineStartError, match=why):
-        load_model(ModelDir.open(tmp_path / "packed"), "auto", torch.device("cpu"), variant)
+        load_model(ModelDir.open(tmp_path / "packed"), "auto", torch.device("cpu"), quantization)
 
 
 def test_it_is_not_cut(make_model: MakeModel, tmp_path: Path) -> None:
@@ -278,14 +278,14 @@ def test_a_packed_model_guesses_for_one_as_saved(make_model: MakeModel, tmp_path
     runner = runner_of(path, draft=tmp_path / "packed")
     assert runner._draft is not None
     with pytest.raises(EngineStartError, match=r"speculation: .* is no draft model: the model was saved quantised"):
-        runner_of(path, draft=tmp_path / "packed", variant=QuantizationConfig(weights="int8"))
+        runner_of(path, draft=tmp_path / "packed", quantization=QuantizationConfig(weights="int8"))
 
 
 def test_its_kv_may_be_int8(make_model: MakeModel, tmp_path: Path) -> None:
     pack_model(make_model("llama"), tmp_path / "packed", PACKINGS["awq"])
     (prompt,) = random_prompts(40, seed=4)
     plain, quantised = (
-        logits_after(runner_of(tmp_path / "packed", variant=QuantizationConfig(kv_dtype=kind)), prompt)
+        logits_after(runner_of(tmp_path / "packed", quantization=QuantizationConfig(kv_dtype=kind)), prompt)
         for kind in ("auto", "int8")
     )
     assert 0 < (plain - quantised).norm() < 0.05 * plain.norm()

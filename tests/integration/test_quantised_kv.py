@@ -158,9 +158,11 @@ def computed(runner: TorchRunner, chunk: int, first_block: int) -> tuple[Tensor,
 
 @pytest.mark.usefixtures("exact_linears")
 @pytest.mark.parametrize("variant", [KV, BOTH])
-def test_logits_and_blocks_are_the_same_to_the_bit_for_every_chunk(saved: Path, variant: QuantizationConfig) -> None:
+def test_logits_and_blocks_are_the_same_to_the_bit_for_every_chunk(
+    saved: Path, quantization: QuantizationConfig
+) -> None:
     """A vector is quantised by itself: what is kept of it does not depend on what came with it, or after it."""
-    runner = runner_of(saved, "bfloat16", variant=variant, backend="native")
+    runner = runner_of(saved, "bfloat16", quantization=quantization, backend="native")
     logits, blocks = computed(runner, 101, 0)
     for number, chunk in enumerate((1, 5, 16, 50)):
         other_logits, other_blocks = computed(runner, chunk, 8 * (number + 1))
@@ -169,7 +171,9 @@ def test_logits_and_blocks_are_the_same_to_the_bit_for_every_chunk(saved: Path, 
 
 
 def test_it_is_close_to_kv_as_it_was_computed_and_half_as_large(saved: Path) -> None:
-    runners = [runner_of(saved, "bfloat16", variant=variant, backend="sdpa") for variant in (AS_SAVED, KV, FP8)]
+    runners = [
+        runner_of(saved, "bfloat16", quantization=quantization, backend="sdpa") for quantization in (AS_SAVED, KV, FP8)
+    ]
     plain, *quantised = runners
     expected, _ = computed(plain, 30, 0)
     for runner, near in zip(quantised, (0.05, 0.1), strict=True):
@@ -194,14 +198,14 @@ PROMPTS = [PROMPT[:5], PROMPT[:16], PROMPT[10:41], PROMPT[50:90]]
 def test_speculation_preemption_prefix_hits_and_replay_change_no_token(saved: Path, how: str) -> None:
     """int8 weights and int8 KV, in bfloat16, where equal means equal to the bit."""
     sampling = SAMPLING[how]
-    large = runner_of(saved, "bfloat16", variant=BOTH)
+    large = runner_of(saved, "bfloat16", quantization=BOTH)
     engine = TorchEngine(large)
     expected = all_ids(engine.ask(*requests(PROMPTS, sampling)))
     assert all(len(tokens) == 40 for tokens in expected.values())
     assert all_ids(engine.ask(*requests(PROMPTS, sampling))) == expected, "prefix hits"
     guessing = TorchEngine(large, StepBudget(96, 7), always(Recording(expected, VOCAB)))
     assert all_ids(guessing.ask(*requests(PROMPTS, sampling))) == expected, "speculation"
-    small = runner_of(saved, "bfloat16", num_blocks=8, variant=BOTH)
+    small = runner_of(saved, "bfloat16", num_blocks=8, quantization=BOTH)
     crowded = TorchEngine(small, speculator=always(Recording(expected, VOCAB)))
     assert all_ids(crowded.ask(*requests(PROMPTS, sampling))) == expected, "preemption"
     assert crowded.num_preemptions >= 2
@@ -213,13 +217,13 @@ def test_speculation_preemption_prefix_hits_and_replay_change_no_token(saved: Pa
 
 @pytest.mark.parametrize(("variant", "backend"), [(BOTH, "auto"), pytest.param(FP8, "sdpa", marks=long)])
 async def test_lent_over_a_real_transport(
-    saved: Path, cluster_of: Any, ask: Any, variant: QuantizationConfig, backend: Backend
+    saved: Path, cluster_of: Any, ask: Any, quantization: QuantizationConfig, backend: Backend
 ) -> None:
     """Quantised blocks, with their scales, from a prefill worker; and from host memory, when they were evicted."""
-    kinds = {"weights": variant.weights, "kv_dtype": variant.kv_dtype, "backend": backend}
+    kinds = {"weights": quantization.weights, "kv_dtype": quantization.kv_dtype, "backend": backend}
     settings = kinds | {"kv_memory_mib": 1, "kv_host_memory_mib": 8}
     prompts = [random_prompts(400, seed=number)[0] for number in range(6)]
-    local = TorchEngine(runner_of(saved, "bfloat16", variant=variant, backend=backend))
+    local = TorchEngine(runner_of(saved, "bfloat16", quantization=quantization, backend=backend))
     sampling = SamplingParams(8, temperature=0, ignore_eos=True)
     expected = [ids(local.ask(request("r", prompt, sampling))["r", 0]) for prompt in prompts]
     async with cluster_of(saved, **settings) as cluster, Client(cluster.address) as client:
@@ -238,10 +242,10 @@ def test_blocks_that_could_not_be_fingerprinted(tiny_model: Path) -> None:
     with pytest.raises(
         EngineStartError, match="kv_dtype: int8 blocks of 3 layers of 1 tokens x 16 are no multiple of 8"
     ):
-        TorchRunner(tiny_model, "float32", block_tokens=1, kv_bytes=1 << 20, variant=KV)
+        TorchRunner(tiny_model, "float32", block_tokens=1, kv_bytes=1 << 20, quantization=KV)
 
 
 @pytest.mark.parametrize("backend", ["auto", "native"])
 def test_fp8_has_no_kernels_on_a_cpu(saved: Path, backend: Backend) -> None:
     with pytest.raises(EngineStartError, match="kv_dtype: fp8 has no CPU kernels: int8 has"):
-        runner_of(saved, "bfloat16", variant=FP8, backend=backend)
+        runner_of(saved, "bfloat16", quantization=FP8, backend=backend)

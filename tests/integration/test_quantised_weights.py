@@ -148,27 +148,27 @@ def test_columns_after_the_last_are_not_written(kernels: Kernels) -> None:
 @pytest.mark.parametrize("variant", [INT8, INT4])
 @pytest.mark.parametrize("backend", ["native", "sdpa"])
 def test_either_backend_is_as_near_to_the_truth_as_bfloat16_can_be(
-    make_model: MakeModel, family: str, backend: str, variant: QuantizationConfig
+    make_model: MakeModel, family: str, backend: str, quantization: QuantizationConfig
 ) -> None:
     """The truth: the same quantised weights, computed in float32. The noise: what bfloat16 costs weights as saved."""
     path = make_model(family, dtype="bfloat16")
 
-    def every_logit(dtype: str, variant: QuantizationConfig, backend: str) -> Tensor:
-        runner = runner_of(path, dtype, variant=variant, backend=backend)
+    def every_logit(dtype: str, quantization: QuantizationConfig, backend: str) -> Tensor:
+        runner = runner_of(path, dtype, quantization=quantization, backend=backend)
         return torch.stack([logits_after(runner, PROMPT[: end + 1], 30) for end in range(0, 101, 10)]).double()
 
-    truth = every_logit("float32", variant, "sdpa")
+    truth = every_logit("float32", quantization, "sdpa")
     noise = (every_logit("bfloat16", AS_SAVED, "sdpa") - every_logit("float32", AS_SAVED, "sdpa")).abs().mean()
     step = (truth - every_logit("float32", AS_SAVED, "sdpa")).abs().mean()
-    assert (every_logit("bfloat16", variant, backend) - truth).abs().mean() <= 1.3 * noise
+    assert (every_logit("bfloat16", quantization, backend) - truth).abs().mean() <= 1.3 * noise
     assert step > 0, "the weights are others than the saved ones"
 
 
 @pytest.mark.parametrize("variant", [INT8, INT4])
 def test_logits_are_the_same_to_the_bit_for_every_chunk_and_company(
-    make_model: MakeModel, kernels: Kernels, variant: QuantizationConfig
+    make_model: MakeModel, kernels: Kernels, quantization: QuantizationConfig
 ) -> None:
-    runner = runner_of(make_model("qwen2", dtype="bfloat16"), "bfloat16", variant=variant, backend="native")
+    runner = runner_of(make_model("qwen2", dtype="bfloat16"), "bfloat16", quantization=quantization, backend="native")
     expected = logits_after(runner, PROMPT, 101)
     for chunk in (1, 4, 6, 7, 50):
         assert torch.equal(logits_after(runner, PROMPT, chunk), expected)
@@ -199,7 +199,7 @@ def test_int4_is_of_all_but_the_output_layer(make_model: MakeModel) -> None:
 
 
 def test_unlike_weights_have_unlike_fingerprints(tiny_model: Path) -> None:
-    runners = [runner_of(tiny_model, variant=variant) for variant in (AS_SAVED, INT8, INT4)]
+    runners = [runner_of(tiny_model, quantization=quantization) for quantization in (AS_SAVED, INT8, INT4)]
     assert len({runner.layout for runner in runners}) == 1
     assert len({runner.info.weights_fingerprint for runner in runners}) == 3
 
@@ -209,7 +209,7 @@ def test_unlike_weights_have_unlike_fingerprints(tiny_model: Path) -> None:
 
 def test_a_model_whose_weights_are_not_in_linear_layers(make_model: MakeModel) -> None:
     with pytest.raises(EngineStartError, match=r"weights: int8 is of linear layers, which hold only \d+ %"):
-        runner_of(make_model("mixtral", dtype="bfloat16"), "bfloat16", variant=INT8)
+        runner_of(make_model("mixtral", dtype="bfloat16"), "bfloat16", quantization=INT8)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_saved_quantised_by_what_is_not_here(tiny_model: Path, tmp_path: Path, m
 def test_saved_quantised_and_quantised_again(tiny_model: Path, tmp_path: Path) -> None:
     path = copy_with(tiny_model, tmp_path / "quantised", quantization_config={"quant_method": "gptq", "bits": 4})
     with pytest.raises(EngineStartError, match="weights: the model was saved quantised, by gptq"):
-        runner_of(path, "bfloat16", variant=INT8)
+        runner_of(path, "bfloat16", quantization=INT8)
 
 
 def test_files_that_lack_a_weight(make_model: MakeModel, tmp_path: Path) -> None:

@@ -108,15 +108,15 @@ def write_certificate(certificate: Path, key: Path) -> None:
 
 
 async def test_who_announces_is_found_and_who_is_gone_is_forgotten(redis: RedisServer) -> None:
-    watched, first, second = Watched(redis.url), announced(redis.url, "a"), announced(redis.url, "b")
-    await watched.sees("a:1", "b:1")
+    request_metrics, first, second = Watched(redis.url), announced(redis.url, "a"), announced(redis.url, "b")
+    await request_metrics.sees("a:1", "b:1")
     await first.withdraw()
-    await watched.sees("b:1")
+    await request_metrics.sees("b:1")
     await second.close()  # as if killed: it only stops announcing
-    await watched.sees()
+    await request_metrics.sees()
     assert await redis.command("KEYS", "*") == []
     await first.close()
-    await watched.close()
+    await request_metrics.close()
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -148,28 +148,28 @@ async def test_a_cancellation_that_comes_with_the_answer_is_not_lost(
 async def test_discovery_heals_after_redis_is_killed_hung_and_restarted_empty(
     redis: RedisServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    watched, first = Watched(redis.url), announced(redis.url, "a")
-    await watched.sees("a:1")
+    request_metrics, first = Watched(redis.url), announced(redis.url, "a")
+    await request_metrics.sees("a:1")
 
     await redis.kill()
     await asyncio.sleep(0.3)
     await redis.start()
     assert await redis.command("DBSIZE") <= 1
-    await watched.sees("a:1")
+    await request_metrics.sees("a:1")
 
     await redis.hang()
-    counted = watched.count
+    counted = request_metrics.count
     second = announced(redis.url, "b")
     await asyncio.sleep(1.5)
-    assert watched.listing == {"a:1"}
-    assert watched.count <= counted + 1, "nothing is said while nobody answers"
+    assert request_metrics.listing == {"a:1"}
+    assert request_metrics.count <= counted + 1, "nothing is said while nobody answers"
     redis.wake()
-    await watched.sees("a:1", "b:1")
+    await request_metrics.sees("a:1", "b:1")
     said = [r.message for r in caplog.records if r.levelno >= logging.WARNING and "no discovery" in r.message]
     assert 2 <= len(said) <= 5, "once by each process each time"
     for discovery in (first, second):
         await discovery.close()
-    await watched.close()
+    await request_metrics.close()
 
 
 async def test_a_wrong_password_is_said_at_start_and_never_shown(tmp_path: Path) -> None:
@@ -205,10 +205,10 @@ async def test_the_wrong_type_at_the_key_is_said_at_start_and_mended_later(
     said = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(said) == 1, "logged once, tried again and again"
     await redis.command("DEL", f"{NAME}:routers")
-    watched = Watched(redis.url)
-    await watched.sees("a:1")
+    request_metrics = Watched(redis.url)
+    await request_metrics.sees("a:1")
     await running.close()
-    await watched.close()
+    await request_metrics.close()
 
 
 async def test_nobody_there_is_no_reason_not_to_start(tmp_path: Path) -> None:
@@ -219,9 +219,9 @@ async def test_nobody_there_is_no_reason_not_to_start(tmp_path: Path) -> None:
     assert time.monotonic() - began_at < 3
     discovery.announce(RouterEntry("a", "a:1", "00"))
     async with server:
-        watched = Watched(server.url)
-        await watched.sees("a:1")
-        await watched.close()
+        request_metrics = Watched(server.url)
+        await request_metrics.sees("a:1")
+        await request_metrics.close()
         await discovery.close()
 
 
@@ -229,24 +229,24 @@ async def test_entries_of_others_are_passed_over(redis: RedisServer) -> None:
     soon = int(time.time() * 1e3) + 60_000
     for entry in ("no json", "[1]", '{"address": "x:1"}', '{"router_id":"x","address":7,"incarnation":"0"}'):
         await redis.command("ZADD", f"{NAME}:routers", soon, entry)
-    watched, first = Watched(redis.url), announced(redis.url, "a")
-    await watched.sees("a:1")
+    request_metrics, first = Watched(redis.url), announced(redis.url, "a")
+    await request_metrics.sees("a:1")
     await first.close()
-    await watched.close()
+    await request_metrics.close()
 
 
 async def test_over_tls_and_only_with_a_certificate_that_is_trusted(tmp_path: Path) -> None:
     async with RedisServer(tmp_path, password="open-sesame") as server, tls_before(server, tmp_path) as (port, trusted):
         url = f"rediss://:open-sesame@localhost:{port}/0"
         discovery, distrusting = RedisDiscovery(f"{url}?ssl_ca_certs={trusted}", NAME), RedisDiscovery(url, NAME)
-        watched = Watched(f"{url}?ssl_ca_certs={trusted}")
+        request_metrics = Watched(f"{url}?ssl_ca_certs={trusted}")
         await discovery.start()
         discovery.announce(RouterEntry("a", "a:1", "00"))
-        await watched.sees("a:1")
+        await request_metrics.sees("a:1")
         distrusting.announce(RouterEntry("b", "b:1", "00"))
         await asyncio.sleep(0.5)
-        assert watched.listing == {"a:1"}
-        for each in (discovery, distrusting, watched):
+        assert request_metrics.listing == {"a:1"}
+        for each in (discovery, distrusting, request_metrics):
             await each.close()
 
 

@@ -44,7 +44,7 @@ def ask(engine: TorchEngine, how: str) -> Said:
 def rights(said: Said) -> tuple[int, int]:
     """How many guesses were right, of how many."""
     every = [token for tokens in said.values() for token in tokens]
-    return sum(token.followed_guess for token in every), sum(token.guessed for token in every)
+    return sum(token.followed_draft for token in every), sum(token.drafted for token in every)
 
 
 def assert_same(got: Said, expected: Said) -> None:
@@ -149,12 +149,12 @@ def test_what_the_draft_model_has_read_it_need_not_read_again(tiny_model: Path) 
     engine = TorchEngine(runner, StepBudget(96, 64), Speculator(DraftModelProposer(runner), 4, FreeRows()))
     (prompt,) = random_prompts(400, seed=5)
     sampling = replace(SAMPLING["greedy"], max_tokens=12)
-    guessed: list[list[int]] = []
+    drafted: list[list[int]] = []
     for _ in range(2):
         tokens = engine.ask(request("r", prompt, sampling))["r", 0]
-        guessed.append([token.guessed for token in tokens if not token.followed_guess])
-    assert guessed[0][:4] == [0, 0, 4, 4], "256 tokens in the first step of decoding, and the rest in the next"
-    assert guessed[1][:3] == [0, 4, 4]
+        drafted.append([token.drafted for token in tokens if not token.followed_draft])
+    assert drafted[0][:4] == [0, 0, 4, 4], "256 tokens in the first step of decoding, and the rest in the next"
+    assert drafted[1][:3] == [0, 4, 4]
 
 
 def test_a_draft_model_of_other_tokens_is_refused(tiny_model: Path, make_model: Any, tmp_path: Path) -> None:

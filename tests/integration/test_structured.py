@@ -190,7 +190,7 @@ def test_guesses_change_nothing(engine: TorchEngine, model: Path, name: str) -> 
         request_id: ids(tokens) for request_id, tokens in expected.items()
     }
     assert all(got[request_id][-1].finish is tokens[-1].finish for request_id, tokens in expected.items())
-    assert sum(token.followed_guess for tokens in got.values() for token in tokens) > 0
+    assert sum(token.followed_draft for tokens in got.values() for token in tokens) > 0
     assert failures(other) == {}
 
 

@@ -56,8 +56,8 @@ def requests() -> list[Generate]:
     }
     prompt = tuple(prompt_of(5, 41))
     others = [Generate(name, prompt, (), sampling, name, 0, borrow=False) for name, sampling in kinds.items()]
-    guessed = greedy("guessed", prompt_of(6, 20), 40, logit_bias=((7, 100.0),))  # easily
-    return [*plain, *others, guessed]
+    drafted = greedy("guessed", prompt_of(6, 20), 40, logit_bias=((7, 100.0),))  # easily
+    return [*plain, *others, drafted]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -82,7 +82,7 @@ async def test_two_ranks_answer_as_one_does(make_model, family: str) -> None:  #
         for mine, other in zip(*scores, strict=True):
             assert mine.top_token_ids == other.top_token_ids
             assert mine.logprob == pytest.approx(other.logprob, abs=1e-4)
-        assert sum(token.followed_guess for token in two.tokens["guessed"]) > 0, "guesses are verified by all ranks"
+        assert sum(token.followed_draft for token in two.tokens["guessed"]) > 0, "guesses are verified by all ranks"
         for engine in (one, two):
             await engine.books()
 

@@ -81,16 +81,16 @@ class Site:
         tenant: str = "",
         priority: int = 0,
         usable: int = 0,
-        claim: RequestInfo | None = None,
+        info: RequestInfo | None = None,
         **times: Any,
     ) -> QueuedRequest:
         """`first_token_by` and `deadline` count from now."""
         absolute: dict[str, Any] = {name: self.now + seconds for name, seconds in times.items()}
-        claim = claim or RequestInfo(tenant, priority, self.now, **absolute)
-        return self.arrive(claim, demand_of(num_blocks, usable), self._keys(usable))
+        info = info or RequestInfo(tenant, priority, self.now, **absolute)
+        return self.arrive(info, demand_of(num_blocks, usable), self._keys(usable))
 
-    def arrive(self, claim: RequestInfo, demand: Demand, keys: Sequence[bytes] = ()) -> QueuedRequest:
-        waiting, outcomes = self.admission.arrived(claim, demand, keys, self.now)
+    def arrive(self, info: RequestInfo, demand: Demand, keys: Sequence[bytes] = ()) -> QueuedRequest:
+        waiting, outcomes = self.admission.arrived(info, demand, keys, self.now)
         self.waiting[waiting] = None
         self._absorb(outcomes)
         return waiting
@@ -146,11 +146,11 @@ class Site:
         assert admission.num_waiting == len(self.waiting) == sum(admission.waiting_by_class().values())
         assert admission.num_waiting == sum(admission.waiting_by_tenant().values())
         assert admission.num_running == len(self.running)
-        fresh = sum(not waiting.claim.num_placed for waiting in self.waiting)
+        fresh = sum(not waiting.info.num_placed for waiting in self.waiting)
         assert fresh <= self.config.max_queued
-        assert all(waiting in self.waiting for waiting in admission.kept_workers().values())
+        assert all(waiting in self.waiting for waiting in admission.reserved_workers().values())
         limit = max(1, int(self.fleet.snapshot.decodes.sum()) // 4)
-        assert len(admission.kept_workers()) <= limit
+        assert len(admission.reserved_workers()) <= limit
         for queue in admission._queues.values():
             assert queue.num_waiting == sum(len(line.requests) for line in queue.lines.values())
             assert queue.tokens == sum(waiting.cost for waiting in queue)
@@ -175,7 +175,7 @@ class Job:
     arrived_at: float
     prompt_tokens: int
     output_tokens: int
-    claim: RequestInfo
+    info: RequestInfo
     first_token_at: float | None = None
     ended_at: float | None = None
     refused_at: float | None = None
@@ -254,7 +254,7 @@ class ModelledFleet:
         demand = Demand(job.prompt_tokens, usable, -(-end // 16), 16, 65536, (job.prompt_tokens,), end)
         number = next(self._numbers)
         keys = [number.to_bytes(8, "big") + block.to_bytes(8, "big") for block in range(usable)]
-        waiting, outcomes = self.admission.arrived(job.claim, demand, keys, self.now)
+        waiting, outcomes = self.admission.arrived(job.info, demand, keys, self.now)
         self._job_of[waiting] = job
         self._perform(outcomes)
 
@@ -311,7 +311,7 @@ class ModelledFleet:
 
         if placed.lender is not None and placed.lender_computes:
             lender = self._lenders[placed.lender]
-            queued = -job.claim.priority, next(self._numbers), placed.lender_tokens, first_token
+            queued = -job.info.priority, next(self._numbers), placed.lender_tokens, first_token
             heapq.heappush(lender.queue, queued)
             self._next_prompt(lender)
         else:

@@ -43,11 +43,11 @@ class CheckedCore:
         limits: EngineLimits,
         speculator: Speculator | None = None,
         others: Sequence[RemoteRank] = (),
-        early: FastPathLink | None = None,
+        fast_path: FastPathLink | None = None,
     ) -> None:
         self.said: list[FromEngine] = []
         self.core = EngineCore(
-            runner, transport, limits, self.said.append, speculator=speculator, others=others, early=early
+            runner, transport, limits, self.said.append, speculator=speculator, others=others, fast_path=fast_path
         )
         self.ready = self.core.start()
 
@@ -85,5 +85,5 @@ class LandingCore(CheckedCore, ABC):
     """One that reads from others, when it is told to."""
 
     @abstractmethod
-    def land(self) -> bool:
+    def start_read(self) -> bool:
         """One of the reads that wait; False when there is none."""

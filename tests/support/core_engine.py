@@ -29,14 +29,14 @@ class Engine(LandingCore):
         network: LocalNetwork | None = None,
         eager: bool = True,
         max_queued_loans: int = 2,
-        early: FastPathLink | None = None,
+        fast_path: FastPathLink | None = None,
     ) -> None:
         self.transport = LocalTransport(network or LocalNetwork(), name, eager)
         self.runner = SimRunner(LAYOUT, num_blocks, VOCAB)
         limits = EngineLimits(budget, max_queued_loans, report_interval_s=0.0, min_report_interval_s=0.0)
-        super().__init__(self.runner, self.transport, limits, early=early)
+        super().__init__(self.runner, self.transport, limits, fast_path=fast_path)
 
-    def land(self) -> bool:
+    def start_read(self) -> bool:
         return self.transport.step()
 
 

@@ -62,9 +62,9 @@ class Pair:
         out: list[ToEngine] = []
         for message in self.borrower.hear(OpenLoan, ReleaseLoan, CloseLoan, Token, Rejected):
             match message:
-                case OpenLoan(request_id, first, end, _, early):
+                case OpenLoan(request_id, first, end, _, fast_path):
                     tokens = self.prompts[request_id][: end * 4]
-                    out.append(Lend(request_id, tokens, first, "", self.may_compute, 0, early=early))
+                    out.append(Lend(request_id, tokens, first, "", self.may_compute, 0, fast_path=fast_path))
                 case ReleaseLoan(request_id, first, count):
                     out.append(LendReleased(request_id, first, count))
                 case CloseLoan(request_id):
@@ -89,13 +89,13 @@ class Pair:
         return out
 
     def run(self) -> None:
-        while self.carry() | self.lender.step() | self.borrower.step() | self.land():
+        while self.carry() | self.lender.step() | self.borrower.step() | self.start_read():
             pass
         self.carry()
 
-    def land(self) -> bool:
+    def start_read(self) -> bool:
         """One read of the borrower's, if there is one."""
-        return self.borrower.land()
+        return self.borrower.start_read()
 
     def check_served(self, request_id: str, max_tokens: int = 2) -> None:
         assert tokens_of(self.tokens, request_id) == undisturbed(self.prompts[request_id], max_tokens)

@@ -149,7 +149,7 @@ class Engine:
     def begin_step(self) -> list[Chunk]:
         batch = self.core.begin_step()
         self.check()
-        assert sum(chunk.count + chunk.num_guesses for chunk in batch) <= self.budget.max_tokens
+        assert sum(chunk.count + chunk.num_draft_tokens for chunk in batch) <= self.budget.max_tokens
         prompts = [chunk for chunk in batch if not chunk.sequence.decoding]
         assert sum(chunk.count for chunk in prompts) <= self.budget.max_prefill_tokens
         runnable = self.core._runnable()
@@ -202,7 +202,7 @@ class Engine:
         return heard
 
     def preempted(self) -> list[str]:
-        return sorted(sequence.request_id for sequence in self.core._requests.residency.preempted)
+        return sorted(sequence.request_id for sequence in self.core._requests.running_set.preempted)
 
     def check_finished(self) -> None:
         """Everybody who was admitted has all its tokens, or went away by itself."""
@@ -248,7 +248,7 @@ class Engine:
         """It waits for its next token; the bound on that is the one that `engine/core/preemption.py` states, with what the
         scheduler's bound comes to in place of the most that it can."""
         older = [s for s in self.streams.values() if not s.over and s.arrival < stream.arrival]
-        since = self.num_steps + self.core._books.in_step  # a step under way does not count
+        since = self.num_steps + self.core._kv_cache.in_step  # a step under way does not count
         forks = len({s.request.request_id for s in [*older, stream] if s.parts})
         stream.waits.append(Wait(since, 1 + sum(1 + s.num_left for s in older) + forks))
 

@@ -26,11 +26,11 @@ class Oracle:
         self._mistakes = mistakes
         self._vocab_size = vocab_size
         self._random = random.Random(seed)
-        self._guesses: dict[Sequence, tuple[int, ...]] = {}
+        self._draft_tokens: dict[Sequence, tuple[int, ...]] = {}
 
     def wish(self, sequence: Sequence, most: int) -> DraftBudget | None:
         truth = self.truth(sequence, most)
-        self._guesses[sequence] = tuple(
+        self._draft_tokens[sequence] = tuple(
             self._random.randrange(self._vocab_size) if self._random.random() < self._mistakes else token
             for token in truth
         )
@@ -42,8 +42,8 @@ class Oracle:
         prompt = sequence.token_ids[: sequence.num_tokens - said]
         return undisturbed(prompt, said + most, sequence.choice)[said:]
 
-    def guessed(self, chunk: Chunk, count: int) -> Chunk:
-        return Chunk(chunk.sequence, chunk.start, chunk.count, self._guesses[chunk.sequence][:count])
+    def drafted(self, chunk: Chunk, count: int) -> Chunk:
+        return Chunk(chunk.sequence, chunk.start, chunk.count, self._draft_tokens[chunk.sequence][:count])
 
     def verified(self, sequence: Sequence, sampled: SampleResult) -> None:
         """It knows."""

@@ -49,7 +49,7 @@ class TorchEngine(CheckedCore):
     @property
     def num_preemptions(self) -> int:
         """Since it was started."""
-        return self.core._requests.residency.num_preemptions
+        return self.core._requests.running_set.num_preemptions
 
 
 def request(

@@ -57,7 +57,7 @@ IMPOSSIBLE: dict[Cell, str] = {
 
 
 def borrower_state(stream: Stream) -> str:
-    loan = stream.borrower.core._borrowing._loans.get(stream.request_id)
+    loan = stream.borrower.core._borrower_manager._loans.get(stream.request_id)
     if loan is None or isinstance(loan.source, TierSource):
         return "over"
     return "opening" if loan.machine.opening else "reading"
@@ -67,11 +67,11 @@ def lender_state(stream: Stream) -> str | None:
     """None: it has not heard of the loan yet."""
     if not stream.asked:
         return None
-    desk = stream.lender.core._lending
-    loan = desk._loans.get(stream.loan_id)
+    manager = stream.lender.core._lender_manager
+    loan = manager._loans.get(stream.loan_id)
     if loan is None:
         return "over"
-    if stream.loan_id in desk._waiting:
+    if stream.loan_id in manager._waiting:
         return "queued"
     if loan.fetching:
         return "fetching"
@@ -99,7 +99,7 @@ class Cells:
 
     def note_restoring(self, fault: str, node: Node, loan_id: str | None = None) -> None:
         """It meets what this engine, or one sequence there, is bringing back from its tier."""
-        for found_id, loan in node.core._borrowing._loans.items():
+        for found_id, loan in node.core._borrower_manager._loans.items():
             if isinstance(loan.source, TierSource) and loan_id in (None, found_id):
                 self.counts[fault, "borrower", "restoring"] += 1
 

@@ -197,7 +197,7 @@ class Cluster(Faults):
             self.move()
             self.check(contents=False)
         block = node.runner.writing
-        if node.alive and block in node.core._books.pool._quarantined:
+        if node.alive and block in node.core._kv_cache.pool._quarantined:
             self.seen["tier wrote late"] += 1
             self.cells.counts["late write", "borrower", "over"] += 1
 
@@ -209,11 +209,11 @@ class Cluster(Faults):
     def check(self, contents: bool) -> None:
         for node in self.nodes:
             node.check()
-            self.seen["quarantined"] += bool(node.core._books.pool.num_quarantined)
-            self.seen["waiting preempted"] += bool(node.core._requests.residency.preempted)
+            self.seen["quarantined"] += bool(node.core._kv_cache.pool.num_quarantined)
+            self.seen["waiting preempted"] += bool(node.core._requests.running_set.preempted)
             self.seen["said early"] += any(
-                isinstance(loan.source, LenderSource) and bool(loan.source.early)
-                for loan in node.core._borrowing._loans.values()
+                isinstance(loan.source, LenderSource) and bool(loan.source.fast_path)
+                for loan in node.core._borrower_manager._loans.values()
             )
             if contents:
                 node.check_contents()

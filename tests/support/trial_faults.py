@@ -137,13 +137,13 @@ class Faults(Front):
 
     def exhaust(self, node: Node) -> None:
         """Somebody else's request takes all the room that is left, and evicts what is cached."""
-        num_blocks = node.core._books.pool.num_available
+        num_blocks = node.core._kv_cache.pool.num_available
         if num_blocks > 0:
             prompt = tuple(self.rng.randrange(VOCAB) for _ in range(num_blocks * WIDTH - 1))
             client = Client(prompt, 1, 2)
             self.clients.append(client)
             self.submit(client, node)
-        if node.core._books.pool.num_available <= 0:
+        if node.core._kv_cache.pool.num_available <= 0:
             self.seen["exhausted"] += 1
             self.note_shortage(node)
 
@@ -192,7 +192,7 @@ class Faults(Front):
             elif chance < 0.5:
                 transport.fail(peer)
             else:
-                transport.land(peer)
+                transport.start_read(peer)
         elif transport.busy():
             transport.post(rng.choice(transport.busy()))
 
@@ -226,7 +226,7 @@ class Faults(Front):
         nodes = [node for node in self.awake if node.tiers is not None]
         wanted: list[tuple[Node, int]] = []
         for node in nodes:
-            for loan in node.core._borrowing._loans.values():
+            for loan in node.core._borrower_manager._loans.values():
                 if isinstance(loan.source, TierSource):
                     wanted += [(node, held.slot) for held in loan.source._held]
         if wanted:

@@ -222,7 +222,7 @@ class Front:
         lender = self.rng.choice(others)
         if not message.may_compute and self.rng.random() < 0.8:  # the router says who holds most
             keys = block_keys(root_key(node.core._model_fingerprint, ""), tokens, WIDTH)
-            lender = max(others, key=lambda other: len(other.core._books.pool.match(keys)))
+            lender = max(others, key=lambda other: len(other.core._kv_cache.pool.match(keys)))
         stream = Stream(f"loan-{len(self.streams)}", message.request_id, node, lender, tokens)
         self.streams.append(stream)
         if not stream.lender.alive:
@@ -231,7 +231,7 @@ class Front:
             return
         has_source = message.may_compute and self.rng.random() < 0.7
         lend = Lend(stream.loan_id, tokens, message.first_block, "", message.may_compute, priority, borrow=has_source)
-        stream.to_lender.append(replace(lend, early=message.early))
+        stream.to_lender.append(replace(lend, fast_path=message.fast_path))
 
     def to_borrower(self, stream: Stream, message: ToEngine) -> None:
         """To a borrower that has closed already it arrives all the same, or not."""

@@ -104,7 +104,7 @@ class Node:
             fingerprint = LAYOUT.fingerprint(self.runner.info.weights_fingerprint)
             self.tiers = Tiers(config, LAYOUT.block_bytes, LAYOUT.kv_heads, fingerprint, threaded=False)
         self.core = EngineCore(
-            self.runner, self.transport, limits, self.said.append, tiers=self.tiers, clock=clock, early=link
+            self.runner, self.transport, limits, self.said.append, tiers=self.tiers, clock=clock, fast_path=link
         )
         self.endpoint = self.core.start().endpoint
         self.batch: list[Chunk] = []
@@ -125,7 +125,7 @@ class Node:
 
     def serves(self, request_id: str) -> bool:
         """A request, or a loan given, of this id is not over here."""
-        return request_id in self.core._requests._requests or request_id in self.core._lending._loans
+        return request_id in self.core._requests._requests or request_id in self.core._lender_manager._loans
 
     def check(self) -> None:
         """The books balance, and nothing is anybody's that a read may still write into."""
@@ -141,15 +141,15 @@ class Node:
 
     def _check_read_into(self, block: int) -> None:
         """It is nobody's, or that of one sequence which waits for it."""
-        pool = self.core._books.pool
+        pool = self.core._kv_cache.pool
         owners = [
-            request.borrowing
+            request.borrower_manager
             for request in self.core._requests._requests.values()
             if any(block in chain.blocks for chain in request.chains.values())
         ]
         owners += [
             loan.fetching
-            for loan in self.core._lending._loans.values()
+            for loan in self.core._lender_manager._loans.values()
             if loan.job is not None and block in loan.job.blocks
         ]
         if block in pool._quarantined:
@@ -161,7 +161,7 @@ class Node:
 
     def check_contents(self) -> None:
         """A named block never changes after its fingerprint was taken."""
-        books = self.core._books
+        books = self.core._kv_cache
         blocks = sorted(books.pool._name_of)
         now = fingerprint_blocks(self.runner.pool.memory, blocks, LAYOUT.kv_heads)
         assert now.tobytes() == books.fingerprints_of(blocks), f"{self.name}: a named block has changed"
@@ -170,7 +170,7 @@ class Node:
         """Nothing is held for anybody, in the pool or below it."""
         left = held(self.core)
         assert left == NOTHING_LEFT, f"{self.name} holds {left} at rest"
-        assert self.core._borrowing.num_loans == 0, f"{self.name} borrows at rest"
+        assert self.core._borrower_manager.num_loans == 0, f"{self.name} borrows at rest"
         if self.tiers is not None:
             assert not any(self.tiers._host.slots._refs), f"{self.name}: a slot of the host tier is held at rest"
 

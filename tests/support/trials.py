@@ -21,12 +21,12 @@ def run_trial(seed: int) -> Cluster:
     window = LAYOUT.block_bytes * (1, 2, 64)[seed % 3]
     release = LAYOUT.block_bytes * (1, 3)[seed // 3 % 2]
     read = LAYOUT.block_bytes * (1, 2)[seed // 6 % 2]
-    landing = LAYOUT.block_bytes * (1, 3, 64)[seed // 12 % 3]
+    block_read = LAYOUT.block_bytes * (1, 3, 64)[seed // 12 % 3]
     with (
         patch("kvtransfer.transport.MAX_POSTED_BYTES", window),
         patch("engine.lending.sources.RELEASE_BYTES", release),
         patch("kvtransfer.transport.READ_BYTES", read),
-        patch("engine.lending.borrower_manager.LANDING_BYTES", landing),
+        patch("engine.lending.borrower_manager.LANDING_BYTES", block_read),
     ):
         cluster = Cluster(seed, num_nodes=2 + seed % 2, reserve=(256, 1, 4, 1)[seed % 4])
         try:

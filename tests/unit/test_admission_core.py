@@ -61,7 +61,7 @@ def test_weights() -> None:
     for _ in range(48):
         site.end(running)
         (running,) = site.running
-        served[running.claim.tenant] += 1
+        served[running.info.tenant] += 1
     assert served["a"] == pytest.approx(36, abs=3)
     assert served["b"] == pytest.approx(12, abs=3)
 
@@ -77,7 +77,7 @@ def test_lower_classes_have_their_share(share: float) -> None:
     for _ in range(1000):
         site.end(running)
         (running,) = site.running
-        served[running.claim.priority] += 1
+        served[running.info.priority] += 1
     below = served[-1] + served[-2]
     assert below / 1000 == pytest.approx(share, abs=0.01)
     assert served[-2] / below == pytest.approx(share, abs=0.06), "and likewise below"
@@ -92,7 +92,7 @@ def test_no_share_no_turn() -> None:
     for _ in range(100):
         site.end(running)
         (running,) = site.running
-        assert running.claim.priority == 0
+        assert running.info.priority == 0
 
 
 # -------------------------------------------------------------------------------------- room, and kept workers
@@ -106,9 +106,9 @@ def test_what_has_no_room_lets_others_pass_until_a_worker_is_kept_for_it() -> No
     site.wait(1)
     small = site.ask(5)
     assert site.is_running(small), "it passes"
-    assert not site.admission.kept_workers()
+    assert not site.admission.reserved_workers()
     site.wait(5)
-    ((kept, waiting),) = site.admission.kept_workers().items()
+    ((kept, waiting),) = site.admission.reserved_workers().items()
     assert waiting is large
     on_kept = [waiting for waiting in site.running if site.worker_of(waiting) == kept]
     others = [waiting for waiting in site.running if site.worker_of(waiting) != kept]
@@ -118,7 +118,7 @@ def test_what_has_no_room_lets_others_pass_until_a_worker_is_kept_for_it() -> No
     assert site.worker_of(started(site)[-1]) != kept, "others go on elsewhere"
     site.end(on_kept[1])
     assert site.worker_of(large) == kept
-    assert not site.admission.kept_workers()
+    assert not site.admission.reserved_workers()
 
 
 def test_tokens_that_passed_keep_a_worker_too() -> None:
@@ -144,7 +144,7 @@ def test_the_worker_that_frees_first_is_kept() -> None:
     site.report("d1", 5)
     site.ask(1)
     site.wait(6)
-    assert site.admission.kept_workers() == {"d1": large}
+    assert site.admission.reserved_workers() == {"d1": large}
 
 
 @pytest.mark.parametrize("how", ["cancel", "worker leaves"])
@@ -154,7 +154,7 @@ def test_kept_workers_are_let_go(how: str) -> None:
     large = site.ask(10)
     site.ask(1)
     site.wait(6)
-    assert site.admission.kept_workers() == {"d0": large}
+    assert site.admission.reserved_workers() == {"d0": large}
     if how == "cancel":
         waits = site.ask(1)
         site.end(running)
@@ -162,7 +162,7 @@ def test_kept_workers_are_let_go(how: str) -> None:
         assert site.is_running(waits)
     else:
         site.leave("d0")
-    assert site.admission.kept_workers() == {}
+    assert site.admission.reserved_workers() == {}
 
 
 def test_a_class_above_goes_on_with_a_kept_worker_until_it_owes() -> None:
@@ -191,7 +191,7 @@ def test_what_nobody_can_hold_blocks_nobody_and_is_refused() -> None:
     site.ask(10)
     site.wait(2.9)
     assert large in site.waiting
-    assert large not in site.admission.kept_workers().values()
+    assert large not in site.admission.reserved_workers().values()
     site.wait(0.2)
     refusal = site.refusal(large)
     assert refusal is not None
@@ -214,10 +214,10 @@ def test_a_pool_too_small_for_the_whole_is_not_taken_for_a_start() -> None:
     hello = pb.Hello(worker_id="d0", role=pb.ROLE_DECODE, reserve_output_tokens=4)
     site.workers["d0"] = site.fleet.joined(hello)
     site.report("d0", 10)
-    claim = RequestInfo("", 0, 0.0)
+    info = RequestInfo("", 0, 0.0)
     demand = Demand(4, 0, 11, BLOCK, 100, (4,), 44)
     assert demand.num_promised_blocks(4) == 2
-    _, outcomes = site.admission.arrived(claim, demand, [], 0.0)
+    _, outcomes = site.admission.arrived(info, demand, [], 0.0)
     assert outcomes == []
 
 

@@ -71,14 +71,14 @@ class OnePlace(RuleBasedStateMachine):
         self._gone(expected)
 
     def _of(self, priority: int, tenant: str) -> list[QueuedRequest]:
-        return [w for w in self.site.waiting if (w.claim.priority, w.claim.tenant) == (priority, tenant)]
+        return [w for w in self.site.waiting if (w.info.priority, w.info.tenant) == (priority, tenant)]
 
     def _next(self) -> QueuedRequest:
-        priority = max(waiting.claim.priority for waiting in self.site.waiting)
+        priority = max(waiting.info.priority for waiting in self.site.waiting)
         ring = self.rings[priority]
         while True:
             at = priority, ring[0]
-            first = min(self._of(*at), key=lambda waiting: (waiting.claim.first_token_by, waiting.number))
+            first = min(self._of(*at), key=lambda waiting: (waiting.info.first_token_by, waiting.number))
             if at not in self.visited:
                 self.visited.add(at)
                 self.deficits[at] += QUANTUM * self.weights[ring[0]]
@@ -89,7 +89,7 @@ class OnePlace(RuleBasedStateMachine):
             ring.append(ring.pop(0))
 
     def _gone(self, waiting: QueuedRequest) -> None:
-        at = waiting.claim.priority, waiting.claim.tenant
+        at = waiting.info.priority, waiting.info.tenant
         if not self._of(*at):
             self.rings[at[0]].remove(at[1])
             self.visited.discard(at)
@@ -117,8 +117,8 @@ def test_service_for_its_weight_differs_by_a_constant(
 
     def add(tenant: str, cost: int, weight: float) -> None:
         number = next(numbers)
-        claim = RequestInfo(tenant, 0, float(number))
-        waiting = QueuedRequest.of(claim, demand_of(1), [], number, 0.0)
+        info = RequestInfo(tenant, 0, float(number))
+        waiting = QueuedRequest.of(info, demand_of(1), [], number, 0.0)
         waiting.cost, waiting.need = cost, 1
         queue.add(waiting, weight)
 
@@ -133,9 +133,9 @@ def test_service_for_its_weight_differs_by_a_constant(
         picked = queue.pick(lambda line: line.requests[0])
         assert picked is not None
         queue.started(picked)
-        if picked.claim.tenant == "c":
+        if picked.info.tenant == "c":
             continue
-        who = "ab".index(picked.claim.tenant)
+        who = "ab".index(picked.info.tenant)
         greatest[who] = max(greatest[who], picked.cost)
         last = list(served[-1])
         last[who] += picked.cost / weights[who]
@@ -222,10 +222,10 @@ class Everything(RuleBasedStateMachine):
         waiting = data.draw(st.sampled_from(list(self.site.running)))
         if by_worker:
             self.site.admission.refused_by_worker(self.site.running[waiting], self.site.now)
-        waiting.claim.streaming |= streaming and not by_worker
+        waiting.info.streaming |= streaming and not by_worker
         self.site.end(waiting)
         blocks = waiting.demand.num_total_blocks
-        self.asked.append(self.site.ask(blocks, usable=waiting.demand.num_usable_blocks, claim=waiting.claim))
+        self.asked.append(self.site.ask(blocks, usable=waiting.demand.num_usable_blocks, info=waiting.info))
 
     @rule(seconds=st.sampled_from([0.01, 0.3, 1.5]))
     def wait(self, seconds: float) -> None:
@@ -260,10 +260,10 @@ class Everything(RuleBasedStateMachine):
         for waiting in site.waiting:
             excused = (
                 waiting.demand.num_total_blocks > largest
-                or waiting.claim.not_before > site.now
+                or waiting.info.not_before > site.now
                 or waiting.held_until > site.now
                 or queued.any()
-                or site.admission._rebuffs._of
+                or site.admission._backoff._of
             )
             assert excused, waiting
 
@@ -282,13 +282,13 @@ class Everything(RuleBasedStateMachine):
                 break
         assert not site.waiting
         assert not site.running
-        assert site.admission.kept_workers() == {}
+        assert site.admission.reserved_workers() == {}
         for view in site.fleet.views():
             assert view.available_blocks == view.num_blocks
             assert view.queued_prefill_tokens == 0
         assert all(state.num_running == 0 for state in site.tenants._states.values())
         answered = len(site.started) + len(site.refused)
-        assert answered <= len(self.asked) + sum(waiting.claim.num_placed for waiting in self.asked)
+        assert answered <= len(self.asked) + sum(waiting.info.num_placed for waiting in self.asked)
 
 
 def test_everything() -> None:

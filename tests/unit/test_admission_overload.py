@@ -46,9 +46,9 @@ def simulate(load: float, tokens_per_s: float, interactive: float = 0.2) -> Figu
         first = draw.random() < interactive
         size = draw.uniform(0.5, 1.5)
         limits = {"first_token_by": at + MAX_TTFT_S} if first else {}
-        claim = RequestInfo(f"t{draw.randrange(5)}", 0 if first else -1, at, at + BATCH_DEADLINE_S, **limits)
+        info = RequestInfo(f"t{draw.randrange(5)}", 0 if first else -1, at, at + BATCH_DEADLINE_S, **limits)
         site.run(at)
-        site.arrive(Job(first, at, int(PROMPT * size), int(OUTPUT * size), claim))
+        site.arrive(Job(first, at, int(PROMPT * size), int(OUTPUT * size), info))
         longest = max(longest, site.admission.num_waiting)
     site.run(END_S)
     counted = [job for job in site.jobs if job.arrived_at >= WARM_S]
@@ -70,7 +70,7 @@ def kept_limits(job: Job) -> bool:
     assert job.first_token_at is not None
     assert job.ended_at is not None
     in_time = not job.interactive or job.first_token_at - job.arrived_at <= MAX_TTFT_S
-    return in_time and job.ended_at <= job.claim.deadline
+    return in_time and job.ended_at <= job.info.deadline
 
 
 def served(jobs: list[Job]) -> float:

@@ -136,8 +136,8 @@ def test_what_a_request_may_say_is_not_what_it_will_say() -> None:
 def test_a_stream_under_way_waits_until_its_very_deadline() -> None:
     site = Site([10])
     site.ask(10)
-    claim = RequestInfo("", 0, 0.0, deadline=5, first_token_by=0.1, streaming=True, num_placed=1)
-    resumed = site.ask(10, claim=claim)
+    info = RequestInfo("", 0, 0.0, deadline=5, first_token_by=0.1, streaming=True, num_placed=1)
+    resumed = site.ask(10, info=info)
     site.wait(4.9)
     assert resumed in site.waiting
     site.wait(0.2)
@@ -229,21 +229,21 @@ def test_max_running_holds_back_a_tenant_and_nobody_else() -> None:
     other = site.ask(1, "b")
     assert [site.is_running(waiting) for waiting in (first, second, other)] == [True, False, True]
     site.wait(2)
-    assert not site.admission.kept_workers(), "room is not what it lacks"
+    assert not site.admission.reserved_workers(), "room is not what it lacks"
     site.end(first)
     assert site.is_running(second)
 
 
 def test_a_worker_that_refused_is_not_asked_again_at_once() -> None:
     site = Site([10])
-    claim = RequestInfo("", 0, 0.0)
-    waiting = site.ask(5, claim=claim)
+    info = RequestInfo("", 0, 0.0)
+    waiting = site.ask(5, info=info)
     times = []
     for _ in range(6):
         times.append(site.now)
         site.admission.refused_by_worker(site.running[waiting], site.now)
         site.end(waiting)
-        waiting = site.ask(5, claim=claim)
+        waiting = site.ask(5, info=info)
         assert not site.is_running(waiting)
         other = site.ask(5)
         assert not site.is_running(other), "nor by others, for as much"
@@ -258,11 +258,11 @@ def test_a_worker_that_refused_is_not_asked_again_at_once() -> None:
 
 def test_a_report_ends_a_workers_refusal_but_the_claim_pauses() -> None:
     site = Site([10])
-    claim = RequestInfo("", 0, 0.0)
-    waiting = site.ask(5, claim=claim)
+    info = RequestInfo("", 0, 0.0)
+    waiting = site.ask(5, info=info)
     site.admission.refused_by_worker(site.running[waiting], site.now)
     site.end(waiting)
-    waiting = site.ask(5, claim=claim)
+    waiting = site.ask(5, info=info)
     site.report("d0", 10)
     assert not site.is_running(waiting)
     assert site.is_running(site.ask(5))
@@ -272,9 +272,9 @@ def test_a_report_ends_a_workers_refusal_but_the_claim_pauses() -> None:
 
 def test_refusals_by_workers_are_bounded() -> None:
     site = Site([10], max_refusals=2)
-    claim = RequestInfo("", 0, 0.0)
+    info = RequestInfo("", 0, 0.0)
     for attempt in range(3):
-        waiting = site.ask(5, claim=claim)
+        waiting = site.ask(5, info=info)
         site.wait(1)
         if attempt < 2:
             site.admission.refused_by_worker(site.running[waiting], site.now)
@@ -287,14 +287,14 @@ def test_refusals_by_workers_are_bounded() -> None:
 
 def test_who_comes_back_keeps_its_place_and_is_not_displaced() -> None:
     site = Site([10], max_queued=2)
-    claim = RequestInfo("", -1, site.now)
-    waiting = site.ask(10, claim=claim)
+    info = RequestInfo("", -1, site.now)
+    waiting = site.ask(10, info=info)
     site.wait(1)
     others = [site.ask(10, priority=-1), site.ask(10, priority=-1)]
     site.admission.refused_by_worker(site.running[waiting], site.now)
     site.report("d0", 0)
     site.end(waiting)
-    again = site.ask(10, claim=claim)
+    again = site.ask(10, info=info)
     assert all(other in site.waiting for other in [*others, again])
     high = site.ask(10, priority=1)
     assert high in site.waiting

@@ -99,14 +99,14 @@ def test_receipts_of_no_use_are_passed_over() -> None:
 
 
 def test_jitter_is_one_on_average_and_the_same_again() -> None:
-    steady, jittered = StepTiming(0.01, stream_s=0.001), Jittered(StepTiming(0.01, stream_s=0.001), 0.3)
+    uniform_decode, jittered = StepTiming(0.01, stream_s=0.001), Jittered(StepTiming(0.01, stream_s=0.001), 0.3)
     works = [StepWork(streams=streams, context_tokens=tokens) for streams in range(1, 9) for tokens in range(1000)]
-    ratios = sorted(jittered.seconds_of(work) / steady.seconds_of(work) for work in works)
+    ratios = sorted(jittered.seconds_of(work) / uniform_decode.seconds_of(work) for work in works)
     assert sum(ratios) / len(ratios) == pytest.approx(1.0, rel=0.02)
     assert ratios[len(ratios) // 10] == pytest.approx(math.exp(-0.3 * 1.2816 - 0.045), rel=0.05)
     assert ratios[-len(ratios) // 10] == pytest.approx(math.exp(0.3 * 1.2816 - 0.045), rel=0.05)
     assert [jittered.seconds_of(work) for work in works[:9]] == [jittered.seconds_of(work) for work in works[:9]]
-    assert Jittered(steady, 0.0).seconds_of(works[5]) == steady.seconds_of(works[5])
+    assert Jittered(uniform_decode, 0.0).seconds_of(works[5]) == uniform_decode.seconds_of(works[5])
 
 
 def test_disturbed_requests_are_not_learnt_from() -> None:

@@ -235,7 +235,7 @@ def test_an_audit_is_answered() -> None:
     engine = Engine()
     engine.tell(generate("a", TEN), Audit(7))
     assert engine.hear(Audited) == [Audited(7, "", 0, 3, 0, 1, 0)]
-    engine.core._books.pool._reserved += 1
+    engine.core._kv_cache.pool._reserved += 1
     engine.core.handle(Audit(8))
     (audited,) = engine.hear(Audited)
     assert audited.fault == "4 blocks are promised, 3 expected"

@@ -19,8 +19,8 @@ OTHER = (*range(100, 112), 1, 2)
 def early_pair(budget: StepBudget = WIDE) -> Pair:
     """They have met, by a loan before."""
     network, boxes = LocalNetwork(), dict[bytes, list[bytes]]()
-    borrower = Engine("borrower", network=network, early=Post(boxes, b"b" * NAME_BYTES))
-    lender = Engine("lender", network=network, budget=budget, early=Post(boxes, b"l" * NAME_BYTES))
+    borrower = Engine("borrower", network=network, fast_path=Post(boxes, b"b" * NAME_BYTES))
+    lender = Engine("lender", network=network, budget=budget, fast_path=Post(boxes, b"l" * NAME_BYTES))
     pair = Pair(engines=(borrower, lender))
     pair.submit("met", OTHER)
     pair.run()
@@ -47,7 +47,7 @@ def test_all_is_read_before_the_lease_has_said_anything(budget: StepBudget) -> N
 
 def test_a_lender_that_was_not_met_is_waited_for() -> None:
     pair = early_pair()
-    pair.borrower.core._early._endpoints.clear()
+    pair.borrower.core._fast_path._endpoints.clear()
     pair.submit("r", PROMPT)
     pair.lender.tell(*pair.from_borrower())
     pair.lender.run()
@@ -62,7 +62,7 @@ def test_what_comes_by_the_lease_first_is_not_heard_again() -> None:
     pair = early_pair(StepBudget(5, 5))
     pair.submit("r", PROMPT)
     pair.lender.tell(*pair.from_borrower())
-    words = pair.borrower.core._early._link.boxes  # type: ignore[union-attr]
+    words = pair.borrower.core._fast_path._link.boxes  # type: ignore[union-attr]
     held: list[bytes] = []
     while pair.lender.step():
         held += words.pop(b"b" * NAME_BYTES)

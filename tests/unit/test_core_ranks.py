@@ -80,10 +80,10 @@ def test_a_block_is_bound_with_the_last_rank_only() -> None:
     first, second = pair.borrower.ranks  # type: ignore[attr-defined]
     assert second.step()
     pair.borrower.tell()
-    assert pair.borrower.core._books.cache_snapshot() == []
+    assert pair.borrower.core._kv_cache.cache_snapshot() == []
     assert first.step()
     pair.borrower.tell()
-    assert pair.borrower.core._books.cache_snapshot() != []
+    assert pair.borrower.core._kv_cache.cache_snapshot() != []
     pair.run()
     pair.check_served("r")
 

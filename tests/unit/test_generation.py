@@ -52,16 +52,16 @@ def test_the_receipt_counts_guesses_of_all_choices(tokenizer: Tokenizer) -> None
     two = request()
     two.sampling.n = 2
     generation = OutputStream(two, tokenizer, "d0", 4)
-    generation.absorb(token("a", account=ACCOUNT, guessed=4))
-    generation.absorb(token("b", followed_guess=True))
-    generation.absorb(token("a", choice=1, guessed=3))
-    generation.absorb(token("b", followed_guess=True, finish=FinishReason.STOP))
+    generation.absorb(token("a", account=ACCOUNT, drafted=4))
+    generation.absorb(token("b", followed_draft=True))
+    generation.absorb(token("a", choice=1, drafted=3))
+    generation.absorb(token("b", followed_draft=True, finish=FinishReason.STOP))
     generation.absorb(token("c", choice=1, finish=FinishReason.STOP))
     messages = []
     while (message := generation.take()) is not None:
         messages.append(message)
     speculation = messages[-1].finish.receipt.speculation
-    assert (speculation.guessed_tokens, speculation.accepted_tokens) == (7, 2)
+    assert (speculation.draft_tokens, speculation.accepted_tokens) == (7, 2)
 
 
 def test_a_receipt_without_guesses_says_nothing_of_them(tokenizer: Tokenizer) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.lending import block_reads as landing
+from engine.lending import block_reads as block_read
 from engine.lending.block_reads import LocalRank
 from kvtransfer.fingerprint import Folding, fingerprint_blocks
 from kvtransfer.local import LocalNetwork, LocalTransport
@@ -24,7 +24,7 @@ def pool_of(value: int) -> Pool:
 
 
 def test_who_was_not_read_from_for_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(landing, "MAX_PEERS", 2)
+    monkeypatch.setattr(block_read, "MAX_PEERS", 2)
     network, pool = LocalNetwork(), pool_of(0)
     reader = LocalTransport(network, "reader")
     reader.register(pool)
@@ -35,7 +35,7 @@ def test_who_was_not_read_from_for_longest_is_forgotten(monkeypatch: pytest.Monk
 
     def read_from(values: Sequence[int]) -> None:
         for value in values:
-            rank.land(endpoints[value], [0], [1], "flow", lambda prints, gone: quiet.append(prints))
+            rank.start_read(endpoints[value], [0], [1], "flow", lambda prints, gone: quiet.append(prints))
             assert quiet.pop() == (bytes([value]) * 8,)
 
     read_from([1, 2, 1, 3])
@@ -55,13 +55,13 @@ def test_a_landing_that_is_over_is_freed_at_once(eager: bool) -> None:
     quiet: list[tuple[bytes, ...] | None] = []
     gc.disable()
     try:
-        landing = rank.land(endpoint, [0, 2], [1, 3], "flow", lambda prints, gone: quiet.append(prints))
+        block_read = rank.start_read(endpoint, [0, 2], [1, 3], "flow", lambda prints, gone: quiet.append(prints))
         while reader.step():
             pass
         assert quiet == [(b"\7" * 8,) * 2]
-        assert (landing.is_quiet, landing.withdraw(), landing.stuck_s()) == (True, [], 0.0)
-        freed = weakref.ref(landing)
-        del landing
+        assert (block_read.is_quiet, block_read.withdraw(), block_read.stuck_s()) == (True, [], 0.0)
+        freed = weakref.ref(block_read)
+        del block_read
         assert freed() is None
     finally:
         gc.enable()
@@ -91,10 +91,10 @@ def test_what_a_transport_found_on_the_way_is_not_looked_for_again() -> None:
         pool.memory[:] = 0
         looked.clear()
         quiet.clear()
-        rank.land(endpoint, [3, 1], [0, 2], "flow", lambda prints, gone: quiet.append(prints))
+        rank.start_read(endpoint, [3, 1], [0, 2], "flow", lambda prints, gone: quiet.append(prints))
         for peer in reader.busy():
             reader.post(peer)
-            reader.land(peer)
+            reader.start_read(peer)
         assert np.array_equal(pool.memory[[0, 2]], contents[[3, 1]])
         return quiet
 

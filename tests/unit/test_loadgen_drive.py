@@ -75,17 +75,17 @@ def requests(count: int, gap_s: float = 0.0) -> list[TraceRequest]:
 
 
 async def test_an_open_loop_waits_for_nobody_and_times_count_from_when_each_was_due() -> None:
-    door, over = Behind(), list[SentRequest]()
-    drive = LoadDriver(door, over.append)
+    frontend, over = Behind(), list[SentRequest]()
+    drive = LoadDriver(frontend, over.append)
     began_at = asyncio.get_running_loop().time() - 100.0  # so that all are due, and were for long
     running = asyncio.ensure_future(drive.open_loop(requests(50, gap_s=1.0), began_at))
     for _ in range(50):
-        await door.asked.get()
+        await frontend.asked.get()
     assert not over
     assert drive.num_under_way == drive.sent.most_under_way == 50
-    door.open.set()
+    frontend.open.set()
     await running
-    assert [asked.outcome.fate for asked in over] == 50 * [EndState.FINISHED]
+    assert [asked.outcome.end_state for asked in over] == 50 * [EndState.FINISHED]
     assert drive.num_under_way == 0
     by_number = sorted(over, key=lambda asked: asked.number)
     for number, asked in enumerate(by_number):
@@ -98,22 +98,22 @@ async def test_an_open_loop_waits_for_nobody_and_times_count_from_when_each_was_
 
 
 async def test_what_is_due_in_the_warmup_is_in_no_figure() -> None:
-    door, over = Behind(), list[SentRequest]()
-    door.open.set()
-    drive = LoadDriver(door, over.append, warmup_s=3.0)
+    frontend, over = Behind(), list[SentRequest]()
+    frontend.open.set()
+    drive = LoadDriver(frontend, over.append, warmup_s=3.0)
     await drive.open_loop(requests(5, gap_s=1.0), asyncio.get_running_loop().time() - 10)
     assert len(over) == 5
     assert (drive.sent.count, len(drive.sent.late_s), drive.sent.gaps.count) == (2, 2, 2 * 4)
 
 
 async def test_a_closed_loop_has_so_many_at_a_time() -> None:
-    door, over = Behind(), list[SentRequest]()
-    drive = LoadDriver(door, over.append)
+    frontend, over = Behind(), list[SentRequest]()
+    drive = LoadDriver(frontend, over.append)
     running = asyncio.ensure_future(drive.closed_loop(requests(20), 3))
     for _ in range(50):
         await asyncio.sleep(0)
-    assert door.asked.qsize() == 3
-    door.open.set()
+    assert frontend.asked.qsize() == 3
+    frontend.open.set()
     await running
     assert len(over) == 20
     assert drive.sent.most_under_way == 3
@@ -126,11 +126,11 @@ async def test_a_closed_loop_has_so_many_at_a_time() -> None:
         (Unavailable("no worker"), EndState.FAILED, "Unavailable: no worker"),
     ],
 )
-async def test_errors_end_a_request_and_not_the_run(error: Exception, fate: EndState, reason: str) -> None:
-    door, over = Behind(error), list[SentRequest]()
-    door.open.set()
-    await LoadDriver(door, over.append).open_loop(requests(3), asyncio.get_running_loop().time())
-    assert [(asked.outcome.fate, asked.outcome.reason) for asked in over] == 3 * [(fate, reason)]
+async def test_errors_end_a_request_and_not_the_run(error: Exception, end_state: EndState, reason: str) -> None:
+    frontend, over = Behind(error), list[SentRequest]()
+    frontend.open.set()
+    await LoadDriver(frontend, over.append).open_loop(requests(3), asyncio.get_running_loop().time())
+    assert [(asked.outcome.end_state, asked.outcome.reason) for asked in over] == 3 * [(end_state, reason)]
 
 
 async def test_a_trace_that_is_bad_from_some_line_on_says_so() -> None:
@@ -144,18 +144,18 @@ async def test_a_trace_that_is_bad_from_some_line_on_says_so() -> None:
 
 
 async def test_a_mistake_of_ours_ends_the_run() -> None:
-    door = Behind(ZeroDivisionError())
-    door.open.set()
+    frontend = Behind(ZeroDivisionError())
+    frontend.open.set()
     with pytest.raises(ExceptionGroup):
-        await LoadDriver(door, lambda _: None).open_loop(requests(3), asyncio.get_running_loop().time())
+        await LoadDriver(frontend, lambda _: None).open_loop(requests(3), asyncio.get_running_loop().time())
 
 
 async def test_cancelled_it_leaves_nothing_under_way() -> None:
-    door, over = Behind(), list[SentRequest]()
-    drive = LoadDriver(door, over.append)
+    frontend, over = Behind(), list[SentRequest]()
+    drive = LoadDriver(frontend, over.append)
     running = asyncio.ensure_future(drive.open_loop(requests(3), asyncio.get_running_loop().time()))
     for _ in range(3):
-        await door.asked.get()
+        await frontend.asked.get()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running

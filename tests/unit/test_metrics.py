@@ -19,7 +19,7 @@ from router.request_path.preprocess import PreparedRequest
 MANUAL = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
-def ticket(name: str = "m") -> PreparedRequest:
+def prepared(name: str = "m") -> PreparedRequest:
     return SimpleNamespace(model=SimpleNamespace(name=name))  # type: ignore[return-value]  # all that is looked at
 
 
@@ -34,9 +34,9 @@ def registry() -> CollectorRegistry:
 
 
 @pytest.fixture
-def watched(registry: CollectorRegistry) -> RequestMetrics:
+def request_metrics(registry: CollectorRegistry) -> RequestMetrics:
     request = RouterMetrics(registry).watch()
-    request.checked(ticket())
+    request.checked(prepared())
     return request
 
 
@@ -53,7 +53,7 @@ def finish() -> pb.Finish:
             preemptions=2,
             recomputed_tokens=7,
         ),
-        speculation=pb.Speculation(guessed_tokens=20, accepted_tokens=15),
+        speculation=pb.Speculation(draft_tokens=20, accepted_tokens=15),
         placement=pb.Placement(attempt=3, predicted_ttft_ms=250),
         price=pb.Price(input=0.5, output=0.25),
         stages=[
@@ -65,11 +65,11 @@ def finish() -> pb.Finish:
     return pb.Finish(reason=pb.FINISH_REASON_LENGTH, usage=usage, receipt=receipt)
 
 
-def test_a_request_that_ends_well(registry: CollectorRegistry, watched: RequestMetrics) -> None:
+def test_a_request_that_ends_well(registry: CollectorRegistry, request_metrics: RequestMetrics) -> None:
     for _ in range(4):
-        watched.message()
-    watched.over(100, 10)
-    watched.finished(finish())
+        request_metrics.message()
+    request_metrics.over(100, 10)
+    request_metrics.finished(finish())
     expected = {
         ("tandem_time_to_first_token_seconds_count",): 1,
         ("tandem_inter_token_latency_seconds_count",): 3,
@@ -109,7 +109,7 @@ def test_requests_that_do_not(registry: CollectorRegistry) -> None:
         "tandem_request_errors_total", {"model_name": "", "code": "RESOURCE_EXHAUSTED"}
     ) == pytest.approx(1)
     left = metrics.watch()
-    left.checked(ticket())
+    left.checked(prepared())
     left.message()
     left.left()
     assert value(registry, "tandem_request_cancelled_total") == 1
@@ -190,9 +190,9 @@ def test_an_engine_that_has_reported_and_one_that_has_not(registry: CollectorReg
     assert [registry.get_sample_value(f"tandem_engine_kv_blocks_{name}_total") for name in names] == [30, 1]
 
 
-def test_every_metric_stands_in_the_manual(registry: CollectorRegistry, watched: RequestMetrics) -> None:
-    watched.message()
-    watched.finished(finish())
+def test_every_metric_stands_in_the_manual(registry: CollectorRegistry, request_metrics: RequestMetrics) -> None:
+    request_metrics.message()
+    request_metrics.finished(finish())
     registry.register(EngineCollector(lambda: Load(7, 3, 1, 2, 500, 30, 40, {}), lambda: KV))
     registry.register(GpuCollector(Nvml()))
     PlannerMetrics(registry, "m")

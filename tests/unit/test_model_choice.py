@@ -24,8 +24,8 @@ LARGE = ModelOption("large", 4e-6, 8e-6, 0.9, ("code", "prose"), 90, 50, counted
 FAST = ModelOption("fast", 9e-6, 9e-6, 0.9, ("code",), 100, 50, counted=True, ttft_s=0.05)
 
 
-def chosen(options: Sequence[ModelOption], rule: ModelRule | None = None, **wish: object) -> ModelChoice:
-    choice = choose(ModelCriteria(**wish), rule, "r", options)  # type: ignore[arg-type]
+def chosen(options: Sequence[ModelOption], rule: ModelRule | None = None, **criteria: object) -> ModelChoice:
+    choice = choose(ModelCriteria(**criteria), rule, "r", options)  # type: ignore[arg-type]
     assert isinstance(choice, ModelChoice)
     return choice
 
@@ -45,8 +45,8 @@ def chosen(options: Sequence[ModelOption], rule: ModelRule | None = None, **wish
         ({"min_quality": 0.5}, ModelRule(models=("small",)), ""),
     ],
 )
-def test_the_cheapest_that_is_fit_and_in_time(wish: dict[str, object], rule: ModelRule | None, name: str) -> None:
-    assert chosen([SMALL, LARGE, FAST], rule, **wish).name == name
+def test_the_cheapest_that_is_fit_and_in_time(criteria: dict[str, object], rule: ModelRule | None, name: str) -> None:
+    assert chosen([SMALL, LARGE, FAST], rule, **criteria).name == name
 
 
 def test_the_words_name_the_rule_and_say_of_each_model_why_it_was_passed_over() -> None:
@@ -95,7 +95,7 @@ def test_a_dearer_model_is_not_counted() -> None:
         ({"tenant": "b", "priority": 1}, 5, 3),
     ],
 )
-def test_the_first_rule_that_holds_governs(wish: dict[str, object], num_tokens: int, number: int | None) -> None:
+def test_the_first_rule_that_holds_governs(criteria: dict[str, object], num_tokens: int, number: int | None) -> None:
     rules = [
         ModelRule(tasks=("code",)),
         ModelRule(min_quality=0.5),
@@ -103,7 +103,7 @@ def test_the_first_rule_that_holds_governs(wish: dict[str, object], num_tokens: 
         ModelRule(max_prompt_tokens=100),
         ModelRule(min_prompt_tokens=101, max_prompt_tokens=1000),
     ]
-    asked = ModelCriteria(**wish)  # type: ignore[arg-type]
+    asked = ModelCriteria(**criteria)  # type: ignore[arg-type]
     assert governing_rule(rules, asked, num_tokens) == number
     assert needs_count(rules, asked) == (number is None or number >= 3)
 
@@ -150,14 +150,16 @@ RULES = st.one_of(
 )
 
 
-def is_fit(option: ModelOption, rule: ModelRule | None, wish: ModelCriteria) -> bool:
+def is_fit(option: ModelOption, rule: ModelRule | None, criteria: ModelCriteria) -> bool:
     permitted = rule is None or not rule.models or option.name in rule.models
-    good = option.quality >= wish.min_quality and (not wish.task or not option.tasks or wish.task in option.tasks)
+    good = option.quality >= criteria.min_quality and (
+        not criteria.task or not option.tasks or criteria.task in option.tasks
+    )
     return permitted and good and not option.fault
 
 
-def limit_of(rule: ModelRule | None, wish: ModelCriteria) -> float:
-    return min(wish.max_ttft_s, rule.max_ttft_ms / 1e3 if rule and rule.max_ttft_ms else math.inf)
+def limit_of(rule: ModelRule | None, criteria: ModelCriteria) -> float:
+    return min(criteria.max_ttft_s, rule.max_ttft_ms / 1e3 if rule and rule.max_ttft_ms else math.inf)
 
 
 def ttft_of(option: ModelOption) -> float:
@@ -167,17 +169,17 @@ def ttft_of(option: ModelOption) -> float:
 
 @given(options(), RULES, WISHES)
 def test_never_an_unfit_one_and_of_the_fit_the_cheapest_in_time_or_the_fastest(
-    given_options: list[ModelOption], rule: ModelRule | None, wish: ModelCriteria
+    given_options: list[ModelOption], rule: ModelRule | None, criteria: ModelCriteria
 ) -> None:
-    choice = choose(wish, rule, "", given_options)
+    choice = choose(criteria, rule, "", given_options)
     assert isinstance(choice, ModelChoice)
-    fit = [option for option in given_options if is_fit(option, rule, wish)]
+    fit = [option for option in given_options if is_fit(option, rule, criteria)]
     assert [verdict.fit for verdict in choice.verdicts] == [option in fit for option in given_options]
     if not fit:
         assert choice.name == ""
         return
     (best,) = [option for option in fit if option.name == choice.name]
-    in_time = [option for option in fit if ttft_of(option) <= limit_of(rule, wish)]
+    in_time = [option for option in fit if ttft_of(option) <= limit_of(rule, criteria)]
     if in_time:
         assert best == min(in_time, key=lambda option: option.price)
     else:
@@ -186,15 +188,15 @@ def test_never_an_unfit_one_and_of_the_fit_the_cheapest_in_time_or_the_fastest(
 
 @given(options(), RULES, WISHES, st.data())
 def test_a_model_that_becomes_cheaper_is_not_given_up_and_a_dearer_one_is_not_taken_up(
-    given_options: list[ModelOption], rule: ModelRule | None, wish: ModelCriteria, data: st.DataObject
+    given_options: list[ModelOption], rule: ModelRule | None, criteria: ModelCriteria, data: st.DataObject
 ) -> None:
-    before = choose(wish, rule, "", given_options)
+    before = choose(criteria, rule, "", given_options)
     assert isinstance(before, ModelChoice)
     number = data.draw(st.integers(0, len(given_options) - 1))
     option = given_options[number]
     factor = data.draw(st.sampled_from([0.0, 0.5, 2.0]))
     changed = replace(option, input_price=option.input_price * factor, output_price=option.output_price * factor)
-    after = choose(wish, rule, "", [*given_options[:number], changed, *given_options[number + 1 :]])
+    after = choose(criteria, rule, "", [*given_options[:number], changed, *given_options[number + 1 :]])
     assert isinstance(after, ModelChoice)
     if factor < 1 and before.name == option.name:
         assert after.name == option.name
@@ -204,7 +206,7 @@ def test_a_model_that_becomes_cheaper_is_not_given_up_and_a_dearer_one_is_not_ta
 
 @given(options(), RULES, WISHES, st.data())
 def test_what_is_chosen_is_counted_and_no_dearer_than_what_the_rest_is_taken_for(
-    counted: list[ModelOption], rule: ModelRule | None, wish: ModelCriteria, data: st.DataObject
+    counted: list[ModelOption], rule: ModelRule | None, criteria: ModelCriteria, data: st.DataObject
 ) -> None:
     """Estimates may be wrong either way; each model is counted once at most."""
     known = [
@@ -212,19 +214,19 @@ def test_what_is_chosen_is_counted_and_no_dearer_than_what_the_rest_is_taken_for
         for option in counted
     ]
     asked: list[str] = []
-    while isinstance(outcome := choose(wish, rule, "", known), CountNeeded):
+    while isinstance(outcome := choose(criteria, rule, "", known), CountNeeded):
         asked.append(outcome.name)
         known = [now if option.name == outcome.name else option for option, now in zip(known, counted, strict=True)]
     assert len(asked) == len(set(asked))
-    fit_now = [option for option in known if is_fit(option, rule, wish)]
+    fit_now = [option for option in known if is_fit(option, rule, criteria)]
     if not outcome.name:
         assert not fit_now
         return
     (best,) = [option for option in known if option.name == outcome.name]
     assert best.counted
-    limit_s = limit_of(rule, wish)
+    limit_s = limit_of(rule, criteria)
     if ttft_of(best) <= limit_s:
-        rivals = [option for option in fit_now if option.ttft_s is None or option.ttft_s <= limit_s]
-        assert best.price == min(option.price for option in rivals)
+        alternatives = [option for option in fit_now if option.ttft_s is None or option.ttft_s <= limit_s]
+        assert best.price == min(option.price for option in alternatives)
     else:
         assert all(option.counted for option in fit_now)

@@ -72,9 +72,9 @@ def test_followers_make_the_same_batches(seed: int) -> None:
             start = rng.randrange(sequence.num_tokens)
             count = rng.randint(1, sequence.num_tokens - start)
             ends = sequence.sampling is not None and start + count == sequence.num_tokens
-            guesses = tuple(rng.choices(range(100), k=rng.randint(0, 3))) if ends else ()
+            draft_tokens = tuple(rng.choices(range(100), k=rng.randint(0, 3))) if ends else ()
             sequence.num_scored = min(rng.randrange(20), max(0, sequence.num_to_score))
-            chunk = Chunk(sequence, start, count, guesses)
+            chunk = Chunk(sequence, start, count, draft_tokens)
             while len(sequence.blocks) * WIDTH < chunk.end:
                 sequence.blocks.append(rng.randrange(1000))
             batch.append(chunk)
@@ -114,4 +114,4 @@ def test_filled_are_the_blocks_whose_last_slot_is_written() -> None:
     assert filled_blocks([Chunk(sequence, 0, 3)], WIDTH) == []
     assert filled_blocks([Chunk(sequence, 0, 4)], WIDTH) == [7]
     assert filled_blocks([Chunk(sequence, 3, 6)], WIDTH) == [7, 5]
-    assert filled_blocks([Chunk(sequence, 9, 1, guesses=(1, 2))], WIDTH) == [6]
+    assert filled_blocks([Chunk(sequence, 9, 1, draft_tokens=(1, 2))], WIDTH) == [6]

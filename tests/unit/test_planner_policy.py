@@ -73,24 +73,24 @@ def test_it_grows_before_anything_waits_long_and_shrinks_again() -> None:
     """2 requests/s x 2,000 tokens are one busy prefill worker; 10 s each are 20 streams."""
     fluid = Fluid(config_of(), prefill=1, decode=1)
     fluid.run(rate=1, for_s=900)
-    assert fluid.wishes[-1].prefill <= 2
-    quiet = len(fluid.wishes)
+    assert fluid.desired_sizes[-1].prefill <= 2
+    quiet = len(fluid.desired_sizes)
     for minute in range(20):
         fluid.run(rate=1 + minute / 2, for_s=60)
-    top = fluid.wishes[-1]
+    top = fluid.desired_sizes[-1]
     assert top.prefill >= 6
     assert top.decode >= 5
     assert fluid.waiting < 20
     fluid.run(rate=10.5, for_s=600)
     fluid.run(rate=1, for_s=1800)
-    assert fluid.wishes[-1].prefill <= fluid.wishes[quiet - 1].prefill + 1
-    assert fluid.wishes[-1].decode <= 2
+    assert fluid.desired_sizes[-1].prefill <= fluid.desired_sizes[quiet - 1].prefill + 1
+    assert fluid.desired_sizes[-1].decode <= 2
 
 
 def test_a_queue_is_answered_at_once() -> None:
     fluid = Fluid(config_of(), prefill=1, decode=3)
     fluid.run(rate=1, for_s=300)
-    before = fluid.wishes[-1].prefill
+    before = fluid.desired_sizes[-1].prefill
     fluid.waiting = 60
     assert fluid.step(rate=1).prefill > before
 
@@ -98,9 +98,9 @@ def test_a_queue_is_answered_at_once() -> None:
 def test_it_waits_before_it_shrinks_and_takes_small_steps() -> None:
     fluid = Fluid(config_of(down_after_s=200, down_every_s=50), prefill=6, decode=6)
     fluid.run(rate=0.5, for_s=195)
-    assert {(wish.prefill, wish.decode) for wish in fluid.wishes} == {(6, 6)}
+    assert {(desired.prefill, desired.decode) for desired in fluid.desired_sizes} == {(6, 6)}
     fluid.run(rate=0.5, for_s=600)
-    sizes = [wish.prefill for wish in fluid.wishes]
+    sizes = [desired.prefill for desired in fluid.desired_sizes]
     falls = [place for place in range(1, len(sizes)) if sizes[place] < sizes[place - 1]]
     assert sizes[-1] <= 2
     assert all(sizes[place - 1] - sizes[place] == 1 for place in falls)
@@ -112,21 +112,21 @@ def test_a_pool_goes_to_nothing_only_where_it_may_and_comes_back_with_the_first_
     fluid = Fluid(zero, prefill=1, decode=1)
     fluid.run(rate=1, for_s=300)
     fluid.run(rate=0, for_s=zero.down_after_s + 60)
-    assert (fluid.wishes[-1].prefill, fluid.wishes[-1].decode) == (0, 0)
-    assert (fluid.step(rate=0.2).prefill, fluid.wishes[-1].decode) == (1, 1)
+    assert (fluid.desired_sizes[-1].prefill, fluid.desired_sizes[-1].decode) == (0, 0)
+    assert (fluid.step(rate=0.2).prefill, fluid.desired_sizes[-1].decode) == (1, 1)
     kept = Fluid(config_of(), prefill=1, decode=1)
     kept.run(rate=0, for_s=1200)
-    assert (kept.wishes[-1].prefill, kept.wishes[-1].decode) == (1, 1)
+    assert (kept.desired_sizes[-1].prefill, kept.desired_sizes[-1].decode) == (1, 1)
 
 
 def test_a_pool_that_died_is_wanted_still() -> None:
     fluid = Fluid(config_of(), prefill=3, decode=3)
     fluid.run(rate=4, for_s=600)
-    before = fluid.wishes[-1]
+    before = fluid.desired_sizes[-1]
     fluid.prefill = fluid.decode = 0
     fluid.run(rate=4, for_s=50)
-    assert fluid.wishes[-1].prefill >= before.prefill
-    assert fluid.wishes[-1].decode >= before.decode
+    assert fluid.desired_sizes[-1].prefill >= before.prefill
+    assert fluid.desired_sizes[-1].decode >= before.decode
     fluid.run(rate=4, for_s=600)
     assert fluid.waiting < 5
 
@@ -137,13 +137,13 @@ def test_who_is_not_needed_switches_where_that_is_quicker() -> None:
     fluid.run(rate=1, for_s=170)
     fluid.stream_s = 80.0  # answers grow longer, prompts do not
     fluid.run(rate=1, for_s=400)
-    assert sum(wish.to_decode for wish in fluid.wishes) > 0
-    assert fluid.wishes[-1].decode >= 4
+    assert sum(desired.to_decode for desired in fluid.desired_sizes) > 0
+    assert fluid.desired_sizes[-1].decode >= 4
     slow = Fluid(config_of(**settings_of | {"switch_s": 60.0}), prefill=6, decode=2)
     slow.run(rate=1, for_s=170)
     slow.stream_s = 80.0
     slow.run(rate=1, for_s=400)
-    assert sum(wish.to_decode for wish in slow.wishes) == 0
+    assert sum(desired.to_decode for desired in slow.desired_sizes) == 0
 
 
 # ------------------------------------------------------------------ whatever is seen
@@ -197,23 +197,23 @@ def test_whatever_is_seen_wishes_are_within_their_bounds(
     now, before = 0.0, None
     for gap_s, each in seen:
         now += gap_s
-        state, wish = decide(state, dataclasses.replace(each, at_s=now), config)
+        state, desired = decide(state, dataclasses.replace(each, at_s=now), config)
         for role in ROLES:
-            assert config.pool(role).min_workers <= wish.pool(role) <= config.pool(role).max_workers
+            assert config.pool(role).min_workers <= desired.pool(role) <= config.pool(role).max_workers
         if config.max_total is not None:
-            assert wish.prefill + wish.decode <= config.max_total
-        assert wish.to_prefill >= 0
-        assert wish.to_decode >= 0
-        assert not (wish.to_prefill and wish.to_decode)
+            assert desired.prefill + desired.decode <= config.max_total
+        assert desired.to_prefill >= 0
+        assert desired.to_decode >= 0
+        assert not (desired.to_prefill and desired.to_decode)
         if before is not None:
-            if wish.to_prefill:
-                assert wish.prefill - before.prefill >= wish.to_prefill <= before.decode - wish.decode
-            if wish.to_decode:
-                assert wish.decode - before.decode >= wish.to_decode <= before.prefill - wish.prefill
+            if desired.to_prefill:
+                assert desired.prefill - before.prefill >= desired.to_prefill <= before.decode - desired.decode
+            if desired.to_decode:
+                assert desired.decode - before.decode >= desired.to_decode <= before.prefill - desired.prefill
         for role in ROLES:
             assert math.isfinite(state.pool(role).headroom)
-            assert state.pool(role).wanted == wish.pool(role)
-        before = wish
+            assert state.pool(role).wanted == desired.pool(role)
+        before = desired
 
 
 @settings(max_examples=60)
@@ -233,10 +233,10 @@ def test_more_prompt_tokens_that_wait_never_make_the_prefill_pool_smaller(
         now += gap_s
         state, _ = decide(state, dataclasses.replace(each, at_s=now), config)
     last = dataclasses.replace(seen[-1][1], at_s=now + seen[-1][0])
-    _, wish = decide(state, last, config)
+    _, desired = decide(state, last, config)
     _, busier = decide(state, dataclasses.replace(last, waiting_tokens=last.waiting_tokens + more), config)
-    assert busier.prefill >= wish.prefill
-    assert busier.decode >= wish.decode
+    assert busier.prefill >= desired.prefill
+    assert busier.decode >= desired.decode
 
 
 @settings(max_examples=12, deadline=None)
@@ -244,9 +244,9 @@ def test_more_prompt_tokens_that_wait_never_make_the_prefill_pool_smaller(
 def test_a_constant_load_comes_to_rest(rate: float, start: int, switch: bool) -> None:
     fluid = Fluid(config_of(switch=switch), prefill=start, decode=start)
     fluid.run(rate, for_s=3600)
-    there = len(fluid.wishes)
+    there = len(fluid.desired_sizes)
     fluid.run(rate, for_s=3600)
-    assert len({(wish.prefill, wish.decode) for wish in fluid.wishes[there:]}) == 1
+    assert len({(desired.prefill, desired.decode) for desired in fluid.desired_sizes[there:]}) == 1
     assert fluid.waiting < 10
 
 
@@ -257,11 +257,11 @@ def test_a_load_that_wavers_turns_no_pool_around_within_its_patience(seed: int, 
     config, rng = config_of(), random.Random(seed)
     fluid = Fluid(config, prefill=4, decode=4)
     fluid.run(rate, for_s=1800)
-    there = len(fluid.wishes)
+    there = len(fluid.desired_sizes)
     for _ in range(720):
         fluid.step(rate * rng.uniform(0.7, 1.3))
     for role in ROLES:
-        sizes = [wish.pool(role) for wish in fluid.wishes[there:]]
+        sizes = [desired.pool(role) for desired in fluid.desired_sizes[there:]]
         changes = [place for place in range(1, len(sizes)) if sizes[place] != sizes[place - 1]]
         falls = [place for place in changes if sizes[place] < sizes[place - 1]]
         for fall in falls:

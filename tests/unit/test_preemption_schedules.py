@@ -126,7 +126,7 @@ def test_beams_are_found_whatever_the_pool() -> None:
             engine.run()
             engine.check_finished()
             assert len(engine.streams["a#1"].tokens) == 7
-            preemptions.append(engine.core._requests.residency.num_preemptions)
+            preemptions.append(engine.core._requests.running_set.num_preemptions)
     assert sum(preemptions[0::2]) > 0
     assert sum(preemptions[1::2]) == 0
 
@@ -158,5 +158,5 @@ def test_a_crowd_in_a_tiny_pool_is_served_and_was_preempted(reserve: int, budget
     engine.run()
     engine.check_finished()
     preemptions = [stream.accounts[-1].preemptions for stream in engine.streams.values()]
-    assert sum(preemptions) == engine.core._requests.residency.num_preemptions > 10
+    assert sum(preemptions) == engine.core._requests.running_set.num_preemptions > 10
     assert all(stream.accounts[0] is stream.accounts[-1] for stream in engine.streams.values())

@@ -147,14 +147,14 @@ class World:
         await self.supervisor.start_routers()
         self.metrics_at = await self.supervisor.start_workers()
         await asyncio.sleep(2 * JOIN_S)
-        keeping = asyncio.ensure_future(self.supervisor.keep())
+        reservations = asyncio.ensure_future(self.supervisor.keep())
         await asyncio.sleep(1)
         self.machine.forget()
         try:
             yield
         finally:
-            keeping.cancel()
-            await asyncio.gather(keeping, return_exceptions=True)
+            reservations.cancel()
+            await asyncio.gather(reservations, return_exceptions=True)
             await self.supervisor.stop()
 
 

@@ -33,7 +33,7 @@ class Clock:
         return self.now
 
 
-def claim(priority: int = 0, **options: Any) -> RequestInfo:
+def info(priority: int = 0, **options: Any) -> RequestInfo:
     return RequestInfo("", priority, 0.0, **options)
 
 
@@ -46,10 +46,10 @@ def make(available: int, **config: Any) -> tuple[Fleet, Worker, Dispatcher]:
 
 async def test_what_fits_starts_at_once_and_counts() -> None:
     _, _, dispatcher = make(available=10)
-    placed, decision = await dispatcher.place(claim(), demand(6), [])
+    placed, decision = await dispatcher.place(info(), demand(6), [])
     assert decision.decode_id == "d0"
     assert placed.sequence == 1
-    second = asyncio.ensure_future(dispatcher.place(claim(), demand(6), []))
+    second = asyncio.ensure_future(dispatcher.place(info(), demand(6), []))
     await settle()
     assert not second.done()
     second.cancel()
@@ -57,9 +57,9 @@ async def test_what_fits_starts_at_once_and_counts() -> None:
 
 async def test_what_has_no_room_lets_others_pass() -> None:
     _, _, dispatcher = make(available=10)
-    running, _ = await dispatcher.place(claim(), demand(8), [])
-    large = asyncio.ensure_future(dispatcher.place(claim(), demand(9), []))
-    small = asyncio.ensure_future(dispatcher.place(claim(), demand(1), []))
+    running, _ = await dispatcher.place(info(), demand(8), [])
+    large = asyncio.ensure_future(dispatcher.place(info(), demand(9), []))
+    small = asyncio.ensure_future(dispatcher.place(info(), demand(1), []))
     await settle()
     assert small.done()
     assert not large.done()
@@ -73,7 +73,7 @@ async def test_priority_goes_first_and_arrival_decides_ties() -> None:
     order: list[str] = []
 
     async def wait(name: str, priority: int) -> None:
-        placed, _ = await dispatcher.place(claim(priority), demand(1), [])
+        placed, _ = await dispatcher.place(info(priority), demand(1), [])
         order.append(name)
         dispatcher.ended(placed)
 
@@ -89,17 +89,17 @@ async def test_priority_goes_first_and_arrival_decides_ties() -> None:
 
 async def test_a_full_queue_refuses() -> None:
     _, _, dispatcher = make(available=0, max_queued=1)
-    waiting = asyncio.ensure_future(dispatcher.place(claim(), demand(1), []))
+    waiting = asyncio.ensure_future(dispatcher.place(info(), demand(1), []))
     await settle()
     with pytest.raises(Overloaded):
-        await dispatcher.place(claim(), demand(1), [])
+        await dispatcher.place(info(), demand(1), [])
     waiting.cancel()
 
 
 async def test_a_client_that_leaves_frees_its_place() -> None:
     fleet, worker, dispatcher = make(available=0)
-    first = asyncio.ensure_future(dispatcher.place(claim(), demand(5), []))
-    second = asyncio.ensure_future(dispatcher.place(claim(), demand(1), []))
+    first = asyncio.ensure_future(dispatcher.place(info(), demand(5), []))
+    second = asyncio.ensure_future(dispatcher.place(info(), demand(1), []))
     await settle()
     first.cancel()
     await settle()
@@ -112,7 +112,7 @@ async def test_a_client_that_leaves_frees_its_place() -> None:
 
 async def test_a_client_that_leaves_as_it_is_placed_gives_the_placement_back() -> None:
     fleet, worker, dispatcher = make(available=0)
-    waiting = asyncio.ensure_future(dispatcher.place(claim(), demand(5), []))
+    waiting = asyncio.ensure_future(dispatcher.place(info(), demand(5), []))
     await settle()
     fleet.reported(worker, pb.LoadReport(available_blocks=5, num_blocks=100))
     dispatcher.kick()
@@ -123,8 +123,8 @@ async def test_a_client_that_leaves_as_it_is_placed_gives_the_placement_back() -
 
 async def test_an_end_lets_the_next_one_start() -> None:
     _, _, dispatcher = make(available=10)
-    placed, _ = await dispatcher.place(claim(), demand(10), [])
-    waits = asyncio.ensure_future(dispatcher.place(claim(), demand(10), []))
+    placed, _ = await dispatcher.place(info(), demand(10), [])
+    waits = asyncio.ensure_future(dispatcher.place(info(), demand(10), []))
     await settle()
     dispatcher.ended(placed)
     await settle()
@@ -145,24 +145,24 @@ async def test_limits_of_a_tenant_and_what_is_given_back() -> None:
     clock = Clock()
     policy = TenantPolicy(quota_tokens=100, quota_window_s=60, tokens_per_minute=6000)
     config = AdmissionConfig(tenants={"a": policy})
-    gate = TenantLimits(config, clock=clock, wall_clock=clock)
+    tenant_limits = TenantLimits(config, clock=clock, wall_clock=clock)
     clock.now = 90.0
-    charge = await gate.enter("a", 80)
+    charge = await tenant_limits.enter("a", 80)
     with pytest.raises(Overloaded, match="'a' is at its quota_tokens of 100 per 60 s") as caught:
-        await gate.enter("a", 21)
+        await tenant_limits.enter("a", 21)
     assert caught.value.retry_after_s == 30
-    gate.leave(charge, lambda: 30)
+    tenant_limits.leave(charge, lambda: 30)
     await settle()
-    second = await gate.enter("a", 70)
+    second = await tenant_limits.enter("a", 70)
     with pytest.raises(Overloaded):
-        await gate.enter("a", 1)
+        await tenant_limits.enter("a", 1)
     clock.now = 121.0
-    await gate.enter("a", 100)
-    gate.leave(second, lambda: 0)  # of a window that is over: nothing comes back
+    await tenant_limits.enter("a", 100)
+    tenant_limits.leave(second, lambda: 0)  # of a window that is over: nothing comes back
     await settle()
     with pytest.raises(Overloaded):
-        await gate.enter("a", 1)
+        await tenant_limits.enter("a", 1)
     with pytest.raises(Overloaded, match="never") as caught:
-        await gate.enter("a", 101)
+        await tenant_limits.enter("a", 101)
     assert caught.value.permanent
-    assert gate.num_refused == {"quota_tokens": 4}
+    assert tenant_limits.num_refused == {"quota_tokens": 4}

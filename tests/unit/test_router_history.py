@@ -33,7 +33,7 @@ def place(fleet: Fleet) -> tuple[ActivePlacement, Placement]:
     decision = fleet.decide(DEMAND, KEYS)
     assert decision is not None
     placed = fleet.placed(decision, DEMAND, KEYS)
-    return placed, Placement(1, 0.0, decision, placed.situation)
+    return placed, Placement(1, 0.0, decision, placed.placement_snapshot)
 
 
 def test_a_decision_is_explained_as_it_stood_whatever_happens_afterwards() -> None:
@@ -52,8 +52,8 @@ def test_a_decision_is_explained_as_it_stood_whatever_happens_afterwards() -> No
     fleet.finished(placed, public_pb.Finish(receipt=public_pb.Receipt(kv=kv, stages=stages, placement=said)), 0.5)
     fleet.left(fleet.workers[0])
     assert explain(DEMAND, fleet.snapshot, fleet.hits(KEYS), fleet.rates) != compared
-    assert placement.situation is not None
-    assert placement.situation.candidates() == compared
+    assert placement.placement_snapshot is not None
+    assert placement.placement_snapshot.candidates() == compared
     assert (compared[0].decode_id, compared[0].lender_id) == (placed.decode.worker_id, said.lender)
     assert compared[0].hit_blocks == placement.decision.hit_blocks
 
@@ -64,9 +64,9 @@ def test_what_may_be_taken_of_each_worker_is_kept_too() -> None:
     room[0] = -1
     decision = fleet.decide(DEMAND, KEYS, room)
     assert decision is not None
-    situation = fleet.placed(decision, DEMAND, KEYS).situation
-    assert situation is not None
-    assert {candidate.decode_id for candidate in situation.candidates()} == {"w1"}
+    placement_snapshot = fleet.placed(decision, DEMAND, KEYS).placement_snapshot
+    assert placement_snapshot is not None
+    assert {candidate.decode_id for candidate in placement_snapshot.candidates()} == {"w1"}
 
 
 def test_what_is_remembered_is_bounded_and_the_last() -> None:
@@ -109,4 +109,4 @@ def test_switched_off_nothing_is_kept() -> None:
     history.placed(entry, placement)
     assert not history.on
     assert len(history) == history.num_bytes == 0
-    assert placement.situation is None
+    assert placement.placement_snapshot is None

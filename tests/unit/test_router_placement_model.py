@@ -62,8 +62,8 @@ def cases(draw: st.DrawFn) -> Case:
     ]
     usable = draw(st.sampled_from([0, 1, 10]))
     tokens = 4 * usable + draw(st.integers(1, 4))
-    block_bytes, lot = draw(st.sampled_from([100, 1000, 100_000])), draw(st.sampled_from([0.1, 0.3, 0.7, 1.0]))
-    demand = Demand(tokens, usable, usable + 9, 4, block_bytes, (tokens,), tokens + 30, lot=lot)
+    block_bytes, traffic_hash = draw(st.sampled_from([100, 1000, 100_000])), draw(st.sampled_from([0.1, 0.3, 0.7, 1.0]))
+    demand = Demand(tokens, usable, usable + 9, 4, block_bytes, (tokens,), tokens + 30, traffic_hash=traffic_hash)
     held = {name: draw(st.integers(0, usable)) for name in names if draw(st.booleans())}
     due = {name: max(held.get(name, 0), draw(st.integers(0, usable))) for name in names if draw(st.booleans())}
     return Case(demand, views, held, held | due)
@@ -98,9 +98,9 @@ def test_the_decision_is_the_cheapest_of_what_explain_lists(case: Case, seed: in
     best = candidates[0]
     assert candidates == sorted(candidates, key=lambda candidate: candidate.order)
     assert decision.num_candidates == len(candidates)
-    assert [rival.cost_s for rival in decision.rivals] == [other.cost_s for other in candidates[1 : 1 + FEW]]
+    assert [rival.cost_s for rival in decision.alternatives] == [other.cost_s for other in candidates[1 : 1 + FEW]]
     listed = {(one.decode_id, one.lender_id, one.lender_computes, one.cost_s) for one in candidates[1:]}
-    assert {dataclasses.astuple(rival) for rival in decision.rivals} <= listed
+    assert {dataclasses.astuple(rival) for rival in decision.alternatives} <= listed
     assert (decision.decode_id, decision.lender_id, decision.lender_computes, decision.source_id) == (
         *(best.decode_id, best.lender_id),
         *(best.lender_computes, best.source_id),
@@ -127,11 +127,11 @@ def test_terms_add_up(case: Case, seed: int) -> None:
 # ---------------------------------------------------------------------------- written anew, with one rate for all
 
 
-def theirs(lot: float, able: list[WorkerView], could: list[WorkerView]) -> list[WorkerView]:
+def theirs(traffic_hash: float, able: list[WorkerView], could: list[WorkerView]) -> list[WorkerView]:
     """Whom a request of this lot is for."""
     canaries = [view for view in able if view.traffic_share]
     others = [view for view in able if not view.traffic_share]
-    if any(lot < view.traffic_share for view in could):
+    if any(traffic_hash < view.traffic_share for view in could):
         return canaries or others
     return others if any(not view.traffic_share for view in could) else canaries
 
@@ -155,8 +155,8 @@ def plain_costs(case: Case) -> Iterator[tuple[float, str, str, bool, str | None]
     could = [view for view in could if view.num_blocks >= demand.num_total_blocks]
     able = [view for view in could if view.available_blocks >= demand.num_promised_blocks(view.reserve_output_tokens)]
     computing = [view for view in case.views if not view.decodes and not view.draining and view.num_blocks >= usable]
-    computing = theirs(demand.lot, computing, computing)
-    for decode in theirs(demand.lot, able, could):
+    computing = theirs(demand.traffic_hash, computing, computing)
+    for decode in theirs(demand.traffic_hash, able, could):
         yield cost_s(decode, 0.0, held(decode)), decode.worker_id, "", False, None
         alike = [view for view in case.views if view is not decode and view.fingerprint == decode.fingerprint]
         for lender in alike if held(decode) < usable else []:
@@ -226,13 +226,18 @@ def test_nobody_is_there() -> None:
 def test_a_canary_gets_its_share_and_no_request_waits_for_it() -> None:
     ids = [f"request {number}" for number in range(2000)]
     lots = {request_id: traffic_hash_of(request_id) for request_id in ids}
-    assert all(0 <= lot < 1 for lot in lots.values())
+    assert all(0 <= traffic_hash < 1 for traffic_hash in lots.values())
     views = [WorkerView(name, True, b"m", 0, 0, 0, 100, 100, traffic_share=share) for name, share in SHARES.items()]
 
     def placed(views: list[WorkerView]) -> Counter[str]:
         workers, counts = WorkerTable.of(views), Counter[str]()
-        for lot in lots.values():
-            decision = place(Demand(5, 0, 2, 4, 100, lot=lot), workers, Hits.of(workers, {}), Rates.uniform(3, PRIORS))
+        for traffic_hash in lots.values():
+            decision = place(
+                Demand(5, 0, 2, 4, 100, traffic_hash=traffic_hash),
+                workers,
+                Hits.of(workers, {}),
+                Rates.uniform(3, PRIORS),
+            )
             counts["none" if decision is None else "canary" if SHARES[decision.decode_id] else "others"] += 1
         return counts
 

@@ -226,10 +226,10 @@ def test_what_was_several_things_at_once_tells_nothing_of_either() -> None:
 
 
 def test_a_step_that_gave_several_tokens_is_one_step() -> None:
-    guessed = finish()
-    guessed.receipt.speculation.guessed_tokens = 8
-    guessed.receipt.speculation.accepted_tokens = 3
-    assert measured(guessed, 0, 0, running=2, num_choices=1).step == (2, pytest.approx(0.9 / 6))
+    drafted = finish()
+    drafted.receipt.speculation.draft_tokens = 8
+    drafted.receipt.speculation.accepted_tokens = 3
+    assert measured(drafted, 0, 0, running=2, num_choices=1).step == (2, pytest.approx(0.9 / 6))
 
 
 # ---------------------------------------------------------------------------- scores

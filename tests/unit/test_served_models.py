@@ -224,5 +224,5 @@ async def test_what_a_key_may_not_use_it_cannot_find_either(byte_model: Path, wo
             await intake.check(pb.GenerateRequest(text=TEXT, model=name), None, principal)
         said.append(str(refused.value).replace(name, "?"))
     assert said[0] == said[1]
-    ticket = await intake.check(pb.GenerateRequest(text=TEXT, model="cheap"), None, principal)
-    assert (ticket.request.tenant, ticket.claim.tenant, ticket.cache_salt) == ("t", "t", "")
+    prepared = await intake.check(pb.GenerateRequest(text=TEXT, model="cheap"), None, principal)
+    assert (prepared.request.tenant, prepared.claim.tenant, prepared.cache_salt) == ("t", "t", "")

@@ -54,7 +54,7 @@ class Moved:
 def all_well(run: Moved, count: int) -> None:
     """Nobody failed, and nothing is held anywhere."""
     assert len(run.outcomes) == count
-    assert {outcome.fate for outcome in run.outcomes} == {EndState.FINISHED}
+    assert {outcome.end_state for outcome in run.outcomes} == {EndState.FINISHED}
     assert not audit(list(run.cluster.workers.values()))
 
 
@@ -93,8 +93,8 @@ def test_one_that_is_removed_before_it_came_never_does() -> None:
     run = Moved([(0.5, change)], random_requests(3, 30, rate=10))
     all_well(run, 30)
     assert "decode-9" not in run.cluster.workers
-    hire = run.cluster.hires["decode-9"]
-    assert hire.ended_at == hire.began_at + 1.0
+    rental = run.cluster.hires["decode-9"]
+    assert rental.ended_at == rental.began_at + 1.0
 
 
 def test_a_switched_worker_has_its_cache_and_its_new_work() -> None:

@@ -40,8 +40,8 @@ def test_every_request_ends_once_and_nothing_is_left(
     decoders_live = any(name.startswith("decode") and name not in names for name, _ in spec.workers)
     for outcome in observed.outcomes:
         if decoders_live:
-            assert outcome.fate is EndState.FINISHED, outcome.reason
-        if outcome.fate is EndState.FINISHED:
+            assert outcome.end_state is EndState.FINISHED, outcome.reason
+        if outcome.end_state is EndState.FINISHED:
             assert outcome.num_emitted == outcome.request.output_tokens
             assert outcome.sent_at < outcome.first_token_at <= outcome.last_token_at
             assert 0 <= outcome.reused_tokens <= outcome.request.input_tokens
@@ -89,7 +89,7 @@ def test_prompts_that_share_a_prefix_hit() -> None:
 def test_what_fits_no_pool_is_refused_and_the_rest_goes_on() -> None:
     requests = [TraceRequest(0, 0.0, 100_000, 1), TraceRequest(1, 0.1, 100, 5)]
     observed = Observed(cluster_spec(1, 1), requests)
-    assert {o.request.number: o.fate for o in observed.outcomes} == {0: EndState.REFUSED, 1: EndState.FINISHED}
+    assert {o.request.number: o.end_state for o in observed.outcomes} == {0: EndState.REFUSED, 1: EndState.FINISHED}
 
 
 def test_a_lender_that_dies_in_mid_transfer_costs_time_only() -> None:
@@ -99,7 +99,7 @@ def test_a_lender_that_dies_in_mid_transfer_costs_time_only() -> None:
         spec = replace(cluster_spec(1, 1), failures=kills([(0.01 * tenth, "prefill-0")]), make_fleet=AlwaysLend)
         observed = Observed(spec, [TraceRequest(0, 0.0, 1600, 8)])
         (outcome,) = observed.outcomes
-        assert outcome.fate is EndState.FINISHED
+        assert outcome.end_state is EndState.FINISHED
         assert outcome.num_emitted == 8
         assert observed.faults == []
         seen.add(outcome.moved_bytes // cluster_spec(1, 1).workers[0][1].layout.block_bytes)

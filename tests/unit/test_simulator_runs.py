@@ -45,12 +45,12 @@ def test_what_the_world_sees_is_the_same_to_the_bit(
         assert one.num_steps == other.num_steps
         assert one.core.audit() == other.core.audit()
     assert fast.faults == []
-    assert all(outcome.fate is not None for outcome in fast.outcomes)
+    assert all(outcome.end_state is not None for outcome in fast.outcomes)
 
 
 def test_most_steps_are_skipped() -> None:
     """Else the test above says nothing."""
     requests = random_requests(1, 20, rate=3.0, most_output=200)
     slow, fast = (Observed(cluster_spec(1, 2), requests, skip=skip) for skip in (False, True))
-    assert all(outcome.fate is EndState.FINISHED for outcome in fast.outcomes)
+    assert all(outcome.end_state is EndState.FINISHED for outcome in fast.outcomes)
     assert fast.cluster.clock.num_events < 0.6 * slow.cluster.clock.num_events

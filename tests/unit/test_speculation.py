@@ -172,7 +172,7 @@ def test_right_guesses_save_steps_and_the_last_ones_are_not_wasted() -> None:
     engine.check_finished()
     # The prompt gives one token; then 6, 6, and the last one by itself: guesses beyond max_tokens are not made.
     assert engine.num_steps == 4
-    assert (speculator.num_guesses, speculator.num_right) == (10, 10)
+    assert (speculator.num_draft_tokens, speculator.num_right) == (10, 10)
 
 
 def test_wrong_guesses_cost_nothing_but_rows() -> None:
@@ -183,7 +183,7 @@ def test_wrong_guesses_cost_nothing_but_rows() -> None:
     engine.check_finished()
     assert engine.num_steps == 14
     assert speculator.num_right == 0
-    assert speculator.num_guesses == 5 * 8 + 4 + 3 + 2 + 1
+    assert speculator.num_draft_tokens == 5 * 8 + 4 + 3 + 2 + 1
 
 
 def test_guesses_take_what_is_left_of_a_budget() -> None:
@@ -191,11 +191,11 @@ def test_guesses_take_what_is_left_of_a_budget() -> None:
     engine.ask("a", tokens(10, 4), 9)
     engine.step()
     batch = engine.begin_step()
-    assert [(chunk.count, chunk.num_guesses) for chunk in batch] == [(1, 3)]
+    assert [(chunk.count, chunk.num_draft_tokens) for chunk in batch] == [(1, 3)]
     engine.end_step(batch)
     engine.ask("b", tokens(50, 8), 2)
     batch = engine.begin_step()
-    assert [(chunk.count, chunk.num_guesses) for chunk in batch] == [(1, 0), (3, 0)]
+    assert [(chunk.count, chunk.num_draft_tokens) for chunk in batch] == [(1, 0), (3, 0)]
     engine.end_step(batch)
     engine.run()
     engine.check_finished()
@@ -209,7 +209,7 @@ def test_nobody_is_preempted_for_a_guess() -> None:
         each.ask("b", tokens(50, 7), 5)
         each.run()
         each.check_finished()
-        assert each.core._requests.residency.num_preemptions == 0
+        assert each.core._requests.running_set.num_preemptions == 0
     assert plain.served == engine.served
 
 
@@ -219,7 +219,7 @@ def test_beams_get_no_guesses() -> None:
     engine.ask("a", tokens(10, 7), 6, beam=BeamParams(2))
     engine.run()
     engine.check_finished()
-    assert speculator.num_guesses == 0
+    assert speculator.num_draft_tokens == 0
 
 
 def test_blocks_are_named_for_accepted_tokens_only() -> None:
@@ -230,7 +230,7 @@ def test_blocks_are_named_for_accepted_tokens_only() -> None:
             each.ask(name, tokens(base, 7), 21, n=2)
         each.run()
         each.check_finished()
-    expected, got = (each.core._books.pool._block_of for each in (plain, engine))
+    expected, got = (each.core._kv_cache.pool._block_of for each in (plain, engine))
     assert got.keys() == expected.keys()
     assert len(got) > 30
     for key, block in got.items():
@@ -280,8 +280,8 @@ def test_a_text_that_repeats_is_guessed_on_and_another_one_begins_with_what_was_
     for token in (3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6):
         wish = source.wish(text, 4)
         assert wish is not None
-        chunk = source.guessed(Chunk(text, text.num_tokens - 1, 1), 3)
-        assert chunk.guesses == tuple((text.token_ids[-1] + step - 1) % 9 + 1 for step in (1, 2, 3))
+        chunk = source.drafted(Chunk(text, text.num_tokens - 1, 1), 3)
+        assert chunk.draft_tokens == tuple((text.token_ids[-1] + step - 1) % 9 + 1 for step in (1, 2, 3))
         text.token_ids.append(token)
     assert wish.chance > 0.7
     other = source.wish(text_of([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6, 7]), 4)

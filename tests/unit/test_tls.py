@@ -84,11 +84,11 @@ def test_clients_and_members_are_told_apart(cluster: Authority, tmp_path: Path) 
     clients = Authority(tmp_path, "clients")
     issued = cluster.issue("router")
     tls = {"tls_cert": issued.cert, "tls_key": issued.key, "tls_ca": cluster.path, "internal_port": 0}
-    public, member = router_of(**tls).doors()
+    public, member = router_of(**tls).frontends()
     assert member is not None
     assert public is not None
     assert public.for_http().verify_mode is ssl.CERT_NONE
-    public, _ = router_of(**tls, client_certificates="required", tls_client_ca=clients.path).doors()
+    public, _ = router_of(**tls, client_certificates="required", tls_client_ca=clients.path).frontends()
     assert public is not None
     assert public.for_http().verify_mode is ssl.CERT_REQUIRED
     for wrong, field in (
@@ -101,13 +101,13 @@ def test_clients_and_members_are_told_apart(cluster: Authority, tmp_path: Path) 
         ({**tls, "tls_public_cert": issued.cert}, "tls_public_key"),
     ):
         with pytest.raises(StartError) as refused:
-            router_of(**wrong).doors()
+            router_of(**wrong).frontends()
         assert refused.value.field == field, wrong
 
 
 def test_a_certificate_for_clients_only_leaves_members_in_the_clear(cluster: Authority) -> None:
     issued = cluster.issue("router")
-    public, member = router_of(tls_public_cert=issued.cert, tls_public_key=issued.key, internal_port=0).doors()
+    public, member = router_of(tls_public_cert=issued.cert, tls_public_key=issued.key, internal_port=0).frontends()
     assert public is not None
     assert member is None
 

@@ -36,7 +36,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_settings_say_it_and_the_sim_engine_has_none(setting: dict[str, Any]) -> None:
-    assert WorkerConfig(model=Path("/model"), **setting).variant() == QuantizationConfig(**setting)
+    assert WorkerConfig(model=Path("/model"), **setting).quantization() == QuantizationConfig(**setting)
     with pytest.raises(EngineStartError, match=f"{next(iter(setting))}: "):
-        WorkerConfig(model=Path("/model"), engine="sim", **setting).variant()
-    assert WorkerConfig(model=Path("/model"), engine="sim").variant() == AS_SAVED
+        WorkerConfig(model=Path("/model"), engine="sim", **setting).quantization()
+    assert WorkerConfig(model=Path("/model"), engine="sim").quantization() == AS_SAVED

@@ -93,10 +93,10 @@ class SimRunner(ModelRunner):
             prompt = tuple(TokenLogprobs(prompt_logprob(self._sample(chunk, p + 1)), (), ()) for p in scored)
         if not chunk.samples:
             return SampleResult(-1, prompt=prompt)
-        if not chunk.guesses:  # as most are
+        if not chunk.draft_tokens:  # as most are
             return self._next(chunk, chunk.start + chunk.count, prompt)
         ends = range(chunk.start + chunk.count, chunk.start + chunk.num_rows + 1)
-        return verified(chunk.guesses, (self._next(chunk, end, prompt) for end in ends))
+        return verified(chunk.draft_tokens, (self._next(chunk, end, prompt) for end in ends))
 
     def _next(self, chunk: Chunk, end: int, prompt: tuple[TokenLogprobs, ...]) -> SampleResult:
         token, sampling = self._sample(chunk, end), chunk.sequence.sampling

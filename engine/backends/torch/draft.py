@@ -54,14 +54,14 @@ class DraftModel:
         served: PagedModel,
         served_dir: ModelDir | None,
         info: ModelInfo,
-        variant: QuantizationConfig = AS_SAVED,
+        quantization: QuantizationConfig = AS_SAVED,
     ) -> None:
-        """`variant` is that of the served model: of its weights the draft's are of the same kind. Raises
+        """`quantization` is that of the served model: of its weights the draft's are of the same kind. Raises
         EngineStartError for a model that cannot guess for `served`."""
         try:
             model_dir = ModelDir.open(path)
             _check_vocabulary(model_dir, served_dir, info)
-            model = load_model(model_dir, dtype, served.device, QuantizationConfig(weights=variant.weights))
+            model = load_model(model_dir, dtype, served.device, QuantizationConfig(weights=quantization.weights))
             layout = kv_layout(model, served.layout.block_tokens)
         except EngineStartError as error:
             if error.field == FIELD:
@@ -76,7 +76,7 @@ class DraftModel:
         self.pass_s = 0.0
         """What one guess of each sequence took lately."""
 
-    def guess(self, batch: Seq[Chunk]) -> list[Chunk]:
+    def draft_token(self, batch: Seq[Chunk]) -> list[Chunk]:
         """The same batch with guesses made: as many of `num_drafts` as the sequence's KV is ready for, and the context
         of the draft model leaves room for."""
         wanted = {place: self._caught_up(chunk.sequence) for place, chunk in enumerate(batch) if chunk.num_drafts}
@@ -90,31 +90,31 @@ class DraftModel:
             elif left:
                 self._compute([Chunk(shadow, shadow.num_computed, left)])
             left = max(0, left - shadow.num_remaining)
-        guesses = self._guesses({place: batch[place].num_drafts for place in guessing}, guessing)
+        draft_tokens = self._draft_tokens({place: batch[place].num_drafts for place in guessing}, guessing)
         return [
-            replace(chunk, guesses=tuple(guesses.get(place, ())), num_drafts=0) if chunk.num_drafts else chunk
+            replace(chunk, draft_tokens=tuple(draft_tokens.get(place, ())), num_drafts=0) if chunk.num_drafts else chunk
             for place, chunk in enumerate(batch)
         ]
 
-    def _guesses(self, counts: dict[int, int], readings: dict[int, _Reading]) -> dict[int, list[int]]:
+    def _draft_tokens(self, counts: dict[int, int], readings: dict[int, _Reading]) -> dict[int, list[int]]:
         """One token further for all at once, until each has its count."""
-        guesses: dict[int, list[int]] = {place: [] for place in readings}
+        draft_tokens: dict[int, list[int]] = {place: [] for place in readings}
         while places := [
-            place for place, count in counts.items() if self._goes_on(guesses[place], count, readings[place])
+            place for place, count in counts.items() if self._goes_on(draft_tokens[place], count, readings[place])
         ]:
             began_at = time.perf_counter()
             shadows = [readings[place].shadow for place in places]
             chunks = [Chunk(shadow, shadow.num_computed, shadow.num_remaining) for shadow in shadows]
             for place, shadow, token in zip(places, shadows, self._compute(chunks), strict=True):
                 shadow.token_ids.append(token)
-                guesses[place].append(token)
+                draft_tokens[place].append(token)
             if all(chunk.count <= 2 for chunk in chunks):  # no reading: what was accepted of the last step, at most
                 taken_s = time.perf_counter() - began_at
                 self.pass_s += WEIGHT * (taken_s - self.pass_s) if self.pass_s else taken_s
-        return guesses
+        return draft_tokens
 
-    def _goes_on(self, guesses: list[int], count: int, reading: _Reading) -> bool:
-        return len(guesses) < count and reading.shadow.num_tokens < self._max_context_tokens
+    def _goes_on(self, draft_tokens: list[int], count: int, reading: _Reading) -> bool:
+        return len(draft_tokens) < count and reading.shadow.num_tokens < self._max_context_tokens
 
     def _caught_up(self, sequence: Sequence) -> _Reading:
         """The reading of a sequence, with the tokens that it has now and no guesses."""

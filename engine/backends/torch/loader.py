@@ -33,19 +33,19 @@ def load_model(
     model_dir: ModelDir,
     dtype: str,
     device: torch.device,
-    variant: QuantizationConfig = AS_SAVED,
+    quantization: QuantizationConfig = AS_SAVED,
     group: RankGroup | None = None,
 ) -> torch.nn.Module:
     """The model in evaluation mode, in `dtype` ("auto": as saved), on a device; with a `group`, this rank's shard of
     it, whose weights are as saved. Raises ModelRefused, or EngineStartError for what cannot be made of it."""
-    _refuse_by_device(variant, device)
+    _refuse_by_device(quantization, device)
     config = _read_config(model_dir)
     _refuse_by_config(config)
-    scheme = _refuse_by_quantisation(config, variant)
+    scheme = _refuse_by_quantisation(config, quantization)
     wanted = "auto" if dtype == "auto" else getattr(torch, dtype)
     try:
         if group is not None:
-            assert (variant.weights, variant.lora) == ("auto", None)
+            assert (quantization.weights, quantization.lora) == ("auto", None)
             return load_shard(model_dir.path, config, wanted, group).to(device)
         model: torch.nn.Module
         if scheme is not None:
@@ -60,10 +60,10 @@ def load_model(
         raise ModelRefused(f"transformers cannot load it: {error}") from error
     if missing := sorted(told["missing_keys"]):
         raise ModelRefused(f"its files lack {len(missing)} of its weights, {missing[0]} among them")
-    if variant.lora is not None:
-        merge_lora(model, variant.lora)
+    if quantization.lora is not None:
+        merge_lora(model, quantization.lora)
     try:
-        quantise_linears(model, variant.weights, *_makers(device))
+        quantise_linears(model, quantization.weights, *_makers(device))
         return model.eval().to(device)
     except torch.cuda.OutOfMemoryError as error:
         raise _no_room(error) from error
@@ -82,15 +82,15 @@ def _no_room(error: torch.cuda.OutOfMemoryError) -> EngineStartError:
     return EngineStartError("model", f"the GPU has no room for its weights: {error}")
 
 
-def _refuse_by_device(variant: QuantizationConfig, device: torch.device) -> None:
+def _refuse_by_device(quantization: QuantizationConfig, device: torch.device) -> None:
     """Raises EngineStartError for weights that are not computed with there."""
-    if variant.weights == "auto":
+    if quantization.weights == "auto":
         return
     if device.type == "cuda":
         from engine.backends.torch.cuda.quantised import check_gpu
 
-        check_gpu(variant.weights, device)
-    elif variant.weights == "fp8":
+        check_gpu(quantization.weights, device)
+    elif quantization.weights == "fp8":
         raise EngineStartError("weights", f"fp8 is for GPUs, not for the {device.type.upper()}: int8 is for that")
 
 
@@ -147,7 +147,7 @@ def _refuse_by_config(config: Any) -> None:
         raise ModelRefused(f"{names} uses {strange_rope.pop()} RoPE, whose result depends on the rest of the batch")
 
 
-def _refuse_by_quantisation(config: Any, variant: QuantizationConfig) -> PackedScheme | None:
+def _refuse_by_quantisation(config: Any, quantization: QuantizationConfig) -> PackedScheme | None:
     """How its layers are packed, where this project unpacks them itself. transformers ignores a method that it does not
     know, and computes with what it finds."""
     saved = getattr(config, "quantization_config", None)
@@ -155,9 +155,9 @@ def _refuse_by_quantisation(config: Any, variant: QuantizationConfig) -> PackedS
         return None
     settings = saved if isinstance(saved, dict) else saved.to_dict()
     method = settings.get("quant_method", "a method that config.json does not name")
-    if variant.weights != "auto":
+    if quantization.weights != "auto":
         raise EngineStartError("weights", f"the model was saved quantised, by {method}; only auto is left")
-    if variant.lora is not None:
+    if quantization.lora is not None:
         raise EngineStartError("lora", f"the model was saved quantised, by {method}: nothing can be merged into it")
     if "quant_method" not in settings or not AutoHfQuantizer.supports_quant_method(settings):
         raise ModelRefused(f"it was quantised by {method}, which transformers does not know")

@@ -79,7 +79,7 @@ class PagedModel:
             tokens += chunk.token_ids
             positions += range(chunk.start, chunk.start + chunk.num_rows)
             if chunk.samples:
-                places = range(len(tokens) - len(chunk.guesses) - 1, len(tokens))
+                places = range(len(tokens) - len(chunk.draft_tokens) - 1, len(tokens))
                 last_rows += places
                 wanted += places
         scores = len(wanted) > len(last_rows)

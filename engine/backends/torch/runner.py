@@ -48,7 +48,7 @@ class TorchRunner(ModelRunner):
         backend: Backend = "auto",
         device: Device = "auto",
         draft: Path | None = None,
-        variant: QuantizationConfig = AS_SAVED,
+        quantization: QuantizationConfig = AS_SAVED,
         place: RankInfo | None = None,
         pool_in_file: bool = False,
     ) -> None:
@@ -62,16 +62,16 @@ class TorchRunner(ModelRunner):
         model_dir: ModelDir | None = None
         if isinstance(source, BuiltModel):
             self._model = source.model
-            self.layout = part = kv_layout(self._model, block_tokens, variant.kv_dtype)
+            self.layout = part = kv_layout(self._model, block_tokens, quantization.kv_dtype)
             self.info = source.info
         else:
             model_dir = ModelDir.open(source)
-            self._model = load_model(model_dir, dtype, self.device, variant, group)
-            self.layout = part = kv_layout(self._model, block_tokens, variant.kv_dtype)
+            self._model = load_model(model_dir, dtype, self.device, quantization, group)
+            self.layout = part = kv_layout(self._model, block_tokens, quantization.kv_dtype)
             if group is not None:
                 self.layout = whole_layout(self._model, part, group.size)
             samples = group is None or group.rank == 0
-            self.info = _info_of(model_dir, variant, known=samples)
+            self.info = _info_of(model_dir, quantization, known=samples)
             self._grammars = Grammars(model_dir) if samples else None
         self._part = part
         num_blocks = kv_bytes // self.layout.block_bytes
@@ -88,7 +88,7 @@ class TorchRunner(ModelRunner):
         self._scorer = PromptScorer(self._model, self.info.vocab_size)
         self._draft: DraftModel | None = None
         if draft is not None:
-            self._draft = DraftModel(draft, dtype, paged, model_dir, self.info, variant)
+            self._draft = DraftModel(draft, dtype, paged, model_dir, self.info, quantization)
 
     def bind(self, own_cores: Seq[int], shared_cores: Seq[int]) -> None:
         """Cores of others only for the kernels, which give work to threads as they become free: torch's operators
@@ -113,9 +113,9 @@ class TorchRunner(ModelRunner):
     @torch.inference_mode()
     def execute(self, batch: Seq[Chunk]) -> list[SampleResult]:
         if self._draft is not None:
-            batch = self._draft.guess(batch)
+            batch = self._draft.draft_token(batch)
         scores = wants_scores(batch)
-        with self._scorer.keeping() if scores else nullcontext():
+        with self._scorer.reservations() if scores else nullcontext():
             logits = self.logits(batch)
         sampling = [chunk for chunk in batch if chunk.samples]
         sampled: list[SampleResult] = []
@@ -131,7 +131,7 @@ class TorchRunner(ModelRunner):
     def follow(self, batch: Seq[Chunk]) -> None:
         """As `execute`, of a rank that does not sample: what it says of logits is its part, and read by nobody."""
         scores = wants_scores(batch)
-        with self._scorer.keeping() if scores else nullcontext():
+        with self._scorer.reservations() if scores else nullcontext():
             self.logits(batch)
         if scores:
             self._scorer.follow(batch)
@@ -166,10 +166,10 @@ class TorchRunner(ModelRunner):
         return self.device.type == "cuda"
 
 
-def _info_of(model_dir: ModelDir, variant: QuantizationConfig, known: bool) -> ModelInfo:
+def _info_of(model_dir: ModelDir, quantization: QuantizationConfig, known: bool) -> ModelInfo:
     """With the weights' fingerprint if it is to be `known`: it takes reading them all."""
     return ModelInfo(
-        weights_fingerprint=variant.fingerprint(model_dir.weights_fingerprint()) if known else b"",
+        weights_fingerprint=quantization.fingerprint(model_dir.weights_fingerprint()) if known else b"",
         vocab_size=model_dir.vocab_size,
         max_context_tokens=model_dir.max_context_tokens,
         eos_token_ids=model_dir.eos_token_ids,

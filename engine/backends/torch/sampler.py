@@ -66,7 +66,9 @@ def sample_chunks(
     """
     places = [place for chunk in chunks for place in chunk.places]
     answers = iter(sample(logits, places, eos_token_ids, grammars, argmax))
-    return [verified(chunk.guesses, [next(answers) for _ in range(1 + len(chunk.guesses))]) for chunk in chunks]
+    return [
+        verified(chunk.draft_tokens, [next(answers) for _ in range(1 + len(chunk.draft_tokens))]) for chunk in chunks
+    ]
 
 
 def sample(

@@ -42,7 +42,7 @@ class PromptScorer:
         self._hidden: Any = None
 
     @contextmanager
-    def keeping(self) -> Iterator[None]:
+    def reservations(self) -> Iterator[None]:
         """The forward within the block keeps the hidden states that `score` reads."""
         forward = self._body.forward
 

@@ -75,5 +75,5 @@ def _ways(decision: Decision) -> list[dict[str, Any]]:
             "lender_computes": way.lender_computes,
             "cost_ms": way.cost_s * 1e3,
         }
-        for way in (chosen, *decision.rivals)
+        for way in (chosen, *decision.alternatives)
     ]

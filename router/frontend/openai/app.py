@@ -24,12 +24,12 @@ from router.security.api_keys import ApiKeys
 
 
 def make_app(
-    serving: RequestHandler, models: ModelRuntimes, drain: Drain, keys: ApiKeys, config: RouterConfig
+    handler: RequestHandler, models: ModelRuntimes, drain: Drain, keys: ApiKeys, config: RouterConfig
 ) -> FastAPI:
     """`drain` holds the requests under way, those by gRPC too."""
     started_at = int(time.time())
-    completions = Endpoint(serving, drain, keys, read_completion, CompletionAnswer, config.default_deadline_s)
-    chats = Endpoint(serving, drain, keys, read_chat, ChatAnswer, config.default_deadline_s)
+    completions = Endpoint(handler, drain, keys, read_completion, CompletionAnswer, config.default_deadline_s)
+    chats = Endpoint(handler, drain, keys, read_chat, ChatAnswer, config.default_deadline_s)
     endpoints: dict[str, ASGIApp] = {"/v1/completions": completions, "/v1/chat/completions": chats}
     app = _Application(endpoints)
     for path, endpoint in endpoints.items():  # so that another method than POST is refused as such

@@ -17,7 +17,7 @@ class ClientConnection:
         self._on_lost: Callable[[], object] | None = None
 
     @contextmanager
-    def watched(self, on_lost: Callable[[], object]) -> Iterator[None]:
+    def request_metrics(self, on_lost: Callable[[], object]) -> Iterator[None]:
         """`on_lost` is called once at most, within the block; at once if the client has gone already."""
         self._on_lost = on_lost
         if self.lost:

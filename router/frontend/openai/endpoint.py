@@ -37,14 +37,14 @@ class Endpoint:
 
     def __init__(
         self,
-        serving: RequestHandler,
+        handler: RequestHandler,
         drain: Drain,
         keys: ApiKeys,
         read: Callable[[dict[str, Any], Caller], ApiRequest],
         answer: Callable[[ApiRequest, str], Answer],
         default_deadline_s: float,
     ) -> None:
-        self._serving = serving
+        self._handler = handler
         self._drain = drain
         self._keys = keys
         self._read = read
@@ -94,7 +94,7 @@ class Endpoint:
     async def _serve(self, exchange: Exchange, asked: ApiRequest, caller: Caller) -> None:
         answer = self._answer(asked, asked.request_id)
         streams = [
-            self._serving.generate(request, asked.deadline_s, caller.principal, _beginner(answer, number, asked.echo))
+            self._handler.generate(request, asked.deadline_s, caller.principal, _beginner(answer, number, asked.echo))
             for number, request in enumerate(asked.requests)
         ]
         if not asked.stream:
@@ -115,11 +115,11 @@ class Endpoint:
 
 
 def _beginner(answer: Answer, number: int, echo: bool) -> Callable[[PreparedRequest], None]:
-    def begin(ticket: PreparedRequest) -> None:
-        encoder = ticket.model.encoder
+    def begin(prepared: PreparedRequest) -> None:
+        encoder = prepared.model.encoder
         said = ""
         if echo:
-            said = ticket.request.text if ticket.request.HasField("text") else encoder.decode(ticket.prompt)
-        answer.begin(number, PromptInfo(ticket.model.name, ticket.prompt, said, encoder.token_text))
+            said = prepared.request.text if prepared.request.HasField("text") else encoder.decode(prepared.prompt)
+        answer.begin(number, PromptInfo(prepared.model.name, prepared.prompt, said, encoder.token_text))
 
     return begin

@@ -74,7 +74,7 @@ class Exchange:
         assert task is not None
         connection: ClientConnection = self._scope[CONNECTION]
         try:
-            with connection.watched(task.cancel), drain.holding(task.cancel):
+            with connection.request_metrics(task.cancel), drain.holding(task.cancel):
                 yield
         except asyncio.CancelledError:
             if not connection.lost and not drain.over:

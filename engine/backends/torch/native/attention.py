@@ -50,7 +50,7 @@ class NativePagedAttention(PagedAttention):
                 for first in range(chunk.scored.start, chunk.scored.stop, step)
             )
             if chunk.samples:
-                places = 1 + len(chunk.guesses)
+                places = 1 + len(chunk.draft_tokens)
                 sampled.append((token + count - places, places, end - places, table))
             token += count
         self._slots = torch.tensor(slots, dtype=torch.long)
