@@ -114,7 +114,7 @@ def _lend(context: WorkerContext, loan_id: str, want: pb.Want) -> messages.Lend:
     tokens = _tokens(want)
     check_token_ids(tokens, "token_ids", context.ready.vocab_size)
     if want.fast_path and len(want.fast_path) != ADDRESS_BYTES:
-        raise InvalidRequest("early", f"{len(want.fast_path)} bytes, not {ADDRESS_BYTES}")
+        raise InvalidRequest("fast_path", f"{len(want.fast_path)} bytes, not {ADDRESS_BYTES}")
     num_blocks = len(tokens) // context.ready.block_tokens
     if want.first_block >= num_blocks:
         raise InvalidRequest("first_block", f"no block wanted in [{want.first_block}, {num_blocks})")

@@ -24,7 +24,7 @@ def recorded(decision: Decision, placement_snapshot: PlacementSnapshot) -> dict[
 def read_recorded(said: dict[str, Any]) -> tuple[Decision, PlacementSnapshot]:
     """What `recorded` made; other keys do not matter."""
     decision = dict(said["decision"])
-    decision["rivals"] = tuple(Alternative(**rival) for rival in decision["rivals"])
+    decision["alternatives"] = tuple(Alternative(**rival) for rival in decision["alternatives"])
     parts = (_made(Demand, said), _made(WorkerTable, said), _made(Hits, said), _made(Rates, said))
     return Decision(**decision), PlacementSnapshot(*parts, _value(said["available"]))
 

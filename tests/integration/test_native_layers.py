@@ -58,7 +58,7 @@ def mixed_steps(runner: TorchRunner) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("family", "variant"),
+    ("family", "quantization"),
     [
         ("llama", QuantizationConfig()),
         ("qwen2", QuantizationConfig()),

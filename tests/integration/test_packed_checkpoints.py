@@ -254,7 +254,7 @@ def test_a_layer_of_another_shape(make_model: MakeModel, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("variant", "why"),
+    ("quantization", "why"),
     [
         (QuantizationConfig(weights="int8"), "weights: the model was saved quantised, by gptq"),
         (QuantizationConfig(lora=Path("/adapter")), "lora: the model was saved quantised, by gptq"),

@@ -157,7 +157,7 @@ def computed(runner: TorchRunner, chunk: int, first_block: int) -> tuple[Tensor,
 
 
 @pytest.mark.usefixtures("exact_linears")
-@pytest.mark.parametrize("variant", [KV, BOTH])
+@pytest.mark.parametrize("quantization", [KV, BOTH])
 def test_logits_and_blocks_are_the_same_to_the_bit_for_every_chunk(
     saved: Path, quantization: QuantizationConfig
 ) -> None:
@@ -215,7 +215,7 @@ def test_speculation_preemption_prefix_hits_and_replay_change_no_token(saved: Pa
         assert all_ids(TorchEngine(large).ask(*requests(PROMPTS, sampling, emitted))) == rest, "replay after a failover"
 
 
-@pytest.mark.parametrize(("variant", "backend"), [(BOTH, "auto"), pytest.param(FP8, "sdpa", marks=long)])
+@pytest.mark.parametrize(("quantization", "backend"), [(BOTH, "auto"), pytest.param(FP8, "sdpa", marks=long)])
 async def test_lent_over_a_real_transport(
     saved: Path, cluster_of: Any, ask: Any, quantization: QuantizationConfig, backend: Backend
 ) -> None:

@@ -145,7 +145,7 @@ def test_columns_after_the_last_are_not_written(kernels: Kernels) -> None:
 
 
 @pytest.mark.parametrize("family", mostly_long(["llama", "qwen2", "gemma2"], "gemma2"))
-@pytest.mark.parametrize("variant", [INT8, INT4])
+@pytest.mark.parametrize("quantization", [INT8, INT4])
 @pytest.mark.parametrize("backend", ["native", "sdpa"])
 def test_either_backend_is_as_near_to_the_truth_as_bfloat16_can_be(
     make_model: MakeModel, family: str, backend: str, quantization: QuantizationConfig
@@ -164,7 +164,7 @@ def test_either_backend_is_as_near_to_the_truth_as_bfloat16_can_be(
     assert step > 0, "the weights are others than the saved ones"
 
 
-@pytest.mark.parametrize("variant", [INT8, INT4])
+@pytest.mark.parametrize("quantization", [INT8, INT4])
 def test_logits_are_the_same_to_the_bit_for_every_chunk_and_company(
     make_model: MakeModel, kernels: Kernels, quantization: QuantizationConfig
 ) -> None:

@@ -85,5 +85,5 @@ class LandingCore(CheckedCore, ABC):
     """One that reads from others, when it is told to."""
 
     @abstractmethod
-    def start_read(self) -> bool:
+    def land(self) -> bool:
         """One of the reads that wait; False when there is none."""

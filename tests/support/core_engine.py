@@ -36,7 +36,7 @@ class Engine(LandingCore):
         limits = EngineLimits(budget, max_queued_loans, report_interval_s=0.0, min_report_interval_s=0.0)
         super().__init__(self.runner, self.transport, limits, fast_path=fast_path)
 
-    def start_read(self) -> bool:
+    def land(self) -> bool:
         return self.transport.step()
 
 

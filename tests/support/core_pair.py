@@ -89,13 +89,13 @@ class Pair:
         return out
 
     def run(self) -> None:
-        while self.carry() | self.lender.step() | self.borrower.step() | self.start_read():
+        while self.carry() | self.lender.step() | self.borrower.step() | self.land():
             pass
         self.carry()
 
-    def start_read(self) -> bool:
+    def land(self) -> bool:
         """One read of the borrower's, if there is one."""
-        return self.borrower.start_read()
+        return self.borrower.land()
 
     def check_served(self, request_id: str, max_tokens: int = 2) -> None:
         assert tokens_of(self.tokens, request_id) == undisturbed(self.prompts[request_id], max_tokens)

@@ -27,7 +27,7 @@ class Fluid:
     waiting: float = 0.0
     state: PolicyState | None = None
     counters: Counters = field(default_factory=Counters)
-    wishes: list[DesiredSizes] = field(default_factory=list)
+    desired_sizes: list[DesiredSizes] = field(default_factory=list)
     _starting: list[tuple[float, str]] = field(default_factory=list)
 
     def run(self, rate: float, for_s: float) -> None:
@@ -42,7 +42,7 @@ class Fluid:
             setattr(self, role, getattr(self, role) + 1)
         seen = self._flow(rate)
         self.state, wish = decide(self.state, seen, self.config)
-        self.wishes.append(wish)
+        self.desired_sizes.append(wish)
         self._obey(wish)
         return wish
 

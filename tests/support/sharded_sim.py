@@ -82,7 +82,7 @@ class ShardedEngine(LandingCore):
         limits = EngineLimits(WIDE, 2, report_interval_s=0.0, min_report_interval_s=0.0)
         super().__init__(self.sharded, self.ranks[0], limits, others=others)
 
-    def start_read(self) -> bool:
+    def land(self) -> bool:
         """One read, of the last rank that has any."""
         steps = (rank.step() for rank in reversed(self.ranks) if isinstance(rank, LocalTransport | SlowTransport))
         return any(steps)

@@ -103,7 +103,7 @@ class SlowTransport(Transport):
             if peer not in self.posted:
                 self.post(peer)
             if peer in self.posted:
-                self.start_read(peer)
+                self.land(peer)
                 return True
         return False
 
@@ -113,7 +113,7 @@ class SlowTransport(Transport):
         offset = span.local_offset + rng.randrange(span.length)
         self._bytes()[offset] = rng.randrange(256)
 
-    def start_read(self, peer: str) -> None:
+    def land(self, peer: str) -> None:
         """The posted read is done, or fails when the peer's process is gone."""
         read = self.posted.pop(peer)
         remote = self._network.get(peer.encode())
@@ -127,16 +127,16 @@ class SlowTransport(Transport):
         read.future.set_result(self._found(read) if self._looks else None)
 
     def land_corrupted(self, peer: str, rng: random.Random) -> None:
-        """As `start_read`, with one bit wrong."""
+        """As `land`, with one bit wrong."""
         read = self.posted[peer]
         span = rng.choice(read.spans)
         remote = self._network.get(peer.encode())
         if remote is None:
-            self.start_read(peer)
+            self.land(peer)
             return
         source, offset = remote.memory.reshape(-1), rng.randrange(span.length)
         source[span.remote_offset + offset] ^= 1
-        self.start_read(peer)
+        self.land(peer)
         source[span.remote_offset + offset] ^= 1
 
     def fail(self, peer: str) -> None:

@@ -192,7 +192,7 @@ class Faults(Front):
             elif chance < 0.5:
                 transport.fail(peer)
             else:
-                transport.start_read(peer)
+                transport.land(peer)
         elif transport.busy():
             transport.post(rng.choice(transport.busy()))
 

@@ -26,7 +26,7 @@ def run_trial(seed: int) -> Cluster:
         patch("kvtransfer.transport.MAX_POSTED_BYTES", window),
         patch("engine.lending.sources.RELEASE_BYTES", release),
         patch("kvtransfer.transport.READ_BYTES", read),
-        patch("engine.lending.borrower_manager.LANDING_BYTES", block_read),
+        patch("engine.lending.borrower_manager.BLOCK_READ_BYTES", block_read),
     ):
         cluster = Cluster(seed, num_nodes=2 + seed % 2, reserve=(256, 1, 4, 1)[seed % 4])
         try:

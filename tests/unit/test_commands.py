@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import Unavailable
-from tandem.cli.main import main as cli
+from tandem.cli import main as cli
 
 
 def _said(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:

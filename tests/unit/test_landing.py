@@ -94,7 +94,7 @@ def test_what_a_transport_found_on_the_way_is_not_looked_for_again() -> None:
         rank.start_read(endpoint, [3, 1], [0, 2], "flow", lambda prints, gone: quiet.append(prints))
         for peer in reader.busy():
             reader.post(peer)
-            reader.start_read(peer)
+            reader.land(peer)
         assert np.array_equal(pool.memory[[0, 2]], contents[[3, 1]])
         return quiet
 

@@ -120,7 +120,7 @@ async def test_a_closed_loop_has_so_many_at_a_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "fate", "reason"),
+    ("error", "end_state", "reason"),
     [
         (Overloaded("full, 17 before you"), EndState.REFUSED, "Overloaded: full, N before you"),
         (Unavailable("no worker"), EndState.FAILED, "Unavailable: no worker"),

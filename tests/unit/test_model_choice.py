@@ -31,7 +31,7 @@ def chosen(options: Sequence[ModelOption], rule: ModelRule | None = None, **crit
 
 
 @pytest.mark.parametrize(
-    ("wish", "rule", "name"),
+    ("criteria", "rule", "name"),
     [
         ({}, None, "small"),
         ({"min_quality": 0.5}, None, "large"),
@@ -81,7 +81,7 @@ def test_a_dearer_model_is_not_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "num_tokens", "number"),
+    ("criteria", "num_tokens", "number"),
     [
         ({}, 100, 3),
         ({}, 101, 4),

@@ -225,4 +225,4 @@ async def test_what_a_key_may_not_use_it_cannot_find_either(byte_model: Path, wo
         said.append(str(refused.value).replace(name, "?"))
     assert said[0] == said[1]
     prepared = await intake.check(pb.GenerateRequest(text=TEXT, model="cheap"), None, principal)
-    assert (prepared.request.tenant, prepared.claim.tenant, prepared.cache_salt) == ("t", "t", "")
+    assert (prepared.request.tenant, prepared.info.tenant, prepared.cache_salt) == ("t", "t", "")

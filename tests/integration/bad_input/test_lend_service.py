@@ -90,7 +90,7 @@ WANTS: dict[str, tuple[dict[str, Any], type[ServiceError], str]] = {
     "first block far beyond": ({"first_block": (1 << 32) - 1}, InvalidRequest, "first_block"),
     "half a token": ({"token_ids": bytes(259)}, InvalidRequest, "token_ids"),
     "token out of range": ({"token_ids": [VOCAB] * 64}, InvalidRequest, "token_ids"),
-    "half an address for early words": ({"early": bytes(16)}, InvalidRequest, "early"),
+    "half an address for early words": ({"fast_path": bytes(16)}, InvalidRequest, "fast_path"),
     "more than the pool": ({"token_ids": [1] * (POOL_TOKENS + BLOCK)}, Overloaded, ""),
 }
 
