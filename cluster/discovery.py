@@ -92,14 +92,3 @@ class Roster:
             self._absences[address] = 0 if address in joined else self._absences[address] + 1
             if self._absences[address] >= self._forget_after:
                 del self._absences[address]
-
-
-def open_discovery(redis_url: str, cluster_name: str, addresses: Iterable[str] = ()) -> Discovery:
-    """Without a url, that of the addresses alone. Raises StartError."""
-    if not redis_url:
-        return StaticDiscovery(addresses)
-    from cluster.redis_discovery import (
-        RedisDiscovery,  # its client takes a fifth of a worker's start: who needs it pays
-    )
-
-    return RedisDiscovery(redis_url, cluster_name)

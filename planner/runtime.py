@@ -12,10 +12,11 @@ import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from pydantic import Field, PositiveFloat
 
-from cluster.discovery import Discovery, Roster, open_discovery
+from cluster.discovery import Discovery, Roster
 from cluster.error_status import from_rpc_error
 from cluster.errors import ServiceError, StartError, TandemError, Unavailable
 from cluster.metrics import MetricsServer, new_registry
+from cluster.open_discovery import open_discovery
 from cluster.process import Addresses
 from cluster.roles import ROLES, Role
 from cluster.rpc import Server, channel

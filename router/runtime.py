@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
-from cluster.discovery import Discovery, RouterEntry, open_discovery
+from cluster.discovery import Discovery, RouterEntry
 from cluster.drain import Drain
 from cluster.errors import StartError, TandemError
 from cluster.metrics import MetricsServer, new_registry
+from cluster.open_discovery import open_discovery
 from cluster.process import Addresses
 from cluster.rpc import Server
 from cluster.tls import Credentials, TlsIdentity

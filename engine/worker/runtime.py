@@ -8,10 +8,11 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from cluster.discovery import Discovery, open_discovery
+from cluster.discovery import Discovery
 from cluster.drain import Drain
 from cluster.errors import Draining, TandemError
 from cluster.metrics import MetricsServer, new_registry
+from cluster.open_discovery import open_discovery
 from cluster.process import Addresses
 from cluster.protocol import PROTOCOL
 from cluster.roles import ON_WIRE, Role

@@ -60,7 +60,7 @@ def own_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tandem.cli.main", "doctor", *arguments]
+    command = [sys.executable, "-m", "tandem.cli", "doctor", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=HERE.parents[1])
 
 
@@ -104,7 +104,7 @@ def listening(*arguments: str) -> Iterator[str]:
         sys.executable,
         "-u",
         "-m",
-        "tandem.cli.main",
+        "tandem.cli",
         "doctor",
         "--listen",
         "0",

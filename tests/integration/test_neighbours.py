@@ -30,7 +30,7 @@ if refused:
         raise PermissionError("not here")
     os.sched_setaffinity = refuse
 threading.Thread(target=threading.Event().wait, daemon=True).start()
-own = neighbours.Neighbours(role, told)
+own = neighbours.CoreAllocation(role, told)
 for line in sys.stdin:
     share = own.settle()
     places = {tuple(sorted(os.sched_getaffinity(int(thread)))) for thread in os.listdir("/proc/self/task")}

@@ -73,7 +73,7 @@ def pod_specs(manifests: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]
     return found
 
 
-def reservations(available: int, **pool: Any) -> dict[str, Any]:
+def keeping(available: int, **pool: Any) -> dict[str, Any]:
     """A model with a PodDisruptionBudget."""
     return {"name": "a", "source": {"configMap": {}}, "decode": {"minAvailable": available, **pool}}
 
