@@ -19,7 +19,7 @@ from router.placement.demand import Demand
 from router.placement.fleet import Fleet
 from router.placement.place import Decision
 from router.placement.worker_records import ActivePlacement, Worker
-from router.request_path.request_demand import demand_of
+from router.placement.request_demand import demand_of
 from simulator.clock import ScheduledEvent, VirtualClock
 from simulator.front_processes import Attempt, FrontProcesses
 from simulator.latency_histogram import LatencyHistogram

@@ -20,8 +20,8 @@ from router.models.prompts import PromptEncoder
 from router.placement.demand import Demand
 from router.placement.fleet import Fleet
 from router.placement.worker_records import Worker
-from router.request_path.decode_streams import DecodeStreams
-from router.request_path.request_demand import demand_of
+from router.decode_client.decode_streams import DecodeStreams
+from router.placement.request_demand import demand_of
 
 log = logging.getLogger(__name__)
 

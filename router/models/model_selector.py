@@ -23,9 +23,9 @@ from router.models.model_selection import (
     unfit,
 )
 from router.models.prompts import prompt_kind
-from router.request_path.prompt_reading import PreparedPrompt, read
-from router.request_path.request_demand import chains_of
-from router.request_path.validation import DEFAULT_MAX_TOKENS
+from router.models.prompt_reading import PreparedPrompt, read
+from router.placement.request_demand import chains_of
+from router.validation import DEFAULT_MAX_TOKENS
 
 NO_WORKER = "no decode worker"
 POLL_S, MOST_POLL_S = 0.02, 0.25

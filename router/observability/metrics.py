@@ -14,7 +14,7 @@ from protos import inference_pb2 as pb
 from router.admission.tenant_limits import TenantLimits
 from router.models.model_runtime import ModelRuntime, ModelRuntimes
 from router.observability.decision_history import hit_blocks_of
-from router.request_path.preprocess import PreparedRequest
+from router.prepared_request import PreparedRequest
 
 MODEL = ("model_name",)
 KV_ORIGINS = ("reused", "moved", "computed", "restored", "lender_cached", "lender_computed", "lender_fetched")

@@ -15,7 +15,7 @@ from cluster.errors import InvalidRequest, NotConfigured, Overloaded
 from protos import inference_pb2 as pb
 from router.config import RouterConfig
 from router.observability.json_lines import JsonLines
-from router.request_path.preprocess import PreparedRequest
+from router.prepared_request import PreparedRequest
 from router.security.api_keys import Principal
 
 MAX_TEXT_CHARS = 65_536

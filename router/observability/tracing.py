@@ -20,7 +20,7 @@ from cluster.errors import ServiceError, StartError
 from cluster.trace_context import traceparent
 from protos import inference_pb2 as pb
 from router.config import RouterConfig
-from router.request_path.preprocess import PreparedRequest
+from router.prepared_request import PreparedRequest
 
 BETWEEN = "in transit"
 """The name of what no stage accounts for."""

@@ -16,8 +16,8 @@ import numpy as np
 from engine.kv.block_keys import KEY_BYTES, BlockKey, split_keys
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
-from router.membership.traffic_counters import TrafficCounters
-from router.observability.receipt_timings import measured
+from router.placement.traffic_counters import TrafficCounters
+from router.placement.receipt_timings import measured
 from router.placement.demand import Demand
 from router.placement.index import PrefixIndex
 from router.placement.place import Decision, place, place_on, startable

@@ -5,7 +5,7 @@ from protos import inference_pb2 as public_pb
 from protos import lend_pb2, membership_pb2
 from router.placement.place import Decision
 from router.placement.worker_records import ActivePlacement
-from router.request_path.preprocess import PreparedRequest
+from router.prepared_request import PreparedRequest
 from router.request_path.stream_state import StreamState
 
 

@@ -23,24 +23,25 @@ from protos import inference_pb2 as pb
 from router.admission.refusals import queue_full
 from router.admission.tenant_limits import TenantLimits
 from router.config import RouterConfig
-from router.frontend.console.recent import RecentRequests
+from router.decode_client.decode_stream import DecodeStream
 from router.models.config import AUTO
 from router.models.model_runtime import ModelRuntime, ModelRuntimes
 from router.observability.decision_history import DecisionHistory, Entry
 from router.observability.decision_history import Placement as PastPlacement
 from router.observability.decision_log import DecisionLog
 from router.observability.metrics import RequestMetrics, RouterMetrics
+from router.observability.recent_requests import RecentRequests
 from router.observability.samples import Samples
 from router.observability.tracing import Tracing
 from router.placement.candidates import Candidate
 from router.placement.demand import Demand, traffic_hash_of
 from router.placement.explain import explain
 from router.placement.place import Decision
+from router.placement.request_demand import chains_of
 from router.placement.worker_records import ActivePlacement, Worker
+from router.prepared_request import PreparedRequest
 from router.request_path.decode_request import decode_request
-from router.request_path.decode_stream import DecodeStream
-from router.request_path.preprocess import PreparedRequest, Preprocessor, asked_for
-from router.request_path.request_demand import chains_of
+from router.request_path.preprocess import Preprocessor, asked_for
 from router.request_path.stream_state import StreamState
 from router.security.api_keys import Principal
 

@@ -14,10 +14,10 @@ from rich.text import Text
 
 from cluster.errors import StartError, TandemError
 from protos import inference_pb2 as pb
-from tandem.cli.progress import ProgressSteps
 from tandem.cli.receipts import describe, stage_table
 from tandem.client import Client, Message
 from tandem.local.local_cluster import LocalCluster
+from tandem.progress import ProgressSteps
 from tandem.topology import plan_topology
 
 STORYTELLER = Path(__file__).parents[2] / "examples" / "storyteller" / "model"

@@ -8,7 +8,7 @@ from cluster.errors import StartError
 from engine.host.core_allocation import finds_own_cores
 from engine.host.cpu_affinity import available_cores
 from tandem.cli.common import console, run
-from tandem.cli.progress import ProgressSteps
+from tandem.progress import ProgressSteps
 
 if TYPE_CHECKING:
     from tandem.cluster_file import Cluster

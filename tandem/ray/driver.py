@@ -21,8 +21,8 @@ import ray.exceptions
 from cluster.process import Addresses
 from cluster.tls import member_of
 from planner.runtime import PlannerConfig
-from tandem.cli.progress import ProgressSteps
 from tandem.members import await_members
+from tandem.progress import ProgressSteps
 from tandem.ray.control import NAMESPACE, ControlActor, Order, name_of
 from tandem.ray.planner import start_ray_planner
 from tandem.ray.settings import RaySettings

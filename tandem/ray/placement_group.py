@@ -11,7 +11,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.errors import StartError
-from tandem.cli.progress import ProgressSteps
+from tandem.progress import ProgressSteps
 from tandem.ray.settings import RaySettings
 
 AT_ONCE_S = 2.0

@@ -12,8 +12,8 @@ from cluster.errors import StartError, TandemError, Unavailable
 from cluster.process import Addresses
 from cluster.tls import TlsIdentity, member_of
 from engine.config import WorkerConfig
-from tandem.cli.progress import ProgressSteps
 from tandem.members import workers_at
+from tandem.progress import ProgressSteps
 from tandem.ray.control import Order
 from tandem.ray.placement_group import WorkerGroup
 from tandem.ray.role_actor import Role

@@ -19,7 +19,7 @@ from cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded, Service
 from decode_worker.router_stream import RouterStream
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
-from router.request_path.decode_stream import PAUSE_AT, DecodeStream
+from router.decode_client.decode_stream import PAUSE_AT, DecodeStream
 from support.virtual_loop import settle
 
 

@@ -14,7 +14,7 @@ from engine.worker.metrics import EngineCollector, GpuCollector
 from planner.runtime import PlannerMetrics
 from protos import inference_pb2 as pb
 from router.observability.metrics import RequestMetrics, RouterMetrics
-from router.request_path.preprocess import PreparedRequest
+from router.prepared_request import PreparedRequest
 
 MANUAL = Path(__file__).parents[2] / "docs" / "metrics.md"
 

@@ -16,7 +16,7 @@ from cluster.tls import TlsIdentity
 from planner.executors.executor import ExecutorFailed
 from protos import inference_pb2 as pb
 from support.virtual_loop import run_virtually
-from tandem.cli.progress import ProgressSteps
+from tandem.progress import ProgressSteps
 from tandem.ray.control import Order
 from tandem.ray.planner import RayExecutor, planner_config
 from tandem.ray.role_actor import Role

@@ -9,7 +9,7 @@ import pytest
 from cluster.errors import InvalidRequest
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
-from router.request_path.validation import check_names, check_prompt, resolve_sampling
+from router.validation import check_names, check_prompt, resolve_sampling
 
 CONTEXT, VOCAB = 100, 50
 

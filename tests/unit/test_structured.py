@@ -13,7 +13,7 @@ from engine.model.model_dir import ModelDir
 from engine.sampling.structured_output import MAX_CHARS, MAX_CHOICES, read_structured
 from protos import decode_pb2
 from protos import inference_pb2 as pb
-from router.request_path.validation import resolve_sampling
+from router.validation import resolve_sampling
 from tandem.cli.chat import make_structured, parse_logit_bias
 
 GOOD = {

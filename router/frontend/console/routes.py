@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse, Response
 from google.protobuf.json_format import MessageToDict
 
 from protos import inference_pb2 as pb
-from router.frontend.console.recent import RecentRequests
+from router.observability.recent_requests import RecentRequests
 from router.security.api_keys import ApiKeys
 
 PAGE = Path(__file__).with_name("page.html")

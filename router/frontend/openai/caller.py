@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cluster.errors import InvalidRequest
-from router.request_path.validation import MAX_NAME_CHARS
 from router.security.api_keys import ANYBODY, ApiKeys, Principal
+from router.validation import MAX_NAME_CHARS
 
 
 @dataclass(frozen=True, slots=True)

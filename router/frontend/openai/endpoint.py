@@ -21,7 +21,7 @@ from router.frontend.openai.exchange import ClientGone, Exchange
 from router.frontend.openai.fields import parse_object
 from router.frontend.openai.merging import merged
 from router.frontend.openai.request import ApiRequest
-from router.request_path.preprocess import PreparedRequest
+from router.prepared_request import PreparedRequest
 from router.request_path.request_handler import RequestHandler
 from router.security.api_keys import ApiKeys
 

@@ -1,6 +1,6 @@
 """The options that both endpoints share, from OpenAI's and vLLM's names to ours. Pure.
 
-Limits are not checked here but where they are for every request, in `router/request_path/validation.py`; what is checked here is
+Limits are not checked here but where they are for every request, in `router/validation.py`; what is checked here is
 that a value can be said at all.
 """
 

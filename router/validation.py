@@ -10,7 +10,6 @@ from engine.model.detokenizer import check_token_ids
 from engine.model.model_dir import ModelDir
 from engine.sampling.structured_output import FIELD, read_structured
 from protos import inference_pb2 as pb
-from router.request_path.beam_validation import check_beam_search
 
 DEFAULT_MAX_TOKENS = 256
 MAX_STOP_STRINGS = 16
@@ -21,6 +20,22 @@ MAX_REPETITION_PENALTY = 10.0
 MAX_BIASED_TOKENS = 1024
 MAX_BIAS = 100.0
 MAX_TEMPERATURE = 100.0
+MAX_LENGTH_PENALTY = 10.0
+MAX_BEAM_STOP_TOKEN_IDS = 16
+"""Each makes the candidates more that are compared at every step."""
+BEAM_NEUTRAL = {
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_tokens": 0,
+}
+"""Options that beam search does not know, and what they must be if they are given."""
+BEAM_UNKNOWN = ("logit_bias", "stop", "structured", "logprobs")
+"""Those that may not be given at all."""
 
 
 def resolve_sampling(sampling: pb.Sampling, num_prompt: int, model_dir: ModelDir) -> pb.Sampling:
@@ -165,3 +180,27 @@ def _check_range(value: float, field: str, low: float, high: float) -> None:
     """NaN is in no range."""
     if not low <= value <= high:
         raise InvalidRequest(f"sampling.{field}", f"must be {low:g} to {high:g}, not {value}")
+
+
+def check_beam_search(sampling: pb.Sampling, num_choices: int, vocab_size: int) -> None:
+    """Of the options as they were given. Raises InvalidRequest."""
+    limit = min(MAX_CHAINS, vocab_size)
+    if not 1 <= sampling.beam_width <= limit:
+        raise InvalidRequest("sampling.beam_width", f"must be 1 to {limit}, not {sampling.beam_width}")
+    if num_choices > sampling.beam_width:
+        raise InvalidRequest("sampling.n", f"must be at most beam_width, {sampling.beam_width}, not {num_choices}")
+    if not -MAX_LENGTH_PENALTY <= sampling.length_penalty <= MAX_LENGTH_PENALTY:
+        limits = f"{-MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}"
+        raise InvalidRequest("sampling.length_penalty", f"must be {limits}, not {sampling.length_penalty}")
+    if len(sampling.stop_token_ids) > MAX_BEAM_STOP_TOKEN_IDS:
+        given = len(sampling.stop_token_ids)
+        raise InvalidRequest(
+            "sampling.stop_token_ids", f"at most {MAX_BEAM_STOP_TOKEN_IDS} with beam search, not {given}"
+        )
+    for name, value in BEAM_NEUTRAL.items():
+        if sampling.HasField(name) and getattr(sampling, name) != value:  # type: ignore[arg-type]
+            raise InvalidRequest(f"sampling.{name}", "cannot be combined with beam search")
+    given_fields = {field.name for field, _ in sampling.ListFields()}
+    for name in BEAM_UNKNOWN:
+        if name in given_fields:
+            raise InvalidRequest(f"sampling.{name}", "cannot be combined with beam search")

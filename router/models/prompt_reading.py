@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from protos import inference_pb2 as pb
 from router.models.model_runtime import ModelRuntime
-from router.request_path.validation import check_prompt, prompt_field, resolve_sampling
+from router.validation import check_prompt, prompt_field, resolve_sampling
 
 
 @dataclass(frozen=True, slots=True)

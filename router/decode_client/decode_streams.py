@@ -9,9 +9,9 @@ import grpc
 from cluster.errors import Unavailable
 from cluster.rpc import Channels
 from cluster.tls import TlsIdentity
+from router.decode_client.decode_stream import DecodeStream
 from router.placement.fleet import Fleet
 from router.placement.worker_records import Worker
-from router.request_path.decode_stream import DecodeStream
 
 CONNECT_S = 3.0
 """For a connection. gRPC by itself tries for 20 s, while the request could run elsewhere."""
