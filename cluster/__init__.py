@@ -1,1 +1,1 @@
-"""How processes find and trust each other: membership, RPC, errors, logs."""
+"""Shared foundations of every process: configuration, membership, RPC, errors, logs."""

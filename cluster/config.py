@@ -1,6 +1,6 @@
 """Configuration of a process: a frozen pydantic model, read from a YAML file and `key=value` overrides.
 
-Defaults are written once, in the model. An unknown key, a wrong type or a value out of range is a StartError
+Each default is written once, in the model. An unknown key, a wrong type or a value out of range raises a StartError
 that names the key.
 """
 
@@ -19,13 +19,16 @@ from cluster.errors import StartError
 
 
 class Config(BaseModel):
-    """Base of every configuration."""
+    """Base class of every configuration."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> Self:
-        """Raises StartError naming the first field at fault."""
+        """Validate `values`.
+
+        Raises StartError naming the first invalid field.
+        """
         try:
             return cls(**values)
         except ValidationError as error:
@@ -38,7 +41,7 @@ class Config(BaseModel):
 
     @classmethod
     def from_command_line(cls, prog: str, arguments: Sequence[str] | None = None) -> Self:
-        """Of `python -m ROLE --config FILE --set key=value ...`."""
+        """Read the configuration of `python -m ROLE --config FILE --set key=value ...`."""
         parser = argparse.ArgumentParser(prog=prog, description=cls.__doc__)
         parser.add_argument("--config", type=Path, help="a YAML file of the keys below; - is standard input")
         parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="overrides the file")
@@ -48,7 +51,7 @@ class Config(BaseModel):
 
 
 def _model_at(model: type[BaseModel], place: Sequence[int | str]) -> type[BaseModel]:
-    """Of what is at `place` in a configuration, as pydantic names places."""
+    """Return the model class at `place`, a location as pydantic names it."""
     for part in place:
         if part in model.model_fields:
             kinds: list[Any] = [model.model_fields[str(part)].annotation]
@@ -59,7 +62,7 @@ def _model_at(model: type[BaseModel], place: Sequence[int | str]) -> type[BaseMo
 
 
 def read_file(path: Path | None) -> dict[str, Any]:
-    """The mapping in a YAML file; empty without one."""
+    """Return the mapping in a YAML file, or an empty one without a file."""
     if path is None:
         return {}
     try:
@@ -76,7 +79,10 @@ def read_file(path: Path | None) -> dict[str, Any]:
 
 
 def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
-    """`key=value`, the value in YAML, so that numbers and lists are what they look like."""
+    """Parse `key=value` pairs.
+
+    Values are YAML, so numbers and lists need no quoting.
+    """
     values: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -87,8 +93,11 @@ def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def to_overrides(config: Config) -> list[str]:
-    """The command-line arguments that make `from_command_line` give `config` again; where it has secrets, with
-    `secrets_of` it as standard input: any user of the machine can read a command line."""
+    """Return command-line arguments from which `from_command_line` builds an equal `config`.
+
+    Secrets are left out, because any user of the machine can read a command line; pass `secrets_of(config)` as standard
+    input.
+    """
     arguments = ["--config", "-"] if secrets_of(config) else []
     for key, value in config.model_dump(mode="json", exclude_unset=True, exclude=_secret(config)).items():
         arguments += ["--set", f"{key}={json.dumps(value)}"]
@@ -96,7 +105,7 @@ def to_overrides(config: Config) -> list[str]:
 
 
 def secrets_of(config: Config) -> str:
-    """YAML of what `config` never shows; empty where nothing of that is set."""
+    """Return YAML with the secret settings, or an empty string when none is set."""
     secrets = config.model_dump(mode="json", exclude_unset=True, include=_secret(config))
     return json.dumps(secrets) if secrets else ""
 

@@ -1,9 +1,9 @@
-"""How workers find the routers: one small interface, two backends.
+"""Discovery of routers by workers: one small interface with two backends.
 
     static   the addresses in the worker's configuration
-    Redis    every router announces itself there (`redis_discovery.py`), and every worker asks who did
+    Redis    every router announces itself there (`redis_discovery.py`), and every worker lists them
 
-What discovery says is a hint and never a lease: who is connected stays connected, whatever it says or does not say.
+A listing is a hint and never a lease: existing connections stay, whatever a listing contains.
 """
 
 from abc import ABC, abstractmethod
@@ -11,81 +11,97 @@ from collections.abc import AsyncIterator, Collection, Iterable
 from dataclasses import dataclass
 
 FORGET_AFTER = 30
-"""Listings in a row without a router, and without a stream to it, after which nobody tries to reach it any more."""
+"""Consecutive listings without a router, while no stream to it is open, after which it is forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouterEntry:
-    """A router as it announces itself."""
+    """A router's announcement."""
 
     router_id: str
     address: str
     incarnation: str
-    """In hexadecimal."""
+    """Incarnation in hexadecimal."""
 
 
 class Discovery(ABC):
-    """Life: `start`, then `announce` and `listings` at will, then `withdraw` where announced, then `close`."""
+    """Interface of discovery: `start`, then `announce` and `listings`, then `withdraw` if announced, then `close`."""
 
     @abstractmethod
     async def start(self) -> None:
-        """Raises StartError where a setting is at fault. That nobody answers is none: it is tried again."""
+        """Start.
+
+        Raises StartError for an invalid setting; an unreachable backend is retried instead.
+        """
 
     @abstractmethod
     def announce(self, router: RouterEntry) -> None:
-        """From now on, until `withdraw`, whatever happens to the backend. Returns at once; raises nothing."""
+        """Announce `router` until `withdraw`, whatever happens to the backend.
+
+        Returns at once and raises nothing.
+        """
 
     @abstractmethod
     async def withdraw(self) -> None:
-        """No worker shall join any more. Takes a second at most; a backend that cannot be told forgets by itself."""
+        """Withdraw the announcement, so no worker joins any more.
+
+        Takes a second at most; an unreachable backend forgets the router by itself.
+        """
 
     @abstractmethod
     def listings(self) -> AsyncIterator[frozenset[str]]:
-        """Addresses of all routers, each time they were asked for and told. While nobody answers, nothing comes."""
+        """Yield the addresses of all routers each time the backend answered.
+
+        Yields nothing while it does not.
+        """
 
     @abstractmethod
     async def close(self) -> None:
-        """Let go of everything; nothing comes of `listings` any more."""
+        """Release everything and end `listings`."""
 
 
 class StaticDiscovery(Discovery):
-    """The addresses in the configuration, for good."""
+    """Discovery of the fixed addresses in the configuration."""
 
     def __init__(self, addresses: Iterable[str]) -> None:
         self._addresses = frozenset(addresses)
 
     async def start(self) -> None:
-        """Nothing can fail."""
+        """Do nothing; static discovery cannot fail."""
 
     def announce(self, router: RouterEntry) -> None:
-        """Whoever needs it has it in its configuration."""
+        """Do nothing; workers have this address in their configuration."""
 
     async def withdraw(self) -> None:
-        """As above: workers see that the router is gone, and try again."""
+        """Do nothing; workers notice that the router is gone and keep trying."""
 
     async def listings(self) -> AsyncIterator[frozenset[str]]:
         yield self._addresses
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing; no resource is held."""
 
 
 class Roster:
-    """Which routers a worker should have a stream to. Pure, and without a clock: it counts listings, so that no time
-    in which nobody could be asked makes anybody absent."""
+    """Set of routers to which a worker should have a stream.
+
+    Pure.
+
+    Absence is counted in listings, not in seconds, so an unreachable backend makes no router absent.
+    """
 
     def __init__(self, pinned: Collection[str] = (), forget_after: int = FORGET_AFTER) -> None:
         self._pinned = frozenset(pinned)
         self._forget_after = forget_after
         self._absences: dict[str, int] = {}
-        """By address: listings since it was last listed."""
+        """Number of listings since each address was last listed."""
 
     @property
     def wanted(self) -> frozenset[str]:
         return self._pinned.union(self._absences)
 
     def listed(self, addresses: Collection[str], joined: Collection[str]) -> None:
-        """A listing has come; `joined` are those to which a stream is alive."""
+        """Process a listing; `joined` are the addresses with an open stream."""
         for address in addresses:
             self._absences[address] = 0
         for address in set(self._absences).difference(addresses):

@@ -1,4 +1,4 @@
-"""What a process that was told to stop still waits for."""
+"""Calls in flight that a draining process still waits for."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -6,13 +6,16 @@ from contextlib import contextmanager
 
 
 class Drain:
-    """Calls under way of one kind, and how to end each when the time is over. Used from one event loop."""
+    """Calls in flight of one kind, and how to end each.
+
+    Used from one event loop.
+    """
 
     def __init__(self) -> None:
         self.draining = False
-        """No new call is taken."""
+        """Whether new calls are refused."""
         self.over = False
-        """Nor goes an old one on."""
+        """Whether the drain time is over and remaining calls were ended."""
         self._ends: dict[object, Callable[[], object]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -23,7 +26,10 @@ class Drain:
 
     @contextmanager
     def holding(self, end: Callable[[], object]) -> Iterator[None]:
-        """A call is under way within the block; `end` makes it end soon, and is called once at most."""
+        """Register a call in flight for the duration of the block.
+
+        `end` makes it end soon and is called once at most.
+        """
         call = object()
         self._ends[call] = end
         self._idle.clear()
@@ -40,11 +46,14 @@ class Drain:
         self.draining = True
 
     def resume(self) -> None:
-        """New calls are taken again; whatever is still under way was told to end."""
+        """Take new calls again; calls still in flight were told to end."""
         self.draining = self.over = False
 
     async def idle(self, timeout_s: float) -> bool:
-        """Wait until no call is under way; False when some still is after `timeout_s`."""
+        """Wait until no call is in flight.
+
+        Returns False if some call still is after `timeout_s`.
+        """
         if not self._ends:
             return True
         try:
@@ -55,7 +64,7 @@ class Drain:
         return True
 
     def end_all(self) -> int:
-        """End what is under way; how many there were."""
+        """End all calls in flight and return their number."""
         self.draining = self.over = True
         ends = list(self._ends.values())
         for end in ends:

@@ -1,4 +1,4 @@
-"""Errors of `errors.py` on the wire: gRPC statuses whose details name the field."""
+"""Errors of `errors.py` as gRPC statuses whose details name the field."""
 
 from collections.abc import Iterable
 
@@ -41,16 +41,16 @@ PERMANENT = "PERMANENT"
 DRAINING = "DRAINING"
 DOMAIN = "tandem"
 MAX_RETRY_AFTER_S = 1e9
-"""What a status can say."""
+"""Largest retry delay that a status can express, in seconds."""
 
 
 def to_status(error: ServiceError) -> "rpc_status._Status":
-    """What a servicer passes to `context.abort_with_status`: code, message, and details naming the field."""
+    """Return the status for `context.abort_with_status`: code, message, and details naming the field."""
     return rpc_status.to_status(to_proto(error))
 
 
 def to_proto(error: ServiceError) -> status_pb2.Status:
-    """The same, where a status is part of a message."""
+    """Return the same status as a message, for use inside other messages."""
     status = status_pb2.Status(code=code_pb2.Code.Value(error.code), message=str(error))
     if error.field:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
@@ -71,12 +71,12 @@ def to_proto(error: ServiceError) -> status_pb2.Status:
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> ServiceError:
-    """The typed error behind a failed call, with its field where the details name one."""
+    """Return the typed error behind a failed call, with its field where the details name one."""
     return _typed(error.code().name, error.details() or error.code().name, _details(error))
 
 
 def from_proto(status: status_pb2.Status) -> ServiceError:
-    """The same, of what `to_proto` made; a code that there is not is UNKNOWN."""
+    """Return the typed error that `to_proto` encoded; an unknown code becomes UNKNOWN."""
     code = code_pb2.Code.Name(status.code) if status.code in code_pb2.Code.values() else "UNKNOWN"
     return _typed(code, status.message, status.details)
 

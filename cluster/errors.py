@@ -1,29 +1,31 @@
-"""Errors that leave a process, as types; `error_status.py` has what they are on the wire.
+"""Typed errors that leave a process.
 
-TandemError
-├── StartError            a process cannot start: which setting is at fault, and why
-└── ServiceError          a call failed; carries a gRPC code
-    ├── InvalidRequest    INVALID_ARGUMENT: `field` is out of its limits
-    ├── UnknownModel      NOT_FOUND
-    ├── UnknownRequest    NOT_FOUND, with `field` request_id
-    ├── Overloaded        RESOURCE_EXHAUSTED: no room now (`retry_after_s`), or ever (`permanent`)
-    ├── Unavailable       UNAVAILABLE: nobody can serve it now; safe to retry
-    │   └── Draining      this process was told to stop: another one can serve it
-    ├── AlreadyExists      ALREADY_EXISTS: somebody else goes by that name
-    ├── Unauthenticated   UNAUTHENTICATED: nobody knows who asks
-    ├── Forbidden         PERMISSION_DENIED: who asks may not
-    ├── Incompatible      FAILED_PRECONDITION: two processes do not fit together
-    ├── NotConfigured          UNIMPLEMENTED: a setting, which the message names, is not set
-    └── DeadlineExceeded  DEADLINE_EXCEEDED
+`error_status.py` defines them as gRPC statuses.
+
+    TandemError
+    ├── StartError            a process cannot start: names the setting and the reason
+    └── ServiceError          a call failed; carries a gRPC code
+        ├── InvalidRequest    INVALID_ARGUMENT: `field` is out of its limits
+        ├── UnknownModel      NOT_FOUND
+        ├── UnknownRequest    NOT_FOUND, with `field` request_id
+        ├── Overloaded        RESOURCE_EXHAUSTED: no capacity now (`retry_after_s`), or ever (`permanent`)
+        ├── Unavailable       UNAVAILABLE: no process can serve it now; safe to retry
+        │   └── Draining      this process is stopping; another one can serve it
+        ├── AlreadyExists     ALREADY_EXISTS: another process has that name
+        ├── Unauthenticated   UNAUTHENTICATED: missing or unknown credentials
+        ├── Forbidden         PERMISSION_DENIED: the caller may not do this
+        ├── Incompatible      FAILED_PRECONDITION: two processes do not fit together
+        ├── NotConfigured     UNIMPLEMENTED: a setting, which the message names, is not set
+        └── DeadlineExceeded  DEADLINE_EXCEEDED
 """
 
 
 class TandemError(Exception):
-    """Anything Tandem itself raises for what the world did."""
+    """Base class of all errors caused by the environment or the caller, not by a bug."""
 
 
 class StartError(TandemError):
-    """`field` of the configuration is at fault, for `reason`."""
+    """An invalid setting: `field` of the configuration is at fault, for `reason`."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
@@ -31,15 +33,18 @@ class StartError(TandemError):
         self.reason = reason
 
     def __reduce__(self) -> tuple[type["StartError"], tuple[str, str]]:
-        """Travels between processes as a plain StartError, whatever its subclass takes to be made."""
+        """Pickle as a plain StartError, whatever arguments a subclass takes."""
         return StartError, (self.field, self.reason)
 
 
 class ServiceError(TandemError):
-    """A failed call. `field` is empty when no single field is at fault."""
+    """A failed call.
+
+    `field` is empty when no single field is at fault.
+    """
 
     code: str = "INTERNAL"
-    """The name of a gRPC status code."""
+    """Name of a gRPC status code."""
 
     def __init__(self, message: str, field: str = "") -> None:
         super().__init__(f"{field}: {message}" if field else message)
@@ -48,7 +53,7 @@ class ServiceError(TandemError):
 
 
 class InvalidRequest(ServiceError):
-    """`field` is out of its limits, which the message names."""
+    """A request whose `field` is out of its limits, which the message names."""
 
     code = "INVALID_ARGUMENT"
 
@@ -57,20 +62,23 @@ class InvalidRequest(ServiceError):
 
 
 class UnknownModel(ServiceError):
-    """No such model is served here."""
+    """A request for a model that is not served here."""
 
     code = "NOT_FOUND"
 
 
 class UnknownRequest(ServiceError):
-    """Nobody here knows anything of such a request, or not any more."""
+    """A request id that this process does not know, or no longer."""
 
     code = "NOT_FOUND"
 
 
 class Overloaded(ServiceError):
-    """No room: now, or (`permanent`) ever. `retry_after_s`: when there may be, where that is known. `limit`: which of
-    whose limits was reached, such as ("tenant:a", "requests_per_s: 5"), where it is one that somebody set."""
+    """A refusal for lack of capacity, now or (`permanent`) ever.
+
+    `retry_after_s` is set where the time of free capacity can be predicted. `limit` names the exceeded limit, such as
+    ("tenant:a", "requests_per_s: 5"), where an operator set one.
+    """
 
     code = "RESOURCE_EXHAUSTED"
 
@@ -89,46 +97,46 @@ class Overloaded(ServiceError):
 
 
 class Unavailable(ServiceError):
-    """Nobody can serve it now; safe to retry."""
+    """A refusal because no process can serve the call now; safe to retry."""
 
     code = "UNAVAILABLE"
 
 
 class Draining(Unavailable):
-    """This process was told to stop: another one can serve it now."""
+    """A refusal because this process is stopping; another one can serve the call."""
 
 
 class AlreadyExists(ServiceError):
-    """Somebody else goes by that name."""
+    """A refusal because another process already has that name."""
 
     code = "ALREADY_EXISTS"
 
 
 class Unauthenticated(ServiceError):
-    """Nobody knows who asks."""
+    """A call with missing or unknown credentials."""
 
     code = "UNAUTHENTICATED"
 
 
 class Forbidden(ServiceError):
-    """Who asks may not."""
+    """A call that the caller is not allowed to make."""
 
     code = "PERMISSION_DENIED"
 
 
 class Incompatible(ServiceError):
-    """Two processes do not fit together."""
+    """A mismatch between two processes, such as other weights or another protocol version."""
 
     code = "FAILED_PRECONDITION"
 
 
 class NotConfigured(ServiceError):
-    """This router has no such thing: a setting, which the message names, is not set."""
+    """A call for a feature whose setting, named in the message, is not set."""
 
     code = "UNIMPLEMENTED"
 
 
 class DeadlineExceeded(ServiceError):
-    """The call's deadline passed."""
+    """A call whose deadline passed."""
 
     code = "DEADLINE_EXCEEDED"

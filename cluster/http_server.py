@@ -1,4 +1,4 @@
-"""uvicorn within a process of the cluster, on its own event loop and with its signals left alone."""
+"""uvicorn inside a process of the cluster: on its event loop, without uvicorn's signal handlers."""
 
 import asyncio
 import contextlib
@@ -14,19 +14,23 @@ from cluster.tls import Credentials
 
 BACKLOG = 2048
 SEND_BUFFER = 256 << 10
-"""Of each connection, in bytes: what a client that does not read costs the kernel, which else takes megabytes."""
+"""Send buffer of each connection, in bytes. A client that does not read costs the kernel megabytes without it."""
 STOP_S = 1
-"""For what is left when a process stops."""
+"""Seconds that open connections get when the process stops."""
 
 
 class HttpServer:
-    """Listens from when it is made: a port that is taken is found before anything else is started."""
+    """HTTP server that listens from construction, so a port in use is found before anything else starts."""
 
     def __init__(
         self, host: str, port: int, setting: str, credentials: Credentials | None = None, **options: Any
     ) -> None:
-        """`port` 0 lets the system choose. `setting` is what errors name. With `credentials` it speaks TLS only.
-        `options` are uvicorn's, beside what all servers here have. Raises StartError."""
+        """Bind the port; `port` 0 lets the system choose.
+
+        Errors name `setting`. Raises StartError.
+
+        With `credentials` the server accepts TLS only. `options` are further options of uvicorn.
+        """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._socket = socket.create_server((host.strip("[]"), port), family=family, backlog=BACKLOG)
@@ -41,7 +45,7 @@ class HttpServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self, app: Any) -> None:
-        """Serve this ASGI application; until then connections wait."""
+        """Serve this ASGI application; connections wait until then."""
         config = uvicorn.Config(
             app,
             ws="none",
@@ -56,20 +60,21 @@ class HttpServer:
         )
         config.load()
         if self._credentials is not None:
-            config.ssl = self._credentials.for_http()  # uvicorn's own would never look at the files again
+            # uvicorn's own context would never read the certificate files again
+            config.ssl = self._credentials.for_http()
         self._server = _Server(config)
         self._serving = asyncio.ensure_future(self._server.serve([self._socket]))
 
     async def failed(self) -> TandemError:
-        """Returns when it ended by itself."""
+        """Return when the server ended by itself."""
         assert self._serving is not None, "it was started"
         await asyncio.wait([self._serving])
         if self._serving.cancelled() or (error := self._serving.exception()) is None:
-            await asyncio.get_running_loop().create_future()  # it was closed
+            await asyncio.get_running_loop().create_future()  # the server was closed
         return TandemError(f"the HTTP server ended: {error!r}")
 
     async def close(self) -> None:
-        """What is under way should be over."""
+        """Stop the server; requests should be over by now."""
         if self._server is None or self._serving is None:
             self._socket.close()
             return
@@ -80,5 +85,5 @@ class HttpServer:
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the process's own matter."""
+        """Leave signals to the process."""
         yield

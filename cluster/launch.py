@@ -1,7 +1,7 @@
-"""Starts a program of ours: `launch` from a package's `__main__`, `python -m cluster.launch MODULE ARGUMENT ...` else.
+"""Entry point of all processes: `launch` from a package's `__main__`, or `python -m cluster.launch MODULE ARGUMENT ...`.
 
-What a process imports is a good part of what its start costs, so two things are seen to first, which must be so before
-anything large is imported, this package's other modules included.
+Imports are a large part of a process's start time. The two settings here must precede every large import, also of other
+modules of this package.
 """
 
 import gc
@@ -11,10 +11,11 @@ from importlib import import_module
 
 
 def launch(module: str) -> int:
-    """Import it and run its `main`; the exit code."""
-    # numpy's BLAS starts a thread for each core, which wait actively, a tenth of a second of a core; nobody uses it.
+    """Import `module`, run its `main` and return the exit code."""
+    # numpy's BLAS starts a spinning thread per core, a tenth of a second of a core; no code here multiplies matrices by
+    # numpy
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    gc.disable()  # what is imported stays: collections would look at all of it again and again, and find nothing
+    gc.disable()  # imported objects stay alive: collections would scan them again and again and free nothing
     try:
         program = import_module(module)
     finally:

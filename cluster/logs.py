@@ -1,6 +1,6 @@
-"""Log lines of every process: to standard error, as text or as JSON, with the id of the request that a line is of.
+"""Logging of every process: to standard error, as text or JSON, with the id of the request.
 
-No prompt, no completion and no secret is ever logged.
+No prompt, completion or secret is ever logged.
 """
 
 import json
@@ -21,14 +21,17 @@ LEVELS = ("debug", "info", "warning", "error")
 OURS = (
     "cluster", "decode_worker", "engine", "kvtransfer", "planner", "prefill_worker", "router", "simulator", "tandem",
 )  # fmt: skip
-"""Packages whose loggers follow `log_level`; those of libraries never say less than a warning."""
+"""Packages whose loggers follow `log_level`; library loggers never log less than warnings."""
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
-"""Of the request that the current task serves; empty where it serves none."""
+"""Id of the request that the current task serves; empty where it serves none."""
 
 
 def set_up(role: str, name: str, settings: LogSettings) -> None:
-    """Of a process of this role and name. The environment's TANDEM_LOG goes before `log_level`. Raises StartError."""
+    """Configure logging for a process.
+
+    The environment variable TANDEM_LOG overrides `log_level`. Raises StartError.
+    """
     level = level_of(settings, os.environ)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter((JsonLines if settings.log_format == "json" else TextLines)(role, name))
@@ -38,7 +41,10 @@ def set_up(role: str, name: str, settings: LogSettings) -> None:
 
 
 def level_of(settings: LogSettings, environment: Mapping[str, str]) -> int:
-    """Of `logging`. Raises StartError for a TANDEM_LOG that is no level."""
+    """Return the level as `logging` numbers it.
+
+    Raises StartError for an unknown level in TANDEM_LOG.
+    """
     wanted = environment.get(VARIABLE, "").strip().lower() or settings.log_level
     if wanted not in LEVELS:
         raise StartError(VARIABLE, f"{wanted!r} is no level; levels are {', '.join(LEVELS)}")
@@ -46,7 +52,7 @@ def level_of(settings: LogSettings, environment: Mapping[str, str]) -> int:
 
 
 def of(name: str) -> dict[str, str]:
-    """`extra` of a line about this request, where a task serves many."""
+    """Return the `extra` of a log line about this request, where one task serves many requests."""
     return {"request_id": name}
 
 
@@ -55,7 +61,7 @@ def _request_id_of(record: logging.LogRecord) -> str:
 
 
 class TextLines(logging.Formatter):
-    """Time, level, process, logger, and in brackets the request's id."""
+    """Formatter of text lines: time, level, process, logger, and the request id in brackets."""
 
     def __init__(self, role: str, name: str) -> None:
         super().__init__("%(asctime)s %(levelname)s %(process_name)s %(name)s%(of_request)s: %(message)s")
@@ -63,7 +69,7 @@ class TextLines(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # logging's
         of_request = _request_id_of(record)
-        if not of_request.isprintable():  # a client chose it, and a line's end in it would forge a line
+        if not of_request.isprintable():  # the client chose this id, and a line break in it would forge a log line
             of_request = repr(of_request)
         record.process_name = self._process
         record.of_request = f" [{of_request}]" if of_request else ""
@@ -71,7 +77,10 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """An object a line. `request_id`, `trace_id` and `exception` only where there is one."""
+    """Formatter of JSON lines, one object each.
+
+    `request_id`, `trace_id` and `exception` are there only if set.
+    """
 
     def __init__(self, role: str, name: str) -> None:
         super().__init__()

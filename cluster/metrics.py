@@ -1,7 +1,7 @@
-"""Prometheus metrics of a process: what all of them have, and where they are scraped.
+"""Prometheus metrics that all processes have, and the endpoint where they are scraped.
 
-Names end in their units, as Prometheus wants them; where vLLM has a metric of the same meaning, ours has its name with
-`tandem_` for `vllm:`. docs/metrics.md lists all of them.
+Names end in their units. A metric with the meaning of a vLLM metric has its name, with `tandem_` for `vllm:`.
+docs/metrics.md lists all.
 """
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, make_asgi_app
@@ -35,13 +35,13 @@ LATENCY_S = (
     ),
     *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0),
 )
-"""Bounds of histograms of seconds, from a step to a long request."""
+"""Histogram bounds in seconds, from one engine step to a long request."""
 TOKENS = tuple(float(1 << power) for power in range(21))
-"""Likewise of tokens."""
+"""Histogram bounds in tokens."""
 
 
 def new_registry() -> CollectorRegistry:
-    """With what every process has: CPU, memory, files, garbage collections, Python's version."""
+    """Create a registry with the metrics of every process: CPU, memory, files, garbage collections, Python version."""
     registry = CollectorRegistry()
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
         collector(registry=registry)
@@ -49,16 +49,22 @@ def new_registry() -> CollectorRegistry:
 
 
 class MetricsServer:
-    """Where a registry is scraped. Values are collected on the event loop, between everything else."""
+    """HTTP endpoint where a registry is scraped.
+
+    Values are collected on the event loop.
+    """
 
     def __init__(self, host: str, settings: MetricsSettings) -> None:
-        """Listens, where it is to. Raises StartError."""
+        """Bind the port where `metrics_port` is set.
+
+        Raises StartError.
+        """
         port, credentials = settings.metrics_port, _credentials(settings)
         self._http = None if port is None else HttpServer(host, port, "metrics_port", credentials)
 
     @property
     def address(self) -> str:
-        """host:port, empty where there is none."""
+        """Address as host:port, or empty without a metrics port."""
         return self._http.address if self._http else ""
 
     async def start(self, registry: CollectorRegistry) -> None:
@@ -71,7 +77,7 @@ class MetricsServer:
 
 
 def _credentials(settings: MetricsSettings) -> Credentials | None:
-    """Figures say who uses how much: with TLS not everybody may read them."""
+    """Return the credentials of the endpoint: metrics show tenants' usage, so TLS restricts who may scrape."""
     if settings.tls_cert is None or settings.tls_key is None or settings.tls_ca is None:
         if settings.tls_metrics_ca is not None:
             raise StartError("tls_metrics_ca", "means nothing without tls_cert, tls_key and tls_ca")

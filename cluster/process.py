@@ -1,4 +1,4 @@
-"""The life of a role's process: announce readiness, run until told to stop, say why it failed."""
+"""Life of a role's process: announce readiness, run until told to stop, report the cause of a failure."""
 
 import asyncio
 import contextlib
@@ -17,45 +17,45 @@ from cluster.garbage_collection import spare_the_started
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where a role serves: host:port of each, empty where it does not."""
+    """Addresses where a role serves, as host:port; empty where it does not."""
 
     grpc: str
     http: str = ""
     metrics: str = ""
     internal: str = ""
-    """Of a router: where workers join it, when that is not `grpc`."""
+    """Address where workers join a router, when it differs from `grpc`."""
 
     @property
     def joined_at(self) -> str:
-        """Of a router: by workers."""
+        """Address where workers join a router."""
         return self.internal or self.grpc
 
 
 class Running(Protocol):
-    """A started role."""
+    """Interface of a started role."""
 
     addresses: Addresses
 
     async def stop_requested(self) -> None:
-        """Returns when somebody asked for it by other means than a signal."""
+        """Return when a stop was requested by other means than a signal."""
 
     async def drain(self) -> None:
-        """Take nothing more, and wait until what is under way is over, or the time for that."""
+        """Refuse new work, and wait until work in flight is over or the drain time has passed."""
 
     async def stop(self) -> None:
         """Release everything."""
 
     async def failed(self) -> TandemError:
-        """Returns when the role cannot go on."""
+        """Return the error when the role cannot go on."""
 
 
 def run_role(start: Callable[[], Awaitable[Running]]) -> int:
-    """Run one role to its end; the exit code.
+    """Run one role to its end and return the exit code.
 
-    The first SIGINT or SIGTERM lets it drain and stop; a second one ends it at once.
+    The first SIGINT or SIGTERM drains and stops it; a second one ends the process at once.
 
     Standard output gets one line of JSON when the role serves: {"event": "ready", "address": ...}, with "http",
-    "metrics" and "internal" where it serves those too. A failure's last line on standard error is its cause.
+    "metrics" and "internal" where it serves those. The last line on standard error of a failed process is the cause.
     """
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -72,7 +72,7 @@ async def _run(start: Callable[[], Awaitable[Running]]) -> int:
     def told() -> None:
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(signum)
-            signal.signal(signum, signal.SIG_DFL)  # the kernel's own way, even for a process whose loop hangs
+            signal.signal(signum, signal.SIG_DFL)  # the kernel's default ends even a process whose loop hangs
         stop.set()
 
     for signum in (signal.SIGINT, signal.SIGTERM):

@@ -1,5 +1,5 @@
-"""The version of what the processes of one cluster say to each other."""
+"""Version of the internal protocols between the processes of one cluster."""
 
 PROTOCOL = 2
-"""Raised with every change of the internal protocols, or of what their fields mean, that a process of before would
-misunderstand. Routers take only workers that have theirs, and pair only workers that they took."""
+"""Version number, raised with every change that an older process would misunderstand. Routers accept only workers with
+their own version, and pair only workers that they accepted."""

@@ -1,7 +1,7 @@
-"""Discovery through Redis: one sorted set of routers, each with the time at which it expires by the server's clock.
+"""Discovery through Redis: a sorted set of routers with expiry times by the server's clock.
 
-A router says every second that it is there, and is forgotten a few seconds after it last did. So Redis may be killed,
-hang or come back empty at any time: everybody goes on with what is known, and a second later everything is there again.
+A router announces itself every second and expires a few seconds after its last announcement. Redis may be killed, hang
+or come back empty at any time: all processes go on with what they know, and a second later the set is complete again.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ from cluster.redis_link import RedisAway, RedisFailure, RedisLink, RedisRefused
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
-"""Between announcements, and between listings."""
+"""Seconds between announcements, and between listings."""
 EXPIRY_S = 5.0
-"""Several announcements may be lost before a router is."""
+"""Seconds until a router expires; several announcements may be lost before that."""
 LIMIT_S = 1.0
 REFUSED_INTERVAL_S = 5.0
-"""Somebody must mend something first."""
+"""Seconds between attempts after Redis refused: an operator must act first."""
 
-# ARGV: milliseconds until it expires, and the router's entry; '' only asks. Answers with all entries.
+# ARGV: milliseconds until expiry, and the router's entry; '' only lists. Returns all entries.
 _EXCHANGE = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -41,16 +41,22 @@ _WITHDRAW = "return redis.call('ZREM', KEYS[1], ARGV[1])"
 
 
 class RedisDiscovery(Discovery):
-    """Under the key CLUSTER_NAME:routers. Used from one event loop; never waited for by a request."""
+    """Discovery under the key CLUSTER_NAME:routers.
+
+    Used from one event loop; no request ever waits for it.
+    """
 
     def __init__(self, url: str, cluster_name: str, interval_s: float = INTERVAL_S, expiry_s: float = EXPIRY_S) -> None:
-        """Raises StartError for a `redis_url` that is none."""
+        """Prepare the connection.
+
+        Raises StartError for an invalid `redis_url`.
+        """
         self._link = RedisLink(url, LIMIT_S)
         self._key = f"{cluster_name}:routers"
         self._interval_s = interval_s
         self._expiry_ms = int(expiry_s * 1e3)
         self._failure = ""
-        """What was logged last; empty while all is well."""
+        """Failure that was logged last; empty while Redis answers."""
         self._entry = ""
         self._announcing: asyncio.Task[None] | None = None
 
@@ -98,12 +104,12 @@ class RedisDiscovery(Discovery):
             await self._pause()
 
     async def _pause(self) -> None:
-        """Not all at the same moment: a fleet that lost Redis together would come back together."""
+        """Sleep with jitter, so that a fleet that lost Redis together does not return together."""
         mean_s = REFUSED_INTERVAL_S if self._failure.startswith("refused") else self._interval_s
         await asyncio.sleep(mean_s * random.uniform(0.8, 1.2))
 
     async def _try_exchange(self, entry: str) -> list[RouterEntry] | None:
-        """None when Redis did not answer, or refused."""
+        """Return the entries, or None when Redis did not answer or refused."""
         try:
             entries = await self._exchange(entry)
         except RedisFailure as error:
@@ -119,7 +125,7 @@ class RedisDiscovery(Discovery):
         return [router for text in said if (router := _read_entry(text)) is not None]
 
     def _failed(self, error: RedisFailure) -> None:
-        """Logged once for each kind of failure; what is known meanwhile is kept by whoever knows it."""
+        """Log each kind of failure once."""
         kind = "refused" if isinstance(error, RedisRefused) else "away"
         if self._failure != kind:
             log.warning("no discovery until it is mended, known routers are kept: %s", error)
@@ -127,7 +133,7 @@ class RedisDiscovery(Discovery):
 
 
 def _read_entry(text: str) -> RouterEntry | None:
-    """None for what no router of this version wrote."""
+    """Return the parsed entry, or None for an entry that no router of this version wrote."""
     try:
         entry = RouterEntry(**json.loads(text))
     except (TypeError, ValueError):

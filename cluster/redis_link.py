@@ -1,6 +1,6 @@
-"""One connection to Redis as every process uses it: scripts only, each with a time limit, and typed failures.
+"""Connection to Redis: Lua scripts only, each with a time limit, and typed failures.
 
-Nothing here says the url: it may have a password.
+No message here contains the URL, which may hold a password.
 """
 
 import asyncio
@@ -26,21 +26,21 @@ from cluster.errors import StartError, TandemError
 log = logging.getLogger(__name__)
 
 PASSWORD_VARIABLE = "TANDEM_REDIS_PASSWORD"
-"""In the environment: the password of a `redis_url` that has none. A command line can be read by others."""
+"""Environment variable with the password of a `redis_url` that has none; other users can read a command line."""
 MAX_CONNECTIONS = 4
 _SCHEMES = ("redis://", "rediss://", "unix://")
 
 
 class RedisFailure(TandemError):
-    """Redis did not do what it was asked to."""
+    """A Redis call that failed."""
 
 
 class RedisAway(RedisFailure):
-    """It does not answer, or not in time: ask again later."""
+    """No answer, or not in time; a later call may succeed."""
 
 
 class RedisRefused(RedisFailure):
-    """It answers and refuses; asking again will not help. `field` is the setting that somebody must look at."""
+    """A refusal that repeats until an operator changes the setting `field`."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
@@ -49,12 +49,18 @@ class RedisRefused(RedisFailure):
 
 
 class RedisLink:
-    """Used from one event loop. No call takes longer than `limit_s`, connecting included."""
+    """Connection used from one event loop.
+
+    No call takes longer than `limit_s`, connecting included.
+    """
 
     def __init__(self, url: str, limit_s: float) -> None:
-        """Connects when it is first used. Raises StartError for a `redis_url` that is none."""
+        """Prepare the connection, which opens at first use.
+
+        Raises StartError for an invalid `redis_url`.
+        """
         self._limit_s = limit_s
-        # What redis-py does by itself when a call fails takes longer than anybody here waits.
+        # redis-py's own retries take longer than any caller here waits
         options: dict[str, Any] = {
             "socket_timeout": limit_s,
             "socket_connect_timeout": limit_s,
@@ -65,18 +71,20 @@ class RedisLink:
             "encoding_errors": "replace",
         }
         if password := os.environ.get(PASSWORD_VARIABLE):
-            options["password"] = password  # one in the url comes first
+            options["password"] = password  # a password in the URL has precedence
         check_url(url)
         pool = BlockingConnectionPool.from_url(url, **options)
         self._client = Redis.from_pool(pool)
         known = pool.connection_kwargs
         self.where = str(known.get("path") or f"{known.get('host', 'localhost')}:{known.get('port', 6379)}")
-        """For logs: where it is, without user and password."""
+        """Location of the server for logs, without user and password."""
 
     async def run(self, script: str, keys: Sequence[str], arguments: Sequence[str | int]) -> Any:
-        """The answer of a Lua script, which Redis runs as a whole or not at all. Raises RedisAway, RedisRefused.
+        """Run a Lua script, which Redis executes atomically, and return its answer.
 
-        After RedisAway it may have been run all the same.
+        Raises RedisAway, RedisRefused.
+
+        After RedisAway the script may still have run.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -93,11 +101,12 @@ class RedisLink:
         except (RedisError, OSError, TimeoutError) as error:
             cause = str(error) or f"no answer within {self._limit_s:g} s"
             raise RedisAway(f"Redis at {self.where}: {cause}") from None
-        except Exception as error:  # the client library's own: no fault of it may end what goes on without Redis
+        except Exception as error:  # errors of the client library: none may end processes that can go on without Redis
             log.exception("unexpected, from Redis at %s", self.where)
             raise RedisAway(f"Redis at {self.where}: {type(error).__name__}") from error
         finally:
-            # The library uses asyncio.wait_for, which up to Python 3.11 drops a cancellation that comes with an answer.
+            # The library uses asyncio.wait_for, which up to Python 3.11 drops a cancellation that coincides with an
+            # answer.
             if task.cancelling() > cancelled:
                 raise asyncio.CancelledError
 
@@ -113,11 +122,14 @@ class RedisLink:
             return RedisRefused("redis_url", f"Redis at {self.where} refuses this user or password: {said}")
         if "NOPERM" in said or "permission" in said:
             return RedisRefused("redis_url", f"Redis at {self.where} does not permit this user: {said}")
-        return RedisAway(f"Redis at {self.where}: {said}")  # out of memory, read-only for now, and the like
+        return RedisAway(f"Redis at {self.where}: {said}")  # out of memory, read-only for now, and similar
 
 
 def check_url(url: str) -> None:
-    """Raises StartError for what is no url of a Redis. Its message has nothing of the url but the scheme."""
+    """Check a Redis URL.
+
+    Raises StartError, whose message contains nothing of the URL but the scheme.
+    """
     if not url.startswith(_SCHEMES):
         raise StartError("redis_url", f"must begin with {', '.join(_SCHEMES)}")
     try:

@@ -1,4 +1,4 @@
-"""What a worker is to routers."""
+"""Names of the worker roles."""
 
 from typing import Literal
 

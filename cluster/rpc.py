@@ -1,4 +1,4 @@
-"""gRPC servers and channels as every process of the cluster sets them up."""
+"""gRPC servers and channels, configured alike in all processes."""
 
 import asyncio
 import socket
@@ -15,11 +15,11 @@ from cluster.settings import HealthSettings
 from cluster.tls import Credentials, TlsIdentity
 
 MAX_MESSAGE_BYTES = 16 << 20
-"""A prompt of a million tokens fits; a message of 100 MB is refused before it is read."""
+"""Largest message: a prompt of a million tokens fits; a message of 100 MB is refused before it is read."""
 MAX_METADATA_BYTES = 16 << 10
-"""Of a call. Beyond it gRPC refuses the call before any handler hears of it."""
+"""Largest metadata of a call. gRPC refuses larger ones before any handler runs."""
 IDLE_CHANNEL_S = 300.0
-"""Longer than the pauses of a worker that is still used."""
+"""Seconds after which an unused channel closes; longer than the pauses of a worker in use."""
 
 _KEEPALIVE: list[tuple[str, int]] = [
     ("grpc.keepalive_time_ms", 5_000),
@@ -27,7 +27,7 @@ _KEEPALIVE: list[tuple[str, int]] = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
-# A server that does not allow what its clients do closes quiet streams with too_many_pings.
+# A server whose limits are stricter than its clients' pings closes quiet streams with too_many_pings.
 _ALLOW_PINGS: list[tuple[str, int]] = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 2_000),
     ("grpc.http2.max_ping_strikes", 0),
@@ -35,20 +35,23 @@ _ALLOW_PINGS: list[tuple[str, int]] = [
 _SIZES: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Both, or gRPC refuses at random between the two.
+    # With only one of the two limits gRPC refuses at random between them.
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
 ]
 
 
 LIVENESS, READINESS = "liveness", "readiness"
-"""Names that health knows besides those of services, for supervisors. Alive is a process whose loop turns, also while
-it drains. Ready is one that new work would be done by: it has started, was not told to stop, and is not cut off."""
+"""Health names for supervisors. LIVENESS is SERVING while the event loop runs, also during a drain. READINESS is
+SERVING while the process can do new work: started, not stopping, and not cut off."""
 READY_EVERY_S = 0.25
 
 
 class Server:
-    """One grpc.aio server with health and reflection. Not serving until `mark_serving`."""
+    """One grpc.aio server with health and reflection.
+
+    It serves after `mark_serving`.
+    """
 
     def __init__(
         self,
@@ -56,8 +59,12 @@ class Server:
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         max_connection_s: float | None = None,
     ) -> None:
-        """With `credentials` it speaks TLS, and to nobody in the clear. After `max_connection_s` a connection takes no
-        more calls, and its client opens another."""
+        """Create the server.
+
+        With `credentials` it accepts TLS only.
+
+        After `max_connection_s` a connection takes no more calls, so its client opens another one.
+        """
         # Without so_reuseport=0 a second process would silently share a port in use.
         options = [*_KEEPALIVE, *_ALLOW_PINGS, *_SIZES, ("grpc.so_reuseport", 0)]
         if max_connection_s is not None:
@@ -72,7 +79,10 @@ class Server:
         self._health_only: grpc.aio.Server | None = None
 
     async def start(self, host: str, port: int, services: Sequence[str], setting: str = "port") -> int:
-        """Listen; returns the port, chosen by the system when `port` is 0. Raises StartError, which names `setting`."""
+        """Listen and return the port; 0 lets the system choose.
+
+        Raises StartError naming `setting`.
+        """
         self._services = ["", *services]
         names = [*services, health.SERVICE_NAME, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self.grpc)
@@ -90,7 +100,10 @@ class Server:
         return bound
 
     async def start_health(self, host: str, settings: HealthSettings) -> None:
-        """Also on a port of its own, where there is to be one. Raises StartError."""
+        """Serve health on a port of its own as well, where one is set.
+
+        Raises StartError.
+        """
         if settings.health_port is None:
             return
         server = grpc.aio.server(options=[*_ALLOW_PINGS, *_SIZES, ("grpc.so_reuseport", 0)])
@@ -105,12 +118,15 @@ class Server:
         self._health_only = server
 
     async def mark_serving(self, ready: Callable[[], bool]) -> None:
-        """`ready` is asked every now and then: whether new work would be done here."""
+        """Start serving.
+
+        `ready` is polled: whether this process can do new work.
+        """
         await self._set(health_pb2.HealthCheckResponse.SERVING)
         self._watching = asyncio.ensure_future(self._watch(ready))
 
     async def announce_stop(self) -> None:
-        """Alive, and nothing else, from now on; calls go on as before."""
+        """Report liveness only from now on; calls go on as before."""
         self._stopping = True
         await self._set(health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._health.set(READINESS, health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -138,7 +154,7 @@ class Server:
 
 
 def channel(address: str, trust: TlsIdentity | None = None) -> grpc.aio.Channel:
-    """A channel to a process of the cluster; in the clear without `trust`."""
+    """Create a channel to a process of the cluster; in clear text without `trust`."""
     options: list[tuple[str, int | str]] = [*_KEEPALIVE, *_SIZES]
     options += [("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 2_000)]
     if trust is None:
@@ -151,16 +167,18 @@ def channel(address: str, trust: TlsIdentity | None = None) -> grpc.aio.Channel:
 class _Link:
     channel: grpc.aio.Channel
     stamp: object
-    """Of the certificates it was opened with."""
+    """Stamp of the certificates with which the channel was opened."""
     num_users: int = 0
     departed: bool = False
     closing: asyncio.TimerHandle | None = None
 
 
 class Channels:
-    """One channel to each address that is in use, and a while longer. Used from one event loop.
+    """Channels by address, each kept while in use and for a while longer.
 
-    A fleet whose workers come and go would else gather a connection that is tried again for ever for each of them.
+    Used from one event loop.
+
+    Without the limit, a fleet whose workers come and go would collect channels that reconnect for ever.
     """
 
     def __init__(
@@ -177,11 +195,11 @@ class Channels:
 
     @contextmanager
     def using(self, address: str) -> Iterator[grpc.aio.Channel]:
-        """The channel, which is not closed within the block."""
+        """Yield the channel to `address`, which stays open within the block."""
         stamp = None if self._trust is None else self._trust.stamp()
         link = self._links.get(address)
         if link is not None and link.stamp != stamp and not link.num_users:
-            self._close(address)  # it would connect with certificates that were re-issued since
+            self._close(address)  # it would reconnect with certificates that were replaced since
             link = None
         if link is None:
             link = self._links[address] = _Link(self._connect(address, self._trust), stamp)
@@ -198,7 +216,7 @@ class Channels:
                 self._release(address, link)
 
     def departed(self, address: str) -> None:
-        """Whoever listened there has gone: nothing is kept for the next call."""
+        """Forget the channel to `address`, whose process has departed."""
         if (link := self._links.get(address)) is not None:
             link.departed = True
             if not link.num_users:
@@ -206,7 +224,7 @@ class Channels:
 
     @property
     def addresses(self) -> list[str]:
-        """Those to which there is a channel."""
+        """Addresses with an open channel."""
         return list(self._links)
 
     def _release(self, address: str, link: _Link) -> None:
@@ -225,7 +243,7 @@ class Channels:
 
 
 def _bind_reason(host: str, port: int) -> str:
-    """What the system says; gRPC's own error hides it."""
+    """Return the system's reason why a port cannot be bound; gRPC's own error hides it."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.bind((host, port))

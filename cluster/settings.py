@@ -1,4 +1,4 @@
-"""Settings that processes of several roles have, beside their own."""
+"""Settings shared by processes of several roles."""
 
 from pathlib import Path
 from typing import Literal
@@ -7,56 +7,57 @@ from pydantic import BaseModel, Field
 
 
 class LogSettings(BaseModel):
-    """Of every process."""
+    """Logging settings of every process."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "warning"
-    """What is logged, to standard error. The environment variable TANDEM_LOG goes before it. Libraries never log less
-    than a warning."""
+    """Lowest level that is logged, to standard error. The environment variable TANDEM_LOG overrides it. Libraries
+    always log warnings."""
     log_format: Literal["text", "json"] = "text"
-    """json: an object a line, with ts, level, role, process, logger, message, and where there is one request_id,
-    trace_id and exception."""
+    """Format of log lines. json: one object per line, with ts, level, role, process, logger, message, and where known
+    request_id, trace_id and exception."""
 
 
 class TlsSettings(BaseModel):
-    """Of every process. The first three go together; PEM files."""
+    """TLS settings of every process.
+
+    The first three are set together; all are PEM files.
+    """
 
     tls_cert: Path | None = None
-    """This process's certificate, with those between it and `tls_ca`."""
+    """Certificate of this process, with the intermediate certificates up to `tls_ca`."""
     tls_key: Path | None = None
-    """Its private key, not encrypted."""
+    """Private key of the certificate, not encrypted."""
     tls_ca: Path | None = None
-    """Authorities whose certificates make a process a member of this cluster, whatever names they have: an authority
-    of its own. With it every internal port speaks TLS and refuses who is no member."""
+    """Authorities that sign members of this cluster; use an authority of the cluster's own. With it every internal port
+    speaks TLS and refuses processes without such a certificate."""
     tls_server_name: str = ""
-    """Name that certificates of members have in common, looked for instead of the host by which one is reached.
-    Default: that host."""
+    """Name that all members' certificates share, checked instead of the host name. Default: the host name."""
 
 
 class MetricsSettings(TlsSettings):
-    """Of every process that has metrics."""
+    """Metrics settings of every process that has metrics."""
 
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    """Prometheus scrapes http://host:metrics_port/metrics; 0 lets the system choose. Without: there is none. With
-    tls_ca it is https, for who has a certificate."""
+    """Port for Prometheus at http://host:metrics_port/metrics; 0 lets the system choose. Unset: no metrics endpoint.
+    With tls_ca it is https and requires a client certificate."""
     tls_metrics_ca: Path | None = None
-    """Authorities of certificates that may scrape, instead of tls_ca: so that Prometheus is no member."""
+    """Authorities of certificates that may scrape, instead of tls_ca, so that Prometheus need not be a member."""
 
 
 class HealthSettings(BaseModel):
-    """Of every process that serves."""
+    """Health settings of every process that serves."""
 
     health_port: int | None = Field(default=None, ge=0, le=65535)
-    """gRPC's health service alone, in the clear and without a key, for supervisors that have no certificate: it says
-    whether this process lives and serves, and nothing else. 0 lets the system choose. Without: health is asked for on
-    the other ports only."""
+    """Port for gRPC's health service alone, in clear text and without a key, for supervisors without a certificate. It
+    reports only liveness and readiness. 0 lets the system choose. Unset: health is on the other ports only."""
 
 
 class DiscoverySettings(BaseModel):
-    """Of every process that finds others through Redis, or is found."""
+    """Discovery settings of every process that finds routers through Redis, or is found there."""
 
     redis_url: str = Field(default="", repr=False)
-    """redis://host:6379/0, or rediss:// for TLS. Routers announce themselves there and workers find them; tenants'
-    quotas are counted there. Without: workers join `routers`. The password may be in the environment instead, as
-    TANDEM_REDIS_PASSWORD."""
+    """Redis URL, redis://host:6379/0 or rediss:// for TLS. Routers announce themselves there, workers find them, and
+    tenants' quotas are counted there. Unset: workers join `routers`. The password may come from the environment
+    variable TANDEM_REDIS_PASSWORD."""
     cluster_name: str = Field(default="tandem", min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._-]+$")
-    """Clusters that share a Redis have different ones: it begins every key."""
+    """Prefix of every Redis key; clusters that share a Redis need different names."""

@@ -1,8 +1,10 @@
-"""Certificates: who a process is to others, and whom it believes. Files that change are read again.
+"""TLS identities and trust.
 
-A *member* of the cluster has a certificate of the cluster's own authority, `tls_ca`. Members demand one of each other,
-both ways, on every internal port. What clients see of a router may be another certificate, and what it demands of them
-is of another authority, so that a client is never taken for a member.
+Certificate files that change are read again.
+
+A *member* of the cluster has a certificate signed by the cluster's own authority, `tls_ca`. Members demand one from
+each other, both ways, on every internal port. A router may show clients another certificate and must use another
+authority for client certificates, so a client is never taken for a member.
 """
 
 import logging
@@ -39,11 +41,18 @@ class _Contents:
 
 
 class Credentials:
-    """One certificate with its key, and the authorities believed. Any thread may use it."""
+    """One certificate with its key, and the trusted authorities.
+
+    Any thread may use it.
+    """
 
     def __init__(self, cert: File, key: File, authorities: Sequence[File] = ()) -> None:
-        """With `authorities`, whoever connects must have a certificate of one of them. Raises StartError for files
-        that cannot be read or do not fit together."""
+        """Read the files.
+
+        Raises StartError for files that cannot be read or do not fit together.
+
+        With `authorities`, a peer must have a certificate signed by one of them.
+        """
         self._cert, self._key, self._authorities = cert, key, authorities
         self._lock = threading.Lock()
         self._complaint = ""
@@ -52,7 +61,7 @@ class Credentials:
         self._configuration = self._configure()
 
     def current(self) -> _Contents:
-        """Of the files as they are. While they do not fit together, as they were."""
+        """Return the current contents of the files, or the previous ones while the files do not fit together."""
         with self._lock:
             stamp = self._stamp()
             if stamp != self._contents.stamp:
@@ -60,22 +69,29 @@ class Credentials:
             return self._contents
 
     def for_grpc(self) -> grpc.ServerCredentials:
-        """Of a server. The files are looked at with each connection."""
+        """Return server credentials for gRPC.
+
+        The files are checked at each connection.
+        """
         served = self._configuration
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
             nonlocal served
             self.current()
             if self._configuration is served:
-                return None  # as it was
+                return None  # None keeps the current certificate
             served = self._configuration
             return served
 
         return grpc.dynamic_ssl_server_credentials(served, fetch, bool(self._authorities))  # type: ignore[arg-type]  # it may
 
     def for_http(self) -> ssl.SSLContext:
-        """Of a server. The files are looked at with each connection; what changed holds from the next one. An authority
-        that was taken out of its file is believed until the process ends: OpenSSL forgets none."""
+        """Return a server context for HTTP.
+
+        Changed files take effect with the next connection.
+
+        An authority removed from its file stays trusted until the process ends, because OpenSSL cannot forget one.
+        """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.verify_mode = ssl.CERT_REQUIRED if self._authorities else ssl.CERT_NONE
@@ -84,19 +100,19 @@ class Credentials:
         def look(*_: object) -> None:
             self.current()
 
-        context.sni_callback = look  # also called for clients that name no server
+        context.sni_callback = look  # called also for clients that send no server name
         self._contexts.append(context)
         return context
 
     def _stamp(self) -> tuple[tuple[int, int, int], ...]:
-        """Another one for other contents: a file that is replaced by renaming is another inode."""
+        """Return a value that differs when contents differ; a file replaced by renaming has another inode."""
         found = []
         for file in (self._cert, self._key, *self._authorities):
             try:
                 at = os.stat(file.path)
                 found.append((at.st_ino, at.st_mtime_ns, at.st_size))
             except OSError:
-                found.append((0, 0, 0))  # who reads it says why
+                found.append((0, 0, 0))  # the reader reports the reason
         return tuple(found)
 
     def _read_again(self, stamp: tuple[tuple[int, int, int], ...]) -> None:
@@ -106,7 +122,7 @@ class Credentials:
             for context in self._contexts:
                 self._load(context)
         except StartError as error:
-            if str(error) != self._complaint:  # once, and not with each connection
+            if str(error) != self._complaint:  # log once, not at each connection
                 log.error("certificates have changed and cannot be used, so the old ones are: %s", error)
             self._complaint = str(error)
         else:
@@ -115,7 +131,7 @@ class Credentials:
 
     def _read(self, stamp: tuple[tuple[int, int, int], ...]) -> _Contents:
         cert, key, *authorities = (_contents(file) for file in (self._cert, self._key, *self._authorities))
-        self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))  # gRPC would find a fault with the first connection only
+        self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))  # gRPC would report a fault only at the first connection
         return _Contents(stamp, cert, key, b"\n".join(authorities) or None)
 
     def _load(self, context: ssl.SSLContext) -> None:
@@ -136,18 +152,18 @@ class Credentials:
 
 
 class TlsIdentity(Protocol):
-    """Whom a process believes when it connects, and who it says it is."""
+    """Interface of a process's identity and trust when it connects."""
 
     def for_channel(self) -> tuple[grpc.ChannelCredentials, list[tuple[str, str]]]:
-        """Credentials and options of a channel that is opened now."""
+        """Return credentials and options of a channel opened now."""
 
     def stamp(self) -> object:
-        """Another one once certificates have changed: channels that are open go on with the old ones."""
+        """Return a value that changes when certificates change; open channels keep the old ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberIdentity:
-    """A process among others of its cluster."""
+    """Identity of a process among other members of its cluster."""
 
     credentials: Credentials
     server_name: str = ""
@@ -163,15 +179,21 @@ class MemberIdentity:
 
 @dataclass(frozen=True, slots=True)
 class ClientIdentity:
-    """A client. Without `ca` it believes the authorities that gRPC comes with; `cert` and `key`: where the cluster asks
-    for them."""
+    """Identity of a client.
+
+    Without `ca` it trusts gRPC's default authorities. `cert` and `key` are for clusters that demand client
+    certificates.
+    """
 
     ca: Path | None = None
     cert: Path | None = None
     key: Path | None = None
 
     def for_channel(self) -> tuple[grpc.ChannelCredentials, list[tuple[str, str]]]:
-        """Raises StartError."""
+        """Return channel credentials and options.
+
+        Raises StartError.
+        """
         if (self.cert is None) != (self.key is None):
             raise StartError("tls_key" if self.key is None else "tls_cert", "a certificate and its key go together")
         ca, cert, key = (
@@ -184,7 +206,10 @@ class ClientIdentity:
         return self
 
     def for_http(self) -> ssl.SSLContext:
-        """Raises StartError."""
+        """Return an SSL context for HTTP.
+
+        Raises StartError.
+        """
         context = ssl.create_default_context(cafile=self.ca)
         if self.cert is not None and self.key is not None:
             context.load_cert_chain(self.cert, self.key)
@@ -192,7 +217,10 @@ class ClientIdentity:
 
 
 def member_of(settings: TlsSettings) -> MemberIdentity | None:
-    """None where nothing is set. Raises StartError."""
+    """Return the member identity of the settings, or None where TLS is not set.
+
+    Raises StartError.
+    """
     cert, key, ca = settings.tls_cert, settings.tls_key, settings.tls_ca
     if cert is None and key is None and ca is None:
         if settings.tls_server_name:
@@ -213,7 +241,7 @@ def _contents(file: File) -> bytes:
 
 
 def _no_password() -> str:
-    """Or OpenSSL would ask at the terminal."""
+    """Return an empty password; otherwise OpenSSL would ask at the terminal."""
     raise ValueError("the key is encrypted")
 
 

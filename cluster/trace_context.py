@@ -1,4 +1,4 @@
-"""Which trace a request belongs to: W3C's `traceparent`, as its client sent it in gRPC metadata or HTTP headers."""
+"""Trace context of a request: W3C `traceparent` from gRPC metadata or HTTP headers."""
 
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
@@ -6,11 +6,11 @@ from contextvars import ContextVar
 HEADER = "traceparent"
 _HEX = frozenset("0123456789abcdef")
 traceparent: ContextVar[str] = ContextVar(HEADER, default="")
-"""Of the request that the current task serves; empty where the client sent none."""
+"""Trace context of the request that the current task serves; empty where the client sent none."""
 
 
 def from_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """Of a gRPC call."""
+    """Return the trace context in a gRPC call's metadata."""
     for name, value in metadata or ():
         if name == HEADER and isinstance(value, str):
             return value
@@ -18,12 +18,12 @@ def from_metadata(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
 
 
 def from_headers(headers: Mapping[str, str]) -> str:
-    """Of HTTP, names in lower case."""
+    """Return the trace context in HTTP headers, whose names are in lower case."""
     return headers.get(HEADER, "")
 
 
 def trace_id() -> str:
-    """Of the request that the current task serves; empty where its client sent none that can be read."""
+    """Return the trace id of the current task's request; empty without a valid trace context."""
     version, _, rest = traceparent.get().partition("-")
     found, _, rest = rest.partition("-")
     return found if len(version) == 2 and len(found) == 32 and rest and _HEX.issuperset(found) else ""

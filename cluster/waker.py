@@ -1,10 +1,13 @@
-"""Lets one coroutine sleep until there is something for it to look at."""
+"""A signal that lets one coroutine sleep until it has work."""
 
 import asyncio
 
 
 class Waker:
-    """For one sleeper. A call that finds nobody asleep is forgotten: look for what there is before you sleep."""
+    """Signal for one sleeper.
+
+    `wake` without a sleeper is lost, so check for work before `sleep`.
+    """
 
     __slots__ = ("_sleep",)
 

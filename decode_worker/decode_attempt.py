@@ -1,4 +1,4 @@
-"""One placed request on this worker: the engine's messages in, the client's out, without waiting for anybody."""
+"""One placed request on a decode worker: engine messages come in, client messages go out; no call waits."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -21,7 +21,10 @@ log = logging.getLogger(__name__)
 
 
 class DecodeAttempt:
-    """It begins when it is made, and lives until `close`; after that nothing of it is left here but its cache."""
+    """One attempt at a request, from construction until `close`.
+
+    After `close` only its cached blocks stay.
+    """
 
     def __init__(
         self,
@@ -31,9 +34,11 @@ class DecodeAttempt:
         request: pb.DecodeRequest,
         on_news: Callable[[], object],
     ) -> None:
-        """`on_news` is called whenever there is something to take, or to know: `over`.
+        """Start the attempt.
 
-        Raises ServiceError for a request that cannot begin.
+        `on_news` is called whenever there is something to `take` or `over` became true.
+
+        Raises ServiceError for a request that cannot start.
         """
         ready = context.ready
         if request.worker_incarnation != context.incarnation:
@@ -56,22 +61,28 @@ class DecodeAttempt:
 
     @property
     def over(self) -> bool:
-        """Nothing more will come than what can be taken now."""
+        """Whether all remaining messages can be taken now and no more will come."""
         return self._generation.finished or self.failure is not None
 
     def take(self) -> Iterator[public_pb.GenerateResponse]:
-        """What is new. The longer it waited, the more tokens are in one message."""
+        """Yield the messages not yet taken.
+
+        The longer the caller waited, the more tokens one message holds.
+        """
         while (response := self._generation.take()) is not None:
             yield response
 
     def fail(self, failure: ServiceError) -> None:
-        """It will not go on here."""
+        """End the attempt on this worker with `failure`."""
         if not self.over:
             self.failure = failure
             self._on_news()
 
     def close(self) -> None:
-        """End it, wherever it is. May be called again."""
+        """Cancel the attempt in whatever state it is and free its blocks.
+
+        May be called again.
+        """
         if self._open:
             self._open = False
             self._held.close()
@@ -86,7 +97,7 @@ class DecodeAttempt:
             self._generation.absorb(message)
         except ServiceError as failure:
             self.failure = failure
-        except Exception as error:  # a mistake in here ends this request, and not all that the engine speaks of
+        except Exception as error:  # a bug here ends this request only, not every request of the engine
             log.exception("%s failed", self._engine_id, extra=of(self._request_id))
             self.failure = ServiceError(f"the decode worker failed: {error!r}")
         for choice in self._generation.take_stopped():
@@ -95,7 +106,7 @@ class DecodeAttempt:
 
 
 def _chain(request: pb.DecodeRequest) -> LoanChain:
-    """What the request borrows."""
+    """Return the token chain that the request borrows."""
     return LoanChain(
         request_id=request.request_id,
         token_ids=lead_tokens(request),

@@ -1,4 +1,4 @@
-"""One request on its decode worker: engine messages in, client messages out."""
+"""Output of one request on its decode worker: engine messages in, client messages out."""
 
 import time
 
@@ -17,21 +17,22 @@ _REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FI
 
 
 MAX_PROMPT_LOGPROBS = 4096
-"""In one message, however long nobody has taken one: with the 20 likeliest each less than 1 MiB."""
+"""Prompt log probabilities in one message at most; with 20 alternatives each, less than 1 MiB."""
 MAX_TOKENS_AT_ONCE = 64
-"""In one message of a choice, however long nobody has taken one. With the 20 likeliest of each some 20 kB, where a
-message of all that waits could be larger than a connection takes, and break it for every other request."""
+"""Tokens of one choice in one message at most: about 20 kB with 20 alternatives each. A message of all pending tokens
+could exceed the connection's limit and break it for every other request."""
 
 
 class _Choice:
-    """One choice: its text, and what of it is still to be sent."""
+    """Text of one choice, and its part that is not sent yet."""
 
     def __init__(self, index: int, text: TextStream, num_completion: int, num_known: int, finished: bool) -> None:
         self.index = index
         self.text = text
         self.num_completion = num_completion
         self.num_known = num_known
-        """Tokens that the engine will say though the client has them: of beams, which are searched anew."""
+        """Tokens that the engine repeats although the client has them; only beam searches, which start again, have any.
+        """
         self.finished = finished
         self.token_ids: list[int] = []
         self.logprobs: list[pb.TokenLogprobs] = []
@@ -39,7 +40,7 @@ class _Choice:
         self.finish: pb.Finish | None = None
 
     def take(self) -> tuple[pb.GenerateResponse, bool]:
-        """What is to be sent, once; and whether there is more."""
+        """Return the next message, and whether more is pending."""
         if len(self.token_ids) > MAX_TOKENS_AT_ONCE:
             return self._take_some(MAX_TOKENS_AT_ONCE), True
         message = pb.GenerateResponse(
@@ -64,9 +65,12 @@ class _Choice:
 
 
 class OutputStream:
-    """Pure: no sockets, no engine. `absorb` tokens, then `take` the messages for the client.
+    """Converter from engine messages to client messages.
 
-    Each message is of one choice. The `finish` of the one that ends last has what is of all: receipt and prompt.
+    Pure: no sockets, no engine.
+
+    Call `absorb` with engine messages, then `take` the messages for the client. Each message belongs to one choice. The
+    `finish` of the choice that ends last also has the receipt and the prompt's usage.
     """
 
     def __init__(
@@ -85,18 +89,21 @@ class OutputStream:
         self._num_accepted = 0
         self._prompt_logprobs: list[pb.TokenLogprobs] = []
         self._news: dict[int, None] = {}
-        """Choices with something to send, in the order in which to send it."""
+        """Indices of choices with something to send, in sending order."""
         self._stopped: list[int] = []
         self._choices = [self._choice(tokenizer, index) for index in range(num_choices(request.sampling))]
         self._num_unfinished = sum(not choice.finished for choice in self._choices)
 
     @property
     def finished(self) -> bool:
-        """Every choice is."""
+        """Whether every choice is finished."""
         return not self._num_unfinished
 
     def absorb(self, message: FromEngine | LendClosed | None) -> None:
-        """Raises ServiceError when the request failed."""
+        """Process one engine message.
+
+        Raises ServiceError when the request failed.
+        """
         match message:
             case Token():
                 self._token(message)
@@ -110,7 +117,7 @@ class OutputStream:
                 raise Unavailable("the engine of the decode worker is gone")
 
     def take(self) -> pb.GenerateResponse | None:
-        """What is new of one choice; None when nothing is of any."""
+        """Return the next message of one choice, or None when nothing is pending."""
         if self._prompt_logprobs:
             scored = self._prompt_logprobs[:MAX_PROMPT_LOGPROBS]
             del self._prompt_logprobs[:MAX_PROMPT_LOGPROBS]
@@ -119,17 +126,17 @@ class OutputStream:
             return None
         index = next(iter(self._news))
         message, more = self._choices[index].take()
-        if not more:  # else it keeps its place, since the last finish must come last
+        if not more:  # otherwise the choice keeps its place, since the last finish must be sent last
             del self._news[index]
         return message
 
     def take_stopped(self) -> list[int]:
-        """Choices that a stop string ended since the last call: the engine does not know."""
+        """Return choices ended by a stop string since the last call; the engine does not know of these."""
         stopped, self._stopped = self._stopped, []
         return stopped
 
     def _choice(self, tokenizer: Tokenizer | None, index: int) -> _Choice:
-        """An earlier attempt streamed tokens and text: skip just that much of the text they make."""
+        """Create a choice that skips the tokens and the text that an earlier attempt streamed."""
         request = self._request
         token_ids, num_chars = emitted_of(request, index)
         stream = TextStream(tokenizer, request.prompt_token_ids, request.sampling.stop, request.sampling.min_tokens)
@@ -177,7 +184,7 @@ class OutputStream:
         if self.finished:
             self._add_shared(finish)
         del self._news[choice.index]
-        self._news[choice.index] = None  # behind all others: the last finish is the last message
+        self._news[choice.index] = None  # move behind all others: the last finish is the last message
 
     def _add_shared(self, finish: pb.Finish) -> None:
         account = self._account

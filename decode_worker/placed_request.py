@@ -1,4 +1,4 @@
-"""A request as the router placed it: checked, and said in the engine's words."""
+"""Conversion of a placed request into an engine message, with its checks."""
 
 from array import array
 
@@ -13,7 +13,10 @@ from protos import inference_pb2 as public_pb
 
 
 def check_request(request: pb.DecodeRequest, vocab_size: int, engine: str) -> None:
-    """Raises InvalidRequest for what the router should have refused, and for what this engine cannot do."""
+    """Check a request.
+
+    Raises InvalidRequest for values the router should refuse or this engine cannot serve.
+    """
     sampling = request.sampling
     check_token_ids(request.prompt_token_ids, "prompt_token_ids", vocab_size)
     check_token_ids(request.emitted_token_ids, "emitted_token_ids", vocab_size)
@@ -42,7 +45,7 @@ def check_request(request: pb.DecodeRequest, vocab_size: int, engine: str) -> No
 
 
 def engine_request(engine_id: str, request: pb.DecodeRequest) -> Generate:
-    """In the engine's words."""
+    """Convert a placed request into the engine's Generate message."""
     sampling = request.sampling
     others = [emitted_of(request, choice)[0] for choice in range(1, num_choices(sampling))]
     return Generate(
@@ -82,12 +85,12 @@ def engine_request(engine_id: str, request: pb.DecodeRequest) -> Generate:
 
 
 def num_choices(sampling: public_pb.Sampling) -> int:
-    """Completions that were asked for."""
+    """Return the number of completions requested."""
     return sampling.n if sampling.HasField("n") else 1
 
 
 def emitted_of(request: pb.DecodeRequest, choice: int) -> tuple[tuple[int, ...], int]:
-    """What an earlier attempt streamed of it: tokens, and characters of text."""
+    """Return the token ids and the number of characters that an earlier attempt streamed of `choice`."""
     if choice == 0:
         return tuple(request.emitted_token_ids), request.emitted_chars
     for emitted in request.emitted_choices:
@@ -97,7 +100,7 @@ def emitted_of(request: pb.DecodeRequest, choice: int) -> tuple[tuple[int, ...],
 
 
 def lead_tokens(request: pb.DecodeRequest) -> "array[int]":
-    """Of the choice that computes what all share, and borrows for it: the first that is not finished."""
+    """Return the tokens of the first unfinished choice, which computes and borrows the prefix that all choices share."""
     choice = next(c for c in range(num_choices(request.sampling)) if c not in request.finished_choices)
     emitted = () if request.sampling.HasField("beam_width") else emitted_of(request, choice)[0]
     return token_array(request.prompt_token_ids) + array("I", emitted)

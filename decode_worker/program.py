@@ -13,7 +13,10 @@ from prefill_worker.service import add_lend_service
 
 
 def add_services(server: Any, context: WorkerContext) -> list[str]:
-    """Of a worker of either role, since it may switch: it lends what it holds, and it could decode."""
+    """Register the services of a worker of either role.
+
+    A worker may switch roles, so both can lend and decode.
+    """
     return [*add_decode_service(server, context), *add_lend_service(server, context)]
 
 

@@ -1,4 +1,4 @@
-"""The receipt of a request: what its engine accounted for, in the words of the API."""
+"""The receipt of a request, made from its engine's account."""
 
 from engine.messages import KvAccount
 from protos import decode_pb2 as internal_pb
@@ -13,7 +13,10 @@ def build_receipt(
     finished_at: float,
     worker_id: str,
 ) -> pb.Receipt:
-    """Times in the account are seconds of this host's monotonic clock, as are `received_at` and `finished_at`."""
+    """Build the receipt.
+
+    All times are seconds of this host's monotonic clock.
+    """
     return pb.Receipt(
         request_id=request.request_id,
         seed=request.sampling.seed,
@@ -26,7 +29,7 @@ def build_receipt(
 
 
 def price_of(request: internal_pb.DecodeRequest, num_completion_tokens: int) -> pb.Price:
-    """Of the whole request, however many workers it took: the tokens of all its choices, at the prices it came with."""
+    """Return the price of the whole request: tokens of all choices at the prices that came with the request."""
     price = request.price
     return pb.Price(
         input_per_million=price.input_per_million,
@@ -69,7 +72,7 @@ _SPANS = (
     ("prompt tail", "compute_started", "first_token"),
     ("decode", "first_token", "finished"),
 )
-"""Name, start and end of each stage. A stage whose ends did not happen is left out."""
+"""Name, start and end of each stage. A stage is left out when its start or end did not happen."""
 
 
 def _stages(

@@ -1,6 +1,7 @@
-"""All requests of one router on this worker: what there is to say of any of them leaves in one message.
+"""All requests of one router on this worker, over one stream.
 
-A router that reads slowly gets fewer, larger messages: what a request says is taken when it can be sent.
+News of all requests leaves in one message. A router that reads slowly gets fewer, larger messages, because tokens are
+collected until a message can be sent.
 """
 
 import asyncio
@@ -16,16 +17,17 @@ from protos import decode_pb2 as pb
 
 log = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 1 << 20
-"""A frame takes no more requests beyond this; the next one takes them."""
+"""Size after which a frame takes no more requests; the next frame takes them."""
 MAX_PART_BYTES = 64 << 10
-"""Likewise of one request: what more there is of it comes behind the others, where the router may have paused it."""
+"""Size after which one request's part of a frame ends. The rest follows the other requests, in case the router paused
+it."""
 
 Begin = Callable[[pb.DecodeRequest, Callable[[], object]], DecodeAttempt]
-"""Raises ServiceError."""
+"""Factory of attempts. Raises ServiceError."""
 
 
 class _ActiveRequest:
-    """A request, by its number."""
+    """A request that the router placed here, by its number on the stream."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -39,32 +41,35 @@ class _ActiveRequest:
             self.timer.cancel()
         if self.attempt is not None:
             self.attempt.close()
-            self.attempt = None  # whose callback holds this: both would wait for a collection of cycles
+            self.attempt = None  # its callback refers to this object: a reference cycle otherwise
 
 
 class RouterStream:
-    """Fed with the router's frames, read for the worker's."""
+    """Worker's end of a stream: `absorb` takes the router's frames, `frames` yields the worker's."""
 
     def __init__(self, begin: Begin) -> None:
         self._begin = begin
         self._served: dict[int, _ActiveRequest] = {}
         self._news: dict[int, _ActiveRequest] = {}
-        """Those that have something to say and may, in the order in which it came up."""
+        """Requests with pending messages that are not paused, oldest pending first."""
         self._highest = -1
         self._ended = False
         self._waker = Waker()
 
     @property
     def num_requests(self) -> int:
-        """That are not over."""
+        """Number of requests that are not over."""
         return len(self._served)
 
     def absorb(self, frame: pb.RouterFrame) -> None:
-        """Raises InvalidRequest for what no router says; the connection is of no use afterwards."""
+        """Process a frame.
+
+        Raises InvalidRequest for a malformed one; the stream is unusable afterwards.
+        """
         for placed in frame.placed:
             self._place(placed)
         for number in frame.cancelled:
-            if (served := self._served.pop(number, None)) is not None:  # else it is over already
+            if (served := self._served.pop(number, None)) is not None:  # otherwise the request is already over
                 self._news.pop(number, None)
                 served.close()
         for number in frame.paused:
@@ -77,7 +82,7 @@ class RouterStream:
                 self._has_news(served)
 
     async def frames(self) -> AsyncIterator[pb.DecodeFrame]:
-        """Until `end`."""
+        """Yield frames until `end`."""
         while True:
             while not self._news and not self._ended:
                 await self._waker.sleep()
@@ -86,12 +91,12 @@ class RouterStream:
             yield self._frame()
 
     def end(self) -> None:
-        """The router will say nothing more, and so is nothing said to it."""
+        """End `frames`: the router sends nothing more and receives nothing more."""
         self._ended = True
         self._waker.wake()
 
     def close(self) -> None:
-        """Ends all requests."""
+        """Cancel all requests."""
         for served in self._served.values():
             served.close()
         self._served.clear()
@@ -106,7 +111,7 @@ class RouterStream:
             served.attempt = self._begin(placed.request, lambda: self._has_news(served))
         except ServiceError as refusal:
             served.refusal = refusal
-        except Exception as error:  # a mistake in here ends this request, and not all of the connection
+        except Exception as error:  # a bug here ends this request only, not the whole stream
             log.exception("a request failed", extra=of(placed.request.request_id))
             served.refusal = ServiceError(f"the decode worker failed: {error!r}")
         if served.attempt is None:
@@ -147,7 +152,7 @@ class RouterStream:
 
 
 def _take_some(attempt: DecodeAttempt, part: pb.Part) -> bool:
-    """Whether that is all there is now."""
+    """Move messages into `part` up to its size limit; return whether none is left."""
     num_bytes = 0
     for response in attempt.take():
         raw = response.SerializeToString()

@@ -1,4 +1,4 @@
-"""The Decode service: runs placed requests on the engine, with loans from the lenders the router chose."""
+"""The Decode service: runs placed requests on the engine, with loans from the lenders that the router chose."""
 
 import asyncio
 import functools
@@ -21,13 +21,16 @@ from protos import inference_pb2 as public_pb
 
 
 class DecodeService(pb_grpc.DecodeServicer):
-    """A request ends with the stream it came on, and leaves nothing here but its cache."""
+    """gRPC service of a decode worker.
+
+    A request ends with its stream and leaves only cached blocks.
+    """
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
         self._numbers = itertools.count(1)
         if context.roles.role == "decode":
-            self._tokenizer  # noqa: B018  # now, and not with the first request
+            self._tokenizer  # noqa: B018 # load it at start, not with the first request
         else:
             context.roles.before_decode.append(lambda: self._tokenizer)
 
@@ -70,12 +73,15 @@ class DecodeService(pb_grpc.DecodeServicer):
                 attempt.close()
 
     def _begin(self, request: pb.DecodeRequest, on_news: Callable[[], object]) -> DecodeAttempt:
-        engine_id = f"request-{next(self._numbers)}"  # not the client's id, which may come twice
+        engine_id = f"request-{next(self._numbers)}"  # not the client's id, which may not be unique
         return DecodeAttempt(self._context, self._tokenizer, engine_id, request, on_news)
 
 
 async def _read(connection: RouterStream, frames: AsyncIterator[pb.RouterFrame]) -> None:
-    """Until the router ends its side. Raises InvalidRequest for what is no frame."""
+    """Read frames until the router half-closes.
+
+    Raises InvalidRequest for bytes that are no frame.
+    """
     try:
         async for frame in frames:
             connection.absorb(frame)

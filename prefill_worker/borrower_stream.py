@@ -1,4 +1,4 @@
-"""All loans of one borrower here: what there is to say of any of them leaves in one message."""
+"""All loans of one borrower on this worker, over one stream; news of all loans leaves in one message."""
 
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -14,26 +14,28 @@ from protos import lend_pb2 as pb
 
 log = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 1 << 20
-"""A frame takes nothing more beyond this; the next one does."""
+"""Size after which a frame takes nothing more; the next frame does."""
 
 Begin = Callable[[pb.Want, Callable[[], object]], Loan]
-"""Raises ServiceError."""
+"""Factory of loans. Raises ServiceError."""
 
 
 class BorrowerStream:
-    """Fed with the borrower's frames, read for the lender's. A borrower that says nothing for `silence_s` while it has
-    loans is given up."""
+    """Lender's end of a stream: `absorb` takes the borrower's frames, `frames` yields the lender's.
+
+    A borrower that has loans and sends nothing for `silence_s` is given up.
+    """
 
     def __init__(self, begin: Begin, engine: EngineClient, silence_s: float) -> None:
         self._begin = begin
         self._loans: dict[int, Loan] = {}
         self._news: dict[int, ServiceError | None] = {}
-        """Loans of which there is something to say, in the order in which it came up; with why they were refused."""
+        """Loans with pending messages, oldest first, with the error of those that were refused."""
         self._highest = 0
         self._due = False
         self._ended = False
         self.failure: ServiceError | None = None
-        """Why it ended, where the borrower did not end it."""
+        """Reason for the end, when the borrower did not end the stream."""
         self._waker = Waker()
         silent = Unavailable(f"the borrower was silent for {silence_s:g} s")
         self._heartbeat = Heartbeat(engine, silence_s, self._send_heartbeat, lambda: self._fall_silent(silent))
@@ -43,7 +45,10 @@ class BorrowerStream:
         return len(self._loans)
 
     def absorb(self, frame: pb.BorrowerFrame) -> None:
-        """Raises InvalidRequest for what no borrower says; the connection is of no use afterwards."""
+        """Process a frame.
+
+        Raises InvalidRequest for a malformed one; the stream is unusable afterwards.
+        """
         if frame.engine_turned:
             self._heartbeat.heard()
         for request in frame.requests:
@@ -51,7 +56,7 @@ class BorrowerStream:
                 case "want":
                     self._open(request.number, request.want)
                 case "release":
-                    if (loan := self._loans.get(request.number)) is not None:  # else it is over already
+                    if (loan := self._loans.get(request.number)) is not None:  # otherwise the loan is already over
                         loan.release(request.release.first, request.release.count)
                 case "close":
                     self._news.pop(request.number, None)
@@ -60,7 +65,7 @@ class BorrowerStream:
                     raise InvalidRequest("message", f"nothing is said of loan {request.number}")
 
     async def frames(self) -> AsyncIterator[pb.LenderFrame]:
-        """Until `end`."""
+        """Yield frames until `end`."""
         while True:
             while not (self._news or self._due or self._ended):
                 await self._waker.sleep()
@@ -69,8 +74,10 @@ class BorrowerStream:
             yield self._frame()
 
     def end(self, failure: ServiceError | None = None) -> None:
-        """The borrower will say nothing more, and so is nothing said to it. All loans end at once, and do not wait for
-        what may be stuck on its way. May be called again."""
+        """End the stream and all its loans at once, without waiting for messages in flight.
+
+        May be called again.
+        """
         self._ended = True
         self.failure = self.failure or failure
         self._news.clear()
@@ -86,7 +93,7 @@ class BorrowerStream:
             loan = self._begin(want, lambda: self._has_news(number))
         except ServiceError as refusal:
             self._refuse(number, refusal)
-        except Exception as error:  # a mistake in here ends this loan, and not all of the connection
+        except Exception as error:  # a bug here ends this loan only, not the whole stream
             log.exception("a loan failed", extra=of(want.request_id))
             self._refuse(number, ServiceError(f"the lender failed: {error!r}"))
         else:
@@ -128,7 +135,7 @@ class BorrowerStream:
                     response.number = number
                     num_bytes += response.ByteSize()
                     frame.responses.append(response)
-                if num_bytes >= MAX_FRAME_BYTES:  # there may be more of it
+                if num_bytes >= MAX_FRAME_BYTES:  # the loan may have more
                     self._news[number] = None
                     break
                 refusal = loan.failure

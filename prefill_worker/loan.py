@@ -1,4 +1,4 @@
-"""One loan given here: what the borrower wants goes to the engine, which decides everything; its answers come back."""
+"""One loan given here: forwards the borrower's messages to the engine, which decides, and the answers back."""
 
 import functools
 import logging
@@ -20,16 +20,18 @@ from protos import lend_pb2 as pb
 
 log = logging.getLogger(__name__)
 READY_BYTES = 1 << 20
-"""Of fingerprints in one message, about. Those of a million tokens may be more than a message takes."""
+"""Approximate bytes of fingerprints in one message; those of a million tokens would exceed the message limit."""
 
 
 class Loan:
-    """It begins when it is made, and until `close` the engine holds for it what it holds."""
+    """A loan from construction until `close`, during which the engine holds its blocks."""
 
     def __init__(self, context: WorkerContext, loan_id: str, want: pb.Want, on_news: Callable[[], object]) -> None:
-        """`on_news` is called whenever there is something to take, or a `failure`.
+        """Open the loan.
 
-        Raises ServiceError for a loan that cannot begin.
+        `on_news` is called whenever there is something to `take`, or a `failure`.
+
+        Raises ServiceError for a loan that cannot start.
         """
         lend = _lend(context, loan_id, want)
         self._context = context
@@ -38,7 +40,7 @@ class Loan:
         self._news: deque[pb.LoanResponse] = deque()
         self._open = True
         self.failure: ServiceError | None = None
-        """It is over."""
+        """Reason why the loan is over, or None."""
         self._source = Borrowing(context.lenders, loan_id, want.source, functools.partial(_chain, want))
         context.engine.send(lend)
         context.engine.listen(loan_id, self._heard)
@@ -46,14 +48,17 @@ class Loan:
         self._held.enter_context(context.loans.holding(lambda: self._fail(Overloaded("this worker was told to stop"))))
 
     def take(self) -> pb.LoanResponse | None:
-        """The next of what is new, without its number."""
+        """Return the next pending response without its loan number, or None."""
         return self._news.popleft() if self._news else None
 
     def release(self, first: int, count: int) -> None:
         self._context.engine.send(LendReleased(self._loan_id, first, count))
 
     def close(self) -> None:
-        """Hold nothing for it any more. May be called again."""
+        """Release everything the engine holds for the loan.
+
+        May be called again.
+        """
         if self._open:
             self._open = False
             self._held.close()
@@ -92,7 +97,7 @@ class Loan:
 
 
 def announcements(message: LendReady) -> Iterator[pb.BlocksReady]:
-    """What is said of blocks that are ready."""
+    """Split one announcement into messages below the size limit."""
     width = len(message.fingerprints) // len(message.block_ids)
     count = max(1, READY_BYTES // width)
     for start in range(0, len(message.block_ids), count):
@@ -107,7 +112,7 @@ def announcements(message: LendReady) -> Iterator[pb.BlocksReady]:
 def _lend(context: WorkerContext, loan_id: str, want: pb.Want) -> messages.Lend:
     if want.lender_incarnation != context.incarnation:
         raise Incompatible("this worker is another one than the one asked", "lender_incarnation")
-    if want.may_compute:  # what is held here can be read until nobody does
+    if want.may_compute:  # a loan that computes nothing is allowed while draining: blocks stay readable until the end
         context.check_taking()
     if want.model_fingerprint != context.ready.model_fingerprint:
         raise Incompatible("weights, layout or dtype differ from the borrower's", "model_fingerprint")
@@ -139,5 +144,5 @@ def _tokens(want: pb.Want) -> "array[int]":
 
 
 def _chain(want: pb.Want) -> LoanChain:
-    """What the loan reads from its source: no placement, since the source computes nothing for it."""
+    """Return the chain that the loan reads from its source; without a placement, since a source computes nothing."""
     return LoanChain(want.request_id, _tokens(want), want.cache_salt, want.priority, "", 0)

@@ -1,4 +1,4 @@
-"""The Lend service, which both roles have."""
+"""The Lend service, which workers of both roles run."""
 
 import asyncio
 import itertools
@@ -17,7 +17,10 @@ from protos import lend_pb2_grpc as pb_grpc
 
 
 class LendService(pb_grpc.LendServicer):
-    """A stream is the lease of its loans: whatever ends it releases all that is held for them."""
+    """gRPC service of a lender.
+
+    The stream is the lease: its end releases all loans on it.
+    """
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
@@ -46,7 +49,10 @@ class LendService(pb_grpc.LendServicer):
 
 
 async def _read(connection: BorrowerStream, frames: AsyncIterator[pb.BorrowerFrame]) -> None:
-    """Until the borrower ends its side. Raises InvalidRequest for what is no frame."""
+    """Read frames until the borrower half-closes.
+
+    Raises InvalidRequest for bytes that are no frame.
+    """
     try:
         async for frame in frames:
             connection.absorb(frame)
@@ -55,6 +61,6 @@ async def _read(connection: BorrowerStream, frames: AsyncIterator[pb.BorrowerFra
 
 
 def add_lend_service(server: Any, context: WorkerContext) -> list[str]:
-    """Both roles lend."""
+    """Register the Lend service; workers of both roles lend."""
     pb_grpc.add_LendServicer_to_server(LendService(context), server.grpc)
     return ["tandem.internal.v1.Lend"]
