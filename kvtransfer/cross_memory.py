@@ -1,11 +1,11 @@
-"""Reads from the main memory of another process on this host: mapped, or by Linux's cross-memory attach.
+"""Reads from main memory of another process on this host: mapped, or by Linux's cross-memory attach.
 
-It is what UCX's lanes `posix` and `cma` do, with two differences. Fingerprints are made of the bytes as they pass,
-which costs less than reading them again. And a process is known by a secret and a pidfd, so that one which ended is
-never mistaken for another that has its number now.
+UCX's lanes `posix` and `cma` do the same, with two differences. Fingerprints are computed while the bytes pass, which
+costs less than a second read. And a process is identified by a secret and a pidfd, so a later process with the same pid
+is never taken for it.
 
-Memory is mapped where its owner has it in a memory file. Then a CPU looks ahead across pages, which it cannot where the
-kernel copies them one by one.
+Memory is mapped where its owner keeps it in a memory file. A CPU can then prefetch across pages, which it cannot where
+the kernel copies page by page.
 """
 
 import contextlib
@@ -35,30 +35,33 @@ from kvtransfer.native.compiler import NotCompiled, load_library
 from kvtransfer.transport import Span
 
 MAPPED, ATTACHED = "posix/memory", "cma/memory"
-"""Lanes, as UCX calls them."""
+"""Lane names as UCX writes them."""
 _NAMES = {MAPPED: frozenset({"all", "posix", "mm", "shm", "sm"}), ATTACHED: frozenset({"all", "cma", "shm", "sm"})}
-"""In UCX_TLS."""
+"""Names in UCX_TLS that permit each lane."""
 Native = Callable[..., int]
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessAddress:
-    """Where a process is, and how to know that it is still the one that said so."""
+    """Address of a process, with a proof that it is still the same process."""
 
     host: str
-    """The host, and the namespace in which `pid` is its number."""
+    """Host, and the pid namespace in which `pid` is valid."""
     pid: int
     secret_at: int
     secret: bytes
 
     def fields(self) -> dict[str, Any]:
-        """Of an endpoint."""
+        """Return the fields of an endpoint."""
         return {"host": self.host, "pid": self.pid, "secret_at": self.secret_at, "secret": self.secret.hex()}
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> "ProcessAddress":
-        """What `fields` gave. Raises ValueError, KeyError or TypeError."""
+        """Parse the result of `fields`.
+
+        Raises ValueError, KeyError or TypeError.
+        """
         host, pid, secret_at = fields["host"], fields["pid"], fields["secret_at"]
         secret = bytes.fromhex(fields["secret"])
         if type(host) is not str or type(pid) is not int or not 0 < pid < 1 << 31:
@@ -70,7 +73,7 @@ class ProcessAddress:
 
 @dataclass(frozen=True, slots=True)
 class FilePool:
-    """Memory that is a file in the process whose it is, at addresses [base, base + num_bytes) there."""
+    """Pool memory in a file of its owner, at addresses [base, base + num_bytes) of that process."""
 
     file: FileAddress
     base: int
@@ -78,14 +81,19 @@ class FilePool:
 
 
 class Attached:
-    """Another process of this host, whose memory this one may read. From any thread."""
+    """Another process of this host whose memory this process may read.
+
+    From any thread.
+    """
 
     def __init__(self, process: ProcessAddress, native: Native, pool: FilePool | None = None) -> None:
-        """With a `pool`, to that alone. Raises OSError when the process has ended, TransferError when the pool is not
-        there. Without, to all its memory, and somebody must find out by `reads` whether it is the process that was
-        meant."""
+        """Attach to `pool` only, or without one to all memory of the process.
+
+        Raises OSError when the process has ended, TransferError when the pool is not there. Without a pool the caller
+        must check by `reads` that this is the intended process.
+        """
         self._pid = process.pid
-        self._pidfd = os.pidfd_open(process.pid)  # first: what is found out afterwards is true of whom it is about
+        self._pidfd = os.pidfd_open(process.pid)  # taken first: later checks are then about this very process
         weakref.finalize(self, os.close, self._pidfd)
         self._native = native
         self._pool = pool
@@ -94,12 +102,12 @@ class Attached:
             self._mapped = MappedFile(process.pid, pool.file, pool.num_bytes)
             _endings().watch(self._pidfd, self)
         self.lanes: tuple[str, ...] = ()
-        """What the bytes travelled over; empty before the first read."""
+        """Lane that bytes travelled over; empty before the first read."""
 
     def read(self, spans: Sequence[Span], folding: Folding | None = None) -> NDArray[np.uint64] | None:
-        """Copy `spans` of what this is attached to; their offsets are addresses here and there. With a `folding`, of
-        which they are whole parts: the fingerprint of each part, in order.
+        """Copy `spans`, whose offsets are addresses in both processes.
 
+        With a `folding`, of which the spans must be whole multiples, return the fingerprint of each part in order.
         Raises PeerGone when the process has ended, TransferError when its memory is not there, ValueError for spans
         that are no whole parts.
         """
@@ -121,35 +129,41 @@ class Attached:
         return found
 
     def _copy(self, *what: Any) -> int:
-        """0, or an errno. It raises nothing: what is mapped would be there for as long as anybody has the error."""
+        """Copy by native code; return 0 or an errno.
+
+        Raises nothing: a traceback would keep the mapping alive.
+        """
         if self._pool is None:
             return self._native(self._pid, 0, *what)
-        mapped = self._mapped  # it may be let go meanwhile
+        mapped = self._mapped  # `let_go` may clear it meanwhile
         if mapped is None or self._has_ended():
             return ESRCH
         return self._native(0, mapped.base - self._pool.base, *what)
 
     def reads(self, address: int, expected: bytes) -> bool:
-        """What is there is that. Raises TransferError."""
+        """Return whether memory at `address` equals `expected`.
+
+        Raises TransferError.
+        """
         found = ctypes.create_string_buffer(len(expected))
         self.read([Span(ctypes.addressof(found), address, len(expected))])
         self.lanes = ()
         return found.raw == expected
 
     def let_go(self) -> None:
-        """If the process has ended, give up what was mapped of it: its memory would be there as long as that is."""
+        """Unmap the memory of an ended process, which the mapping would keep allocated."""
         if self._has_ended():
             self._mapped = None
 
     def _has_ended(self) -> bool:
-        """Until it has, nobody else gets its number."""
+        """Return whether the process has ended; its pid is not reused before that."""
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
         return bool(poll.poll(0))
 
 
 class _Endings:
-    """Has those who mapped a process's memory let go when it ends. A thread that sleeps until then."""
+    """Thread that unmaps memory of processes when they end."""
 
     def __init__(self) -> None:
         self._poll = select.epoll()
@@ -157,16 +171,17 @@ class _Endings:
         threading.Thread(target=self._run, name="endings", daemon=True).start()
 
     def watch(self, pidfd: int, attached: Attached) -> None:
-        """Until `pidfd` is closed."""
+        """Watch for the end of a process until `pidfd` is closed."""
         self._watching[pidfd] = weakref.ref(attached)
         self._poll.register(pidfd, select.EPOLLIN | select.EPOLLONESHOT)
 
     def _run(self) -> None:
         while True:
             for pidfd, _ in self._poll.poll():
-                if (attached := self._watching[pidfd]()) is not None:  # perhaps the next who has that number: it looks
+                # the descriptor may have been reused: `let_go` checks
+                if (attached := self._watching[pidfd]()) is not None:
                     attached.let_go()
-                del attached  # or this thread would keep it until the next one ends
+                del attached  # otherwise this thread would keep it until the next process ends
 
 
 @cache
@@ -176,15 +191,14 @@ def _endings() -> _Endings:
 
 @cache
 def own_address() -> ProcessAddress | None:
-    """Of this process, for others on this host; None where they cannot reach its memory anyway."""
+    """Return this process's address for others on this host, or None where they cannot reach its memory."""
     if (host := _this_host()) is None or not hasattr(os, "pidfd_open"):
         return None
     return ProcessAddress(host, os.getpid(), ctypes.addressof(_secret), _secret.raw)
 
 
 def prepare() -> None:
-    """Compile and load what reads, which takes a while once per machine, and start what hears of ends, so that nobody
-    waits for it later."""
+    """Compile and load the reader and start the watching thread, so that no read waits for either."""
     _compiled()
     _endings()
 
@@ -192,10 +206,10 @@ def prepare() -> None:
 def attach(
     process: ProcessAddress, pool: FilePool | None = None, allows: Callable[[str], bool] = lambda lane: True
 ) -> Attached | None:
-    """To its `pool`, if that may be mapped, else to all its memory.
+    """Attach to a process: to its `pool` if that can be mapped, otherwise to all its memory.
 
-    None when nothing of it can be read from here: on another host or in another container, not permitted, excluded by
-    UCX's environment or by what `allows` lanes, no compiler, or a process that has ended.
+    Returns None when its memory cannot be read from here: another host or container, no permission, a lane excluded by
+    UCX's environment or by `allows`, no compiler, or a process that has ended.
     """
     own = own_address()
     if own is None or process.host != own.host:
@@ -227,7 +241,7 @@ def _this_host() -> str | None:
 
 
 def _wanted_by(environment: Mapping[str, str], lane: str) -> bool:
-    """UCX might use it, too, as far as its user says there."""
+    """Return whether UCX's environment permits this lane."""
     transports, devices = environment.get("UCX_TLS", "all"), environment.get("UCX_SHM_DEVICES", "all")
     names = {name.removeprefix("\\") for name in transports.removeprefix("^").split(",")}
     named = bool(names & _NAMES[lane])

@@ -1,31 +1,31 @@
-"""What can go wrong with a transfer.
+"""Errors of transfers.
 
 TransferError
-├── PeerGone            the peer's process ended or its connection broke
-├── EndpointMismatch    the endpoint is of another transport, pool geometry or version
+├── PeerGone              the peer's process ended or its connection broke
+├── EndpointMismatch      the endpoint is of another transport, pool geometry or version
 └── TransportUnavailable  the transport cannot run in this process
-    └── TransportRefused  it would run, but over other lanes than were demanded
+    └── TransportRefused  it would run, but over other lanes than demanded
 """
 
 
 class TransferError(Exception):
-    """A read failed; nothing is known of the bytes in its destination."""
+    """A failed read; its destination holds unknown bytes."""
 
 
 class PeerGone(TransferError):
-    """The peer is no longer there."""
+    """A peer that no longer exists."""
 
 
 class EndpointMismatch(TransferError):
-    """The peer's endpoint cannot be used with this pool."""
+    """A peer's endpoint that cannot be used with this pool."""
 
 
 class TransportUnavailable(TransferError):
-    """The transport's library is missing or does not start here."""
+    """A transport whose library is missing or does not start."""
 
 
 class TransportRefused(TransportUnavailable):
-    """`wanted` lanes were demanded; those `found` are others, or none."""
+    """Demanded lanes that are not available: `wanted` were demanded, `found` would be used."""
 
     def __init__(self, wanted: tuple[str, ...], found: tuple[str, ...], why: str = "") -> None:
         seen = f"found {', '.join(found)}" if found else "found none"

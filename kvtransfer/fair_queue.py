@@ -1,4 +1,7 @@
-"""A queue whose flows take turns. Pure."""
+"""A queue whose flows take turns.
+
+Pure.
+"""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
@@ -8,14 +11,14 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Items of one flow leave in the order they came; flows with items take turns, one item each.
+    """Queue with fairness between flows: FIFO within a flow, one item per flow in turn.
 
-    A flow that comes anew, or comes back, waits behind all flows that are there. So an item that is the n-th of its
-    flow leaves after at most n items of every other flow. Not thread-safe.
+    A new or returning flow waits behind all present flows. So the n-th item of its flow leaves after at most n items of
+    every other flow. Not thread-safe.
     """
 
     def __init__(self) -> None:
-        self._flows: OrderedDict[Hashable, deque[T]] = OrderedDict()  # whose turn it is comes first; none is empty
+        self._flows: OrderedDict[Hashable, deque[T]] = OrderedDict()  # the next flow is first; none is empty
 
     def __len__(self) -> int:
         return sum(map(len, self._flows.values()))
@@ -28,7 +31,10 @@ class FairQueue(Generic[T]):
         self._flows.setdefault(flow, deque()).append(item)
 
     def peek(self) -> T:
-        """What `pop` would take. Raises StopIteration when there is nothing."""
+        """Return the item that `pop` would take.
+
+        Raises StopIteration when the queue is empty.
+        """
         return next(iter(self._flows.values()))[0]
 
     def pop(self) -> T:
@@ -40,7 +46,7 @@ class FairQueue(Generic[T]):
         return item
 
     def remove(self, unwanted: Callable[[T], bool]) -> list[T]:
-        """Take out all that are unwanted; the others keep their order and their turns."""
+        """Remove and return all unwanted items; the others keep their order and turns."""
         removed: list[T] = []
         for flow, items in list(self._flows.items()):
             removed += filter(unwanted, items)

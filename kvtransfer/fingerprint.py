@@ -1,13 +1,16 @@
-"""Fingerprints of block contents, per (block, kv_head), so that what arrives can be checked.
+"""Fingerprints of block contents, per (block, kv_head), to verify blocks that arrive.
 
 Each span is read as 64-bit words and folded to `sum((mixed(word_i) + i_th constant) * i_th odd multiplier) mod 2**64`,
-where `mixed(word) = word ^ (word >> 32)`. The multipliers are products of two, one of them the same for every page of
-words: a table of all would have to come through the cache beside the words.
-The multipliers are odd and no two words mix to the same, so any change confined to one word changes the sum; changes
-spread over words go unnoticed with probability about 2**-32 at most. That is what mixing is for: of a product the
-topmost bits of a word reach the topmost bits of the sum only, where those of two words, such as a broken line of memory
-changes, would cancel each other half of the time. It guards against mistakes of software and hardware, not against an
-adversary, who could compute it too.
+where `mixed(word) = word ^ (word >> 32)`. A multiplier is a product of two, one of them equal for every page of words:
+a full table would need as much cache as the words.
+
+Multipliers are odd and `mixed` is a bijection, so any change within one word changes the sum. Changes over several
+words go unnoticed with probability about 2**-32 at most. Mixing is for this: without it the top bits of a word would
+reach only the top bits of the sum, where changes of two words, such as a broken memory line causes, cancel each other
+half of the time.
+
+Fingerprints detect mistakes of software and hardware. They are no protection against an adversary, who can compute
+them.
 """
 
 import ctypes
@@ -30,19 +33,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """Of spans of some length. The multiplier of word i is page[i % PAGE_WORDS] * chunks[i // PAGE_WORDS]."""
+    """Constants for spans of one length.
+
+    The multiplier of word i is page[i % PAGE_WORDS] * chunks[i // PAGE_WORDS].
+    """
 
     page: NDArray[np.uint64]
     chunks: NDArray[np.uint64]
     multipliers: NDArray[np.uint64]
-    """[num_words]"""
+    """Multiplier of each word, [num_words]."""
     zero: np.uint64
-    """What a span of zeros folds to."""
+    """Fingerprint of a span of zeros."""
 
 
 @lru_cache(maxsize=8)
 def constants(num_words: int) -> Constants:
-    """For spans of `num_words` words."""
+    """Return the constants for spans of `num_words` words."""
     rng = np.random.Generator(np.random.PCG64(0x7A9DE3))
     num_chunks = -(-num_words // PAGE_WORDS)
     page, chunks = (_random(rng, count) | np.uint64(1) for count in (PAGE_WORDS, num_chunks))
@@ -56,25 +62,25 @@ def _random(rng: np.random.Generator, count: int) -> NDArray[np.uint64]:
 
 
 class Folding:
-    """How spans of `num_words` words are folded, by whoever sees them."""
+    """Fold of spans of `num_words` words, for any code that reads the bytes."""
 
     def __init__(self, num_words: int) -> None:
         self.num_words = num_words
         self._constants = of = constants(num_words)
         self.arguments = (num_words, of.page.ctypes.data, PAGE_WORDS, of.chunks.ctypes.data, int(of.zero))
-        """For native code; valid as long as this is."""
+        """Arguments for native code, valid as long as this object exists."""
 
     def of(self, words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """[..., num_words] to [...], by numpy."""
+        """Fold [..., num_words] to [...] by numpy."""
         folded: NDArray[np.uint64] = np.matmul(words ^ (words >> np.uint64(32)), self._constants.multipliers)
         return folded + self._constants.zero
 
 
 class Fingerprints:
-    """Of the blocks of one pool uint8 [num_blocks, block_bytes]; `block_bytes` must be a multiple of `kv_heads * 8`.
+    """Fingerprints of the blocks of one pool, uint8 [num_blocks, block_bytes].
 
-    From any thread. Holds no lock of the interpreter's while it reads, where there is a C++ compiler; without one numpy
-    does it, several times slower.
+    `block_bytes` must be a multiple of `kv_heads * 8`. May be called from any thread. The compiled loop releases the
+    GIL; without a C++ compiler numpy computes them, several times slower.
     """
 
     def __init__(self, pool: NDArray[np.uint8], kv_heads: int) -> None:
@@ -85,10 +91,10 @@ class Fingerprints:
         self._address = self._words.ctypes.data
 
     def of(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
-        """[len(blocks), kv_heads]"""
+        """Return the fingerprints of `blocks`, [len(blocks), kv_heads]."""
         folded = np.empty((len(blocks), self._words.shape[1]), np.uint64)
         if (native := _native()) is None:
-            for row, block in enumerate(blocks):  # one block at a time: stays in the cache, needs no gather
+            for row, block in enumerate(blocks):  # one block at a time stays in the cache and needs no gather
                 folded[row] = self.folding.of(self._words[block])
             return folded
         ids = array("q", blocks)
@@ -99,7 +105,7 @@ class Fingerprints:
 
 
 def fingerprint_blocks(pool: NDArray[np.uint8], block_ids: Sequence[int], kv_heads: int) -> NDArray[np.uint64]:
-    """Those of blocks of a pool, once: [len(block_ids), kv_heads]."""
+    """Return the fingerprints of some blocks of a pool, [len(block_ids), kv_heads]."""
     return Fingerprints(pool, kv_heads).of(block_ids)
 
 

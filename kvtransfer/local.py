@@ -1,6 +1,8 @@
-"""The `local` transport: between pools of one process. For tests and simulation; a read is a copy.
+"""The `local` transport between pools of one process, for tests and simulation.
 
-Reads run when `step` is called, or at once with `eager=True`, so that a test decides when bytes land.
+A read is a copy.
+
+Reads run when `step` is called, or at once with `eager=True`, so a test decides when bytes arrive.
 """
 
 from collections.abc import Hashable, Sequence
@@ -15,7 +17,7 @@ PREFIX = b"tandem-local:"
 
 
 class LocalNetwork:
-    """The transports that can reach each other."""
+    """Set of transports that can reach each other."""
 
     def __init__(self) -> None:
         self.transports: dict[bytes, LocalTransport] = {}
@@ -37,13 +39,16 @@ class LocalTransport(Transport):
     name = "local"
 
     def __init__(self, network: LocalNetwork, name: str, eager: bool = True) -> None:
-        """`name` must be new to the network: peers keep what they know of a name for good."""
+        """Create a transport.
+
+        `name` must be new to the network, because peers remember names for good.
+        """
         self._network = network
         self._endpoint = PREFIX + name.encode()
         self._eager = eager
         self._peers: dict[bytes, LocalPeer] = {}
         self._queue: FairQueue[tuple[LocalPeer, tuple[Span, ...], Read]] = FairQueue()
-        self._closing = Lock()  # orders `read` against `close` and `drop`
+        self._closing = Lock()  # orders `read` before or after `close` and `drop`
         self._closed = False
         self.pool: Pool | None = None
 
@@ -84,7 +89,7 @@ class LocalTransport(Transport):
         return future
 
     def step(self) -> bool:
-        """Carry out the next queued read; False when there is none."""
+        """Perform the next queued read; return False when there is none."""
         while True:
             with self._closing:
                 if not self._queue:

@@ -1,8 +1,8 @@
-"""Main memory that other processes of this host may map, and then read as they read their own.
+"""Main memory that other processes of this host can map and then read like their own.
 
-It is a file without a name, in no folder: it costs what ordinary memory does, and is there as long as somebody has it
-open or mapped. Nobody can make it smaller, so whoever has mapped it never meets memory that went away. It is known by a
-secret behind what it holds, so that nothing else is mistaken for it that has its number later.
+The memory is an unnamed file. It costs what ordinary memory costs, and exists while a process has it open or mapped.
+It cannot shrink, so a mapping never loses pages. A secret behind the contents identifies it, so a file that later gets
+the same descriptor number is not taken for it.
 """
 
 import contextlib
@@ -25,19 +25,22 @@ SECRET_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class FileAddress:
-    """Which file of a process it is."""
+    """Address of a memory file within a process."""
 
     descriptor: int
-    """That process's."""
+    """File descriptor number in the owning process."""
     secret: bytes
 
     def fields(self) -> dict[str, Any]:
-        """Of an endpoint."""
+        """Return the fields of an endpoint."""
         return {"descriptor": self.descriptor, "secret": self.secret.hex()}
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> "FileAddress":
-        """What `fields` gave. Raises ValueError, KeyError or TypeError."""
+        """Parse the result of `fields`.
+
+        Raises ValueError, KeyError or TypeError.
+        """
         descriptor, secret = fields["descriptor"], bytes.fromhex(fields["secret"])
         if type(descriptor) is not int or not 0 <= descriptor < 1 << 31 or len(secret) != SECRET_BYTES:
             raise ValueError(f"a secret of {len(secret)} bytes in file {descriptor!r}")
@@ -45,33 +48,43 @@ class FileAddress:
 
 
 class MemoryFile:
-    """Of this process. Its descriptor is closed with the last who knows of it."""
+    """Memory file of this process.
+
+    Its descriptor closes with the last reference.
+    """
 
     def __init__(self, num_bytes: int) -> None:
-        """Raises OSError where there is no such thing, or not so much memory."""
+        """Allocate the file.
+
+        Raises OSError where the system has no such files, or not enough memory.
+        """
         if not hasattr(os, "memfd_create"):
             raise OSError("this system has no memory files")
-        # A file may be larger than memory, and who writes it then is killed: so ask for as much in the ordinary way.
+        # A file may be larger than memory, and a writer would then be killed: so allocate the same amount the ordinary
+        # way first.
         mmap.mmap(-1, num_bytes + SECRET_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
         descriptor = os.memfd_create("tandem-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, descriptor)
         os.ftruncate(descriptor, num_bytes + SECRET_BYTES)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         mapped = mmap.mmap(descriptor, num_bytes + SECRET_BYTES)
-        with contextlib.suppress(AttributeError, OSError):  # a system or a kernel without huge pages
-            mapped.madvise(mmap.MADV_HUGEPAGE)  # of no effect where `shmem_enabled` is `never`
+        with contextlib.suppress(AttributeError, OSError):  # systems and kernels without huge pages
+            mapped.madvise(mmap.MADV_HUGEPAGE)  # no effect where `shmem_enabled` is `never`
         self.address = FileAddress(descriptor, secrets.token_bytes(SECRET_BYTES))
         mapped[num_bytes:] = self.address.secret
         self.memory: NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)[:num_bytes]
-        """Zeroed; physical memory is taken when it is first written or, unlike ordinary memory, read."""
+        """Zeroed memory. Pages are allocated at the first write or, unlike ordinary memory, the first read."""
 
 
 class MappedFile:
-    """A file of another process of this host, to be read."""
+    """Memory file of another process of this host, mapped for reading."""
 
     def __init__(self, pid: int, file: FileAddress, num_bytes: int) -> None:
-        """Raises OSError when it may not be opened, TransferError when it is not the one."""
-        # Whatever has that number by now: a named pipe would have us wait, a terminal become ours.
+        """Map the file.
+
+        Raises OSError when it may not be opened, TransferError when it is another file.
+        """
+        # The number may belong to another file by now: a named pipe would block, a terminal become ours.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
         descriptor = os.open(f"/proc/{pid}/fd/{file.descriptor}", flags)
         try:
@@ -85,4 +98,4 @@ class MappedFile:
         if self._mapped[num_bytes:] != file.secret:
             raise TransferError(f"file {file.descriptor} of process {pid} is another one by now")
         self.base = int(np.frombuffer(self._mapped, np.uint8).ctypes.data)
-        """Address of its first byte, in this process, as long as this object is there."""
+        """Address of the first byte in this process, valid as long as this object exists."""

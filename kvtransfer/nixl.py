@@ -1,11 +1,11 @@
 """The `nixl` transport: one-sided reads by NIXL over UCX (RDMA verbs, shared memory, CUDA IPC, TCP).
 
-One thread owns all posting and polling, because posting a shared-memory read blocks until the bytes are copied, and
-because NIXL serialises calls anyway. While it has nothing to do, whoever asks for a small read posts it, which takes no
-longer than to wake somebody for it. Reads of at most MAX_POSTED_BYTES are posted per peer, so a peer that falls silent
-holds up only its own queue. NIXL cannot abort a posted read: it is quiet when it is done, failed, or the agent is gone.
+One thread posts and polls, because posting a shared-memory read blocks until the bytes are copied, and because NIXL
+serialises calls anyway. While that thread is idle, the caller posts a small read itself, which takes no longer than
+waking the thread. At most MAX_POSTED_BYTES are posted per peer, so a silent peer delays only its own queue. NIXL cannot
+abort a posted read: it is quiet when it is done, failed, or the agent is destroyed.
 
-Between main memories of one host it does without NIXL (`cross_memory.py`): such a read is over when it is posted.
+Between main memories of one host `cross_memory.py` reads without NIXL; such a read is over when it is posted.
 """
 
 import contextlib
@@ -37,21 +37,24 @@ from kvtransfer.ucx_lanes import process_lane_log
 
 CLOSED = "the transport was closed"
 SPIN_S = 200e-6
-"""Poll without pause for so long after a post; then sleep between polls, not to take a core from the engine."""
+"""Seconds of polling without a pause after a post; afterwards the thread sleeps between polls, to leave cores to
+engines."""
 SMALL_BYTES = 512 << 10
-"""Of a read that may be posted by who asks for it: some 50 us of copying, over shared memory."""
+"""Largest read that a caller may post itself: some 50 us of copying over shared memory."""
 POLL_S = 100e-6
 MAX_POLL_S = 2e-3
-"""The longer a read takes, the less often it is asked after; a silent peer must not keep a core busy."""
+"""Longest pause between polls. Pauses grow with a read's age, so a silent peer does not keep a core busy."""
 
 
 class NixlTransport(Transport):
     name = "nixl"
 
     def __init__(self, agent_name: str, strict: StrictLanes | None = None) -> None:
-        """`agent_name` must be unique among all processes that will ever meet.
+        """Start an agent.
 
-        Raises TransportUnavailable when NIXL or its UCX backend does not start, TransportRefused when it does not
+        `agent_name` must be unique among all processes that will ever meet.
+
+        Raises TransportUnavailable when NIXL or its UCX backend does not start, TransportRefused when it does not start
         over the lanes that `strict` demands.
         """
         self._strict = strict or StrictLanes()
@@ -60,7 +63,7 @@ class NixlTransport(Transport):
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
         try:
             self._agent: Any = make_agent(agent_name)
-        except Exception as error:  # NIXL raises its own types, and plain RuntimeError
+        except Exception as error:  # NIXL raises its own types and plain RuntimeError
             if self._strict:
                 raise self._strict.unavailable(error) from error
             raise TransportUnavailable(f"NIXL does not start: {error}") from error
@@ -68,25 +71,28 @@ class NixlTransport(Transport):
             raise TransportUnavailable("NIXL has no UCX backend here")
         self._lock = threading.Lock()  # NIXL's agent is not thread-safe; connect and read come from other threads
         self._peers: dict[bytes, NixlPeer] = {}
-        self._remotes: dict[bytes, str] = {}  # agents that NIXL knows, those of dropped peers until they are quiet
+        # agents that NIXL knows, including dropped peers until their reads are quiet
+        self._remotes: dict[bytes, str] = {}
         self._pool: AnyPool | None = None
         self._memory = Memory(0, 0)
         self._registration: Any = None
         self._inbox: queue.SimpleQueue[Job | Posted | Drop | None] = queue.SimpleQueue()
         self._asleep = False
-        """The thread is, until something comes."""
-        self._closing = threading.Lock()  # orders `read` against `close`: nothing is queued after the stop marker
+        """Whether the thread sleeps until a job arrives."""
+        # orders `read` before or after `close`: nothing is queued after the stop marker
+        self._closing = threading.Lock()
         self._closed = False
-        self._in_flight: list[Job] = []  # what was posted when the thread stopped
+        self._in_flight: list[Job] = []  # reads still posted when the thread stopped
         self._thread = threading.Thread(target=self._run, name="nixl-reads", daemon=True)
 
     def blocks_per_read(self, block_bytes: int, peer: Peer | None = None) -> int:
         if isinstance(peer, NixlPeer) and peer.attached is not None:
-            return max_blocks_per_read(block_bytes)  # checked as they come, they need no room in the cache
+            # these bytes are verified while they arrive and need no room in the cache
+            return max_blocks_per_read(block_bytes)
         return super().blocks_per_read(block_bytes)
 
     def register(self, pool: AnyPool) -> bytes:
-        """Takes pools in main memory and, where UCX has its CUDA modules, on a GPU."""
+        """Register a pool in main memory or, where UCX has its CUDA modules, on a GPU."""
         assert self._pool is None
         self._pool = pool
         memory = self._memory = Memory.of(pool)
@@ -119,7 +125,7 @@ class NixlTransport(Transport):
         return peer
 
     def _attach(self, endpoint: Endpoint) -> Attached | None:
-        """From main memory to main memory of one host, where those lanes are not refused."""
+        """Attach to a peer's main memory on this host, unless those lanes are refused."""
         if endpoint.process is None or endpoint.memory.kind != "DRAM" or self._memory.kind != "DRAM":
             return None
         pool = None
@@ -155,7 +161,10 @@ class NixlTransport(Transport):
         return job.future
 
     def _post_now(self, job: Job) -> bool:
-        """If it is small and nothing else is under way. Demanded lanes are the thread's affair."""
+        """Post a small read on the caller's thread if no other is in flight.
+
+        Demanded lanes need the transport's thread.
+        """
         if job.num_bytes > SMALL_BYTES or not self._asleep or self._strict or not self._inbox.empty():
             return False
         job.future.set_running_or_notify_cancel()
@@ -186,15 +195,18 @@ class NixlTransport(Transport):
         with self._lock:
             self._destroy_agent()
         in_flight, self._in_flight = self._in_flight, []
-        for job in in_flight:  # only now is their memory nobody's but the pool's
+        for job in in_flight:  # only now can no read write these destinations any more
             job.future.set_exception(TransferError(CLOSED))
 
     def _destroy_agent(self) -> None:
-        """What stops a read whose peer is silent. Its handles refer to the agent, so they go first."""
+        """Destroy the agent, which stops reads whose peer is silent.
+
+        Handles refer to the agent, so they go first.
+        """
         for job in self._in_flight:
             job.handle = None
         if self._agent is not None and self._registration is not None:
-            with contextlib.suppress(Exception):  # NIXL's own types; the agent's end deregisters as well
+            with contextlib.suppress(Exception):  # NIXL's own types; destroying the agent deregisters as well
                 self._agent.deregister_memory(self._registration)
         self._registration = self._agent = None
 
@@ -206,7 +218,7 @@ class NixlTransport(Transport):
             for lane in lanes.values():
                 for job in tuple(lane.posted):
                     self._poll(lane, job)
-                begun = 0  # over shared memory a read is done when it is posted: other peers have their turn, too
+                begun = 0  # a shared-memory read is done when it is posted: other peers get their turn in between
                 while begun < MAX_POSTED_BYTES and lane.has_room:
                     begun += self._post(lane)
             for name in [name for name, lane in lanes.items() if lane.dropped and lane.idle]:
@@ -215,14 +227,17 @@ class NixlTransport(Transport):
         self._stop(lanes)
 
     def _take(self, lanes: dict[str, Lane]) -> bool:
-        """Move new jobs into their lanes; sleep when there is nothing to do. False: the transport closes."""
+        """Move new jobs into their lanes, or sleep when there is nothing to do.
+
+        Returns False when the transport closes.
+        """
         posted = [job for lane in lanes.values() for job in lane.posted]
         busy = any(not lane.idle or lane.dropped for lane in lanes.values())
         newest = max((job.posted_at for job in posted), default=0.0)
         waiting = time.monotonic() - newest
         pause = 0.0 if waiting < SPIN_S else min(max(POLL_S, waiting / 20), MAX_POLL_S)
         if any(lane.has_room for lane in lanes.values()):
-            pause = 0.0  # a read over shared memory is done when it is posted: the next one waits for nothing
+            pause = 0.0  # a shared-memory read is done when it is posted: the next one need not wait
         timeout = None if not busy else pause
         self._asleep = timeout is None
         while True:
@@ -244,7 +259,7 @@ class NixlTransport(Transport):
             timeout = 0.0
 
     def _post(self, lane: Lane) -> int:
-        """The next read, which may be over when this returns; its bytes."""
+        """Post a lane's next read, which may be over on return; return its bytes."""
         job = lane.queued.pop()
         if not job.future.set_running_or_notify_cancel():
             return 0
@@ -253,11 +268,11 @@ class NixlTransport(Transport):
         return job.num_bytes
 
     def _begin(self, job: Job) -> str | TransferError:
-        """Post a read, on whatever thread: what NIXL says of it, or why it cannot be."""
+        """Post a read from any thread; return NIXL's state, or the error."""
         if (attached := job.peer.attached) is not None:
             try:
                 job.found = attached.read(job.spans, job.folding)
-            except Exception as error:  # whatever it is, others' reads go on
+            except Exception as error:  # whatever the error, reads of other requests go on
                 return error if isinstance(error, TransferError) else TransferError(f"{job.peer.name}: {error}")
             return "DONE"
         try:
@@ -272,7 +287,7 @@ class NixlTransport(Transport):
         return state
 
     def _descriptors(self, memory: Memory, pieces: list[tuple[int, int]]) -> Any:
-        """NIXL's list of (address, length) pieces."""
+        """Return NIXL's descriptor list of (address, length) pieces."""
         return self._agent.get_xfer_descs([(*piece, memory.device) for piece in pieces], memory.kind)
 
     def _poll(self, lane: Lane, job: Job) -> None:
@@ -292,7 +307,7 @@ class NixlTransport(Transport):
         self._end(job, state)
 
     def _refusal(self, lane: Lane, job: Job) -> TransferError | None:
-        """Of the first bytes from a peer, when they came over lanes that were not demanded."""
+        """Return an error if the first bytes of a peer came over lanes that were not demanded."""
         try:
             if not lane.seen:
                 self._strict.check(job.peer.lanes)
@@ -302,16 +317,19 @@ class NixlTransport(Transport):
         return None
 
     def _forget_remote(self, name: str) -> None:
-        """Of a dropped peer, now that nothing is posted; but not when the same agent was connected to again."""
+        """Forget a dropped peer whose reads are over, unless the same agent was connected again."""
         with self._lock:
             if any(peer.name == name for peer in self._peers.values()):
                 return
             self._remotes = {endpoint: remote for endpoint, remote in self._remotes.items() if remote != name}
-            with contextlib.suppress(Exception):  # NIXL's own types: it has found out by itself that the peer is gone
+            with contextlib.suppress(Exception):  # NIXL's own types: it already noticed that the peer is gone
                 self._agent.remove_remote_agent(name)
 
     def _end(self, job: Job, state: str | TransferError) -> None:
-        """Its end, as NIXL or this says it. On whatever thread."""
+        """Finish a job with NIXL's state or an error.
+
+        From any thread.
+        """
         if job.handle is not None:
             with self._lock, contextlib.suppress(Exception):  # of a failed read; the agent keeps what it cannot free
                 job.handle.release()
@@ -323,7 +341,7 @@ class NixlTransport(Transport):
             job.future.set_exception(error)
 
     def _stop(self, lanes: dict[str, Lane]) -> None:
-        """Reads in flight are still being written: `close` fails them once the agent is gone."""
+        """Keep the reads in flight, which still write: `close` fails them once the agent is gone."""
         for lane in lanes.values():
             lane.withdraw()
             self._in_flight += lane.posted

@@ -1,4 +1,4 @@
-"""NIXL's own objects: its Python package, an agent as the transport wants it, and endpoints that name its memory."""
+"""NIXL's objects: its Python package, a configured agent, and endpoints."""
 
 import json
 import threading
@@ -17,7 +17,7 @@ from kvtransfer.transport import AnyPool, DevicePool
 FORMAT = "tandem-nixl-1"
 PROGRESS_DELAY_US = 100_000
 PACKAGES = ("nixl_cu12", "nixl_cu13")
-"""NIXL's package is named for the CUDA it was built for; without a GPU either will do."""
+"""Packages of NIXL, named for the CUDA they were built for; without a GPU either works."""
 _construction = threading.Lock()
 
 MemoryKind = Literal["DRAM", "VRAM"]
@@ -25,7 +25,7 @@ MemoryKind = Literal["DRAM", "VRAM"]
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Where a pool lies, in NIXL's words."""
+    """Location of a pool in NIXL's terms."""
 
     base: int
     num_bytes: int
@@ -39,17 +39,17 @@ class Memory:
         return cls(pool.memory.ctypes.data, pool.num_bytes)
 
     def fields(self) -> dict[str, Any]:
-        """Of an endpoint; main memory goes without saying."""
+        """Return the fields of an endpoint; main memory is the default."""
         where = {"kind": self.kind, "device": self.device} if self.kind != "DRAM" else {}
         return {"base": self.base, "bytes": self.num_bytes} | where
 
 
 def make_agent(name: str) -> Any:
-    """An agent whose progress thread sleeps until UCX has something for it.
+    """Create an agent whose progress thread sleeps until UCX has an event.
 
-    NIXL's Python class fixes that thread's delay at 0, which polls without pause: a whole core, taken from the engine
-    that is pinned to it (a read over TCP then takes ten times as long). The delay bounds only how long an event
-    without a wake-up may wait.
+    NIXL's Python class fixes that thread's delay at 0, which polls without a pause and takes a whole core from the
+    engine pinned to it (a read over TCP then takes ten times as long). The delay only bounds how long an event without
+    a wake-up may wait.
     """
     _api: Any = module("_api")
     _bindings: Any = module("_bindings")
@@ -68,22 +68,25 @@ def make_agent(name: str) -> Any:
 
 
 def module(name: str) -> ModuleType:
-    """A module of NIXL's package. Raises ImportError when none is installed."""
+    """Import a module of NIXL's package.
+
+    Raises ImportError when none is installed.
+    """
     package = next((package for package in PACKAGES if find_spec(package) is not None), PACKAGES[0])
     return import_module(f"{package}.{name}")
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What a peer says of itself."""
+    """A peer's description of its pool."""
 
     memory: Memory
     metadata: bytes
-    """NIXL's."""
+    """NIXL's agent metadata."""
     process: ProcessAddress | None = None
-    """For those on the same host, of a pool in main memory."""
+    """Process of a pool in main memory, for peers on the same host."""
     file: FileAddress | None = None
-    """What that pool is, if they may map it."""
+    """Memory file of that pool, if peers may map it."""
 
     def to_bytes(self) -> bytes:
         where = {"process": self.process.fields()} if self.process is not None else {}
@@ -94,7 +97,10 @@ class Endpoint:
 
 
 def parse_endpoint(endpoint: bytes) -> Endpoint:
-    """Raises EndpointMismatch."""
+    """Parse an endpoint.
+
+    Raises EndpointMismatch.
+    """
     try:
         fields = json.loads(endpoint)
         if fields["format"] != FORMAT:

@@ -1,4 +1,7 @@
-"""Peers of the `nixl` transport, what was asked of them, and whose turn it is. No NIXL here."""
+"""Peers of the `nixl` transport, their jobs, and the order of those.
+
+No NIXL here.
+"""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -16,7 +19,10 @@ class NixlPeer(Peer):
     def __init__(
         self, name: str, endpoint: bytes, memory: Memory, log: LaneLog, attached: Attached | None = None
     ) -> None:
-        """`attached`: reads need no NIXL."""
+        """Create a peer.
+
+        With `attached`, reads need no NIXL.
+        """
         self.name = name
         self.endpoint = endpoint
         self.memory = memory
@@ -33,7 +39,7 @@ class NixlPeer(Peer):
 class Job:
     peer: NixlPeer
     spans: tuple[Span, ...]
-    """Offsets are addresses."""
+    """Spans whose offsets are addresses."""
     num_bytes: int
     flow: Hashable
     folding: Folding | None
@@ -50,7 +56,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """By who asked for it; the thread is to see to its end."""
+    """A read posted by its caller, which the thread must finish."""
 
     job: Job
 
@@ -61,15 +67,15 @@ class Posted:
 
 @dataclass(slots=True)
 class Lane:
-    """The queue of one peer, and its reads that are posted: MAX_POSTED_BYTES at most."""
+    """Queue of one peer, and its posted reads: MAX_POSTED_BYTES at most."""
 
     queued: FairQueue[Job] = field(default_factory=FairQueue)
     posted: list[Job] = field(default_factory=list)
     posted_bytes: int = 0
     seen: bool = False
-    """Its first read has arrived, over lanes that were demanded."""
+    """Whether its first read arrived over permitted lanes."""
     dropped: bool = False
-    """To be forgotten once it is idle."""
+    """Whether to forget the peer once it is idle."""
 
     @property
     def idle(self) -> bool:
@@ -77,22 +83,22 @@ class Lane:
 
     @property
     def has_room(self) -> bool:
-        """The next read in line may be posted beside those that are."""
+        """Whether the next queued read fits beside the posted ones."""
         if not self.queued:
             return False
         return self.posted_bytes + self.queued.peek().num_bytes <= MAX_POSTED_BYTES
 
     def add(self, job: Job) -> None:
-        """It is posted."""
+        """Count a job as posted."""
         self.posted.append(job)
         self.posted_bytes += job.num_bytes
 
     def remove(self, job: Job) -> None:
-        """It is over."""
+        """Count a posted job as over."""
         self.posted.remove(job)
         self.posted_bytes -= job.num_bytes
 
     def withdraw(self, peer: NixlPeer | None = None) -> None:
-        """Cancel what is queued, of one peer or of all that share the agent."""
+        """Cancel queued jobs of one peer, or of all peers that share the agent."""
         for job in self.queued.remove(lambda job: peer is None or job.peer is peer):
             job.future.cancel()

@@ -1,12 +1,12 @@
-"""Pools that are spread over the tensor-parallel ranks of a worker, each a process with a transport of its own.
+"""Pools spread over the tensor-parallel ranks of a worker, each a process with a transport of its own.
 
-Rank r of n holds the bytes [r/n, (r+1)/n) of every block: a block is head-major, so they are its KV heads. Sides of
-unlike sizes exchange blocks span by span, with nothing to rearrange: whoever reads takes, of each of the other side's
-parts, what lies within its own.
+Rank r of n holds the bytes [r/n, (r+1)/n) of every block, which are its KV heads because a block is head-major. Workers
+of unlike sizes exchange blocks span by span without rearranging: a reader takes from each remote part what lies within
+its own part.
 
     block of the lender, 2 ranks    |----- rank 0 -----|----- rank 1 -----|
     block of the reader, 3 ranks    |-- rank 0 --|-- rank 1 --|-- rank 2 --|
-                                                    two spans
+                                                  two spans
 """
 
 import struct
@@ -22,7 +22,10 @@ _COUNT = struct.Struct("<I")
 
 
 def join_endpoints(endpoints: Sequence[bytes]) -> bytes:
-    """One endpoint for a worker whose ranks, in order, have these. That of a single rank stays as it is."""
+    """Join the endpoints of a worker's ranks, in order.
+
+    A single rank's endpoint stays unchanged.
+    """
     assert 0 < len(endpoints) <= MAX_RANKS
     if len(endpoints) == 1:
         return endpoints[0]
@@ -31,7 +34,10 @@ def join_endpoints(endpoints: Sequence[bytes]) -> bytes:
 
 
 def split_endpoint(endpoint: bytes) -> tuple[bytes, ...]:
-    """The endpoints of the ranks, in order. Raises EndpointMismatch."""
+    """Return the endpoints of the ranks, in order.
+
+    Raises EndpointMismatch.
+    """
     if not endpoint.startswith(MAGIC):
         return (endpoint,)
     try:
@@ -51,14 +57,14 @@ def split_endpoint(endpoint: bytes) -> tuple[bytes, ...]:
 
 
 def _count(endpoint: bytes, at: int) -> tuple[int, int]:
-    """The number at a place, and the place after it."""
+    """Return the number at a position, and the position after it."""
     (count,) = _COUNT.unpack_from(endpoint, at)
     return count, at + _COUNT.size
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPart:
-    """What one rank holds of every block of `block_bytes`."""
+    """Part of every block of `block_bytes` that one rank holds."""
 
     block_bytes: int
     rank: int = 0
@@ -70,12 +76,12 @@ class BlockPart:
 
     @property
     def num_bytes(self) -> int:
-        """That the rank's pool has for a block."""
+        """Bytes per block in the rank's pool."""
         return self.block_bytes // self.ranks
 
     @property
     def start(self) -> int:
-        """Where it begins in the whole block."""
+        """Offset of the part within the whole block."""
         return self.rank * self.num_bytes
 
     @property
@@ -84,15 +90,20 @@ class BlockPart:
 
 
 def parts_of(block_bytes: int, ranks: int) -> list[BlockPart]:
-    """Of all ranks of a peer. Raises EndpointMismatch when such blocks cannot be spread over so many."""
+    """Return the parts of all ranks of a peer.
+
+    Raises EndpointMismatch when the size does not divide evenly.
+    """
     if block_bytes % ranks:
         raise EndpointMismatch(f"a block of {block_bytes} bytes on {ranks} ranks")
     return [BlockPart(block_bytes, rank, ranks) for rank in range(ranks)]
 
 
 def part_spans(own: BlockPart, theirs: BlockPart, pairs: Iterable[tuple[int, int]]) -> list[Span]:
-    """Spans that bring what `theirs` has of `own`, for (local block, remote block) pairs; none where the parts do not
-    meet. Neighbours in both pools become one span."""
+    """Return spans that copy what `theirs` has of `own`, for (local block, remote block) pairs.
+
+    The list is empty where the parts do not meet. Neighbours in both pools become one span.
+    """
     first, end = max(own.start, theirs.start), min(own.end, theirs.end)
     if first >= end:
         return []

@@ -1,4 +1,7 @@
-"""Reads NICs and GPUs, and where they are, from sysfs. What cannot be read is said, and never fatal."""
+"""NICs and GPUs with their locations, from sysfs.
+
+Files that cannot be read are reported and never fatal.
+"""
 
 import os
 import re
@@ -20,7 +23,10 @@ SMI_TIMEOUT_S = 10.0
 
 
 def read_host(sys: Path = SYS) -> Host:
-    """`sys`: where sysfs is mounted."""
+    """Read the host's devices.
+
+    `sys` is where sysfs is mounted.
+    """
     unread: list[str] = []
     rdma = _each(sys / "class/infiniband", lambda device: _rdma_ports(device, unread), unread)
     plain = _each(sys / "class/net", lambda device: _interface(device, unread), unread)
@@ -30,9 +36,11 @@ def read_host(sys: Path = SYS) -> Host:
 
 
 def use_nearest_nics(environment: MutableMapping[str, str]) -> str | None:
-    """Have UCX use the NICs nearest to the GPU that this process computes on; must come before UCX is loaded.
+    """Have UCX use the NICs nearest to this process's GPU.
 
-    Returns what was chosen and why, in words, also where nothing was; None without a GPU.
+    Call it before UCX is loaded.
+
+    Returns the choice and its reason in words, also where nothing was chosen; None without a GPU.
     """
     address = first_gpu(environment)
     if address is None:
@@ -44,7 +52,7 @@ def use_nearest_nics(environment: MutableMapping[str, str]) -> str | None:
 
 
 def first_gpu(environment: Mapping[str, str]) -> str | None:
-    """The PCI address of the GPU that CUDA calls 0 in this process, from nvidia-smi; None where that is not known."""
+    """Return the PCI address of CUDA device 0 of this process, from nvidia-smi; None where unknown."""
     if shutil.which("nvidia-smi") is None:
         return None
     query = ["nvidia-smi", "--query-gpu=index,uuid,pci.bus_id", "--format=csv,noheader"]
@@ -56,7 +64,10 @@ def first_gpu(environment: Mapping[str, str]) -> str | None:
 
 
 def pick_gpu(said: str, visible: str | None) -> str | None:
-    """`said` by nvidia-smi, a line "index, uuid, address" for each GPU; `visible` as in CUDA_VISIBLE_DEVICES."""
+    """Pick the address from nvidia-smi's output: a line "index, uuid, address" per GPU.
+
+    `visible` has the format of CUDA_VISIBLE_DEVICES.
+    """
     rows = [[field.strip() for field in line.split(",")] for line in said.splitlines()]
     gpus = [row for row in rows if len(row) == 3]
     wanted = "0" if visible is None else visible.split(",")[0].strip()
@@ -78,7 +89,7 @@ def _each(folder: Path, read: Callable[[Path], T], unread: list[str]) -> list[T]
 
 
 def _by_number(path: Path) -> list[tuple[int, str]]:
-    """So that mlx5_10 comes after mlx5_9."""
+    """Sort directory entries by number, so that mlx5_10 follows mlx5_9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.name)]
 
 
@@ -98,7 +109,7 @@ def _rdma_ports(device: Path, unread: list[str]) -> list[Nic]:
 
 
 def _interface(device: Path, unread: list[str]) -> Nic | None:
-    """None for what has no hardware, such as bridges."""
+    """Read a network interface; None for one without hardware, such as a bridge."""
     if not (device / "device").exists():
         return None
     active = _text(device / "operstate", unread) == "up"
@@ -112,7 +123,7 @@ def _gpu(device: Path, unread: list[str]) -> Gpu | None:
 
 
 def _place(device: Path, unread: list[str]) -> Place:
-    """Of the directory, or the link to one, that stands for the device."""
+    """Return the location of a device, given its directory or a link to it."""
     parts = os.path.realpath(device).split("/")
     roots = [number for number, part in enumerate(parts) if _ROOT.fullmatch(part)]
     path = (
@@ -123,7 +134,7 @@ def _place(device: Path, unread: list[str]) -> Place:
     if not (device / "numa_node").exists():
         return Place(path)
     node = _text(device / "numa_node", unread)
-    return Place(path, int(node) if node.isdigit() else None)  # -1: the host has none to tell apart
+    return Place(path, int(node) if node.isdigit() else None)  # -1: the host does not distinguish nodes
 
 
 def _text(file: Path, unread: list[str]) -> str:

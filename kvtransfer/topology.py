@@ -1,7 +1,9 @@
-"""Which NIC serves which GPU: the nearest of those that are up, by PCIe and NUMA. Decided on what `sysfs.py` read.
+"""Choice of the NICs that serve a GPU: the nearest active ones, by PCIe and NUMA.
 
-UCX guesses distances for itself, but uses the NICs of the whole host for what it takes to be equally far; with eight
-GPUs and eight NICs every GPU's bytes then cross the host's interconnect. A choice is made only where it narrows.
+Works on data from `sysfs.py`.
+
+UCX estimates distances itself, but uses all NICs of the host that it takes to be equally near. With eight GPUs and
+eight NICs every GPU's bytes then cross the host's interconnect. A choice is made only where it narrows that set.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +15,7 @@ VARIABLE = "UCX_NET_DEVICES"
 
 
 class Distance(IntEnum):
-    """How far two devices of a host are from each other."""
+    """Distance between two devices of a host."""
 
     SWITCH = 0
     ROOT = 1
@@ -31,8 +33,11 @@ WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a device is. `path`: from its PCIe root to itself, such as ("pci0000:16", "0000:16:01.0", "0000:17:00.0");
-    empty where it is not known, or for a device that is not on PCIe."""
+    """Location of a device.
+
+    `path` runs from its PCIe root to itself, such as ("pci0000:16", "0000:16:01.0", "0000:17:00.0"); it is empty where
+    unknown, or for a device that is not on PCIe.
+    """
 
     path: tuple[str, ...] = ()
     numa_node: int | None = None
@@ -43,29 +48,29 @@ class Nic:
     """A port of a network device."""
 
     name: str
-    """As UCX calls it: "mlx5_0:1" of an RDMA device, "eth0" of another."""
+    """Name as UCX writes it: "mlx5_0:1" for an RDMA device, "eth0" for another."""
     rdma: bool
     active: bool
     place: Place = Place()
     rate: str = ""
-    """As the system says it, such as "400 Gb/sec (4X NDR)"."""
+    """Link rate as the system reports it, such as "400 Gb/sec (4X NDR)"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
     address: str
-    """On PCI, such as "0000:1b:00.0"."""
+    """PCI address, such as "0000:1b:00.0"."""
     place: Place = Place()
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What could be read of a host."""
+    """Devices of a host."""
 
     nics: tuple[Nic, ...] = ()
     gpus: tuple[Gpu, ...] = ()
     unread: tuple[str, ...] = ()
-    """What could not, in words."""
+    """Reasons why parts of sysfs could not be read, for display."""
 
     @property
     def active_rdma(self) -> list[Nic]:
@@ -74,7 +79,10 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The NICs for a GPU, all equally near. None where there is no RDMA that is up."""
+    """NICs for a GPU, all equally near.
+
+    Empty without active RDMA.
+    """
 
     gpu: Gpu
     nics: tuple[Nic, ...]
@@ -87,12 +95,12 @@ class Choice:
 
 
 def common_depth(one: Place, other: Place) -> int:
-    """How many bridges from the root down two devices share."""
+    """Return the number of bridges from the root down that two devices share."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one.path, other.path, strict=False)))
 
 
 def distance(one: Place, other: Place) -> Distance:
-    """Below one port of a root, at one root, at one CPU, or neither."""
+    """Return the distance: below one root port, at one root, at one CPU, or none of these."""
     shared = common_depth(one, other)
     if shared >= 2:  # the root itself, and a bridge below it
         return Distance.SWITCH
@@ -104,7 +112,7 @@ def distance(one: Place, other: Place) -> Distance:
 
 
 def choose(gpu: Gpu, nics: Sequence[Nic]) -> Choice:
-    """The nearest RDMA devices that are up; of those below one root port, the ones that share most bridges."""
+    """Return the nearest active RDMA devices; below one root port, those that share most bridges."""
     ranked = [(distance(gpu.place, nic.place), -common_depth(gpu.place, nic.place), nic) for nic in nics]
     usable = [rank for rank in ranked if rank[2].rdma and rank[2].active]
     if not usable:
@@ -114,12 +122,12 @@ def choose(gpu: Gpu, nics: Sequence[Nic]) -> Choice:
 
 
 def choices(host: Host) -> list[Choice]:
-    """For each GPU."""
+    """Return the choice for each GPU."""
     return [choose(gpu, host.nics) for gpu in host.gpus]
 
 
 def net_devices(host: Host, gpu_address: str, environment: Mapping[str, str]) -> tuple[str | None, str]:
-    """What UCX_NET_DEVICES should be for a process on that GPU, or None to leave it; and why, in words."""
+    """Return UCX_NET_DEVICES for a process on that GPU, or None to leave it unset, and the reason in words."""
     if VARIABLE in environment:
         return None, f"{VARIABLE}={environment[VARIABLE]}, as set by the user"
     gpu = next((gpu for gpu in host.gpus if gpu.address == gpu_address.lower()), None)

@@ -1,7 +1,7 @@
-"""The contract of every transport; `tests/integration/test_transport_contract.py` holds each to it.
+"""Contract of every transport; `tests/integration/test_transport_contract.py` holds each to it.
 
-A transport moves bytes from a peer's pool into this process's own pool, and never the other way: only a process
-writes its own memory. What the bytes mean is not its business.
+A transport moves bytes from a peer's pool into this process's own pool, and never the other way: only a process writes
+its own memory. The transport does not know what the bytes mean.
 """
 
 from abc import ABC, abstractmethod
@@ -17,20 +17,20 @@ from kvtransfer.fingerprint import Folding
 from kvtransfer.memory_file import MemoryFile
 
 Found = NDArray[np.uint64] | None
-"""What a read found on the way: the fingerprint of each part it brought, or None where it did not look."""
+"""Fingerprints of the parts that a read brought, or None where the transport did not compute any."""
 Read = Future[Found]
 
 MAX_POSTED_BYTES = 8 << 20
-"""What is posted per peer at a time is never more, nor is a single read: so this much memory at most stays
-untouchable when a peer falls silent in mid-read, because no transport can abort what it posted."""
+"""Largest amount posted per peer at a time, and largest read. No transport can abort a posted read, so this much memory
+at most stays untouchable when a peer falls silent."""
 READ_BYTES = 2 << 20
-"""A read is best so large: what it brought is still in the CPU's cache when it is checked, and over a network a few of
-them are posted at a time."""
+"""Recommended size of a read: its bytes are still in the CPU's cache when they are verified, and over a network several
+reads are posted at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`length` bytes from the peer's pool at `remote_offset` to the own pool at `local_offset`."""
+    """A span of `length` bytes from `remote_offset` in the peer's pool to `local_offset` in the own pool."""
 
     local_offset: int
     remote_offset: int
@@ -39,11 +39,11 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The registered memory of one process: [num_blocks, block_bytes] of uint8, contiguous."""
+    """Registered memory of one process: contiguous uint8 [num_blocks, block_bytes]."""
 
     memory: NDArray[np.uint8]
     file: MemoryFile | None = None
-    """What the memory is, from its beginning on, where other processes of this host may map it."""
+    """Memory file that holds the memory from its beginning on, where other processes of this host may map it."""
 
     @property
     def num_bytes(self) -> int:
@@ -56,17 +56,17 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class DevicePool:
-    """The registered memory of one process on a GPU: `num_blocks` blocks of `block_bytes`, contiguous from `address`.
+    """Registered memory of one process on a GPU: `num_blocks` contiguous blocks of `block_bytes` from `address`.
 
-    A transport takes it only where its `register` says so. `owner` keeps the memory alive for as long as the transport
-    may touch it.
+    A transport accepts it only where its `register` says so. `owner` keeps the memory alive while the transport may
+    touch it.
     """
 
     address: int
     num_blocks: int
     block_bytes: int
     device: int
-    """CUDA's number of the GPU, as this process counts them."""
+    """CUDA device number within this process."""
     owner: Any = None
 
     @property
@@ -78,71 +78,84 @@ AnyPool = Pool | DevicePool
 
 
 class Peer(ABC):
-    """A connected peer. Valid until it is dropped, or its transport is closed."""
+    """A connected peer, valid until it is dropped or its transport is closed."""
 
     name: str
 
     @property
     @abstractmethod
     def lanes(self) -> tuple[str, ...]:
-        """What the bytes really travel over, such as "posix/memory"; empty before the first read."""
+        """Lanes that bytes really travel over, such as "posix/memory"; empty before the first read."""
 
 
 class Transport(ABC):
-    """One per process (and tensor-parallel rank). Thread-safe.
+    """A transport: one per process and tensor-parallel rank.
 
-    Life: `register` once, then `connect` and `read` at will, then `close`. After `close` no read is in flight and
-    no memory of the pool is touched any more.
+    Thread-safe.
+
+    Life cycle: `register` once, then `connect` and `read`, then `close`. After `close` no read is in flight and no
+    memory of the pool is touched any more.
     """
 
     name: str
 
     def blocks_per_read(self, block_bytes: int, peer: Peer | None = None) -> int:
-        """How many blocks a read, of this `peer`, is best of. Raises ValueError for blocks that no read can carry."""
+        """Return the best number of blocks per read of `peer`.
+
+        Raises ValueError for blocks larger than a read.
+        """
         return max(1, min(READ_BYTES // block_bytes, max_blocks_per_read(block_bytes)))
 
     @abstractmethod
     def register(self, pool: AnyPool) -> bytes:
-        """Make the pool readable by others and writable by own reads. Returns the endpoint: opaque bytes that a
-        peer passes to its `connect`. The pool must outlive the transport.
+        """Make the pool readable by others and writable by own reads.
 
-        Raises TransportUnavailable for memory of a kind that this transport does not reach."""
+        Returns the endpoint: opaque bytes that a peer passes to its `connect`. The pool must outlive the transport.
+        Raises TransportUnavailable for a kind of memory that this transport does not reach.
+        """
 
     @abstractmethod
     def connect(self, endpoint: bytes) -> Peer:
-        """Prepare reads from the process that made `endpoint`. Connecting again gives the same peer, until it is
-        dropped. Does not wait for the peer: that nobody is there may show at the first read only.
+        """Prepare reads from the process that made `endpoint`.
 
-        Raises EndpointMismatch when the endpoint is not this transport's, PeerGone when nobody is there.
+        Connecting again returns the same peer, until it is dropped. Does not wait for the peer: its absence may show at
+        the first read only. Raises EndpointMismatch when the endpoint belongs to another transport, PeerGone when the
+        process is gone.
         """
 
     @abstractmethod
     def read(self, peer: Peer, spans: Sequence[Span], flow: Hashable = None, folding: Folding | None = None) -> Read:
-        """Queue one read of at most MAX_POSTED_BYTES; so much at most is posted per peer at a time.
+        """Queue one read of at most MAX_POSTED_BYTES; no more is posted per peer at a time.
 
-        Reads of one `flow`, such as a request, are posted in order; flows of one peer take turns, a read each, so
-        that none waits for all of another's. The turn of a flow that comes anew is after those that are there.
+        Reads of one `flow`, such as a request, are posted in order. Flows of one peer take turns, one read each, so no
+        flow waits for all of another's; a new flow comes after the present ones.
 
-        The spans are whole parts of `folding`, one after the other: a transport that sees the bytes pass may
-        fingerprint them as it writes them, and then its result is those of all parts, in order. Else it is None.
+        The spans are consecutive whole parts of `folding`. A transport that sees the bytes pass may fingerprint them
+        while it writes them; its result is then the fingerprints of all parts, in order. Otherwise the result is None.
 
-        The future's `cancel()` says True only while nothing was posted; from then on the destination belongs to
-        the transport until the future is done, with a result or with a TransferError. Callbacks of the future
-        run on the transport's thread, or on the one that closes it, and must not block. After `close` the future
-        comes failed. Raises ValueError for spans outside either pool.
+        The future's `cancel()` returns True only before the read is posted. From then on the destination belongs to the
+        transport until the future is done, with a result or with a TransferError. Callbacks of the future run on the
+        transport's thread, or on the one that closes it, and must not block. After `close` the future is failed. Raises
+        ValueError for spans outside either pool.
         """
 
     @abstractmethod
     def drop(self, peer: Peer) -> None:
-        """Forget a peer that has departed, with all that is kept for it. Dropping it again does nothing.
+        """Forget a departed peer, with all that is kept for it.
 
-        Queued reads are cancelled. One that is posted is the transport's until it is quiet, as ever; what it needs
-        is kept until then. Later reads of this peer fail with PeerGone; `connect` gives a new one.
+        Dropping it again does nothing.
+
+        Queued reads are cancelled. The destination of a posted read stays the transport's until the read is quiet, and
+        what the read needs is kept until then. Later reads of this peer fail with PeerGone; `connect` returns a new
+        peer.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Stop everything. Queued reads are cancelled; reads in flight fail once they are quiet."""
+        """Stop.
+
+        Queued reads are cancelled; reads in flight fail once they are quiet.
+        """
 
 
 def check_spans(spans: Sequence[Span], local_bytes: int, remote_bytes: int) -> None:
@@ -160,7 +173,7 @@ def check_spans(spans: Sequence[Span], local_bytes: int, remote_bytes: int) -> N
 
 
 def max_blocks_per_read(block_bytes: int) -> int:
-    """How many whole blocks one read may carry."""
+    """Return how many whole blocks one read may carry."""
     if block_bytes > MAX_POSTED_BYTES:
         raise ValueError(f"a block of {block_bytes} bytes is larger than one read, {MAX_POSTED_BYTES}")
     return MAX_POSTED_BYTES // block_bytes

@@ -1,8 +1,8 @@
-"""What UCX really does, read from its own account.
+"""Lanes that UCX really uses, read from its own protocol log.
 
-UCX logs its protocol choice for each kind of endpoint when `UCX_PROTO_INFO=y`. The log goes into memory only
-this process sees. An endpoint gets a table of its own only when its choice is new to the process, so lanes are
-known for the process, not for one peer.
+UCX logs its protocol choice for each kind of endpoint when `UCX_PROTO_INFO=y`. The log goes into memory that only this
+process sees. An endpoint gets a table of its own only when its choice is new to the process, so lanes are known per
+process, not per peer.
 """
 
 import ctypes
@@ -19,10 +19,13 @@ _LANE = re.compile(r"[a-z0-9_]+/[\w:.-]+")
 
 
 class LaneLog:
-    """Must be made before UCX is loaded into the process, since it works through UCX's environment."""
+    """Log of UCX's protocol choices.
+
+    Create it before UCX is loaded, since it works through UCX's environment.
+    """
 
     def __init__(self, operation: str) -> None:
-        """`operation`: what moves the bytes, in UCX's words, such as "ucp_get"."""
+        """Open the log for `operation`, UCX's name of what moves the bytes, such as "ucp_get"."""
         self._operation = operation
         self._fd = os.memfd_create("tandem-ucx-log")
         os.environ["UCX_PROTO_INFO"] = "y"
@@ -31,7 +34,7 @@ class LaneLog:
         self._lanes: tuple[str, ...] = ()
 
     def lanes(self) -> tuple[str, ...]:
-        """Lanes of that operation from or to other processes so far, in order of appearance."""
+        """Lanes of the operation from or to other processes so far, in order of appearance."""
         _LIBC.fflush(None)  # UCX writes through a buffered stream of its own
         size = os.fstat(self._fd).st_size
         if size != self._size:
@@ -45,15 +48,15 @@ class LaneLog:
 
 @cache
 def process_lane_log(operation: str) -> LaneLog:
-    """The one log of this process for the transport that uses `operation`.
+    """Return this process's log for the transport that uses `operation`.
 
-    Each transport comes with a UCX library of its own, which opens its log once: a second log would stay empty.
+    Each transport has a UCX library of its own, which opens its log once; a second log would stay empty.
     """
     return LaneLog(operation)
 
 
 def read_lanes(lines: Iterable[str], operation: str) -> tuple[str, ...]:
-    """Lanes named in the tables of `operation` towards other processes."""
+    """Return the lanes in the tables of `operation` towards other processes."""
     lanes: dict[str, None] = {}
     to_others = reading = False
     for line in lines:

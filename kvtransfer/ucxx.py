@@ -1,8 +1,10 @@
-"""The `ucxx` transport: tagged messages by UCXX, which has no one-sided calls. The lender's side answers requests.
+"""The `ucxx` transport: tagged messages by UCXX, which has no one-sided calls.
 
-One thread does everything: it takes reads from `read`, asks lenders over a control connection of each link, answers
-borrowers, and carries on UCX. It sleeps until one of its sockets or UCX workers has something for it. The links, and
-why each has a UCX worker of its own, are in `ucxx_links.py`.
+The lender's side answers requests.
+
+One thread does everything: it takes reads from `read`, asks lenders over each link's control connection, answers
+borrowers, and progresses UCX. It sleeps until one of its sockets or UCX workers has an event. `ucxx_links.py` says why
+each link has a UCX worker of its own.
 """
 
 import ipaddress
@@ -35,10 +37,12 @@ class UcxxTransport(Transport):
     name = "ucxx"
 
     def __init__(self, host: str = "127.0.0.1", strict: StrictLanes | None = None) -> None:
-        """`host`: the name or address that peers reach this process by.
+        """Start the transport.
 
-        Raises TransportUnavailable when ucxx is missing or does not start, TransportRefused when it does not over the
-        lanes that `strict` demands.
+        `host` is the name or address at which peers reach this process.
+
+        Raises TransportUnavailable when ucxx is missing or does not start, TransportRefused when it does not start over
+        the lanes that `strict` demands.
         """
         self._strict = strict or StrictLanes()
         self._strict.narrow_ucx()
@@ -48,14 +52,14 @@ class UcxxTransport(Transport):
             self._ucx = Ucx()
         except TransportUnavailable as error:
             raise (self._strict.unavailable(error) if self._strict else error) from error
-        self._lock = threading.Lock()  # orders `read`, `drop` and `connect` against `close`
+        self._lock = threading.Lock()  # orders `read`, `drop` and `connect` before or after `close`
         self._closed = False
         self._peers: dict[bytes, UcxxPeer] = {}
         self._pool: AnyPool | None = None
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="ucxx-links", daemon=True)
-        # From here on: of the thread.
+        # Fields from here on belong to the thread.
         self._stopping = False
         self._selector = selectors.DefaultSelector()
         self._request_metrics: dict[Link, list[tuple[int, int]]] = {}
@@ -63,7 +67,7 @@ class UcxxTransport(Transport):
         self._lends: set[LendLink] = set()
 
     def register(self, pool: AnyPool) -> bytes:
-        """Takes pools in main memory and, where UCX has its CUDA modules, on a GPU."""
+        """Register a pool in main memory or, where UCX has its CUDA modules, on a GPU."""
         assert self._pool is None
         self._memory = Memory(self._ucx, pool)
         self._pool = pool
@@ -90,7 +94,10 @@ class UcxxTransport(Transport):
         return peer
 
     def read(self, peer: Peer, spans: Sequence[Span], flow: Hashable = None, folding: Folding | None = None) -> Read:
-        """Raises ValueError also for more than 65536 spans."""
+        """Queue one read, as in the contract.
+
+        Raises ValueError also for more than 65536 spans.
+        """
         assert isinstance(peer, UcxxPeer)
         assert self._pool is not None
         check_spans(spans, self._pool.num_bytes, peer.endpoint.num_bytes)
@@ -107,7 +114,7 @@ class UcxxTransport(Transport):
         return job.future
 
     def drop(self, peer: Peer) -> None:
-        """What is posted is made quiet, and fails."""
+        """Make posted reads quiet and fail them, then forget the peer."""
         assert isinstance(peer, UcxxPeer)
         with self._lock:
             if self._closed or peer.dropped:
@@ -129,7 +136,10 @@ class UcxxTransport(Transport):
             self._thread.join()
 
     def _do(self, what: Callable[[], None]) -> None:
-        """On the thread. The lock is held, so that nothing comes after `_stop`."""
+        """Run an action on the thread.
+
+        The lock is held, so no action follows `_stop`.
+        """
         self._inbox.put(what)
         os.eventfd_write(self._wake_fd, 1)
 
@@ -164,7 +174,7 @@ class UcxxTransport(Transport):
                 self._guarded(link, link.give_up)
 
     def _pause(self) -> float | None:
-        """How long the thread may sleep; None: until something happens."""
+        """Return how many seconds the thread may sleep; None: until an event."""
         if any(link.end is not None and not link.end.armed for link in self._request_metrics):
             return 0.0
         deadlines = [link.give_up_at for link in self._request_metrics if link.give_up_at is not None]
@@ -177,7 +187,7 @@ class UcxxTransport(Transport):
             self._guarded(link, link.hear)
 
     def _guarded(self, link: Link, action: Callable[[], None]) -> None:
-        """What goes wrong ends that link, and no other."""
+        """Run an action; its failure ends that link only."""
         try:
             action()
         except TransferError as error:
@@ -188,7 +198,7 @@ class UcxxTransport(Transport):
         self._watch(link)
 
     def _watch(self, link: Link) -> None:
-        """Have the thread woken for what the link has now."""
+        """Wake the thread for the link's present file descriptors."""
         wanted: list[tuple[int, int]] = []
         if link.control is not None:
             writing = selectors.EVENT_WRITE if link.control.has_unsent else 0
@@ -204,7 +214,7 @@ class UcxxTransport(Transport):
             self._request_metrics[link] = wanted
 
     def _unwatch(self, link: Link) -> None:
-        """Must come before a socket is closed, whose number another may get at once."""
+        """Stop watching a socket before it is closed, since its number may be reused at once."""
         for fd, _ in self._request_metrics.pop(link, []):
             self._selector.unregister(fd)
 
@@ -224,7 +234,7 @@ class UcxxTransport(Transport):
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # it went away before it was served, or there are too many open files for now
+        except OSError:  # the client went away before it was accepted, or too many files are open for now
             return
         if len(self._lends) >= MAX_LEND_LINKS:
             connection.close()
@@ -237,7 +247,7 @@ class UcxxTransport(Transport):
         self._stopping = True
 
     def _end(self) -> None:
-        """First everything falls silent, then reads fail."""
+        """Make everything quiet first, then fail the reads."""
         with self._lock:
             self._closed = True
         for link in list(self._request_metrics):
@@ -254,7 +264,10 @@ class UcxxTransport(Transport):
 
 
 def _resolve(host: str) -> str:
-    """Raises TransportUnavailable."""
+    """Resolve a host name.
+
+    Raises TransportUnavailable.
+    """
     try:
         address: str = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]  # type: ignore[assignment]
     except OSError as error:
@@ -265,7 +278,10 @@ def _resolve(host: str) -> str:
 
 
 def _bind_address(address: str) -> str:
-    """Every interface, unless the process is for its own host only: an advertised address may be another's."""
+    """Return the address to listen on: every interface, unless the process serves its own host only.
+
+    An advertised address may belong to another device, such as a load balancer.
+    """
     parsed = ipaddress.ip_address(address)
     if parsed.is_loopback:
         return address

@@ -1,7 +1,7 @@
-"""The control connection of a `ucxx` link: a TCP socket that never blocks, and frames.
+"""Control connection of a `ucxx` link: a non-blocking TCP socket with frames.
 
-It is also how a link learns that its peer is gone: a process that dies closes it at once, a host that dies is noticed
-by TCP. A process that is stopped keeps it open, as it should: it may go on.
+It also shows that a peer is gone: a process that dies closes it at once, and TCP notices a host that dies. A stopped
+process keeps it open, because it may continue.
 """
 
 import contextlib
@@ -12,12 +12,15 @@ from kvtransfer.ucxx_wire import FrameReader, Kind, pack_frame
 
 RECEIVE_BYTES = 1 << 16
 SILENCE_MS = 10_000
-"""A peer's host that acknowledges nothing for so long is gone."""
+"""Milliseconds without an acknowledgement after which the peer's host counts as gone."""
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 3), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3))
 
 
 def open_listener(address: str) -> socket.socket:
-    """Listens at a port that the system chooses. Raises OSError."""
+    """Listen at a port that the system chooses.
+
+    Raises OSError.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -31,7 +34,10 @@ def open_listener(address: str) -> socket.socket:
 
 
 def start_connecting(host: str, port: int) -> socket.socket:
-    """`host` is an IP address. Raises PeerGone when the system knows at once that nobody is there."""
+    """Start a connection to an IP address.
+
+    Raises PeerGone when the system refuses at once.
+    """
     connecting = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     connecting.setblocking(False)
     try:
@@ -44,7 +50,7 @@ def start_connecting(host: str, port: int) -> socket.socket:
 
 
 class Control:
-    """Owns a connected or connecting socket."""
+    """Owner of a connected or connecting socket."""
 
     def __init__(self, connection: socket.socket, max_body_bytes: int) -> None:
         connection.setblocking(False)
@@ -79,7 +85,10 @@ class Control:
             raise PeerGone(f"the connection broke: {error.strerror}") from error
 
     def hear(self) -> list[tuple[Kind, bytes]]:
-        """The frames that have arrived. Raises PeerGone when the peer has closed, Malformed as `FrameReader.feed`."""
+        """Return the frames that have arrived.
+
+        Raises PeerGone when the peer has closed the connection, Malformed as `FrameReader.feed` does.
+        """
         try:
             received = self._socket.recv(RECEIVE_BYTES)
         except BlockingIOError:

@@ -1,9 +1,9 @@
-"""One end of a `ucxx` link: a UCX worker of its own, and what is sent or received by it.
+"""One end of a `ucxx` link: a UCX worker of its own, and its messages.
 
-A worker for each link, because destroying it surely ends what is under way on it. Both ends use UCX's error handling:
-closing an endpoint by force then fails its messages, whatever the peer does. That rules out shared memory for tagged
-messages. Without it they are several times faster on one host, but a lender that was killed in mid-read took its
-borrower along, in a segmentation fault within UCX (docs/benchmarks.md).
+Each link has a worker, because destroying the worker surely ends its messages in flight. Both ends use UCX's error
+handling: closing an endpoint by force then fails its messages, whatever the peer does. This rules out shared memory for
+tagged messages, which would be several times faster on one host; but without error handling a lender killed in mid-read
+crashed its borrower inside UCX.
 """
 
 import ctypes
@@ -18,20 +18,24 @@ from kvtransfer.errors import TransferError, TransportUnavailable
 from kvtransfer.transport import AnyPool, DevicePool, Pool
 
 PROGRESS_ROUNDS = 64
-"""So often a worker is progressed before others get their turn; a round moves up to 512 KiB."""
+"""Progress calls per turn of a worker; each moves up to 512 KiB."""
 READ_BY_RECEIVER = {"RNDV_SCHEME": "get_zcopy"}
-"""The receiver's worker fetches large messages where it can, so that nobody else writes into its memory."""
+"""UCX options by which the receiver fetches large messages where possible, so that no other process writes its memory.
+"""
 
 
 class Ucx:
     """The library, with one context for this process."""
 
     def __init__(self) -> None:
-        """Raises TransportUnavailable."""
+        """Load the library.
+
+        Raises TransportUnavailable.
+        """
         environment = dict(os.environ)
-        os.environ.setdefault("UCX_MEMTYPE_CACHE", "n")  # as ucxx wants it, but that comes too late for libucx
+        os.environ.setdefault("UCX_MEMTYPE_CACHE", "n")  # ucxx sets this too, but too late for libucx
         try:
-            # ucxx loads libucx only together with a library for GPUs that nothing here needs.
+            # ucxx loads libucx only together with a GPU library that is not needed here.
             self._libraries: list[Any] = import_module("libucx").load_library()
             import_module("ucxx")
             self.api: Any = import_module("ucxx._lib.libucxx")
@@ -39,17 +43,18 @@ class Ucx:
         except (ImportError, OSError) as error:
             raise TransportUnavailable(f"ucxx does not load: {error}") from error
         finally:
-            _restore(environment)  # importing ucxx sets options of UCX for every library and child of this process
+            _restore(environment)  # importing ucxx sets UCX options for every library and child of this process
         options = {key: value for key, value in READ_BY_RECEIVER.items() if f"UCX_{key}" not in os.environ}
         features = (self.api.Feature.TAG, self.api.Feature.WAKEUP)
         try:
             self.context: Any = self.api.UCXContext(options, features)
-        except Exception as error:  # ucxx makes its exception types at run time
+        except Exception as error:  # ucxx creates its exception types at run time
             raise TransportUnavailable(f"ucxx does not start: {error}") from error
 
     def destroy_worker(self, worker: Any) -> None:
-        """UCX's own, under the hands of ucxx, which would keep it as long as one of its requests is not completed."""
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(worker))  # never destroyed a second time; it is a few kilobytes
+        """Destroy a worker through UCX itself; ucxx would keep it while one of its requests is not completed."""
+        # leaked on purpose (a few kilobytes), so that ucxx never destroys it a second time
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(worker))
         os.close(worker.epoll_file_descriptor)
         (library,) = [library for library in self._libraries if "libucp.so" in library._name]
         library.ucp_worker_destroy(ctypes.c_void_p(worker.handle))
@@ -59,17 +64,20 @@ class Ucx:
 
 
 class Memory:
-    """A pool, as ucxx takes it."""
+    """A pool in ucxx's terms."""
 
     def __init__(self, ucx: Ucx, pool: AnyPool) -> None:
-        """Raises TransportUnavailable for a GPU's memory where UCX has no CUDA."""
+        """Wrap the pool.
+
+        Raises TransportUnavailable for GPU memory where UCX has no CUDA.
+        """
         self._ucx = ucx
         self._pool = pool
         if isinstance(pool, DevicePool) and not ucx.context.cuda_support:
             raise TransportUnavailable("ucxx has no CUDA here, and the pool is on a GPU")
 
     def piece(self, offset: int, length: int) -> Any:
-        """ucxx's array of `length` bytes at `offset`."""
+        """Return ucxx's array of `length` bytes at `offset`."""
         if isinstance(self._pool, Pool):
             return self._ucx.array(self._pool.memory.reshape(-1)[offset : offset + length])
         return self._ucx.array(_OnGpu(self._pool.address + offset, length))
@@ -87,18 +95,24 @@ class _OnGpu:
 
 
 class UcxEnd:
-    """Used by one thread. After `destroy` nothing that was received into is written any more."""
+    """UCX worker of one link.
+
+    Used by one thread. After `destroy` nothing it received into is written any more.
+    """
 
     def __init__(self, ucx: Ucx) -> None:
-        """Raises TransferError, as all that follows does, where UCX fails."""
+        """Create the worker.
+
+        Raises TransferError where UCX fails, as do all methods.
+        """
         self._ucx = ucx
         with _typed("start"):
             self._worker: Any = ucx.api.UCXWorker(ucx.context)
             self._worker.init_blocking_progress_mode()
         self._endpoint: Any = None
-        self._pending: deque[tuple[int, Any]] = deque()  # by tag; ucxx cancels a request that nobody holds
+        self._pending: deque[tuple[int, Any]] = deque()  # by tag; ucxx cancels a request that no object refers to
         self.armed = False
-        """Nothing to progress until `fileno` is readable."""
+        """Whether nothing needs progress until `fileno` is readable."""
 
     def fileno(self) -> int:
         return int(self._worker.epoll_file_descriptor)
@@ -108,26 +122,29 @@ class UcxEnd:
         return bytes(self._worker.address)
 
     def connect(self, address: bytes) -> None:
-        """So that it can send to the worker of that address, which must be genuine."""
+        """Connect for sending to the worker at `address`, which must be genuine."""
         with _typed("connect"):
             genuine = self._ucx.api.UCXAddress.create_from_buffer(address)
             self._endpoint = self._worker.create_endpoint_from_worker_address(genuine, True)
         self.armed = False
 
     def send(self, piece: Any, tag: int) -> None:
-        """The memory must stay as it is until nothing is pending."""
+        """Send a piece.
+
+        Its memory must stay unchanged until nothing is pending.
+        """
         with _typed("send"):
             self._pending.append((tag, self._endpoint.tag_send(piece, self._ucx.tag(tag))))
         self.armed = False
 
     def receive(self, piece: Any, tag: int) -> None:
-        """The memory is UCX's until nothing is pending."""
+        """Receive into a piece, whose memory is UCX's until nothing is pending."""
         with _typed("receive"):
             self._pending.append((tag, self._worker.tag_recv(piece, self._ucx.tag(tag))))
         self.armed = False
 
     def progress(self) -> None:
-        """Until there is nothing to do, or others should have their turn."""
+        """Progress until there is nothing to do, or other links should have their turn."""
         with _typed("progress"):
             for _ in range(PROGRESS_ROUNDS):
                 if not self._worker.progress_once() and self._worker.arm():
@@ -139,11 +156,14 @@ class UcxEnd:
 
     @property
     def oldest_pending(self) -> int | None:
-        """The tag of the oldest message that is not known to be done."""
+        """Return the tag of the oldest message not known to be done."""
         return self._pending[0][0] if self._pending else None
 
     def destroy(self) -> None:
-        """What is not done never will be, whatever the peer does; that takes milliseconds."""
+        """Destroy the worker: unfinished messages never complete, whatever the peer does.
+
+        Takes milliseconds.
+        """
         if self._endpoint is not None:
             self._endpoint.close_blocking()  # by force, so it does not wait for the peer
         self._worker.cancel_inflight_requests()
@@ -161,7 +181,7 @@ class UcxEnd:
 def _typed(what: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # ucxx makes its exception types at run time
+    except Exception as error:  # ucxx creates its exception types at run time
         raise TransferError(f"UCX fails to {what}: {error}") from error
 
 

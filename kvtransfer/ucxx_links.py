@@ -1,10 +1,10 @@
-"""The two kinds of `ucxx` link. Each has a control connection and a UCX worker of its own; all on one thread.
+"""The two kinds of `ucxx` link, each with a control connection and a UCX worker; all on one thread.
 
     BorrowLink:  IDLE ──a read──▶ GREETING ──Welcome──▶ READY      ──failed, dropped, closed──▶ IDLE
     LendLink:    GREETING ──Hello──▶ READY                         ──failed, closed──▶ over
 
-Whatever goes wrong ends the link: its worker is destroyed, which makes its posted read quiet, and only then that read
-fails. A BorrowLink connects anew for the next read; that it finds the same process is what the incarnation is for.
+Any failure ends the link: its worker is destroyed, which makes its posted read quiet, and only then the read fails. A
+BorrowLink connects again for the next read; the incarnation ensures that it finds the same process.
 """
 
 import contextlib
@@ -32,10 +32,10 @@ from kvtransfer.ucxx_wire import (
 )
 
 GREETING_S = 10.0
-"""A peer that has not greeted by then is given up: its host drops packets, or it is stopped."""
+"""Seconds for a peer to greet. Afterwards it is given up: its host drops packets, or the process is stopped."""
 MAX_UNFINISHED = 4
-"""Reads that a lender is asked for while it has not seen the end of earlier ones: a borrower asks for one at a time,
-but it sees the end of a read before the lender does."""
+"""Reads that a lender accepts while earlier ones are not over on its side. A borrower asks for one at a time, but sees
+the end of a read before the lender does."""
 
 
 class UcxxPeer(Peer):
@@ -62,7 +62,7 @@ class Job:
 
 
 class Link:
-    """What both kinds share."""
+    """Common part of both kinds of link."""
 
     def __init__(self) -> None:
         self.control: Control | None = None
@@ -70,7 +70,7 @@ class Link:
         self.give_up_at: float | None = None
 
     def hear(self) -> None:
-        """The control connection is readable or writable."""
+        """Handle a control connection that is readable or writable."""
         assert self.control is not None
         self.control.flush()
         for kind, body in self.control.hear():
@@ -79,13 +79,13 @@ class Link:
             self.control.flush()
 
     def progress(self) -> None:
-        """Carry on what is under way."""
+        """Progress messages in flight."""
         if self.end is not None and not self.end.armed:
             self.end.progress()
             self._progressed(self.end)
 
     def disconnect(self) -> None:
-        """From here on nothing of this link touches memory."""
+        """Stop touching memory for good."""
         end, control, self.end, self.control, self.give_up_at = self.end, self.control, None, None, None
         if end is not None:
             end.destroy()
@@ -93,7 +93,10 @@ class Link:
             control.close()
 
     def give_up(self) -> None:
-        """The time to greet is over. Raises PeerGone."""
+        """Handle the end of the time to greet.
+
+        Raises PeerGone.
+        """
         raise PeerGone(f"no greeting within {GREETING_S:g} s")
 
     def fail(self, error: TransferError) -> None:
@@ -107,7 +110,7 @@ class Link:
 
 
 class BorrowLink(Link):
-    """To one lender; at most one read is posted."""
+    """Link to one lender; at most one read is posted."""
 
     def __init__(self, ucx: Ucx, memory: Memory, peer: UcxxPeer, strict: StrictLanes) -> None:
         super().__init__()
@@ -115,7 +118,7 @@ class BorrowLink(Link):
         self._memory = memory
         self._peer = peer
         self._strict = strict
-        self._seen = False  # its first read has arrived, over lanes that were demanded
+        self._seen = False  # whether its first read arrived over permitted lanes
         self._queued: FairQueue[Job] = FairQueue()
         self._posted: Job | None = None
         self._number = 0
@@ -125,7 +128,10 @@ class BorrowLink(Link):
         self._queued.put(job.flow, job)
 
     def advance(self) -> None:
-        """Connect, or post the next read, when there is one. Raises TransferError."""
+        """Connect, or post the next queued read.
+
+        Raises TransferError.
+        """
         if not self._queued:
             return
         if self.control is None:
@@ -142,7 +148,7 @@ class BorrowLink(Link):
         self._number = 0
 
     def fail(self, error: TransferError) -> None:
-        """End the link, then what was posted, then what is queued."""
+        """End the link, then fail the posted read, then the queued ones."""
         if self._strict and not self._ready and not isinstance(error, PeerGone):
             error = self._strict.unavailable(error)
         posted = self.quiet()
@@ -154,13 +160,13 @@ class BorrowLink(Link):
                 job.future.set_exception(error)
 
     def quiet(self) -> Job | None:
-        """End the link; the read that was posted, whose memory is nobody's but the pool's now."""
+        """End the link and return its posted read, whose destination is now safe to reuse."""
         self.disconnect()
         posted, self._posted, self._ready = self._posted, None, False
         return posted
 
     def withdraw(self) -> None:
-        """Cancel what is queued."""
+        """Cancel queued reads."""
         while self._queued:
             self._queued.pop().future.cancel()
 
@@ -202,10 +208,10 @@ class BorrowLink(Link):
 
 
 class LendLink(Link):
-    """From one borrower, who is trusted with nothing but its signed address."""
+    """Link from one borrower, which is trusted only with its signed address."""
 
     def __init__(self, ucx: Ucx, memory: Memory, control: Control, endpoint: UcxxEndpoint) -> None:
-        """`endpoint`: this side's own."""
+        """Accept a connection; `endpoint` is this side's own."""
         super().__init__()
         self.control = control
         self._ucx = ucx
@@ -216,10 +222,10 @@ class LendLink(Link):
         self.give_up_at = time.monotonic() + GREETING_S
 
     def fail(self, error: TransferError) -> None:
-        """End the link; the borrower is told why, if it still listens."""
+        """End the link and send the reason to a borrower that still listens."""
         if self.control is not None and not isinstance(error, PeerGone):
             self.control.say(Kind.REFUSED, str(error).encode())
-            with contextlib.suppress(PeerGone):  # then there is nobody to be told
+            with contextlib.suppress(PeerGone):  # then the borrower is gone
                 self.control.flush()
         self.disconnect()
 

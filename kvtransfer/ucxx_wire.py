@@ -1,13 +1,15 @@
-"""What the two sides of the `ucxx` transport say to each other on their control connection. Pure.
+"""Messages between the two sides of the `ucxx` transport on their control connection.
+
+Pure.
 
     borrower                     lender
-       Hello  ──────────────────▶          which incarnation it means, and the address of its UCX worker
-              ◀────────────────── Welcome  the same, of the lender's
-       Read   ──────────────────▶          then the spans come as tagged UCX messages, one for each
-              ◀────────────────── Refused  and the connection ends: something was malformed, or out of range
+    Hello  ──────────────────▶          the incarnation it means, and the address of its UCX worker
+           ◀────────────────── Welcome  the same, of the lender
+    Read   ──────────────────▶          then the spans come as tagged UCX messages, one each
+           ◀────────────────── Refused  and the connection ends: malformed, or out of range
 
-A frame is its body's length, its kind, and the body. Addresses are signed with the secret in the lender's endpoint,
-since UCX trusts an address that it is given: who was not handed the endpoint gets no further.
+A frame is the length of its body, its kind, and the body. Addresses are signed with the secret in the lender's
+endpoint, because UCX trusts any address: a process without the endpoint gets no further.
 """
 
 import hmac
@@ -45,21 +47,21 @@ KINDS = frozenset(map(int, Kind))
 
 
 class Malformed(TransferError):
-    """The other side said something it must not."""
+    """A message that the other side must not send."""
 
 
 @dataclass(frozen=True, slots=True)
 class UcxxEndpoint:
-    """Where a lender listens, what it is, and the size of its pool."""
+    """Address of a lender's listener, its identity, and the size of its pool."""
 
     host: str
-    """An IP address."""
+    """IP address."""
     port: int
     num_bytes: int
     incarnation: bytes
-    """[16], drawn by the process."""
+    """Incarnation of the process, 16 bytes."""
     secret: bytes
-    """[32]"""
+    """Secret that signs addresses, 32 bytes."""
 
     def pack(self) -> bytes:
         return json.dumps(
@@ -75,7 +77,10 @@ class UcxxEndpoint:
 
     @classmethod
     def unpack(cls, endpoint: bytes) -> "UcxxEndpoint":
-        """Raises EndpointMismatch."""
+        """Unpack an endpoint.
+
+        Raises EndpointMismatch.
+        """
         try:
             fields = json.loads(endpoint)
             if fields["format"] != FORMAT:
@@ -98,14 +103,17 @@ def pack_frame(kind: Kind, body: bytes = b"") -> bytes:
 
 
 class FrameReader:
-    """Cuts what arrives into frames."""
+    """Splitter of received bytes into frames."""
 
     def __init__(self, max_body_bytes: int) -> None:
         self.max_body_bytes = max_body_bytes
         self._buffer = bytearray()
 
     def feed(self, received: bytes) -> list[tuple[Kind, bytes]]:
-        """The frames that are complete now. Raises Malformed as soon as a frame's head is."""
+        """Return the frames that are complete now.
+
+        Raises Malformed as soon as a frame's header is invalid.
+        """
         self._buffer += received
         frames: list[tuple[Kind, bytes]] = []
         while len(self._buffer) >= HEADER.size:
@@ -122,13 +130,16 @@ class FrameReader:
 
 
 def pack_greeting(endpoint: UcxxEndpoint, address: bytes) -> bytes:
-    """The body of Hello and Welcome; `endpoint` is the lender's, `address` that of the sender's UCX worker."""
+    """Pack Hello or Welcome; `endpoint` is the lender's, `address` that of the sender's UCX worker."""
     said = endpoint.incarnation + address
     return _sign(endpoint.secret, said) + said
 
 
 def unpack_greeting(body: bytes, incarnation: bytes, secret: bytes) -> bytes:
-    """The address of the other's UCX worker. Raises Malformed, also for one who means another incarnation."""
+    """Return the address of the other side's UCX worker.
+
+    Raises Malformed, also for another incarnation.
+    """
     signature, said = body[:MAC_BYTES], body[MAC_BYTES:]
     if said[:ID_BYTES] != incarnation:
         raise Malformed("another incarnation was meant")
@@ -141,7 +152,7 @@ def unpack_greeting(body: bytes, incarnation: bytes, secret: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """`pieces`: (offset, length) in the lender's pool, each to be sent with the tag of its place in the list."""
+    """A read of `pieces`: (offset, length) in the lender's pool, each sent with its list index as tag."""
 
     number: int
     pieces: tuple[tuple[int, int], ...]
@@ -151,7 +162,10 @@ class ReadRequest:
 
     @classmethod
     def unpack(cls, body: bytes, pool_bytes: int) -> "ReadRequest":
-        """Raises Malformed, also for pieces outside the pool or more bytes than a read may carry."""
+        """Unpack a request.
+
+        Raises Malformed, also for pieces outside the pool or more bytes than a read may carry.
+        """
         if len(body) < NUMBER.size + SPAN.size or (len(body) - NUMBER.size) % SPAN.size:
             raise Malformed(f"a read request of {len(body)} bytes")
         (number,) = NUMBER.unpack_from(body)
@@ -167,7 +181,7 @@ class ReadRequest:
         return cls(number, pieces)
 
     def tags(self) -> range:
-        """One for each piece."""
+        """Return one tag per piece."""
         return range(self.number << INDEX_BITS, (self.number << INDEX_BITS) + len(self.pieces))
 
 

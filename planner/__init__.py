@@ -1,15 +1,15 @@
-"""How large the pools are to be: decided by a pure policy, of what routers say, and carried out by an executor.
+"""The planner: decides how large the worker pools should be, by a pure policy over what routers report.
 
-    routers ──ClusterStatus──▶ observation ──▶ policy.decide ──▶ wish ──▶ executor (Ray, Kubernetes, none)
-                                    (state) ─────▲ │                 └──▶ metrics
+    routers ──ClusterStatus──▶ observation ──▶ policy.decide ──▶ desired sizes ──▶ executor (Ray, Kubernetes, none)
+                                    (state) ─────▲ │                  └──▶ metrics
                                                  └─┘
 
-    config.py        settings, with a default each
-    observation.py   what was seen at one moment, of all routers together
-    learned.py       what workers turn out to be able to do; and the forecast of what comes
-    sizing.py        how many workers a load takes
-    policy.py        hysteresis, bounds, and whom to switch: `decide(state, seen, settings)`
-    runtime.py       the process that does so, again and again
+    config.py        settings and their defaults
+    observation.py   the state of all routers at one moment
+    estimates.py     measured speed of workers, and a forecast of arrivals
+    sizing.py        workers needed for a load
+    policy.py        hysteresis, bounds and role switches: `decide(state, seen, settings)`
+    runtime.py       the process that repeats this
 
-Everything above `runtime.py` has no clock and no socket: the simulator runs the same policy in virtual time.
+All modules but `runtime.py` use no clock and no socket: the simulator runs the same policy in virtual time.
 """

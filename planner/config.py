@@ -7,68 +7,74 @@ from cluster.errors import StartError
 
 
 class PoolConfig(Config):
-    """Of one pool."""
+    """Settings of one pool."""
 
     min_workers: NonNegativeInt = 1
-    """0: the pool may go when nothing was asked for `down_after_s`, and comes back with the next request. A router lets
-    requests wait for a decode worker for `no_worker_grace_s`, which should then be more than `start_s`."""
+    """Smallest number of workers. With 0 the pool may vanish after `down_after_s` without requests, and returns with
+    the next one. A router lets requests wait for a decode worker for `no_worker_grace_s`, which should then exceed
+    `start_s`."""
     max_workers: NonNegativeInt = 8
     headroom: NonNegativeFloat = 1.0
-    """Beyond the mean load N, room for so many times √N (square-root staffing): what is free so that little waits. It
-    grows while requests miss the SLO for want of it, and comes back slowly."""
+    """Spare workers beyond the mean load N, in units of √N (square-root staffing). It grows while requests miss the SLO
+    for lack of it, and returns slowly."""
 
 
 class PolicyConfig(Config):
-    """When a pool grows and shrinks."""
+    """Settings that say when a pool grows and shrinks."""
 
     prefill: PoolConfig = PoolConfig()
     decode: PoolConfig = PoolConfig()
     max_total: PositiveInt | None = None
-    """Workers of both pools together, where they share GPUs."""
+    """Largest number of workers of both pools together, where they share GPUs."""
 
     ttft_s: PositiveFloat = 2.0
-    """The SLO: of the first token."""
+    """SLO of the time to first token, in seconds."""
     itl_s: PositiveFloat = 0.05
-    """And of the mean time between a request's tokens."""
+    """SLO of a request's mean inter-token latency, in seconds."""
     goal: float = Field(default=0.95, gt=0, lt=1)
-    """Share of the requests that are to keep each of them."""
+    """Share of requests that should keep each SLO."""
 
     start_s: NonNegativeFloat = 60.0
-    """Until a new worker serves: load is predicted for so long ahead."""
+    """Seconds until a new worker serves; the load is predicted that far ahead."""
     switch: bool = False
-    """A worker may change its role in place. Only where the executor can, and both pools have the same hardware."""
+    """Whether a worker may change its role in place. Needs an executor that can switch, and equal hardware in both
+    pools."""
     switch_s: NonNegativeFloat = 30.0
-    """What that takes: its streams go on for up to `drain_s` before they are handed over. Where it is not less than
-    `start_s`, nobody switches."""
+    """Seconds that a role switch takes: streams go on for up to `drain_s` before they are handed over. No worker
+    switches unless this is less than `start_s`."""
     clear_s: PositiveFloat = 10.0
-    """What waits is to be gone within this time."""
+    """Seconds within which waiting work should be done."""
     down_after_s: NonNegativeFloat = 180.0
-    """A pool shrinks only when fewer workers would have done for so long without a break."""
+    """Seconds without interruption for which fewer workers must have sufficed before a pool shrinks."""
     down_every_s: NonNegativeFloat = 30.0
-    """And then at most a step in this time."""
+    """Shortest time between two shrink steps, in seconds."""
     down_share: float = Field(default=0.2, gt=0, le=1)
-    """A step: this part of the pool, rounded down, at least one worker."""
+    """Size of a shrink step as a share of the pool, rounded down, at least one worker."""
     margin: float = Field(default=0.1, ge=0, le=1)
-    """Fewer would have done: also of a load larger by this part. So what wavers by less changes nothing."""
+    """Share by which the load may grow without needing the workers that are removed. A load that varies by less changes
+    nothing."""
 
     kv_share: float = Field(default=0.85, gt=0, le=1)
-    """Of a decode worker's blocks: how many are to be taken."""
+    """Share of a decode worker's KV blocks that should be in use."""
     itl_share: float = Field(default=0.8, gt=0, le=1)
-    """Of `itl_s`: the mean that is aimed at."""
+    """Share of `itl_s` that the mean inter-token latency should reach."""
     prefill_tokens_per_s: PositiveFloat = 4000.0
-    """Of a prefill worker that is busy, until it was seen; as are the three below."""
+    """Prompt tokens per second of a busy prefill worker, assumed until measured; likewise the three below."""
     prompt_tokens: PositiveFloat = 2000.0
-    """Of a request."""
+    """Prompt tokens of a request."""
     step_s: PositiveFloat = 0.02
-    """A decode worker's, of a single stream."""
+    """Seconds of a decode step with a single stream."""
     stream_delay_s: PositiveFloat = 0.001
-    """What every further stream adds."""
+    """Seconds that each further stream adds to a decode step."""
 
     def pool(self, role: str) -> PoolConfig:
         return self.prefill if role == "prefill" else self.decode
 
     def check(self) -> None:
-        """Raises StartError for settings that contradict each other."""
+        """Check settings against each other.
+
+        Raises StartError.
+        """
         least = 0
         for role in ("prefill", "decode"):
             pool = self.pool(role)

@@ -1,4 +1,7 @@
-"""What workers turn out to be able to do, and what is to come. Values: each thing seen gives new ones. Pure."""
+"""Estimates of workers' speed and of arrivals to come.
+
+Immutable values: each observation gives new ones. Pure.
+"""
 
 import copy
 import math
@@ -9,26 +12,28 @@ from planner.observation import Counters, Observation
 from router.placement.rates import LinearFit
 
 LEVEL_S, TREND_S = 60.0, 180.0
-"""How long a rate of arrivals, and its trend, are remembered: what is older counts for less than 1/e."""
+"""Seconds after which the arrival rate, and its trend, count for less than 1/e."""
 RUNNING_S = 20.0
-"""Likewise running streams."""
+"""Seconds after which running streams count for less than 1/e."""
 REQUESTS = 1000.0
-"""Likewise, in requests: how long prompts are, and which part of them is computed."""
+"""Requests after which prompt lengths and their computed share count for less than 1/e."""
 BUSY_S = 1200.0
-"""Likewise, in seconds of a busy worker: how fast one is."""
+"""Seconds of a busy worker after which its measured speed counts for less than 1/e."""
 MISSES = 100.0
-"""Likewise, in requests: which part of them misses the SLO."""
+"""Requests after which the share that misses the SLO counts for less than 1/e."""
 LEAST = 1e-9
 DOUBT = 0.05
-"""A prior counts as much as this part of what is remembered."""
+"""Weight of a prior, as a share of what is remembered."""
 MOST_GROWTH = 2.0
-"""No more than so many times what comes now is predicted."""
+"""Largest predicted arrival rate, as a multiple of the present one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """An amount for each unit of another, of lately: the older, in units, the less it counts. Idleness forgets
-    nothing."""
+    """A running ratio of an amount per unit, such as seconds per request.
+
+    Old units count less; idle time forgets nothing.
+    """
 
     amount: float
     units: float
@@ -43,23 +48,25 @@ class Ratio:
         return self.amount / self.units
 
     def seen(self, amount: float, units: float) -> "Ratio":
-        """Neither below 0."""
+        """Return the ratio with a new observation; neither argument is below 0."""
         kept = math.exp(-units / self.memory)
         return replace(self, amount=self.amount * kept + amount, units=self.units * kept + units)
 
 
 @dataclass(frozen=True, slots=True)
 class ArrivalForecast:
-    """A rate: Holt's linear smoothing, a level and a trend, both forgotten exponentially. It sees minutes: that it is
-    nine o'clock on a Monday it does not know."""
+    """Forecast of the arrival rate by Holt's smoothing: level and trend over minutes, no time of day."""
 
     level: float = 0.0
     trend: float = 0.0
-    """A second."""
+    """Change of the rate per second."""
     seen_s: float = 0.0
 
     def seen(self, count: float, over_s: float) -> "ArrivalForecast":
-        """So many came within `over_s`, which is above 0. While little was seen, all of it counts alike."""
+        """Return the forecast after `count` arrivals within `over_s` > 0.
+
+        Early observations weigh equally.
+        """
         seen_s = self.seen_s + over_s
         weight = max(1 - math.exp(-over_s / LEVEL_S), over_s / seen_s)
         expected = max(0.0, self.level + self.trend * over_s)
@@ -71,32 +78,35 @@ class ArrivalForecast:
         return ArrivalForecast(level, trend, seen_s)
 
     def at(self, ahead_s: float) -> float:
-        """The rate then, or now where that is more: who waits for the future to be smaller would be late twice."""
+        """Return the rate predicted for `ahead_s` from now, at least the present rate.
+
+        A lower prediction is not used: a pool that waits for less load would be late twice.
+        """
         return min(MOST_GROWTH * self.level, max(self.level, self.level + self.trend * ahead_s))
 
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """Of one model's workers and requests."""
+    """Estimates of one model's workers and requests."""
 
     arrivals: ArrivalForecast
-    """Requests a second."""
+    """Requests per second."""
     prompt_tokens: Ratio
-    """Of a request."""
+    """Prompt tokens per request."""
     computed_share: Ratio
-    """Of the tokens of prompts: those that no cache had."""
+    """Share of prompt tokens that no cache held."""
     prefill_tokens_per_s: Ratio
-    """Of a prefill worker, while it has something to compute."""
+    """Prompt tokens per second of a busy prefill worker."""
     prefill_s: Ratio
-    """Of a busy prefill worker, that a request takes."""
+    """Seconds of a busy prefill worker per request."""
     stream_blocks: Ratio
-    """Of KV, that a running stream takes."""
+    """KV blocks per running stream."""
     itl: LinearFit
-    """Seconds, by streams of a decode worker. Never changed in place."""
+    """Inter-token latency in seconds, by streams of a decode worker. Never changed in place."""
     running: float = 0.0
-    """Streams, lately."""
+    """Recent number of running streams."""
     ttft_missed: Ratio = Ratio(0.0, MISSES, MISSES)
-    """Part of the requests; refused ones are among them."""
+    """Share of requests that missed the TTFT SLO, refused requests included."""
     itl_missed: Ratio = Ratio(0.0, MISSES, MISSES)
 
     @classmethod
@@ -107,12 +117,12 @@ class Estimates:
             computed_share=Ratio.prior(1.0, REQUESTS * config.prompt_tokens),
             prefill_tokens_per_s=Ratio.prior(config.prefill_tokens_per_s, BUSY_S),
             prefill_s=Ratio.prior(config.prompt_tokens / config.prefill_tokens_per_s, REQUESTS),
-            stream_blocks=Ratio(0.0, LEAST, REQUESTS),  # nothing is known: the first that is seen counts
+            stream_blocks=Ratio(0.0, LEAST, REQUESTS),  # nothing is known: the first observation decides
             itl=LinearFit(config.step_s, config.stream_delay_s),
         )
 
     def seen(self, before: Observation, now: Observation) -> "Estimates":
-        """What happened between the two, the later of which is later."""
+        """Return the estimates after the time between two observations."""
         over_s = now.at_s - before.at_s
         new: Counters = now.counters.since(before.counters)
         busy_s = over_s * (before.prefill.busy + now.prefill.busy) / 2
@@ -134,7 +144,7 @@ class Estimates:
 
 
 def _itl_seen(line: LinearFit, before: Observation, now: Observation, new: Counters) -> LinearFit:
-    """Of requests that ended in between, beside as many streams as there were before and are now."""
+    """Return the ITL line after requests that ended in between, at the mean number of streams."""
     workers = before.decode.serving + now.decode.serving
     if not workers or new.streams < 1 or new.itl_sum_s <= 0:
         return line

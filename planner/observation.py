@@ -1,4 +1,7 @@
-"""What a planner sees at one moment, of all routers together. Pure."""
+"""The state of all routers at one moment, as the planner sees it.
+
+Pure.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,50 +10,50 @@ from cluster.roles import Role
 from protos import inference_pb2 as pb
 
 MOST_ROUTERS = 256
-"""That are remembered."""
+"""Largest number of routers that are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolObservation:
-    """The workers of one role."""
+    """Workers of one role."""
 
     serving: int = 0
-    """Joined, heard of, and to stay."""
+    """Workers that joined, report load and are not draining."""
     starting: int = 0
-    """On their way: the executor has asked for them."""
+    """Workers that the executor was asked for and that do not serve yet."""
     busy: int = 0
-    """Of the serving ones: such as have prompt tokens to compute."""
+    """Serving workers that have prompt tokens to compute."""
     queued_tokens: int = 0
-    """Of prompts, at the workers."""
+    """Prompt tokens queued at the workers."""
     running: int = 0
-    """Requests they have."""
+    """Requests at the workers."""
     num_blocks: int = 0
-    """Of KV."""
+    """KV blocks of the workers."""
     used_blocks: int = 0
-    """Of these: what a new request could not have."""
+    """KV blocks that a new request could not use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What only grows."""
+    """Counters that only grow."""
 
     arrived: int = 0
     arrived_tokens: int = 0
     ended_tokens: int = 0
-    """Of prompts of requests that ended well; of these, those computed, by lenders and by decode workers."""
+    """Prompt tokens of requests that ended well; then the part computed by lenders, and by decode workers."""
     lent_tokens: int = 0
     own_tokens: int = 0
     refused: int = 0
     first_tokens: float = 0
     ttft_missed: float = 0
-    """Of those: later than the SLO."""
+    """First tokens later than the SLO."""
     streams: float = 0
-    """Requests whose ITL is known."""
+    """Requests whose inter-token latency is known."""
     itl_missed: float = 0
     itl_sum_s: float = 0.0
 
     def since(self, before: "Counters") -> "Counters":
-        """What was added."""
+        """Return the increase since `before`."""
         return Counters(*(max(0, getattr(self, name) - getattr(before, name)) for name in self.__slots__))
 
     def plus(self, more: "Counters") -> "Counters":
@@ -59,16 +62,16 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """At one moment."""
+    """State at one moment."""
 
     at_s: float
-    """Of any clock that does not go back."""
+    """Time by any monotonic clock, in seconds."""
     prefill: PoolObservation = PoolObservation()
     decode: PoolObservation = PoolObservation()
     waiting: int = 0
-    """Requests in the routers' lines."""
+    """Requests in the routers' queues."""
     waiting_tokens: int = 0
-    """Of their prompts."""
+    """Prompt tokens of the waiting requests."""
     counters: Counters = field(default_factory=Counters)
 
     def pool(self, role: Role) -> PoolObservation:
@@ -76,16 +79,21 @@ class Observation:
 
 
 class Tallies:
-    """Counters of all routers together. One that does not answer for a while has still counted what it has, and one
-    that is new, or has started again, counts from when it was first heard."""
+    """Counters of all routers together.
+
+    A router that does not answer keeps its counters. A new or restarted router counts from its first answer.
+    """
 
     def __init__(self) -> None:
         self.total = Counters()
         self._last: dict[str, Counters] = {}
-        """By router; the one that was heard last, last."""
+        """Last counters per router, most recent answer last."""
 
     def heard(self, router: str, counters: Counters) -> None:
-        """`router` is another one for each start of it."""
+        """Add one router's counters.
+
+        `router` differs for each start of the process.
+        """
         before = self._last.pop(router, counters)
         self._last[router] = counters
         self.total = self.total.plus(counters.since(before))
@@ -94,7 +102,7 @@ class Tallies:
 
 
 def counters_of(status: pb.ModelStatus, ttft_s: float, itl_s: float) -> Counters:
-    """As one router has them, of one model; with the SLO."""
+    """Return one router's counters of one model, with misses of the SLO."""
     traffic = status.traffic
     return Counters(
         arrived=traffic.arrived,
@@ -114,7 +122,10 @@ def counters_of(status: pb.ModelStatus, ttft_s: float, itl_s: float) -> Counters
 def observe(
     at_s: float, routers: Sequence[pb.ModelStatus], starting: Mapping[Role, int], counters: Counters
 ) -> Observation:
-    """What the routers that answer say of one model. A worker is the same to all of them; requests each has its own."""
+    """Combine the answering routers' reports of one model.
+
+    Workers are common to all routers; requests belong to one.
+    """
     workers = {worker.worker_id: worker for status in routers for worker in status.workers}
     return Observation(
         at_s=at_s,
@@ -127,7 +138,7 @@ def observe(
 
 
 def missed(latencies: pb.Latencies, limit_s: float) -> float:
-    """How many took longer; within the bucket of the limit, by its part of the bucket."""
+    """Return how many latencies exceeded `limit_s`, interpolated within the limit's bucket."""
     below, late = 0.0, 0.0
     for number, count in enumerate(latencies.counts):
         bound = latencies.bounds_s[number] if number < len(latencies.bounds_s) else float("inf")

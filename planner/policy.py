@@ -1,16 +1,18 @@
-"""How large each pool is to be: `decide`, of what was seen and what was learnt from it. Pure.
+"""Pool sizes: `decide` maps an observation and the remembered state to desired sizes.
 
-What holds of every wish, whatever is seen (`tests/unit/test_planner_policy.py`):
+Pure.
 
-- Each pool is within its bounds, and both together within `max_total`, but that min_workers go before.
-- A pool grows at once, as far as the load is predicted to need by the time a new worker serves: by the rate of
-  arrivals, and by what waits, which is more before anything is late.
-- It shrinks only when fewer would have done for `down_after_s` without a break, even for a load larger by `margin`;
-  then a step each `down_every_s`. So a constant load, or one that wavers by less than the margin, changes nothing.
-- It is at nothing only where `min_workers` says so, nothing runs or waits, and nothing came for `down_after_s`.
-- Where one pool is short and the other could spare a worker, one switches, if that is quicker than a start. A pool that
-  is short gets nothing that the other one needs.
-- More that waits never makes a pool smaller.
+Invariants of all desired sizes, whatever is observed (`tests/unit/test_planner_policy.py`):
+
+- Each pool is within its bounds, and both together within `max_total`, except that min_workers has precedence.
+- A pool grows at once, to the size that the predicted load needs when a new worker would serve: by arrival rate and by
+  waiting work, which rises before any request is late.
+- A pool shrinks only when fewer workers would have sufficed for `down_after_s` without interruption, even for a load larger
+  by `margin`; then one step each `down_every_s`. So a constant load, or one that varies by less, changes nothing.
+- A pool is empty only where `min_workers` allows it, nothing runs or waits, and no request came for `down_after_s`.
+- Where one pool lacks a worker and the other can spare one, that worker switches if this is faster than a start. A pool
+  gets no worker that the other pool needs.
+- More waiting work never makes a pool smaller.
 """
 
 from dataclasses import dataclass, replace
@@ -22,21 +24,21 @@ from planner.observation import Observation
 from planner.sizing import decode_is_full, load_of, streams_per_worker
 
 BUSY = 0.6
-"""A pool of which less is busy would not be better off larger, whatever misses the SLO."""
+"""Busy share below which more workers would not help, whatever misses the SLO."""
 RAISE_S, LOWER_S = 600.0, 1800.0
-"""Of headroom: how long it takes to grow by 1, and to shrink by that."""
+"""Seconds in which headroom grows by 1, and shrinks by 1."""
 MOST_HEADROOM = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """What is remembered of a pool."""
+    """Remembered state of one pool."""
 
     wanted: int
     headroom: float
     needs: tuple[tuple[float, int], ...] = ()
-    """When how many were needed, with the margin, within the last `down_after_s`: those that no later one exceeds. So
-    the first is the most."""
+    """Needed workers, margin included, with their times within `down_after_s`; only entries that no later one exceeds,
+    so the first is the maximum."""
     shrunk_at: float = -1e18
 
     @property
@@ -46,7 +48,7 @@ class PoolState:
 
 @dataclass(frozen=True, slots=True)
 class PolicyState:
-    """What is remembered from one decision to the next."""
+    """State kept between decisions."""
 
     began_at: float
     seen: Observation
@@ -54,7 +56,7 @@ class PolicyState:
     prefill: PoolState
     decode: PoolState
     asked_at: float
-    """When the last request came, waited or ran."""
+    """Time when the last request arrived, waited or ran."""
 
     def pool(self, role: Role) -> PoolState:
         return self.prefill if role == "prefill" else self.decode
@@ -62,12 +64,12 @@ class PolicyState:
 
 @dataclass(frozen=True, slots=True)
 class DesiredSizes:
-    """How many there are to be, those on their way among them."""
+    """Desired numbers of workers, starting ones included."""
 
     prefill: int
     decode: int
     to_prefill: int = 0
-    """Decode workers that are to become prefill workers; they count as such already."""
+    """Decode workers that should become prefill workers; they count as prefill already."""
     to_decode: int = 0
 
     def pool(self, role: Role) -> int:
@@ -76,16 +78,19 @@ class DesiredSizes:
 
 @dataclass(frozen=True, slots=True)
 class _Need:
-    """Of a pool, now."""
+    """Present need of one pool."""
 
     now: int
     spare: int
-    """Workers that it could do without, by all that is remembered."""
+    """Workers that the pool could spare, by all that is remembered."""
 
 
 def decide(state: PolicyState | None, seen: Observation, config: PolicyConfig) -> tuple[PolicyState, DesiredSizes]:
-    """`state` is None at first, and then what this gave with the observation before, which must be earlier. The first
-    wish is what there is, within the bounds."""
+    """Return the new state and the desired sizes.
+
+    `state` is None at first, and later the state returned for the previous, earlier observation. The first desired
+    sizes are the present ones, within the bounds.
+    """
     if state is None:
         state = _begin(seen, config)
         return state, DesiredSizes(state.prefill.wanted, state.decode.wanted)
@@ -130,7 +135,7 @@ def _remember(state: PolicyState, seen: Observation, config: PolicyConfig) -> Po
         need = _bounded(_floor(state, config, load.workers(headroom, config.margin)), config.pool(role))
         since = seen.at_s - config.down_after_s
         kept = tuple((at_s, other) for at_s, other in pool.needs if at_s >= since and other > need)
-        if _idle(state, config):  # that it was not for so long is known already
+        if _idle(state, config):  # the pool was idle long enough: this is already known
             kept = ()
         pools[role] = replace(pool, headroom=headroom, needs=(*kept, (seen.at_s, need)))
     return replace(state, prefill=pools["prefill"], decode=pools["decode"])
@@ -150,7 +155,7 @@ def _idle(state: PolicyState, config: PolicyConfig) -> bool:
 
 
 def _floor(state: PolicyState, config: PolicyConfig, need: int) -> int:
-    """One is needed where anything was asked for lately; none where nothing was."""
+    """Return 1 if any request came recently, else 0."""
     return 0 if _idle(state, config) else max(1, need)
 
 
@@ -159,7 +164,7 @@ def _bounded(need: int, bounds: PoolConfig) -> int:
 
 
 def _headroom(value: float, role: Role, state: PolicyState, config: PolicyConfig, over_s: float) -> float:
-    """More while requests miss what this pool is answerable for, and it is busy."""
+    """Return the headroom: more while requests miss the SLO of this pool and it is busy."""
     learned, seen, least = state.learned, state.seen, config.pool(role).headroom
     pool, late = seen.pool(role), learned.ttft_missed.value
     full = decode_is_full(learned, seen, config) and seen.waiting > 0
@@ -186,7 +191,7 @@ def _switch(giver: Role, taker: Role, wanted: dict[Role, int], needs: dict[Role,
 
 
 def _grow(wanted: dict[Role, int], needs: dict[Role, _Need], config: PolicyConfig) -> None:
-    """As far as there is room: the one that is shorter, beside what it has, first."""
+    """Grow pools within `max_total`, the pool with the larger relative shortage first."""
     room = sum(pool.max_workers for pool in (config.prefill, config.decode))
     if config.max_total is not None:
         room = min(room, config.max_total)
@@ -198,11 +203,11 @@ def _grow(wanted: dict[Role, int], needs: dict[Role, _Need], config: PolicyConfi
 
 
 def _shrink(wanted: dict[Role, int], state: PolicyState, needs: dict[Role, _Need], config: PolicyConfig) -> list[Role]:
-    """Those that did."""
+    """Shrink pools and return those that shrank."""
     shrunk: list[Role] = []
     for role in ROLES:
         pool = state.pool(role)
-        spare = min(needs[role].spare, wanted[role] - pool.most_needed)  # of which some may have switched
+        spare = min(needs[role].spare, wanted[role] - pool.most_needed)  # some of the spare workers may have switched
         if spare > 0 and state.seen.at_s - pool.shrunk_at >= config.down_every_s:
             wanted[role] -= min(spare, max(1, int(config.down_share * wanted[role])))
             shrunk.append(role)

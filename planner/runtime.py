@@ -1,4 +1,4 @@
-"""The planner's process: asks the routers, decides, says what it wishes, and has it carried out; again and again."""
+"""The planner's process: polls the routers, decides, exports the desired sizes and has them carried out, repeatedly."""
 
 import asyncio
 import logging
@@ -34,29 +34,32 @@ from protos import membership_pb2_grpc as pb_grpc
 
 log = logging.getLogger(__name__)
 ASK_S = 5.0
-"""For a router to answer."""
+"""Seconds for a router to answer."""
 BLIND_TURNS = 3
-"""In which it saw nothing: then it is not ready."""
+"""Rounds without any answer after which the planner is not ready."""
 
 
 class PlannerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettings, PolicyConfig):
-    """Sizes the pools of one model."""
+    """Settings of a planner, which sizes the pools of one model."""
 
     routers: tuple[str, ...] = ()
-    """host:port of every router where workers join it, besides those that are found in Redis."""
+    """Addresses host:port where workers join routers, besides routers found in Redis."""
     model: str = ""
-    """Whose pools, as the routers call it; may be left out where they serve one."""
+    """Model whose pools are sized; may be omitted where routers serve one."""
     executor: Literal["none", "kubernetes", "switch"] = "none"
-    """Who carries wishes out. none: they are metrics only. switch: workers change their roles in place, and none comes
-    or goes. On Ray the planner is part of `tandem up --autoscale`."""
+    """Executor of the desired sizes. none: they are metrics only. switch: workers change roles in place, and their
+    number stays. On Ray the planner is part of `tandem up --autoscale`."""
     kubernetes: KubernetesConfig = KubernetesConfig()
     every_s: PositiveFloat = 5.0
-    """Between two decisions."""
+    """Seconds between two decisions."""
     host: str = Field(default="127.0.0.1")
-    """Where metrics are served."""
+    """Address on which metrics are served."""
 
     def check(self) -> None:
-        """Raises StartError."""
+        """Check settings against each other.
+
+        Raises StartError.
+        """
         super().check()
         if not self.routers and not self.redis_url:
             raise StartError("routers", "are none, and without redis_url none can be found")
@@ -67,7 +70,7 @@ class PlannerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySetti
 
 
 class PlannerMetrics:
-    """What a planner tells Prometheus."""
+    """Prometheus metrics of a planner."""
 
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
         self._model = model
@@ -102,7 +105,7 @@ class PlannerMetrics:
 
 
 class RouterPoller:
-    """All routers, as far as they answer."""
+    """Poller of all routers."""
 
     def __init__(self, config: PlannerConfig, trust: TlsIdentity | None) -> None:
         self._config = config
@@ -111,10 +114,13 @@ class RouterPoller:
         self.answering: frozenset[str] = frozenset()
         self._tallies = Tallies()
         self.workers: Mapping[str, public_pb.WorkerStatus] = {}
-        """As heard last."""
+        """Workers by id, from the latest answers."""
 
     async def look(self, now: float, sizes: Mapping[Role, int]) -> Observation:
-        """Raises Unavailable when no router answers, and ServiceError for a model that none knows."""
+        """Poll the routers and return an observation.
+
+        Raises Unavailable when no router answers, and ServiceError for a model that none knows.
+        """
         replies = await self._ask_all()
         statuses = [self._status(reply) for reply in replies]
         for reply, status in zip(replies, statuses, strict=True):
@@ -171,7 +177,7 @@ class Planner:
         told: PlannerMetrics,
         parts: AsyncExitStack,
     ) -> None:
-        """`parts`: what is to be closed."""
+        """Create the planner; `parts` holds what `stop` closes."""
         self.addresses = Addresses("", metrics=metrics.address)
         self._config = config
         self._executor = executor
@@ -184,11 +190,11 @@ class Planner:
         self._tasks = [asyncio.ensure_future(self._follow()), asyncio.ensure_future(self._run())]
 
     def ready(self) -> bool:
-        """It sees what it sizes: it did in one of its last turns."""
+        """Whether one of the last rounds saw the pools."""
         return time.monotonic() - self._looked_at <= BLIND_TURNS * self._config.every_s
 
     async def failed(self) -> TandemError:
-        """Nothing that happens around it ends a planner; only a mistake in here does."""
+        """Return only on a bug: no outside event ends a planner."""
         done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
             if (error := task.exception()) is not None:
@@ -198,11 +204,11 @@ class Planner:
         return await never
 
     async def stop_requested(self) -> None:
-        """Signals only."""
+        """Never return; only signals stop a planner."""
         await asyncio.get_running_loop().create_future()
 
     async def drain(self) -> None:
-        """There is nothing to finish."""
+        """Do nothing; there is no work to finish."""
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -213,7 +219,7 @@ class Planner:
     async def _follow(self) -> None:
         async for addresses in self._discovery.listings():
             self._watch.roster.listed(addresses, self._watch.answering)
-        await asyncio.get_running_loop().create_future()  # what is in the settings is there for good
+        await asyncio.get_running_loop().create_future()  # addresses in the settings never change
 
     async def _run(self) -> None:
         while True:
@@ -221,7 +227,10 @@ class Planner:
             await asyncio.sleep(self._config.every_s)
 
     async def turn(self, now: float) -> None:
-        """Look, decide and act, once. What fails is told, counted, and tried again with the next turn."""
+        """Observe, decide and act once.
+
+        Failures are logged, counted and retried in the next round.
+        """
         try:
             seen = await self._watch.look(now, await self._executor.sizes())
         except TandemError as error:
@@ -242,7 +251,7 @@ class Planner:
             self._failed("execute", error)
 
     async def _act(self, desired: DesiredSizes, seen: Observation) -> None:
-        """Whatever is missing to the wish: of an earlier one too, that failed."""
+        """Carry out every difference to the desired sizes, including earlier ones that failed."""
         for taker, giver in (ROLES, ROLES[::-1]):
             short = desired.pool(taker) - seen.pool(taker).serving - seen.pool(taker).starting
             spare = seen.pool(giver).serving + seen.pool(giver).starting - desired.pool(giver)
@@ -264,7 +273,10 @@ class Planner:
 
 
 async def start_planner(config: PlannerConfig, executor: Executor | None = None) -> Planner:
-    """Watch, and act. Raises StartError."""
+    """Start the planner.
+
+    Raises StartError.
+    """
     config.check()
     executor = executor or _executor(config)
     async with AsyncExitStack() as parts:
@@ -294,7 +306,7 @@ def _executor(config: PlannerConfig) -> Executor:
 
 
 def _why(state: PolicyState) -> str:
-    """For people."""
+    """Return the reason of a decision, for logs."""
     seen, learned = state.seen, state.learned
     return (
         f"{learned.arrivals.level:.2f} requests/s, {learned.prefill_s.value:.2f} s of a prefill worker each;"

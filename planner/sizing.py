@@ -1,4 +1,7 @@
-"""How many workers a load takes. Pure."""
+"""Number of workers that a load needs.
+
+Pure.
+"""
 
 import math
 from dataclasses import dataclass
@@ -13,18 +16,21 @@ LEAST_STREAMS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Of one pool: what comes, and what waits."""
+    """Load of one pool: predicted and waiting."""
 
     mean: float
-    """Things under way at a time, at the rate that is predicted: workers that would be busy, or streams."""
+    """Concurrent work at the predicted rate: busy prefill workers, or decode streams."""
     waiting: float
-    """Workers that it would take to have what waits done in `clear_s`; or streams that wait."""
+    """Workers needed to finish the waiting work within `clear_s`; or streams that wait."""
     per_worker: float
-    """Of such things, that one worker may have."""
+    """Amount of such work that one worker may have."""
 
     def workers(self, headroom: float, margin: float = 0.0) -> int:
-        """Square-root staffing: the mean, and `headroom` times its standard deviation were it Poisson's. That is free
-        in the mean, and does what waits; more is wanted where more waits than that does in time."""
+        """Return the number of workers by square-root staffing.
+
+        The mean plus `headroom` standard deviations of a Poisson load. The spare part also does waiting work; more
+        workers are needed where the waiting work would take it longer than `clear_s`.
+        """
         mean = self.mean * (1 + margin)
         free = max(headroom * math.sqrt(mean), self.waiting)
         return math.ceil((mean + free) / self.per_worker - 1e-9)
@@ -35,7 +41,7 @@ def load_of(role: Role, learned: Estimates, seen: Observation, config: PolicyCon
 
 
 def streams_per_worker(learned: Estimates, seen: Observation, config: PolicyConfig) -> float:
-    """That a decode worker may have: within the ITL that is aimed at, and within its blocks."""
+    """Return the streams that a decode worker may have within the ITL target and within its blocks."""
     itl, pool = learned.itl, seen.decode
     by_itl = (config.itl_share * config.itl_s - itl.fixed_s) / itl.unit_s
     by_kv = math.inf
@@ -45,8 +51,10 @@ def streams_per_worker(learned: Estimates, seen: Observation, config: PolicyConf
 
 
 def decode_is_full(learned: Estimates, seen: Observation, config: PolicyConfig) -> bool:
-    """What waits in line waits for room on a decode worker, and not for a lender: too many blocks are taken, or too few
-    are left on each for a stream as they are."""
+    """Return whether queued requests wait for decode capacity rather than for a lender.
+
+    True when too many blocks are in use, or too few are free on each worker for one more typical stream.
+    """
     pool = seen.decode
     if pool.serving == 0 or pool.used_blocks >= config.kv_share * pool.num_blocks:
         return True

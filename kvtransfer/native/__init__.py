@@ -1,1 +1,1 @@
-"""C++ that is compiled once per machine, and the loop over bytes that needs it."""
+"""C++ code compiled once per machine: the compiler wrapper, the fingerprint loop and the cross-memory copy."""

@@ -1,4 +1,4 @@
-"""Compiles C++ sources once per machine, by the machine's own compiler, and remembers the libraries."""
+"""Compilation of C++ sources by the machine's own compiler, cached per machine."""
 
 import ctypes
 import fcntl
@@ -17,32 +17,40 @@ COMPILE_TIMEOUT_S = 120
 
 
 class NotCompiled(Exception):
-    """There is no compiler, or it cannot do it; says why."""
+    """A failed compilation: no compiler, or an error, with the reason."""
 
 
 def cache_folder(kind: str) -> Path:
-    """Where things that can be made anew are remembered on this machine."""
+    """Return the folder of this machine's cache for things that can be rebuilt."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "tandem" / kind
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What becomes one library. It may include any header of its own folder."""
+    """Source of one library.
+
+    It may include any header of its folder.
+    """
 
     path: Path
     flags: tuple[str, ...] = ()
 
 
 def load_library(source: Path) -> ctypes.CDLL:
-    """The compiled `source`. Raises NotCompiled."""
+    """Return the compiled `source`.
+
+    Raises NotCompiled.
+    """
     (library,) = load_libraries([Source(source)])
     return library
 
 
 def load_libraries(sources: Sequence[Source]) -> list[ctypes.CDLL]:
-    """The compiled `sources`, in order; those that are not remembered are compiled at the same time. Raises
-    NotCompiled."""
+    """Return the compiled `sources`, in order.
+
+    Uncached ones compile in parallel. Raises NotCompiled.
+    """
     compiler = _compiler()
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
     with ThreadPoolExecutor(len(sources)) as pool:
@@ -69,7 +77,7 @@ def _compiler() -> str:
 
 
 def _identity(version: bytes, source: Path, flags: Sequence[str]) -> str:
-    """Changes with the source, the compiler and the CPU: `-march=native` makes code for this one only."""
+    """Return a hash of source, compiler and CPU: `-march=native` makes code for this CPU only."""
     digest = blake2b(digest_size=12)
     for file in (source, *sorted(source.parent.glob("*.h"))):
         digest.update(file.read_bytes())
@@ -79,7 +87,7 @@ def _identity(version: bytes, source: Path, flags: Sequence[str]) -> str:
 
 
 def _cpu() -> str:
-    """What the compiler looks at."""
+    """Return the CPU features that the compiler uses."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -89,7 +97,7 @@ def _cpu() -> str:
 
 
 def _compile(command: list[str], library: Path) -> None:
-    """Into place by a rename; processes that start together wait for the first."""
+    """Compile and rename into place; processes that start together wait for the first."""
     library.parent.mkdir(parents=True, exist_ok=True)
     with library.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,1 +1,1 @@
-"""What carries a planner's wishes out."""
+"""Executors, which carry out the planner's desired sizes."""

@@ -1,4 +1,4 @@
-"""The contract of executors, and the one that does nothing."""
+"""Interface of executors, and the executor that does nothing."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -9,39 +9,53 @@ from protos import inference_pb2 as pb
 
 
 class ExecutorFailed(TandemError):
-    """A wish was not carried out; the next one, which says all of it again, may be."""
+    """A failure to carry out desired sizes.
+
+    The next round asks for all of them again.
+    """
 
 
 class Executor(ABC):
-    """Used from one event loop, a call at a time. Every call may raise ExecutorFailed, and harms nothing by that."""
+    """Interface used from one event loop, one call at a time.
+
+    Every call may raise ExecutorFailed without side effects.
+    """
 
     scales: bool = True
-    """Workers come and go. Else there are as many as there are."""
+    """Whether the executor can start and stop workers."""
     switches: bool = False
-    """`switch` can be called."""
+    """Whether `switch` may be called."""
 
     @abstractmethod
     async def sizes(self) -> Mapping[Role, int]:
-        """How many of each role it was asked for last, whether they are there yet or not. Roles it knows nothing of are
-        left out."""
+        """Return the number of workers last asked for, per role.
+
+        Unknown roles are left out.
+        """
 
     @abstractmethod
     async def scale(self, role: Role, count: int) -> None:
-        """There are to be so many. Returns when that is under way. Whoever goes is drained first."""
+        """Set the number of workers.
+
+        Returns when the change is in progress; removed workers drain first.
+        """
 
     async def switch(self, workers: Sequence[pb.WorkerStatus], role: Role) -> None:
-        """These are to have that role. Returns when they have, and `sizes` says so."""
+        """Switch these workers to `role`.
+
+        Returns when they have it and `sizes` shows it.
+        """
         raise ExecutorFailed(f"nobody here can make workers {role} workers")
 
-    async def close(self) -> None:  # noqa: B027  # most hold nothing
-        """Nothing is called afterwards."""
+    async def close(self) -> None:  # noqa: B027 # most executors hold nothing
+        """Release resources; no call follows."""
 
 
 class NoExecutor(Executor):
-    """Wishes are metrics only: for who has an autoscaler of their own."""
+    """Executor that does nothing: desired sizes are metrics for an autoscaler of your own."""
 
     async def sizes(self) -> Mapping[Role, int]:
         return {}
 
     async def scale(self, role: Role, count: int) -> None:
-        """Somebody else does."""
+        """Do nothing."""

@@ -1,7 +1,7 @@
-"""Pools that are Deployments: their `scale` subresource, at the API server, as the pod's service account.
+"""Executor for pools that are Deployments, through their `scale` subresource as the pod's service account.
 
-Kubernetes chooses whom to end, and tells it by SIGTERM: it drains (docs/kubernetes.md, Upgrades). What the account
-needs is `get` and `patch` of `deployments/scale` in the one namespace.
+Kubernetes chooses which pod ends, and sends it SIGTERM, so it drains (docs/kubernetes.md, Upgrades). The account needs
+`get` and `patch` of `deployments/scale` in one namespace.
 """
 
 import asyncio
@@ -25,23 +25,23 @@ from planner.executors.executor import Executor, ExecutorFailed
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 TIMEOUT_S = 10.0
 MOST_BYTES = 1 << 20
-"""Of an answer."""
+"""Largest accepted answer, in bytes."""
 LONGEST_REASON = 300
 
 
 class KubernetesConfig(Config):
-    """Where the pools are."""
+    """Location of the pools."""
 
     prefill: str = ""
-    """The Deployment's name; without, that pool is left alone."""
+    """Name of the prefill Deployment; empty leaves that pool alone."""
     decode: str = ""
     kind: str = Field(default="deployments", pattern=r"^(deployments|statefulsets)$")
     namespace: str = ""
-    """Default: the planner's own."""
+    """Namespace. Default: the planner's own."""
     api_server: str = ""
-    """https://host:port; default: the one of the cluster that the planner runs in."""
+    """API server as https://host:port. Default: that of the planner's own cluster."""
     account_dir: Path = ACCOUNT
-    """With `token`, `ca.crt` and `namespace`, as Kubernetes mounts them."""
+    """Directory with `token`, `ca.crt` and `namespace`, as Kubernetes mounts it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,13 @@ class _Server:
 
 
 class KubernetesExecutor(Executor):
-    """Patches replicas, where they are not what is wanted."""
+    """Executor that patches `replicas` where they differ from the desired number."""
 
     def __init__(self, config: KubernetesConfig) -> None:
-        """Raises StartError."""
+        """Read the account and the settings.
+
+        Raises StartError.
+        """
         self._names: dict[Role, str] = {role: getattr(config, role) for role in ROLES if getattr(config, role)}
         if not self._names:
             raise StartError("kubernetes.decode", "no pool is named, prefill or decode")
@@ -75,13 +78,16 @@ class KubernetesExecutor(Executor):
 
     async def _scale_of(self, name: str) -> int:
         answer = await asyncio.to_thread(self._ask, "GET", name, None)
-        replicas = answer.get("spec", {}).get("replicas", 0)  # 0 is left out
+        replicas = answer.get("spec", {}).get("replicas", 0)  # the API omits 0
         if not isinstance(replicas, int) or replicas < 0:
             raise ExecutorFailed(f"{name}: spec.replicas is {replicas!r}")
         return replicas
 
     def _ask(self, method: str, name: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        """On a thread. The token is read each time: Kubernetes renews it."""
+        """Send one request, on a thread.
+
+        The token is read each time, because Kubernetes renews it.
+        """
         headers = {"Accept": "application/json", "Content-Type": "application/merge-patch+json"}
         connection = self._connect()
         try:
@@ -112,7 +118,10 @@ class KubernetesExecutor(Executor):
 
 
 def _server(config: KubernetesConfig) -> _Server:
-    """Raises StartError."""
+    """Return the API server's address.
+
+    Raises StartError.
+    """
     url = config.api_server
     if not url:
         host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
@@ -137,7 +146,10 @@ def _server(config: KubernetesConfig) -> _Server:
 
 
 def _read(path: Path, setting: str) -> str:
-    """Raises StartError."""
+    """Read a file.
+
+    Raises StartError naming `setting`.
+    """
     try:
         return path.read_text().strip()
     except OSError as error:

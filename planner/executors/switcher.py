@@ -1,5 +1,4 @@
-"""Roles switched in place, by a call to the worker. What runs without anybody who could start workers can do only
-this."""
+"""Executor that only switches roles, by a call to the worker, for clusters where it cannot start workers."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -15,12 +14,14 @@ from protos import inference_pb2 as pb
 from protos import membership_pb2, membership_pb2_grpc
 
 TIMEOUT_S = 120.0
-"""For all streams of a worker to end or be handed over."""
+"""Seconds for all streams of a worker to end or be handed over."""
 
 
 async def switch_role(address: str, role: Role, trust: TlsIdentity | None, timeout_s: float = TIMEOUT_S) -> int:
-    """The worker at `address` has that role when this returns; the requests that it handed over. Raises
-    ServiceError."""
+    """Switch the worker at `address` to `role`; return the number of requests it handed over.
+
+    Raises ServiceError.
+    """
     async with channel(address, trust) as link:
         request = membership_pb2.SwitchRoleRequest(role=ON_WIRE[role])
         try:
@@ -32,7 +33,7 @@ async def switch_role(address: str, role: Role, trust: TlsIdentity | None, timeo
 
 
 class Switcher(Executor):
-    """A fixed number of workers, whose roles follow the load."""
+    """Executor over a fixed number of workers, whose roles follow the load."""
 
     scales, switches = False, True
 
@@ -43,7 +44,7 @@ class Switcher(Executor):
         return {}
 
     async def scale(self, role: Role, count: int) -> None:
-        """There is nobody who could: a wish for more than there are is a metric."""
+        """Do nothing: the number of workers is fixed, and a larger desired size is a metric only."""
 
     async def switch(self, workers: Sequence[pb.WorkerStatus], role: Role) -> None:
         switching = (switch_role(worker.address, role, self._trust) for worker in workers)
