@@ -1,4 +1,4 @@
-"""Entry point of all processes: `launch` from a package's `__main__`, or `python -m cluster.launch MODULE ARGUMENT ...`.
+"""Entry point of all processes: `launch` from `__main__`, or `python -m cluster.launch MODULE ARGUMENT ...`.
 
 Imports are a large part of a process's start time. The two settings here must precede every large import, also of other
 modules of this package.

@@ -21,123 +21,125 @@ from kvtransfer.ranks import MAX_RANKS
 
 
 class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettings, Config):
-    """A prefill or decode worker."""
+    """Settings of a prefill or decode worker."""
 
     model: Path
-    """A local Hugging Face directory of a decoder-only model."""
+    """Local Hugging Face directory of a decoder-only model."""
     routers: tuple[str, ...] = ()
-    """host:port of every router to join, besides those that are found in Redis."""
+    """Addresses host:port of routers to join, besides those found in Redis."""
     worker_id: str = ""
-    """Unique in the cluster. Default: role, host and process id."""
+    """Name of the worker, unique in the cluster. Default: role, host and process id."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = Field(default=0, ge=0, le=65535)
-    """0 lets the system choose."""
+    """Port to listen on; 0 lets the system choose."""
     advertise_host: str = ""
-    """Host others reach this worker by, when it is not `host`."""
+    """Host at which others reach this worker, when it is not `host`."""
 
     engine: Literal["torch", "sim"] = "torch"
     sim_step_ms: NonNegativeFloat = 0.0
-    """How long a step of the sim engine takes; to it come the four below."""
+    """Milliseconds that a step of the sim engine takes; the four terms below are added."""
     sim_prompt_token_us: NonNegativeFloat = 0.0
-    """For each prompt token of the step."""
+    """Microseconds per prompt token of the step."""
     sim_prompt_pair_ns: NonNegativeFloat = 0.0
-    """For each pair of a prompt token of the step and a token before it: attention's quadratic term."""
+    """Nanoseconds per pair of a prompt token and a token before it: attention's quadratic term."""
     sim_stream_us: NonNegativeFloat = 0.0
-    """For each sequence that decodes."""
+    """Microseconds per decoding sequence."""
     sim_kv_token_ns: NonNegativeFloat = 0.0
-    """For each token of context of each sequence that decodes."""
+    """Nanoseconds per token of context of each decoding sequence."""
     sim_reads: Literal["all", "last"] = "all"
-    """What a sampled token is a hash of: all KV of the sequence, or that of its last token, for many and long ones."""
+    """KV that a token of the sim engine is a hash of: all of the sequence, or that of its last token (faster with many
+    long sequences)."""
     sim_block_kib: PositiveInt = 2
-    """How much KV 16 tokens of the sim engine have."""
+    """Size of a KV block of 16 tokens in the sim engine, in KiB."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of weights and KV; auto: as the model was saved."""
+    """Data type of weights and KV; auto: as the model was saved."""
     weights: Weights = "auto"
-    """Of linear layers, the output layer among them. int8: quantised while loading, for half the memory and, on a CPU,
-    nearly half the time of a decode step. int4: less of both, but prompts take a quarter more on a CPU than as saved,
-    and some quality is lost. fp8: float8 weights and activations, on GPUs since Ada and Hopper (compute capability
-    8.9), for half the memory and faster prompts. auto: as the model was saved, also if that is quantised, by GPTQ, AWQ
-    or in float8. Workers exchange KV only with others whose weights are the same."""
+    """Format of linear layers, the output layer included. auto: as saved, also if saved quantised by GPTQ, AWQ or in
+    float8. int8: quantised at load, half the memory and, on a CPU, nearly half the time of a decode step. int4: less
+    of both, but on a CPU prompts take a quarter more time than as saved, and some quality is lost. fp8: float8
+    weights and activations, on GPUs of compute capability 8.9 and up, half the memory and faster prompts. Only
+    workers with equal weights exchange KV."""
     lora: Path | None = None
-    """Directory of a LoRA adapter as PEFT saves it (adapter_config.json, adapter_model.safetensors). It is merged into
-    the weights while loading, before they are quantised. Routers do not see it: all workers of a model have the same
-    adapter, or the model with another one is a directory of its own."""
+    """Directory of a LoRA adapter as PEFT saves it (adapter_config.json, adapter_model.safetensors), merged into the
+    weights at load, before quantisation. Routers do not see it: all workers of a model need the same adapter; a
+    model with another adapter is a directory of its own."""
     kv_dtype: KvDtype = "auto"
-    """What keys and values are kept, lent and moved in. int8 (any device) and fp8 (GPUs): quantised one by one, each
-    with a scale of its own, so that nearly twice as many fit into `kv_memory_mib`. auto: as they are computed. Workers
-    exchange KV only with others of the same."""
+    """Format of stored, lent and moved KV. auto: as computed. int8 (any device), fp8 (GPUs): each vector quantised with
+    its own scale, so nearly twice as many blocks fit into `kv_memory_mib`. Only workers with equal settings exchange
+    KV."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the torch engine computes and keeps KV. cuda: the first GPU the process sees. auto: that where there is
-    one, else the CPU."""
+    """Device of the torch engine. cuda: the first GPU that the process sees. auto: cuda where there is a GPU, else the
+    CPU."""
     backend: Literal["auto", "native", "flashinfer", "triton", "sdpa"] = "auto"
-    """What the torch engine computes with. native: kernels compiled once for this machine's CPU; flashinfer: on NVIDIA
-    GPUs; triton: on GPUs too, and quantised KV; sdpa: torch's own on either, several times slower. auto: native, where
-    a C++ compiler is found; on a GPU flashinfer, or triton where KV is quantised or flashinfer cannot be had; sdpa with
-    a warning where these do not know the dtype."""
+    """Kernels of the torch engine. native: compiled once for this machine's CPU. flashinfer: NVIDIA GPUs. triton: GPUs,
+    also with quantised KV. sdpa: torch's own on any device, several times slower. auto: native where a C++ compiler
+    is found; on a GPU flashinfer, or triton where KV is quantised or flashinfer is missing; sdpa with a warning
+    where these do not know the dtype."""
     block_tokens: int = Field(default=16, ge=1, le=1024)
     kv_memory_mib: PositiveInt = 256
-    """Size of the KV pool."""
+    """Size of the KV pool in MiB. Raise it until the device's memory is used."""
     kv_host_memory_mib: NonNegativeInt = 0
-    """Host memory for blocks that the pool evicts. They come back from there where that is quicker than computing."""
+    """Host memory for evicted blocks, in MiB. Blocks are restored from there where that is faster than computing."""
     kv_disk_dir: Path | None = None
-    """A directory for blocks that leave host memory. They outlive the worker. Workers of one host may share it, also
-    of several models. What was left of another model a week ago goes when a worker starts."""
+    """Directory for blocks that leave host memory. Its contents outlive the worker. Workers of one host may share it,
+    also workers of different models. A file left by another model a week ago is removed at start."""
     kv_disk_mib: PositiveInt = 4096
-    """Size of this worker's file in `kv_disk_dir`."""
+    """Size of this worker's file in `kv_disk_dir`, in MiB."""
     max_batch_tokens: PositiveInt = 2048
-    """Tokens of one step, decodes and prompts together."""
+    """Largest number of tokens in one step, decodes and prompts together."""
     max_prefill_tokens: PositiveInt | None = None
-    """Prompt tokens of one step, the chunk of chunked prefill. Default: 512 for prefill workers; 128 for decode
-    workers, whose running streams wait for every step."""
+    """Largest number of prompt tokens in one step, the chunk of chunked prefill. Default: 512 for prefill workers; 128
+    for decode workers, whose running streams wait for every step."""
     threads: PositiveInt | None = None
-    """Compute threads. Default: as many as `cores`, or as the machine or the container's CPU limit has."""
+    """Number of compute threads. Default: the number of `cores`, or of the machine's cores within the container's CPU
+    limit."""
     reserve_output_tokens: PositiveInt = 256
-    """KV blocks promised to a request beyond its prompt are for this many tokens at most. What it generates beyond
-    takes blocks as they are available, and where none is, somebody is preempted and computed anew later."""
+    """Output tokens for which a request reserves KV blocks, beyond its prompt. Further blocks are taken while
+    available; when none is, a request is preempted and computed again later. Raise it when requests with long
+    outputs are preempted often."""
     traffic_share: float | None = Field(default=None, gt=0, lt=1)
-    """For canaries: the share of its model's requests that workers which say this get together, each pool of its role
-    for itself. They get no others while other workers could serve those; a request of theirs that they have no room for
-    goes to the others. Default: no canary."""
+    """Share of the model's requests for canary workers, together, per pool of a role. They get no others while other
+    workers could serve those; requests that they have no capacity for go to other workers. Default: no canary."""
     cores: tuple[int, ...] | None = None
-    """CPU cores the engine process is pinned to. Engines that share cores unpinned slow each other several times over.
-    Default: torch engines of one host that are told neither this nor `threads` keep off each other's cores by
-    themselves, anew as they come and go. Not so ranks of `tensor_parallel`, and containers that have a network of their
-    own or a CPU limit below the cores they see."""
+    """CPU cores to which the engine process is pinned. Unpinned engines that share cores slow each other several times
+    over. Default: torch engines of one host without this setting and `threads` agree on disjoint cores by
+    themselves. Set it for ranks of `tensor_parallel`, and for containers with a network of their own or a CPU limit
+    below the cores they see."""
     shared_cores: tuple[int, ...] = ()
-    """Cores of other engines that the native backend computes on as well, with one thread bound to each: what a
-    prefill worker gets of the cores of a decode worker, whose steps wait for memory more than they compute."""
+    """Cores of other engines on which the native backend also computes, one thread bound to each: a prefill worker may
+    use those of a decode worker, whose steps wait for memory."""
     niceness: int = Field(default=0, ge=0, le=19)
-    """How far the engine steps back behind others on the same cores; as `nice`."""
+    """Niceness of the engine process; raise it for an engine that should yield to others on the same cores."""
 
     speculation: str | None = None
-    """Of a decode worker: where guesses at the tokens that follow come from, which a step verifies together. ngram:
-    what followed the last tokens where they occurred before, in the prompt or the output; off; or the directory of a
-    draft model, a smaller one of the same vocabulary, whose KV comes on top of `kv_memory_mib`. What is sampled does
-    not depend on it; guesses that do not pay are not made. Default: ngram. A prefill worker that becomes a decode
-    worker has ngram instead of a draft model. The sim engine has none."""
+    """Source of draft tokens of a decode worker. ngram: the tokens that followed earlier occurrences of the last
+    tokens, in prompt or output. off: none. A directory: a draft model, smaller and of the same vocabulary, whose KV
+    comes on top of `kv_memory_mib`. The output does not depend on it, and drafts that do not pay are not made.
+    Default: ngram. A prefill worker that becomes a decode worker uses ngram instead of a draft model. The sim engine
+    has none."""
     speculation_tokens: int = Field(default=MAX_GUESSES, ge=1, le=32)
-    """Guesses for one sequence in one step, at most."""
+    """Largest number of draft tokens for one sequence in one step."""
 
     tensor_parallel: int = Field(default=1, ge=1, le=MAX_RANKS)
-    """Processes that share the model's weights, attention heads and KV blocks, one GPU or a part of `cores` each. The
-    memory, threads and cores of these settings are those of all of them together. Must divide the model's heads; the
-    model needs a tensor-parallel plan in transformers."""
+    """Number of processes that share the model's weights, attention heads and KV blocks, one GPU or a part of `cores`
+    each. Memory, threads and cores in these settings are those of all of them together. It must divide the model's
+    heads, and the model needs a tensor-parallel plan in transformers."""
 
     transport: Literal["nixl", "ucxx"] = "nixl"
-    """What moves KV between workers; all of a cluster use the same. ucxx: for machines without NIXL, or to compare; on
-    one host nixl is faster, since it reads shared memory."""
+    """Transport of KV between workers, equal for all workers of a cluster. ucxx: for machines without NIXL, or to
+    compare; on one host nixl is faster, since it reads shared memory."""
     strict_lanes: tuple[str, ...] = ()
-    """UCX transports that KV must travel over, such as rc_mlx5 or cuda_ipc, or a group of them: rdma, shm. Where UCX
-    would fall back to others, the worker does not start, or its loans fail. Default: whatever UCX finds best."""
+    """UCX transports that KV must travel over, such as rc_mlx5 or cuda_ipc, or groups of them: rdma, shm. Where UCX
+    would fall back to others, the worker does not start, or its loans fail. Default: UCX chooses."""
     max_queued_loans: PositiveInt = 256
     peer_silence_s: PositiveFloat = 8.0
-    """A lender whose engine says nothing for so long is given up, and so is a borrower. So is a loan, when for so long
-    nothing comes from where it is read, be it the lender, host memory or disk. Below 10 s with the second that it takes
-    to notice a rank that hangs."""
+    """Seconds of silence after which a lender or a borrower is given up, and seconds without progress after which a
+    loan fails, whether it reads from a lender, host memory or disk. Keep it below 10 s, including the second that it
+    takes to notice a hanging rank."""
     drain_s: NonNegativeFloat = 30.0
-    """Told to stop, the worker lets its streams and loans finish for so long, and then hands its streams over to other
-    workers, which may read its blocks for a while longer."""
+    """Seconds for which a stopping worker lets streams and loans finish, before it hands streams over to other workers,
+    which may read its blocks for a while longer."""
 
     @property
     def kv_bytes(self) -> int:
@@ -163,12 +165,15 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
     @field_validator("speculation", mode="before")
     @classmethod
     def _off_is_a_word(cls, value: object) -> object:
-        """YAML reads it as false."""
+        """Accept `off`, which YAML reads as false."""
         return "off" if value is False else value
 
     def speculates(self, role: Role) -> str:
-        """off, ngram, or the directory of a draft model. A prefill worker may become a decode worker, for which it has
-        ngram: a draft model would take memory meanwhile. Raises EngineStartError."""
+        """Return off, ngram, or the directory of a draft model.
+
+        A prefill worker has ngram in case it becomes a decode worker, since a draft model would occupy memory
+        meanwhile. Raises EngineStartError.
+        """
         if self.engine == "sim":
             if self.speculation not in (None, "off"):
                 raise EngineStartError("speculation", "the sim engine's tokens are hashes, which nobody can guess")
@@ -177,7 +182,10 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
         return NGRAM if role == "prefill" and chosen != "off" else chosen
 
     def quantization(self) -> QuantizationConfig:
-        """Raises EngineStartError where the engine has nothing to make it of."""
+        """Quantization settings.
+
+        Raises EngineStartError where the engine has no weights.
+        """
         if self.engine == "sim" and self.weights != "auto":
             raise EngineStartError("weights", "the sim engine has no weights")
         if self.engine == "sim" and self.lora is not None:
@@ -187,7 +195,10 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
         return QuantizationConfig(weights=self.weights, kv_dtype=self.kv_dtype, lora=self.lora)
 
     def refuse_parallel(self, role: Role) -> None:
-        """Raises EngineStartError for settings that do not go together with `tensor_parallel` above 1."""
+        """Check that settings go together with `tensor_parallel` above 1.
+
+        Raises EngineStartError.
+        """
         if self.tensor_parallel == 1:
             return
         others = {
@@ -202,8 +213,11 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
             raise EngineStartError("tensor_parallel", f"{self.tensor_parallel} does not go with {', '.join(found)}")
 
     def of_rank(self, rank: int) -> "WorkerConfig":
-        """With one rank's share of cores and threads: equally many for all, so that all compute the same sums in the
-        same order. Fewer cores than ranks are shared."""
+        """Return the settings of one rank, with its share of cores and threads.
+
+        All ranks get equally many, so all compute the same sums in the same order. Ranks share cores when there are
+        fewer cores than ranks.
+        """
         ranks = self.tensor_parallel
         if ranks == 1:
             return self
@@ -218,6 +232,6 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
         return self.worker_id or f"{role}-{socket.gethostname()}-{os.getpid()}"
 
     def prefill_chunk(self, role: Role) -> int:
-        """Most prompt tokens in one step."""
+        """Return the largest number of prompt tokens in one step."""
         chosen = self.max_prefill_tokens or (512 if role == "prefill" else 128)
         return min(chosen, self.max_batch_tokens)

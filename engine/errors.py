@@ -1,28 +1,28 @@
-"""Why an engine cannot start."""
+"""Errors that keep an engine from starting or running."""
 
 from cluster.errors import StartError
 
 
 class EngineStartError(StartError):
-    """A setting of the engine cannot be honoured."""
+    """A setting that the engine cannot honour."""
 
 
 class ModelRefused(EngineStartError):
-    """The model cannot be served correctly, so it is not served."""
+    """A model that cannot be served correctly and is therefore refused."""
 
     def __init__(self, reason: str) -> None:
         super().__init__("model", reason)
 
 
 class KernelsUnavailable(EngineStartError):
-    """The kernels of a backend cannot be had on this machine, or not for this model."""
+    """Kernels of a backend that are not available on this machine, or not for this model."""
 
     def __init__(self, reason: str) -> None:
         super().__init__("backend", reason)
 
 
 class RankLost(Exception):
-    """One of the engine's tensor-parallel ranks is gone, so the engine is."""
+    """The loss of a tensor-parallel rank, which ends the engine."""
 
     def __init__(self, rank: int, how: str) -> None:
         super().__init__(f"rank {rank} is gone: {how}")

@@ -1,4 +1,7 @@
-"""What the front process and its engine process say to each other. Plain data, batched per step."""
+"""Messages between a front and its engine process.
+
+Plain data, batched per step.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +16,7 @@ from engine.kv.block_pool import CacheEvent
 
 @dataclass(frozen=True, slots=True)
 class PlacementMark:
-    """Which placement of which router caused this work; echoed in load reports."""
+    """The placement that caused a piece of work, by router and number; echoed in load reports."""
 
     router_id: str = ""
     sequence: int = 0
@@ -21,7 +24,10 @@ class PlacementMark:
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """Serve a request: admit it at once or answer Rejected. With `borrow`, ask for a loan of what is missing."""
+    """Serve a request: admit it at once or answer Rejected.
+
+    With `borrow`, open a loan for the missing blocks.
+    """
 
     request_id: str
     prompt: Sequence[int]
@@ -32,16 +38,16 @@ class Generate:
     borrow: bool
     mark: PlacementMark = PlacementMark()
     lender_computes: bool = True
-    """What it lacks; else it lends what it holds."""
+    """Whether the lender may compute blocks it lacks; otherwise it lends only what it holds."""
     emitted_others: tuple[tuple[int, ...], ...] = ()
-    """As `emitted`, of choices 1, 2 and so on; of those left out nothing was."""
+    """Emitted tokens of choices 1, 2 and so on, like `emitted`; missing entries are empty."""
     finished: frozenset[int] = frozenset()
     """Choices that an earlier attempt finished."""
     num_scored: int = 0
-    """Prompt tokens whose log probabilities an earlier attempt gave out."""
+    """Prompt tokens whose log probabilities an earlier attempt returned."""
 
     def emitted_of(self, choice: int) -> tuple[int, ...]:
-        """What an earlier attempt emitted of it."""
+        """Return the tokens that an earlier attempt emitted of `choice`."""
         if choice == 0:
             return self.emitted
         return self.emitted_others[choice - 1] if choice <= len(self.emitted_others) else ()
@@ -49,11 +55,14 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The request, or one choice of it, is over; free what it has. No answer."""
+    """End the request, or one choice of it, and free its blocks.
+
+    No answer.
+    """
 
     request_id: str
     choice: int | None = None
-    """None: all of them."""
+    """Choice to end; None ends all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +93,7 @@ class LoanFailed:
 
 @dataclass(frozen=True, slots=True)
 class Lend:
-    """Somebody wants blocks [first_block, len(token_ids) / block_tokens)."""
+    """Lend blocks [first_block, len(token_ids) / block_tokens) to a borrower."""
 
     loan_id: str
     token_ids: Sequence[int]
@@ -94,9 +103,9 @@ class Lend:
     priority: int
     mark: PlacementMark = PlacementMark()
     borrow: bool = False
-    """Somebody is named who holds more of it: ask for a loan of what is missing before computing it."""
+    """Whether a source is named that holds more of the chain: borrow from it before computing."""
     fast_path: bytes = b""
-    """Where the borrower's engine may be told early, see `engine/lending/fast_path.py`."""
+    """Address for fast-path announcements, see `engine/lending/fast_path.py`; empty for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +127,14 @@ class TakeSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class SetBudget:
-    """Compute so much in a step from now on: the worker's role has changed."""
+    """Use another step budget from now on, because the worker's role has changed."""
 
     budget: StepBudget
 
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """Check every book against every holder and answer Audited."""
+    """Check the block pool's records against every holder and answer Audited."""
 
     audit_id: int
 
@@ -164,14 +173,14 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class StartFailed:
-    """The engine cannot start; the last thing it says."""
+    """The engine cannot start; its last message."""
 
     reason: str
 
 
 @dataclass(slots=True)
 class KvAccount:
-    """Where the KV of one request came from, and when (seconds of the host's monotonic clock)."""
+    """Origin of one request's KV, and the times of its stages in seconds of the host's monotonic clock."""
 
     reused_blocks: int = 0
     moved_blocks: int = 0
@@ -183,16 +192,16 @@ class KvAccount:
     lender_computed_blocks: int = 0
     lender_fetched_blocks: int = 0
     restored_blocks: int = 0
-    """Brought back from this engine's own tiers."""
+    """Blocks restored from this engine's own tiers."""
     transport: str = ""
     lanes: tuple[str, ...] = ()
     loan_failure: str = ""
     restore_failure: str = ""
-    """Why bringing back from the tiers ended early."""
+    """Reason why restoring from the tiers ended early."""
     preemptions: int = 0
-    """How often its blocks were taken back, so that all its tokens had to be computed anew."""
+    """Number of times the request was preempted and its tokens computed again."""
     recomputed_tokens: int = 0
-    """Of those tokens, the ones that had been computed and were no longer cached; `computed_tokens` leaves them out."""
+    """Tokens computed again because they were no longer cached after a preemption; `computed_tokens` excludes them."""
     times: dict[str, float] = field(default_factory=dict)
 
 
@@ -202,21 +211,21 @@ class Token:
     token_id: int
     logprobs: TokenLogprobs | None = None
     account: KvAccount | None = None
-    """With the first token of a request, and with the first one after it was preempted."""
+    """Account of the request; set with its first token, and with the first token after a preemption."""
     finish: FinishReason | None = None
-    """With the last one of the choice."""
+    """Reason of the end; set with the last token of the choice."""
     choice: int = 0
     cumulative_logprob: float | None = None
-    """Of a beam, with the last one."""
+    """Log probability of a whole beam; set with its last token."""
     drafted: int = 0
-    """With the first token of a step: guesses at those after it that the step verified."""
+    """Number of draft tokens that the step verified; set with the first token of a step."""
     followed_draft: bool = False
-    """It was sampled in the same step as the token before it, since that one was guessed right."""
+    """Whether the token was sampled in the same step as the one before it, because that one was a correct draft."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptScored:
-    """Log probabilities of the next prompt tokens, in order, when they were asked for."""
+    """Requested log probabilities of the next prompt tokens, in order."""
 
     request_id: str
     logprobs: tuple[TokenLogprobs, ...]
@@ -226,7 +235,7 @@ class PromptScored:
 class Rejected:
     """The request is over without a (further) token.
 
-    `permanent`: it could never fit here. Otherwise it does not now, or lost blocks to a silent peer.
+    `permanent`: it can never fit here. Otherwise it does not fit now, or lost blocks to a silent peer.
     """
 
     request_id: str
@@ -236,7 +245,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The request is over without a further token: it was at fault itself, and would be anywhere."""
+    """The request is over without a further token through its own fault; every worker would fail it."""
 
     request_id: str
     failure: RequestFailure
@@ -244,14 +253,14 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class OpenLoan:
-    """Ask for chain blocks [first_block, end_block): the lender of a request, or the source of a loan given."""
+    """Ask a lender for chain blocks [first_block, end_block), for a request or for a loan given."""
 
     request_id: str
     first_block: int
     end_block: int
     may_compute: bool
     fast_path: bytes = b""
-    """As of Lend."""
+    """Address for fast-path announcements, as in Lend."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,12 +290,15 @@ class LendReady:
     block_ids: tuple[int, ...]
     fingerprints: bytes
     fetched: bool = False
-    """Not computed here but borrowed, or brought back from a tier."""
+    """Whether the blocks were borrowed or restored from a tier instead of computed here."""
 
 
 @dataclass(frozen=True, slots=True)
 class LendRefused:
-    """The loan is over. `bad_request`: the borrower broke the protocol; otherwise there is no room."""
+    """The loan is over.
+
+    `bad_request`: the borrower broke the protocol; otherwise there is no capacity.
+    """
 
     loan_id: str
     reason: str
@@ -295,7 +307,10 @@ class LendRefused:
 
 @dataclass(frozen=True, slots=True)
 class CacheChanged:
-    """`sequence` is that of the first event. A snapshot replaces all that was said before it."""
+    """Changes of the prefix cache.
+
+    `sequence` numbers the first event. A snapshot replaces all earlier changes.
+    """
 
     sequence: int
     events: tuple[CacheEvent, ...]
@@ -303,31 +318,31 @@ class CacheChanged:
 
 
 class TierUse(NamedTuple):
-    """One tier of KV, in blocks; see `engine/kv/kv_stats.py`."""
+    """Use of one KV tier, in blocks; see `engine/kv/kv_stats.py`."""
 
     tier: str
     blocks: int
-    """That it has room for; 0 of what other workers have."""
+    """Capacity in blocks; 0 for blocks of other workers."""
     used: int
-    """That hold something, in use or kept."""
+    """Blocks that hold KV, in use or cached."""
     queries: int
     hits: int
 
 
 class KvUse(NamedTuple):
-    """Where KV is and where it was found; counters are since the engine started."""
+    """Use of all KV tiers; counters start with the engine."""
 
     tiers: tuple[TierUse, ...]
     read_bytes: int
-    """From other workers, verified."""
+    """Verified bytes read from other workers."""
     read_s: float
-    """Time in which reads from other workers were under way."""
+    """Seconds during which reads from other workers were in flight."""
     mismatched: int
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Sent by the step loop a few times a second, so that its absence means a hung engine."""
+    """Load report, sent by the step loop several times a second; its absence means a hung engine."""
 
     step: int
     running: int
@@ -338,21 +353,24 @@ class Load:
     num_blocks: int
     placements_seen: dict[str, int]
     preempted: int = 0
-    """Requests that wait to be computed anew; they count as running too. While there are any, nothing is available."""
+    """Preempted requests; they count as running too. While there are any, no block is available."""
     preemptions: int = 0
-    """Since the engine started."""
+    """Preemptions since the engine started."""
     decoding: int = 0
-    """Of the running ones: those past their prompt."""
+    """Running requests that are past their prompt."""
     drafted: int = 0
-    """Tokens that were guessed and verified, since the engine started."""
+    """Draft tokens verified since the engine started."""
     accepted: int = 0
     kv: KvUse | None = None
-    """None: as in the report before."""
+    """Use of KV tiers; None when unchanged since the last report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """The books after a full check. `fault` is empty when they balance."""
+    """Result of a full check.
+
+    `fault` is empty when all records agree.
+    """
 
     audit_id: int
     fault: str

@@ -1,4 +1,4 @@
-"""The words the engine is written in: sampling parameters, sequences, chunks."""
+"""Types shared by all parts of the engine: sampling parameters, sequences, chunks and their results."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -14,28 +14,28 @@ class FinishReason(Enum):
 
 
 MAX_CHAINS = 64
-"""Choices or beams of one request, at most."""
+"""Largest number of choices or beams of one request."""
 
 StructureKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """The form an output must have; `protos/inference.proto` documents the kinds."""
+    """Required form of an output; `protos/inference.proto` documents the kinds."""
 
     kind: StructureKind
     texts: tuple[str, ...]
-    """The choices of `choice`, nothing of `json_object`, one text of the others."""
+    """Alternatives of kind `choice`, empty for `json_object`, one text for the other kinds."""
 
     @property
     def field(self) -> str:
-        """What an error about it names."""
+        """Request field that errors about this form name."""
         return f"sampling.structured.{self.kind}"
 
 
 @dataclass(frozen=True, slots=True)
 class BeamParams:
-    """Beam search; `protos/inference.proto` documents the fields."""
+    """Parameters of beam search; `protos/inference.proto` documents the fields."""
 
     width: int
     length_penalty: float = 1.0
@@ -44,7 +44,7 @@ class BeamParams:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Every field resolved and in range; `protos/inference.proto` documents them."""
+    """Sampling parameters, resolved and in range; `protos/inference.proto` documents the fields."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -60,7 +60,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, what is added to its logit)."""
+    """Pairs (token id, value added to its logit)."""
     min_tokens: int = 0
     structured: StructuredOutput | None = None
     prompt_logprobs: int | None = None
@@ -69,7 +69,7 @@ class SamplingParams:
 
     @property
     def num_chains(self) -> int:
-        """Chains that are computed at once: choices, or beams."""
+        """Number of chains computed at once: choices, or beams."""
         return self.n if self.beam is None else self.beam.width
 
 
@@ -84,16 +84,15 @@ class TokenLogprobs:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
-    """A token chain whose KV is being computed here.
+    """A token chain whose KV is computed here.
 
         token_ids   [0 ........ num_prompt ........ num_tokens)
         KV          [0 .. num_computed)                          in `blocks`
         named       [0 .. num_published blocks)                  in `keys`
 
-    `num_prompt` counts tokens that were given: the prompt, and what an earlier attempt emitted. A sequence
-    without `sampling` computes the KV of a loan and samples nothing. A preempted one has lost its KV: all its
-    tokens, those it sampled among them, are computed again in chunks as a prompt is, and the next one is sampled at
-    their end.
+    `num_prompt` counts given tokens: the prompt, and the tokens that an earlier attempt emitted. A sequence without
+    `sampling` computes the KV of a loan and samples nothing. A preempted sequence has lost its KV: all its tokens,
+    sampled ones included, are computed again in chunks like a prompt, and the next token is sampled at their end.
     """
 
     request_id: str
@@ -108,22 +107,23 @@ class Sequence:
     num_computed: int = 0
     keys: list[BlockKey] = field(default_factory=list)
     num_emitted_before: int = 0
-    """Tokens among `num_prompt` that count against max_tokens: an earlier attempt sampled them."""
+    """Tokens among `num_prompt` that count against max_tokens, because an earlier attempt sampled them."""
     turn: int = 0
-    """Its place among those that wait for their next token: lower waits longer. See `engine/core/scheduler.py`."""
+    """Position among sequences that wait for their next token; a lower one waits longer. See
+    `engine/core/scheduler.py`."""
     num_preemptions: int = 0
     num_recomputed: int = 0
-    """Tokens whose KV was here, was given back by preemption, and had to be computed again."""
+    """Tokens computed again because preemption gave their KV back."""
     choice: int = 0
-    """Which of its request's choices it is. What it draws depends on it."""
+    """Index of the choice within its request; random draws depend on it."""
     siblings: list["Sequence"] = field(default_factory=list)
-    """Those that will be forked from it: they wait, with no KV, until it has computed what they share."""
+    """Sequences to be forked from this one; they wait, without KV, until it has computed the shared tokens."""
     fork_at: int = 0
-    """How many leading tokens they share. It computes no more than those while it has `siblings`."""
+    """Number of leading tokens that siblings share. A sequence with `siblings` computes no more than those."""
     heard: bool = False
-    """A beam of which is known what may come next, while its search waits for the others."""
+    """Whether a beam's candidates are known, while its search waits for the other beams."""
     num_scored: int = 0
-    """Prompt tokens after the first whose log probabilities were given out, when they are asked for."""
+    """Prompt tokens after the first whose requested log probabilities were already returned."""
 
     @property
     def num_tokens(self) -> int:
@@ -131,41 +131,41 @@ class Sequence:
 
     @property
     def output_token_ids(self) -> list[int]:
-        """Sampled so far, by this attempt and earlier ones."""
+        """Tokens sampled so far, by this attempt and earlier ones."""
         return self.token_ids[self.num_prompt - self.num_emitted_before :]
 
     @property
     def num_remaining(self) -> int:
-        """Tokens whose KV is not computed yet."""
+        """Number of tokens whose KV is not computed yet."""
         end = self.fork_at if self.siblings else len(self.token_ids)
         return max(0, end - self.num_computed)
 
     @property
     def num_to_score(self) -> int:
-        """Prompt tokens whose log probabilities are to be given out: all but the first."""
+        """Number of prompt tokens whose log probabilities are requested: all but the first."""
         if self.sampling is None or self.sampling.prompt_logprobs is None:
             return 0
         return self.num_prompt - self.num_emitted_before - 1
 
     @property
     def num_reusable(self) -> int:
-        """Leading tokens whose KV may come from elsewhere: not those whose logits are needed here."""
+        """Number of leading tokens whose KV may come from elsewhere, because their logits are not needed here."""
         return self.num_scored if self.num_scored < self.num_to_score else len(self.token_ids) - 1
 
     @property
     def num_sampled(self) -> int:
-        """Tokens sampled so far, those of earlier attempts included."""
+        """Number of tokens sampled so far, earlier attempts included."""
         return len(self.token_ids) - self.num_prompt + self.num_emitted_before
 
     @property
     def max_num_tokens(self) -> int:
-        """Tokens it has when it has sampled all it may."""
+        """Number of tokens when the sequence has sampled all it may."""
         new = self.sampling.max_tokens - self.num_emitted_before if self.sampling is not None else 0
         return self.num_prompt + new
 
     @property
     def decoding(self) -> bool:
-        """Only the token sampled last is left to compute: each step computes one and samples the next."""
+        """Whether only the last sampled token is left to compute: each step computes one token and samples the next."""
         if self.sampling is None or self.siblings:
             return False
         num_tokens = len(self.token_ids)
@@ -174,9 +174,10 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class SamplePosition:
-    """Where a token may come next: after the tokens of a sequence and some guesses at those that follow.
+    """Position at which a token may be sampled: after a sequence's tokens and some draft tokens.
 
-    A sequence itself is such a place, with no guess; what both have in common is all that sampling asks of one."""
+    A sequence itself is such a position without draft tokens; sampling uses only their common attributes.
+    """
 
     sequence: Sequence
     draft_tokens: tuple[int, ...]
@@ -211,41 +212,41 @@ AnyPlace = Sequence | SamplePosition
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Compute tokens [start, start + count) of a sequence in this step, and after them guesses at what follows."""
+    """Work of one step for one sequence: tokens [start, start + count), and draft tokens after them."""
 
     sequence: Sequence
     start: int
     count: int
     draft_tokens: tuple[int, ...] = ()
-    """Only of a chunk that samples. Each is verified: the token sampled in its place is the same, or it was wrong, and
-    its KV is written over."""
+    """Draft tokens of a chunk that samples. Each is verified: the token sampled at its position is equal, or the draft
+    was wrong and its KV is overwritten."""
     num_drafts: int = 0
-    """So many guesses are the runner's to make, with its draft model; `draft_tokens` is empty then."""
+    """Number of draft tokens that the runner should propose with its draft model; `draft_tokens` is empty then."""
 
     @property
     def num_draft_tokens(self) -> int:
-        """Made, or to be made."""
+        """Number of draft tokens, proposed or still to be proposed."""
         return len(self.draft_tokens) or self.num_drafts
 
     @property
     def num_rows(self) -> int:
-        """Tokens that the model is given."""
+        """Number of tokens that the model computes."""
         return self.count + len(self.draft_tokens)
 
     @property
     def end(self) -> int:
-        """One past the last position that is computed, those of guesses included."""
+        """One past the last computed position, draft tokens included."""
         return self.start + self.count + self.num_draft_tokens
 
     @property
     def token_ids(self) -> list[int]:
-        """What the model is given, [num_rows]."""
+        """Tokens that the model computes, [num_rows]."""
         tokens = self.sequence.token_ids[self.start : self.start + self.count]
         return [*tokens, *self.draft_tokens] if self.draft_tokens else tokens
 
     @property
     def places(self) -> list[AnyPlace]:
-        """Where tokens are sampled, of a chunk that samples: its end, and after each guess."""
+        """Positions at which a sampling chunk samples: its end, and after each draft token."""
         return [
             self.sequence,
             *(SamplePosition(self.sequence, self.draft_tokens[: j + 1]) for j in range(len(self.draft_tokens))),
@@ -253,26 +254,26 @@ class Chunk:
 
     @property
     def samples(self) -> bool:
-        """The chunk reaches the sequence's end, so that its next token is sampled."""
+        """Whether the chunk reaches the sequence's end, so that the next token is sampled."""
         return self.sequence.sampling is not None and self.start + self.count == len(self.sequence.token_ids)
 
     @property
     def scored(self) -> range:
-        """Positions of the chunk whose logits give the log probability of the prompt token that follows."""
+        """Positions of the chunk whose logits give the log probability of the following prompt token."""
         sequence = self.sequence
-        if not (num_to_score := sequence.num_to_score):  # as of most
+        if not (num_to_score := sequence.num_to_score):  # the common case
             return range(0)
         return range(max(self.start, sequence.num_scored), min(self.start + self.count, num_to_score))
 
     @property
     def answers(self) -> bool:
-        """The runner has something to say of it."""
+        """Whether the runner returns a result for the chunk."""
         return self.samples or len(self.scored) > 0
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
-    """Why a request cannot go on: `field` of it is at fault."""
+    """Reason why a request cannot continue: its `field` is at fault."""
 
     field: str
     reason: str
@@ -280,25 +281,27 @@ class RequestFailure:
 
 @dataclass(frozen=True, slots=True)
 class SampleResult:
-    """What a chunk's logits gave: one token sampled for its sequence, or why there can be none."""
+    """Result of a chunk: the sampled token, or the reason why there is none."""
 
     token_id: int
-    """-1 when the chunk samples none."""
+    """Sampled token, or -1 when the chunk samples none."""
     logprobs: TokenLogprobs | None = None
     failure: RequestFailure | None = None
-    """The request ends with it, and `token_id` means nothing."""
+    """Failure that ends the request; `token_id` is then meaningless."""
     prompt: tuple[TokenLogprobs, ...] = ()
-    """Of the prompt tokens that follow `Chunk.scored`."""
+    """Log probabilities of the prompt tokens that follow `Chunk.scored`."""
     num_draft_tokens: int = 0
-    """That were verified."""
+    """Number of draft tokens that were verified."""
     following: "tuple[SampleResult, ...]" = ()
-    """What was sampled after it, in turn: as many as guesses were right."""
+    """Results after this one, in order: as many as draft tokens were accepted."""
 
 
 def verified(draft_tokens: tuple[int, ...], answers: Iterable[SampleResult | None]) -> SampleResult:
-    """The answer to a chunk with these guesses. `answers` are what is sampled after none of them, after the first, and
-    so on; None where nothing can be said if it comes to that, and then the next step will. No more of them are asked
-    for than guesses were right."""
+    """Return the result of a chunk with these draft tokens.
+
+    `answers` are the samples after no draft token, after the first, and so on. None means that the next step will give
+    that sample. Only as many are taken as draft tokens were accepted, and one.
+    """
     of_places = iter(answers)
     first = next(of_places)
     assert first is not None

@@ -1,8 +1,8 @@
-"""The engine: one step loop over requests, loans taken and loans given.
+"""The engine core: one step loop over requests, loans taken and loans given.
 
-Everything is driven from one thread by `handle`, `handle_posted`, and `step` or its two halves; only `post` may be
-called from others. Between the halves the runner computes on a thread of its own while messages go on being handled: a
-handshake does not wait for steps.
+One thread drives it by `handle`, `handle_posted`, and `step` or its two halves; only `post` may be called from other
+threads. Between the halves the runner computes on a thread of its own while messages are still handled, so a handshake
+does not wait for steps.
 """
 
 import math
@@ -50,24 +50,24 @@ Input = ToEngine | ReadCompletion
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What bounds the engine's work."""
+    """Limits of the engine's work."""
 
     budget: StepBudget
     max_queued_loans: int = 256
     reserve_output_tokens: int = 256
-    """Output for which a request is promised blocks when it starts, at most; beyond it takes what is available."""
+    """Output tokens for which a starting request reserves blocks, at most; further blocks are taken while available."""
     report_interval_s: float = 0.25
-    """Load reports are at most so far apart while the loop turns, and heartbeats with them."""
+    """Longest time between load reports while the loop runs, in seconds; heartbeats follow them."""
     min_report_interval_s: float = 0.02
-    """And at least so far apart, however much changes."""
+    """Shortest time between load reports, in seconds, however much changes."""
     max_step_s: float = 20.0
-    """A step that takes longer counts as hung: the loop, which turns on beside it, stops reporting."""
+    """Seconds after which a step counts as hung: the loop, which runs beside it, stops reporting."""
     read_silence_s: float = math.inf
-    """A loan whose reads get nowhere for so long is over."""
+    """Seconds without progress of its reads after which a loan fails."""
 
 
 class EngineCore:
-    """Everything but threads and sockets."""
+    """The engine without threads and sockets."""
 
     def __init__(
         self,
@@ -82,11 +82,15 @@ class EngineCore:
         others: Seq[RemoteRank] = (),
         fast_path: FastPathLink | None = None,
     ) -> None:
-        """`emit` is called from `handle` and `step`, and must not block. `wake` is called by `post`, from whatever
-        thread that runs on: there is something for `handle_posted`. `clock` says the time, in seconds. Without a
-        `speculator` nothing is guessed. `others`: the engine's ranks beside the one whose pool `runner` has, each with
-        as many blocks of the same numbers; `runner` computes on them, too. With them there can be no `tiers`. `fast_path`:
-        to other engines, see `engine/lender_manager/fast_path.py`."""
+        """Create the engine.
+
+        `emit` is called from `handle` and `step` and must not block.
+
+        `wake` is called by `post`, on its thread, when `handle_posted` has work. `clock` returns seconds. Without a
+        `speculator` there are no draft tokens. `others` are the engine's other ranks, each with as many blocks of the
+        same numbers; `runner` computes on them too. With `others` there can be no `tiers`. `fast_path` connects to
+        other engines, see `engine/lending/fast_path.py`.
+        """
         assert not (others and tiers)
         self._runner = runner
         self._transport = transport
@@ -131,7 +135,7 @@ class EngineCore:
         )
 
     def start(self) -> Ready:
-        """Register the pool; what the front announces to the world."""
+        """Register the pool and return the facts that the front announces."""
         own = self._transport.register(self._runner.pool)
         endpoint = join_endpoints([own, *(rank.endpoint for rank in self._others)])
         self._fast_path.lends_from(endpoint)
@@ -149,29 +153,35 @@ class EngineCore:
         )
 
     def post(self, message: ReadCompletion) -> None:
-        """Hand a message to the loop, from any thread."""
+        """Hand a message to the loop.
+
+        From any thread.
+        """
         self._posted.put(message)
         self._wake()
 
     def handle_posted(self) -> None:
-        """Handle what other threads posted, and what other engines said early."""
+        """Handle messages that other threads posted, and fast-path announcements from other engines."""
         self._borrower_manager.handle_fast_path()
-        while not self._posted.empty():  # only this takes from it
+        while not self._posted.empty():  # only this method takes from it
             self.handle(self._posted.get_nowait())
 
     @property
     def busy(self) -> bool:
-        """There is something to compute, and nothing is being computed: do not wait for messages."""
+        """Whether there is something to compute and no step runs, so the loop should not wait for messages."""
         return not self._kv_cache.in_step and bool(self._runnable() or self._requests.running_set.forkable)
 
     def close(self) -> None:
-        """Stop all transfers; nothing touches the pool afterwards."""
+        """Stop all transfers; no transfer touches the pool afterwards."""
         self._transport.close()
         if self._kv_cache.tiers is not None:
             self._kv_cache.tiers.close()
 
     def step(self) -> bool:
-        """Compute one batch and report; False when there was nothing to compute."""
+        """Compute one batch and report.
+
+        Returns False when there was nothing to compute.
+        """
         batch = self.begin_step()
         if batch:
             self.end_step(batch, self._runner.execute(batch))
@@ -179,8 +189,11 @@ class EngineCore:
         return bool(batch)
 
     def begin_step(self) -> list[Chunk]:
-        """What to compute next. Until `end_step`, messages may be handled while the runner executes it: whatever they
-        end, nobody else gets a block that the batch writes into."""
+        """Return the next batch.
+
+        Until `end_step`, messages may be handled while the runner executes the batch. Whatever they end, no other
+        sequence gets a block that the batch writes into.
+        """
         if not self._requests.num_requests and not self._lender_manager.num_loans:
             return []
         self._requests.running_set.begin_step()
@@ -195,14 +208,14 @@ class EngineCore:
         for chunk in batch:
             sequence = chunk.sequence
             self._kv_cache.grow(sequence, chunk.end)
-            # Loans have ids of their own, perhaps equal to a request's; who decodes was computed before.
+            # loan ids are separate and may equal a request's id; decoding sequences were recorded before
             if sequence.sampling is not None and not sequence.decoding:
                 self._requests.computing(sequence, now)
         self._kv_cache.begin_step(chunk.sequence for chunk in batch)
         return batch
 
     def end_step(self, batch: list[Chunk], sampled: list[SampleResult]) -> None:
-        """The runner's answer to `begin_step`."""
+        """Process the runner's results of the batch from `begin_step`."""
         prompts = [chunk for chunk in batch if not chunk.sequence.decoding]
         seconds = self._reports.step_ended()
         if prompts:
@@ -215,7 +228,7 @@ class EngineCore:
         tokens = iter(sampled)
         num_requests = self._requests.num_requests
         results = [(chunk, next(tokens) if chunk.answers else None) for chunk in batch]
-        if prompts:  # first tokens leave first: they are waited for, while those of running streams come anyway
+        if prompts:  # first tokens leave first: clients wait for them more than for the next token of a stream
             results.sort(key=lambda result: result[0].sequence.decoding)
         for chunk, token in results:
             sequence = chunk.sequence
@@ -230,16 +243,20 @@ class EngineCore:
                 self._requests.computed(sequence, token, chunk.samples)
         self._requests.part()
         self._reports.changed |= self._requests.num_requests != num_requests
-        self._requests.running_set.restart()  # in what the batch gave back: the loop may sleep before the next step
+        # use the blocks that the batch gave back: the loop may sleep before the next step
+        self._requests.running_set.restart()
         self._start_loans()
 
     def report(self) -> None:
-        """Tell the world what changed, and that the loop turns. A step that hangs silences it."""
+        """Report changes and load.
+
+        A step that hangs silences the reports.
+        """
         self._borrower_manager.give_up_stuck()
         self._reports.report()
 
     def handle(self, message: Input) -> None:
-        """One message from the front, or from the transport's thread."""
+        """Handle one message from the front or from the transport's thread."""
         self._reports.changed = True
         match message:
             case Generate():
@@ -272,7 +289,7 @@ class EngineCore:
                 self._emit(self.audit(audit_id))
 
     def audit(self, audit_id: int = 0) -> Audited:
-        """Hold the pool's books against everyone who claims a block."""
+        """Check the pool's records against every holder of a block."""
         pool, fault = self._kv_cache.pool, ""
         claims = [sequence.blocks for sequence in [*self._requests.sequences, *self._kv_cache.lingering]]
         claims += self._lender_manager.holdings()
@@ -296,11 +313,11 @@ class EngineCore:
     # ------------------------------------------------------------------ the loop's parts
 
     def _start_loans(self) -> None:
-        """Let waiting loans start; whoever waits for room itself, a lender's or its own, lets nobody wait for its own.
+        """Start queued loans, or refuse those that would wait while this engine itself waits.
 
-        Else two engines, both full of requests that wait for the other's loan, would wait for good. As it is, whoever
-        is waited for waits for nothing but its own steps. And room that a loan takes is not taken back: an engine
-        whose own requests were preempted for want of it gives none away.
+        Otherwise two engines whose requests wait for each other's loans would wait for ever. With this rule an engine
+        that is waited for waits only for its own steps. Blocks that a loan takes are not taken back, so an engine whose
+        own requests were preempted for lack of blocks gives none away.
         """
         if not self._lender_manager.num_waiting:
             return
@@ -311,7 +328,7 @@ class EngineCore:
             self._lender_manager.refuse_queued("no room now, and requests of this worker wait for room themselves")
 
     def _batch_with_room(self) -> list[Chunk]:
-        """The batch of the next step, with promises for all its blocks; requests are preempted until there are."""
+        """Return the next batch with reservations for all its blocks, preempting requests until they fit."""
         while True:
             batch = schedule(self._runnable(), self._limits.budget)
             if self._requests.adopt(batch):
@@ -323,7 +340,7 @@ class EngineCore:
         return self._requests.running_set.running + self._lender_manager.jobs()
 
     def _next_arrival(self) -> int:
-        """One count for requests and loans, arrivals and turns: the scheduler orders them together."""
+        """Return the next number of the counter that orders requests and loans, arrivals and turns."""
         return self._take_arrivals(1)
 
     def _take_arrivals(self, count: int) -> int:

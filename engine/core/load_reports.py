@@ -1,4 +1,4 @@
-"""What an engine tells the world of itself: changes of its cache, and its load as a sign that its loop turns."""
+"""Reports of an engine: changes of its cache, and its load, which also shows that its loop runs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ from engine.speculation.speculator import Speculator
 
 @dataclass(frozen=True, slots=True)
 class ReportSchedule:
-    """When load is reported."""
+    """Times at which load is reported."""
 
     interval_s: float
-    """Reports are at most so far apart while the loop turns."""
+    """Longest time between reports while the loop runs, in seconds."""
     min_interval_s: float
-    """And at least so far apart, however much changes."""
+    """Shortest time between reports, in seconds, however much changes."""
     max_step_s: float
-    """A step that takes longer counts as hung: nothing is reported any more."""
+    """Seconds after which a step counts as hung and reports stop."""
 
 
 class LoadReporter:
-    """Driven by the engine's loop; says nothing by itself."""
+    """Reporter driven by the engine's loop; sends nothing by itself."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class LoadReporter:
         self._step_began_at = 0.0
         self._step_count = 0
         self.changed = True
-        """Load has changed since the last report."""
+        """Whether load has changed since the last report."""
 
     def saw(self, mark: PlacementMark) -> None:
-        """The work of this placement is counted from now on."""
+        """Record that the work of this placement is counted from now on."""
         if mark.router_id:
             seen = self._placements_seen.get(mark.router_id, 0)
             self._placements_seen[mark.router_id] = max(seen, mark.sequence)
@@ -60,26 +60,29 @@ class LoadReporter:
         self._step_began_at = now
 
     def step_ended(self) -> float:
-        """How long it took, in seconds."""
+        """Record the end of a step; return its duration in seconds."""
         self._step_count += 1
         return self._kv_cache.clock() - self._step_began_at
 
     def count_steps(self, count: int) -> None:
-        """So many were made at once."""
+        """Count steps that were made at once."""
         self._step_count += count
 
     def due(self, now: float) -> bool:
-        """Load is to be reported at that time."""
+        """Return whether load should be reported at `now`."""
         interval_s = self._times.min_interval_s if self.changed else self._times.interval_s
         return now - self._reported_at >= interval_s
 
     def report(self) -> None:
-        """Say what is due. A step that hangs silences it."""
+        """Send due reports.
+
+        A step that hangs silences them.
+        """
         self._report_cache()
         self._report_load()
 
     def send_snapshot(self) -> None:
-        """The whole prefix cache, for a reader that lost some changes."""
+        """Send the whole prefix cache, for a reader that lost changes."""
         self._report_cache()
         self._emit(CacheChanged(self._cache_sequence, tuple(self._kv_cache.cache_snapshot()), snapshot=True))
 
@@ -119,7 +122,7 @@ class LoadReporter:
         )
 
     def _news_of_kv(self, now: float) -> KvUse | None:
-        """None where there is none."""
+        """Return the use of KV tiers since the last report, or None where it is unchanged."""
         books, counts = self._kv_cache, self._kv_cache.counts
         room: dict[str, tuple[int, int]] = {POOL: (books.pool.num_blocks, books.pool.num_filled)}
         if books.tiers is not None:

@@ -1,4 +1,4 @@
-"""What an engine must bring: memory for KV blocks, and a way to compute one batch."""
+"""Interface of an engine backend: memory for KV blocks, and a way to compute one batch."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from kvtransfer.transport import AnyPool, Pool
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the world needs to know of a loaded model."""
+    """Facts about a loaded model that other processes need."""
 
     weights_fingerprint: bytes
     vocab_size: int
@@ -24,70 +24,88 @@ class ModelInfo:
 
 
 class ModelRunner(ABC):
-    """One model with its KV memory. Used by one thread."""
+    """One model with its KV memory.
+
+    Used by one thread.
+    """
 
     layout: KvLayout
-    """Of whole blocks."""
+    """Layout of whole blocks."""
     info: ModelInfo
     pool: AnyPool
-    """[num_blocks, block_bytes] of uint8: what `execute` writes, transports move and fingerprints cover. Of an engine
-    of several ranks: this rank's part of each block."""
+    """KV memory, uint8 [num_blocks, block_bytes]: `execute` writes it, transports move it, fingerprints cover it. With
+    several ranks it is this rank's part of each block."""
     _fingerprints: Fingerprints | None = None
 
     @property
     def pool_layout(self) -> KvLayout:
-        """Of what `pool` has of each block."""
+        """Layout of the part of a block that `pool` holds."""
         return self.layout
 
-    def bind(self, own_cores: Sequence[int], shared_cores: Sequence[int]) -> None:  # noqa: B027 - most need nothing
-        """Called between steps, on the thread that calls `execute`: where its threads compute from now on. Without
-        `own_cores` where they did."""
+    # noqa: B027 - most backends need nothing
+    def bind(self, own_cores: Sequence[int], shared_cores: Sequence[int]) -> None:
+        """Set the cores of the compute threads; called between steps on the thread that calls `execute`.
+
+        An empty `own_cores` leaves them unchanged.
+        """
 
     @property
     def draft_pass_s(self) -> float:
-        """Seconds that its draft model lately took for one guess of each sequence; 0 where it has none."""
+        """Recent seconds that the draft model took per draft token of each sequence; 0 without a draft model."""
         return 0.0
 
     @abstractmethod
     def execute(self, batch: Sequence[Chunk]) -> list[SampleResult]:
-        """Compute the KV of every chunk's tokens into its sequence's blocks; blocks before a chunk are full. It is
-        there for everyone, transports too, when this returns.
+        """Compute the KV of every chunk's tokens into its sequence's blocks; blocks before a chunk are full.
 
-        Returns one Sampled per chunk with `chunk.answers`, in order. Writes only into slots of the chunks' own
-        tokens and of their guesses. Of `chunk.num_drafts` fewer may be made. Does not change the sequences.
+        On return the KV is visible to everyone, transports included. Returns one SampleResult per chunk with
+        `chunk.answers`, in order. Writes only slots of the chunks' own tokens and of their draft tokens. May propose
+        fewer than `chunk.num_drafts` draft tokens. Does not change the sequences.
         """
 
     def copy_block(self, source: int, target: int) -> None:
-        """Make block `target` equal to `source`. Called between steps; the next `execute` sees it."""
+        """Make block `target` equal to `source`.
+
+        Called between steps; the next `execute` sees it.
+        """
         assert isinstance(self.pool, Pool)
         self.pool.memory[target] = self.pool.memory[source]
 
     def read_blocks(self, blocks: Sequence[int]) -> Sequence[NDArray[np.uint8]]:
-        """The bytes of blocks that nobody writes, [block_bytes] each; valid until somebody does. From any thread."""
+        """Return the bytes of blocks that are not being written, [block_bytes] each; valid until the next write.
+
+        From any thread.
+        """
         assert isinstance(self.pool, Pool)
         memory = self.pool.memory
         return [memory[block] for block in blocks]
 
     def write_block(self, block: int, content: NDArray[np.uint8]) -> None:
-        """Set the bytes of a block that no batch uses; they are there when this returns. From any thread."""
+        """Set the bytes of a block that no batch uses; they are visible on return.
+
+        From any thread.
+        """
         assert isinstance(self.pool, Pool)
         self.pool.memory[block] = content
 
     def fingerprints(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
-        """Those of `kvtransfer/fingerprint.py`, of the blocks' bytes as they are now: [len(blocks), kv_heads].
+        """Return the fingerprints (`kvtransfer/fingerprint.py`) of the blocks' present bytes, [len(blocks), kv_heads].
 
-        Called from any thread, also while `execute` runs. A runner whose pool is not in main memory brings its own. One
+        Called from any thread, also while `execute` runs. A backend whose pool is not in main memory overrides it. One
         of several ranks is asked only for blocks that its last step filled.
         """
         return self._in_main_memory().of(blocks)
 
     def part_fingerprints(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
-        """Of what `pool` has of the blocks, any of them: [len(blocks), KV heads of this rank]. From any thread."""
+        """Return fingerprints of the part that `pool` holds, [len(blocks), KV heads of this rank].
+
+        From any thread.
+        """
         return self.fingerprints(blocks)
 
     @property
     def folding(self) -> Folding | None:
-        """How each KV head of a block in `pool` is fingerprinted; None where that is not for the CPU to do."""
+        """Fold that fingerprints one KV head of a block in `pool`; None where the CPU cannot compute it."""
         return self._in_main_memory().folding if isinstance(self.pool, Pool) else None
 
     def _in_main_memory(self) -> Fingerprints:

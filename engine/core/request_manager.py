@@ -1,18 +1,18 @@
-"""The requests this engine serves: admitted or rejected at once, borrowing or running, until they finish.
+"""Requests of an engine: admitted or rejected at once, borrowing or running, until they finish.
 
-admitted ──no loan──────────────▶ running ──▶ finished
-    └──borrowing──loan is over──────┘ │ ▲
-                                      │ └──blocks for all its tokens──┐
-                                      └──somebody lacks a block──▶ preempted
-(a cancel ends any of them; a request that does not fit now is rejected, never queued: the router waits)
+    admitted ──no loan──────────────▶ running ──▶ finished
+        └──borrowing──loan is over──────┘ │ ▲
+                                          │ └──blocks for all its tokens──┐
+                                          └──a sequence lacks a block──▶ preempted
+    (a cancel ends any of them; a request that does not fit now is rejected, never queued: the router waits)
 
-Who is borrowing or running holds blocks, and a promise of those it was admitted with and has not taken yet. Who is
-preempted holds none. It restarts with all its tokens, computes in chunks what the prefix cache has lost of them, and
-goes on after the last one: what it emitted is not emitted again, and what it will emit is what it would have been,
-since sampling is keyed by (seed, choice, position). Victims are chosen where no step runs, at `begin_step`; who they
-are, and who restarts when, stands in `engine/core/preemption.py`.
+A borrowing or running request holds blocks, and a reservation of those it was admitted with and has not taken yet. A
+preempted request holds none. It restarts with all its tokens, computes in chunks those that the prefix cache has lost,
+and continues after the last one. Its output is unchanged, since sampling is keyed by (seed, choice, position), and
+emitted tokens are not emitted again. Victims are chosen while no step runs, in `begin_step`;
+`engine/core/preemption.py` has the policy.
 
-All of this is of one sequence. A request of several choices is admitted and borrows as one, its lead; then each choice
+This describes one sequence. A request of several choices is admitted and borrows as one, its lead; then each choice
 runs and finishes by itself (`engine/sampling/parallel_sampling.py`), and the request is over with the last one.
 """
 
@@ -33,23 +33,23 @@ from engine.sampling.parallel_sampling import chains_of, num_blocks_at_most, sea
 @dataclass(slots=True)
 class _Request:
     chains: dict[int, Sequence]
-    """By choice, those that are not over."""
+    """Sequences that are not over, by choice."""
     account: KvAccount
     borrower_manager: bool
     num_choices: int
-    """Of beams, how many of those found are wanted."""
+    """Number of choices wanted; of a beam search, the number of beams returned."""
     search: BeamSearch | None = None
     num_preemptions_over: int = 0
-    """Of chains that are over."""
+    """Preemptions of sequences that are over."""
     num_recomputed_over: int = 0
 
     @property
     def is_parted(self) -> bool:
-        """Its chains are forked from each other, now or later."""
+        """Whether its sequences are forked from each other, now or later."""
         return self.num_choices > 1 or self.search is not None
 
     def count_preemptions(self) -> bool:
-        """Bring the account up to date; False when nothing is new."""
+        """Update the account's preemptions; return False when nothing changed."""
         before = self.account.preemptions
         chains = self.chains.values()
         self.account.preemptions = self.num_preemptions_over + sum(s.num_preemptions for s in chains)
@@ -71,7 +71,12 @@ class RequestManager:
         reserve_output_tokens: int,
         copy_block: Callable[[int, int], None],
     ) -> None:
-        """`next_arrival` numbers arrivals and turns. `copy_block(source, target)` is called between steps."""
+        """Create the manager.
+
+        `next_arrival` numbers arrivals and turns.
+
+        `copy_block(source, target)` is called between steps.
+        """
         self.running_set = RunningSet(books, reserve_output_tokens, next_arrival, copy_block)
         self._kv_cache = books
         self._borrower_manager = borrower_manager
@@ -81,7 +86,7 @@ class RequestManager:
         self._next_arrival = next_arrival
         self._requests: dict[str, _Request] = {}
         self._num_parted = 0
-        """Of those."""
+        """Number of requests with forked sequences."""
 
     @property
     def num_requests(self) -> int:
@@ -93,11 +98,11 @@ class RequestManager:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """Of all requests: who claims which blocks."""
+        """Sequences of all requests, which hold blocks."""
         return [chain for request in self._requests.values() for chain in request.chains.values()]
 
     def admit(self, message: Generate) -> None:
-        """Start it with blocks promised for its prompt and some output, or say Rejected."""
+        """Start a request with blocks reserved for its prompt and some output, or send Rejected."""
         layout, pool = self._kv_cache.layout, self._kv_cache.pool
         root = root_key(self._model_fingerprint, message.cache_salt)
         search = search_of(message, self._eos_token_ids)
@@ -134,8 +139,10 @@ class RequestManager:
             self.loan_over(sequence, lost_blocks=False)
 
     def adopt(self, batch: list[Chunk]) -> bool:
-        """Those of the batch that are computed for the first time take what is cached by now: siblings that arrived
-        together compute once. True when the batch is no longer what is to be computed."""
+        """Give starting sequences the blocks cached by now, so siblings that arrived together compute once.
+
+        Returns True when the batch has to be made again.
+        """
         adopted = 0
         for chunk in batch:
             sequence = chunk.sequence
@@ -151,17 +158,20 @@ class RequestManager:
         return adopted > 0
 
     def computing(self, sequence: Sequence, now: float) -> None:
-        """A step begins to compute some of the request's tokens."""
+        """Record that a step begins to compute tokens of the request."""
         self._requests[sequence.request_id].account.times.setdefault("compute_started", now)
 
     def has(self, sequence: Sequence) -> bool:
-        """It is not over."""
+        """Return whether the sequence is not over."""
         request = self._requests.get(sequence.request_id)
         return request is not None and request.chains.get(sequence.choice) is sequence
 
     def computed(self, sequence: Sequence, sampled: SampleResult, samples: bool) -> None:
-        """What the runner has to say of a sequence's chunk; `samples`: the sequence's next token is among it, and those
-        after it as far as guesses were right. The chunk's own tokens were counted in the books; theirs are here."""
+        """Process the result of a sequence's chunk.
+
+        `samples`: the result has the sequence's next token, and those after it as far as draft tokens were accepted.
+        The KV cache manager has already counted the chunk's own tokens; accepted draft tokens are counted here.
+        """
         if sampled.prompt:
             sequence.num_scored += len(sampled.prompt)
             self._emit(PromptScored(sequence.request_id, sampled.prompt))
@@ -170,11 +180,11 @@ class RequestManager:
             for following in sampled.following:
                 if not self.has(sequence):
                     return  # the token before it was the last
-                self._kv_cache.advance(sequence, 1)  # of the guess, which is the sequence's last token by now
+                self._kv_cache.advance(sequence, 1)  # the draft token, which is the sequence's last token by now
                 self._append(sequence, following, followed_draft=True)
 
     def _append(self, sequence: Sequence, sampled: SampleResult, followed_draft: bool = False) -> None:
-        """The sequence's next token is known, or what may come next of a beam, or that there can be none."""
+        """Add the sequence's next token, or a beam's candidates, or end the request with the failure."""
         if sampled.failure is not None:
             self._emit(Failed(sequence.request_id, sampled.failure))
             self._finish(sequence.request_id)
@@ -209,7 +219,10 @@ class RequestManager:
             self._end(request, sequence)
 
     def part(self) -> None:
-        """Fork what has computed all that it shares, and beams whose candidates are all known. No step is running."""
+        """Fork sequences that have computed all shared tokens, and advance beam searches whose candidates are known.
+
+        No step may run.
+        """
         if not self._num_parted:
             return
         for lead in self.running_set.forkable:
@@ -221,7 +234,7 @@ class RequestManager:
             self._advance(request)
 
     def cancel(self, request_id: str, choice: int | None = None) -> None:
-        """Nobody wants the rest, or that of one choice, which has got a token already."""
+        """Cancel a request, or one choice that has a token already."""
         if (request := self._requests.get(request_id)) is None:
             return
         if choice is None:
@@ -231,7 +244,7 @@ class RequestManager:
             self._end(request, chain)
 
     def _advance(self, request: _Request) -> None:
-        """All is known of the beams of a search that decides who goes on."""
+        """Advance a search whose candidates are all known: decide which beams continue."""
         search, chains = request.search, request.chains
         assert search is not None
         moves = search.advance()
@@ -241,7 +254,7 @@ class RequestManager:
         for slot in chains.keys() - {move.parent for move in moves}:
             self.running_set.drop(chains[slot])
             self._kv_cache.preempt(chains[slot])
-        for move in moves:  # all forks before any chain grows: who goes on twice does so from where it was
+        for move in moves:  # all forks before any sequence grows: one that continues twice does so from its present end
             if move.slot != move.parent:
                 parent, child = chains[move.parent], chains[move.slot]
                 child.token_ids = [*parent.token_ids, move.token_id]
@@ -252,7 +265,7 @@ class RequestManager:
                 chains[move.slot].token_ids.append(move.token_id)
 
     def _deliver(self, request: _Request, search: BeamSearch) -> None:
-        """The best beams, and the request is over."""
+        """Send the best beams and end the request."""
         request_id = next(iter(request.chains.values())).request_id
         account: KvAccount | None = request.account
         for rank, found in enumerate(search.found()[: request.num_choices]):
@@ -270,7 +283,7 @@ class RequestManager:
         assert sampling is not None
         if token_id in sampling.stop_token_ids:
             return FinishReason.STOP
-        # With a grammar and ignore_eos the end token is sampled only where no other may follow (see the sampler).
+        # With a grammar and ignore_eos the end token is sampled only where no other token may follow (see the sampler).
         if token_id in self._eos_token_ids and (not sampling.ignore_eos or sampling.structured is not None):
             return FinishReason.STOP
         if sequence.num_sampled >= sampling.max_tokens:
@@ -278,10 +291,10 @@ class RequestManager:
         return None
 
     def loan_bound(self, sequence: Sequence, first: int) -> None:
-        """It is computed when the loan is over."""
+        """Do nothing: the prefix is counted when the loan is over."""
 
     def loan_over(self, sequence: Sequence, lost_blocks: bool) -> None:
-        """What is not here now is computed here."""
+        """Compute the blocks that the loan did not bring."""
         request = self._requests[sequence.request_id]
         request.borrower_manager = False
         if lost_blocks:
@@ -303,7 +316,7 @@ class RequestManager:
             self._kv_cache.finish(chain)
 
     def _end(self, request: _Request, chain: Sequence) -> None:
-        """This choice is over, and the request with the last one."""
+        """End this choice, and the request with its last choice."""
         assert not chain.siblings
         if len(request.chains) == 1:
             self._finish(chain.request_id)

@@ -1,8 +1,9 @@
-"""Which requests have KV blocks: performs what `engine/core/preemption.py` decides.
+"""Running and preempted sequences of requests; performs the decisions of `preemption.py`.
 
-A sequence that may be computed is *running* and has blocks for all it has computed. A *preempted* one has none, and
-waits. Whoever is borrowing has blocks and is neither: it comes with `run` when its loan is over. A running one that has
-nothing to compute is about to be forked, or a beam that waits for the others of its search (`engine/sampling/parallel_sampling.py`).
+A *running* sequence may be computed and holds blocks for all its computed tokens. A *preempted* one holds none and
+waits. A borrowing one holds blocks and is neither: it is added by `run` when its loan is over. A running sequence with
+nothing to compute is about to be forked, or is a beam that waits for the others of its search
+(`engine/sampling/parallel_sampling.py`).
 """
 
 from collections.abc import Callable
@@ -17,15 +18,18 @@ from engine.kv.kv_cache_manager import KVCacheManager
 
 @dataclass(frozen=True, slots=True)
 class _PreemptedState:
-    """What a preempted sequence had."""
+    """State kept for a preempted sequence until it restarts."""
 
     num_computed: int
     keys: list[BlockKey]
-    """Of the full blocks that may still be cached when it restarts."""
+    """Keys of its full blocks, which may still be cached when it restarts."""
 
 
 class RunningSet:
-    """Running and preempted sequences of requests. Never of loans: nobody takes their blocks."""
+    """Running and preempted sequences of requests.
+
+    Loans are never among them, since their blocks are never taken.
+    """
 
     def __init__(
         self,
@@ -34,7 +38,10 @@ class RunningSet:
         next_turn: Callable[[], int],
         copy_block: Callable[[int, int], None],
     ) -> None:
-        """`reserve_output_tokens`: what is promised beyond the tokens a sequence has when it starts, at most."""
+        """Create an empty set.
+
+        `reserve_output_tokens`: output tokens for which a starting sequence reserves blocks, at most.
+        """
         self._kv_cache = books
         self._copy_block = copy_block
         self._reserve_output_tokens = reserve_output_tokens
@@ -42,53 +49,58 @@ class RunningSet:
         self._running: dict[Sequence, None] = {}
         self._preempted: dict[Sequence, _PreemptedState] = {}
         self._stalled: Sequence | None = None
-        """The oldest, when it lacks a block and whoever has one cannot be preempted. For one step."""
+        """The oldest sequence when it lacks a block whose holders cannot be preempted. Valid for one step."""
         self.num_preemptions = 0
 
     @property
     def running(self) -> list[Sequence]:
-        """Those that may be computed."""
+        """Sequences that may be computed."""
         return [s for s in self._running if s is not self._stalled and s.num_remaining]
 
     @property
     def forkable(self) -> list[Sequence]:
-        """Those that have computed all that their siblings wait for."""
+        """Sequences that have computed all tokens their siblings share."""
         return [sequence for sequence in self._running if sequence.siblings and not sequence.num_remaining]
 
     @property
     def preempted(self) -> list[Sequence]:
-        """Those that wait to be computed anew."""
+        """Sequences that wait to be computed again."""
         return list(self._preempted)
 
     @property
     def short(self) -> bool:
-        """Somebody waits for blocks."""
+        """Whether any sequence is waiting for blocks."""
         return bool(self._preempted) or self._stalled is not None
 
     def admit(self, sequence: Sequence, keys: Seq[BlockKey]) -> bool:
-        """Give a new sequence the cached blocks of `keys` and a promise of more, or do nothing and say False."""
+        """Give a new sequence the cached blocks of `keys` and reserve the rest, or return False and do nothing."""
         waiting = [*self._preempted, *([self._stalled] if self._stalled else [])]
         if waiting and not admits(sequence.priority, waiting, self._oldest()):
             return False
         return self._kv_cache.start(sequence, keys, self.num_promised_blocks(sequence))
 
     def num_promised_blocks(self, sequence: Sequence) -> int:
-        """With which a sequence starts or restarts: for the tokens it has, and some of those it may sample; and for
-        those of siblings still to be forked from it, but for the full blocks they will share."""
+        """Return the number of blocks with which a sequence starts or restarts.
+
+        They cover its tokens, some of those it may sample, and its siblings still to be forked, without the full blocks
+        they will share.
+        """
         shared = sequence.fork_at // self._kv_cache.layout.block_tokens
         return self._num_own_blocks(sequence) + sum(self._num_own_blocks(s) - shared for s in sequence.siblings)
 
     def run(self, sequence: Sequence) -> None:
-        """It has its blocks, and may be computed from now on."""
+        """Add a sequence that has its blocks; it may be computed from now on."""
         sequence.turn = self._next_turn()
         self._running[sequence] = None
 
     def fork(self, parent: Sequence, children: Seq[Sequence], num_tokens: int) -> None:
-        """Let `children`, which have nothing, go on from the first `num_tokens` that `parent` has computed. Those that
-        find no room, or whose parent was preempted, wait as preempted ones do. No step may be running."""
+        """Let `children` continue from the first `num_tokens` that `parent` has computed.
+
+        Children without capacity, or whose parent was preempted, wait as preempted. No step may run.
+        """
         if parent in self._running:
             self._kv_cache.lower_promise(parent, self._num_own_blocks(parent))
-        num_shared = min(num_tokens, parent.num_computed)  # less when it was preempted and has just restarted
+        num_shared = min(num_tokens, parent.num_computed)  # less when the parent was preempted and has just restarted
         for child in children:
             copies = None
             if parent in self._running:
@@ -101,7 +113,7 @@ class RunningSet:
             self.run(child)
 
     def drop(self, sequence: Sequence) -> None:
-        """It is over; its blocks are the caller's affair."""
+        """Remove a sequence that is over; the caller frees its blocks."""
         self._running.pop(sequence, None)
         self._preempted.pop(sequence, None)
         if sequence is self._stalled:
@@ -116,7 +128,10 @@ class RunningSet:
                 return
 
     def begin_step(self) -> None:
-        """Restart preempted sequences that fit, and the oldest at the cost of others. No step may be running."""
+        """Restart preempted sequences that fit, and the oldest at the cost of others.
+
+        No step may run.
+        """
         self._stalled = None
         if not self._preempted:
             return
@@ -126,7 +141,10 @@ class RunningSet:
             self._rescue(oldest)
 
     def make_room(self, batch: Seq[Chunk]) -> bool:
-        """Promise all blocks that the batch lacks. False: one sequence had to go, and another batch must be made."""
+        """Reserve all blocks that the batch lacks.
+
+        Returns False after preempting one sequence: make another batch.
+        """
         lacking = [self._kv_cache.num_lacking(chunk.sequence, chunk.start + chunk.count) for chunk in batch]
         if not any(lacking):
             return True
@@ -148,7 +166,7 @@ class RunningSet:
         return self._kv_cache.layout.blocks_for(num_tokens)
 
     def _rescue(self, oldest: Sequence) -> None:
-        """Restart the oldest with room for its next token, if that is possible at all."""
+        """Restart the oldest sequence with a block for its next token, if that is possible at all."""
         num_blocks, victims = self._kv_cache.layout.blocks_for(oldest.num_tokens + 1), list(self._running)
         if not self._kv_cache.could_start_without(victims, oldest, self._preempted[oldest].keys, num_blocks):
             return

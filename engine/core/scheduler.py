@@ -1,22 +1,23 @@
-"""What one step computes. Pure: the same sequences and budget give the same batch.
+"""The scheduler: which tokens one step computes.
 
-Decoding sequences come first, then prompts (and what preempted ones must compute anew), each by priority and arrival.
-That order alone would starve: a low priority under a constant flow of higher ones, or prompts while decoding
-sequences fill the budget. So every step has a guaranteed share, `StepBudget.guaranteed_tokens`, for one sequence: the
-one that has waited longest for its next token. That is the one of the lowest `turn`, a number drawn from a rising
-counter whenever a sequence starts or restarts with its blocks, and whenever it gets a token or others are forked from
-it.
+Pure: the same sequences and budget give the same batch.
+
+Decoding sequences come first, then prompts (and preempted sequences to be computed again), each by priority and
+arrival. That order alone would starve low priorities, or prompts while decoding sequences fill the budget. So every
+step has a guaranteed share, `StepBudget.guaranteed_tokens`, for the sequence that has waited longest for its next
+token. That is the one with the lowest `turn`, a number drawn from a rising counter whenever a sequence starts or
+restarts with its blocks, gets a token, or is forked from.
 
 The bound: a runnable sequence that stays runnable gets its next token within
 
     sum over itself and those of a lower turn of ceil(num_remaining / guaranteed_tokens)   steps.
 
-For whoever joins later has a higher turn; whoever has the lowest gets the share at every step until its token
+A sequence that joins later has a higher turn. The one with the lowest turn gets the share at every step until its token
 (a loan's job: until its end), and then it has a higher turn, or is gone. `max_wait_steps` bounds the sum by the size of
-the pool: every token left to compute has a slot in a block that only its own sequence holds or was promised.
+the pool: every token left to compute has a slot in a block that only its own sequence holds or has reserved.
 
-Where priorities are equal the share changes nothing while the decoding sequences leave room for it: the prompt that
-has waited longest is the first in order as well.
+Where priorities are equal the share changes nothing while decoding sequences leave room for it: the prompt that has
+waited longest is the first in order as well.
 """
 
 from collections.abc import Iterable
@@ -31,25 +32,25 @@ class StepBudget:
 
     max_tokens: int
     max_prefill_tokens: int
-    """Of those, at most this many for prompts: what bounds the inter-token latency of running streams."""
+    """Largest number of prompt tokens; it bounds the inter-token latency of running streams."""
 
     @property
     def guaranteed_tokens(self) -> int:
-        """The share of the sequence that has waited longest for its next token."""
+        """Share of the sequence that has waited longest for its next token."""
         return max(1, min(self.max_tokens, self.max_prefill_tokens) // 4)
 
 
 def schedule(runnable: Iterable[Sequence], budget: StepBudget) -> list[Chunk]:
-    """Every decoding sequence first, then prompts by priority and arrival with what the budget leaves; before all of
-    them the share of the one that has waited longest.
+    """Return the batch: every decoding sequence, then prompts by priority and arrival within the budget.
 
-    What does not fit the budget waits a step. The blocks of what is computed are the caller's affair.
+    The share of the sequence that has waited longest comes before both. Sequences beyond the budget wait a step. The
+    caller provides the blocks.
     """
     sequences = list(runnable)
     if not sequences:
         return []
     decoding = [sequence.decoding for sequence in sequences]
-    if all(decoding) and len(sequences) <= budget.max_tokens:  # a token each: most steps
+    if all(decoding) and len(sequences) <= budget.max_tokens:  # one token each: the common case
         sequences.sort(key=_rank)
         return [Chunk(sequence, sequence.num_computed, 1) for sequence in sequences]
     ordered = sorted(
@@ -78,5 +79,5 @@ def _rank(sequence: Sequence) -> tuple[int, int]:
 
 
 def max_wait_steps(budget: StepBudget, num_blocks: int, block_tokens: int) -> int:
-    """Steps within which a runnable sequence gets its next token, whatever else is in a pool of `num_blocks`."""
+    """Return the steps within which a runnable sequence gets its next token, whatever a pool of `num_blocks` holds."""
     return num_blocks + num_blocks * block_tokens // budget.guaranteed_tokens

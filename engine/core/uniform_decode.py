@@ -1,13 +1,13 @@
-"""Runs of decode steps that are all alike, for who models them: many at once, to the same state as one after another.
+"""Runs of uniform decode steps, made at once, for simulators: the same state as after one step after another.
 
-While every running sequence decodes, all fit one batch, and nobody waits for anything, each step adds a token to each
-sequence and changes nothing else, until one of them fills a block, samples its last token, or a message comes. So a run
+While every running sequence decodes, all fit one batch, and no request waits, each step adds one token to each sequence
+and changes nothing else, until a sequence fills a block, samples its last token, or a message comes. So a run
 
     begin(...)  takes the blocks that its first step writes into, as `EngineCore.begin_step` does
     advance(k)  is k steps, the last of which may fill blocks; none ends a sequence
 
-leaves an engine as k of its own steps do (`tests/unit/test_simulator_runs.py`), if the tokens sampled are known
-before and end nothing. Real engines cannot know that: only the simulator runs this way.
+leaves an engine as k of its own steps do (`tests/unit/test_simulator_runs.py`), if the sampled tokens are known in
+advance and end nothing. Real engines cannot know that: only the simulator runs this way.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from engine.lending.lender_manager import LenderManager
 
 
 class UniformDecode:
-    """Of one engine."""
+    """Uniform decode runs of one engine."""
 
     def __init__(
         self,
@@ -32,7 +32,10 @@ class UniformDecode:
         budget: StepBudget,
         take_turns: Callable[[int], int],
     ) -> None:
-        """`take_turns(n)` is n of the engine's next arrivals; returns the first."""
+        """Create it.
+
+        `take_turns(n)` draws n of the engine's arrival numbers and returns the first.
+        """
         self._kv_cache = books
         self._requests = requests
         self._lender_manager = lender_manager
@@ -40,11 +43,13 @@ class UniformDecode:
         self.budget = budget
         self._take_turns = take_turns
         self.sequences: list[Sequence] = []
-        """Of the run, in the order of its batches."""
+        """Sequences of the run, in batch order."""
 
     def begin(self) -> int:
-        """Of how many steps a run that begins now may be, at most; 0: the next step is none of that kind, and nothing
-        was done."""
+        """Begin a run and return its largest number of steps.
+
+        0 means that the next step is not uniform; nothing was changed then.
+        """
         running_set, width = self._requests.running_set, self._kv_cache.layout.block_tokens
         sequences = running_set.running
         if not sequences or len(sequences) > self.budget.max_tokens:
@@ -77,11 +82,11 @@ class UniformDecode:
         return steps
 
     def quiet_until(self, when: float) -> bool:
-        """No report of load is due at `when`."""
+        """Return whether no load report is due before `when`."""
         return not self._reports.due(when)
 
     def advance(self, steps: int, token_of: Callable[[Sequence], int]) -> None:
-        """So many steps, each of which samples `token_of` every sequence."""
+        """Make `steps` steps at once, each sampling `token_of` every sequence."""
         width, sequences = self._kv_cache.layout.block_tokens, self.sequences
         first_turn = self._take_turns(steps * len(sequences)) + (steps - 1) * len(sequences)
         for place, sequence in enumerate(sequences):

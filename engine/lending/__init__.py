@@ -1,1 +1,1 @@
-"""Both sides of the Lend handshake as pure state machines: events in, actions out."""
+"""Both sides of a loan: pure state machines (`borrower.py`, `lender.py`), and managers that perform their actions."""

@@ -1,4 +1,4 @@
-"""Reads of a loan, and who performs them: one rank of the engine, or each of several."""
+"""Reads of a loan's blocks, performed by one rank of the engine or by each of several."""
 
 import functools
 import threading
@@ -19,32 +19,41 @@ from kvtransfer.ranks import BlockPart, part_spans, parts_of, split_endpoint
 from kvtransfer.transport import Found, Peer, Read, Transport
 
 MAX_PEERS = 1024
-"""Workers that a rank stays connected to. Nobody tells it of one that departs while nothing is read from it: that is
-forgotten when so many others were read from since."""
+"""Workers that a rank stays connected to. A rank is not told of a departed worker that it does not read from: such a
+worker is forgotten after reads from this many others."""
 OnQuiet = Callable[[tuple[bytes, ...] | None, bool], None]
-"""on_quiet(fingerprints of what arrived, one entry per block, or None when it did not all arrive; peer_gone). Called
-once, on whatever thread."""
+"""Callback on_quiet(fingerprints, peer_gone), called once, on any thread.
+
+The fingerprints have one entry per block, or are None when not all blocks arrived."""
 TransferRead = Read | Future[None]
-"""By a transport, or from a tier."""
+"""A read by a transport or from a tier."""
 ReadRun = Callable[[Seq[int], Seq[int]], Seq[TransferRead]]
-"""read(block_ids, blocks): the reads that bring the one into the other."""
+"""Callable read(block_ids, blocks) that starts the reads of remote `block_ids` into own `blocks`."""
 Peers = list[tuple[BlockPart, Peer, "ReadProgress"]]
-"""Ranks of another worker, what each holds of a block, and how reads of it get on."""
+"""Ranks of another worker: the part of a block each holds, its peer, and the progress of reads from it."""
 
 
 class RankRead(Protocol):
-    """What a machine calls one read, on one rank."""
+    """Handle of one block read on one rank."""
 
     def withdraw(self) -> list[int]:
-        """Cancel what can be; the blocks that are still being written. It is over when `on_quiet` was called."""
+        """Cancel what can be cancelled and return the blocks still being written.
+
+        The read is over when `on_quiet` was called.
+        """
 
     def stuck_s(self) -> float:
-        """For how long nothing has come from where it reads, in seconds; 0 when it is quiet."""
+        """Return the seconds without progress at the origin; 0 when the read is quiet."""
 
 
 class ReadProgress:
-    """How the reads of one origin get on. To a transport, one that hangs is as one that takes long; and those that wait
-    behind it hang as well, so what counts is when any of them last ended. From any thread."""
+    """Progress of all reads from one origin.
+
+    From any thread.
+
+    A transport cannot tell a hanging read from a slow one, and reads queued behind a hanging one hang too. So the
+    measure is the time since any of them ended.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -53,7 +62,7 @@ class ReadProgress:
         self._moved_at = 0.0
 
     def follow(self, read: TransferRead) -> None:
-        """One more is queued or posted."""
+        """Count one more queued or posted read."""
         with self._lock:
             if not self._num_reading:
                 self._moved_at = self._clock()
@@ -61,7 +70,7 @@ class ReadProgress:
         read.add_done_callback(self._ended)
 
     def stuck_s(self) -> float:
-        """For how long none has ended; 0 when nothing is read."""
+        """Return the seconds since a read ended; 0 when none is in flight."""
         with self._lock:
             return self._clock() - self._moved_at if self._num_reading else 0.0
 
@@ -73,10 +82,10 @@ class ReadProgress:
 
 
 class BlockRead:
-    """Several reads and one message to the loop, for which they would be many to wake for. What a read brought is
-    checked when it is there, if the transport did not fingerprint it on the way.
+    """Several reads reported to the loop as one message, to wake it once.
 
-    Reads end on whatever thread; the last to be quiet says so, once, by `on_quiet`.
+    The bytes of each read are verified when they arrive, unless the transport computed fingerprints on the way. Reads
+    end on any thread; the last one to be quiet calls `on_quiet`, once.
     """
 
     def __init__(
@@ -85,7 +94,10 @@ class BlockRead:
         on_quiet: OnQuiet,
         origins: Seq[ReadProgress] = (),
     ) -> None:
-        """`fingerprints_of` blocks: one entry for each. `origins`: of all that is read from."""
+        """Create the read.
+
+        `fingerprints_of` blocks returns one entry per block; `origins` are all sources read from.
+        """
         self._fingerprints_of = fingerprints_of
         self._origins = origins
         self._on_quiet = on_quiet
@@ -95,7 +107,10 @@ class BlockRead:
         self._peer_gone = False
 
     def follow(self, pieces: Seq[tuple[Seq[int], Seq[TransferRead]]]) -> None:
-        """Runs of blocks, and the reads that fill each; all of them together."""
+        """Follow runs of blocks and the reads that fill each.
+
+        Called once.
+        """
         self._pieces = [_Piece(blocks, list(reads), len(reads)) for blocks, reads in pieces]
         self._num_reading = len(self._pieces)
         for piece in self._pieces:
@@ -104,7 +119,7 @@ class BlockRead:
 
     @property
     def is_quiet(self) -> bool:
-        """Nothing is read any more."""
+        """Whether no read can write any more."""
         return self._num_reading == 0
 
     def stuck_s(self) -> float:
@@ -113,7 +128,8 @@ class BlockRead:
     def withdraw(self) -> list[int]:
         writing = list[int]()
         for piece in self._pieces:
-            cancelled = [read.cancel() or read.done() for read in piece.reads]  # every one of them is tried
+            # cancel every read, even after one that cannot be cancelled
+            cancelled = [read.cancel() or read.done() for read in piece.reads]
             if not all(cancelled):
                 writing += piece.blocks
         return writing
@@ -127,12 +143,12 @@ class BlockRead:
             self._peer_gone |= isinstance(failure, PeerGone)
             if piece.num_reading:
                 return
-            piece.reads.clear()  # they hold this, as what they call: it would be freed by a collection of cycles only
+            piece.reads.clear()  # reads refer to this object through their callbacks: a reference cycle otherwise
         if not piece.failed:
             if piece.found is not None:
                 piece.arrived = entries(piece.found.reshape(len(piece.blocks), -1))
             else:
-                piece.arrived = self._fingerprints_of(piece.blocks)  # now, while it is in this core's cache
+                piece.arrived = self._fingerprints_of(piece.blocks)  # now, while the bytes are in this core's cache
         with self._lock:
             self._num_reading -= 1
             if self._num_reading:
@@ -143,7 +159,7 @@ class BlockRead:
 
 
 class _Piece:
-    """A run of blocks of a landing."""
+    """A run of blocks of a block read."""
 
     __slots__ = ("arrived", "blocks", "failed", "found", "num_reading", "reads")
 
@@ -151,34 +167,40 @@ class _Piece:
         self.blocks, self.reads, self.num_reading = blocks, reads, num_reading
         self.failed = False
         self.found: Found = None
-        """By the one read that brought it, if it looked."""
+        """Fingerprints computed by the single read that brought the run, if any."""
         self.arrived: tuple[bytes, ...] = ()
 
 
 class Rank(ABC):
-    """One rank of this engine, as its borrowing desk sees it. It reads its part of each block into its own pool."""
+    """One rank of this engine, as the borrower manager sees it.
+
+    It reads its part of each block into its own pool.
+    """
 
     @abstractmethod
     def start_read(
         self, endpoint: bytes, block_ids: Seq[int], blocks: Seq[int], flow: str, on_quiet: OnQuiet
     ) -> RankRead:
-        """Read this rank's part of the `block_ids` of the worker with that endpoint into the same part of `blocks`.
-        Never raises: what cannot be read comes quiet, failed. Reads of one `flow` take turns with others'."""
+        """Start reading this rank's part of `block_ids` of the worker at `endpoint` into `blocks`.
+
+        Never raises: a read that cannot start becomes quiet and failed. Reads of one `flow` take turns with those of
+        others.
+        """
 
     @abstractmethod
     def drop(self, endpoint: bytes) -> None:
-        """That worker has departed: forget it."""
+        """Forget the departed worker at `endpoint`."""
 
 
 class RemoteRank(Rank):
-    """One whose process is another."""
+    """A rank in another process."""
 
     endpoint: bytes
-    """Of its part of the pool, for those who borrow."""
+    """Endpoint of its part of the pool, for borrowers."""
 
 
 class LocalRank(Rank):
-    """The rank whose process this is."""
+    """The rank of this process."""
 
     def __init__(
         self,
@@ -188,8 +210,11 @@ class LocalRank(Rank):
         folding: Folding | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`fingerprints` of blocks: [blocks, this rank's KV heads], made by `folding` if the transport may make them.
-        It has registered this rank's pool when anything lands. `clock` says the time, in seconds."""
+        """Create the rank; its pool must be registered before the first read.
+
+        `fingerprints` of blocks are [blocks, this rank's KV heads]; with `folding` the transport may compute them.
+        `clock` returns seconds.
+        """
         self._clock = clock
         self._transport = transport
         self._part = part
@@ -197,11 +222,13 @@ class LocalRank(Rank):
         self._folding = folding
         self._read_blocks = transport.blocks_per_read(part.num_bytes)
         self._peers: OrderedDict[bytes, Peers] = OrderedDict()
-        """By endpoint, the one that was used last at the end."""
+        """Peers by endpoint, most recently used last."""
 
     def connect(self, endpoint: bytes) -> Peers:
-        """The ranks of that worker that have something of this rank's part, which is all of it for one rank. Raises
-        TransferError."""
+        """Connect to the ranks of a worker that hold some of this rank's part.
+
+        Raises TransferError.
+        """
         if (known := self._peers.get(endpoint)) is not None:
             self._peers.move_to_end(endpoint)
             return known
@@ -241,8 +268,10 @@ class LocalRank(Rank):
         origins: Seq[ReadProgress],
         run_blocks: int | None = None,
     ) -> BlockRead:
-        """Land `block_ids` in `blocks` by reads of whatever kind, a run of so many at a time, each checked when it is
-        there. `read` has `origins` follow what it reads."""
+        """Read `block_ids` into `blocks` by any kind of read, `run_blocks` at a time, each run verified on arrival.
+
+        `read` registers its reads with `origins`.
+        """
         block_read = BlockRead(self._fingerprints_of, on_quiet, origins)
         step = run_blocks or self._read_blocks
         runs = [slice(at, at + step) for at in range(0, len(blocks), step)]
@@ -255,14 +284,14 @@ class LocalRank(Rank):
 
     def _read(self, peers: Peers, block_ids: Seq[int], blocks: Seq[int], flow: str) -> list[Read]:
         reads: list[Read] = []
-        folding = self._folding if len(peers) == 1 else None  # of several, each brings pieces of blocks
+        folding = self._folding if len(peers) == 1 else None  # with several peers a read brings only pieces of blocks
         for theirs, peer, progress in peers:
             spans = part_spans(self._part, theirs, zip(blocks, block_ids, strict=True))
             try:
                 read = self._transport.read(peer, spans, flow, folding)
                 progress.follow(read)
                 reads.append(read)
-            except ValueError:  # the lender announced a block that its pool does not have
+            except ValueError:  # the lender announced a block outside its pool
                 reads.append(failed_read(TransferError("announced blocks lie outside the lender's pool")))
         return reads
 
@@ -271,18 +300,18 @@ class LocalRank(Rank):
 
 
 def entries(fingerprints: NDArray[np.uint64]) -> tuple[bytes, ...]:
-    """One for each block of [blocks, KV heads]."""
+    """Convert [blocks, KV heads] to one bytes entry per block."""
     joined, width = fingerprints.tobytes(), fingerprints.shape[1] * fingerprints.itemsize
     return tuple(joined[at : at + width] for at in range(0, len(joined), width))
 
 
 def lanes_of(peers: Peers) -> tuple[str, ...]:
-    """What was read from them travelled over, also when they have departed; empty before the first read."""
+    """Return the lanes used by reads from these peers, departed ones included; empty before the first read."""
     return tuple(dict.fromkeys(lane for _, peer, _ in peers for lane in peer.lanes))
 
 
 def failed_read(error: TransferError) -> Read:
-    """One that came quiet at once."""
+    """Return a read that has already failed with `error`."""
     future = Read()
     future.set_exception(error)
     return future

@@ -6,16 +6,16 @@
 
 Blocks of the wanted range [first, end) move through
 
-    wanted ─Announced─▶ reading ─Landed, fingerprints equal─▶ bound   (a growing prefix; usable at once)
+    wanted ─Announced─▶ reading ─ReadCompleted, fingerprints equal─▶ bound   (a growing prefix; usable at once)
                            │
                            └─ anything else ends the loan: bound blocks stay, the rest is computed locally
 
-Who owns what: the blocks read into belong to the request from `Allocate` on. After `Abandon`, a block whose read
-was already posted belongs to the transport until that read is quiet; every other one is the request's again.
-A block is bound only when it and all before it arrived with the fingerprints the lender announced.
+Ownership: the destination blocks belong to the request from `Allocate` on. After `Abandon`, a block whose read was
+already posted belongs to the transport until that read is quiet; every other block is the request's again. A block is
+bound only when it and all before it arrived with the fingerprints that the lender announced.
 
-A borrower of several tensor-parallel ranks reads every piece once on each rank, into that rank's pool, and the ranks
-finish when they finish. A piece has landed with its last rank: only then is it compared, bound and released.
+A borrower of several tensor-parallel ranks reads every piece once on each rank, into that rank's pool, and ranks finish
+independently. A piece is complete with its last rank; only then is it compared, bound and released.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,10 @@ from enum import Enum, auto
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The lender has reserved everything; blocks [first, end) will be announced. `end` may be below the wanted one."""
+    """The lender has reserved everything; blocks [first, end) will be announced.
+
+    `end` may be below the wanted one.
+    """
 
     end: int
 
@@ -44,7 +47,10 @@ class Announced:
 
 @dataclass(frozen=True, slots=True)
 class ReadCompleted:
-    """A read finished on one rank. `fingerprints` of what arrived, of that rank's KV heads, or None when it failed."""
+    """A read finished on one rank.
+
+    `fingerprints` are of that rank's KV heads, or None when the read failed.
+    """
 
     first: int
     fingerprints: tuple[bytes, ...] | None
@@ -103,7 +109,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """Withdraw every read not yet posted; quarantine the blocks of those that are, until they are quiet."""
+    """Withdraw every queued read; quarantine the blocks of posted reads until these are quiet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +119,7 @@ class Close:
     bound_end: int
     mismatched: int
     failure: str
-    """Empty when everything wanted was bound."""
+    """Reason of the end; empty when all wanted blocks were bound."""
 
 
 Action = Allocate | Read | Bind | Release | Abandon | Close
@@ -127,14 +133,14 @@ class _State(Enum):
 
 @dataclass(slots=True)
 class _Piece:
-    """One read: what should arrive, and what did."""
+    """One piece: its expected fingerprints, and those that arrived."""
 
     expected: tuple[bytes, ...]
     parts: dict[int, tuple[bytes, ...]] = field(default_factory=dict)
-    """By rank."""
+    """Fingerprints by rank."""
 
     def landed(self, ranks: int) -> tuple[bytes, ...] | None:
-        """Of all heads, one entry per block; None while a rank is still reading."""
+        """Return the fingerprints of all heads, one entry per block; None while a rank is still reading."""
         if len(self.parts) < ranks:
             return None
         if ranks == 1:
@@ -145,7 +151,7 @@ class _Piece:
 class Borrower:
     """One loan of chain blocks [first, end), read in pieces of at most `max_read_blocks` on each of `ranks`.
 
-    `may_be_part`: the lender computes nothing, so that less than was wanted is no failure.
+    `may_be_part`: the lender computes nothing, so fewer blocks than wanted are no failure.
     """
 
     def __init__(self, first: int, end: int, max_read_blocks: int, may_be_part: bool = False, ranks: int = 1) -> None:
@@ -169,15 +175,18 @@ class Borrower:
 
     @property
     def opening(self) -> bool:
-        """The lender has not said yet that it has room."""
+        """Whether the lender has not yet sent Started."""
         return self._state is _State.OPENING
 
     def expects(self, first: int) -> bool:
-        """An announcement from `first` on is the next one."""
+        """Return whether an announcement starting at `first` is the next one."""
         return self._state is _State.READING and first == self._announced_end
 
     def handle(self, event: Event) -> list[Action]:
-        """The next state and what to do; events after the end are ignored, since they were under way."""
+        """Process an event and return the actions.
+
+        Events after the end are ignored, since they were in flight.
+        """
         if self.done:
             return []
         match event:
@@ -249,7 +258,7 @@ class Borrower:
 
 
 def _equal_prefix(expected: Sequence[bytes], landed: Sequence[bytes]) -> int:
-    """How many leading fingerprints agree."""
+    """Return how many leading fingerprints agree."""
     for index, (want, got) in enumerate(zip(expected, landed, strict=True)):
         if want != got:
             return index

@@ -1,8 +1,8 @@
-"""Performs what the borrower machines say: the loans this engine takes, from its own tiers and from other workers.
+"""The loans that this engine takes, from its own tiers and from other workers: performs the borrowers' actions.
 
-A sequence that lacks blocks asks its sources one after the other: what the tiers below the pool hold of the chain is
-brought back first, and a lender is asked for what is then still missing. Each source is one loan with a machine of its
-own; the sequence may be computed when the last is over, however much they brought.
+A sequence that lacks blocks asks its sources in order: first the tiers below the pool, for the blocks of the chain they
+hold next, then a lender, for the blocks still missing. Each source is one loan with a state machine of its own. The
+sequence may be computed when the last loan is over, however much the loans brought.
 """
 
 import math
@@ -38,58 +38,61 @@ from engine.messages import FromEngine, KvAccount, LoanBlocks, LoanFailed, LoanS
 from kvtransfer.errors import TransferError
 
 BLOCK_READ_BYTES = 64 << 20
-"""So much of an announcement is one landing at most. The loop is woken once for it, and when the lender goes in its
-middle, what has come of it is lost."""
+"""Largest part of an announcement read as one block read. The loop is woken once per block read, and if the lender dies
+in the middle, the whole block read is lost."""
 LOOKS_PER_SILENCE = 20
-"""So often within `read_silence_s` loans are looked at for reads that get nowhere."""
+"""Checks for reads without progress, per `read_silence_s`."""
 
 
 class LoanOwner(Protocol):
-    """Whose sequence it is."""
+    """Owner of the sequence for which a loan is taken."""
 
     def loan_bound(self, sequence: Sequence, first: int) -> None:
-        """Its chain blocks from `first` to the last it has named came, and were verified."""
+        """Process blocks from `first` to the last named one, which arrived and were verified."""
 
     def loan_over(self, sequence: Sequence, lost_blocks: bool) -> None:
-        """It may be computed. `lost_blocks`: no, its chain has holes; it can only be finished."""
+        """Process the end of the loan; the sequence may be computed.
+
+        With `lost_blocks` it may not: its chain has holes, and it can only be finished.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class BorrowRequest:
-    """What a sequence asks for."""
+    """Request of a sequence for missing blocks."""
 
     sequence: Sequence
     keys: list[BlockKey]
-    """Of its chain up to the last block that may come from elsewhere."""
+    """Keys of the chain up to the last block that may come from elsewhere."""
     lender_computes: bool | None
-    """None: there is no lender to ask. Else whether it may compute what it lacks."""
+    """Whether the lender may compute blocks it lacks; None without a lender."""
     account: KvAccount
     owner: LoanOwner
 
 
 @dataclass(slots=True, eq=False)
 class Loan:
-    """One loan: its machine, and the reads that machine has asked for."""
+    """One loan: its state machine and its reads."""
 
     wanted: BorrowRequest
     machine: Borrower
     source: LoanSource
     block_reads: dict[int, dict[int, RankRead]] = field(default_factory=dict)
-    """By first chain index, then by rank: those that are under way."""
+    """Reads in flight, by first chain index, then by rank."""
     quarantined: dict[int, "_Quarantined"] = field(default_factory=dict)
-    """By first chain index: blocks that are nobody's until what is read there is quiet."""
+    """Quarantined blocks, by first chain index, until their reads are quiet."""
 
 
 @dataclass(slots=True)
 class _Quarantined:
     blocks: list[int]
     writing: set[int]
-    """Ranks that still write some of them."""
+    """Ranks that still write some of the blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadCompletion:
-    """From another thread: all reads of a landing are quiet on one rank."""
+    """Message from another thread: all reads of a block read are quiet on one rank."""
 
     loan: Loan
     first: int
@@ -99,7 +102,7 @@ class ReadCompletion:
 
 
 class BorrowerManager:
-    """Loans by the id of the request, or of the loan given, that they are for: there is one at a time."""
+    """Loans by the id of the request, or of the loan given, that needs them; at most one at a time for each."""
 
     def __init__(
         self,
@@ -112,8 +115,12 @@ class BorrowerManager:
         others: Seq[Rank] = (),
         read_silence_s: float = math.inf,
     ) -> None:
-        """`own` and `others` are the ranks of this engine, that of this process first. `read_silence_s`: from where
-        nothing has come for so long, nothing is expected any more."""
+        """Create the manager.
+
+        `own` and `others` are the ranks of this engine, this process's rank first.
+
+        Loans whose reads make no progress for `read_silence_s` fail.
+        """
         self._kv_cache = books
         self._transport_name = transport_name
         self._emit = emit
@@ -123,7 +130,7 @@ class BorrowerManager:
         self._read_silence_s = read_silence_s
         self._looked_at = 0.0
         self._below = ReadProgress(books.clock)
-        """Of reads from the tiers."""
+        """Progress of reads from the tiers."""
         self._loans: dict[str, Loan] = {}
         self._landing_blocks = max(1, BLOCK_READ_BYTES // books.layout.block_bytes)
 
@@ -133,14 +140,20 @@ class BorrowerManager:
 
     @property
     def waits_for_room(self) -> bool:
-        """Some lender has not started yet, perhaps because it has no room. One that computes nothing never waits."""
+        """Whether some lender has not started yet, perhaps for lack of capacity.
+
+        A lender that computes nothing never waits.
+        """
         return any(
             loan.machine.opening and isinstance(loan.source, LenderSource) and loan.source.may_compute
             for loan in self._loans.values()
         )
 
     def take(self, wanted: BorrowRequest) -> bool:
-        """Ask for what the sequence lacks; False when there is nobody to ask. The owner hears when it is over."""
+        """Ask for the blocks that the sequence lacks.
+
+        Returns False without a source; else the owner is told the end.
+        """
         loan_id = wanted.sequence.request_id
         assert loan_id not in self._loans
         return self._restore(wanted) or self._borrow(wanted)
@@ -155,7 +168,7 @@ class BorrowerManager:
             self._announce(*found, message)
 
     def handle_fast_path(self) -> None:
-        """What lenders said early, where it is what comes next."""
+        """Process fast-path announcements that are the next message of their loan."""
         for word in self._fast_path.take():
             if (found := self._of_lender(word.request_id)) is None:
                 continue
@@ -169,7 +182,7 @@ class BorrowerManager:
                     self._announce(loan, lender, word)
 
     def _was_said(self, loan: Loan, lender: LenderSource, message: Word) -> bool:
-        """Early; if it was something else, the loan is over."""
+        """Check a lease message against its fast-path announcement; a difference ends the loan."""
         if not lender.fast_path:
             return False
         if lender.fast_path.popleft() != message:
@@ -201,7 +214,10 @@ class BorrowerManager:
             self._handle(found[0], Failed(message.reason))
 
     def cancel(self, loan_id: str) -> None:
-        """Nobody wants it any more. Afterwards its sequence holds no block that may still be written."""
+        """Cancel a loan.
+
+        Afterwards its sequence holds no block that may still be written.
+        """
         if (loan := self._loans.get(loan_id)) is not None:
             self._handle(loan, Cancelled())
 
@@ -223,8 +239,10 @@ class BorrowerManager:
             self._handle(loan, ReadCompleted(message.first, message.fingerprints, message.rank))
 
     def give_up_stuck(self) -> None:
-        """End loans whose reads get nowhere though nobody says that the lender is gone: its loop turns, and the way of
-        the bytes, or one of its ranks, does not. What is posted stays quarantined, as ever."""
+        """End loans whose reads make no progress although their lender sends heartbeats.
+
+        The network path or one rank of the lender is broken then. Posted reads stay quarantined.
+        """
         now = self._kv_cache.clock()
         if not self._loans or now - self._looked_at < self._read_silence_s / LOOKS_PER_SILENCE:
             return
@@ -237,7 +255,7 @@ class BorrowerManager:
     # ------------------------------------------------------------------ the sources in turn
 
     def _restore(self, wanted: BorrowRequest) -> bool:
-        """From the tiers, if they hold what comes next."""
+        """Borrow from the tiers, if they hold the next blocks."""
         tiers, first = self._kv_cache.tiers, len(wanted.sequence.keys)
         if tiers is None or first >= len(wanted.keys):
             return False
@@ -254,13 +272,13 @@ class BorrowerManager:
         return True
 
     def _looked_below(self, num_blocks: int, source: TierSource) -> None:
-        """What is there and would take longer to bring back than to compute counts as not found."""
+        """Count the lookup; blocks that would take longer to restore than to compute count as misses."""
         in_host, on_disk = source.num_held(HOST), source.num_held(DISK)
         self._kv_cache.counts.looked(HOST, num_blocks, in_host)
         self._kv_cache.counts.looked(DISK, num_blocks - in_host, on_disk)
 
     def _borrow(self, wanted: BorrowRequest) -> bool:
-        """From the lender, if there is one and something is missing."""
+        """Borrow from the lender, if there is one and blocks are missing."""
         sequence = wanted.sequence
         first = len(sequence.keys)
         if wanted.lender_computes is None or first >= len(wanted.keys):
@@ -286,7 +304,7 @@ class BorrowerManager:
         return loan
 
     def _of_lender(self, loan_id: str) -> tuple[Loan, LenderSource] | None:
-        """The loan that a message of its lender is about, if it is still that one."""
+        """Return the present loan that a lender's message is about, or None."""
         loan = self._loans.get(loan_id)
         if loan is None or not isinstance(loan.source, LenderSource):
             return None
@@ -324,14 +342,19 @@ class BorrowerManager:
     def _quiet(
         self, loan: Loan, first: int, rank: int, fingerprints: tuple[bytes, ...] | None, peer_gone: bool
     ) -> None:
-        """On whatever thread."""
+        """Post the completion of a block read.
+
+        From any thread.
+        """
         self._post(ReadCompletion(loan, first, rank, fingerprints, peer_gone))
 
     def _abandon(self, loan: Loan, needed: bool) -> bool:
-        """Withdraw reads; False when the sequence lost blocks to a read in flight and has no others for them. A block
-        is in flight while any rank may write its part.
+        """Withdraw reads.
 
-        Only a sequence that goes on is `needed` others: for one that is over they would only evict what is cached.
+        Returns False when the sequence lost blocks to posted reads and gets no others for them.
+
+        A block is in flight while any rank may write its part. Only a sequence that continues is `needed` new blocks;
+        for one that is over they would only evict cached blocks.
         """
         sequence, lost = loan.wanted.sequence, list[int]()
         for first, block_read in loan.block_reads.items():
@@ -387,6 +410,6 @@ class BorrowerManager:
         account.times["last_bound"] = self._kv_cache.clock()
 
     def _split(self, fingerprints: bytes) -> tuple[bytes, ...]:
-        """One entry per block."""
+        """Split fingerprints into one entry per block."""
         width = 8 * self._kv_cache.layout.kv_heads
         return tuple(fingerprints[i : i + width] for i in range(0, len(fingerprints), width))

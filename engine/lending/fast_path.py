@@ -1,16 +1,16 @@
-"""What a lender's engine says to the borrower's engine at once, where they can reach each other.
+"""Fast-path announcements: from a lender's engine to the borrower's engine directly, where they can reach each other.
 
-What is said of a loan goes from the lender's engine to its front, by the Lend stream to the borrower's front, and from
-there to its engine. Engines of one host and network namespace say it a second time, in one hop, and the borrower's
-need not wait for the first.
+An announcement of a loan goes from the lender's engine to its front, over the Lend stream to the borrower's front, and
+from there to its engine. Engines of one host and network namespace send it a second time, in one hop, and the
+borrower's engine need not wait for the first.
 
     lender's engine ── front ══ Lend stream, the lease ══ front ── borrower's engine
-           └───────────────────── early word ─────────────────────────────┘
+           └──────────────── fast-path announcement ─────────────────────┘
 
-Nothing is owned by it: a loan lives and ends by the lease, and whatever is said early is said there too. So an early
-word may get lost or come late; it counts only if it is the very next thing to be said of the loan, and the lease must
-say the same after it, message by message, or the loan is over, if it still lives then. Who may say it is who knows the
-loan's secret, which only the lender has been told.
+A fast-path announcement owns nothing: a loan lives and ends by the lease, which repeats every announcement. So a
+fast-path announcement may be lost or late. It counts only if it is exactly the next message of its loan, and the lease
+must repeat it, message by message; otherwise the loan ends. A sender must know the loan's secret, which only the lender
+was given.
 """
 
 import os
@@ -22,17 +22,17 @@ from hashlib import blake2b
 from engine.messages import LendReady, LendStarting, LoanBlocks, LoanStarted
 
 VERSION = 1
-"""Of what a word looks like: engines of another one do not find each other."""
+"""Version of the datagram format; engines of different versions do not find each other."""
 NAME_BYTES = DIGEST_BYTES = 16
 KEY_BYTES = 8
 SECRET_BYTES = KEY_BYTES + 8
 ADDRESS_BYTES = NAME_BYTES + SECRET_BYTES
-"""Of where a loan's early words go: whose link, and the loan's secret, of which the first half is the link's key."""
+"""Size of a loan's address: the borrower's link name and the loan's secret, whose first half is the link's key."""
 MAX_WORD_BYTES = 64 << 10
 MAX_BLOCKS_BYTES = MAX_WORD_BYTES - 64
-"""What is longer is said by the lease alone."""
+"""Largest announcement sent this way; longer ones go by the lease alone."""
 MAX_ENDPOINTS = 1024
-"""Of lenders; one that is forgotten is known again with its next loan."""
+"""Lender endpoints that are remembered; a forgotten one is learned again with its next loan."""
 _STARTING = struct.Struct("<IId")
 _READY = struct.Struct("<III?")
 _IS_STARTING, _IS_READY = b"s", b"r"
@@ -41,24 +41,30 @@ Word = LoanStarted | LoanBlocks
 
 
 class FastPathLink(ABC):
-    """How words get to other engines, and theirs to this one. Any of them may be lost, and anybody may write here."""
+    """Datagram link between engines.
+
+    Any datagram may be lost, and any process may send one here.
+    """
 
     name: bytes
-    """NAME_BYTES of this engine's own."""
+    """Name of this engine's link, NAME_BYTES long."""
     key: bytes
-    """KEY_BYTES with which every word to this engine begins."""
+    """Key of KEY_BYTES with which every datagram to this engine begins."""
 
     @abstractmethod
     def send(self, name: bytes, word: bytes) -> None:
-        """To the engine of that name, if it can be reached without waiting."""
+        """Send to the engine of that name if this is possible without waiting."""
 
     @abstractmethod
     def take(self) -> list[bytes]:
-        """What has come."""
+        """Return the datagrams that arrived."""
 
 
 class FastPath:
-    """Of one engine, as a lender and as a borrower. Without a link nothing is said early."""
+    """Fast path of one engine, as lender and borrower.
+
+    Without a link nothing is sent.
+    """
 
     def __init__(self, link: FastPathLink | None) -> None:
         self._link = link
@@ -67,16 +73,16 @@ class FastPath:
         """Ids of loans taken, by secret."""
         self._secrets: dict[str, bytes] = {}
         self._endpoints: OrderedDict[bytes, bytes] = OrderedDict()
-        """Of lenders, by digest: a word has no room for the whole."""
+        """Lenders' endpoints by digest, since a datagram has no room for the whole."""
 
     # ------------------------------------------------------------------ the lender's side
 
     def lends_from(self, endpoint: bytes) -> None:
-        """What this engine's front says it is."""
+        """Set the endpoint that this engine's front announces."""
         self._own_digest = _digest(endpoint)
 
     def tell(self, address: bytes, said: LendStarting | LendReady) -> None:
-        """The borrower at `address`, the OpenLoan's; to nobody if that is empty."""
+        """Send an announcement to the borrower at `address`, as OpenLoan gave it; to no engine if it is empty."""
         if self._link is None or not address:
             return
         match said:
@@ -93,7 +99,7 @@ class FastPath:
     # ------------------------------------------------------------------ the borrower's side
 
     def expect(self, loan_id: str) -> bytes:
-        """The address for words of this loan, until `forget`; empty without a link."""
+        """Return the address for announcements of this loan, valid until `forget`; empty without a link."""
         if self._link is None:
             return b""
         secret = self._link.key + os.urandom(SECRET_BYTES - KEY_BYTES)
@@ -105,7 +111,7 @@ class FastPath:
             del self._loans[secret]
 
     def met(self, endpoint: bytes) -> None:
-        """A lender, by its lease."""
+        """Learn a lender's endpoint from its lease."""
         if self._link is not None:
             digest = _digest(endpoint)
             self._endpoints[digest] = endpoint
@@ -114,14 +120,17 @@ class FastPath:
                 self._endpoints.popitem(last=False)
 
     def take(self) -> list[Word]:
-        """What was said of loans that are expected, by lenders that were met. Whether it is next is not known."""
+        """Return announcements of expected loans by known lenders.
+
+        The caller checks that each is the next message.
+        """
         if self._link is None:
             return []
         words = (self._parse(word) for word in self._link.take())
         return [word for word in words if word is not None]
 
     def _parse(self, word: bytes) -> Word | None:
-        """None for what is not for a loan of ours, or makes no sense."""
+        """Parse a datagram; None when it is not for a loan of this engine or is malformed."""
         if (loan_id := self._loans.get(word[:SECRET_BYTES])) is None:
             return None
         kind, rest = word[SECRET_BYTES : SECRET_BYTES + 1], word[SECRET_BYTES + 1 :]

@@ -3,9 +3,9 @@
     QUEUED ──Start──▶ LENDING ──Closed / Lost / protocol error──▶ DONE
        └──────────────────Closed──────────────────────────────────────┘
 
-The loan holds one reference on every announced block until the borrower releases it or the stream ends. While it
-is QUEUED it holds nothing; at `Start` everything it will need is reserved, so half-done loans cannot block each
-other. What a compute job holds for itself is not the loan's.
+The loan holds one reference on every announced block until the borrower releases it or the stream ends. While QUEUED it
+holds nothing; at `Start` everything it will need is reserved, so half-done loans cannot block each other. Blocks that a
+compute job holds for itself are not the loan's.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,10 @@ from enum import Enum, auto
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Everything is reserved. `cached` are the blocks of chain indices [first, first + len(cached)) to lend now;
-    those up to `end` will be computed."""
+    """Everything is reserved.
+
+    `cached` blocks of chain indices [first, first + len(cached)) can be lent now; blocks up to `end` will be computed.
+    """
 
     cached: tuple[int, ...]
     end: int
@@ -46,7 +48,7 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """What the loan was to lend cannot be had: blocks are quarantined for a silent source, and there are no others."""
+    """The blocks to lend cannot be had: those of a silent source are quarantined, and no others are free."""
 
     reason: str
 
@@ -85,7 +87,7 @@ class StopComputing:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """End the stream: the borrower broke the protocol, or there is no room."""
+    """End the stream: the borrower broke the protocol, or there is no capacity."""
 
     reason: str
     bad_request: bool = True
@@ -121,7 +123,10 @@ class LenderLoan:
         return list(self._held.values())
 
     def handle(self, event: Event) -> list[Action]:
-        """The next state and what to do; events after the end are ignored, since they were under way."""
+        """Process an event and return the actions.
+
+        Events after the end are ignored, since they were in flight.
+        """
         if self.done:
             return []
         match event:

@@ -1,4 +1,4 @@
-"""Performs what the lender machines say: the loans this engine gives."""
+"""The loans that this engine gives: performs the lenders' actions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,16 +33,20 @@ class _Loan:
     arrival: int
     asked_at: float
     keys: list[BlockKey]
-    """Of every full block of the request's tokens; taken once, since a waiting loan is tried at every step."""
+    """Keys of all full blocks of the request's tokens; kept, since a queued loan is tried at every step."""
     job: Sequence | None = None
     fetching: bool = False
-    """The job borrows, or restores from a tier, and is not computed meanwhile."""
+    """Whether the job is borrowing or restoring blocks, and is not computed meanwhile."""
 
 
 class LenderManager:
-    """Loans by id. New ones wait, by priority and arrival, for `start_queued`; nothing is held for them meanwhile.
-    Only those that may compute wait: one that is to lend what is here starts at once or is refused, so that who asks
-    for it waits for nobody's room."""
+    """Loans given, by id.
+
+    New ones wait, by priority and arrival, for `start_queued`, and hold nothing meanwhile.
+
+    Only loans that may compute wait. A loan of cached blocks starts at once or is refused, so its borrower never waits
+    for capacity.
+    """
 
     def __init__(
         self,
@@ -54,8 +58,10 @@ class LenderManager:
         max_queued: int,
         next_arrival: Callable[[], int],
     ) -> None:
-        """`next_arrival` numbers loans and requests alike, arrivals and turns, since the scheduler weighs them against
-        each other."""
+        """Create the manager.
+
+        `next_arrival` numbers loans and requests alike, since the scheduler orders them together.
+        """
         self._kv_cache = books
         self._borrower_manager = borrowing
         self._model_fingerprint = model_fingerprint
@@ -75,25 +81,25 @@ class LenderManager:
         return len(self._waiting)
 
     def jobs(self) -> list[Sequence]:
-        """Sequences to compute for loans, now."""
+        """Sequences to compute now for loans."""
         return [loan.job for loan in self._loans.values() if loan.job is not None and not loan.fetching]
 
     @property
     def computes(self) -> bool:
-        """There are `jobs`."""
+        """Whether there are `jobs`."""
         return any(loan.job is not None and not loan.fetching for loan in self._loans.values())
 
     def started_jobs(self) -> list[Sequence]:
-        """With those that are fetching."""
+        """Sequences of started jobs, including those that are still borrowing."""
         return [loan.job for loan in self._loans.values() if loan.job is not None]
 
     def holdings(self) -> list[list[int]]:
-        """Block lists the loans hold references on."""
+        """Block lists on which the loans hold references."""
         held = [loan.machine.held_blocks for loan in self._loans.values()]
         return held + [job.blocks for job in self.started_jobs()]
 
     def waiting_tokens(self) -> int:
-        """Tokens that the loans which have not started will compute: each block once, whoever it is for."""
+        """Return the number of tokens that queued loans will compute; shared blocks count once."""
         missing: set[BlockKey] = set()
         for loan_id in self._waiting:
             keys = self._loans[loan_id].keys
@@ -109,7 +115,9 @@ class LenderManager:
         if request.loan_id in self._loans or not request.first_block < num_blocks:
             self._refuse(request.loan_id, f"no block wanted in [{request.first_block}, {num_blocks})", bad=True)
         elif num_blocks > self._kv_cache.pool.num_blocks:
-            self._refuse(request.loan_id, f"{num_blocks} blocks in a pool of {self._kv_cache.pool.num_blocks}", bad=False)
+            self._refuse(
+                request.loan_id, f"{num_blocks} blocks in a pool of {self._kv_cache.pool.num_blocks}", bad=False
+            )
         elif request.may_compute and len(self._waiting) >= self._max_queued:
             self._refuse(request.loan_id, f"{len(self._waiting)} loans wait already", bad=False)
         else:
@@ -122,7 +130,8 @@ class LenderManager:
                     self._refuse(request.loan_id, "no room to lend what is cached", bad=False)
                 return
             self._waiting.append(request.loan_id)
-            self._waiting.sort(key=lambda loan_id: -self._loans[loan_id].request.priority)  # stable: then arrival
+            # a stable sort: equal priorities stay in order of arrival
+            self._waiting.sort(key=lambda loan_id: -self._loans[loan_id].request.priority)
 
     def release(self, loan_id: str, first: int, count: int) -> None:
         self._perform(loan_id, lambda machine: machine.handle(Released(first, count)))
@@ -131,18 +140,18 @@ class LenderManager:
         self._perform(loan_id, lambda machine: machine.handle(Closed()))
 
     def computed(self, job: Sequence, blocks: list[int]) -> None:
-        """A job computed `blocks`, the next of its chain."""
+        """Lend the next computed `blocks` of a job."""
         self._announce(job, blocks, fetched=False)
         loan = self._loans.get(job.request_id)
         if loan is not None and loan.job is not None and loan.job.num_remaining == 0:
             self._stop_job(loan)
 
     def loan_bound(self, sequence: Sequence, first: int) -> None:
-        """Blocks of a job came from elsewhere: they are lent on at once."""
+        """Lend on the blocks of a job that came from elsewhere."""
         self._announce(sequence, sequence.blocks[first : len(sequence.keys)], fetched=True)
 
     def loan_over(self, sequence: Sequence, lost_blocks: bool) -> None:
-        """The job computes what nobody else had."""
+        """Compute the blocks that the job's own loan did not bring."""
         loan = self._loans[sequence.request_id]
         loan.fetching = False
         if lost_blocks:
@@ -156,7 +165,7 @@ class LenderManager:
         self._perform(loan.request.loan_id, lambda machine: machine.handle(Lost(reason)))
 
     def _announce(self, job: Sequence, blocks: list[int], fetched: bool) -> None:
-        """Blocks before the wanted range are not announced."""
+        """Announce blocks, except those before the wanted range."""
         loan_id = job.request_id
         first_new = len(job.keys) - len(blocks)
         skipped = max(0, self._loans[loan_id].request.first_block - first_new)
@@ -165,10 +174,10 @@ class LenderManager:
             self._perform(loan_id, lambda machine: machine.handle(Computed(announced, fetched)))
 
     def start_queued(self) -> None:
-        """Start loans in order while they fit; the first that does not keeps its turn.
+        """Start queued loans in order while they fit; the first that does not fit keeps its place.
 
-        A loan whose next missing block is being computed for another waits for it and lets others pass, so that a
-        burst of siblings computes what they share once.
+        A loan whose next missing block is being computed for another loan waits for it and lets others pass, so a burst
+        of siblings computes the shared blocks once.
         """
         for loan in [self._loans[loan_id] for loan_id in self._waiting]:
             if self._waits_for_sibling(loan):
@@ -185,11 +194,11 @@ class LenderManager:
         if num_cached == len(loan.keys):
             return False
         missing = loan.keys[num_cached]
-        # A key names its whole chain, so it stands at the same place in every chain that has it.
+        # A key names its whole chain, so it has the same index in every chain that contains it.
         return any(len(job.keys) <= num_cached < len(keys) and keys[num_cached] == missing for job, keys in computing)
 
     def refuse_queued(self, reason: str) -> None:
-        """Nobody waits any longer."""
+        """Refuse all queued loans."""
         for loan_id in self._waiting:
             del self._loans[loan_id]
             self._refuse(loan_id, reason, bad=False)

@@ -1,7 +1,7 @@
-"""Where a loan's blocks come from: another worker's pool, or this engine's own tiers below its pool.
+"""Sources of a loan's blocks: another worker's pool, or this engine's own tiers below its pool.
 
-The borrower machine is the same for both. What differs is who reads, who is told of releases, and what is done about
-a block that arrived wrong.
+The borrower's state machine is the same for both. They differ in who reads, who is told of releases, and what happens
+to a block that arrived wrong.
 """
 
 from abc import ABC, abstractmethod
@@ -21,36 +21,39 @@ from engine.lending.fast_path import Word
 from engine.messages import CloseLoan, FromEngine, OpenLoan, ReleaseLoan
 
 RELEASE_BYTES = 32 << 20
-"""So much, and a range out of order, may be read before the lender is told."""
+"""Bytes that may be read before the lender is sent a release; a range out of order is sent at once."""
 RankQuiet = Callable[[int, tuple[bytes, ...] | None, bool], None]
-"""As OnQuiet of `block_reads.py`, with the rank's number before it."""
+"""Callback like OnQuiet of `block_reads.py`, with the rank's number first."""
 WriteBlock = Callable[[int, NDArray[np.uint8]], None]
-"""write_block(block, its bytes): into the pool. Called on any thread."""
+"""Callable write_block(block, bytes) that writes a block of the pool. From any thread."""
 
 
 class LoanSource(ABC):
-    """Of one loan. Block ids mean what the source's announcements mean by them."""
+    """Source of one loan.
+
+    Block ids have the meaning of the source's announcements.
+    """
 
     @abstractmethod
     def start_read(self, block_ids: Sequence[int], blocks: Sequence[int], on_quiet: RankQuiet) -> list[RankRead]:
-        """Read the source's `block_ids` into the pool's `blocks`, on every rank; each says when it is done."""
+        """Start reading the source's `block_ids` into the pool's `blocks`, on every rank; each rank reports its end."""
 
-    def release(self, first: int, count: int) -> None:  # noqa: B027 - not every source is told
-        """Chain blocks [first, first + count) have been read."""
+    def release(self, first: int, count: int) -> None:  # noqa: B027 - not every source needs releases
+        """Process that chain blocks [first, first + count) were read."""
 
-    def spoiled(self, key: BlockKey) -> None:  # noqa: B027 - a lender's blocks are its own affair
-        """This block could not be read, or is not what was announced."""
+    def spoiled(self, key: BlockKey) -> None:  # noqa: B027 - a lender checks its own blocks
+        """Process that a block could not be read, or differs from its announcement."""
 
-    def gone(self) -> None:  # noqa: B027 - as above
-        """Whoever held the blocks is no longer there."""
+    def gone(self) -> None:  # noqa: B027 - the tiers are always there
+        """Process that the holder of the blocks is gone."""
 
     @abstractmethod
     def close(self) -> None:
-        """The loan is over; nothing more is read."""
+        """End the loan; no read follows."""
 
 
 class LenderSource(LoanSource):
-    """Another worker, reached by the front's Lend stream and read by the ranks of this engine."""
+    """Another worker, reached through the front's Lend stream and read by the ranks of this engine."""
 
     def __init__(
         self,
@@ -61,7 +64,10 @@ class LenderSource(LoanSource):
         block_bytes: int,
         emit: Callable[[FromEngine], None],
     ) -> None:
-        """`others`: ranks 1 and on, where there are any. `block_bytes`: of a whole block."""
+        """Create the source.
+
+        `others` are ranks 1 and up, if any; `block_bytes` is the size of a whole block.
+        """
         self._loan_id = loan_id
         self._own = own
         self._ranks: list[Rank] = [own, *others]
@@ -70,26 +76,29 @@ class LenderSource(LoanSource):
         self._endpoint = b""
         self._peers: Peers = []
         self._unreleased: tuple[int, int] | None = None
-        """First block and count of what has been read since the last ReleaseLoan."""
+        """First block and count of the blocks read since the last ReleaseLoan."""
         self.may_compute = may_compute
         self.cached_end = 0
-        """Chain blocks below it were cached at the lender."""
+        """Chain index below which blocks were cached at the lender."""
         self.fetched_end = 0
-        """Announced chain blocks below it, and not below `cached_end`, the lender itself had from elsewhere."""
+        """Chain index below which announced blocks, from `cached_end` on, came to the lender from elsewhere."""
         self.fast_path: deque[Word] = deque()
-        """What was said early, and not by the lease yet."""
+        """Fast-path announcements that the lease has not repeated yet."""
 
     def open(self, first: int, end: int, fast_path: bytes) -> None:
         self._emit(OpenLoan(self._loan_id, first, end, self.may_compute, fast_path))
 
     def connect(self, endpoint: bytes) -> None:
-        """The lender has started. Raises TransferError."""
+        """Connect to the lender, which has started.
+
+        Raises TransferError.
+        """
         self._peers = self._own.connect(endpoint)
         self._endpoint = endpoint
 
     @property
     def lanes(self) -> tuple[str, ...]:
-        """Of rank 0; the others' are of the same kind."""
+        """Lanes of rank 0; those of other ranks are of the same kind."""
         return lanes_of(self._peers)
 
     def start_read(self, block_ids: Sequence[int], blocks: Sequence[int], on_quiet: RankQuiet) -> list[RankRead]:
@@ -100,7 +109,7 @@ class LenderSource(LoanSource):
         ]
 
     def release(self, first: int, count: int) -> None:
-        """Said in large ranges: each is a message, and the end of the loan releases the rest."""
+        """Send releases in large ranges, since each is a message; the end of the loan releases the rest."""
         if self._unreleased and first == self._unreleased[0] + self._unreleased[1]:
             first, count = self._unreleased[0], self._unreleased[1] + count
         elif self._unreleased:
@@ -119,13 +128,18 @@ class LenderSource(LoanSource):
 
 
 class TierSource(LoanSource):
-    """Blocks that this engine's pool evicted. Block ids are places in the run that the loan is of. Of an engine of one
-    rank: what a tier holds are whole blocks."""
+    """Blocks that this engine's pool evicted, for engines of one rank, since tiers hold whole blocks.
+
+    Block ids are indices into the run of blocks that the loan is for.
+    """
 
     def __init__(
         self, tiers: Tiers, keys: Sequence[BlockKey], write_block: WriteBlock, own: LocalRank, progress: ReadProgress
     ) -> None:
-        """`keys` are held by the tiers, and stay there until `close`. `progress`: of all reads of these tiers."""
+        """Create the source.
+
+        The tiers hold `keys` until `close`; `progress` covers all reads of these tiers.
+        """
         self._tiers = tiers
         self._held: list[Held] = tiers.pin(keys)
         self._write_block = write_block
@@ -133,7 +147,7 @@ class TierSource(LoanSource):
         self._progress = progress
 
     def num_held(self, tier: str) -> int:
-        """Of its blocks, those that are read from there."""
+        """Return how many of its blocks are read from `tier`."""
         return sum(item.tier == tier for item in self._held)
 
     def fingerprints(self) -> tuple[bytes, ...]:

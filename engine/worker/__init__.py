@@ -1,1 +1,1 @@
-"""The process around an engine that both worker roles share."""
+"""The front of a worker, common to both roles: membership, loan streams, metrics, drain and role switch."""

@@ -1,5 +1,4 @@
-"""The Worker service: lets operators and tests see that no block is lost, take the worker out of service, and change
-its role."""
+"""The Worker service: audit of blocks, drain and role switch, for operators and tests."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,7 +17,10 @@ class WorkerService(pb_grpc.WorkerServicer):
     def __init__(
         self, worker_id: str, engine: EngineClient, drain: Callable[[], tuple[int, int]], roles: RoleSwitch
     ) -> None:
-        """`drain` makes the worker begin to leave; the requests and loans under way."""
+        """Create the service.
+
+        `drain` starts the drain and returns the requests and loans in flight.
+        """
         self._worker_id = worker_id
         self._engine = engine
         self._drain = drain
@@ -41,7 +43,7 @@ class WorkerService(pb_grpc.WorkerServicer):
         return pb.DrainReply(worker_id=self._worker_id, requests=requests, loans=loans)
 
     async def SwitchRole(self, request: pb.SwitchRoleRequest, context: Any) -> pb.SwitchRoleReply:
-        """Goes on when the caller does not wait for it."""
+        """Switch the role; the switch completes even if the caller disconnects."""
         try:
             wanted = [role for role, number in ON_WIRE.items() if number == request.role]
             if not wanted:

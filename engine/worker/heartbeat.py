@@ -1,4 +1,4 @@
-"""How the two ends of a stream of loans tell each other that their engines' loops turn."""
+"""Heartbeats by which both ends of a loan stream show that their engines' loops run."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,11 +8,11 @@ from engine.process.engine_client import EngineClient
 
 HEARTBEAT_S = 0.2
 BEATS_PER_SILENCE = 5
-"""Beats come every HEARTBEAT_S or, where less silence is borne, so many times within it."""
+"""Heartbeats per tolerated silence, where HEARTBEAT_S would be too rare."""
 
 
 class Heartbeat:
-    """Of one end. It beats and listens only while there are loans: an idle stream says nothing."""
+    """Heartbeat of one end of a stream, active only while there are loans: an idle stream sends nothing."""
 
     def __init__(
         self,
@@ -21,8 +21,12 @@ class Heartbeat:
         on_due: Callable[[], object],
         on_silent: Callable[[], object],
     ) -> None:
-        """`on_due`: something should be said, if only that the engine's loop turns. `on_silent`, once: for `silence_s`
-        the other end has not said so."""
+        """Create it.
+
+        `on_due` is called when a frame should be sent, if only as a heartbeat.
+
+        `on_silent` is called once, when the other end sent no heartbeat for `silence_s`.
+        """
         self._engine = engine
         self._silence_s = silence_s
         self._heartbeat_s = min(HEARTBEAT_S, silence_s / BEATS_PER_SILENCE)
@@ -35,23 +39,23 @@ class Heartbeat:
         self._said_at = self._heard_at = self._loop.time()
 
     def start(self) -> None:
-        """There are loans now."""
+        """Start: the stream has loans now."""
         self._heard_at = self._loop.time()
         self._running.enter_context(self._engine.watching(self._watch))
         self._timer = self._loop.call_later(self._silence_s, self._check)
 
     def stop(self) -> None:
-        """There are none any more."""
+        """Stop: the stream has no loans any more."""
         self._running.close()
         if self._timer is not None:
             self._timer.cancel()
 
     def heard(self) -> None:
-        """The other end's engine turns."""
+        """Record a heartbeat of the other end's engine."""
         self._heard_at = self._loop.time()
 
     def take(self) -> bool:
-        """A frame leaves now: whether this end's engine has turned since the last one."""
+        """Return whether this end's engine loop ran since the last frame; called when a frame leaves."""
         turned, self._turned = self._turned, False
         self._said_at = self._loop.time()
         return turned

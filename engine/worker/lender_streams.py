@@ -1,4 +1,4 @@
-"""From whom this worker borrows, and what."""
+"""Streams to the lenders of this worker, and the loan of each request."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -15,26 +15,26 @@ from protos import lend_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class LoanChain:
-    """What a loan is of."""
+    """Token chain of a loan."""
 
     request_id: str
-    """The client's, for logs."""
+    """The client's request id, for logs."""
     token_ids: Sequence[int]
     cache_salt: str
     priority: int
     router_id: str
     placement_sequence: int
     source: pb.Holder | None = None
-    """From whom the lender may read what it lacks."""
+    """Worker from which the lender may read blocks it lacks."""
 
 
 class Borrowing:
-    """The loan of one request, or of one loan given: at most one at a time."""
+    """Loan of one request, or of one loan given; at most one at a time."""
 
     def __init__(
         self, lenders: "LenderStreams", engine_id: str, holder: pb.Holder, chain: Callable[[], LoanChain]
     ) -> None:
-        """`holder` is who lends; `chain` is asked only when a loan is opened."""
+        """Create it for the lender `holder`; `chain` is called only when a loan is opened."""
         self._lenders = lenders
         self._engine_id = engine_id
         self._holder = holder
@@ -42,7 +42,10 @@ class Borrowing:
         self._loan: Loan | None = None
 
     def handle(self, message: object) -> bool:
-        """Perform what the engine says of the loan; False when the message is about something else."""
+        """Perform an engine message about the loan.
+
+        Returns False when the message is about something else.
+        """
         match message:
             case OpenLoan():
                 assert self._loan is None
@@ -58,13 +61,13 @@ class Borrowing:
         return True
 
     def cancel(self) -> None:
-        """Nobody wants it any more."""
+        """End the loan."""
         if self._loan is not None:
             self._loan.close()
 
 
 class LenderStreams:
-    """The streams to the workers that this one borrows from, each opened with the first loan from there."""
+    """Streams to lenders, each opened with the first loan from there."""
 
     def __init__(
         self,
@@ -80,7 +83,7 @@ class LenderStreams:
         self._silence_s = silence_s
         self._channels = Channels(trust)
         self._links: dict[tuple[str, bytes], LoanStream] = {}
-        """By address and incarnation: a worker that was started again is another one."""
+        """Streams by address and incarnation, since a restarted worker is another lender."""
 
     def open(self, engine_id: str, holder: pb.Holder, chain: LoanChain, wanted: OpenLoan) -> Loan:
         want = pb.Want(

@@ -1,6 +1,6 @@
-"""One stream to a lender for all loans that this worker takes there, opened and closed as the engine says.
+"""One stream to a lender for all loans taken there, which the engine opens and closes.
 
-What the lender says goes to the engine, and the engine's releases go back.
+The lender's messages go to the engine, the engine's releases to the lender.
 """
 
 import asyncio
@@ -23,25 +23,29 @@ from protos import lend_pb2_grpc as pb_grpc
 
 log = logging.getLogger(__name__)
 FRAME_BYTES = 4 << 20
-"""A frame takes no more loans beyond this; the next one takes them."""
+"""Size after which a frame takes no more loans; the next frame takes them."""
 MARGIN_BYTES = 1 << 10
-"""What a frame has beside a loan."""
+"""Bytes of a frame besides its loans."""
 TOGETHER_S = 0.005
-"""At most so long does a lender wait to hear what it may have back: with the next loan's want it costs nothing."""
+"""Seconds that a release may wait for the next loan's message, with which it costs nothing."""
 
 
 class _Told(NamedTuple):
-    """Who is told how a loan goes."""
+    """Ids of a loan for messages and logs."""
 
     engine_id: str
-    """The engine's name of who borrows."""
+    """Id of the borrower within the engine."""
     request_id: str
-    """The client's."""
+    """The client's request id."""
 
 
 class LoanStream:
-    """Gone with whatever breaks it: then all its loans fail. So does a lender that says nothing for `silence_s`,
-    heartbeats included, while there are any."""
+    """Stream to one lender.
+
+    Any failure ends the stream and all its loans.
+
+    So does a lender that sends nothing for `silence_s`, heartbeats included, while there are loans.
+    """
 
     def __init__(
         self,
@@ -51,20 +55,23 @@ class LoanStream:
         silence_s: float,
         on_broken: Callable[[], object],
     ) -> None:
-        """`on_broken` is called once: the channel is not used any more."""
+        """Create the stream.
+
+        `on_broken` is called once, when the channel is not used any more.
+        """
         self._name = name
         self._engine = engine
         self._on_broken = on_broken
         self._loans: dict[int, _Told] = {}
         self._numbers = 0
         self._leaving: dict[int, list[pb.LoanRequest]] = {}
-        """Not sent yet, by loan."""
+        """Messages not sent yet, by loan."""
         self._later: asyncio.TimerHandle | None = None
-        """While what is to leave waits for what else there may be."""
+        """Timer of messages that wait for others."""
         self._due = False
         self._waker = Waker()
         self.broken = False
-        """It takes no more loans."""
+        """Whether the stream takes no more loans."""
         self._heartbeat = Heartbeat(
             engine,
             silence_s,
@@ -79,7 +86,10 @@ class LoanStream:
         return len(self._loans)
 
     def open(self, engine_id: str, want: pb.Want) -> "Loan":
-        """How it goes the engine is told, also when it cannot even be asked for."""
+        """Open a loan.
+
+        The engine is told its progress, also when the lender cannot be reached.
+        """
         self._numbers += 1
         loan, told = Loan(self, self._numbers), _Told(engine_id, want.request_id)
         if want.ByteSize() > MAX_MESSAGE_BYTES - MARGIN_BYTES:
@@ -94,7 +104,7 @@ class LoanStream:
         return loan
 
     def say(self, request: pb.LoanRequest) -> None:
-        """Of a loan that is over, silently nowhere."""
+        """Send a message of a loan; nothing is sent for a loan that is over."""
         if request.number in self._loans:
             if request.HasField("want"):
                 self._hurry()
@@ -103,15 +113,18 @@ class LoanStream:
             self._leaving.setdefault(request.number, []).append(request)
 
     def close(self, number: int) -> None:
-        """The lender lets go of everything; nothing more is forwarded to the engine. May be called again."""
+        """Close a loan: the lender releases all its blocks, and the engine hears nothing more of it.
+
+        May be called again.
+        """
         if number in self._loans:
             unsaid = self._leaving.pop(number, None)
-            if unsaid is None or not unsaid[0].HasField("want"):  # else the lender has never heard of it
+            if unsaid is None or not unsaid[0].HasField("want"):  # otherwise the lender has never received this loan
                 self.say(pb.LoanRequest(number=number, close=pb.Close()))
             self._forget(number)
 
     def break_off(self, failure: str) -> None:
-        """All its loans fail with this."""
+        """Fail all loans with this reason."""
         if self.broken:
             return
         self.broken = True
@@ -154,7 +167,7 @@ class LoanStream:
                 await self._waker.sleep()
 
     def _frame(self) -> pb.BorrowerFrame:
-        """What does not fit follows at once."""
+        """Return the next frame; messages that do not fit follow in the next one."""
         self._due = False
         requests: list[pb.LoanRequest] = []
         num_bytes = 0
@@ -204,7 +217,7 @@ class LoanStream:
 
 
 class Loan:
-    """One of a link's."""
+    """One loan of the stream."""
 
     __slots__ = ("_link", "number")
 
@@ -213,9 +226,9 @@ class Loan:
         self.number = number
 
     def release(self, first: int, count: int) -> None:
-        """Those blocks have been read."""
+        """Release blocks that have been read."""
         self._link.say(pb.LoanRequest(number=self.number, release=pb.Release(first=first, count=count)))
 
     def close(self) -> None:
-        """Nothing more is wanted of it."""
+        """Close the loan."""
         self._link.close(self.number)

@@ -1,4 +1,4 @@
-"""A worker's side of Membership: one stream to every router there is, for as long as the worker lives."""
+"""A worker's side of Membership: one stream to every router, for as long as the worker lives."""
 
 import asyncio
 import logging
@@ -26,15 +26,15 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.2
 REFUSED_RETRY_S = 5.0
-"""After a router that discovery named has refused this worker, or this worker it."""
+"""Seconds until the next attempt after a router found by discovery refused this worker, or this worker it."""
 NAME_TAKEN_S = 10.0
-"""How long a worker waits for a predecessor of its name to leave."""
+"""Seconds that a worker waits for a predecessor of its name to leave."""
 WARN_AFTER_S, WARN_EVERY_S = 5.0, 60.0
-"""Of a router that cannot be reached."""
+"""Seconds until the first and between further warnings about a router that cannot be reached."""
 TOGETHER_S = 0.02
-"""At most so long does a router wait for what happened here; all that happened since it last heard comes at once."""
+"""Seconds for which events are collected into one message to a router."""
 MAX_BACKLOG = 4096
-"""Messages a router may lag behind; then the stream is dropped, and the next one begins with a snapshot."""
+"""Messages by which a router may lag; then its stream is dropped, and the next one begins with a snapshot."""
 
 
 @dataclass(slots=True)
@@ -43,25 +43,28 @@ class _Router:
 
     address: str
     backlog: "asyncio.Queue[CacheChanged | Load | None]" = field(default_factory=lambda: asyncio.Queue(MAX_BACKLOG))
-    """None: nothing more comes."""
+    """Messages to send; None ends the stream."""
     task: "asyncio.Future[TandemError] | None" = None
     router_id: str = ""
-    """Empty while there is no stream to it."""
+    """Id of the router; empty while there is no stream to it."""
     urgent: asyncio.Event = field(default_factory=asyncio.Event)
-    """What is in the backlog is not to wait for more."""
+    """Signal that the backlog should be sent at once."""
     hello: pb.Hello | None = None
-    """What it was told last."""
+    """The Hello that was sent last."""
     over: asyncio.Event = field(default_factory=asyncio.Event)
-    """The stream is to end, and another to begin."""
+    """Signal that the stream should end and another one begin."""
     said: str = ""
-    """Why there is no stream to it, as it was logged last; empty while there is one."""
+    """Last logged reason why there is no stream; empty while there is one."""
     apart_since: float = field(default_factory=time.monotonic)
     warned_at: float = -math.inf
 
 
 class Memberships:
-    """All of a worker's streams. Settings name routers that are tried for ever, and that must take this worker;
-    discovery names others, which come and go, and whose refusal harms nobody else."""
+    """All membership streams of a worker.
+
+    Routers named in the settings are tried for ever and must accept this worker. Routers found by discovery come and
+    go, and a refusal by one affects no other.
+    """
 
     def __init__(
         self,
@@ -93,16 +96,16 @@ class Memberships:
         self._listening.add_done_callback(self._stopped_listening)
 
     async def failed(self) -> TandemError:
-        """Returns when a router that the settings name says that this worker does not fit."""
+        """Return the error when a router named in the settings refuses this worker for good."""
         return await asyncio.shield(self._failed)
 
     @property
     def num_joined(self) -> int:
-        """Routers to which there is a stream."""
+        """Number of routers with an open stream."""
         return len(self._joined())
 
     def report_draining(self) -> None:
-        """At once, and not with the next report of the engine."""
+        """Report the drain at once, not with the engine's next report."""
         self._hurry()
 
     def _hurry(self) -> None:
@@ -112,12 +115,14 @@ class Memberships:
                 router.urgent.set()
 
     async def rejoin(self, role: "pb.Role.ValueType", timeout_s: float) -> None:
-        """End every stream, and join again in that role. Returns once those routers know it so that had this worker
-        before, or after `timeout_s`."""
+        """End every stream and join again with `role`.
+
+        Returns when every router that had this worker knows the new role, or after `timeout_s`.
+        """
         hello = pb.Hello()
         hello.CopyFrom(self._hello)
         hello.role = role
-        self._hello = hello  # another object: by that it is known who has been told
+        self._hello = hello  # a new object: its identity shows which routers have received it
         known = [router for router in self._routers.values() if router.router_id]
         for router in known:
             router.over.set()
@@ -130,7 +135,7 @@ class Memberships:
             await asyncio.sleep(RETRY_S / 10)
 
     async def leave(self) -> None:
-        """End every stream: the routers forget this worker."""
+        """End every stream, so that routers forget this worker."""
         self._listening.cancel()
         tasks = [router.task for router in self._routers.values() if router.task is not None]
         for task in tasks:
@@ -159,7 +164,7 @@ class Memberships:
             task.cancel()
 
     def _stopped_listening(self, task: "asyncio.Task[None]") -> None:
-        """A worker that could find no router any more must not go on as if it could."""
+        """Fail when discovery stops: a worker that cannot find routers must not continue silently."""
         if not task.cancelled() and (error := task.exception()) is not None and not self._failed.done():
             self._failed.set_exception(error)
 
@@ -173,10 +178,13 @@ class Memberships:
     # ------------------------------------------------------------------ one of them
 
     async def _stay_joined(self, router: _Router) -> TandemError:
-        """Join again and again. Returns only what this worker cannot go on with."""
+        """Keep joining a router.
+
+        Returns only an error with which this worker cannot continue.
+        """
         name_taken_at: float | None = None
         while True:
-            async with channel(router.address, self._trust) as link:  # a new one may have new certificates
+            async with channel(router.address, self._trust) as link:  # a new channel may have new certificates
                 wait_s, failure = RETRY_S, await self._join_once(pb_grpc.MembershipStub(link), router)
             name_taken_at = (name_taken_at or time.monotonic()) if isinstance(failure, AlreadyExists) else None
             if name_taken_at is not None and time.monotonic() - name_taken_at > self._name_taken_s:
@@ -189,8 +197,7 @@ class Memberships:
             await asyncio.sleep(wait_s)
 
     def _log(self, router: _Router, failure: ServiceError) -> None:
-        """Refusals at once. A router that cannot be reached may be about to start: only after a while, and then every
-        minute."""
+        """Log a refusal at once; log an unreachable router, which may be starting, after a while and then every minute."""
         now, said = time.monotonic(), str(failure)
         if isinstance(failure, AlreadyExists | Incompatible):
             if said != router.said:
@@ -203,7 +210,7 @@ class Memberships:
         router.said = said
 
     async def _join_once(self, stub: pb_grpc.MembershipStub, router: _Router) -> ServiceError:
-        """Why the stream ended."""
+        """Join once; return the error that ended the stream."""
         try:
             await self._join(stub, router)
         except grpc.aio.AioRpcError as error:
@@ -236,7 +243,7 @@ class Memberships:
                 return
             self._engine.send(TakeSnapshot())
             synchronised, spoke_at = False, 0.0
-            while not over.is_set():  # an engine speaks a few times a second
+            while not over.is_set():  # an engine sends messages several times a second
                 if (first := await backlog.get()) is None:
                     return
                 news = [first]
@@ -271,14 +278,18 @@ class Memberships:
                         self._engine.send(TakeSnapshot())
             finally:
                 call.cancel()
-                over.set()  # whoever ended it: `outgoing` would wait for a welcome or its next message for good
+                over.set()  # whichever side ended it: `outgoing` would wait for a welcome or a message for ever
                 welcomed.set()
                 with suppress(asyncio.QueueFull):
                     backlog.put_nowait(None)
 
     def _welcome(self, router: _Router, welcome: pb.Welcome) -> None:
-        """Raises Incompatible when another router, or the same one by another address, goes by that id: what each had
-        placed here would be taken for the other's."""
+        """Check a router's identity.
+
+        Raises Incompatible when another router has the same id.
+
+        The same router at another address counts too: placements of each would be taken for the other's.
+        """
         for other in self._routers.values():
             if other is not router and other.router_id == welcome.router_id:
                 raise Incompatible(

@@ -1,5 +1,7 @@
-"""What a worker tells Prometheus: its engine's last report, and its GPUs. What became of requests, the router tells
-(`router/observability/metrics.py`): it has every receipt."""
+"""Prometheus metrics of a worker: its engine's last report, and its GPUs.
+
+Metrics of requests come from the router, which has every receipt (`router/observability/metrics.py`).
+"""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -16,14 +18,14 @@ log = logging.getLogger(__name__)
 
 
 class EngineCollector(Collector):
-    """By the report that the engine sends a few times a second."""
+    """Collector of the engine's last load report."""
 
     def __init__(self, last_load: Callable[[], Load | None], last_kv: Callable[[], KvUse | None]) -> None:
         self._last_load = last_load
         self._last_kv = last_kv
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing until it is asked."""
+        """Return no metrics before the first collection."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
@@ -80,10 +82,10 @@ def _of_kv(kv: KvUse) -> Iterator[Metric]:
 
 
 class GpuCollector(Collector):
-    """NVIDIA GPUs, through NVML. Energy over tokens is energy per token; docs/metrics.md has the query."""
+    """Collector of NVIDIA GPUs through NVML. docs/metrics.md has the query for energy per token."""
 
     def __init__(self, nvml: Any) -> None:
-        """`nvml`: the module pynvml, initialised."""
+        """Create the collector; `nvml` is the initialised module pynvml."""
         self._nvml = nvml
         self._gauges: dict[str, tuple[str, Callable[[Any], float]]] = {
             "utilization_ratio": ("Time in kernels.", lambda gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100),
@@ -93,7 +95,7 @@ class GpuCollector(Collector):
         }
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing until it is asked."""
+        """Return no metrics before the first collection."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
@@ -115,7 +117,7 @@ class GpuCollector(Collector):
         yield energy
 
     def _read(self, read: Callable[[Any], float], gpu: Any) -> float | None:
-        """Not every GPU has everything: a slice by MIG has no power."""
+        """Read a value, or return None where the GPU lacks it: a MIG slice has no power reading."""
         try:
             return float(read(gpu))
         except self._nvml.NVMLError as error:
@@ -128,7 +130,7 @@ def _text(value: str | bytes) -> str:
 
 
 def open_nvml() -> Any | None:
-    """pynvml, where it is installed and there is a GPU; else None."""
+    """Return pynvml where it is installed and there is a GPU, else None."""
     try:
         import pynvml
     except ModuleNotFoundError:
@@ -150,7 +152,10 @@ def register(
     last_load: Callable[[], Load | None],
     last_kv: Callable[[], KvUse | None],
 ) -> Callable[[str], None]:
-    """Everything of one worker. What is returned is to be told its role whenever that changes."""
+    """Register all metrics of a worker.
+
+    The returned callback must be called with each new role.
+    """
     info = Info("tandem_worker", "Who this is.", registry=registry)
     block = {"block_tokens": str(ready.block_tokens), "block_bytes": str(ready.block_bytes)}
 

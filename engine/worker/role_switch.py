@@ -1,9 +1,9 @@
-"""A worker that turns from one role into the other, with its weights in place and its cache as it is.
+"""Role switch of a worker, with weights and cache in place.
 
-Either kind of worker has both services, and its engine can compute either's work: a role is how routers know it, and
-how many prompt tokens a step may have. So a switch is what draining is (`runtime.py`), and a membership that ends and
-begins again. The incarnation stays the same: process, pool and cache are, so what names its blocks still means them,
-and a loan from it that was placed before is as good as one placed after.
+Both kinds of worker run both services, and an engine can compute either's work. A role is how routers see the worker,
+and how many prompt tokens a step may have. So a switch is a drain (`runtime.py`), and a membership that ends and begins
+again. Process, pool, cache and incarnation stay the same: block keys stay valid, and a loan placed before the switch
+works after it.
 """
 
 import asyncio
@@ -21,16 +21,16 @@ from engine.worker.membership import Memberships
 log = logging.getLogger(__name__)
 
 JOIN_S = 5.0
-"""For routers to take it back."""
+"""Seconds for routers to accept the worker again."""
 
 
 class RoleSwitch:
-    """Of one worker."""
+    """Role and role switch of one worker."""
 
     def __init__(
         self, role: Role, config: WorkerConfig, engine: EngineClient, on_role: Callable[[Role], object]
     ) -> None:
-        """`on_role` hears of each change."""
+        """Create it; `on_role` is called with each new role."""
         self.role: Role = role
         self._config = config
         self._engine = engine
@@ -40,16 +40,24 @@ class RoleSwitch:
         self._empty: Callable[[], Awaitable[int]]
         self._resume: Callable[[], bool]
         self.before_decode: list[Callable[[], object]] = []
-        """What is to be loaded before the first request of a worker that did not decode; called on a thread."""
+        """Things to load before a worker first decodes; called on a thread."""
 
     def joined(self, memberships: Memberships, empty: Callable[[], Awaitable[int]], resume: Callable[[], bool]) -> None:
-        """From now on it can switch. `empty` finishes or hands over everything under way, and says how many requests
-        went elsewhere; `resume` takes work again, or is False of a worker that was told to stop meanwhile."""
+        """Enable switching.
+
+        `empty` finishes or hands over work in flight and returns the number of requests handed over.
+
+        `resume` accepts work again; it returns False when a stop was requested meanwhile.
+        """
         self._memberships, self._empty, self._resume = memberships, empty, resume
 
     async def to(self, role: Role) -> int:
-        """It has that role when this returns; the requests that were handed over. One switch at a time. Raises Draining
-        for a worker that was told to stop, and Unavailable for one that has not joined yet."""
+        """Switch to `role`; return the number of requests that were handed over.
+
+        One switch at a time.
+
+        Raises Draining when a stop was requested, and Unavailable before the worker has joined.
+        """
         async with self._turn:
             if role == self.role:
                 return 0

@@ -1,4 +1,4 @@
-"""What both roles are made of: an engine process, a gRPC server, and membership in every router's cluster."""
+"""Runtime of a worker: an engine process, a gRPC server, and membership in every router's cluster."""
 
 import asyncio
 import logging
@@ -35,41 +35,41 @@ from protos import membership_pb2_grpc as pb_grpc
 log = logging.getLogger(__name__)
 
 READABLE_S = 10.0
-"""How long a worker that has handed over its streams can be read, at most."""
+"""Longest time for which a worker that handed over its streams stays readable, in seconds."""
 RETURN_S = 1.0
-"""Within it a stream that was handed over is placed anew, and its loan has come."""
+"""Seconds within which a stream that was handed over is placed again and its loan has arrived."""
 END_S = 1.0
-"""For what was told to end."""
+"""Seconds for calls that were told to end."""
 SILENT_S = 5.0
-"""An engine that has not reported for so long hangs, or nearly: it reports a few times a second."""
+"""Seconds without a report after which the engine counts as hung; it reports several times a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """What a service of a worker may use."""
+    """Parts of a worker that its services use."""
 
     config: WorkerConfig
     roles: RoleSwitch
     worker_id: str
     incarnation: bytes
-    """Drawn at start: a restarted worker at the same address is another one."""
+    """Incarnation, drawn at start: a restarted worker at the same address has another one."""
     model_dir: ModelDir
     engine: EngineClient
     ready: Ready
     lenders: LenderStreams
     requests: Drain
-    """Decode streams under way."""
+    """Decode requests in flight."""
     loans: Drain
     """Loans given."""
 
     def check_taking(self) -> None:
-        """Raises Draining when nothing new is taken any more."""
+        """Raise Draining when no new work is accepted."""
         if self.requests.draining:
             raise Draining(f"worker {self.worker_id} was told to stop")
 
 
 AddServices = Callable[[Server, WorkerContext], list[str]]
-"""Adds a role's services to the server; their full names."""
+"""Function that adds a role's services to the server and returns their full names."""
 
 
 class Worker:
@@ -109,8 +109,7 @@ class Worker:
         context.roles.joined(self._memberships, self._empty, self._resume)
 
     def ready(self) -> bool:
-        """A router may send something: one has been joined, the engine's loop turns, and it is not changing its
-        role."""
+        """Whether routers may send work: a router is joined, the engine's loop runs, and no role switch is going on."""
         context = self._context
         joined = self._memberships.num_joined > 0 and not context.requests.draining
         return joined and context.engine.silent_s < SILENT_S
@@ -120,11 +119,14 @@ class Worker:
         return self._context.roles.role
 
     async def switch(self, role: Role) -> int:
-        """It has that role when this returns; the requests that were handed over. Raises ServiceError."""
+        """Switch to `role`; return the number of requests handed over.
+
+        Raises ServiceError.
+        """
         return await self._context.roles.to(role)
 
     async def failed(self) -> TandemError:
-        """The engine died, or a router says that this worker does not belong to it."""
+        """Return the error when the engine died, or a router refuses this worker for good."""
         causes: list[asyncio.Future[TandemError]] = [
             self._context.engine.died,
             asyncio.ensure_future(self._memberships.failed()),
@@ -139,14 +141,13 @@ class Worker:
         await self._leaving.told.wait()
 
     async def drain(self) -> None:
-        """Take nothing more; finish what is under way for `drain_s`, hand over the rest, and stay readable until nobody
-        reads, or until the time for that is over too."""
+        """Refuse new work, finish work for `drain_s`, hand over the rest, and stay readable while blocks are being read."""
         self._leaving.begin()
         await self._server.announce_stop()
         await self._empty()
 
     async def _empty(self) -> int:
-        """As above, of a worker that may stay; the requests handed over."""
+        """Drain without leaving; return the number of requests handed over."""
         requests, loans, drain_s = self._context.requests, self._context.loans, self._context.config.drain_s
         requests.begin()
         loans.begin()
@@ -162,7 +163,7 @@ class Worker:
         return handed_over
 
     def _resume(self) -> bool:
-        """Take work again; False of a worker that is to stop."""
+        """Accept work again; return False when a stop was requested."""
         if self._leaving.told.is_set():
             return False
         self._context.requests.resume()
@@ -170,7 +171,7 @@ class Worker:
         return True
 
     async def _stay_readable(self, limit_s: float) -> None:
-        """Whoever goes on with a stream will want its blocks: wait for such loans to come, and to end."""
+        """Stay readable: wait for loans of handed-over streams to arrive and to end."""
         give_up_at = time.monotonic() + limit_s
         quiet_at = time.monotonic() + RETURN_S
         while (now := time.monotonic()) < min(give_up_at, quiet_at):
@@ -187,7 +188,7 @@ class Worker:
 
 
 class StopRequest:
-    """That this worker was told to stop, by whom ever."""
+    """Request to stop, from whatever source."""
 
     def __init__(self, requests: Drain, loans: Drain) -> None:
         self._requests = requests
@@ -195,7 +196,7 @@ class StopRequest:
         self.told = asyncio.Event()
 
     def begin(self) -> tuple[int, int]:
-        """From now on nothing new is taken; the requests and loans under way."""
+        """Refuse new work from now on; return the requests and loans in flight."""
         self._requests.begin()
         self._loans.begin()
         self.told.set()
@@ -208,7 +209,10 @@ async def start_worker(
     add_services: AddServices,
     host_engine: Callable[[EngineSpec], EngineHost] = ChildEngine,
 ) -> Worker:
-    """Load the model, serve, join. Raises StartError."""
+    """Load the model, serve and join.
+
+    Raises StartError.
+    """
     model_dir = ModelDir.open(config.model)
     member = member_of(config)
     worker_id, incarnation = config.id_for(role), secrets.token_bytes(16)
@@ -217,7 +221,7 @@ async def start_worker(
         undo.push_async_callback(discovery.close)
         metrics, registry = MetricsServer(config.host, config), new_registry()
         undo.push_async_callback(metrics.close)
-        await discovery.start()  # before the model is loaded for nothing
+        await discovery.start()  # before the model is loaded, so that a wrong setting fails early
         engine = EngineClient(host_engine(EngineSpec(config, role, f"{worker_id}-{incarnation.hex()}", worker_id)))
         ready = await engine.start()
         undo.push_async_callback(engine.stop)
@@ -231,7 +235,7 @@ async def start_worker(
             config, roles, worker_id, incarnation, model_dir, engine, ready, lenders, requests, loans
         )
         leaving = StopRequest(requests, loans)
-        server = Server(member.credentials if member else None)  # all of it is internal
+        server = Server(member.credentials if member else None)  # all services of a worker are internal
         pb_grpc.add_WorkerServicer_to_server(WorkerService(worker_id, engine, leaving.begin, roles), server.grpc)
         services = ["tandem.internal.v1.Worker", *add_services(server, context)]
         port = await server.start(config.host, config.port, services)

@@ -1,4 +1,7 @@
-"""What a worker tells routers, out of what its engine says. Pure."""
+"""Worker events: cache changes and load reports for routers, made from engine messages.
+
+Pure.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -7,12 +10,11 @@ from engine.messages import CacheChanged, Load
 from protos import membership_pb2 as pb
 
 PART_BYTES = 4 << 20
-"""Of a message; a router reads one at a time."""
+"""Largest size of a message; a router processes one at a time."""
 
 
 def summary(news: Sequence[CacheChanged | Load]) -> list[CacheChanged | Load]:
-    """The same in fewer messages: changes of the cache in a row as one, what a snapshot makes void left out; then the
-    last load."""
+    """Merge messages: consecutive cache changes into one, without those that a snapshot replaces; then the last load."""
     snapshot: list[CacheChanged] = []
     sequence, events = 0, list[CacheEvent]()
     load: list[Load] = []
@@ -29,7 +31,7 @@ def summary(news: Sequence[CacheChanged | Load]) -> list[CacheChanged | Load]:
 
 
 def messages_of(caches: Iterable[pb.CacheEvents], load: pb.LoadReport | None) -> Iterator[pb.WorkerMessage]:
-    """As few as can be: the load goes with the last change."""
+    """Return as few messages as possible; the load goes with the last cache change."""
     message: pb.WorkerMessage | None = None
     for cache in caches:
         if message is not None:
@@ -70,9 +72,11 @@ def cache_events(changed: CacheChanged) -> pb.CacheEvents:
 
 
 def parts_of(changed: pb.CacheEvents) -> Iterator[pb.CacheEvents]:
-    """The same in messages that gRPC takes, however much the worker's tiers hold. The parts of a snapshot after its
-    first are `continued`."""
-    if changed.ByteSize() <= PART_BYTES:  # nearly always
+    """Split changes into messages that gRPC accepts, however many blocks the tiers hold.
+
+    Parts of a snapshot after its first are `continued`.
+    """
+    if changed.ByteSize() <= PART_BYTES:  # the common case
         yield changed
         return
     part = pb.CacheEvents(sequence=changed.sequence, snapshot=changed.snapshot)
