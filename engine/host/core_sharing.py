@@ -1,8 +1,10 @@
-"""Which CPU cores each of several engines on one host computes on. Pure.
+"""Shares of CPU cores for several engines on one host.
 
-Engines that are not kept apart slow each other several times over. Who starts all of them for good knows how many there
-are, and may tell each its cores (`tandem demo`). Where nobody does, each says what it is (a `CoreClaim`), all
-reckon the same shares from the same claims, and each takes its own.
+Pure.
+
+Engines on the same cores slow each other several times over. A launcher that starts all engines at once may tell each
+its cores (`tandem demo`). Otherwise each engine publishes a `CoreClaim`, all compute the same shares from the same
+claims, and each takes its own.
 """
 
 import re
@@ -13,19 +15,19 @@ from typing import NamedTuple
 from cluster.roles import ROLES, Role
 
 DECODE_NICENESS = 3
-"""Of two engines on one core, the one that decodes gets a third. Measured: docs/benchmarks.md."""
+"""Niceness that gives a decode engine a third of a core shared with a prefill engine. Measured: docs/benchmarks.md."""
 MAX_CORE = 8191
-"""More than Linux knows of."""
+"""Largest core number that is accepted; more than Linux supports."""
 _RANGE = re.compile(r"([0-9]{1,4})(?:-([0-9]{1,4})(?:/([0-9]{1,4}))?)?")
 
 
 @dataclass(frozen=True, slots=True)
 class CoreShare:
-    """Of one engine."""
+    """Share of one engine."""
 
     own: tuple[int, ...]
     shared: tuple[int, ...] = ()
-    """Cores of others that it computes on as well."""
+    """Cores of other engines on which this one computes as well."""
     niceness: int = 0
 
     def __str__(self) -> str:
@@ -34,12 +36,14 @@ class CoreShare:
 
 
 def share_cores(cores: Sequence[int], roles: Sequence[Role]) -> list[CoreShare]:
-    """Of an engine of each role. Disjoint cores of their own, as equally many as can be, in the order of `cores` (see
-    `in_machine_order`) and those for prefill first; engines beyond the number of cores share one each.
+    """Return the shares of engines with these roles, one each.
 
-    Prefill engines compute on decode engines' cores too, each of which is lent to one of them. A decode step mostly
-    waits for weights to come from memory, and a prompt is soon over: it gets more of a core that both want, or prompts
-    would queue behind streams that are faster than anybody reads.
+    Own cores are disjoint and as equal as possible, in the order of `cores` (see `in_machine_order`), prefill engines
+    first; engines beyond the number of cores share one each.
+
+    Prefill engines also compute on decode engines' cores, each of which is lent to one of them. A decode step mostly
+    waits for weights from memory, and a prompt is soon over: prefill gets more of a shared core, or prompts would queue
+    behind streams that are faster than a person reads.
     """
     prefill = [number for number, role in enumerate(roles) if role == "prefill"]
     decode = [number for number, role in enumerate(roles) if role == "decode"]
@@ -68,16 +72,19 @@ def _disjoint(cores: Sequence[int], count: int) -> list[tuple[int, ...]]:
 
 
 class CoreClaim(NamedTuple):
-    """What an engine says to the others of its host. They are served in the order of their roles, then of these."""
+    """Claim that an engine publishes to others on its host.
+
+    Claims are ordered by role, then by these fields.
+    """
 
     since: int
-    """Nanoseconds since the host started."""
+    """Start time in nanoseconds since the host booted."""
     pid: int
     role: Role
     told: bool
-    """Whether `cores` are those it was told to use; else those it may use."""
+    """Whether `cores` were told to the engine; otherwise they are the ones it may use."""
     cores: tuple[int, ...]
-    """In order."""
+    """Cores in ascending order."""
 
     def __str__(self) -> str:
         kind = "told" if self.told else "shares"
@@ -85,7 +92,7 @@ class CoreClaim(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "CoreClaim | None":
-        """None for what no claim is written like: anybody may write one."""
+        """Parse a claim; None for any other text, since any process may write one."""
         role, _, rest = text.partition("-")
         kind, _, rest = rest.partition("-")
         since, _, rest = rest.partition("-")
@@ -99,9 +106,12 @@ class CoreClaim(NamedTuple):
 
 
 def own_share(own: CoreClaim, claims: Iterable[CoreClaim], in_order: Sequence[int]) -> CoreShare:
-    """Of an engine that was told nothing: what others were told to use is theirs, and so is what others may use who may
-    use nothing else, while that leaves anything; the rest is shared by all who may use the same cores. `in_order`: the
-    engine's cores, in the order in which they are shared out."""
+    """Return the share of an engine that was told nothing.
+
+    Cores told to other engines are theirs, and so are those of engines restricted to a part of this engine's cores,
+    while that leaves any. All engines that may use the same cores share the rest. `in_order`: this engine's cores in
+    the order in which they are shared out.
+    """
     claims = set(claims)
     may_use = set(own.cores)
     taken = {core for claim in claims if claim.told or may_use > set(claim.cores) for core in claim.cores}
@@ -111,7 +121,7 @@ def own_share(own: CoreClaim, claims: Iterable[CoreClaim], in_order: Sequence[in
 
 
 def as_ranges(cores: Iterable[int]) -> str:
-    """0-3,8 as Linux writes them, and 0-6/2 for every second one."""
+    """Format cores as Linux does, 0-3,8, and 0-6/2 for every second one."""
     runs: list[list[int]] = []
     for core in sorted(cores):
         last = runs[-1] if runs else []
@@ -131,7 +141,7 @@ def _as_texts(run: list[int]) -> list[str]:
 
 
 def from_ranges(text: str) -> tuple[int, ...]:
-    """Empty for anything that `as_ranges` does not write."""
+    """Parse the result of `as_ranges`; empty for any other text."""
     cores: list[int] = []
     for part in text.split(","):
         if (match := _RANGE.fullmatch(part)) is None:

@@ -1,4 +1,4 @@
-"""Which CPU cores an engine process uses, and how far it steps back behind others there."""
+"""CPU cores of an engine process, and its priority there."""
 
 import contextlib
 import math
@@ -17,8 +17,10 @@ CGROUPS, OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def available_cores() -> list[int]:
-    """Those this process may use, in the machine's order: as many as its control group has time for, which may be fewer
-    than it sees. A run of those then, drawn anew for each process: other containers of the machine draw theirs."""
+    """Return the cores this process may use, in the machine's order, at most as many as its CPU quota covers.
+
+    With a quota below the visible cores a random run of them is drawn, so that containers of one machine spread out.
+    """
     cores = in_machine_order(os.sched_getaffinity(0))
     count = num_available()
     first = random.randrange(len(cores)) if count < len(cores) else 0
@@ -27,28 +29,30 @@ def available_cores() -> list[int]:
 
 
 def in_machine_order(cores: Iterable[int], root: Path = CPUS) -> list[int]:
-    """Neighbours are near each other: hardware threads of one core first, then cores of one socket. Many machines
-    number them the other way, and engines that got a half of the numbers each would share all cores. By number where
-    the system does not say."""
+    """Sort cores by distance: hardware threads of one core first, then cores of one socket.
+
+    Many machines number threads the other way round, and engines with half of the numbers each would share all cores.
+    By number where the system does not report topology.
+    """
     return sorted(cores, key=lambda core: (*_place(root / f"cpu{core}/topology"), core))
 
 
 def _place(topology: Path) -> tuple[int, int]:
-    """Socket and core."""
+    """Return socket and core of a hardware thread."""
     with contextlib.suppress(OSError, ValueError):
         return int((topology / "physical_package_id").read_text()), int((topology / "core_id").read_text())
     return 0, 0
 
 
 def num_available() -> int:
-    """Cores whose time this process may use. More threads than that would only be stopped in turn."""
+    """Return the number of cores whose time this process may use; more threads would only throttle each other."""
     seen = len(os.sched_getaffinity(0))
     quota = cpu_quota()
     return seen if quota is None else max(1, min(seen, math.ceil(quota)))
 
 
 def cpu_quota(root: Path = CGROUPS, own: Path = OWN_CGROUPS) -> float | None:
-    """Cores' time that a container's limit allows, None without one: of this process's control groups the least."""
+    """Return the CPU quota of this process in cores, the smallest of its control groups; None without one."""
     quotas: list[float] = []
     with contextlib.suppress(OSError, ValueError):
         for line in own.read_text().splitlines():
@@ -59,7 +63,10 @@ def cpu_quota(root: Path = CGROUPS, own: Path = OWN_CGROUPS) -> float | None:
 
 
 def _quotas_of(base: Path, path: str) -> Iterator[float]:
-    """Of a control group and those it is in. In a container its own path may be none there, but its root is."""
+    """Yield the quotas of a control group and its parents.
+
+    Inside a container its own path may not exist, but the root of its hierarchy does.
+    """
     group = base / path.lstrip("/")
     for folder in (group, *group.parents):
         if folder.is_relative_to(base) and (quota := _quota_of(folder)) is not None:
@@ -67,7 +74,7 @@ def _quotas_of(base: Path, path: str) -> Iterator[float]:
 
 
 def _quota_of(folder: Path) -> float | None:
-    """By either version of control groups."""
+    """Return a folder's quota, for either version of control groups."""
     for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
         with contextlib.suppress(OSError, ValueError):
             quota, period = (word for name in names for word in (folder / name).read_text().split())
@@ -77,7 +84,10 @@ def _quota_of(folder: Path) -> float | None:
 
 
 def stay_on(cores: Sequence[int]) -> None:
-    """Every thread of this process, from now on. Raises EngineStartError."""
+    """Bind every thread of this process to `cores`.
+
+    Raises EngineStartError.
+    """
     try:
         os.sched_setaffinity(0, cores)
     except OSError:
@@ -85,13 +95,16 @@ def stay_on(cores: Sequence[int]) -> None:
 
 
 def settle_on(share: CoreShare, niceness: int) -> None:
-    """Every thread of this process is on the share's own cores from now on, until it is bound more narrowly, and steps
-    back as the share says from `niceness`, which is what it began with (15 under Ray). It does not come forward again:
-    that is not for everybody to do. Raises OSError where the system does not let it, or has none of these cores."""
+    """Move every thread of this process to the share's own cores and set its niceness.
+
+    Niceness is the share's above `niceness`, which the process began with (15 under Ray); raising priority again needs
+    privileges and is not done. Raises OSError where the system refuses or lacks these cores.
+    """
     settled: set[int] = set()
-    while found := set(map(int, os.listdir("/proc/self/task"))) - settled:  # one not settled yet may start another
+    # a thread that is not settled yet may start another
+    while found := set(map(int, os.listdir("/proc/self/task"))) - settled:
         for thread in found:
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
+            with contextlib.suppress(ProcessLookupError):  # the thread has just ended
                 os.sched_setaffinity(thread, share.own)
                 _step_back(thread, min(niceness + share.niceness, MAX_NICENESS))
         settled |= found
@@ -101,13 +114,15 @@ def settle_on(share: CoreShare, niceness: int) -> None:
 
 def _step_back(thread: int, niceness: int) -> None:
     if niceness > os.getpriority(os.PRIO_PROCESS, thread):
-        with contextlib.suppress(PermissionError):  # then both get the same of a core that they share
+        with contextlib.suppress(PermissionError):  # then both engines get equal parts of a shared core
             os.setpriority(os.PRIO_PROCESS, thread, niceness)
 
 
 def step_back(niceness: int) -> None:
-    """Get less of a core that others want too. Where Linux weighs sessions instead of processes (autogroup), this
-    process becomes a session of its own to be weighed as one."""
+    """Lower this process's priority on shared cores.
+
+    Where Linux weighs sessions instead of processes (autogroup), the process becomes a session of its own.
+    """
     if not niceness:
         return
     os.nice(niceness)
@@ -115,7 +130,7 @@ def step_back(niceness: int) -> None:
 
 
 def _weigh_alone(niceness: int) -> None:
-    with contextlib.suppress(OSError):  # leads a session already, or there are no autogroups
+    with contextlib.suppress(OSError):  # a session leader already, or no autogroups
         os.setsid()
     with contextlib.suppress(OSError):
         AUTOGROUP.write_text(str(niceness))

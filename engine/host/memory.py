@@ -1,4 +1,4 @@
-"""Main memory for what is large."""
+"""Main memory for large arrays."""
 
 import contextlib
 import logging
@@ -16,19 +16,19 @@ from kvtransfer.transport import Pool
 log = logging.getLogger(__name__)
 
 HUGE_BYTES = 2 << 20
-"""A huge page has so many."""
+"""Size of a huge page."""
 
 
 def huge_memory(num_bytes: int) -> NDArray[np.uint8]:
-    """Zeroed memory that begins on a huge page; physical memory is taken when it is first written.
+    """Allocate zeroed memory aligned to huge pages; pages are allocated at their first write.
 
-    For what is read at random: of 4 KiB pages, each would cost a walk of the page table. Raises MemoryError.
+    For memory that is read at random: with 4 KiB pages each access would walk the page table. Raises MemoryError.
     """
     try:
         memory = mmap.mmap(-1, num_bytes + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError) as error:
         raise MemoryError(f"{num_bytes >> 20} MiB cannot be had here: {error}") from None
-    with contextlib.suppress(AttributeError, OSError):  # a system or a kernel without huge pages
+    with contextlib.suppress(AttributeError, OSError):  # systems and kernels without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(memory, np.uint8)
     first = -array.ctypes.data % HUGE_BYTES
@@ -36,7 +36,10 @@ def huge_memory(num_bytes: int) -> NDArray[np.uint8]:
 
 
 def pool_memory(num_blocks: int, block_bytes: int, in_file: bool) -> Pool:
-    """Zeroed, as `huge_memory`; or in a file, if there can be one. Raises EngineStartError."""
+    """Allocate a KV pool like `huge_memory`, or in a memory file where possible.
+
+    Raises EngineStartError.
+    """
     num_bytes = num_blocks * block_bytes
     if in_file:
         try:
@@ -51,14 +54,16 @@ def pool_memory(num_blocks: int, block_bytes: int, in_file: bool) -> Pool:
 
 
 def belongs_in_file(role: Role) -> bool:
-    """The KV pool of a worker that starts in that role. Others on this host then read it in half to two thirds of the
-    time that the kernel's copy takes. But on most machines files have small pages, which cost decode steps of many
-    sequences 3 to 5 %, and prompts nothing."""
+    """Return whether the KV pool of a worker that starts in that role should be a memory file.
+
+    Borrowers of this host then read it in half to two thirds of the time of the kernel's copy. But on most machines
+    files have small pages, which slow decode steps of many sequences by 3 to 5 %, and prompts not at all.
+    """
     return role == "prefill" or _files_have_huge_pages()
 
 
 def _files_have_huge_pages() -> bool:
-    """Where they are asked for."""
+    """Return whether memory files can have huge pages on request."""
     try:
         setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""Puts an engine together as a worker's configuration says, wherever it is to run."""
+"""Assembly of an engine core from a worker's configuration, in whatever process it runs."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ from engine.speculation.speculator import NGRAM, DraftModelProposer, NgramPropos
 from kvtransfer.transport import Transport
 
 IDLE_TURN_S = 0.25
-"""An engine's loop turns at least so often, which is what makes its load reports heartbeats."""
+"""Longest pause of an engine's loop, in seconds; it makes load reports serve as heartbeats."""
 
 
 def open_core(
@@ -29,7 +29,12 @@ def open_core(
     others: Sequence[RemoteRank] = (),
     fast_path: FastPathLink | None = None,
 ) -> EngineCore:
-    """`others`: ranks beside the one that this process is. `fast_path`: to other engines. Raises EngineStartError."""
+    """Create the engine core.
+
+    `others` are ranks besides this process's. Raises EngineStartError.
+
+    `fast_path` links to other engines.
+    """
     config = spec.config
     limits = EngineLimits(
         StepBudget(config.max_batch_tokens, config.prefill_chunk(spec.role)),
@@ -46,7 +51,7 @@ def open_core(
 
 
 def draft_of(spec: EngineSpec) -> Path | None:
-    """The draft model's directory, where there is to be one."""
+    """Return the draft model's directory, or None without a draft model."""
     chosen = spec.config.speculates(spec.role)
     return None if chosen in ("off", NGRAM) else Path(chosen)
 

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, as its front sees it: starts it, talks with it, ends it."""
+"""An engine in a process of its own, as its front starts, uses and ends it."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class ChildEngine(EngineHost):
-    """`engine/process/engine_process.py`, at the other end of a socket."""
+    """Engine process (`engine/process/engine_process.py`) at the other end of a socket."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
@@ -42,7 +42,7 @@ class ChildEngine(EngineHost):
         self._transmit(messages)
 
     async def stop(self) -> None:
-        """Orderly first, by force after 5 s."""
+        """End the process: orderly first, by force after 5 s."""
         with contextlib.suppress(OSError):
             self._link.shut_down_sending()
         try:
@@ -55,7 +55,7 @@ class ChildEngine(EngineHost):
         try:
             self._link.send(message)
         except OSError:
-            log.info("the engine is gone")  # reading says so too, and that tells everyone
+            log.info("the engine is gone")  # the socket's end reports it too, and that tells everyone
             return
         if self._link.has_unsent:
             self._loop.add_writer(self._link.fileno(), self._on_writable)

@@ -1,4 +1,4 @@
-"""The front's end of its engine: starts it, sends to it, and hands what it says to whoever it concerns."""
+"""The front's client of its engine: starts it, sends to it, and dispatches its messages."""
 
 import asyncio
 import contextlib
@@ -28,34 +28,34 @@ EngineMessage = FromEngine | None
 
 
 class EngineHost(ABC):
-    """Where an engine runs: in a process of its own (`child_engine.py`), or on this event loop (`local_engine.py`)."""
+    """Place where an engine runs: a process of its own (`child_engine.py`), or this event loop (`local_engine.py`)."""
 
     @abstractmethod
     def start(self, listener: "EngineListener") -> None:
-        """Begin to start the engine; the first it says is Ready or StartFailed."""
+        """Start the engine; its first message is Ready or StartFailed."""
 
     @abstractmethod
     def send(self, messages: Sequence[ToEngine]) -> None:
-        """Silently nowhere when the engine is gone."""
+        """Send messages; they are dropped when the engine is gone."""
 
     @abstractmethod
     async def stop(self) -> None:
-        """End it; returns when it is gone."""
+        """End the engine; returns when it is gone."""
 
 
 class EngineListener(ABC):
-    """Who hears an engine, on the event loop."""
+    """Receiver of an engine's messages, on the event loop."""
 
     @abstractmethod
     def heard(self, messages: Sequence[FromEngine]) -> None: ...
 
     @abstractmethod
     def ended(self, how: str) -> None:
-        """The engine is gone, and all it said was heard. Once."""
+        """Process the engine's end, once, after all its messages."""
 
 
 class EngineClient(EngineListener):
-    """Used from one event loop."""
+    """Client used from one event loop."""
 
     def __init__(self, host: EngineHost) -> None:
         self._host = host
@@ -65,14 +65,17 @@ class EngineClient(EngineListener):
         self._audit_count = 0
         self._dead = False
         self.last_load: Load | None = None
-        """What it reported last."""
+        """The engine's last load report."""
         self.last_kv: KvUse | None = None
         self._heard_at = -math.inf
         self._ready: asyncio.Future[Ready]
         self.died: asyncio.Future[TandemError]
 
     async def start(self) -> Ready:
-        """Start the engine and wait until its model is loaded. Raises StartError with the engine's reason."""
+        """Start the engine and wait until its model is loaded.
+
+        Raises StartError with the engine's reason.
+        """
         loop = asyncio.get_running_loop()
         self._ready, self.died = loop.create_future(), loop.create_future()
         self._host.start(self)
@@ -84,24 +87,29 @@ class EngineClient(EngineListener):
 
     @property
     def silent_s(self) -> float:
-        """Since its last report; infinite before the first."""
+        """Seconds since the last report; infinite before the first."""
         return time.monotonic() - self._heard_at
 
     def send(self, *messages: ToEngine) -> None:
-        """To the engine; silently nowhere when it is gone, which every mailbox learns by itself."""
+        """Send to the engine.
+
+        When it is gone the message is dropped; listeners learn of the end separately.
+        """
         if not self._dead:
             self._host.send(messages)
 
     def listen(self, name: str, listener: Callable[[EngineMessage], None]) -> None:
-        """Everything the engine says about request or loan `name` from now on, on the event loop. When the engine is
-        gone, None; at once, if it is gone already."""
+        """Call `listener` on the event loop with every message about request or loan `name`.
+
+        When the engine is gone the listener gets None; at once, if it is gone already.
+        """
         assert name not in self._listeners
         self._listeners[name] = listener
         if self._dead:
             listener(None)
 
     def forget(self, name: str) -> None:
-        """Nobody listens to `name` any more."""
+        """Remove the listener of `name`."""
         self._listeners.pop(name, None)
 
     @contextlib.contextmanager
@@ -114,7 +122,10 @@ class EngineClient(EngineListener):
             self._watchers.discard(watcher)
 
     async def audit(self) -> Audited:
-        """The engine's books, checked now. Raises Unavailable when the engine is gone."""
+        """Have the engine check its records.
+
+        Raises Unavailable when the engine is gone.
+        """
         if self._dead:
             raise Unavailable("the engine is gone")
         self._audit_count += 1
@@ -125,7 +136,7 @@ class EngineClient(EngineListener):
         return books
 
     async def stop(self) -> None:
-        """End it: orderly first, by force after 5 s."""
+        """End the engine: orderly first, by force after 5 s."""
         await self._host.stop()
 
     # ------------------------------------------------------------------ from the engine
@@ -133,7 +144,7 @@ class EngineClient(EngineListener):
     def heard(self, messages: Sequence[FromEngine]) -> None:
         for message in messages:
             match message:
-                case Token(request_id):  # first, since most are
+                case Token(request_id):  # first, since most messages are tokens
                     self._deliver(request_id, message)
                 case Load() | CacheChanged():
                     if isinstance(message, Load):

@@ -1,9 +1,9 @@
-"""The engine's own process: `python -m cluster.launch engine.process.engine_process FD`.
+"""The engine process: `python -m cluster.launch engine.process.engine_process FD`.
 
-One loop on the main thread: what arrived, what was computed, what to compute next, what is to be said. It never waits
-for a slow front (see `message_socket.py`). The runner computes on a second thread, so that handshakes do not wait for steps.
-It dies with its front: by the closed socket, or at once by the kernel when the front is killed. Of an engine of several
-tensor-parallel ranks it is rank 0; the others are its children, see `engine/tensor_parallel/ranks.py`.
+One loop on the main thread handles messages, collects results, starts the next step and sends answers. It never waits
+for a slow front (see `message_socket.py`). The runner computes on a second thread, so handshakes do not wait for steps.
+The process ends with its front: by the closed socket, or at once by the kernel when the front is killed. With several
+tensor-parallel ranks this is rank 0; the others are its children, see `engine/tensor_parallel/ranks.py`.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ JOIN_POLL_S = 0.02
 
 
 class _Front:
-    """The front as the engine sees it: what is said in one turn of the loop leaves together."""
+    """The front as the engine sees it; messages of one loop turn leave together."""
 
     def __init__(self, link: MessageSocket) -> None:
         self._link = link
@@ -60,13 +60,16 @@ class _Front:
             self._link.send(said)
 
     def listen(self, timeout_s: float) -> list[ToEngine]:
-        """What has arrived after at most `timeout_s`, in order. Raises EOFError when the front is gone."""
+        """Wait up to `timeout_s` and return the messages that arrived, in order.
+
+        Raises EOFError when the front is gone.
+        """
         if timeout_s or self._link.has_unsent:
             self._waiter.wait(timeout_s)
         return [message for batch in self._link.receive() for message in batch]
 
     def finish(self, timeout_s: float = 5.0) -> None:
-        """Send what is left, for as long as the front takes it."""
+        """Send the remaining messages, for as long as the front reads."""
         self.send()
         give_up_at = time.monotonic() + timeout_s
         while self._link.has_unsent and time.monotonic() < give_up_at:
@@ -84,7 +87,7 @@ def main() -> None:
     try:
         spec.config.refuse_parallel(spec.role)
         if spec.config.tensor_parallel > 1:
-            ranks = Ranks(spec, front.wake)  # before this one has stepped back, which they would inherit
+            ranks = Ranks(spec, front.wake)  # started before this process lowers its priority, which they would inherit
         prepare(spec.config.of_rank(0))
         core, computer = _start(spec, front, ranks)
     except (EngineStartError, TransportUnavailable, RankLost) as error:
@@ -96,12 +99,12 @@ def main() -> None:
     try:
         _loop(core, computer, front, ranks)
     except (EOFError, ConnectionError):
-        pass  # the front is gone, by its own end or by ours: either way there is nobody left to serve
+        pass  # the front is gone, by its own end or by ours: no process is left to serve
     except Exception as error:
         if ranks is None:
             raise
-        log.error("the engine cannot go on: %s", error)  # the rank that is lost, or the sum that failed for want of it
-        os._exit(1)  # the thread that computes may wait in such a sum for good; the other ranks die with this one
+        log.error("the engine cannot go on: %s", error)  # the lost rank, or the sum that failed without it
+        os._exit(1)  # the compute thread may wait in such a sum for ever; the other ranks die with this one
     computer.stop()
     core.close()
     _leave(ranks)
@@ -113,17 +116,20 @@ def _start_failure(error: TransportUnavailable | RankLost) -> str:
 
 
 def _leave(ranks: Ranks | None) -> None:
-    """The last there is to do. With ranks the thread that computes may be in the middle of meeting them, for good."""
+    """End the process.
+
+    With ranks, the compute thread may be waiting for them for ever.
+    """
     if ranks is not None:
         ranks.close()
         os._exit(0)
 
 
 class _ComputeThread:
-    """A thread on which the runner is made, bound to its cores and used, one batch at a time.
+    """Thread on which the runner is made, bound to its cores and used, one batch at a time.
 
-    All of it on one thread: OpenMP keeps a team of threads for each thread that ever computed, and once there are more
-    of them than cores they stop waiting actively: steps took nearly twice as long.
+    One thread does all of it, because OpenMP keeps a team of threads for each thread that ever computed. With more of
+    them than cores they stop waiting actively, and steps take nearly twice as long.
     """
 
     def __init__(self, spec: EngineSpec, ranks: Ranks | None, wake: Callable[[], None]) -> None:
@@ -138,7 +144,10 @@ class _ComputeThread:
         self._thread.start()
 
     def runner(self) -> ModelRunner:
-        """Waits until the model is loaded, on all ranks. Raises EngineStartError or RankLost."""
+        """The runner; waits until the model is loaded on all ranks.
+
+        Raises EngineStartError or RankLost.
+        """
         while self._ranks is not None and not (self._ranks.all_joined() and self._made.done()):
             if self._made.done() and self._made.exception() is not None:
                 break
@@ -151,7 +160,10 @@ class _ComputeThread:
         self._batches.put(batch)
 
     def take(self) -> tuple[list[Chunk], list[SampleResult]] | None:
-        """The batch that was started and what it sampled; None while it runs. Raises what the runner raised."""
+        """Return the finished batch and its results, or None while it runs.
+
+        Raises the runner's exceptions.
+        """
         if self._result is None:
             return None
         (batch, sampled), self._result, self.running = self._result, None, False
@@ -160,7 +172,7 @@ class _ComputeThread:
         return batch, sampled
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """After the batch that runs, if that is over in time: an interpreter that ends under it would crash."""
+        """Stop after the running batch, if it ends in time: an interpreter that exits under it would crash."""
         self._batches.put(None)
         self._thread.join(timeout_s)
 
@@ -180,7 +192,7 @@ class _ComputeThread:
             self._wake()
 
     def _next(self, runner: ModelRunner, core_allocation: CoreAllocation | None) -> list[Chunk] | None:
-        """The batch that is to be computed now, on the cores that other engines leave to this one; None: no more."""
+        """Return the next batch, after moving to the cores that other engines leave; None at the end."""
         while core_allocation is not None:
             if (share := core_allocation.settle()) is not None:
                 runner.bind(share.own, share.shared)
@@ -197,9 +209,9 @@ def _loop(core: EngineCore, computer: _ComputeThread, front: _Front, ranks: Rank
             core.handle(message)
         core.handle_posted()
         if (computed := computer.take()) is not None:
-            core.end_step(*computed)  # what it says waits until the next step has begun
+            core.end_step(*computed)  # its messages wait until the next step has begun
         else:
-            front.send()  # somebody waits for an answer
+            front.send()  # a caller waits for an answer
         if not computer.running and (batch := core.begin_step()):
             computer.start(batch)
         if ranks is None or not ranks.silent:
@@ -229,7 +241,7 @@ def _start(spec: EngineSpec, front: _Front, ranks: Ranks | None) -> tuple[Engine
 
 
 def _make_runner(spec: EngineSpec, ranks: Ranks | None, core_allocation: CoreAllocation | None) -> ModelRunner:
-    """Bound to its cores."""
+    """Create the runner, bound to its cores."""
     if spec.config.engine == "sim":
         return open_sim_runner(spec.config, belongs_in_file(spec.role))
     if ranks is None:

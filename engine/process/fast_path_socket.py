@@ -1,10 +1,11 @@
-"""Early words between the engines of one network namespace: Linux's abstract Unix sockets, which no folder holds and
-no process outlives. Engines in other containers or on other hosts are not found there, and are told nothing early.
+"""Datagrams of the fast path between engines of one network namespace: Linux's abstract Unix sockets.
 
-Anybody there can write to such a socket, so the kernel looks at what is written: a word that does not begin with this
-engine's key never gets here, nor do descriptors that come with it. It keeps as many words for each engine as
-`net.unix.max_dgram_qlen` says, often 10, and not many long ones that one engine sent and others have not read; more
-are lost.
+Abstract sockets have no file and vanish with their process. Engines in other containers or on other hosts cannot be
+reached, and get no fast-path announcements.
+
+Any process of the namespace can write to such a socket, so a kernel filter drops datagrams that do not begin with this
+engine's key, with any descriptors they carry. The kernel queues `net.unix.max_dgram_qlen` datagrams per engine, often
+10, and limits the unread bytes of one sender; more are lost.
 """
 
 import contextlib
@@ -16,16 +17,19 @@ import struct
 from engine.lending.fast_path import KEY_BYTES, MAX_WORD_BYTES, NAME_BYTES, VERSION, FastPathLink
 
 PREFIX = f"\0tandem-early-{VERSION}-".encode()
-"""What a borrower says of its address can make a lender write to such sockets, and to no others."""
+"""Prefix of socket names: an address given by a borrower can make a lender write to such sockets only."""
 MAX_AT_ONCE = 64
-"""Who writes without end does not keep the loop from turning."""
+"""Datagrams read in one turn, so that a flood does not stop the loop."""
 _SO_ATTACH_FILTER = 26
 _LOAD_WORD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _INSTRUCTION = struct.Struct("=HBBI")
 
 
 class FastPathSocket(FastPathLink):
-    """Raises OSError where there is no such thing."""
+    """Socket of one engine.
+
+    Raises OSError where abstract sockets do not exist.
+    """
 
     def __init__(self) -> None:
         self.name, self.key = secrets.token_bytes(NAME_BYTES), secrets.token_bytes(KEY_BYTES)
@@ -41,7 +45,8 @@ class FastPathSocket(FastPathLink):
         return self._socket.fileno()
 
     def send(self, name: bytes, word: bytes) -> None:
-        with contextlib.suppress(OSError):  # it is elsewhere, or gone, or has not read what there is: the lease says it
+        # elsewhere, gone, or its queue is full: the lease carries the announcement too
+        with contextlib.suppress(OSError):
             self._socket.sendto(word, _address(name))
 
     def take(self) -> list[bytes]:
@@ -56,7 +61,7 @@ class FastPathSocket(FastPathLink):
 
 
 def open_fast_path_socket() -> FastPathSocket | None:
-    """None where there is no such thing: then nothing is said early."""
+    """Open the socket; None where abstract sockets do not exist, and then there is no fast path."""
     with contextlib.suppress(OSError):
         return FastPathSocket()
     return None
@@ -67,12 +72,15 @@ def _address(name: bytes) -> bytes:
 
 
 def _let_through(end: socket.socket, key: bytes) -> None:
-    """Only what begins with `key`, by a BPF program that the kernel runs while the sender sends. Raises OSError."""
+    """Attach a BPF filter that passes datagrams beginning with `key` only.
+
+    Raises OSError.
+    """
     first, second = struct.unpack(">II", key)
     program = b"".join(
         _INSTRUCTION.pack(*each)
         for each in [
-            (_LOAD_WORD, 0, 0, 0),  # what is too short for it is not let through either
+            (_LOAD_WORD, 0, 0, 0),  # datagrams too short for the key are dropped as well
             (_JUMP_IF_EQUAL, 0, 3, first),
             (_LOAD_WORD, 0, 0, 4),
             (_JUMP_IF_EQUAL, 0, 1, second),

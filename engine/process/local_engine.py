@@ -1,7 +1,7 @@
-"""A sim engine on its front's own event loop, so that one process holds many workers.
+"""A sim engine on its front's event loop, so that one process holds many workers.
 
-The core is the real one; a step's time passes on the loop's clock, and nothing computes meanwhile. Pools of one process
-reach each other by the `local` transport.
+The engine core is the real one; a step's time passes on the loop's clock without computing. Pools of one process reach
+each other through the `local` transport.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from engine.process.spec import EngineSpec
 from kvtransfer.local import LocalNetwork, LocalTransport
 
 LATE_S = 0.02
-"""A loop that is later than this is not what the model of a step's time is about."""
+"""Lateness of the loop, in seconds, beyond which modelled step times are no longer kept."""
 
 
 class LocalEngine(EngineHost):
@@ -27,16 +27,19 @@ class LocalEngine(EngineHost):
         self._network = network
         self._said: list[FromEngine] = []
         self._turning: asyncio.Handle | None = None
-        """The next turn, when one is due before the idle one."""
+        """Handle of the next turn, when one is due before the idle turn."""
         self._stepping: asyncio.TimerHandle | None = None
         self._idling: asyncio.TimerHandle | None = None
         self._step_end = float("-inf")
-        """When the last step ended, if the next one follows it at once."""
+        """End of the last step, if the next one follows it at once."""
         self._hung = False
         self._gone = False
 
     def start(self, listener: EngineListener) -> None:
-        """Raises EngineStartError."""
+        """Start the engine.
+
+        Raises EngineStartError.
+        """
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._spec.config.refuse_parallel(self._spec.role)
@@ -54,11 +57,11 @@ class LocalEngine(EngineHost):
         self._wake()
 
     def hang(self) -> None:
-        """Nothing is said or computed any more, as if a step never ended; for tests."""
+        """Stop sending and computing, as if a step never ended; for tests."""
         self._hung = True
 
     def kill(self) -> None:
-        """As if its process had died, now."""
+        """End as if the engine's process had died; for tests."""
         if not self._gone:
             self._gone = True
             for handle in (self._turning, self._stepping, self._idling):
@@ -80,7 +83,7 @@ class LocalEngine(EngineHost):
             return
         self._core.handle_posted()
         if self._stepping is None and (batch := self._core.begin_step()):
-            # What lies between two steps in a row is part of the modelled time, unless the loop is badly late.
+            # Time between consecutive steps is part of the modelled time, unless the loop is very late.
             now = self._loop.time()
             began_at = self._step_end if now - self._step_end < LATE_S else now
             self._step_end = began_at + self._runner.timing.seconds(batch)

@@ -1,4 +1,4 @@
-"""The socket between a front and its engine process: pickled batches, never blocking on either side."""
+"""Socket between a front and its engine process: pickled batches, non-blocking on both sides."""
 
 import os
 import pickle
@@ -12,7 +12,10 @@ _CHUNK = 1 << 20
 
 
 class MessageSocket:
-    """One end. What the other end does not take yet waits here, so that nobody waits for a slow reader."""
+    """One end of the socket.
+
+    Unsent messages are kept here, so that no side waits for a slow reader.
+    """
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
@@ -25,17 +28,20 @@ class MessageSocket:
 
     @property
     def has_unsent(self) -> bool:
-        """Call `flush` once the socket is writable."""
+        """Whether `flush` should be called once the socket is writable."""
         return bool(self._outgoing)
 
     def send(self, message: Any) -> None:
-        """Raises OSError when the other end is gone."""
+        """Send a message.
+
+        Raises OSError when the other end is gone.
+        """
         body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         self._outgoing += _HEADER.pack(len(body)) + body
         self.flush()
 
     def flush(self) -> None:
-        """Send what can be sent now."""
+        """Send as much as possible now."""
         try:
             while self._outgoing:
                 del self._outgoing[: self._socket.send(self._outgoing)]
@@ -43,7 +49,10 @@ class MessageSocket:
             return
 
     def receive(self) -> list[Any]:
-        """Messages that have arrived whole. Raises EOFError when the other end is gone and all it said was read."""
+        """Return the complete messages.
+
+        Raises EOFError when the other end is gone and all its messages were read.
+        """
         gone = False
         try:
             while chunk := self._socket.recv(_CHUNK):
@@ -59,7 +68,7 @@ class MessageSocket:
         return messages
 
     def shut_down_sending(self) -> None:
-        """The other end will see EOFError; this end can still receive."""
+        """Close the sending direction: the other end gets EOFError, and this end can still receive."""
         self._socket.shutdown(socket.SHUT_WR)
 
     def _whole_messages(self) -> list[Any]:
@@ -77,7 +86,7 @@ class MessageSocket:
 
 
 class SocketWaiter:
-    """Waits for a link, or for `wake` from another thread, without a thread of its own."""
+    """Waits for a socket, or for `wake` from another thread, without a thread of its own."""
 
     def __init__(self, link: MessageSocket) -> None:
         self._link = link
@@ -88,15 +97,18 @@ class SocketWaiter:
         self._watches_writing = False
 
     def watch(self, descriptor: int) -> None:
-        """Waits end for what can be read there, too; who waits reads it."""
+        """Also end waits when `descriptor` is readable; the caller reads it."""
         self._selector.register(descriptor, selectors.EVENT_READ)
 
     def wake(self) -> None:
-        """From any thread: end the current or next wait."""
+        """End the current or next wait.
+
+        From any thread.
+        """
         os.eventfd_write(self._event, 1)
 
     def wait(self, timeout_s: float) -> None:
-        """Until something arrived, somebody woke us, or the time is over; flushes what became sendable."""
+        """Wait for a message, `wake` or the timeout; flush when the socket is writable."""
         if self._link.has_unsent is not self._watches_writing:
             self._watches_writing = self._link.has_unsent
             writing = selectors.EVENT_WRITE if self._watches_writing else 0

@@ -1,4 +1,7 @@
-"""What an engine computes with, as its settings say. A rank that follows needs no more of an engine than this."""
+"""Model runners as the settings name them.
+
+A follower rank needs nothing else of an engine.
+"""
 
 import logging
 from collections.abc import Iterator
@@ -35,8 +38,10 @@ def open_sim_runner(config: WorkerConfig, pool_in_file: bool = False) -> SimRunn
 
 
 def open_core_allocation(config: WorkerConfig, role: Role) -> CoreAllocation | None:
-    """Other engines to share cores with; None for one that computes elsewhere, or is not to heed others. Raises
-    EngineStartError."""
+    """Open the core allocation of an engine; None when it computes on a GPU or was told its cores.
+
+    Raises EngineStartError.
+    """
     if not finds_own_cores(config):
         return None
     with _needing_torch():
@@ -58,16 +63,17 @@ def open_torch_runner(
     rank: RankSpec | None = None,
     core_allocation: CoreAllocation | None = None,
 ) -> "TorchRunner":
-    """Bound to its cores; on the thread that will use it. As one of several ranks, which waits for the others, with its
-    share of `config`. Raises EngineStartError."""
+    """Open the torch runner on the calling thread, which must be the one that uses it, bound to its cores.
+
+    As one of several ranks it waits for the others and takes its share of `config`. Raises EngineStartError.
+    """
     with _needing_torch():
         from engine.backends.torch.ranks import RankInfo
         from engine.backends.torch.runner import TorchRunner, set_threads
 
     share = CoreShare(config.cores or (), config.shared_cores)
     threads = num_threads(config)
-    # After torch has come: by the cores that a process has when it loads OpenMP it is decided for good how many threads
-    # wait for each other without going to sleep.
+    # After torch is loaded: the cores of a process when it loads OpenMP decide for good how many threads wait actively.
     if core_allocation is not None and (found := core_allocation.settle()) is not None:
         share, threads = found, len(found.own)
     set_threads(threads)

@@ -1,4 +1,4 @@
-"""What an engine is told when it is started. Apart from what an engine is made of, which its front need not import."""
+"""Start parameters of engine processes, separate from the engine's code, which a front need not import."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,27 +9,27 @@ from engine.config import WorkerConfig
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """All an engine must be told."""
+    """Start parameters of an engine."""
 
     config: WorkerConfig
     role: Role
     agent_name: str
     worker_id: str = ""
-    """For log lines: whose engine it is."""
+    """Name of the worker, for log lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """All that one of several ranks of an engine must be told."""
+    """Start parameters of one tensor-parallel rank."""
 
     engine: EngineSpec
     rank: int
     meeting: Path
-    """Where the ranks find each other, see `engine/backends/torch/ranks.py`."""
+    """File through which the ranks find each other, see `engine/backends/torch/ranks.py`."""
 
     @property
     def config(self) -> WorkerConfig:
-        """With this rank's share."""
+        """Settings with this rank's share of the worker's resources."""
         return self.engine.config.of_rank(self.rank)
 
     @property

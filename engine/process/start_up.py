@@ -1,4 +1,4 @@
-"""What a process that computes does before it has a model: every rank of an engine, and an engine of one."""
+"""Preparation of an engine process, rank 0 or follower, before it loads a model."""
 
 import ctypes
 import logging
@@ -16,18 +16,24 @@ log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
 SWITCH_S = 0.0005
-"""How long the runner's Python may hold the interpreter while a message waits."""
+"""Longest time for which the runner's Python code may hold the GIL while a message waits, in seconds."""
 
 
 def become_child() -> None:
-    """Die with the parent, at once; leave Ctrl-C, which goes to the whole group, to it. Called on the main thread."""
+    """Die with the parent process, and leave Ctrl-C to it.
+
+    Call it on the main thread.
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_S)
 
 
 def prepare(config: WorkerConfig) -> None:
-    """What must be set before numerical libraries are loaded. Raises EngineStartError."""
+    """Set what must be set before numerical libraries are loaded.
+
+    Raises EngineStartError.
+    """
     step_back(config.niceness)
     if config.cores:
         stay_on(config.cores)
@@ -35,16 +41,19 @@ def prepare(config: WorkerConfig) -> None:
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     os.environ["HF_HUB_OFFLINE"] = "1"
     if config.tensor_parallel > 1 and config.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # transformers would put a shard on any GPU it sees
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # transformers would place a shard on any GPU it sees
 
 
 def num_threads(config: WorkerConfig) -> int:
-    """That compute."""
+    """Return the number of compute threads."""
     return config.threads or len(config.cores or ()) or num_available()
 
 
 def own_transport(config: WorkerConfig, agent_name: str) -> Transport:
-    """Raises TransportUnavailable."""
+    """Open the transport of this rank.
+
+    Raises TransportUnavailable.
+    """
     on_gpu = config.engine == "torch" and config.device != "cpu"
     if on_gpu and (chosen := use_nearest_nics(os.environ)) is not None:
         log.info(chosen)

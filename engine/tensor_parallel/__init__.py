@@ -1,1 +1,1 @@
-"""An engine of several tensor-parallel ranks: what a step says to those that follow rank 0."""
+"""An engine over several tensor-parallel ranks: messages from rank 0 to its followers, and their processes."""

@@ -1,8 +1,8 @@
-"""A rank of an engine that follows rank 0: `python -m cluster.launch engine.tensor_parallel.follower_process READS_FD STEPS_FD`.
+"""A follower rank: `python -m cluster.launch engine.tensor_parallel.follower_process READS_FD STEPS_FD`.
 
-Two threads, as in rank 0. The main one performs the reads that it is told, into this rank's part of the pool; the other
-loads this rank's shard of the model and computes the steps. It ends when rank 0 does: by the closed sockets, or at once
-by the kernel, whatever it waits for.
+Two threads, as in rank 0. The main thread performs reads into this rank's part of the pool; the other loads this rank's
+shard of the model and computes the steps. The process ends with rank 0: by the closed sockets, or at once by the
+kernel, whatever it waits for.
 """
 
 import logging
@@ -48,7 +48,10 @@ log = logging.getLogger(__name__)
 
 
 class _Rank0:
-    """Rank 0's main thread, as this rank sees it. Anybody may say something to it."""
+    """Rank 0's main thread as this rank sees it.
+
+    Any thread may send.
+    """
 
     def __init__(self, reads: Connection) -> None:
         self._reads = reads
@@ -59,11 +62,11 @@ class _Rank0:
             with self._lock:
                 self._reads.send(message)
         except OSError:
-            os._exit(0)  # it is gone
+            os._exit(0)  # rank 0 is gone
 
 
 class _Stepper:
-    """The thread that loads the model and computes."""
+    """Thread that loads the model and computes."""
 
     def __init__(self, spec: RankSpec, steps: Connection) -> None:
         self._spec = spec
@@ -72,7 +75,10 @@ class _Stepper:
         threading.Thread(target=self._run, name="rank-compute", daemon=True).start()
 
     def runner(self) -> "TorchRunner":
-        """Waits until it is loaded. Raises EngineStartError."""
+        """The runner; waits until it is loaded.
+
+        Raises EngineStartError.
+        """
         return self._made.result()
 
     def _run(self) -> None:
@@ -122,7 +128,7 @@ def main() -> None:
     try:
         _serve(reads, rank0.say, rank, runner.copy_block)
     except (EOFError, OSError):
-        os._exit(0)  # the pool's readers see a process that ended, as they do of rank 0
+        os._exit(0)  # readers of the pool see a process that ended, as with rank 0
 
 
 def _serve(
@@ -147,7 +153,7 @@ def _serve(
                 block_read = block_reads[number] = rank.start_read(
                     endpoint, block_ids, blocks, flow, partial(quiet, number)
                 )
-                if block_read.is_quiet:  # perhaps before it was there
+                if block_read.is_quiet:  # it may have been quiet before it was recorded
                     block_reads.pop(number, None)
             case Withdraw(number):
                 found = block_reads.get(number)

@@ -1,4 +1,4 @@
-"""Several ranks that compute as one runner."""
+"""A model runner over several ranks."""
 
 import pickle
 from abc import ABC, abstractmethod
@@ -14,7 +14,10 @@ from kvtransfer.fingerprint import Folding
 
 
 class FollowingRank(ABC):
-    """A rank that computes what it is told, beside rank 0. Raises RankLost when it is gone."""
+    """A follower rank that computes steps on command.
+
+    Its methods raise RankLost when it is gone.
+    """
 
     @abstractmethod
     def begin_step(self, step: bytes) -> None:
@@ -22,25 +25,33 @@ class FollowingRank(ABC):
 
     @abstractmethod
     def end_step(self) -> NDArray[np.uint64]:
-        """Wait for it: fingerprints of this rank's part of the blocks it filled, [blocks, its KV heads]."""
+        """Wait for the step; return fingerprints of this rank's part of the filled blocks, [blocks, its KV heads]."""
 
     @abstractmethod
     def copy_block(self, source: int, target: int) -> None:
-        """Make block `target` equal to `source`, before this returns. Not while a step runs."""
+        """Make block `target` equal to `source` before returning.
+
+        Not while a step runs.
+        """
 
 
 class ParallelRunner(ModelRunner):
-    """Rank 0 computes with its own runner, at the same time as its followers with theirs, and samples. They meet in the
-    sums that the model asks for."""
+    """Runner of rank 0, which computes at the same time as its followers and samples.
+
+    Ranks meet in the model's sums.
+    """
 
     def __init__(self, own: ModelRunner, followers: Seq[FollowingRank]) -> None:
-        """`own` has the layout of whole blocks, and in its pool its part of each."""
+        """Create the runner.
+
+        `own` has the layout of whole blocks, and its part of each in its pool.
+        """
         self.layout, self.info, self.pool = own.layout, own.info, own.pool
         self._own = own
         self._followers = followers
         self._writer = StepWriter()
         self._filled: dict[int, NDArray[np.uint64]] = {}
-        """Fingerprints of all heads of the blocks that the last step filled."""
+        """Fingerprints, of all heads, of the blocks that the last step filled."""
 
     def bind(self, own_cores: Seq[int], shared_cores: Seq[int]) -> None:
         self._own.bind(own_cores, shared_cores)

@@ -1,7 +1,7 @@
-"""What rank 0 says of a step to the ranks that follow it, and how they make the same batch of it.
+"""Steps as rank 0 sends them to its followers, which make the same batch from them.
 
-A follower has a copy of each sequence, as far as computing needs it. A step says only what changed of it since the last
-step it was in: of a long context, that is a token and now and then a block.
+A follower keeps a copy of each sequence, as far as computing needs it. A step contains only the changes since the
+sequence's last step: for a long context, one token and sometimes a block.
 """
 
 import weakref
@@ -14,7 +14,7 @@ from engine.core.core_types import Chunk, SamplingParams, Sequence
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """What does not change of a sequence."""
+    """Constant facts about a sequence, sent with its first step."""
 
     num_prompt: int
     num_emitted_before: int
@@ -23,7 +23,10 @@ class NewSequence:
 
 @dataclass(frozen=True, slots=True)
 class SequenceUpdate:
-    """Of one sequence: its lists are their first `kept` entries, and then these."""
+    """Changes of one sequence.
+
+    Each new list is the first `kept` entries of the old one and these entries.
+    """
 
     number: int
     kept_tokens: int
@@ -32,12 +35,12 @@ class SequenceUpdate:
     blocks: tuple[int, ...]
     num_scored: int
     beginning: NewSequence | None = None
-    """Of a sequence that the followers have not seen."""
+    """Constant facts, for a sequence that followers have not seen."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkRef:
-    """A chunk, of sequence `number`."""
+    """A chunk of sequence `number`."""
 
     number: int
     start: int
@@ -52,23 +55,26 @@ class Step:
     changes: tuple[SequenceUpdate, ...]
     chunks: tuple[ChunkRef, ...]
     over: tuple[int, ...]
-    """Sequences of which no step will speak any more."""
+    """Sequences that no later step contains."""
 
 
 @dataclass(slots=True)
 class _KnownSequence:
-    """What the followers know of a sequence."""
+    """A sequence as the followers know it."""
 
     number: int
     tokens: list[int]
-    """The list itself: while it is the same it only grows."""
+    """The sequence's own list; while it is the same object it only grows."""
     num_tokens: int
     blocks: list[int]
     num_scored: int
 
 
 class StepWriter:
-    """Rank 0's end. Used by one thread; sequences may end on any."""
+    """Rank 0's end of the steps.
+
+    Used by one thread; sequences may end on any.
+    """
 
     def __init__(self) -> None:
         self._told: weakref.WeakKeyDictionary[Sequence, _KnownSequence] = weakref.WeakKeyDictionary()
@@ -76,7 +82,10 @@ class StepWriter:
         self._count = 0
 
     def step(self, batch: Seq[Chunk]) -> Step:
-        """What to tell of it. Each step is told to every follower, in order."""
+        """Return the step for a batch.
+
+        Each step must be sent to every follower, in order.
+        """
         changes: list[SequenceUpdate] = []
         chunks: list[ChunkRef] = []
         for chunk in batch:
@@ -116,21 +125,21 @@ class StepWriter:
 
 
 def _num_equal(some: list[int], others: list[int]) -> int:
-    """How many leading entries are the same."""
+    """Return the number of equal leading entries."""
     shared = min(len(some), len(others))
-    if some[:shared] == others[:shared]:  # nearly always, and quicker than one by one
+    if some[:shared] == others[:shared]:  # the common case, faster than an entry-wise comparison
         return shared
     return next(index for index in range(shared) if some[index] != others[index])
 
 
 class StepReader:
-    """A follower's end."""
+    """A follower's end of the steps."""
 
     def __init__(self) -> None:
         self._sequences: dict[int, Sequence] = {}
 
     def batch(self, step: Step) -> list[Chunk]:
-        """What to compute: as rank 0 has it, but for what only rank 0 needs."""
+        """Return the batch of a step, equal to rank 0's except for fields that only rank 0 needs."""
         for number in step.over:
             self._sequences.pop(number, None)
         for change in step.changes:
@@ -160,8 +169,10 @@ class StepReader:
 
 
 def filled_blocks(batch: Seq[Chunk], block_tokens: int) -> list[int]:
-    """Blocks whose last slot the batch writes, in order: those that may be full after it. Where it was a guess that was
-    written there, they are so only if that was right."""
+    """Return, in order, the blocks whose last slot the batch writes.
+
+    Such a block is full after the batch, unless its last token is a draft that turns out wrong.
+    """
     return [
         block
         for chunk in batch

@@ -197,7 +197,7 @@ class Memberships:
             await asyncio.sleep(wait_s)
 
     def _log(self, router: _Router, failure: ServiceError) -> None:
-        """Log a refusal at once; log an unreachable router, which may be starting, after a while and then every minute."""
+        """Log a refusal at once, an unreachable router (it may be starting) after a while and then every minute."""
         now, said = time.monotonic(), str(failure)
         if isinstance(failure, AlreadyExists | Incompatible):
             if said != router.said:

@@ -141,7 +141,7 @@ class Worker:
         await self._leaving.told.wait()
 
     async def drain(self) -> None:
-        """Refuse new work, finish work for `drain_s`, hand over the rest, and stay readable while blocks are being read."""
+        """Refuse new work, finish work for `drain_s`, hand over the rest, and stay readable while blocks are read."""
         self._leaving.begin()
         await self._server.announce_stop()
         await self._empty()

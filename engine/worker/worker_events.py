@@ -14,7 +14,7 @@ PART_BYTES = 4 << 20
 
 
 def summary(news: Sequence[CacheChanged | Load]) -> list[CacheChanged | Load]:
-    """Merge messages: consecutive cache changes into one, without those that a snapshot replaces; then the last load."""
+    """Merge messages: consecutive cache changes into one, without those a snapshot replaces; then the last load."""
     snapshot: list[CacheChanged] = []
     sequence, events = 0, list[CacheEvent]()
     load: list[Load] = []
