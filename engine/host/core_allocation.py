@@ -1,9 +1,9 @@
-"""Other engines of this host that compute on its CPU cores, and which of those that leaves to this one.
+"""Agreement of this host's engines about CPU cores, through the claims of the others.
 
-Each engine holds an abstract Unix socket whose name is its claim (`core_sharing.py`). Nobody connects to it: that it is
-there is all it says. The kernel lists the names, and takes one away with its process, however that ends. So there is
-nobody who deals out cores, no file that outlives anybody, and engines started by Ray, by hand or in containers of one
-network namespace find each other. Engines in others do not; there containers have their limits.
+Each engine holds an abstract Unix socket whose name is its claim (`core_sharing.py`). No process connects to it: its
+existence is the message. The kernel lists the names, and removes a name with its process, however that ends. So no
+process deals out cores, no file outlives its owner, and engines started by Ray, by hand or in containers of one network
+namespace find each other. Engines in other namespaces do not; there containers have CPU limits.
 """
 
 import logging
@@ -24,21 +24,29 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
 LEAST_BETWEEN_LOOKS = 50
-"""Of what a look took: the kernel lists all sockets of the namespace, which may be very many."""
+"""Smallest interval between lookups, as a multiple of a lookup's duration: the kernel lists all sockets of the
+namespace, possibly very many."""
 MAX_HEEDED = 1024
-"""Anybody may write claims, and each has to be read."""
+"""Largest number of claims read, since any process may write claims."""
 SOCKETS = Path("/proc/self/net/unix")
 NAME = "tandem-cores-1-"
-"""And its version: engines of another one are not heeded."""
+"""Prefix of claims, with its version; claims of other versions are ignored."""
 _LISTED = re.compile(rb" @" + NAME.encode() + rb"(\S+)$", re.MULTILINE)
 
 
 class CoreAllocation:
-    """As one engine sees them. Used by one thread."""
+    """Core allocation as one engine sees it.
+
+    Used by one thread.
+    """
 
     def __init__(self, role: Role, told: Sequence[int]) -> None:
-        """`told`: cores that it was told to use; none: whatever it may. Raises OSError where there are no such sockets,
-        or no list of them."""
+        """Join the allocation.
+
+        `told` are the cores that the engine was told to use; empty: all it may use.
+
+        Raises OSError where there are no such sockets, or no list of them.
+        """
         self._role = role
         self._told = self._apart = bool(told)
         """Whether others are to make room for it, and whether it need not for them."""
@@ -51,15 +59,17 @@ class CoreAllocation:
         self._look_at = 0.0
 
     def settle(self) -> CoreShare | None:
-        """This engine's share, on which all threads of its process are then; None where it has none of its own, or is
-        where it was when last asked. The others are looked at once a second."""
+        """Move all threads of this process to this engine's share and return it, looking at the others once a second.
+
+        Returns None when it has no share of its own, or when the share is unchanged.
+        """
         if self._apart or (began_at := time.monotonic()) < self._look_at:
             return None
         try:
             share = self._look()
             if share != self._share:
                 settle_on(share, self._niceness)
-        except OSError as error:  # it still computes, where the system puts it
+        except OSError as error:  # it still computes, on the cores where the system puts it
             log.warning("cannot keep off other engines' cores: %s", error)
             self._leave()
             self._apart = True
@@ -73,7 +83,7 @@ class CoreAllocation:
 
     def _look(self) -> CoreShare:
         here = _allowed()
-        if self._share is not None and set(here) != set(self._share.own):  # somebody else has moved it
+        if self._share is not None and set(here) != set(self._share.own):  # another process has moved it
             if here != self._own.cores:
                 self._claim(here)
             self._share = None
@@ -87,7 +97,7 @@ class CoreAllocation:
         except OSError:
             claimed.close()
             raise
-        self._leave()  # as what it was
+        self._leave()  # withdraw the old claim
         self._own, self._socket = claim, claimed
         self._in_order = in_machine_order(cores)
 
@@ -97,8 +107,11 @@ class CoreAllocation:
 
 
 def finds_own_cores(config: WorkerConfig) -> bool:
-    """Whether an engine with such settings is to say what it is: told its cores, it is avoided; told nothing, it also
-    avoids. A container with time for fewer cores than it sees cannot know which of them others leave to it."""
+    """Return whether an engine with these settings takes part in the allocation.
+
+    With `cores` set it is avoided by others; without, it also avoids them. A container with a quota below the cores it
+    sees cannot know which of them others leave to it.
+    """
     if config.engine != "torch":
         return False
     if config.cores:
@@ -113,5 +126,5 @@ def _read_claims() -> list[CoreClaim]:
 
 
 def _allowed() -> tuple[int, ...]:
-    """By the process's main thread: others are bound more narrowly."""
+    """Return the cores allowed to the process's main thread; other threads are bound more narrowly."""
     return tuple(sorted(os.sched_getaffinity(os.getpid())))

@@ -1,4 +1,7 @@
-"""Between tokens and text: the tokenizer of a model directory, and its incremental decoding. Needs no torch."""
+"""Tokenizer of a model directory, and incremental detokenisation.
+
+Needs no torch.
+"""
 
 from collections.abc import Sequence
 
@@ -9,20 +12,20 @@ from engine.kv.block_keys import max_token
 from engine.model.model_dir import ModelDir
 
 NO_CHARACTER = "\ufffd"
-"""What bytes decode to that are no character, or not all of one."""
+"""Character for bytes that are no character, or not a whole one."""
 MAX_CHARACTER_TOKENS = 16
-"""Of one character, however many bytes and combining parts the tokenizer makes of it."""
+"""Largest number of tokens of one character, however the tokenizer splits its bytes and combining parts."""
 CONTEXT_TOKENS = 8
-"""Tokens of the prompt's end that decoding starts from: what a token says can depend on the one before it."""
+"""Tokens of the prompt's end with which decoding starts: a token's text can depend on the one before it."""
 
 
 def load_tokenizer(model_dir: ModelDir) -> Tokenizer | None:
-    """None when the directory has no tokenizer: then only token ids go in and out."""
+    """Load the tokenizer; None when the directory has none, and then only token ids go in and out."""
     if (file := model_dir.path / "tokenizer.json").exists():
         return Tokenizer.from_file(str(file))
     if not model_dir.has_tokenizer:
         return None
-    from transformers import AutoTokenizer  # converts older formats; slow to import
+    from transformers import AutoTokenizer  # it converts older formats, and is slow to import
 
     slow = AutoTokenizer.from_pretrained(model_dir.path, local_files_only=True, trust_remote_code=False)
     converted: Tokenizer = slow.backend_tokenizer
@@ -30,29 +33,34 @@ def load_tokenizer(model_dir: ModelDir) -> Tokenizer | None:
 
 
 def check_token_ids(token_ids: Sequence[int], field: str, vocab_size: int) -> None:
-    """Raises InvalidRequest. A token that is none would end the engine, with all that runs on it."""
+    """Check token ids.
+
+    Raises InvalidRequest; an id outside the vocabulary would crash the engine and all its requests.
+    """
     if len(token_ids) and (largest := max_token(token_ids)) >= vocab_size:
         raise InvalidRequest(field, f"token id {largest} is out of range: the vocabulary has {vocab_size}")
 
 
 class _Decoding:
-    """Text of tokens, as they come.
+    """Incremental text of tokens.
 
-    What tokens say is known from decoding them with those before. tokenizers' own `DecodeStream` does the same, but
-    raises where bytes that are no characters change what was said before, and begins with text of the prompt where that
-    ends within a character.
+    A token's text is known from decoding it together with earlier tokens. tokenizers' own `DecodeStream` does the same,
+    but raises where invalid bytes change earlier text, and repeats text of a prompt that ends within a character.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._ids = list(context)
-        """The last ones whose text is out, and those whose text is not."""
+        """Last tokens whose text was returned, and the tokens after them."""
         self._num_out = len(self._ids)
         self._out = self._decode()
-        """The text of the former."""
+        """Text of the returned ones."""
 
     def push(self, token_id: int) -> str:
-        """What is certain now. A character that is not whole is awaited, but no longer than any can take."""
+        """Return the text that is now certain.
+
+        An incomplete character is awaited, but no longer than any character can take.
+        """
         self._ids.append(token_id)
         text = self._decode()
         waited = len(self._ids) - self._num_out >= MAX_CHARACTER_TOKENS
@@ -71,11 +79,11 @@ class _Decoding:
 
 
 class TextStream:
-    """Text of one completion, as it becomes certain.
+    """Text of one completion, released as it becomes certain.
 
-    Text that could still turn out to be the beginning of a stop string is held back; `push` returns what is
-    certain, and `stopped` names the stop string once it was found. It is not part of the text. One that is complete
-    within the first `min_tokens` tokens is text like any other.
+    Text that could be the beginning of a stop string is held back. `push` returns certain text, and `stopped` names the
+    stop string once it was found; it is not part of the text. A stop string that is complete within the first
+    `min_tokens` tokens is ordinary text.
     """
 
     def __init__(
@@ -84,12 +92,12 @@ class TextStream:
         self._decoding = None if tokenizer is None else _Decoding(tokenizer, prompt[-CONTEXT_TOKENS:])
         self._stop = tuple(stop)
         self._too_early = min_tokens
-        """Tokens more at which nothing stops."""
+        """Number of further tokens at which no stop string counts."""
         self._held = ""
         self.stopped = ""
 
     def push(self, token_id: int) -> str:
-        """One more token."""
+        """Add a token; return certain text."""
         if self._decoding is None or self.stopped:
             return ""
         self._held += self._decoding.push(token_id)
@@ -97,7 +105,7 @@ class TextStream:
         return self._certain(early)
 
     def finish(self) -> str:
-        """No more tokens: what was held back."""
+        """End the text; return the part held back."""
         held, self._held = self._held, ""
         return "" if self.stopped else held
 
@@ -114,14 +122,14 @@ class TextStream:
 
 
 def _num_equal(one: str, other: str) -> int:
-    """Leading characters that both have."""
+    """Return the number of equal leading characters."""
     if one.startswith(other):
         return len(other)
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
+    """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -1,4 +1,4 @@
-"""What can be known of a Hugging Face model directory without loading the model. Needs no torch."""
+"""Facts about a Hugging Face model directory that do not need the loaded model, nor torch."""
 
 import json
 import os
@@ -11,22 +11,25 @@ from engine.errors import ModelRefused
 from kvtransfer.native.compiler import cache_folder
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""What vLLM takes from generation_config.json, too."""
+"""Options taken from generation_config.json, the same as vLLM's."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelDir:
-    """A directory that holds a decoder-only model."""
+    """A directory with a decoder-only model."""
 
     path: Path
     config: dict[str, Any]
     sampling_defaults: dict[str, float] = field(default_factory=dict)
-    """Of the options that its authors recommend, in generation_config.json: their values, by their names there."""
+    """Sampling options that generation_config.json recommends, by their names there."""
 
     @classmethod
     def open(cls, path: Path) -> "ModelDir":
-        """Raises ModelRefused when this is no model directory."""
+        """Open a directory.
+
+        Raises ModelRefused when it is no model directory.
+        """
         if not path.is_dir():
             raise ModelRefused(f"no directory {str(path)!r}")
         if not (path / "config.json").exists():
@@ -38,7 +41,7 @@ class ModelDir:
 
     @property
     def name(self) -> str:
-        """What clients call it: the directory's name."""
+        """Name for clients: the directory's name."""
         return self.path.resolve().name
 
     @property
@@ -49,7 +52,7 @@ class ModelDir:
 
     @property
     def max_context_tokens(self) -> int:
-        """Positions the model was made for, or to which YaRN stretches them."""
+        """Largest context in tokens, with YaRN's extension where configured."""
         for key in ("max_position_embeddings", "n_positions", "max_seq_len"):
             if key in self._text_config:
                 return max(int(self._text_config[key]), self._stretched())
@@ -57,8 +60,10 @@ class ModelDir:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Tokens that end a text: generation_config.json's where it has them, else config.json's; and the tokenizer's,
-        which is often the only one that fine-tunes for chats change."""
+        """Tokens that end a text: those of generation_config.json, else of config.json, and the tokenizer's.
+
+        Fine-tunes for chats often change only the tokenizer's end token.
+        """
         found = self._tokenizer_eos()
         for source in (self.read_json("generation_config.json"), self.config, self._text_config):
             ids = source.get("eos_token_id")
@@ -72,7 +77,10 @@ class ModelDir:
         return any((self.path / name).exists() for name in TOKENIZER_FILES[:3])
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """A file of the directory that holds a JSON object; empty when there is none. Raises ModelRefused."""
+        """Return a JSON object from a file of the directory; empty without the file.
+
+        Raises ModelRefused.
+        """
         try:
             values = json.loads((self.path / name).read_text())
         except FileNotFoundError:
@@ -84,7 +92,10 @@ class ModelDir:
         return values
 
     def config_fingerprint(self) -> bytes:
-        """Of the config and the tokenizer: what router and workers must agree on. 16 bytes."""
+        """Fingerprint of config and tokenizer, on which router and workers must agree.
+
+        16 bytes.
+        """
         digest = blake2b(digest_size=16)
         for name in ("config.json", *TOKENIZER_FILES):
             file = self.path / name
@@ -92,7 +103,12 @@ class ModelDir:
         return digest.digest()
 
     def weights_fingerprint(self) -> bytes:
-        """Of the config and every byte of the weights. 32 bytes. Remembered, since hashing takes seconds a gigabyte."""
+        """Fingerprint of the config and every byte of the weights.
+
+        32 bytes.
+
+        The result is cached beside the weights, since hashing takes seconds per gigabyte.
+        """
         files = sorted(self.path.glob("*.safetensors"))
         if not files:
             raise ModelRefused(f"{self.path} holds no .safetensors file")
@@ -119,12 +135,12 @@ class ModelDir:
 
     @property
     def _text_config(self) -> dict[str, Any]:
-        """Of a model that also sees, the part that writes."""
+        """Config of the text model, within that of a vision model."""
         nested = self.config.get("text_config")
         return nested if isinstance(nested, dict) else self.config
 
     def _stretched(self) -> int:
-        """The context by YaRN, 0 without."""
+        """Context length by YaRN, or 0 without it."""
         rope = self._text_config.get("rope_scaling") or self._text_config.get("rope_parameters")
         if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) != "yarn":
             return 0

@@ -1,4 +1,7 @@
-"""What is made of a saved model when it is loaded, and in what its KV is kept. Needs no torch."""
+"""Quantisation settings of a model: format of weights and KV, and a merged adapter.
+
+Needs no torch.
+"""
 
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -11,25 +14,32 @@ from engine.kv.layout import KvDtype
 Weights = Literal["auto", "int8", "int4", "fp8"]
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-"""Of a LoRA adapter, as PEFT saves it."""
+"""Files of a LoRA adapter as PEFT saves it."""
 SCHEME = 1
-"""Changes when the same saved weights would become other numbers."""
+"""Version of the quantisation scheme, raised when equal saved weights would give other numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationConfig:
-    """The default is the model as it was saved."""
+    """Quantisation of weights and KV, and an adapter.
+
+    The default is the model as saved.
+    """
 
     weights: Weights = "auto"
-    """Of linear layers; auto: as saved."""
+    """Format of linear layers; auto: as saved."""
     kv_dtype: KvDtype = "auto"
-    """A matter of the KV layout, not of weights."""
+    """Format of KV, part of the KV layout and not of the weights."""
     lora: Path | None = None
     """Directory of an adapter that is merged into the weights first."""
 
     def fingerprint(self, saved: bytes) -> bytes:
-        """Of the weights that are computed with; `saved` is that of the files. 32 bytes, `saved` itself where nothing
-        is made of them. Raises EngineStartError where the adapter cannot be read."""
+        """Return the fingerprint of the computed weights from `saved`, that of the files.
+
+        32 bytes.
+
+        Equal to `saved` for weights as saved. Raises EngineStartError where the adapter cannot be read.
+        """
         if self.weights == "auto" and self.lora is None:
             return saved
         digest = blake2b(f"{SCHEME},{self.weights},".encode() + saved, digest_size=32)

@@ -97,7 +97,7 @@ class SocketWaiter:
         self._watches_writing = False
 
     def watch(self, descriptor: int) -> None:
-        """Also end waits when `descriptor` is readable; the caller reads it."""
+        """End waits also when `descriptor` is readable; the caller reads it."""
         self._selector.register(descriptor, selectors.EVENT_READ)
 
     def wake(self) -> None:

@@ -1,16 +1,18 @@
-"""Beam search over chains that somebody else computes. Pure: told of log probabilities, it says who goes on from whom.
+"""Beam search over sequences that the engine computes.
 
-The search has `width` slots. Each live one is a chain whose next token's likeliest candidates are awaited (`hear`).
-When all were heard (`ready`), `advance` compares the candidates of all:
+Pure: log probabilities go in, moves of beams come out.
 
-    among the best (1 + number of end tokens) * width       so that width of them can go on
+The search has `width` slots. Each live slot is a sequence whose likeliest next tokens are awaited (`hear`). When all
+are known (`ready`), `advance` compares the candidates of all:
+
+    among the best (1 + number of end tokens) * width       so that width of them can continue
         an end token, and it is among the best width  ──▶  finished, kept while it is among the best width by score
-        not an end token                              ──▶  the best width go on, in the slots
+        not an end token                              ──▶  the best width continue, in the slots
 
-A chain goes on in the slot it is in; where it goes on in two ways, the other takes a slot whose chain goes on in none.
-All chains are equally long, so at `max_tokens` all end. The search is over then, or when no chain that goes on scores
-better than the worst of `width` finished ones, or with early stopping as soon as there are `width`. These are the rules
-of transformers' beam search, with its `early_stopping` of False or True.
+A sequence continues in its own slot; where it continues in two ways, the second takes a slot whose sequence does not
+continue. All sequences are equally long, so at `max_tokens` all end. The search is over then, or when no continuing
+sequence scores better than the worst of `width` finished ones, or with early stopping as soon as there are `width`.
+These are the rules of transformers' beam search, with its `early_stopping` of False or True.
 """
 
 import math
@@ -21,7 +23,7 @@ from engine.core.core_types import BeamParams, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A chain: what was chosen after the prompt, and the sum of the log probabilities of that."""
+    """A beam: tokens after the prompt, and the sum of their log probabilities."""
 
     token_ids: tuple[int, ...] = ()
     logprob: float = 0.0
@@ -29,7 +31,7 @@ class Beam:
 
 @dataclass(frozen=True, slots=True)
 class BeamMove:
-    """The chain of `slot` is now that of `parent` and then `token_id`."""
+    """The sequence of `slot` becomes that of `parent` plus `token_id`."""
 
     slot: int
     parent: int
@@ -38,12 +40,12 @@ class BeamMove:
 
 @dataclass(frozen=True, slots=True)
 class FinishedBeam:
-    """A finished chain."""
+    """A finished beam."""
 
     beam: Beam
     score: float
     stopped: bool
-    """By an end token, and not by max_tokens."""
+    """Whether it ended by an end token, and not by max_tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +53,11 @@ class _Candidate:
     slot: int
     token_id: int
     logprob: float
-    """Of the whole chain."""
+    """Log probability of the whole beam."""
 
 
 class BeamSearch:
-    """One search."""
+    """One beam search."""
 
     def __init__(self, params: BeamParams, max_tokens: int, end_token_ids: frozenset[int]) -> None:
         self._params = params
@@ -68,21 +70,27 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """How many of the likeliest tokens must be heard of each chain."""
+        """Number of likeliest tokens needed from each sequence."""
         return (1 + len(self._ends)) * self._params.width
 
     @property
     def ready(self) -> bool:
-        """Everything is known that `advance` needs."""
+        """Whether `advance` has all candidates it needs."""
         return len(self._heard) == len(self._live) and not self.over
 
     def hear(self, slot: int, logprobs: TokenLogprobs) -> None:
-        """What may come next in a slot, likeliest first. The same may be heard again of a chain computed anew."""
+        """Set a slot's candidates, likeliest first.
+
+        A recomputed sequence may report them again.
+        """
         assert slot in self._live
         self._heard[slot] = logprobs
 
     def advance(self) -> list[BeamMove]:
-        """Choose. Slots that no move names have no chain any more. When the search is over nothing moves."""
+        """Choose the continuing beams.
+
+        Slots in no move have no sequence any more; no moves means the search is over.
+        """
         assert self.ready
         candidates = self._candidates()
         length = len(next(iter(self._live.values())).token_ids) + 1
@@ -107,24 +115,24 @@ class BeamSearch:
         return moves
 
     def found(self) -> list[FinishedBeam]:
-        """Finished chains, the best first."""
+        """Return finished beams, best first."""
         return list(self._found)
 
     def _candidates(self) -> list[_Candidate]:
-        """The best of all chains, best first. Equal ones are in order of slots and of what each slot prefers."""
+        """Return the best candidates of all sequences, best first; ties by slot and by rank within the slot."""
         first_round = not next(iter(self._live.values())).token_ids
         candidates = [
             _Candidate(slot, token_id, beam.logprob + logprob)
             for slot, beam in sorted(self._live.items())
             for token_id, logprob in zip(self._heard[slot].top_token_ids, self._heard[slot].top_logprobs, strict=True)
-            if slot == 0 or not first_round  # at the beginning all are the same chain
+            if slot == 0 or not first_round  # in the first round all slots hold the same sequence
         ]
         best = sorted(candidates, key=lambda candidate: -candidate.logprob)[: self.num_candidates]
         if not first_round:
             return best
         ends = self._ends
         places = iter(range(self._params.width))
-        # They part here, each in a slot that has computed the same already.
+        # The beams diverge here, each in a slot that has computed the same prefix.
         return [c if c.token_id in ends else _Candidate(next(places, 0), c.token_id, c.logprob) for c in best]
 
     def _finish(self, candidate: _Candidate, length: int, stops: bool) -> None:

@@ -1,10 +1,10 @@
-"""Structured output: which tokens may come next, so that the output keeps to a schema, regex, grammar or choice.
+"""Structured output: the tokens that may come next under a schema, regex, grammar or choice.
 
-A grammar's state is derived from the tokens sampled so far and from nothing else. A request that moves to another
-worker, or whose sequence is computed anew, goes on as if nothing had happened: the state is made again from its tokens.
+A grammar's state is derived from the sampled tokens only. A request that moves to another worker, or is preempted,
+continues unchanged: the state is rebuilt from its tokens.
 
-Needs no torch. llguidance is imported here only; everything it could be asked to do by a hostile request is bounded
-here or in `router/models/grammar_checker.py`.
+Needs no torch. llguidance is imported only here; work that a hostile request could cause in it is bounded here or in
+`router/models/grammar_checker.py`.
 """
 
 import json
@@ -30,24 +30,30 @@ from engine.model.model_dir import ModelDir
 from engine.sampling.structured_output import FIELD
 
 STACK_BYTES = 64 << 20
-"""llguidance compiles by recursion: rules that name each other a thousand deep overflow an ordinary stack, which would
-end the process. Virtual memory, and only while a grammar is compiled."""
+"""Stack of the compiling thread, in bytes. llguidance compiles by recursion: a thousand nested rules overflow an
+ordinary stack, which would end the process. Virtual memory, used only while compiling."""
 CHECK_STACK_BYTES = 16 << 20
-"""What a grammar is checked with. Less, so that what passed has room to spare in the engine."""
+"""Stack with which a grammar is checked; smaller, so that accepted grammars have spare stack in the engine."""
 MAX_COMPILED = 128
 MAX_THREADS = 8
 MAX_REASON_CHARS = 300
-"""llguidance quotes whole grammars; gRPC's trailers hold 8 KiB."""
+"""Longest quoted reason: llguidance quotes whole grammars, and gRPC's trailers hold 8 KiB."""
 _WORD = 32
 
 _T = TypeVar("_T")
 
 
 class GrammarCompiler:
-    """Grammars over one model's tokens. Used by one thread at a time."""
+    """Compiler of grammars over one model's tokens.
+
+    Used by one thread at a time.
+    """
 
     def __init__(self, model_dir: ModelDir, stack_bytes: int = STACK_BYTES) -> None:
-        """Raises InvalidRequest when this model can have no structured output: every such request is at fault."""
+        """Create the compiler.
+
+        Raises InvalidRequest when this model cannot have structured output.
+        """
         self._tokens = _tokens_of(model_dir)
         self._stack_bytes = stack_bytes
         self._limits = LLParserLimits(verbose_errors=False)
@@ -55,7 +61,10 @@ class GrammarCompiler:
         self._executor = LLExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))))
 
     def compile(self, structured: StructuredOutput) -> LLMatcher:
-        """A matcher at the beginning of the output. Raises InvalidRequest with llguidance's cause."""
+        """Return a matcher at the beginning of the output.
+
+        Raises InvalidRequest with llguidance's cause.
+        """
         if structured not in self._compiled:
             self._compiled[structured] = _on_stack(self._stack_bytes, lambda: self._build(structured))
             if len(self._compiled) > MAX_COMPILED:
@@ -64,9 +73,9 @@ class GrammarCompiler:
         return self._compiled[structured].deep_copy()
 
     def masks(self, matchers: Seq[LLMatcher]) -> NDArray[np.int32]:
-        """[matchers, words]: bit t % 32 of word t // 32 is set where token t may come next.
+        """Return bit masks [matchers, words]: bit t % 32 of word t // 32 is set where token t may come next.
 
-        A matcher that fails on the way says so itself (`is_error`); its row means nothing then.
+        A matcher that fails reports it (`is_error`), and its row is meaningless.
         """
         bits = np.zeros((len(matchers), -(-self._tokens.vocab_size // _WORD)), np.int32)
         pairs = [(matcher, row) for row, matcher in enumerate(matchers)]
@@ -85,7 +94,7 @@ class GrammarCompiler:
 
 
 def reason_of(matcher: LLMatcher) -> str:
-    """Why a matcher is in error."""
+    """Return the reason why a matcher is in error."""
     text = matcher.get_error().removesuffix("<non-verbose/>").strip()
     return _shortened("nothing matches it" if text == "NoExtensionBias" else text)
 
@@ -95,7 +104,10 @@ def _shortened(text: str) -> str:
 
 
 def _source(structured: StructuredOutput) -> str:
-    """In llguidance's own words. Raises ValueError for a schema that is not JSON, which llguidance does not check."""
+    """Return the form in llguidance's format.
+
+    Raises ValueError for a schema that is not JSON, which llguidance does not check.
+    """
     if structured.kind == "json_object":
         return LLMatcher.grammar_from_json_schema('{"type": "object"}')
     if structured.kind == "choice":
@@ -111,7 +123,7 @@ def _source(structured: StructuredOutput) -> str:
 
 
 def _literally(text: str) -> str:
-    """A regex that matches just this."""
+    """Return a regex that matches exactly this text."""
     return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
@@ -124,7 +136,7 @@ def _tokens_of(model_dir: ModelDir) -> LLTokenizer:
         raise InvalidRequest(FIELD, "this model has no end token, so its output can never be complete")
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    # Many models have more logits than tokens; llguidance never allows the ones between.
+    # Many models have more logits than tokens; llguidance never allows those in between.
     num_tokens = max(model_dir.vocab_size, tokenizer.get_vocab_size(with_added_tokens=True))
     try:
         return LLTokenizer(tokenizer.to_str(), n_vocab=num_tokens, eos_token=eos_token_ids)
@@ -133,7 +145,7 @@ def _tokens_of(model_dir: ModelDir) -> LLTokenizer:
 
 
 def _on_stack(stack_bytes: int, work: Callable[[], _T]) -> _T:
-    """Do it on a thread with a stack of this size. Raises what it raises."""
+    """Run `work` on a thread with a stack of this size, and raise what it raises."""
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar") as pool:
         previous = threading.stack_size(stack_bytes)
         try:
@@ -145,14 +157,14 @@ def _on_stack(stack_bytes: int, work: Callable[[], _T]) -> _T:
 
 @dataclass(slots=True)
 class _State:
-    """A matcher, and how many of the sequence's sampled tokens it has seen."""
+    """A matcher, and the number of sampled tokens it has seen."""
 
     matcher: LLMatcher
     num_seen: int = 0
 
 
 def _after(matcher: LLMatcher | None, draft_token: int) -> LLMatcher | None:
-    """A copy that has seen the guess too; None where that cannot follow."""
+    """Return a copy advanced by the draft token, or None where the grammar does not allow it."""
     if matcher is None:
         return None
     copy = matcher.deep_copy()
@@ -161,37 +173,41 @@ def _after(matcher: LLMatcher | None, draft_token: int) -> LLMatcher | None:
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """What grammars say of one batch."""
+    """Masks of one batch."""
 
     rows: list[int]
-    """The rows of the batch that have a grammar, and can go on."""
+    """Rows of the batch that have a grammar and can continue."""
     bits: NDArray[np.int32]
-    """[rows, words]: bit t % 32 of word t // 32 is set where token t may come next."""
+    """Bit masks [rows, words]: bit t % 32 of word t // 32 is set where token t may come next."""
     failures: dict[int, RequestFailure]
-    """Rows that cannot go on."""
+    """Rows that cannot continue, with the reason."""
     unknown: frozenset[int] = frozenset()
-    """Rows after a guess of which nothing is said: the grammar does not allow it, or ends with it."""
+    """Rows after a draft token that the grammar does not allow or that ends it."""
 
 
 class Grammars:
-    """The grammar states of the sequences of one engine. Used by the thread that computes.
+    """Grammar states of an engine's sequences.
 
-    A state is a cache: kept for as long as its sequence lives, advanced by the tokens sampled since it was last
-    looked at, and made from the sequence's tokens when there is none.
+    Used by the compute thread.
+
+    A state is a cache: kept while its sequence lives, advanced by the tokens sampled since its last use, and rebuilt
+    from the sequence's tokens when missing.
     """
 
     def __init__(self, model_dir: ModelDir) -> None:
         self._compiler: GrammarCompiler | None = None
         self._refusal: InvalidRequest | None = None
         self._states: WeakKeyDictionary[Sequence, _State] = WeakKeyDictionary()
-        try:  # now and not with the first request, for which every stream would have to wait: seconds, if it is large
+        try:  # at start, since a large vocabulary takes seconds, for which every stream would wait at the first request
             self._compiler = GrammarCompiler(model_dir)
         except InvalidRequest as error:
             self._refusal = error
 
     def masks(self, places: Seq[AnyPlace]) -> TokenMasks | None:
-        """Of a batch; None when no sequence of it has a grammar. The places after a sequence's guesses come next to its
-        own, in order."""
+        """Return the masks of a batch, or None when no sequence has a grammar.
+
+        Positions after a sequence's draft tokens follow its own position, in order.
+        """
         matchers: dict[int, LLMatcher] = {}
         failures: dict[int, RequestFailure] = {}
         unknown: set[int] = set()
@@ -215,12 +231,15 @@ class Grammars:
         kept = [at for at, row in enumerate(matchers) if row not in ended]
         unknown |= {
             row for row in ended if isinstance(places[row], SamplePosition)
-        }  # the next step says why, if it comes to it
+        }  # the next step reports the reason if it becomes relevant
         failures |= {row: failure for row, failure in ended.items() if row not in unknown}
         return TokenMasks([row for row in matchers if row not in ended], bits[kept], failures, frozenset(unknown))
 
     def _advanced(self, sequence: Sequence, structured: StructuredOutput) -> LLMatcher:
-        """Raises InvalidRequest when the grammar does not compile or the tokens do not follow it."""
+        """Return the sequence's matcher.
+
+        Raises InvalidRequest when the grammar does not compile or the tokens violate it.
+        """
         if self._compiler is None:
             assert self._refusal is not None
             raise InvalidRequest(self._refusal.field, self._refusal.message)
@@ -241,7 +260,7 @@ class Grammars:
     def _ended(
         self, places: Seq[AnyPlace], matchers: dict[int, LLMatcher], bits: NDArray[np.int32]
     ) -> dict[int, RequestFailure]:
-        """Rows whose grammar became too complex for llguidance's limits, or that have no token to go on with."""
+        """Return rows whose grammar exceeded llguidance's limits, or that have no allowed token."""
         failures: dict[int, RequestFailure] = {}
         for at, (row, matcher) in enumerate(matchers.items()):
             sampling = places[row].sampling

@@ -1,20 +1,20 @@
-"""Several choices of one prompt, or the beams of one search: computed once up to where they part.
+"""Several choices of one prompt, or the beams of one search: computed once up to their fork.
 
-A request starts as one chain, its lead, whatever number it asks for. The others are its `siblings`:
+A request starts as one sequence, its lead, whatever number of choices it asks for. The others are its `siblings`:
 
-    lead      computes the tokens that all share ──▶ forked ──▶ runs as any other sequence
-    sibling   nothing here, only counted in ───────────▲   │
-              the lead's promise of blocks                 ├──there is room──▶ runs
-                                                           └──there is none──▶ preempted
+    lead      computes the shared tokens ──▶ forked ──▶ runs as any other sequence
+    sibling   nothing here, only counted in ───────▲   │
+              the lead's reservation               ├──blocks are free──▶ runs
+                                                   └──else────────────▶ preempted
 
-What is shared is the prompt but for its last token: each chain computes that itself, with what an earlier attempt
-emitted of it, so that each first token is sampled as every other is. A fork shares the full blocks, and copies the one
-that is partial, if one is. It happens between steps: nobody writes into that block then. Forked, every chain is a
-sequence of its own for the scheduler, for preemption and for the books.
+The shared part is the prompt without its last token. Each sequence computes that token itself, and the tokens that an
+earlier attempt emitted of it, so every first token is sampled like any other. A fork shares the full blocks and copies
+a partial one. It happens between steps, when nothing writes that block. After the fork every sequence is one of its own
+for the scheduler, for preemption and for the KV cache manager.
 
-Of beams (`engine/sampling/beam_search.py`) some end and others part again and again: the chain that is dropped gives its blocks back,
-and its sequence is forked anew from the one that goes on twice. A beam whose candidates are known computes nothing
-until those of all others are. It may be preempted meanwhile; what was heard of it stays valid.
+Beams (`engine/sampling/beam_search.py`) end and fork repeatedly: a dropped beam gives its blocks back, and its sequence
+is forked again from one that continues twice. A beam whose candidates are known computes nothing until those of all
+others are. It may be preempted meanwhile; its candidates stay valid.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from engine.sampling.beam_search import BeamSearch
 
 
 def search_of(message: Generate, eos_token_ids: frozenset[int]) -> BeamSearch | None:
-    """The beam search that was asked for."""
+    """Return the beam search of a request, or None."""
     sampling = message.sampling
     if sampling.beam is None:
         return None
@@ -39,9 +39,10 @@ def search_of(message: Generate, eos_token_ids: frozenset[int]) -> BeamSearch | 
 def chains_of(
     message: Generate, root: BlockKey, search: BeamSearch | None, next_arrival: Callable[[], int]
 ) -> list[Sequence]:
-    """Those that are to be computed, the lead first. Empty: everything was emitted by an earlier attempt.
+    """Return the sequences to compute, the lead first; empty when an earlier attempt emitted everything.
 
-    A beam search begins anew whatever was emitted: in the end it finds the same."""
+    A beam search starts again, whatever was emitted; its result is the same.
+    """
     sampling = message.sampling
     if search is not None:
         sampling = replace(sampling, logprobs=search.num_candidates)
@@ -71,6 +72,6 @@ def chains_of(
 
 
 def num_blocks_at_most(chains: list[Sequence], layout: KvLayout) -> int:
-    """That all of them have at their ends, counting what they share once."""
+    """Return the number of blocks that all sequences have at their ends, counting shared blocks once."""
     shared = chains[0].fork_at // layout.block_tokens
     return shared + sum(layout.blocks_for(chain.max_num_tokens) - shared for chain in chains)

@@ -1,4 +1,7 @@
-"""What a request says of the form of its output, read and limited. What it means is `engine/sampling/grammar.py`'s."""
+"""Structured-output fields of a request, read and limited.
+
+`engine/sampling/grammar.py` gives them meaning.
+"""
 
 from cluster.errors import InvalidRequest
 from engine.core.core_types import StructuredOutput
@@ -10,7 +13,10 @@ MAX_CHOICES = 1024
 
 
 def read_structured(sampling: pb.Sampling) -> StructuredOutput | None:
-    """What was asked for. Raises InvalidRequest unless exactly one kind was, within its limits."""
+    """Return the requested form.
+
+    Raises InvalidRequest unless exactly one form is set, within its limits.
+    """
     if not sampling.HasField("structured"):
         return None
     message = sampling.structured

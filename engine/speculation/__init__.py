@@ -1,1 +1,4 @@
-"""Speculative decoding: guesses at the tokens that follow, verified in one step. Pure; the runner verifies."""
+"""Speculative decoding: draft tokens, verified in the same step.
+
+Pure; the runner verifies.
+"""

@@ -1,8 +1,8 @@
-"""Prompt lookup: what followed the last tokens of a text where they occurred in it before.
+"""Prompt lookup: the tokens that followed earlier occurrences of a text's last tokens.
 
-The index is that of an LZ77 compressor: of every run of `width` tokens where it ended last, and from there a chain to
-where it ended before. Adding a token is one entry; a search follows the chain of the last run for a bounded number of
-places and takes the one that agrees with the text's end for longest. Nothing is ever scanned.
+The index is that of an LZ77 compressor: for every run of `width` tokens the end of its last occurrence, chained to the
+ends of earlier ones. Adding a token is one entry. A search follows the chain of the last run for a bounded number of
+places and takes the one that agrees with the text's end for longest. Nothing is scanned.
 """
 
 from array import array
@@ -10,39 +10,45 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 WIDTH = 2
-"""Tokens that must agree before anything is guessed."""
+"""Tokens that must agree before a draft is proposed."""
 MAX_PLACES = 16
-"""Places that a search compares, the latest first."""
+"""Largest number of places compared, the latest first."""
 MAX_AGREEING = 32
-"""Tokens that it compares at each."""
+"""Largest number of tokens compared at each place."""
 MAX_ADDED = 1024
-"""Tokens that one call adds: a long prompt is indexed in several steps, since all wait for each."""
+"""Largest number of tokens indexed by one call: a long prompt is indexed over several steps, since all sequences wait
+for each."""
 _BITS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The tokens before `end` agree with the text's end."""
+    """A place whose preceding tokens agree with the text's end."""
 
     end: int
     agreeing: int
-    """For how many tokens, at most MAX_AGREEING."""
+    """Number of agreeing tokens, at most MAX_AGREEING."""
 
 
 class NgramIndex:
-    """Of one text that only grows. It is not kept here: each call is given all of it."""
+    """Index of one growing text.
+
+    The text is not stored: each call is given all of it.
+    """
 
     def __init__(self, width: int = WIDTH) -> None:
         assert width >= 1
         self._width = width
         self._latest: dict[int, int] = {}
-        """By run of `width` tokens, packed into one number: where it ended last."""
+        """End of the last occurrence, by run of `width` tokens packed into one number."""
         self._before = array("i", [0] * width)
-        """By end of a run: where the same run ended before, 0 where nowhere. [tokens indexed + 1]"""
+        """End of the previous occurrence of the same run, 0 for none; [indexed tokens + 1], by end of the run."""
 
     def search(self, tokens: Sequence[int]) -> Match | None:
-        """The best earlier place. Of those that agree equally long the latest; None where not even `width` tokens do,
-        or as far as the text is indexed."""
+        """Return the best earlier place: longest agreement, then latest.
+
+        None without an agreement of `width` tokens.
+        """
         self._add(tokens)
         if len(tokens) < self._width:
             return None
@@ -60,7 +66,7 @@ class NgramIndex:
         return best
 
     def _add(self, tokens: Sequence[int]) -> None:
-        """Runs that something follows, so not the last one."""
+        """Index runs that have a following token, so all but the last."""
         first = len(self._before)
         mask = (1 << _BITS * self._width) - 1
         stop = min(len(tokens), first + MAX_ADDED)
@@ -77,7 +83,10 @@ class NgramIndex:
 
 
 def continuation(tokens: Sequence[int], end: int, count: int) -> tuple[int, ...]:
-    """`count` tokens from `end` on. Where the text ends they go on from its copy, as a repetition does."""
+    """Return `count` tokens from `end` on.
+
+    At the text's end they continue with the copy, like a repetition.
+    """
     copied = list(tokens[end : end + count])
     period = len(tokens) - end
     while len(copied) < count:

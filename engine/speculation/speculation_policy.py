@@ -1,42 +1,44 @@
-"""Whether guesses pay: how likely they are right, what they cost, and who gets how many. Pure.
+"""Speculation policy: acceptance, cost of draft tokens, and how many each sequence gets.
 
-A guess costs a row of the step's forward, and gives a token if it and all before it are right. A sequence whose next
-guess is right with probability p, and each after it with p again, gets p + p^2 + ... + p^k tokens more from k guesses.
-So guesses are given out in order of p^j, the likeliest first, each while it raises the expected
+Pure.
+
+A draft token costs one row of the step's forward, and gives a token if it and all before it are accepted. A sequence
+whose drafts are each accepted with probability p gains p + p^2 + ... + p^k tokens from k drafts. So drafts are given
+out in order of p^j, the likeliest first, each while it raises the expected
 
     tokens of the step / seconds of the step,     seconds = step_s + row_s * rows (+ pass_s * depth, of a draft model)
 
-and none at all unless that comes to GAIN times what the step gives without them. Both sides of it are measured while it
-runs: p of each sequence (`AcceptanceRates`) and the seconds of steps over their rows (`StepCost`). At batch 1 a step waits for
-the weights, a row costs little, and nearly every guess pays; in a large batch a row costs as much as the token that it
-may give, and only guesses that are nearly certain do. Nobody sets a batch size from which on speculation is off.
+and none at all unless that reaches GAIN times the rate without drafts. Both parts are measured continuously: p of each
+sequence (`AcceptanceRates`) and the seconds of steps over their rows (`StepCost`). At batch 1 a step waits for the
+weights, a row costs little, and nearly every draft pays. In a large batch a row costs as much as the token it may give,
+and only nearly certain drafts pay. No setting says from which batch size speculation is off.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 GAIN = 1.05
-"""Expected of a step with guesses, or it gets none: both estimates are noisy."""
+"""Expected gain below which a step gets no drafts, since both estimates are noisy."""
 UNKNOWN = 0.5
-"""The chance of a guess of a kind that was never verified."""
+"""Assumed acceptance of a kind of draft that was never verified."""
 WEIGHT = 0.15
-"""Of the newest guess in the running share of one sequence."""
+"""Weight of the newest draft in one sequence's acceptance."""
 WEIGHT_OF_ALL = 0.02
-"""And of the share over all sequences, from which each begins."""
+"""Weight of the newest draft in the acceptance over all sequences, with which each one starts."""
 FADING = 0.03
-"""Weight of the newest step in what steps cost."""
+"""Weight of the newest step in the cost of steps."""
 OUTLIER = 4.0
-"""A step that takes so many times longer than the mean counts as that: a process may be stopped for a while."""
+"""Cap on a step's duration, as a multiple of the mean: a process may be stopped for a while."""
 MIN_VARIANCE = 0.05
-"""Of rows, before a slope is read from them."""
+"""Smallest variance of rows from which a slope is estimated."""
 MIN_ROW = 0.005
-"""Of a step: what a row costs at least."""
+"""Smallest cost of a row, as a share of a step."""
 FORGIVENESS = 1.002
-"""What is not used is not measured either: with each step in which guesses did not pay, they look so much better."""
+"""Growth of the assumed benefit with each step in which drafts did not pay: unused drafts are not measured."""
 
 
 class AcceptanceRates:
-    """How likely guesses of a kind are right, whoever's they are."""
+    """Acceptance rates by kind of draft, over all sequences."""
 
     def __init__(self) -> None:
         self._of_all: dict[int, float] = {}
@@ -51,7 +53,7 @@ class AcceptanceRates:
 
 @dataclass(slots=True)
 class SequenceAcceptance:
-    """The same for one sequence, which begins as all others are."""
+    """Acceptance rates of one sequence, which start at those of all."""
 
     of_all: AcceptanceRates
     _own: dict[int, float] = field(default_factory=dict)
@@ -60,7 +62,10 @@ class SequenceAcceptance:
         return self._own[kind] if kind in self._own else self.of_all.of(kind)
 
     def learn(self, kind: int, rights: Iterable[bool]) -> None:
-        """Whether guesses were right, in turn. After a wrong one nothing can be said of the others."""
+        """Learn from verified drafts, in order.
+
+        After a wrong one the others were not verified.
+        """
         for right in rights:
             before = self.of(kind)
             self._own[kind] = before + WEIGHT * (right - before)
@@ -69,12 +74,12 @@ class SequenceAcceptance:
                 return
 
     def forgive(self, kind: int) -> None:
-        """A chance that is not tried rises a little, or it never would be again."""
+        """Raise an unused rate a little, so that it is tried again."""
         self._own[kind] = min(1.0, self.of(kind) * FORGIVENESS)
 
 
 class StepCost:
-    """Seconds of a step as a line over its rows, through the steps seen, of which old ones fade."""
+    """Seconds of a step as a line over its rows, fitted to recent steps."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -86,15 +91,15 @@ class StepCost:
 
     @property
     def row_s(self) -> float:
-        """What one row more costs."""
+        """Cost of one more row, in seconds."""
         return max(self._slope, MIN_ROW * self._seconds)
 
     def seconds(self, rows: int) -> float:
-        """Of a step of so many rows; 0 while none was seen."""
+        """Return the seconds of a step with so many rows; 0 before the first step."""
         return max(self._seconds + self.row_s * (rows - self._rows), 0.1 * self._seconds)
 
     def learn(self, rows: int, seconds: float) -> None:
-        """A step of so many rows took so long."""
+        """Learn from a step."""
         self._count += 1
         weight = max(FADING, 1 / self._count)
         if self._count > 1:
@@ -108,26 +113,29 @@ class StepCost:
             self._slope = self._covariance / self._variance
 
     def forgive(self) -> None:
-        """Guesses did not pay now."""
+        """Lower the cost a little after a step in which drafts did not pay."""
         self._slope /= FORGIVENESS
         self._covariance /= FORGIVENESS
 
 
 @dataclass(frozen=True, slots=True)
 class DraftBudget:
-    """What a sequence could make use of."""
+    """Drafts that a sequence could use."""
 
     chance: float
-    """Of its next guess to be right, and of each after it if those before are."""
+    """Probability that its next draft is accepted, and each later one if those before are."""
     most: int
-    """Guesses, at most."""
+    """Largest number of drafts."""
 
 
 def allot(
     wishes: Sequence[DraftBudget], num_tokens: int, num_rows: int, left: int, cost: StepCost, pass_s: float = 0.0
 ) -> list[int]:
-    """How many guesses each gets in a step that gives `num_tokens` tokens of `num_rows` rows without any, `left` at
-    most in all. `pass_s`: what it costs to guess one place further, for all at once."""
+    """Return the number of drafts for each sequence, `left` at most in all.
+
+    Without drafts the step gives `num_tokens` tokens of `num_rows` rows. `pass_s`: seconds to propose one more token
+    for all sequences at once.
+    """
     ranked = sorted(
         (-(wish.chance**depth), depth, place) for place, wish in enumerate(wishes) for depth in range(1, wish.most + 1)
     )
@@ -136,7 +144,7 @@ def allot(
         return nothing
     plain_s = cost.seconds(num_rows)
     if not plain_s:
-        pass_s = 0.0  # nothing is known of steps: try
+        pass_s = 0.0  # no step was measured yet: try
     best, best_rate = nothing, GAIN * num_tokens / plain_s if plain_s else 0.0
     deepest = max(wish.most for wish in wishes)
     for limit in range(1, deepest + 1) if pass_s else (deepest,):
@@ -155,7 +163,7 @@ def _within(
     left: int,
     row_s: float,
 ) -> tuple[list[int], float]:
-    """The guesses up to a depth that raise the rate, and the rate that is expected then."""
+    """Return the drafts, up to a depth, that raise the rate, and the expected rate."""
     counts = [0] * num_wishes
     tokens = float(num_tokens)
     for negative, depth, place in ranked:

@@ -1,4 +1,7 @@
-"""What rank 0's main thread and that of a follower say to each other. Steps go another way, see `steps.py`."""
+"""Messages between rank 0's main thread and a follower's.
+
+Steps use another socket, see `steps.py`.
+"""
 
 from dataclasses import dataclass
 
@@ -9,7 +12,7 @@ HEARTBEAT_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class ReadBlocks:
-    """Read this rank's part of the `block_ids` behind `endpoint` into `blocks`; answered by Landed, once."""
+    """Read this rank's part of `block_ids` at `endpoint` into `blocks`; answered by BlocksRead, once."""
 
     number: int
     endpoint: bytes
@@ -20,7 +23,10 @@ class ReadBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """Cancel what can be of a landing. Answered by the blocks that are still being written."""
+    """Cancel what can be cancelled of a block read.
+
+    Answered by the blocks that are still being written.
+    """
 
     number: int
 
@@ -35,7 +41,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """The worker of this endpoint has departed."""
+    """Forget the departed worker at this endpoint."""
 
     endpoint: bytes
 
@@ -47,14 +53,14 @@ ToFollower = ReadBlocks | Withdraw | Copy | Drop
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The shard is loaded and its pool is registered: `endpoint` is this rank's."""
+    """The shard is loaded and its pool is registered at `endpoint`."""
 
     endpoint: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class NotJoined:
-    """It could not start: `field` of the settings is at fault."""
+    """The rank could not start: `field` of the settings is at fault."""
 
     field: str
     reason: str
@@ -62,7 +68,10 @@ class NotJoined:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRead:
-    """All reads of a landing are quiet. `fingerprints` of this rank's heads, one entry per block, or None."""
+    """All reads of a block read are quiet.
+
+    `fingerprints` are of this rank's heads, one entry per block, or None.
+    """
 
     number: int
     fingerprints: tuple[bytes, ...] | None
@@ -71,17 +80,17 @@ class BlocksRead:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """To Withdraw or Copy; they are answered in order."""
+    """Answer to Withdraw or Copy, in the order of the questions."""
 
     blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """The follower's main thread turns: said every HEARTBEAT_S."""
+    """Heartbeat of the follower's main thread, sent every HEARTBEAT_S."""
 
     stuck_s: dict[int, float]
-    """Landings, by number, for which nothing has come for a while, and for how long."""
+    """Block reads without recent progress, by number, and for how many seconds."""
 
 
 FromFollower = Joined | NotJoined | BlocksRead | Answer | Heartbeat

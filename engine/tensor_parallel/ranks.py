@@ -1,5 +1,6 @@
-"""The other ranks of an engine, as rank 0 sees them: starts their processes, tells them what to do, and notices when
-one is gone. Then rank 0 goes too: what is left of the engine could compute nothing.
+"""Follower ranks of an engine as rank 0 sees them: starts their processes, commands them, and notices when one is gone.
+
+Rank 0 then ends too, since the rest of the engine could compute nothing.
 """
 
 import logging
@@ -45,15 +46,18 @@ from engine.tensor_parallel.runner import FollowingRank
 log = logging.getLogger(__name__)
 
 ANSWER_S = 20.0
-"""A follower whose main thread does not answer for so long is gone, whatever its process says."""
+"""Seconds without an answer of its main thread after which a follower counts as gone, whatever its process does."""
 SILENT_S = 1.0
-"""A follower that has said nothing for so long hangs or is stopped, and while it is, so is all of the engine."""
+"""Seconds without a heartbeat after which a follower counts as hanging; the engine then sends no load reports."""
 END_S = 3.0
-"""For a follower that was told to end."""
+"""Seconds for a follower that was told to end."""
 
 
 class Follower(RemoteRank, FollowingRank):
-    """One other rank. `begin_step` and `end_step` are for the thread that computes, all else for the main one."""
+    """One follower.
+
+    `begin_step` and `end_step` belong to the compute thread, all else to the main thread.
+    """
 
     def __init__(self, spec: RankSpec, on_lost: Callable[[], None]) -> None:
         self.rank = spec.rank
@@ -62,10 +66,10 @@ class Follower(RemoteRank, FollowingRank):
         self._joined: Future[bytes] = Future()
         self._answers: SimpleQueue[Answer | None] = SimpleQueue()
         self._quiet: dict[int, OnQuiet] = {}
-        """By number of the landing: whom to tell."""
+        """Completion callbacks, by number of the block read."""
         self._num_block_reads = 0
         self._stuck_s: dict[int, float] = {}
-        """By number of the landing, as it last said."""
+        """Seconds without progress, by number of the block read, as last reported."""
         self._heard_at = time.monotonic()
         self._process, self._reads, self._steps = _start_process()
         self._reads.send(spec)
@@ -73,22 +77,25 @@ class Follower(RemoteRank, FollowingRank):
 
     @property
     def is_silent(self) -> bool:
-        """It has joined, and has not said for a while that its main thread turns."""
+        """Whether it has joined and its heartbeat is missing."""
         return time.monotonic() - self._heard_at >= SILENT_S
 
     def stuck_s(self, number: int) -> float:
-        """For how long nothing has come for a landing."""
+        """Return the seconds without progress of a block read."""
         return self._stuck_s.get(number, 0.0)
 
     def wait_joined(self) -> bool:
-        """Whether its shard is loaded, yet. Raises what it failed with: EngineStartError or RankLost."""
+        """Return whether its shard is loaded.
+
+        Raises its failure: EngineStartError or RankLost.
+        """
         if not self._joined.done():
             return False
         self.endpoint = self._joined.result()
         return True
 
     def close(self) -> None:
-        """It ends; by force, when it does not."""
+        """End the process; by force if it does not end."""
         for end in (self._reads, self._steps):  # closing alone would not end a read of another thread
             with suppress(OSError), socket.socket(fileno=os.dup(end.fileno())) as whole:
                 whole.shutdown(socket.SHUT_RDWR)
@@ -131,14 +138,17 @@ class Follower(RemoteRank, FollowingRank):
         self._tell(Drop(endpoint))
 
     def withdraw(self, number: int) -> list[int]:
-        """The blocks that landing `number` is still writing. Raises RankLost."""
+        """Withdraw a block read; return the blocks that it is still writing.
+
+        Raises RankLost.
+        """
         return list(self._ask(Withdraw(number)).blocks)
 
     def _tell(self, message: ToFollower) -> None:
         try:
             self._reads.send(message)
         except OSError as error:
-            self._is_lost(str(error))  # the loop looks
+            self._is_lost(str(error))  # the loop checks for it
 
     def _ask(self, message: ToFollower) -> Answer:
         self._tell(message)
@@ -185,7 +195,7 @@ class Follower(RemoteRank, FollowingRank):
 
 @dataclass(frozen=True, slots=True)
 class _RemoteRead:
-    """A landing on another rank."""
+    """Handle of a block read on another rank."""
 
     follower: Follower
     number: int
@@ -201,7 +211,10 @@ class Ranks:
     """All followers of an engine."""
 
     def __init__(self, spec: EngineSpec, wake: Callable[[], None]) -> None:
-        """Starts their processes. `wake` is called, on any thread, when one is lost."""
+        """Start the processes.
+
+        `wake` is called, on any thread, when a follower is lost.
+        """
         self._folder = Path(tempfile.mkdtemp(prefix="tandem-ranks-"))
         self.meeting = self._folder / "meeting"
         self.followers = [
@@ -209,23 +222,29 @@ class Ranks:
         ]
 
     def check(self) -> None:
-        """Raises RankLost."""
+        """Check that no follower is lost.
+
+        Raises RankLost.
+        """
         for follower in self.followers:
             if follower.lost is not None:
                 raise follower.lost
 
     @property
     def silent(self) -> bool:
-        """One of them is: the engine is not to say that it turns."""
+        """Whether a follower's heartbeat is missing, so the engine must not report load."""
         return any(follower.is_silent for follower in self.followers)
 
     def all_joined(self) -> bool:
-        """Raises EngineStartError or RankLost."""
-        joined = [follower.wait_joined() for follower in self.followers]  # of each: it may have failed
+        """Return whether all followers have joined.
+
+        Raises EngineStartError or RankLost.
+        """
+        joined = [follower.wait_joined() for follower in self.followers]  # each of them, since any may have failed
         return all(joined)
 
     def met(self) -> None:
-        """The ranks have found each other, and need no place for it any more."""
+        """Remove the meeting file once the ranks have found each other."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def close(self) -> None:
@@ -235,7 +254,7 @@ class Ranks:
 
 
 def _start_process() -> tuple["subprocess.Popen[bytes]", Connection, Connection]:
-    """A follower, and this end of its two sockets: for reads, and for steps."""
+    """Start a follower; return it and this end of its two sockets, for reads and for steps."""
     pairs = [socket.socketpair() for _ in range(2)]
     theirs = [other.fileno() for _, other in pairs]
     process = subprocess.Popen(
