@@ -1,8 +1,8 @@
-"""Names of KV blocks.
+"""Block keys: names of KV blocks.
 
-A block is named by the whole token chain that leads to it: `key_i = H(key_{i-1}, tokens_i)`. The root of a
-chain holds everything else that decides a block's bytes (weights, layout, dtype) and the cache salt. Router
-and workers compute the same names from the same tokens, so a prefix match is exact.
+A block is named by the whole token chain that leads to it: `key_i = H(key_{i-1}, tokens_i)`. The root of a chain covers
+all else that decides a block's bytes (weights, layout, dtype) and the cache salt. Router and workers compute the same
+keys from the same tokens, so a prefix match is exact.
 """
 
 import sys
@@ -17,12 +17,12 @@ KEY_BYTES = 16
 
 
 def root_key(model_fingerprint: bytes, cache_salt: str) -> BlockKey:
-    """The parent of the first block of every chain of this model and salt."""
+    """Return the parent of the first block of every chain of this model and salt."""
     return blake2b(cache_salt.encode(), key=model_fingerprint[:64], digest_size=KEY_BYTES).digest()
 
 
 def block_keys(parent: BlockKey, token_ids: Sequence[int], block_tokens: int, first_token: int = 0) -> list[BlockKey]:
-    """Keys of the full blocks of `token_ids[first_token:]`, whose chain continues `parent`.
+    """Return the keys of the full blocks of `token_ids[first_token:]`, whose chain continues `parent`.
 
     `first_token` must be a multiple of `block_tokens`. Tokens after the last full block have no key.
     """
@@ -36,19 +36,22 @@ def block_keys(parent: BlockKey, token_ids: Sequence[int], block_tokens: int, fi
 
 
 def token_array(token_ids: Sequence[int]) -> "array[int]":
-    """As uint32. Those of a protobuf message come over at once, and not as a Python object each."""
+    """Convert token ids to uint32, those of a protobuf message in bulk instead of one Python object each."""
     if isinstance(token_ids, list | tuple):
         return array("I", token_ids)
     return array("I", np.asarray(token_ids, np.uint32).tobytes())
 
 
 def max_token(token_ids: Sequence[int]) -> int:
-    """The largest of them, as fast as `token_array`. There must be one."""
+    """Return the largest token id, as fast as `token_array`.
+
+    There must be one.
+    """
     return max(token_ids) if isinstance(token_ids, list | tuple) else int(np.asarray(token_ids, np.uint32).max())
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Little-endian uint32."""
+    """Pack token ids as little-endian uint32."""
     packed = array("I", token_ids)
     if sys.byteorder == "big":
         packed.byteswap()
@@ -56,7 +59,10 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def unpack_tokens(packed: bytes) -> "array[int]":
-    """Undo `pack_tokens`. Raises ValueError for bytes that are no whole numbers."""
+    """Undo `pack_tokens`.
+
+    Raises ValueError for bytes of another length.
+    """
     tokens = array("I")
     tokens.frombytes(packed)
     if sys.byteorder == "big":

@@ -1,4 +1,4 @@
-"""The block pool: who owns which KV block, and which blocks are cached under which name.
+"""The block pool: ownership of KV blocks, and the prefix cache.
 
 Every block is in exactly one of four states:
 
@@ -8,11 +8,10 @@ Every block is in exactly one of four states:
     evict (in allocate) ▼  │
       └────────────── cached                      (if it has one)
 
-*held* blocks have a reference count; *cached* ones have a name, count zero, and are evicted oldest first.
-*Quarantined* blocks belong to nobody, but a read that cannot be stopped may still write into them.
+*held* blocks have a reference count; *cached* ones have a name, count zero, and are evicted oldest first. *Quarantined* blocks have no owner, but a read that cannot be stopped may still write into them.
 
-Capacity is promised before it is used: `reserve(n)` sets n blocks aside, so that a request which started never
-runs out. `free + cached >= reserved` always holds.
+Blocks are reserved before they are used: `reserve_with` sets blocks aside, so a request that started never runs out of
+them. `free + cached >= reserved` always holds.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -25,7 +24,10 @@ from engine.kv.block_keys import BlockKey
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """`keys` became cached; the first follows `parent`, each is the parent of the next."""
+    """Event: `keys` became cached.
+
+    The first follows `parent`; each is the parent of the next.
+    """
 
     parent: BlockKey
     keys: tuple[BlockKey, ...]
@@ -33,7 +35,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """`keys` are no longer cached."""
+    """Event: `keys` are no longer cached."""
 
     keys: tuple[BlockKey, ...]
 
@@ -50,10 +52,16 @@ class Evicted(NamedTuple):
 
 
 class BlockPool:
-    """Reference counts, prefix cache and reservations over `num_blocks` blocks. Not thread-safe."""
+    """Reference counts, prefix cache and reservations over `num_blocks` blocks.
+
+    Not thread-safe.
+    """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[list[Evicted]], None] | None = None) -> None:
-        """`on_evict` is called before the blocks are anybody else's."""
+        """Create a pool of free blocks.
+
+        `on_evict` is called before evicted blocks get another owner.
+        """
         assert num_blocks > 0
         self.num_blocks = num_blocks
         self._on_evict = on_evict
@@ -68,34 +76,34 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that a new `reserve` could promise."""
+        """Number of blocks that a new reservation could get."""
         return len(self._free) + len(self._cached) - self._reserved
 
     @property
     def num_filled(self) -> int:
-        """Blocks that hold something: all that are not free."""
+        """Number of blocks that are not free."""
         return self.num_blocks - len(self._free)
 
     @property
     def num_held(self) -> int:
-        """Blocks with at least one reference."""
+        """Number of blocks with at least one reference."""
         return self.num_blocks - len(self._free) - len(self._cached) - len(self._quarantined)
 
     @property
     def num_reserved(self) -> int:
-        """Blocks promised and not allocated yet."""
+        """Number of blocks reserved and not allocated yet."""
         return self._reserved
 
     @property
     def num_quarantined(self) -> int:
-        """Blocks that an unfinished read may still write into."""
+        """Number of blocks that an unfinished read may still write into."""
         return len(self._quarantined)
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._block_of
 
     def match(self, keys: Iterable[BlockKey]) -> list[int]:
-        """Blocks of the longest prefix of `keys` that is here. Takes no reference."""
+        """Return the blocks of the longest cached prefix of `keys`, without taking references."""
         blocks: list[int] = []
         for key in keys:
             block = self._block_of.get(key)
@@ -105,7 +113,7 @@ class BlockPool:
         return blocks
 
     def reserve_with(self, hits: Sequence[int], num_new: int) -> bool:
-        """Take a reference on each of `hits` and promise `num_new` more blocks, or do nothing and say False."""
+        """Take a reference on each of `hits` and reserve `num_new` more blocks, or return False and do nothing."""
         newly_pinned = sum(1 for block in set(hits) if self._refs[block] == 0)
         if self.num_available - newly_pinned < num_new:
             return False
@@ -116,19 +124,19 @@ class BlockPool:
     def could_reserve_without(
         self, holders: Iterable[Sequence[int]], num_promised: int, hits: Sequence[int], num_new: int
     ) -> bool:
-        """`reserve_with` would succeed, had `holders` been released and a promise of `num_promised` been given back."""
+        """Return whether `reserve_with` would succeed after releasing `holders` and a reservation of `num_promised` blocks."""
         dropped = Counter(block for blocks in holders for block in blocks)
         freed = sum(1 for block, count in dropped.items() if self._refs[block] == count)
         pinned = sum(1 for block in set(hits) if self._refs[block] == dropped[block])
         return self.num_available + num_promised + freed - pinned >= num_new
 
     def unreserve(self, count: int) -> None:
-        """Give back a promise of `count` blocks."""
+        """Give back a reservation of `count` blocks."""
         assert 0 <= count <= self._reserved
         self._reserved -= count
 
     def allocate(self, count: int) -> list[int]:
-        """Turn `count` promised blocks into held ones with one reference, evicting where nothing is free."""
+        """Turn `count` reserved blocks into held ones with one reference each, evicting when nothing is free."""
         assert 0 <= count <= self._reserved
         self._reserved -= count
         num_free = min(count, len(self._free))
@@ -141,7 +149,7 @@ class BlockPool:
         return blocks
 
     def _evict(self, count: int) -> list[int]:
-        """The oldest cached blocks, nameless now."""
+        """Return the oldest cached blocks, now without names."""
         blocks = [self._cached.popitem(last=False)[0] for _ in range(count)]
         names = [self._name_of.pop(block) for block in blocks]
         for _, key in names:
@@ -161,7 +169,7 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference from each block of a chain, given from its head.
 
-        Walks from the tail, so that the tail of a chain is evicted before what leads to it.
+        Walks from the tail, so the tail of a chain is evicted before its head.
         """
         for block in reversed(blocks):
             assert self._refs[block] > 0, f"block {block} is not held"
@@ -175,8 +183,8 @@ class BlockPool:
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """Make the cached blocks of a chain, given from its head, the last to be evicted, its tail before its head.
 
-        For chains whose references were dropped range by range: left as they are, the head would go first, and
-        what follows it would be cached and never found.
+        For chains whose references were dropped range by range: otherwise the head would go first, and the blocks
+        behind it would be cached and never found.
         """
         for key in reversed(keys):
             block = self._block_of.get(key)
@@ -186,7 +194,7 @@ class BlockPool:
     def publish(self, parent: BlockKey, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
         """Name held, full, immutable blocks: a chain that follows `parent`.
 
-        A name that another block has already stays with that one; the newcomer remains private to its holder.
+        A name that another block already has stays with that block; the newcomer stays private to its holder.
         """
         run_parent = parent
         run: list[BlockKey] = []
@@ -203,7 +211,7 @@ class BlockPool:
         self._stored(run_parent, run)
 
     def quarantine(self, blocks: Iterable[int]) -> None:
-        """Set aside unnamed blocks held once: they are nobody's until `unquarantine`."""
+        """Set aside unnamed blocks with one reference; they have no owner until `unquarantine`."""
         for block in blocks:
             assert self._refs[block] == 1
             assert block not in self._name_of
@@ -211,24 +219,26 @@ class BlockPool:
             self._quarantined.add(block)
 
     def unquarantine(self, blocks: Iterable[int]) -> None:
-        """The read into these blocks is quiet: they are free again."""
+        """Free blocks whose read is quiet."""
         for block in blocks:
             self._quarantined.remove(block)
             self._free.append(block)
 
     def take_events(self) -> list[CacheEvent]:
-        """Changes of the prefix cache since the last call, in order."""
+        """Return the changes of the prefix cache since the last call, in order."""
         events, self._events = self._events, []
         return events
 
     def snapshot(self) -> list[CacheEvent]:
-        """The whole prefix cache as events, for a reader that lost some."""
+        """Return the whole prefix cache as events, for a reader that lost some."""
         return [Stored(parent, (key,)) for parent, key in self._name_of.values()]
 
     def check_integrity(self, holders: Iterable[Sequence[int]] | None = None) -> None:
-        """Raise AssertionError when the books do not balance.
+        """Check all records.
 
-        With `holders`, the block lists of everyone who claims references, also that they add up to the counts.
+        Raises AssertionError when they disagree.
+
+        With `holders`, the block lists of all owners of references, also check that they add up to the counts.
         """
         free, cached = set(self._free), set(self._cached)
         held = {block for block, refs in enumerate(self._refs) if refs > 0}

@@ -1,4 +1,7 @@
-"""The blocks of sequences: reserving, naming as they fill, releasing. Owns the pool and the fingerprints."""
+"""The KV cache manager: reserves, names and releases the blocks of sequences.
+
+Owns the pool and the fingerprints.
+"""
 
 import time
 from collections.abc import Callable, Iterable
@@ -18,20 +21,26 @@ from engine.kv.tiers.tiers import Tiers
 
 
 class BlockMemory(Protocol):
-    """The bytes of the pool's blocks. All of it may be called on any thread."""
+    """Access to the bytes of the pool's blocks.
+
+    Its methods may be called on any thread.
+    """
 
     def fingerprints(self, blocks: Seq[int]) -> NDArray[np.uint64]:
-        """Of the blocks' bytes as they are now: [len(blocks), kv_heads]."""
+        """Return the fingerprints of the blocks' present bytes, [len(blocks), kv_heads]."""
 
     def read_blocks(self, blocks: Seq[int]) -> Seq[NDArray[np.uint8]]:
-        """Their bytes, [block_bytes] each; valid until the blocks are written."""
+        """Return the bytes of blocks, [block_bytes] each; valid until the blocks are written."""
 
     def write_block(self, block: int, content: NDArray[np.uint8]) -> None:
-        """Set its bytes."""
+        """Set the bytes of a block."""
 
 
 class KVCacheManager:
-    """Every named block has its fingerprint here, taken where and when the block became full."""
+    """Blocks of sequences.
+
+    Every named block has a fingerprint, taken where and when the block became full.
+    """
 
     def __init__(
         self,
@@ -42,8 +51,12 @@ class KVCacheManager:
         rates: RestorePolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """What the pool evicts goes to `tiers`, and comes back where `rates` say that it is worth it. `clock` says the
-        time for everybody who keeps these books, in seconds."""
+        """Create the manager.
+
+        Evicted blocks go to `tiers` and are restored where `rates` favour it over computing.
+
+        `clock` returns seconds, also for users of this manager.
+        """
         self.clock = clock
         self.pool = BlockPool(num_blocks, self._demote if tiers is not None else None)
         self.layout = layout
@@ -56,19 +69,19 @@ class KVCacheManager:
         self._fingerprints = np.zeros((self.pool.num_blocks, layout.kv_heads), np.uint64)
         self._in_step: set[Sequence] = set()
         self.lingering: list[Sequence] = []
-        """Finished while they were being computed: the step still writes into their blocks, so they keep them."""
+        """Sequences that finished while a step was writing into their blocks; they keep these until the step ends."""
 
     def usable_keys(self, sequence: Sequence) -> list[BlockKey]:
-        """Of the sequence's full blocks that may come from elsewhere.
+        """Return the keys of the sequence's full blocks that may come from elsewhere.
 
-        None whose logits are needed here is among them, so never the block of the last token.
+        Blocks whose logits are needed here are excluded, so the block of the last token always is.
         """
         width = self.layout.block_tokens
         end = sequence.num_reusable // width * width
         return block_keys(sequence.root, sequence.token_ids[:end], width)
 
     def start(self, sequence: Sequence, keys: Seq[BlockKey], num_total_blocks: int) -> bool:
-        """Give `sequence` the cached blocks of `keys` and a promise of the rest; False when they do not fit now."""
+        """Give `sequence` the cached blocks of `keys` and reserve the rest; return False when they do not fit now."""
         hits = self.pool.match(keys)
         num_new = num_total_blocks - len(hits)
         if not self.pool.reserve_with(hits, num_new):
@@ -80,8 +93,10 @@ class KVCacheManager:
         return True
 
     def adopt(self, sequence: Sequence) -> int:
-        """Give a sequence that is about to be computed what others have computed of it since it started: in place of
-        blocks it was promised. Returns how many. No step is computing it."""
+        """Replace reserved blocks of a starting sequence by blocks that were cached meanwhile; return their number.
+
+        No step may be computing the sequence.
+        """
         width, first = self.layout.block_tokens, len(sequence.keys)
         if sequence.num_computed != first * width or len(sequence.blocks) != first:
             return 0
@@ -108,11 +123,11 @@ class KVCacheManager:
     def fork(
         self, parent: Sequence, child: Sequence, num_tokens: int, num_total_blocks: int
     ) -> list[tuple[int, int]] | None:
-        """Let `child`, which has nothing, share the first `num_tokens` of what `parent` has computed, with a promise of
-        all else; None when that does not fit now.
+        """Let `child`, which has nothing, share the first `num_tokens` computed by `parent`, and reserve all else.
 
-        Full blocks are shared. Into the last one, if it is partial, the child will write, so it gets one of its own:
-        returns (block, its copy), to be copied before either is released. No step may be computing the parent.
+        Full blocks are shared. The child will write into a partial last block, so it gets one of its own: returns pairs
+        (block, its copy), to be copied before either is released. Returns None when the child does not fit now. No step
+        may be computing the parent.
         """
         assert parent not in self._in_step
         assert num_tokens <= parent.num_computed
@@ -127,7 +142,7 @@ class KVCacheManager:
         return list(zip(parent.blocks[full:], child.blocks[full:], strict=False))
 
     def lower_promise(self, sequence: Sequence, num_total_blocks: int) -> None:
-        """Give back what of the sequence's promise goes beyond so many blocks in all."""
+        """Give back the part of the sequence's reservation beyond `num_total_blocks` in all."""
         surplus = min(sequence.num_reserved, len(sequence.blocks) + sequence.num_reserved - num_total_blocks)
         if surplus > 0:
             self.pool.unreserve(surplus)
@@ -136,24 +151,24 @@ class KVCacheManager:
     def could_start_without(
         self, others: Seq[Sequence], sequence: Sequence, keys: Seq[BlockKey], num_total_blocks: int
     ) -> bool:
-        """`start` would succeed, were `others` preempted."""
+        """Return whether `start` would succeed if `others` were preempted."""
         hits = self.pool.match(keys)
         promised = sum(other.num_reserved for other in others)
         held = [other.blocks for other in others]
         return self.pool.could_reserve_without(held, promised, hits, num_total_blocks - len(hits))
 
     def num_lacking(self, sequence: Sequence, num_tokens: int) -> int:
-        """Blocks the sequence must be promised before it can `grow` to `num_tokens`."""
+        """Return the number of blocks to reserve before the sequence can `grow` to `num_tokens`."""
         return max(0, self.layout.blocks_for(num_tokens) - len(sequence.blocks) - sequence.num_reserved)
 
     def extend(self, sequence: Sequence, count: int) -> None:
-        """Promise the sequence `count` more blocks; they are available."""
+        """Reserve `count` more blocks for the sequence; they must be available."""
         kept = self.pool.reserve_with((), count)
         assert kept, f"{count} blocks are not available"
         sequence.num_reserved += count
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
-        """Take blocks from the sequence's promise until it has room for `num_tokens`."""
+        """Allocate blocks from the sequence's reservation until `num_tokens` fit."""
         missing = self.layout.blocks_for(num_tokens) - len(sequence.blocks)
         if missing > 0:
             assert missing <= sequence.num_reserved, "a block is taken that was not promised"
@@ -161,10 +176,7 @@ class KVCacheManager:
             sequence.num_reserved -= missing
 
     def advance(self, sequence: Sequence, count: int) -> list[int]:
-        """`count` more tokens of the sequence were computed here: name and fingerprint the blocks that are full now.
-
-        Returns those blocks.
-        """
+        """Count `count` more computed tokens; name and fingerprint the blocks that became full, and return them."""
         sequence.num_computed += count
         first, end = len(sequence.keys), sequence.num_computed // self.layout.block_tokens
         if end == first:
@@ -175,7 +187,7 @@ class KVCacheManager:
         return blocks
 
     def num_restorable(self, keys: Seq[BlockKey]) -> int:
-        """How many leading blocks the tiers hold, if bringing them back is quicker than computing them."""
+        """Return how many leading blocks the tiers hold, if restoring them is faster than computing them."""
         if self.tiers is None or not keys:
             return 0
         count = self.tiers.match(keys)
@@ -183,7 +195,7 @@ class KVCacheManager:
         return count if self.rates.worth_restoring(tokens, count * self.layout.block_bytes) else 0
 
     def take_cache_events(self) -> list[CacheEvent]:
-        """Changes since the last call of what is held here, in the pool or in the tiers below it."""
+        """Return changes since the last call of the blocks held here, in the pool or in the tiers."""
         events = self.pool.take_events()
         if self.tiers is None:
             return events
@@ -191,11 +203,11 @@ class KVCacheManager:
         return [kept for event in events if (kept := self._without_held(event)) is not None]
 
     def cache_snapshot(self) -> list[CacheEvent]:
-        """All that is held here, as events."""
+        """Return all blocks held here as events."""
         return self.pool.snapshot() + (self.tiers.snapshot() if self.tiers else [])
 
     def _without_held(self, event: CacheEvent) -> CacheEvent | None:
-        """What left the pool may be in a tier by now, and the other way round."""
+        """Reduce an event to blocks that are not held elsewhere: a block that left the pool may be in a tier, and vice versa."""
         if isinstance(event, Stored):
             return event
         assert self.tiers is not None
@@ -209,7 +221,7 @@ class KVCacheManager:
             self.tiers.put(each.parent, each.key, content, self.fingerprints_of([each.block]))
 
     def bind(self, sequence: Sequence, keys: Seq[BlockKey], fingerprints: Seq[bytes]) -> None:
-        """The sequence's next blocks, of these keys, arrived from elsewhere and were verified."""
+        """Add the sequence's next blocks, which arrived from elsewhere and were verified."""
         first = len(sequence.keys)
         blocks = sequence.blocks[first : first + len(keys)]
         self._fingerprints[blocks] = np.frombuffer(b"".join(fingerprints), np.uint64).reshape(len(blocks), -1)
@@ -218,23 +230,23 @@ class KVCacheManager:
 
     @property
     def in_step(self) -> bool:
-        """Some sequences' blocks are being written."""
+        """Whether a step is writing into blocks."""
         return bool(self._in_step)
 
     def begin_step(self, sequences: Iterable[Sequence]) -> None:
-        """From now until `end_step` the blocks of these sequences are being written."""
+        """Mark the blocks of these sequences as being written until `end_step`."""
         assert not self._in_step
         self._in_step = set(sequences)
 
     def end_step(self) -> None:
-        """Nothing is being written any more; who finished meanwhile releases now."""
+        """End the step; release sequences that finished meanwhile."""
         self._in_step = set()
         lingering, self.lingering = self.lingering, []
         for sequence in lingering:
             self.finish(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """Release everything the sequence has; what a step is writing into, when that is over."""
+        """Release all blocks of the sequence; those that a step is writing into, when it ends."""
         if sequence in self._in_step:
             self.lingering.append(sequence)
             return
@@ -243,7 +255,10 @@ class KVCacheManager:
         sequence.blocks, sequence.num_reserved = [], 0
 
     def preempt(self, sequence: Sequence) -> None:
-        """Take everything back from a sequence that goes on; what is named stays as cache. No step computes it now."""
+        """Take all blocks from a sequence that will restart; named ones stay cached.
+
+        No step may be computing it.
+        """
         assert sequence not in self._in_step
         self.finish(sequence)
         sequence.keys, sequence.num_computed = [], 0
@@ -251,7 +266,7 @@ class KVCacheManager:
     def quarantine_unbound(self, sequence: Sequence, indices: Seq[int], replace: bool) -> bool:
         """Quarantine the sequence's blocks at chain `indices`; with `replace`, give it others in their place.
 
-        False when it has none in their place: its chain has holes then, and it can only be finished.
+        Returns False when there are no others: the chain has holes then, and the sequence can only be finished.
         """
         lost = [sequence.blocks[index] for index in indices]
         kept = replace and self.pool.reserve_with((), len(lost))
@@ -264,7 +279,7 @@ class KVCacheManager:
         return kept
 
     def fingerprints_of(self, blocks: Seq[int]) -> bytes:
-        """Those taken when the blocks became full: uint64 [len(blocks), kv_heads]."""
+        """Return the fingerprints taken when the blocks became full, uint64 [len(blocks), kv_heads]."""
         return self._fingerprints[list(blocks)].tobytes()
 
     def _name(self, sequence: Sequence, end: int) -> None:

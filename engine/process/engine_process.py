@@ -144,10 +144,7 @@ class _ComputeThread:
         self._thread.start()
 
     def runner(self) -> ModelRunner:
-        """The runner; waits until the model is loaded on all ranks.
-
-        Raises EngineStartError or RankLost.
-        """
+        """Wait until the model is loaded on all ranks; return the runner. Raises EngineStartError or RankLost."""
         while self._ranks is not None and not (self._ranks.all_joined() and self._made.done()):
             if self._made.done() and self._made.exception() is not None:
                 break

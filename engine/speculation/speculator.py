@@ -1,8 +1,8 @@
-"""Adds guesses to a step's batch, and learns from what becomes of them.
+"""Speculator: adds draft tokens to a step's batch, and learns from their verification.
 
-Only sequences that decode get any, and no beams. Guesses take nothing from anybody: of the step's token budget what all
-others left, and of KV blocks what the sequence was promised, or what is available while nobody waits for any. So the
-bounds of `engine/core/scheduler.py` and `engine/core/preemption.py` hold as they stand; nobody is preempted for a guess.
+Only decoding sequences get drafts, and no beams. Drafts take nothing from other sequences: they use what is left of the
+step's token budget, and KV blocks that the sequence reserved, or that are available while no sequence waits for any. So
+the bounds of the scheduler and of preemption hold unchanged; no sequence is preempted for a draft.
 """
 
 from collections.abc import Sequence as Seq
@@ -17,47 +17,54 @@ from engine.speculation.ngrams import NgramIndex, continuation
 from engine.speculation.speculation_policy import AcceptanceRates, DraftBudget, SequenceAcceptance, StepCost, allot
 
 NGRAM = "ngram"
-"""What the settings call it."""
+"""Name of prompt lookup in the settings."""
 MAX_GUESSES = 7
-"""Of a sequence in a step, unless set otherwise: a step of 8 rows still waits for memory, on a CPU."""
+"""Default limit of draft tokens per sequence and step: on a CPU a step of 8 rows still waits for memory."""
 MAX_KIND = 6
-"""Chances of what n-grams say are learnt by how many tokens agreed; so many or more are one kind."""
+"""Number of agreeing tokens from which acceptance of n-gram drafts is learned as one kind."""
 
 
 class Proposer(Protocol):
-    """Where guesses come from."""
+    """Source of draft tokens."""
 
     @property
     def pass_s(self) -> float:
-        """Seconds that guessing one place further takes, for all sequences at once."""
+        """Seconds of proposing one more token for all sequences at once."""
 
     def wish(self, sequence: Sequence, most: int) -> DraftBudget | None:
-        """What the sequence could make use of now; None when nothing comes to mind. Asked at every step."""
+        """Return the drafts that the sequence could use now, or None.
+
+        Called at every step.
+        """
 
     def drafted(self, chunk: Chunk, count: int) -> Chunk:
-        """The chunk with `count` guesses, of those wished for last. Not asked when it gets none."""
+        """Return the chunk with `count` of the drafts last wished for.
+
+        Called only for a positive count.
+        """
 
     def verified(self, sequence: Sequence, sampled: SampleResult) -> None:
-        """What became of them."""
+        """Learn from the verified drafts."""
 
 
 @dataclass(slots=True)
 class _Text:
-    """One sequence's own repetitions."""
+    """Repetitions within one sequence."""
 
     index: NgramIndex
     chances: SequenceAcceptance
     draft_tokens: tuple[int, ...] = ()
     kind: int = 0
     num_tokens: int = 0
-    """It had when those were guessed."""
+    """Length of the sequence when the drafts were proposed."""
 
 
 class NgramProposer:
-    """What followed the last tokens where they were before in the prompt or the output.
+    """Prompt lookup: proposes the tokens that followed earlier occurrences, in prompt or output.
 
-    A guess that was not used is compared with what came all the same. So the chances of a text are known whether
-    speculation is on for it or not."""
+    Unused drafts are compared with the sampled tokens as well, so the acceptance of a text is known whether it is given
+    drafts or not.
+    """
 
     pass_s = 0.0
 
@@ -84,11 +91,11 @@ class NgramProposer:
         return replace(chunk, draft_tokens=self._texts[chunk.sequence].draft_tokens[:count])
 
     def verified(self, sequence: Sequence, sampled: SampleResult) -> None:
-        """The next wish sees it in the sequence's tokens."""
+        """Do nothing: the next `wish` sees the result in the sequence's tokens."""
 
 
 class DraftModelProposer:
-    """A draft model: it always has something to say, in the runner, when it is asked to."""
+    """Draft model, run by the model runner; it can always propose."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -115,7 +122,7 @@ class DraftModelProposer:
 
 
 class Speculator:
-    """Of one engine."""
+    """Speculation of one engine."""
 
     def __init__(self, source: Proposer, max_guesses: int = MAX_GUESSES, cost: StepCost | None = None) -> None:
         assert max_guesses >= 1
@@ -123,12 +130,14 @@ class Speculator:
         self._max_guesses = max_guesses
         self._cost = cost or StepCost()
         self.num_draft_tokens = 0
-        """Verified since the engine started."""
+        """Draft tokens verified since the engine started."""
         self.num_right = 0
 
     def add_draft_tokens(self, batch: list[Chunk], books: KVCacheManager, max_tokens: int, short: bool) -> list[Chunk]:
-        """The batch with guesses, and with promises for their blocks. `max_tokens`: the step's budget. `short`:
-        somebody waits for blocks."""
+        """Return the batch with draft tokens, and reserve their blocks.
+
+        `max_tokens` is the step's budget; `short`: whether any sequence waits for blocks.
+        """
         wishes: dict[int, DraftBudget] = {}
         num_tokens = num_rows = 0
         for place, chunk in enumerate(batch):
@@ -145,37 +154,41 @@ class Speculator:
             return batch
         batch = list(batch)
         for place, count in zip(wishes, counts, strict=True):
-            # What was available when it was asked may be another's by now.
+            # Blocks that were available above may be another sequence's by now.
             if kept := min(count, self._room(batch[place], books, short)):
                 batch[place] = chunk = self.source.drafted(batch[place], kept)
                 if lacking := books.num_lacking(chunk.sequence, chunk.end):
                     books.extend(chunk.sequence, lacking)
         batch.sort(
             key=lambda chunk: (not chunk.sequence.decoding, chunk.num_draft_tokens > 0)
-        )  # as the GPU's kernels want
+        )  # the order that GPU kernels need
         return batch
 
     def heard(self, chunk: Chunk, sampled: SampleResult) -> None:
-        """The runner's answer to a chunk."""
+        """Learn from the runner's result of a chunk."""
         if sampled.num_draft_tokens:
             self.num_draft_tokens += sampled.num_draft_tokens
             self.num_right += len(sampled.following)
             self.source.verified(chunk.sequence, sampled)
 
     def step_took(self, batch: Seq[Chunk], sampled: Seq[SampleResult], seconds: float) -> None:
-        """A step of nothing but decoding sequences tells what rows cost; one with prompts is of another kind, and so is
-        one whose guesses were not made because the draft model had to read a prompt first."""
+        """Learn the cost of rows from a step of decoding sequences only.
+
+        Steps with prompts are of another kind, and so are steps without drafts because the draft model had to read a
+        prompt.
+        """
         num_draft_tokens = sum(chunk.num_draft_tokens for chunk in batch)
         if num_draft_tokens == sum(answer.num_draft_tokens for answer in sampled):
             depth = max(chunk.num_drafts for chunk in batch)
             self._cost.learn(num_draft_tokens + sum(c.count for c in batch), seconds - depth * self.source.pass_s)
 
     def _most(self, chunk: Chunk, books: KVCacheManager, short: bool) -> int:
-        """Guesses that the sequence has a use and blocks for."""
+        """Return the number of drafts for which the sequence has use and blocks."""
         sequence = chunk.sequence
         if not sequence.decoding or sequence.sampling is None or sequence.sampling.beam is not None:
             return 0
-        useful = sequence.max_num_tokens - sequence.num_tokens - 1  # the token sampled after them is the last one then
+        # the token sampled after the drafts is the last one then
+        useful = sequence.max_num_tokens - sequence.num_tokens - 1
         return max(0, min(self._max_guesses, useful, self._room(chunk, books, short)))
 
     def _room(self, chunk: Chunk, books: KVCacheManager, short: bool) -> int:

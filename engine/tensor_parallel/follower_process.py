@@ -75,10 +75,7 @@ class _Stepper:
         threading.Thread(target=self._run, name="rank-compute", daemon=True).start()
 
     def runner(self) -> "TorchRunner":
-        """The runner; waits until it is loaded.
-
-        Raises EngineStartError.
-        """
+        """Wait until the model is loaded; return the runner. Raises EngineStartError."""
         return self._made.result()
 
     def _run(self) -> None:

@@ -1,8 +1,7 @@
-"""A runner that computes nothing and yet cannot be fooled: each sampled token is a hash of all KV bytes read.
+"""Model runner of the sim backend: computes nothing, and each sampled token is a hash of all KV bytes read.
 
-Sampling reads every slot of the sequence back from the pool, so a block that is wrong, stale, misplaced or missing
-gives another token. Where thousands of long sequences run, it may read the last slot only: that was made from all
-before it.
+Sampling reads every slot of the sequence from the pool, so a wrong, stale, misplaced or missing block gives another
+token. With thousands of long sequences it may read the last slot only, which depends on all before it.
 """
 
 import time
@@ -30,11 +29,15 @@ from engine.model.model_dir import ModelDir
 from kvtransfer.transport import Pool
 
 LARGE_BYTES = 64 << 20
-"""A pool of so many lies in huge pages, as other engines' do. Smaller ones are many in a process, each hardly used."""
+"""Pool size from which huge pages are used, as in other backends. Smaller pools are many per process and hardly used.
+"""
 
 
 class SimRunner(ModelRunner):
-    """Deterministic by its inputs. `weights_fingerprint` stands for the weights: other ones, other KV."""
+    """Runner whose results depend on its inputs only.
+
+    Another `weights_fingerprint` gives other KV.
+    """
 
     pool: Pool
 
@@ -61,13 +64,13 @@ class SimRunner(ModelRunner):
         self._words: NDArray[np.uint64] = self.pool.memory.view(np.uint64).reshape(shape)
 
     def execute(self, batch: Sequence[Chunk]) -> list[SampleResult]:
-        """Takes as long as `timing` says."""
+        """Compute the batch; takes as long as `timing` says."""
         if seconds := self.timing.seconds(batch):
             time.sleep(seconds)
         return self.compute(batch)
 
     def compute(self, batch: Sequence[Chunk]) -> list[SampleResult]:
-        """As `execute`, at once."""
+        """Compute the batch as `execute` does, at once."""
         for chunk in batch:
             self._write(chunk)
         return [self._answer(chunk) for chunk in batch if chunk.answers]
@@ -77,7 +80,7 @@ class SimRunner(ModelRunner):
         before = self._root
         if start:
             before = int(self._words[sequence.blocks[(start - 1) // width], 0, (start - 1) % width, 0])
-        if chunk.num_rows == 1:  # most are
+        if chunk.num_rows == 1:  # the common case
             state = state_after(before, sequence.token_ids[start], start)
             self._words[sequence.blocks[start // width], :, start % width] = state
             return
@@ -93,7 +96,7 @@ class SimRunner(ModelRunner):
             prompt = tuple(TokenLogprobs(prompt_logprob(self._sample(chunk, p + 1)), (), ()) for p in scored)
         if not chunk.samples:
             return SampleResult(-1, prompt=prompt)
-        if not chunk.draft_tokens:  # as most are
+        if not chunk.draft_tokens:  # the common case
             return self._next(chunk, chunk.start + chunk.count, prompt)
         ends = range(chunk.start + chunk.count, chunk.start + chunk.num_rows + 1)
         return verified(chunk.draft_tokens, (self._next(chunk, end, prompt) for end in ends))
@@ -106,7 +109,7 @@ class SimRunner(ModelRunner):
         return SampleResult(choice_token(token, chunk.sequence.choice, self.info.vocab_size), prompt=prompt)
 
     def _sample(self, chunk: Chunk, end: int) -> int:
-        """From the sequence's first `end` tokens."""
+        """Return the token after the sequence's first `end` tokens."""
         if not self._reads_all:
             block, slot = divmod(end - 1, self.layout.block_tokens)
             last = self._words[chunk.sequence.blocks[block], :, slot]
@@ -126,8 +129,10 @@ def sim_runner(
     reads_all: bool = True,
     pool_in_file: bool = False,
 ) -> SimRunner:
-    """A runner that stands for the model in a directory: its vocabulary, context and weights' fingerprint. 16 tokens
-    have `block_kib` of KV."""
+    """Create a runner with the vocabulary, context and weights fingerprint of a model directory.
+
+    16 tokens have `block_kib` KiB of KV.
+    """
     model_dir = ModelDir.open(model_path)
     layout = KvLayout(layers=2, kv_heads=2, head_dim=2 * block_kib, block_tokens=block_tokens, dtype="float32")
     return SimRunner(
@@ -143,7 +148,7 @@ def sim_runner(
 
 
 def _pool(num_blocks: int, block_bytes: int, in_file: bool) -> Pool:
-    """Zeroed."""
+    """Allocate zeroed pool memory."""
     if in_file or num_blocks * block_bytes >= LARGE_BYTES:
         return pool_memory(num_blocks, block_bytes, in_file)
     return Pool(np.zeros((num_blocks, block_bytes), np.uint8))

@@ -1,7 +1,7 @@
-"""The sim engine's model: KV that is a running sum over tokens and their places, and tokens that are hashes of KV read.
+"""The sim backend's model: KV is a running sum over tokens and positions; tokens are hashes of KV.
 
-The KV of position p is one 64-bit state, a sum of a hash of every token up to p together with its place, repeated
-through the slot. What a sequence samples is a hash of such states.
+The KV of position p is one 64-bit state, the sum of a hash of every token up to p with its position, repeated through
+the slot. A sampled token is a hash of such states.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ _MASK = (1 << 64) - 1
 
 
 def states_of(before: int, token_ids: Sequence[int], start: int) -> NDArray[np.uint64]:
-    """[len(token_ids)]: of tokens at positions from `start` on; `before` is the state of the position before them."""
+    """Return the states of tokens at positions from `start` on, [len(token_ids)]; `before` is the preceding state."""
     tokens = np.array(token_ids, np.uint64)
     places = np.arange(start + 1, start + 1 + len(tokens), dtype=np.uint64)
     hashed = ((tokens + np.uint64(1)) * np.uint64(_OF_TOKENS)) ^ (places * np.uint64(_OF_PLACES))
@@ -28,38 +28,38 @@ def states_of(before: int, token_ids: Sequence[int], start: int) -> NDArray[np.u
 
 
 def state_after(before: int, token_id: int, position: int) -> int:
-    """The same for one token."""
+    """Return the state after one more token."""
     hashed = (((token_id + 1) * _OF_TOKENS) ^ ((position + 1) * _OF_PLACES)) & _MASK
     hashed = ((hashed ^ (hashed >> 29)) * _OF_BOTH) & _MASK
     return (before + (hashed ^ (hashed >> 32))) & _MASK
 
 
 def token_of_all(words: NDArray[np.uint64], vocab_size: int) -> int:
-    """The token sampled from the KV words of a whole sequence, [kv_heads, positions, words]."""
+    """Return the token sampled from the KV words of a whole sequence, [kv_heads, positions, words]."""
     weights = np.arange(1, 2 * words.shape[1], 2, dtype=np.uint64)
     return token_of(int(words.sum(axis=(0, 2), dtype=np.uint64) @ weights), vocab_size)
 
 
 def token_of(folded: int, vocab_size: int) -> int:
-    """The token of a sum over words, modulo 2**64."""
+    """Return the token of a sum over words, modulo 2**64."""
     mixed = ((folded ^ 1) * _OF_TOKENS) & _MASK
     return (mixed ^ (mixed >> 29)) % vocab_size
 
 
 def choice_token(token: int, choice: int, vocab_size: int) -> int:
-    """What a choice samples where the first of its request would sample `token`."""
+    """Return the token that `choice` samples where choice 0 would sample `token`."""
     return (token + choice * (1 + token % 7)) % vocab_size
 
 
 def likeliest(token: int, count: int, vocab_size: int) -> TokenLogprobs:
-    """The `count` likeliest tokens of beam search, where `token` would be sampled: never two the same."""
+    """Return `count` distinct tokens as the likeliest of a beam search, where `token` would be sampled."""
     count = min(count, vocab_size)
     token_ids = tuple((token + rank) % vocab_size for rank in range(count))
-    first, step = token * 0.618034 % 1, 0.05 + token * 0.754878 % 0.3  # no two tokens have the same
+    first, step = token * 0.618034 % 1, 0.05 + token * 0.754878 % 0.3  # different for any two tokens
     logprobs = tuple(-first - rank * step for rank in range(count))
     return TokenLogprobs(logprobs[0], token_ids, logprobs)
 
 
 def prompt_logprob(token: int) -> float:
-    """Of a prompt token that follows those from which `token` would be sampled."""
+    """Return the log probability of a prompt token where `token` would be sampled."""
     return -token / 64

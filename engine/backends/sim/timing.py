@@ -1,4 +1,7 @@
-"""How long a step of the sim engine takes. Pure."""
+"""Duration of a step of the sim backend.
+
+Pure.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,15 +12,15 @@ from engine.core.core_types import Chunk
 
 @dataclass(slots=True)
 class StepWork:
-    """What a step computes, in whole numbers: they add up in any order, so that equal steps take equal times."""
+    """Work of a step in whole numbers, so that equal steps take equal times in any order of summation."""
 
     prompt_tokens: int = 0
     prompt_pairs: int = 0
-    """Pairs of a prompt token and itself or one before it: what attention is quadratic in."""
+    """Pairs of a prompt token and itself or an earlier one: the quadratic part of attention."""
     streams: int = 0
-    """Sequences that decode."""
+    """Number of decoding sequences."""
     context_tokens: int = 0
-    """Of those, tokens that are read, the new one included."""
+    """Tokens of context that decoding sequences read, the new one included."""
 
     @classmethod
     def of(cls, batch: Sequence[Chunk]) -> "StepWork":
@@ -33,26 +36,25 @@ class StepWork:
 
 
 class Timing(Protocol):
-    """Says how long a step takes."""
+    """Model of step durations."""
 
     def seconds_of(self, work: StepWork) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """A step's seconds are a sum of these terms: what reading the weights costs, what arithmetic on the prompts'
-    tokens costs, and what reading KV costs."""
+    """Step duration in seconds as a sum of terms: weights, arithmetic of prompts, and KV reads."""
 
     step_s: float = 0.0
-    """Of every step."""
+    """Seconds of every step."""
     prompt_token_s: float = 0.0
-    """Of each prompt token."""
+    """Seconds per prompt token."""
     prompt_pair_s: float = 0.0
-    """Of each pair of a prompt token and a token before it: the quadratic term of attention."""
+    """Seconds per pair of a prompt token and a token before it: the quadratic part of attention."""
     stream_s: float = 0.0
-    """Of each sequence that decodes."""
+    """Seconds per decoding sequence."""
     kv_token_s: float = 0.0
-    """Of each token of context of each sequence that decodes."""
+    """Seconds per token of context of each decoding sequence."""
 
     def seconds(self, batch: Sequence[Chunk]) -> float:
         return self.seconds_of(StepWork.of(batch))
