@@ -14,40 +14,43 @@ from router.placement.request_demand import num_outputs
 
 @dataclass(slots=True)
 class PreparedRequest:
-    """A checked request and its clock."""
+    """A checked request, its deadline, and what happened to it."""
 
     request: pb.GenerateRequest
     request_id: str
     model: ModelRuntime
-    """Whose workers serve it, whatever happens to them."""
+    """Model runtime that serves it, for good."""
     model_reason: str
     verdicts: tuple[Verdict, ...]
-    """Of the models that were compared, where the request left the choice to the router."""
+    """Verdicts on the compared models, when the request named `auto`."""
     prompt: list[int]
     sampling: pb.Sampling
     cache_salt: str
-    """The request's, and its tenant's where tenants are kept apart."""
+    """Cache salt of the request, with its tenant's where tenants are isolated."""
     arrived_at: float
     tokenised_at: float
     deadline: float
-    """Seconds of the monotonic clock, as are the others."""
+    """Deadline; all times are seconds of the monotonic clock."""
     info: RequestInfo
     finish: pb.Finish | None = None
-    """The last one, once it ended well: with its receipt, and the usage and reason of the choice that ended last."""
+    """Last finish message of a successful request, with receipt and usage."""
     decision: Decision | None = None
-    """Of its last attempt."""
+    """Decision of the last attempt."""
     num_output_tokens: int = 0
-    """Of all choices, once it ended."""
+    """Output tokens of all choices, set at the end."""
     reasons: list[pb.FinishReason.ValueType] = field(default_factory=list)
-    """Why each choice ended, by its index."""
+    """Finish reason of each choice, by index."""
 
     @property
     def most_tokens(self) -> int:
-        """Of prompt and output."""
+        """Largest number of tokens, prompt and output."""
         return len(self.prompt) + self.sampling.max_tokens * num_outputs(self.sampling)
 
     def remaining_s(self) -> float:
-        """Raises DeadlineExceeded when nothing remains."""
+        """Return the seconds until the deadline.
+
+        Raises DeadlineExceeded when none remain.
+        """
         remaining = self.deadline - time.monotonic()
         if remaining <= 0:
             raise DeadlineExceeded("the deadline passed before the request was done")

@@ -1,4 +1,4 @@
-"""Puts the router together."""
+"""Assembly and life of a router process."""
 
 import asyncio
 import logging
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EVERYWHERE = ("0.0.0.0", "::", "[::]")
-"""Hosts to listen on that are none to be reached by."""
+"""Listen hosts that are no reachable address."""
 MEMBERSHIP = "tandem.internal.v1.Membership"
 END_S = 5.0
-"""For what was told to end, at most: a client must hear why before the server hangs up."""
+"""Longest time for ended streams, in seconds: a client must receive the reason before the server closes."""
 GRACE_S = 0.5
-"""For calls under way when a server stops."""
+"""Seconds for calls in flight when a server stops."""
 
 
 class Router:
@@ -59,7 +59,7 @@ class Router:
         discovery: Discovery,
         parts: AsyncExitStack,
     ) -> None:
-        """`parts`: all that it is made of, to be closed."""
+        """Create the router; `parts` holds what `stop` closes."""
         self.addresses = addresses
         self._config = config
         self._servers = servers
@@ -70,22 +70,22 @@ class Router:
 
     @property
     def address(self) -> str:
-        """Of gRPC."""
+        """gRPC address."""
         return self.addresses.grpc
 
     async def failed(self) -> TandemError:
-        """Its HTTP server can; else a router has nothing that could fail by itself."""
+        """Return the error when the HTTP server failed; a router has no other part that fails by itself."""
         if self._http is not None:
             return await self._http.failed()
         never: asyncio.Future[TandemError] = asyncio.get_running_loop().create_future()
         return await never
 
     async def stop_requested(self) -> None:
-        """Signals only."""
+        """Never return; only signals stop a router."""
         await asyncio.get_running_loop().create_future()
 
     async def drain(self) -> None:
-        """Take nothing more; finish what is under way for `drain_s`, and end the rest with an error that says so."""
+        """Refuse new requests, finish streams for `drain_s`, and end the rest with an error that says so."""
         self._requests.begin()
         for server in self._servers:
             await server.announce_stop()
@@ -100,7 +100,10 @@ class Router:
 
 
 async def start_router(config: RouterConfig) -> Router:
-    """Read the models' configs and tokenizers, serve, announce. Raises StartError."""
+    """Read the models' configs and tokenizers, serve and announce.
+
+    Raises StartError.
+    """
     public, member = config.frontends()
     keys = ApiKeys(config.api_keys, config.api_keys_file)
     files = read_models(config)
@@ -137,7 +140,7 @@ async def start_router(config: RouterConfig) -> Router:
             parts.push_async_callback(internal.stop, GRACE_S)
         http = None
         if config.http_port is not None:
-            from router.frontend.http_frontend import open_http  # as below
+            from router.frontend.http_frontend import open_http  # imported late, as below
 
             http = await open_http(config, config.http_port, public, handler, models, requests, keys, inference)
             parts.push_async_callback(http.close)
@@ -165,11 +168,11 @@ def serve_models(
     incarnation: bytes,
     trust: TlsIdentity | None = None,
 ) -> ModelRuntimes:
-    """Each with a fleet and a line of its own; what tenants may do counts over all of them."""
+    """Create the model runtimes, each with a fleet and a queue; tenant limits count over all of them."""
     dispatchers: list[Dispatcher] = []
 
     def next_of_tenant() -> None:
-        """One that is at its max_running has ended: its next one may wait for another model."""
+        """Try all queues: a request of a tenant at its max_running ended, and its next one may wait for another model."""
         for dispatcher in dispatchers:
             if dispatcher.num_waiting:
                 dispatcher.kick()
@@ -191,7 +194,7 @@ def _public_server(config: RouterConfig, credentials: Credentials | None, keys: 
 
 
 def _nothing() -> None:
-    """Who waits for this model is looked at anyway."""
+    """Do nothing: this model's queue is tried anyway."""
 
 
 async def _open_discovery(config: RouterConfig) -> Discovery:
@@ -203,10 +206,10 @@ async def _open_discovery(config: RouterConfig) -> Discovery:
 
 
 async def _open_ledger(config: RouterConfig, parts: AsyncExitStack) -> "RedisLedger | None":
-    """Quotas are counted for all routers together where there is a Redis."""
+    """Open the shared quota ledger where there is a Redis."""
     if not config.redis_url:
         return None
-    from router.admission.redis_quota import RedisLedger  # as below: to import what is not used takes time
+    from router.admission.redis_quota import RedisLedger  # imported late, because an unused import costs start time
 
     ledger = RedisLedger(config.redis_url, config.cluster_name)
     parts.push_async_callback(ledger.close)

@@ -1,4 +1,7 @@
-"""Limits of a request, each with the field it names; defaults filled in. Pure."""
+"""Validation of a request: limits, each with the field it names, and defaults.
+
+Pure.
+"""
 
 import math
 import secrets
@@ -22,7 +25,7 @@ MAX_BIAS = 100.0
 MAX_TEMPERATURE = 100.0
 MAX_LENGTH_PENALTY = 10.0
 MAX_BEAM_STOP_TOKEN_IDS = 16
-"""Each makes the candidates more that are compared at every step."""
+"""Limit of stop tokens in a beam search; each adds candidates to every step."""
 BEAM_NEUTRAL = {
     "temperature": 0.0,
     "top_p": 1.0,
@@ -33,13 +36,16 @@ BEAM_NEUTRAL = {
     "frequency_penalty": 0.0,
     "min_tokens": 0,
 }
-"""Options that beam search does not know, and what they must be if they are given."""
+"""Options that beam search does not support, with the values that are accepted."""
 BEAM_UNKNOWN = ("logit_bias", "stop", "structured", "logprobs")
-"""Those that may not be given at all."""
+"""Options that may not be set with beam search."""
 
 
 def resolve_sampling(sampling: pb.Sampling, num_prompt: int, model_dir: ModelDir) -> pb.Sampling:
-    """A copy with every field set and in range. Raises InvalidRequest."""
+    """Return a copy with every field set and in range.
+
+    Raises InvalidRequest.
+    """
     resolved = pb.Sampling()
     resolved.CopyFrom(sampling)
     context = model_dir.max_context_tokens
@@ -68,7 +74,7 @@ def resolve_sampling(sampling: pb.Sampling, num_prompt: int, model_dir: ModelDir
 
 
 def _fill_defaults(sampling: pb.Sampling, recommended: Mapping[str, float]) -> None:
-    """What the model's authors recommend, where it is in range, and else what changes nothing."""
+    """Fill unset fields with the model's recommendations, where in range, or with neutral values."""
     neutral = {"temperature": 0.0 if sampling.HasField("beam_width") else 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
     sound = {name: value for name, value in recommended.items() if _is_in_range(name, value)}
     for name, value in (neutral | sound).items():
@@ -87,7 +93,10 @@ def _is_in_range(name: str, value: float) -> bool:
 
 
 def check_prompt(token_ids: Sequence[int], field: str, model_dir: ModelDir) -> None:
-    """Raises InvalidRequest for an empty prompt, a token out of range, or one beyond the context."""
+    """Check a prompt.
+
+    Raises InvalidRequest for an empty one, a token out of range, or a length beyond the context.
+    """
     if not token_ids:
         raise InvalidRequest(field, "the prompt is empty")
     check_token_ids(token_ids, field, model_dir.vocab_size)
@@ -97,14 +106,20 @@ def check_prompt(token_ids: Sequence[int], field: str, model_dir: ModelDir) -> N
 
 
 def check_names(request: pb.GenerateRequest) -> None:
-    """Raises InvalidRequest for a name too long to be one."""
+    """Check names.
+
+    Raises InvalidRequest for one that is too long.
+    """
     for field in ("model", "tenant", "session_id", "request_id", "cache_salt", "task"):
         if len(getattr(request, field)) > MAX_NAME_CHARS:
             raise InvalidRequest(field, f"longer than {MAX_NAME_CHARS} characters")
 
 
 def check_time_limit(request: pb.GenerateRequest) -> None:
-    """Raises InvalidRequest for a limit of the first token's time that is none."""
+    """Check the limit of the time to first token.
+
+    Raises InvalidRequest.
+    """
     if request.HasField("max_ttft_ms") and not 0 < request.max_ttft_ms < math.inf:
         raise InvalidRequest("max_ttft_ms", f"must be above 0 and finite, not {request.max_ttft_ms}")
 

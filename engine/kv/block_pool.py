@@ -124,7 +124,7 @@ class BlockPool:
     def could_reserve_without(
         self, holders: Iterable[Sequence[int]], num_promised: int, hits: Sequence[int], num_new: int
     ) -> bool:
-        """Return whether `reserve_with` would succeed after releasing `holders` and a reservation of `num_promised` blocks."""
+        """Return whether `reserve_with` would succeed without `holders` and a reservation of `num_promised`."""
         dropped = Counter(block for blocks in holders for block in blocks)
         freed = sum(1 for block, count in dropped.items() if self._refs[block] == count)
         pinned = sum(1 for block in set(hits) if self._refs[block] == dropped[block])

@@ -207,7 +207,7 @@ class KVCacheManager:
         return self.pool.snapshot() + (self.tiers.snapshot() if self.tiers else [])
 
     def _without_held(self, event: CacheEvent) -> CacheEvent | None:
-        """Reduce an event to blocks that are not held elsewhere: a block that left the pool may be in a tier, and vice versa."""
+        """Reduce an event to blocks not held elsewhere: one that left the pool may be in a tier, and vice versa."""
         if isinstance(event, Stored):
             return event
         assert self.tiers is not None

@@ -1,7 +1,7 @@
-"""One stream to a decode worker for all its requests: they go out together, and a step's tokens come back together.
+"""Stream to one decode worker for all its requests: a step's tokens of all requests come in one message.
 
-A client that does not read holds up nobody else: once PAUSE_AT messages of its request wait here, or PAUSE_BYTES, the
-worker is told to keep the rest, and sends it in fewer when they were taken.
+A client that does not read delays no other: once PAUSE_AT messages of its request wait here, or PAUSE_BYTES, the worker
+is told to keep the rest, and later sends it in fewer messages.
 """
 
 import asyncio
@@ -23,33 +23,39 @@ log = logging.getLogger(__name__)
 PAUSE_AT = 64
 PAUSE_BYTES = 256 << 10
 FRAME_BYTES = 4 << 20
-"""A frame takes no more requests beyond this; the next one takes them."""
+"""Size after which a frame takes no more requests; the next frame takes them."""
 MARGIN_BYTES = 1 << 10
-"""What a frame has beside its requests."""
+"""Bytes of a frame besides its requests."""
 
 
 class DecodeStream:
-    """Opened with the first request, and gone with whatever breaks it: then all its requests fail."""
+    """Stream to one worker, opened with the first request.
+
+    Any failure ends it and all its requests.
+    """
 
     def __init__(self, channel: grpc.aio.Channel, name: str, on_broken: Callable[[], object]) -> None:
-        """`on_broken` is called once: the channel is not used any more."""
+        """Create the stream.
+
+        `on_broken` is called once, when the channel is not used any more.
+        """
         self._name = name
         self._on_broken = on_broken
         self._requests: dict[int, _Request] = {}
         self._numbers = 0
         self._leaving = pb.RouterFrame()
         self._placed: dict[int, pb.PlacedRequest] = {}
-        """Not sent yet."""
+        """Requests not sent yet, by number."""
         self._waker = Waker()
         self._failure: ServiceError | None = None
         self.connected = False
-        """As far as whoever opened it has seen."""
+        """Whether the connection was established, as seen by its opener."""
         self._call = pb_grpc.DecodeStub(channel).Serve(self._outgoing())
         self._reading = asyncio.ensure_future(self._read())
 
     @property
     def broken(self) -> bool:
-        """It takes no more requests."""
+        """Whether it takes no more requests."""
         return self._failure is not None
 
     @property
@@ -57,7 +63,10 @@ class DecodeStream:
         return not self._requests
 
     async def generate(self, request: pb.DecodeRequest, timeout_s: float) -> AsyncGenerator[bytes]:
-        """Serialised GenerateResponses. Raises the ServiceError that ended it; closing it early cancels the request."""
+        """Yield serialised GenerateResponses.
+
+        Raises the ServiceError that ended the request; closing early cancels it.
+        """
         if request.ByteSize() > MAX_MESSAGE_BYTES - MARGIN_BYTES:
             limit = MAX_MESSAGE_BYTES - MARGIN_BYTES
             raise InvalidRequest("request", f"has {request.ByteSize()} bytes once placed; at most {limit} can be sent")
@@ -92,7 +101,7 @@ class DecodeStream:
                 self._waker.wake()
 
     def break_off(self, failure: ServiceError) -> None:
-        """All its requests fail with this."""
+        """Fail all requests with this error."""
         if self._failure is None:
             self._failure = failure
             for waits in self._requests.values():
@@ -148,7 +157,7 @@ _TOO_LATE = "the deadline passed before the request was done"
 
 
 class _Request:
-    """What came of one request and was not taken yet."""
+    """Results of one request that were not taken yet."""
 
     def __init__(self) -> None:
         self.messages: deque[bytes] = deque()

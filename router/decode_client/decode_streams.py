@@ -1,4 +1,4 @@
-"""The streams to all decode workers, each opened with the first request that goes there."""
+"""Streams to all decode workers, each opened with the first request for its worker."""
 
 import asyncio
 import functools
@@ -14,11 +14,11 @@ from router.placement.fleet import Fleet
 from router.placement.worker_records import Worker
 
 CONNECT_S = 3.0
-"""For a connection. gRPC by itself tries for 20 s, while the request could run elsewhere."""
+"""Seconds for a connection. gRPC's default is 20 s, while the request could run elsewhere."""
 
 
 class DecodeStreams:
-    """One for each membership: a worker that joins again is another one."""
+    """Streams by membership: a worker that joins again gets a new one."""
 
     def __init__(self, fleet: Fleet, trust: TlsIdentity | None = None) -> None:
         self._fleet = fleet
@@ -26,7 +26,10 @@ class DecodeStreams:
         self._channels = Channels(trust)
 
     def to(self, worker: Worker) -> DecodeStream:
-        """An unbroken one, which breaks when the worker falls silent."""
+        """Return an unbroken stream to `worker`.
+
+        It breaks when the worker falls silent.
+        """
         link = self._links.get(worker)
         if link is None or link.broken:
             self._let_go()
@@ -41,12 +44,12 @@ class DecodeStreams:
         return link
 
     def departed(self, address: str) -> None:
-        """No worker is there any more: what leads to it goes, once nothing runs there."""
+        """Drop the channel to the address of a departed worker, once nothing runs there."""
         self._let_go()
         self._channels.departed(address)
 
     def _let_go(self) -> None:
-        """Of those to workers that left, once nothing runs there."""
+        """Drop streams to workers that left, once nothing runs there."""
         for worker, link in tuple(self._links.items()):
             if link.broken or (link.idle and self._fleet.worker(worker.worker_id) is not worker):
                 link.break_off(Unavailable(f"decode worker {worker.worker_id} left"))
@@ -54,7 +57,7 @@ class DecodeStreams:
 
 
 async def _connected(channel: grpc.aio.Channel, link: DecodeStream, worker: Worker) -> None:
-    """A link that takes too long to connect breaks."""
+    """Break a stream that takes too long to connect."""
     try:
         async with asyncio.timeout(CONNECT_S):
             await channel.channel_ready()

@@ -1,1 +1,1 @@
-"""KV blocks that the pool evicted, kept under their names in host memory and on disk."""
+"""Tiers below the pool: blocks that the pool evicted, kept under their keys in host memory and on disk."""

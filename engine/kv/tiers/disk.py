@@ -1,15 +1,15 @@
-"""The tier on disk: one file of fixed slots per engine process, found again after a restart.
+"""The disk tier: one file of fixed slots per engine process, found again after a restart.
 
-Files lie in `<disk_dir>/<first 16 hex digits of the model fingerprint>-<block_bytes>/kv-<n>.blocks`. Each process
-locks the first one that nobody else has (flock), with all that a dead process left there. Models come and go: a file of
-another one that nobody has, and that was not written for STALE_S, is removed when a process starts.
+Files lie in `<disk_dir>/<first 16 hex digits of the model fingerprint>-<block_bytes>/kv-<n>.blocks`. Each process locks
+the first file that no other process holds (flock), with all that a dead process left there. A file of another model
+that no process holds, and that was not written for STALE_S, is removed when a process starts.
 
-What a file promises. A slot is overwritten in three steps: its header is zeroed, the payload is written, the new
-header is written. A process that dies in between, kill -9 included, therefore leaves no valid header over bytes that
-are not its block's, because the system keeps what was written in order. After a power cut or a crash of the system
-nothing is promised: pages reach the disk in any order, nothing here is fsynced, and a valid header may stand over
-anything. So whoever reads a block must compare the fingerprint of what it read with the stored one
-(`kvtransfer/fingerprint.py`) before anything uses it, and say `Tiers.forget` where they differ.
+Guarantee of a file: a slot is overwritten in three steps. Its header is zeroed, the payload is written, the new header
+is written. So a process that dies in between, kill -9 included, leaves no valid header over bytes of another block,
+because the system keeps the order of writes. After a power cut or a system crash nothing is guaranteed: pages reach the
+disk in any order, nothing is fsynced, and a valid header may stand over any bytes. So every reader must compare the
+fingerprint of the bytes with the stored one (`kvtransfer/fingerprint.py`) before using them, and call `Tiers.forget`
+where they differ.
 """
 
 import fcntl
@@ -28,19 +28,24 @@ from engine.kv.tiers.slots import Slots
 from kvtransfer.errors import TransferError
 
 MAX_FILES = 1024
-"""Processes of one host that share a directory."""
+"""Largest number of processes of one host that share a directory."""
 STALE_S = 7 * 24 * 3600.0
 log = logging.getLogger(__name__)
 
 
 class DiskTier:
-    """`slots` are the books; `write`, `erase` and `read` do the I/O and touch no books."""
+    """Disk tier.
+
+    `slots` has its records; `write`, `erase` and `read` do I/O and touch no records.
+    """
 
     def __init__(
         self, disk_dir: Path, disk_bytes: int, block_bytes: int, kv_heads: int, model_fingerprint: bytes
     ) -> None:
-        """Takes a file over, or makes one, of at most `disk_bytes`. Raises EngineStartError naming kv_disk_mib or
-        kv_disk_dir."""
+        """Take over a file, or create one, of at most `disk_bytes`.
+
+        Raises EngineStartError naming kv_disk_mib or kv_disk_dir.
+        """
         self._format = DiskFormat(block_bytes, kv_heads)
         num_slots = self._format.slots_within(disk_bytes)
         if num_slots == 0:
@@ -53,7 +58,7 @@ class DiskTier:
         except OSError as error:
             raise EngineStartError("kv_disk_dir", f"{directory}: {error.strerror}") from error
         self.num_refused = 0
-        """Slots whose headers were torn, or whose payloads were cut off, when the file was opened."""
+        """Slots with torn headers or truncated payloads found when the file was opened."""
         try:
             self._open(num_slots, model_fingerprint)
             headers = self._load(num_slots)
@@ -66,18 +71,27 @@ class DiskTier:
             log.info("%s: found %d blocks, refused %d", self.path, len(headers), self.num_refused)
 
     def write(self, slot: int, header: SlotHeader, payload: NDArray[np.uint8]) -> None:
-        """Raises OSError; then the slot is empty, or as it was if not even its header could be zeroed."""
+        """Write a slot.
+
+        Raises OSError; then the slot is empty, or unchanged if not even its header could be zeroed.
+        """
         self.erase(slot)
         self._write_all(payload.data, self._format.payload_offset(slot))
         packed = self._format.pack_header(slot, header)
         self._write_all(memoryview(packed), self._format.header_offset(slot))
 
     def erase(self, slot: int) -> None:
-        """A slot that no restart will find. Raises OSError."""
+        """Empty a slot, so that no restart finds it.
+
+        Raises OSError.
+        """
         self._write_all(memoryview(bytes(self._format.header_bytes)), self._format.header_offset(slot))
 
     def read(self, slot: int, into: NDArray[np.uint8]) -> None:
-        """Fill `into`, [block_bytes], with a slot's payload. Raises TransferError."""
+        """Fill `into`, [block_bytes], with a slot's payload.
+
+        Raises TransferError.
+        """
         left, offset = into.data, self._format.payload_offset(slot)
         while left:
             try:
@@ -89,13 +103,16 @@ class DiskTier:
             left, offset = left[count:], offset + count
 
     def close(self) -> None:
-        """Leave the file to the next process. Nothing may be reading or writing."""
+        """Unlock the file for the next process.
+
+        No read or write may be running.
+        """
         with suppress(OSError):
             os.utime(self._fd)
         os.close(self._fd)
 
     def _open(self, num_slots: int, model_fingerprint: bytes) -> None:
-        """A superblock that says `num_slots`, and no more bytes than they take."""
+        """Write a superblock with `num_slots` and truncate the file to their size."""
         page = os.pread(self._fd, SUPERBLOCK_BYTES, 0)
         if page and (fault := self._format.superblock_fault(page, model_fingerprint)):
             log.warning("%s is started afresh: %s", self.path, fault)
@@ -108,7 +125,7 @@ class DiskTier:
         self._write_all(memoryview(self._format.pack_superblock(num_slots, model_fingerprint)), 0)
 
     def _load(self, num_slots: int) -> list[tuple[int, SlotHeader]]:
-        """What the slots hold, oldest first. Every slot that is not returned has an empty header afterwards."""
+        """Return the blocks in the slots, oldest first; all other slots have an empty header afterwards."""
         newest: dict[bytes, tuple[int, SlotHeader]] = {}
         size = os.fstat(self._fd).st_size
         for slot, packed in self._headers(num_slots):
@@ -126,7 +143,7 @@ class DiskTier:
         return sorted(newest.values(), key=lambda found: found[1].generation)
 
     def _headers(self, num_slots: int) -> list[tuple[int, bytes]]:
-        """Packed headers of the slots that are not empty; those at the file's end may be cut off."""
+        """Return packed headers of non-empty slots; those at the file's end may be truncated."""
         headers = []
         width, per_group = self._format.header_bytes, self._format.slots_per_group
         for first in range(0, num_slots, per_group):
@@ -146,10 +163,13 @@ class DiskTier:
 
 
 def _lock_one(directory: Path) -> tuple[int, Path]:
-    """The first file that no other process has locked. Raises OSError."""
+    """Lock and return the first file that no other process has locked.
+
+    Raises OSError.
+    """
     for number in range(MAX_FILES):
         path = directory / f"kv-{number}.blocks"
-        # Readable by its owner only: from KV one can tell what the prompts were.
+        # Readable by its owner only: KV reveals the prompts.
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -161,14 +181,14 @@ def _lock_one(directory: Path) -> tuple[int, Path]:
         else:
             if os.fstat(fd).st_nlink:
                 return fd, path
-            os.close(fd)  # it was removed in this moment
+            os.close(fd)  # the file was removed at this moment
     raise OSError(0, f"all {MAX_FILES} files are in use")
 
 
 def _remove_stale(disk_dir: Path, own: Path) -> None:
-    """Files that nobody has locked and nobody has written for long, but for those in `own`."""
+    """Remove files outside `own` that are unlocked and were not written for STALE_S."""
     for path in disk_dir.glob("*-*/kv-*.blocks"):
-        with suppress(OSError):  # it is locked, or another process removes it
+        with suppress(OSError):  # the file is locked, or another process removes it
             if path.parent == own or time.time() - path.stat().st_mtime < STALE_S:
                 continue
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)

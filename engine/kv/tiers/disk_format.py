@@ -1,13 +1,13 @@
-"""How blocks lie in a tier's file.
+"""Format of a disk tier's file.
 
     superblock │ group │ group │ ...          each group: header area │ payload │ payload │ ...
 
-A group has as many slots as headers fit into its header area, so that all headers of a file are read by few large
-reads, and so that where a slot lies does not depend on how many there are: a file is shrunk by truncating it. Header
-areas and payloads begin on pages, so that no page belongs to two payloads. Integers are little-endian.
+A group has as many slots as headers fit into its header area. So all headers of a file take few large reads, and a
+slot's place does not depend on the number of slots: a file is shrunk by truncating it. Header areas and payloads begin
+on pages, so no page belongs to two payloads. Integers are little-endian.
 
-A header that is all zeros says that its slot is empty. Every other one has a checksum over its slot's number and its
-contents; one that does not match is torn, and the slot is refused.
+An all-zero header means an empty slot. Every other header has a checksum over its slot's number and its contents; a
+header that does not match is torn, and the slot is refused.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ _HEADER = Struct(f"<{KEY_BYTES}s{KEY_BYTES}sQ")  # parent, key, generation; the 
 
 @dataclass(frozen=True, slots=True)
 class SlotHeader:
-    """A block, and when it was written: of two headers, that of the greater generation is the newer."""
+    """A block and the generation of its write: of two headers, the greater generation is newer."""
 
     block: NamedBlock
     generation: int
@@ -47,7 +47,7 @@ class DiskFormat:
 
     @property
     def area_bytes(self) -> int:
-        """Of a group's headers."""
+        """Bytes of a group's header area."""
         return _whole_pages(self.header_bytes)
 
     @property
@@ -63,7 +63,7 @@ class DiskFormat:
         return self.area_bytes + self.slots_per_group * self.payload_stride
 
     def slots_within(self, num_bytes: int) -> int:
-        """Slots of a file that may not grow beyond `num_bytes`."""
+        """Return the number of slots of a file of at most `num_bytes`."""
         groups, rest = divmod(max(0, num_bytes - SUPERBLOCK_BYTES), self.group_bytes)
         return groups * self.slots_per_group + max(0, rest - self.area_bytes) // self.payload_stride
 
@@ -79,13 +79,13 @@ class DiskFormat:
         return self.area_offset(group) + self.area_bytes + index * self.payload_stride
 
     def pack_superblock(self, num_slots: int, model_fingerprint: bytes) -> bytes:
-        """One page."""
+        """Return the superblock, one page."""
         model = blake2b(model_fingerprint, digest_size=32).digest()
         fields = _SUPERBLOCK.pack(MAGIC, VERSION, self.kv_heads, self.block_bytes, num_slots, model)
         return (fields + _checksum(fields)).ljust(SUPERBLOCK_BYTES, b"\0")
 
     def superblock_fault(self, page: bytes, model_fingerprint: bytes) -> str:
-        """Why the slots behind this superblock cannot be used here; empty when they can."""
+        """Return why the slots behind this superblock cannot be used here; empty when they can."""
         fields = page[: _SUPERBLOCK.size]
         if len(page) < SUPERBLOCK_BYTES or _checksum(fields) != page[_SUPERBLOCK.size :][:CHECKSUM_BYTES]:
             return "its superblock is damaged"
@@ -101,7 +101,7 @@ class DiskFormat:
         return fields + _checksum(slot.to_bytes(8, "little") + fields)
 
     def unpack_header(self, slot: int, packed: bytes) -> SlotHeader | None:
-        """None when it is torn."""
+        """Return the header, or None when it is torn."""
         fields, checksum = packed[:-CHECKSUM_BYTES], packed[-CHECKSUM_BYTES:]
         if len(packed) != self.header_bytes or checksum != _checksum(slot.to_bytes(8, "little") + fields):
             return None

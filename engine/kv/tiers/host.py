@@ -1,4 +1,4 @@
-"""The tier in main memory: an arena of fixed slots."""
+"""The host memory tier: an arena of fixed slots."""
 
 import numpy as np
 
@@ -7,14 +7,19 @@ from engine.kv.tiers.slots import Slots
 
 
 class HostTier:
-    """`memory` is [slots, block_bytes] of uint8; `slots` are its books.
+    """Host memory tier.
 
-    A row of the arena is written by whoever took its slot, before it has a name, and not changed until it is taken
-    again. The system provides the memory as it is first written.
+    `memory` is uint8 [slots, block_bytes]; `slots` has its records.
+
+    A row of the arena is written by the owner of its slot before the slot has a name, and unchanged until the slot is
+    taken again. The system allocates pages at their first write.
     """
 
     def __init__(self, num_bytes: int, block_bytes: int) -> None:
-        """At most `num_bytes`. Raises EngineStartError naming kv_host_memory_mib."""
+        """Allocate at most `num_bytes`.
+
+        Raises EngineStartError naming kv_host_memory_mib.
+        """
         if num_bytes < block_bytes:
             raise EngineStartError("kv_host_memory_mib", f"less than one KV block of {block_bytes} bytes")
         num_slots = num_bytes // block_bytes

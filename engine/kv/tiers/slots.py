@@ -1,4 +1,4 @@
-"""The books of one tier: which slot holds which block, who still needs it, and which slot goes next.
+"""Records of one tier: the block in each slot, reference counts, and eviction order.
 
 Every slot is in exactly one of three states:
 
@@ -8,9 +8,7 @@ Every slot is in exactly one of three states:
     evict (in take) ▼ │
       └──────────── idle                   (if it has one)
 
-*held* slots have a reference count: pins, and reads and writes under way. *Idle* ones have a name, count zero, and are
-evicted longest idle first. A held slot may lose its name and keep its bytes until the last reference is gone. Every
-call takes time that does not depend on the number of slots.
+*held* slots have a reference count: pins, and reads and writes in flight. *Idle* ones have a name, count zero, and are evicted longest idle first. A held slot may lose its name and keep its bytes until the last reference is gone. Every call takes constant time per slot.
 """
 
 from collections import OrderedDict
@@ -22,51 +20,57 @@ from engine.kv.block_keys import BlockKey
 
 @dataclass(frozen=True, slots=True)
 class NamedBlock:
-    """What a slot holds: the block `key`, which follows `parent`."""
+    """Contents of a slot: the block `key`, which follows `parent`."""
 
     parent: BlockKey
     key: BlockKey
     fingerprint: bytes
-    """8 bytes per KV head."""
+    """Fingerprint, 8 bytes per KV head."""
 
 
 class Slots:
     """Names, reference counts and LRU order of `num_slots` slots. Not thread-safe."""
 
     def __init__(self, num_slots: int, contents: Sequence[tuple[int, NamedBlock]] = ()) -> None:
-        """`contents` are idle from the start, the first to be evicted first; slots and keys are distinct."""
+        """Create the records.
+
+        `contents` are idle from the start, first to be evicted first; slots and keys are distinct.
+        """
         assert num_slots > 0
         self.num_slots = num_slots
         self._block_in = dict(contents)
         self._slot_of = {block.key: slot for slot, block in contents}
         self._idle: OrderedDict[int, None] = OrderedDict((slot, None) for slot, _ in contents)
         self._refs = [0] * num_slots
-        # A stack: memory or file that was never used is used last.
+        # A stack: memory or file space that was never used is used last.
         self._free = [slot for slot in reversed(range(num_slots)) if slot not in self._block_in]
 
     @property
     def num_named(self) -> int:
-        """Blocks that can be found."""
+        """Number of blocks that can be found."""
         return len(self._slot_of)
 
     def named(self) -> Iterator[NamedBlock]:
-        """Every block that can be found."""
+        """Yield every block that can be found."""
         return iter(self._block_in.values())
 
     def find(self, key: BlockKey) -> int | None:
-        """The slot that holds `key`."""
+        """Return the slot that holds `key`, or None."""
         return self._slot_of.get(key)
 
     def block_in(self, slot: int) -> NamedBlock | None:
-        """What `slot` holds, or None where it has no name."""
+        """Return the block in `slot`, or None where it has no name."""
         return self._block_in.get(slot)
 
     def is_idle(self, slot: int) -> bool:
-        """It has a name and nobody needs it."""
+        """Return whether the slot has a name and no reference."""
         return slot in self._idle
 
     def take(self) -> tuple[int, NamedBlock | None] | None:
-        """A slot without name, held once, and what was evicted for it. None when every slot is held."""
+        """Return a nameless slot with one reference, and the block evicted for it.
+
+        None when every slot is held.
+        """
         evicted: NamedBlock | None = None
         if self._free:
             slot = self._free.pop()
@@ -80,7 +84,7 @@ class Slots:
         return slot, evicted
 
     def name(self, slot: int, block: NamedBlock) -> None:
-        """From now on the held `slot` is found under the block's key, which no other slot has."""
+        """Make the held `slot` findable under the block's key, which no other slot has."""
         assert self._refs[slot] > 0
         assert slot not in self._block_in
         assert block.key not in self._slot_of
@@ -88,7 +92,7 @@ class Slots:
         self._slot_of[block.key] = slot
 
     def unname(self, slot: int) -> None:
-        """The slot is found no more; it is free as soon as nobody holds it."""
+        """Make the slot unfindable; it is free as soon as no reference is left."""
         del self._slot_of[self._block_in.pop(slot).key]
         if self._refs[slot] == 0:
             del self._idle[slot]
@@ -101,7 +105,7 @@ class Slots:
         self._refs[slot] += 1
 
     def drop(self, slot: int) -> None:
-        """Take one reference away; with the last one a named slot becomes the last to be evicted."""
+        """Drop one reference; without any left a named slot becomes the last to be evicted."""
         assert self._refs[slot] > 0, f"slot {slot} is not held"
         self._refs[slot] -= 1
         if self._refs[slot] == 0:
@@ -116,7 +120,10 @@ class Slots:
             self._idle.move_to_end(slot)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when the books do not balance."""
+        """Check all records.
+
+        Raises AssertionError when they disagree.
+        """
         free, idle = set(self._free), set(self._idle)
         held = {slot for slot, refs in enumerate(self._refs) if refs > 0}
         assert len(free) == len(self._free), "a slot is free twice"

@@ -1,7 +1,7 @@
-"""What tiers do away from the engine's loop: jobs, and the thread that carries them out.
+"""Jobs of the tiers, and the thread that performs them beside the engine's loop.
 
-Reads come before writes: a request waits for a read, and nobody for a write. Within each kind jobs run in the order
-they were given, so that a slot erased and taken again is erased before it is written.
+Reads come before writes: requests wait for reads only. Within each kind jobs run in order, so a slot that is erased and
+taken again is erased before it is written.
 """
 
 import threading
@@ -23,12 +23,12 @@ from kvtransfer.errors import TransferError
 TierName = Literal["host", "disk"]
 CLOSED = "the tiers were closed"
 JOIN_GRACE_S = 2.0
-"""For the job that is under way when the time to flush is over."""
+"""Seconds for the running job when the time to flush is over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A block pinned in a slot: neither moves before it is unpinned."""
+    """A block pinned in a slot: neither moves until it is unpinned."""
 
     block: NamedBlock
     tier: TierName
@@ -37,7 +37,7 @@ class Held:
 
 @dataclass(slots=True)
 class ReadJob:
-    """Hand the bytes of `held` to `write`, one block after the other."""
+    """Pass the bytes of `held` to `write`, one block after the other."""
 
     held: tuple[Held, ...]
     write: Callable[[int, NDArray[np.uint8]], None]
@@ -59,7 +59,7 @@ class WriteJob:
 
 @dataclass(slots=True)
 class EraseJob:
-    """Let no restart find what a disk slot held."""
+    """Erase a disk slot, so that no restart finds its block."""
 
     disk_slot: int
     error: OSError | None = None
@@ -69,13 +69,19 @@ Job = ReadJob | WriteJob | EraseJob
 
 
 class TierThread:
-    """Carries jobs out, one at a time. Everything but `step` may be called from the loop's thread only."""
+    """Thread that performs jobs, one at a time.
+
+    All methods but `step` belong to the loop's thread.
+    """
 
     def __init__(self, arena: NDArray[np.uint8], disk: DiskTier | None, threaded: bool = True) -> None:
-        """Without a thread of its own, jobs wait until `step`, so that a test decides when they run."""
+        """Start the thread.
+
+        Without `threaded`, jobs wait for `step`, so a test decides when they run.
+        """
         self._arena = arena
         self._disk = disk
-        self._scratch = np.empty(arena.shape[1], np.uint8)  # what is read from disk
+        self._scratch = np.empty(arena.shape[1], np.uint8)  # buffer for reads from disk
         self._reads: deque[ReadJob] = deque()
         self._writes: deque[WriteJob | EraseJob] = deque()
         self._done: deque[Job] = deque()
@@ -86,7 +92,10 @@ class TierThread:
             self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Queue a job. After `close` a read fails and others are left undone."""
+        """Queue a job.
+
+        After `close` a read fails, and other jobs are dropped.
+        """
         with self._wake:
             closed = self._stop_at is not None
             if not closed:
@@ -99,11 +108,11 @@ class TierThread:
             job.future.set_exception(TransferError(CLOSED))
 
     def take_done(self) -> list[Job]:
-        """Jobs that are over since the last call, in the order they ended: nothing touches their slots any more."""
+        """Return the jobs finished since the last call, in order; nothing touches their slots any more."""
         return [self._done.popleft() for _ in range(len(self._done))]
 
     def step(self) -> bool:
-        """Carry out the next job; False when there is none."""
+        """Perform the next job; return False when there is none."""
         with self._wake:
             job = self._next()
         if job is not None:
@@ -111,7 +120,10 @@ class TierThread:
         return job is not None
 
     def close(self, flush_s: float) -> bool:
-        """Cancel reads, write what is queued for at most `flush_s`, and stop. False: a job hangs in the system."""
+        """Cancel reads, write queued blocks for at most `flush_s`, and stop.
+
+        Returns False when a job hangs in the system.
+        """
         with self._wake:
             self._stop_at = time.monotonic() + flush_s
             while self._reads:
@@ -163,9 +175,9 @@ class TierThread:
             try:
                 for index, held in enumerate(job.held):
                     self._read_one(job, index, held)
-            except Exception as error:  # `write` is the caller's, and so is what it raises
+            except Exception as error:  # `write` belongs to the caller, and so do its exceptions
                 failure = error
-        # First, so that whoever learns of the end finds the slots given back.
+        # First, so that any thread that learns of the end finds the slots given back.
         self._done.append(job)
         if failure is not None:
             job.future.set_exception(failure)

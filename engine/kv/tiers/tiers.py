@@ -1,22 +1,21 @@
-"""Blocks below the block pool: in host memory, and on disk.
+"""Tiers below the block pool: host memory and disk.
 
     pool evicts ──put──▶ host arena ──written through──▶ disk file
     pool       ◀──read────┴────────────read───────────────┘
 
-A block put is copied into the host arena at once and queued for the disk, so evicting it from the host costs nothing
-once the disk has it. A read takes the host's copy where there is one. What is read from disk is not put into the arena:
-it has just gone into the pool, and would take the place of a block that main memory has nowhere else. When the pool
-evicts it again it is put again, which costs a copy and no write, since the disk still has it.
+A block is copied into the host arena at once and queued for the disk, so evicting it from the host is free once the
+disk has it. A read uses the host's copy where there is one. A block read from disk is not put into the arena: it is in
+the pool now, and would displace a block that main memory has nowhere else. When the pool evicts it again it is put
+again, which costs a copy and no write, since the disk still has it.
 
-A use refreshes a block in both tiers, so a disk tier that is the larger keeps what the host holds. A chain is
-refreshed tail first: its tail is evicted before what leads to it.
+Each use refreshes a block in both tiers, so a larger disk tier keeps what the host holds. A chain is refreshed tail
+first, so its tail is evicted before its head.
 
-Why this is free of races. Names, references and LRU orders (`Slots`) are touched by the engine's loop thread only.
-The tiers' thread sees jobs, whose fields say all it needs to know, and gives each back when it is over through a deque;
-the loop thread draws its conclusions at its next call. Until then a job has a reference on every slot it names, so
-nobody else is given that slot: arena rows are written by `put` only when they have no reference, and a disk slot's
-bytes are touched by the jobs of that one thread only, in the order in which they were given. The condition in
-`TierThread` guards its queues and is never held during I/O.
+Thread safety: names, references and LRU orders (`Slots`) are touched by the engine's loop thread only. The tiers'
+thread gets jobs with all their data, and returns each through a deque; the loop thread processes it at its next call.
+Until then a job has a reference on every slot it names, so no other user gets that slot: arena rows are written by
+`put` only without references, and a disk slot's bytes are touched by that one thread's jobs only, in order. The
+condition in `TierThread` guards its queues and is never held during I/O.
 """
 
 import logging
@@ -40,7 +39,7 @@ from engine.kv.tiers.tier_stats import TierStats
 
 STAGING_BYTES = 32 << 20
 STAGING_BLOCKS = 16
-"""With a disk tier and no host tier, the larger of the two is the arena from which the disk is written."""
+"""Slots of the staging arena from which the disk is written when there is no host tier."""
 FLUSH_S = 5.0
 COMPLAIN_EVERY_S = 60.0
 log = logging.getLogger(__name__)
@@ -48,25 +47,33 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TierConfig:
-    """How much may be kept below the pool."""
+    """Capacity of the tiers."""
 
     host_bytes: int
-    """Of main memory; 0: none."""
+    """Bytes of the host memory tier; 0 for none."""
     disk_dir: Path | None
-    """None: nothing is kept on disk."""
+    """Directory of the disk tier; None for none."""
     disk_bytes: int
-    """Of each engine process's file."""
+    """Bytes of each engine process's file."""
 
 
 class Tiers:
-    """Blocks that the pool evicted. Driven from the engine's loop thread; reads and disk writes happen on a thread of
-    its own. Of a call with keys, each key takes constant time, and no call waits for I/O but `close`."""
+    """Blocks that the pool evicted.
+
+    Driven from the engine's loop thread; I/O happens on a thread of its own.
+
+    Each key of a call takes constant time, and no call waits for I/O but `close`.
+    """
 
     def __init__(
         self, config: TierConfig, block_bytes: int, kv_heads: int, model_fingerprint: bytes, *, threaded: bool = True
     ) -> None:
-        """Raises EngineStartError naming kv_host_memory_mib, kv_disk_dir or kv_disk_mib. Without `threaded`, jobs run
-        one by one in `step`, so that a test decides when."""
+        """Open the tiers.
+
+        Raises EngineStartError naming kv_host_memory_mib, kv_disk_dir or kv_disk_mib.
+
+        Without `threaded`, jobs run one by one in `step`, so a test decides when.
+        """
         self._block_bytes = block_bytes
         self._fingerprint_bytes = 8 * kv_heads
         host_bytes = config.host_bytes
@@ -76,13 +83,13 @@ class Tiers:
         self._disk: DiskTier | None = None
         if config.disk_dir is not None:
             self._disk = DiskTier(config.disk_dir, config.disk_bytes, block_bytes, kv_heads, model_fingerprint)
-        self._slots: dict[TierName, Slots] = {"host": self._host.slots}  # where to look first, first
+        self._slots: dict[TierName, Slots] = {"host": self._host.slots}  # in lookup order
         if self._disk is not None:
             self._slots["disk"] = self._disk.slots
         self._thread = TierThread(self._host.memory, self._disk, threaded)
-        self._writing: dict[int, int] = {}  # host slot -> disk slot, of writes queued or under way
+        self._writing: dict[int, int] = {}  # host slot -> disk slot, of writes queued or in progress
         self._generation = self._disk.next_generation if self._disk else 0
-        self._gone: dict[BlockKey, None] = {}  # held by no tier any more, in order, and not said yet
+        self._gone: dict[BlockKey, None] = {}  # keys that no tier holds any more, in order, not yet reported
         self._put = self._dropped = self._unwritten = 0
         self._rejected = self._disk.num_refused if self._disk else 0
         self._hits: dict[TierName, int] = {"host": 0, "disk": 0}
@@ -90,10 +97,13 @@ class Tiers:
         self._complained_at = -COMPLAIN_EVERY_S
 
     def put(self, parent: BlockKey, key: BlockKey, block: NDArray[np.uint8], fingerprint: bytes) -> None:
-        """Keep `block`, uint8 [block_bytes]; it is copied now. A key that is held keeps the bytes it has.
+        """Keep a copy of `block`, uint8 [block_bytes].
 
-        `parent` and `key` have KEY_BYTES, `fingerprint` 8 bytes per KV head. Where no host slot is to be had, the block
-        is dropped."""
+        A key that is held keeps its present bytes.
+
+        `parent` and `key` have KEY_BYTES, `fingerprint` 8 bytes per KV head. Without an available host slot the block
+        is dropped.
+        """
         assert len(parent) == len(key) == KEY_BYTES
         assert len(fingerprint) == self._fingerprint_bytes
         self._settle()
@@ -106,7 +116,10 @@ class Tiers:
             self._write_through(slot)
 
     def match(self, keys: Sequence[BlockKey]) -> int:
-        """How many leading keys some tier holds, readable now. They may be gone after the next `put`: pin them."""
+        """Return how many leading keys some tier can read now.
+
+        They may be evicted by the next `put`: pin them.
+        """
         self._settle()
         for count, key in enumerate(keys):
             if not self._holds(key):
@@ -114,8 +127,10 @@ class Tiers:
         return len(keys)
 
     def pin(self, keys: Sequence[BlockKey]) -> list[Held]:
-        """The leading keys that are held: after `match`, all that it counted. They stay until `unpin`, whatever is
-        put or forgotten; each pin needs its own unpin."""
+        """Pin and return the leading keys that are held: after `match`, all that it counted.
+
+        They stay until `unpin`, whatever is put or forgotten; each pin needs its own unpin.
+        """
         pinned: list[Held] = []
         for key in keys:
             held = self._find(key)
@@ -126,23 +141,28 @@ class Tiers:
         return pinned
 
     def unpin(self, held: Sequence[Held]) -> None:
-        """Of a chain given from its head. A read under way does not mind."""
+        """Unpin blocks of a chain given from its head.
+
+        Reads in flight continue.
+        """
         for item in reversed(held):
             self._slots[item.tier].drop(item.slot)
             if item.tier == "host":
                 self._refresh_on_disk(item.block.key)
 
     def fingerprints(self, held: Sequence[Held]) -> tuple[bytes, ...]:
-        """Those that were put, or found on disk."""
+        """Return the stored fingerprints."""
         return tuple(item.block.fingerprint for item in held)
 
     def read(self, held: Sequence[Held], write: Callable[[int, NDArray[np.uint8]], None]) -> "Future[None]":
-        """On the tiers' thread: `write(i, bytes of held[i])` for each, then done. `held` must be pinned.
+        """Call `write(i, bytes of held[i])` for each block on the tiers' thread.
 
-        `write` copies, or is done with the bytes, before it returns; what it raises, the future raises. The future
-        fails with TransferError where a tier cannot be read; such a block is held no more. `cancel()` says True only
-        before the first `write`. Its callbacks run on the tiers' thread and must not block. Whether the bytes are
-        those of the fingerprint is for the caller to check.
+        `held` must be pinned.
+
+        `write` must copy or finish with the bytes before it returns; the future raises its exceptions. The future fails
+        with TransferError where a tier cannot be read; such a block is held no more. `cancel()` returns True only
+        before the first `write`. Callbacks run on the tiers' thread and must not block. The caller verifies the bytes
+        against the fingerprint.
         """
         job = ReadJob(tuple(held), write)
         for item in held:
@@ -151,7 +171,7 @@ class Tiers:
         return job.future
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
-        """Never serve these again, nor after a restart: what arrived was not what the fingerprint said."""
+        """Never serve these keys again, nor after a restart: the bytes did not match the fingerprint."""
         self._settle()
         for key in keys:
             if not self._holds(key):
@@ -162,21 +182,23 @@ class Tiers:
             self._gone[key] = None
 
     def take_events(self) -> list[CacheEvent]:
-        """What fell out since the last call and is held by no tier now: at most one Removed."""
+        """Return blocks evicted since the last call that no tier holds: at most one Removed."""
         self._settle()
         gone, self._gone = tuple(self._gone), {}
         return [Removed(gone)] if gone else []
 
     def snapshot(self) -> list[CacheEvent]:
-        """Everything held, each block once."""
+        """Return all held blocks as events, each once."""
         self._settle()
         held = {block.key: block for slots in self._slots.values() for block in slots.named()}
         return [Stored(block.parent, (block.key,)) for block in held.values()]
 
     @property
     def occupancy(self) -> dict[str, tuple[int, int]]:
-        """Of each tier there is: slots, and of these such as hold a block that can be found. The host's may be only
-        what the disk is written from."""
+        """Return, per tier, the number of slots and of slots with a findable block.
+
+        The host's slots may be only the disk's staging arena.
+        """
         self._settle()
         return {name: (slots.num_slots, slots.num_named) for name, slots in self._slots.items()}
 
@@ -203,12 +225,14 @@ class Tiers:
         )
 
     def step(self) -> bool:
-        """Carry out the next job, where there is no thread to do it; False when there is none."""
+        """Perform the next job without a thread; return False when there is none."""
         return self._thread.step()
 
     def close(self) -> None:
-        """Cancel reads that have not begun, write to disk what is queued, for at most FLUSH_S, and unlock the file.
-        Nothing may be called afterwards, but `read`, which fails."""
+        """Cancel reads that have not begun, write queued blocks for at most FLUSH_S, and unlock the file.
+
+        No call may follow but `read`, which fails.
+        """
         if not self._thread.close(FLUSH_S):
             log.warning("a disk of the KV tiers does not answer; its file stays locked until this process ends")
             return
@@ -217,7 +241,10 @@ class Tiers:
             self._disk.close()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when the books do not balance."""
+        """Check all records.
+
+        Raises AssertionError when they disagree.
+        """
         for slots in self._slots.values():
             slots.check_integrity()
         assert not any(self._holds(key) for key in self._gone), "a key is said to be gone and is held"
@@ -240,8 +267,10 @@ class Tiers:
         self._write_through(slot)
 
     def _write_through(self, slot: int) -> None:
-        """Write a host slot to disk unless the disk has it. The caller's reference goes on to the write, or is
-        dropped."""
+        """Write a host slot to disk unless the disk has it.
+
+        The caller's reference passes to the write, or is dropped.
+        """
         block = self._host.slots.block_in(slot)
         assert block is not None
         if self._disk is None or self._refresh_on_disk(block.key):
@@ -260,7 +289,7 @@ class Tiers:
         self._generation += 1
 
     def _refresh_on_disk(self, key: BlockKey) -> bool:
-        """Whether the disk has it."""
+        """Refresh a block on disk; return whether the disk has it."""
         if self._disk is None or (slot := self._disk.slots.find(key)) is None:
             return False
         self._disk.slots.touch(slot)
@@ -299,7 +328,7 @@ class Tiers:
         if job.error is not None:
             self._unwritten += 1
             self._complain(job.error)
-        elif self._host.slots.block_in(job.host_slot) is job.header.block:  # else it was forgotten meanwhile
+        elif self._host.slots.block_in(job.host_slot) is job.header.block:  # otherwise it was forgotten meanwhile
             self._disk.slots.name(job.disk_slot, job.header.block)
         self._host.slots.drop(job.host_slot)
         self._disk.slots.drop(job.disk_slot)
@@ -313,7 +342,7 @@ class Tiers:
     # ----------------------------------------------------------------------------------------- names
 
     def _find(self, key: BlockKey) -> Held | None:
-        """Where to read a block."""
+        """Return where to read a block, or None."""
         for tier, slots in self._slots.items():
             slot = slots.find(key)
             if slot is not None:
@@ -338,10 +367,10 @@ class Tiers:
         if slot is None:
             return
         assert self._disk is not None
-        self._disk.slots.unname(slot)  # whoever is given it next writes it after this job
+        self._disk.slots.unname(slot)  # the next owner of the slot writes it after this job
         self._thread.submit(EraseJob(slot))
 
     def _fell_out(self, key: BlockKey) -> None:
-        """Out of one tier: gone, unless the other has it."""
+        """Process an eviction from one tier: the key is gone unless the other tier has it."""
         if not self._holds(key):
             self._gone[key] = None
