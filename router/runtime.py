@@ -70,7 +70,7 @@ class Router:
 
     @property
     def address(self) -> str:
-        """gRPC address."""
+        """Address of the gRPC server."""
         return self.addresses.grpc
 
     async def failed(self) -> TandemError:
@@ -172,7 +172,7 @@ def serve_models(
     dispatchers: list[Dispatcher] = []
 
     def next_of_tenant() -> None:
-        """Try all queues: a request of a tenant at its max_running ended, and its next one may wait for another model."""
+        """Try all queues: a tenant at its max_running had a request end, and its next may wait for another model."""
         for dispatcher in dispatchers:
             if dispatcher.num_waiting:
                 dispatcher.kick()

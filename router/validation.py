@@ -125,13 +125,16 @@ def check_time_limit(request: pb.GenerateRequest) -> None:
 
 
 def check_quality(request: pb.GenerateRequest) -> None:
-    """Raises InvalidRequest for a quality that no model can have."""
+    """Check the requested quality.
+
+    Raises InvalidRequest for a quality that no model can have.
+    """
     if not 0 <= request.min_quality <= 1:  # NaN is in no range
         raise InvalidRequest("min_quality", f"must be 0 to 1, not {request.min_quality}")
 
 
 def prompt_field(request: pb.GenerateRequest) -> str:
-    """The field the prompt came in."""
+    """Return the name of the field that holds the prompt."""
     if request.HasField("text"):
         return "text"
     return "messages" if request.messages else "token_ids"
@@ -186,19 +189,22 @@ def _check_bias(sampling: pb.Sampling, vocab_size: int) -> None:
 
 
 def _check_structured(sampling: pb.Sampling, model_dir: ModelDir) -> None:
-    """Whether it compiles is not checked here but by `models/grammar_checker.py`."""
+    """Check the form's fields; `router/models/grammar_checker.py` checks that the grammar compiles."""
     if read_structured(sampling) is not None and not model_dir.has_tokenizer:
         raise InvalidRequest(FIELD, "this model has no tokenizer, so its tokens cannot be told apart by their text")
 
 
 def _check_range(value: float, field: str, low: float, high: float) -> None:
-    """NaN is in no range."""
+    """Check a range, which NaN is outside of."""
     if not low <= value <= high:
         raise InvalidRequest(f"sampling.{field}", f"must be {low:g} to {high:g}, not {value}")
 
 
 def check_beam_search(sampling: pb.Sampling, num_choices: int, vocab_size: int) -> None:
-    """Of the options as they were given. Raises InvalidRequest."""
+    """Check the options of a beam search as the client set them.
+
+    Raises InvalidRequest.
+    """
     limit = min(MAX_CHAINS, vocab_size)
     if not 1 <= sampling.beam_width <= limit:
         raise InvalidRequest("sampling.beam_width", f"must be 1 to {limit}, not {sampling.beam_width}")

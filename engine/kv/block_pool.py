@@ -8,7 +8,8 @@ Every block is in exactly one of four states:
     evict (in allocate) ▼  │
       └────────────── cached                      (if it has one)
 
-*held* blocks have a reference count; *cached* ones have a name, count zero, and are evicted oldest first. *Quarantined* blocks have no owner, but a read that cannot be stopped may still write into them.
+*held* blocks have a reference count; *cached* ones have a name, count zero, and are evicted oldest first. *Quarantined*
+blocks have no owner, but a read that cannot be stopped may still write into them.
 
 Blocks are reserved before they are used: `reserve_with` sets blocks aside, so a request that started never runs out of
 them. `free + cached >= reserved` always holds.

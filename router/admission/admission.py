@@ -1,4 +1,7 @@
-"""Admission: events in, starts and refusals out. The package's docstring says what holds after each."""
+"""Admission: events in, starts and refusals out.
+
+The package's docstring lists the invariants after each event.
+"""
 
 import heapq
 import itertools
@@ -29,20 +32,20 @@ from router.placement.worker_records import ActivePlacement
 from router.placement.worker_table import WorkerTable
 
 HOLDS_PER_S = 200
-"""Decisions a second that may end in holding a request back; one costs 0.4 ms with 128 workers."""
+"""Decisions per second that may end in holding a request back; one costs 0.4 ms with 128 workers."""
 RECHECK_S = 0.25
-"""A request held back is looked at again after so long, though the lender it was held for is as deep as before."""
+"""Seconds after which a request held back is tried again, even if its lender is as busy as before."""
 RECHECKS_PER_S = 100
-"""Of all of them together."""
+"""Largest number of such tries per second, over all requests."""
 MAX_EMPTY = 64
-"""Classes of which nobody waits that are remembered; priorities are the clients' own numbers."""
+"""Empty classes that are remembered; clients choose priorities freely."""
 MAX_OWED = 1 << 20
-"""Tokens: what a class below can save up while it could not start."""
+"""Tokens that a lower class can be owed while it could not start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """`waiting` has its place; `ended` must follow."""
+    """Outcome: `waiting` has a placement; `ended` must follow."""
 
     waiting: QueuedRequest
     placed: ActivePlacement
@@ -51,7 +54,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """`waiting` waits no more."""
+    """Outcome: `waiting` is refused."""
 
     waiting: QueuedRequest
     refusal: Refusal
@@ -61,19 +64,22 @@ Outcome = Started | Refused
 
 
 class Admission:
-    """All that waits for one fleet. Every method that takes `now` is an event; times never go back."""
+    """Admission of one fleet.
+
+    Every method that takes `now` is an event; times never go back.
+    """
 
     def __init__(self, fleet: Fleet, config: AdmissionConfig, tenants: RateLimiter) -> None:
         self._fleet = fleet
         self._config = config
         self._tenants = tenants
         self.num_refused: Counter[str] = Counter()
-        """By reason, for ever."""
+        """Refusals by reason, since the start."""
         self.num_started = 0
         self._queues: dict[int, ClassQueue] = {}
         self._numbers = itertools.count()
         self._running: dict[ActivePlacement, tuple[QueuedRequest, float]] = {}
-        """And since when."""
+        """Running requests and their start times."""
         self._forecast = WaitForecast()
         self._reservations = Reservations(config)
         self._lenders = LenderLoad(config)
@@ -82,16 +88,19 @@ class Admission:
         self._parts = AdmissionParts(config, fleet, tenants, self._reservations, self._lenders)
         self._holds = TokenBucket(HOLDS_PER_S, 32)
         self._times: list[tuple[float, int, QueuedRequest | None]] = []
-        """A heap: when time alone may change something."""
+        """Heap of times at which time alone may change something."""
         self._known: tuple[WorkerTable, int] | None = None
-        """For which the requests were measured, and its largest pool."""
+        """Worker table for which requests were measured, and its largest pool."""
 
     # ------------------------------------------------------------------ events
 
     def arrived(
         self, info: RequestInfo, demand: Demand, keys: Sequence[BlockKey], now: float
     ) -> tuple[QueuedRequest, list[Outcome]]:
-        """It waits for a place from now on, and has perhaps got one or been refused in this moment, or others have."""
+        """Queue a request.
+
+        The outcomes may concern it and others.
+        """
         waiting = QueuedRequest.of(info, demand, keys, next(self._numbers), now)
         self._measure(waiting, now)
         if info.not_before > now:
@@ -108,23 +117,23 @@ class Admission:
         return waiting, outcomes
 
     def changed(self, now: float) -> list[Outcome]:
-        """Workers, their reports, or the time."""
+        """Process a change of workers, their reports, or the time."""
         due = bool(self._times) and self._times[0][0] <= now
         if not (due or self.num_waiting or self._forecast.anybody_waits):
-            return []  # most reports
+            return []  # the case of most reports
         self._forecast.advance(now)
         outcomes = self._settle(now)
         self._forecast.waiting(self._waiting_classes())
         return outcomes
 
     def withdrawn(self, waiting: QueuedRequest, now: float) -> list[Outcome]:
-        """Its client is gone."""
+        """Remove a request whose client is gone."""
         if waiting.queued:
             self._remove(waiting)
         return self.changed(now)
 
     def ended(self, placed: ActivePlacement, now: float) -> list[Outcome]:
-        """Once for each start."""
+        """Process the end of a placement; once for each start."""
         waiting, started_at = self._running.pop(placed)
         if (again_at := self._failing.ended(placed, started_at, now)) is not None:
             self._at(again_at, None)
@@ -136,8 +145,10 @@ class Admission:
         return self.changed(now)
 
     def refused_by_worker(self, placed: ActivePlacement, now: float) -> None:
-        """For want of room; `ended` follows, and `arrived` unless this raises Overloaded, having been too often. The
-        claim pauses, the longer the more often it happened."""
+        """Process a worker's refusal for lack of blocks; `ended` follows, and then `arrived`.
+
+        Raises Overloaded after too many refusals. The request pauses, longer with each refusal.
+        """
         info = self._running[placed][0].info
         info.num_refusals += 1
         info.not_before = now + min(0.5, 0.01 * 2 ** min(info.num_refusals - 1, 10))
@@ -161,12 +172,14 @@ class Admission:
 
     @property
     def waiting_tokens(self) -> int:
-        """Of the prompts that wait."""
+        """Prompt tokens of the queued requests."""
         return sum(waiting.demand.num_tokens for queue in self._queues.values() for waiting in queue)
 
     def expected_wait_s(self, priority: int, demand: Demand, now: float) -> float:
-        """Predicted for a request that came now and stood last of its class; 0 where nothing waits before it, or
-        nothing is known."""
+        """Return the predicted wait of a request that arrived now, last of its class.
+
+        0 where nothing waits before it, or nothing is known.
+        """
         self._forecast.advance(now)
         queues = self._queues
         own = queues[priority].tokens if priority in queues else 0
@@ -184,23 +197,23 @@ class Admission:
         return dict(counts)
 
     def reserved_workers(self) -> dict[str, QueuedRequest]:
-        """For whom, by worker."""
+        """Return the waiting request for which each reserved worker is kept."""
         return {kept.worker_id: kept.waiting for kept in self._reservations.kept}
 
     def next_time(self) -> float | None:
-        """When `changed` is to be called even if nothing has."""
+        """Return when `changed` should be called even without a change."""
         while self._times and (waiting := self._times[0][2]) is not None and not waiting.queued:
             heapq.heappop(self._times)
         return self._times[0][0] if self._times else None
 
     def refuse(self, refusal: Refusal) -> None:
-        """Count one that never waited."""
+        """Count the refusal of a request that never waited."""
         self.num_refused[refusal.reason] += 1
 
     # ------------------------------------------------------------------ the turn
 
     def _settle(self, now: float) -> list[Outcome]:
-        """Start whoever can start, refuse whoever can no longer."""
+        """Start every request that can start, and refuse those that no longer can."""
         outcomes: list[Outcome] = []
         self._failing.reopen(now)
         self._measure_all(now)
@@ -210,7 +223,10 @@ class Admission:
         return outcomes
 
     def _start_one(self, now: float, outcomes: list[Outcome]) -> bool:
-        """False when nobody can start."""
+        """Start one request.
+
+        Returns False when none can start.
+        """
         self._reservations.arrange(self._queues, self._fleet.snapshot, now, self._tenants.may_start)
         moment = RoundState(now, self._backoff.column(self._fleet, now))
         for queue, early in self._turns():
@@ -231,7 +247,7 @@ class Admission:
         return False
 
     def _turns(self) -> list[tuple[ClassQueue, bool]]:
-        """Classes in the order in which they may start now; and whether each goes before one above it, being owed."""
+        """Return the classes in the order in which they may start now, and whether each overtakes a higher class it is owed by."""
         turns: deque[tuple[ClassQueue, bool]] = deque()
         for priority in sorted(self._waiting_classes()):
             queue = self._queues[priority]
@@ -243,7 +259,7 @@ class Admission:
         return list(turns)
 
     def _hold(self, waiting: QueuedRequest, decision: Decision, limit_s: float, now: float) -> bool:
-        """Whether it is better to wait here and choose later."""
+        """Return whether a request should wait here for a better choice of lender."""
         state = self._fleet.snapshot, self._fleet.rates
         deep = self._lenders.deep(decision, *state, limit_s)
         if not deep and not self._lenders.crowded(decision, *state):
@@ -281,7 +297,7 @@ class Admission:
         outcomes.append(Started(waiting, placed, decision))
 
     def _account(self, priority: int, cost: int) -> None:
-        """Which classes are passed, and which are owed what, by a start."""
+        """Record which classes are overtaken by a start, and how much they are owed."""
         share = self._config.lower_class_share
         for other in sorted(self._queues):
             queue = self._queues[other]
@@ -296,7 +312,7 @@ class Admission:
     # ------------------------------------------------------------------ refusals
 
     def _consider(self, waiting: QueuedRequest, now: float, outcomes: list[Outcome]) -> None:
-        """It has to wait: whether there is a place for it, and whether it will have its turn in time."""
+        """Check a request that has to wait: whether the queue has a place for it, and whether it can start in time."""
         info = waiting.info
         if info.num_placed == 0 and (loser := self._one_too_many(waiting)) is not None:
             loser_waiting, refusal = loser
@@ -321,7 +337,7 @@ class Admission:
         return self._forecast.wait_s(waiting, own, higher)
 
     def _one_too_many(self, newcomer: QueuedRequest) -> tuple[QueuedRequest, Refusal] | None:
-        """Who must go since the newcomer came."""
+        """Return the request to refuse because the newcomer exceeded a bound."""
         info, config = newcomer.info, self._config
         lines = (queue.lines.get(info.tenant) for queue in self._queues.values())
         of_tenant = sum(len(line.requests) for line in lines if line is not None)
@@ -340,12 +356,14 @@ class Admission:
         return newcomer, refusals.tenant_queue_full(tenant, of_tenant - 1, retry_after_s)
 
     def _retry_after(self, waiting: QueuedRequest) -> float:
-        """By then who stands before it now has started, it is predicted."""
+        """Return the predicted seconds until all requests before it have started."""
         return self._wait_s(waiting) or self._config.default_retry_after_s
 
     def _misses(self, waiting: QueuedRequest, decision: Decision, now: float, outcomes: list[Outcome]) -> bool:
-        """It could start, but behind prompts that are queued there its first token would come too late. Where none is
-        queued it starts whatever is predicted, and rates are learnt."""
+        """Refuse a request that could start, but whose first token would be late behind queued prompts.
+
+        Where no prompt is queued it starts whatever is predicted, so that rates are learned.
+        """
         info, workers = waiting.info, self._fleet.snapshot
         waiting.stream_s = self._forecast.stream_s(waiting)
         if info.streaming or now + decision.predicted_ttft_s <= waiting.latest_first_token:
@@ -384,7 +402,7 @@ class Admission:
     # ------------------------------------------------------------------ books
 
     def _measure_all(self, now: float) -> None:
-        """When the workers are others than before: what each request needs of them, and whether any could hold it."""
+        """Measure all requests after a change of workers: the blocks each needs, and whether any worker could hold it."""
         if not self.num_waiting:
             return
         workers = self._fleet.snapshot
@@ -410,15 +428,14 @@ class Admission:
         self._forget(waiting)
 
     def _forget(self, waiting: QueuedRequest) -> None:
-        """It is out of its line."""
+        """Remove a request from its queue."""
         waiting.queued = False
         self._reservations.forget(waiting)
         if not self._queues[waiting.info.priority].lines:
             self._tidy()
 
     def _tidy(self) -> None:
-        """A class of which nobody waits is remembered while one below does: what it owes is not forgotten whenever its
-        queue runs empty for a moment."""
+        """Drop empty classes, but keep one while a lower class waits: its debt must survive a moment without requests."""
         lowest = min(self._waiting_classes(), default=math.inf)
         empty = [priority for priority, queue in self._queues.items() if not queue.lines]
         for priority in empty:
@@ -429,6 +446,6 @@ class Admission:
         return [priority for priority, queue in self._queues.items() if queue.lines]
 
     def _at(self, when: float, waiting: QueuedRequest | None) -> None:
-        """Look again then."""
+        """Schedule a look at time `when`."""
         if when < math.inf:
             heapq.heappush(self._times, (when, next(self._numbers), waiting))

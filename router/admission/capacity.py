@@ -1,4 +1,7 @@
-"""On which workers a class may start: what batch must leave free, who has just refused, which are kept. Pure."""
+"""Capacity: workers on which a class may start, without what batch must leave free and reserved workers.
+
+Pure.
+"""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -14,21 +17,26 @@ from router.placement.worker_table import WorkerTable
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Capacity:
-    """What one class may take of each worker now."""
+    """Blocks of each worker that one class may use now."""
 
     workers: WorkerTable
     available: Ints
-    """[W] blocks; -1 where it may start nothing."""
+    """Available blocks, [W]; -1 where the class may start nothing."""
     greatest: int
-    """Of any decode worker. Less than a request's `need`: it cannot start."""
+    """Largest number of available blocks of any decode worker; a request with a greater `need` cannot start."""
     pool: int | None
-    """Of every decode worker, where pools and promises are equal: then `greatest` and it say all."""
+    """Pool size of all decode workers where pools and reservations are equal; `greatest` and it then decide alone."""
 
     @classmethod
     def of(
         cls, workers: WorkerTable, kept_rows: Collection[int], refused: Ints, batch_block_share: float
     ) -> "Capacity":
-        """`kept_rows` are others'. `refused`: [W], what a worker has just refused, which then is more than it has."""
+        """Compute the capacity.
+
+        `kept_rows` are workers reserved for others.
+
+        `refused` [W]: the smallest number of blocks that each worker has just refused.
+        """
         available = np.minimum(workers.available_blocks, refused - 1)
         if batch_block_share < 1:
             headroom = np.ceil((1 - batch_block_share) * workers.num_blocks).astype(np.int64)
@@ -47,7 +55,7 @@ class Capacity:
         )
 
     def fits(self, waiting: QueuedRequest) -> bool:
-        """Whether it could start somewhere now."""
+        """Return whether a request could start somewhere now."""
         if waiting.need > self.greatest:
             return False
         if self.pool is not None:
@@ -56,20 +64,21 @@ class Capacity:
 
 
 def could_hold(demand: Demand, workers: WorkerTable) -> bool:
-    """Whether any decode worker's pool is large enough for all of it."""
+    """Return whether any decode worker's pool is large enough for the whole request."""
     return demand.num_total_blocks <= largest_pool(workers)
 
 
 def largest_pool(workers: WorkerTable) -> int:
-    """-1 where there is no decode worker."""
+    """Return the largest pool of a decode worker, or -1 without one."""
     return int(workers.num_blocks[workers.starts].max(initial=-1))
 
 
 def first_to_free(demand: Demand, workers: WorkerTable, batch_block_share: float, kept: Collection[int]) -> int | None:
-    """The row of the worker predicted to have room for it first, if nobody else starts there; not one of `kept`.
+    """Return the row of the worker predicted to have capacity first if no other request starts there.
 
-    Requests end in no known order, so each worker is taken to free an equal part of its used blocks in a given time:
-    the least part that must go before there is room wins. None where no worker's pool could hold it.
+    Rows in `kept` are excluded. Requests end in no known order, so each worker is assumed to free an equal share of its
+    used blocks per second: the smallest share that must be freed wins. None where no worker's pool could hold the
+    request.
     """
     promised = np.array([demand.num_promised_blocks(reserve) for reserve in workers.reserves], np.int64)
     if not len(promised):

@@ -1,4 +1,7 @@
-"""Workers that refused for want of room although they seemed to have it. Pure."""
+"""Backoff from workers that refused for lack of capacity although they seemed to have it.
+
+Pure.
+"""
 
 from dataclasses import dataclass
 
@@ -9,30 +12,30 @@ from router.placement.rates import Ints
 from router.placement.worker_records import Worker
 
 FADES_S = 0.1
-"""A worker is not asked for as much again until it reports, or for so long."""
+"""Seconds without a report after which a refusal is forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Backoff:
     num_blocks: int
     num_reports: int
-    """It had sent by then; the next one says more."""
+    """Number of the worker's last load report when it refused; a newer report clears the backoff."""
     until: float
 
 
 class CapacityBackoff:
-    """The last word of each worker that refused."""
+    """Latest refusal of each worker."""
 
     def __init__(self) -> None:
         self._of: dict[Worker, _Backoff] = {}
 
     def add(self, worker: Worker, num_blocks: int, now: float) -> float:
-        """It had no room for so many. Returns when that will be forgotten."""
+        """Record that the worker refused `num_blocks`; return when this is forgotten."""
         self._of[worker] = _Backoff(num_blocks, worker.num_reports, now + FADES_S)
         return now + FADES_S
 
     def column(self, fleet: Fleet, now: float) -> Ints:
-        """[W] of the fleet's snapshot: what each worker has said to be too much; without a word, more than anything."""
+        """Return, for each worker of the snapshot, the number of blocks it refused, or more than any pool: [W]."""
         workers = fleet.snapshot
         column = np.full(len(workers.ids), np.iinfo(np.int64).max)
         for worker, rebuff in list(self._of.items()):

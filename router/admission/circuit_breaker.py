@@ -1,11 +1,13 @@
-"""Decode workers that fail what is placed on them, and pairs whose loans fail: left alone for a while. Pure.
+"""Circuit breaker for decode workers that fail their placements and for pairs whose loans fail.
 
-Such a worker looks idle, since nothing ever runs there, and would be chosen again and again. A worker that leaves is
-forgotten by its fleet; this is for one that stays: it speaks, but cannot be reached, or answers with errors only.
+Pure.
 
-    open ──failed──▶ closed ──the pause is over──▶ on trial ──one placement──▶ closed ──went well──▶ open
-                       ▲                                                         │
-                       └───────────────── failed: a pause twice as long ─────────┘
+A failing worker looks idle, since nothing runs there, and would be chosen again and again. The fleet forgets a worker
+that leaves; the breaker handles one that stays: it sends reports, but cannot be reached, or answers with errors only.
+
+    closed ──failed──▶ open ──pause over──▶ half-open ──one placement──▶ open ──went well──▶ closed
+                        ▲                                                  │
+                        └──────────── failed: a pause twice as long ───────┘
 """
 
 import logging
@@ -17,14 +19,14 @@ from router.placement.worker_records import ActivePlacement, Worker
 log = logging.getLogger(__name__)
 
 FIRST_S, MOST_S = 0.25, 30.0
-"""Pauses."""
+"""Shortest and longest pause, in seconds."""
 SAID_AT = 2
-"""Pauses one after the other: a worker that dies is one that fails once, until its leaving is known."""
+"""Consecutive pauses after which the failure is logged: a worker that dies fails once before its leaving is known."""
 TOLERATED_LOANS = 1
-"""A failed loan costs a recompute only, and how it went is known at the request's end: one alone says little."""
+"""Failed loans in a row that are tolerated: one costs only a recompute."""
 
 Subject = Worker | tuple[Worker, Worker]
-"""A decode worker; or a borrower and its lender."""
+"""Subject of a breaker: a decode worker, or a borrower and its lender."""
 
 
 @dataclass(slots=True)
@@ -32,27 +34,30 @@ class _Breaker:
     num_failures: int = 0
     failed_at: float = 0.0
     closed_until: float | None = None
-    """None: open, or on trial."""
+    """End of the pause; None when placements are allowed."""
     trial: ActivePlacement | None = None
-    """Closed until it is known how this one goes."""
+    """Trial placement whose outcome decides."""
 
 
 class CircuitBreaker:
-    """Of one fleet."""
+    """Circuit breakers of one fleet."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._of: dict[Subject, _Breaker] = {}
 
     def placed(self, placed: ActivePlacement) -> None:
-        """It goes to its workers, and who of them is on trial takes no other meanwhile."""
+        """Process a placement: subjects that were half-open take no other one meanwhile."""
         for subject in _subjects(placed) if self._of else ():
             if (failing := self._of.get(subject)) is not None and failing.num_failures > _tolerated(subject):
                 failing.trial = placed
                 self._close(subject)
 
     def ended(self, placed: ActivePlacement, placed_at: float, now: float) -> float | None:
-        """Call it before the fleet's. Returns when to call `reopen`, where that is new."""
+        """Process the end of a placement, before the fleet does.
+
+        Returns when to call `reopen`, if that is new.
+        """
         went = placed.started and not placed.failed
         again_at = self._judge(placed.decode, placed, placed_at, False if placed.failed else (went or None), now)
         if placed.lender is not None:
@@ -61,7 +66,7 @@ class CircuitBreaker:
         return again_at
 
     def reopen(self, now: float) -> None:
-        """Those whose pause is over take one placement, and those whose trial went well all."""
+        """Allow one placement after a pause, and all after a trial that went well."""
         for subject, failing in list(self._of.items()) if self._of else ():
             if not self._there(subject):
                 del self._of[subject]
@@ -75,7 +80,7 @@ class CircuitBreaker:
     def _judge(
         self, subject: Subject, placed: ActivePlacement, placed_at: float, well: bool | None, now: float
     ) -> float | None:
-        """`well` None: nothing was seen of it."""
+        """Judge a subject by an outcome; `well` is None when nothing was observed."""
         failing = self._of.get(subject)
         if failing is None and well is not False:
             return None
@@ -84,7 +89,7 @@ class CircuitBreaker:
         if tried:
             failing.trial = None
         elif placed_at < failing.failed_at:
-            return None  # it was there already when that was seen
+            return None  # the placement began before the last failure was observed
         if well:
             self._forget(subject)
         elif well is None:
@@ -128,7 +133,7 @@ class CircuitBreaker:
 
 
 def _mark(subject: Subject, failing: bool) -> None:
-    """For people: also while it is on trial."""
+    """Mark a subject for display, also while it is half-open."""
     if isinstance(subject, Worker):
         subject.failing = failing
     elif failing:

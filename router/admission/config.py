@@ -1,4 +1,4 @@
-"""Settings of queueing and admission."""
+"""Settings of queues, admission and tenant limits."""
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -6,63 +6,66 @@ from cluster.config import Config
 
 
 class TenantPolicy(Config):
-    """Limits of one tenant; those left out do not limit. Each router counts for itself, so that with two of them a
-    tenant may have twice as much: but for quotas, which routers with one Redis count together."""
+    """Limits of one tenant; an unset limit does not apply.
+
+    Each router counts for itself, so with two routers a tenant may have twice as much. Only quotas are counted together
+    by routers with one Redis.
+    """
 
     weight: float = Field(default=1.0, ge=0.001, le=1000)
-    """Its part beside other tenants of a class."""
+    """Weight beside other tenants of a class."""
     requests_per_s: PositiveFloat | None = None
     burst: PositiveInt | None = None
-    """Requests at once; default: what `requests_per_s` allows in one second, at least one."""
+    """Requests allowed at once; default: those of one second of `requests_per_s`, at least one."""
     tokens_per_minute: PositiveInt | None = None
-    """Prompt and max_tokens; what was not generated is given back at the end."""
+    """Tokens per minute, prompt plus max_tokens; unused tokens are given back at the end."""
     max_running: PositiveInt | None = None
-    """Started at a time. More wait, in nobody's way."""
+    """Requests running at a time. More requests wait without delaying other tenants."""
     quota_tokens: PositiveInt | None = None
-    """Per window, counted as for tokens_per_minute."""
+    """Tokens per window, counted like tokens_per_minute."""
     quota_window_s: PositiveInt = 86_400
-    """Windows begin at wall-clock multiples of it."""
+    """Length of a quota window in seconds; windows begin at wall-clock multiples of it."""
 
 
 class AdmissionConfig(Config):
-    """Part of the router's."""
+    """Settings of queues and admission of a router."""
 
     max_queued: PositiveInt = 4096
-    """Requests that may wait for a pair; of more, one of the lowest class is refused at once. As many beside them may
-    be on their way into the line: their prompts are read, or no worker has joined yet."""
+    """Queued requests per model; beyond it one of the lowest class is refused at once. As many more may be in
+    preparation: their prompts are being tokenised, or no worker has joined yet."""
     max_queued_per_tenant: PositiveInt = 2048
-    """And of one tenant."""
+    """Queued requests per model and tenant."""
     max_tenants: PositiveInt = 10_000
-    """Those not in `tenants` with something to remember of them: running, waiting, or a rate not yet recovered."""
+    """Tenants without an entry in `tenants` that are remembered: running, waiting, or with a rate not yet recovered."""
     no_worker_grace_s: PositiveFloat = 10.0
-    """How long a request may wait while no decode worker is there, or none that could ever hold it."""
+    """Seconds for which a request may wait while no decode worker is there, or none that could ever hold it."""
     lower_class_share: float = Field(default=0.05, ge=0, le=0.5)
-    """Of the tokens started: what classes below the highest that waits get at least, where they can start."""
+    """Share of the started tokens for classes below the highest waiting one, where they can start."""
     batch_block_share: float = Field(default=0.8, gt=0, le=1)
-    """Of a decode worker's blocks: what may be taken when a request of a class below 0 starts."""
+    """Share of a decode worker's blocks that may be in use when a request of a class below 0 starts."""
     max_lender_queue_s: PositiveFloat = 2.0
-    """A request is not bound to a lender that is predicted to be busy for longer: it waits here."""
+    """Seconds of predicted work beyond which a lender gets no further request; requests wait in the router instead."""
     max_batch_lender_queue_s: PositiveFloat = 0.5
-    """Likewise, for classes below 0."""
+    """Seconds of predicted work beyond which a lender gets no further request of a class below 0."""
     long_prompt_s: PositiveFloat = 4.0
-    """A prompt that a lender is predicted to compute for longer is a long one."""
+    """Predicted seconds of computing from which a prompt counts as long."""
     long_prompt_lender_share: float = Field(default=0.75, ge=0, le=1)
-    """Of the lenders: those that may compute long prompts at a time; at least one may."""
+    """Share of lenders that may compute long prompts at a time; at least one may."""
     short_prompt_lenders: NonNegativeInt = 3
-    """Lenders, or half of them where that is less, that may not, whatever the share."""
+    """Lenders kept free of long prompts whatever the share, or half of them where that is less."""
     max_passed_s: PositiveFloat = 5.0
-    """A request without room that others passed for so long gets a worker kept for it."""
+    """Seconds of being overtaken for lack of capacity after which a worker is reserved for a request."""
     max_passed_tokens: PositiveInt = 200_000
-    """Or that so many tokens passed."""
+    """Overtaking tokens after which a worker is reserved for a request."""
     max_refusals: PositiveInt = 64
-    """By workers that had no room after all, of one request; each is followed by a pause, 10 ms at first, then up to
-    500 ms."""
+    """Refusals of one request by workers without capacity, after which it fails; each is followed by a pause, 10 ms at
+    first, up to 500 ms."""
     default_retry_after_s: NonNegativeFloat = 1.0
-    """For refusals of which nothing better is known."""
+    """Seconds in the retry advice of refusals without a prediction."""
     tenants: dict[str, TenantPolicy] = Field(default_factory=dict)
-    """By name."""
+    """Limits by tenant name."""
     default_tenant: TenantPolicy = TenantPolicy()
-    """For each of those not named."""
+    """Limits of each tenant without an entry in `tenants`."""
 
     def policy(self, tenant: str) -> TenantPolicy:
         return self.tenants.get(tenant, self.default_tenant)

@@ -1,4 +1,4 @@
-"""The shell around admission: requests wait here as futures; a timer and the fleet's events move them on."""
+"""Shell of admission: requests wait here as futures; a timer and the fleet's events drive the core."""
 
 import asyncio
 import time
@@ -18,7 +18,7 @@ Place = tuple[ActivePlacement, Decision]
 
 
 class Dispatcher:
-    """Late binding: a request gets its pair at the moment it can start. One for each model served."""
+    """Dispatcher of one model: a request gets its pair at the moment it can start (late binding)."""
 
     def __init__(
         self,
@@ -28,8 +28,12 @@ class Dispatcher:
         clock: Callable[[], float] = time.monotonic,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`tenants` may be those of other dispatchers too. `clock` is that of the claims. `on_end` is called when a
-        request has ended: its tenant may start another one, perhaps elsewhere."""
+        """Create it.
+
+        `tenants` may be shared with other dispatchers; `clock` is that of RequestInfo.
+
+        `on_end` is called when a request has ended: its tenant may start another one, perhaps of another model.
+        """
         self.admission = Admission(fleet, config, RateLimiter(config) if tenants is None else tenants)
         self._clock = clock
         self._on_end = on_end
@@ -43,7 +47,10 @@ class Dispatcher:
     # ------------------------------------------------------------------ places
 
     async def place(self, info: RequestInfo, demand: Demand, keys: Sequence[BlockKey]) -> Place:
-        """Wait for a pair; `ended` must follow. Raises ServiceError when it is refused."""
+        """Wait for a placement; `ended` must follow.
+
+        Raises ServiceError when the request is refused.
+        """
         waiting, outcomes = self.admission.arrived(info, demand, keys, self._clock())
         future = self._futures[waiting] = asyncio.get_running_loop().create_future()
         self._perform(outcomes)
@@ -56,24 +63,27 @@ class Dispatcher:
             del self._futures[waiting]
 
     def ended(self, placed: ActivePlacement) -> None:
-        """Once for each place given."""
+        """Process the end of a placement; once for each."""
         self._perform(self.admission.ended(placed, self._clock()))
         self._on_end()
 
     def refused(self, placed: ActivePlacement) -> None:
-        """Its decode worker had no room after all. `ended` must follow. Raises Overloaded when it was too often."""
+        """Process a worker's refusal for lack of capacity.
+
+        `ended` must follow. Raises Overloaded after too many.
+        """
         self.admission.refused_by_worker(placed, self._clock())
 
     def expected_wait_s(self, priority: int, demand: Demand) -> float:
-        """Predicted for a request that came now, by what waits; 0 where nothing does, or nothing is known."""
+        """Return the predicted wait of a request that arrived now; 0 where nothing waits, or nothing is known."""
         return self.admission.expected_wait_s(priority, demand, self._clock())
 
     def kick(self) -> None:
-        """Something changed: start whoever can start."""
+        """Start requests after a change."""
         self._perform(self.admission.changed(self._clock()))
 
     def _withdraw(self, waiting: QueuedRequest, future: "asyncio.Future[Place]") -> None:
-        """Its client is gone; if it was placed in this very moment, take that back."""
+        """Withdraw a request whose client is gone; undo a placement of this very moment."""
         if not future.done():
             self._perform(self.admission.withdrawn(waiting, self._clock()))
         elif future.exception() is None:
@@ -89,7 +99,7 @@ class Dispatcher:
         self._arm()
 
     def _arm(self) -> None:
-        """Have the core looked at when it said."""
+        """Set the timer to the core's next time."""
         at = self.admission.next_time()
         if self._timer is not None:
             if self._timer[0] == at:

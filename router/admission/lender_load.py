@@ -1,4 +1,7 @@
-"""Whether to bind a request to a lender now, or to wait here and choose later. Pure."""
+"""Late binding of lenders: whether to bind a request to a lender now, or to wait and choose later.
+
+Pure.
+"""
 
 from router.admission.config import AdmissionConfig
 from router.placement.place import Decision
@@ -8,38 +11,41 @@ from router.placement.worker_table import WorkerTable
 
 
 class LenderLoad:
-    """Late binding, for lenders too; and long prompts on a part of them, so that short ones find the others free.
+    """Load of lenders, with long prompts on a part of them, so that short ones find others free.
 
-    A lender computes prompts in order of priority and arrival: whoever comes later of the same class waits for all that
-    is queued there.
+    A lender computes prompts in order of priority and arrival: a later prompt of the same class waits for all that is
+    queued there.
     """
 
     def __init__(self, config: AdmissionConfig) -> None:
         self._config = config
         self._long: dict[ActivePlacement, str] = {}
-        """Long prompts under way, and who computes them."""
+        """Lenders of the long prompts in progress."""
 
     def queue_s(self, worker_id: str, workers: WorkerTable, rates: Rates) -> float:
-        """Predicted until what is queued there is computed; 0 of one that is gone."""
+        """Return the predicted seconds until a lender's queue is computed; 0 for one that is gone."""
         row = workers.row_of.get(worker_id)
         return 0.0 if row is None else float(workers.queued_prefill_tokens[row] / rates.prefill_tokens_per_s[row])
 
     def deep(self, decision: Decision, workers: WorkerTable, rates: Rates, limit_s: float) -> bool:
-        """Its lender is busy for longer than the limit."""
+        """Return whether the decision's lender is busy beyond the limit."""
         if not decision.lender_computes or decision.lender_id is None:
             return False
         return self.queue_s(decision.lender_id, workers, rates) > limit_s
 
     def crowded(self, decision: Decision, workers: WorkerTable, rates: Rates) -> bool:
-        """It is long, and as many lenders as may compute long prompts do."""
+        """Return whether the prompt is long and as many lenders as allowed compute long prompts."""
         if not self._is_long(decision, workers, rates):
             return False
         busy = {lender_id for placed, lender_id in self._long.items() if not placed.started}
         return decision.lender_id not in busy and len(busy) >= self._allowed(int((~workers.decodes).sum()))
 
     def _allowed(self, num_lenders: int) -> int:
-        """To compute long prompts at a time. A fleet of few needs more than a part of one for the short ones: of four,
-        with three for long prompts half as many requests were in time (docs/benchmarks.md)."""
+        """Return the number of lenders that may compute long prompts at a time.
+
+        A small fleet needs more than a fraction of one lender for short prompts: of four lenders, with three for long
+        prompts, half as many requests were in time.
+        """
         config = self._config
         left = min(config.short_prompt_lenders, -(-num_lenders // 2))
         return max(1, min(int(config.long_prompt_lender_share * num_lenders), num_lenders - left))

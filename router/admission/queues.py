@@ -1,4 +1,7 @@
-"""The order of those that wait: lines of tenants in classes, served by deficit round robin. Pure."""
+"""Queues of waiting requests: per tenant within priority classes, served by deficit round robin.
+
+Pure.
+"""
 
 import bisect
 import itertools
@@ -10,29 +13,29 @@ from dataclasses import dataclass, field
 from router.admission.request import QueuedRequest
 
 QUANTUM = 1024
-"""Tokens: what a tenant of weight 1 gains with each visit."""
+"""Tokens that a tenant of weight 1 gains with each visit."""
 
 Picker = Callable[["TenantQueue"], QueuedRequest | None]
-"""The first of a line that could start now."""
+"""Function that returns the first request of a queue that could start now."""
 
 
 @dataclass(slots=True, eq=False)
 class TenantQueue:
-    """What one tenant has waiting in one class, in order."""
+    """Waiting requests of one tenant in one class, in order."""
 
     tenant: str
     weight: float
     requests: list[QueuedRequest] = field(default_factory=list)
     tokens: int = 0
     deficit: float = 0.0
-    """Tokens it may start before others have their turn. Below 0 after one that had a worker kept for it."""
+    """Tokens the tenant may start before others have their turn; below 0 after a request with a reservation."""
     visited: bool = False
-    """It stands first in its class and has gained for that."""
+    """Whether the queue is first in its class and has gained for that."""
     _least: int | None = None
 
     @property
     def least_need(self) -> int:
-        """Of blocks, among its requests."""
+        """Smallest number of blocks that a request needs."""
         if self._least is None:
             self._least = min(waiting.need for waiting in self.requests)
         return self._least
@@ -55,41 +58,41 @@ class TenantQueue:
         self.tokens, self._least = sum(waiting.cost for waiting in self.requests), None
 
     def tokens_before(self, waiting: QueuedRequest) -> int:
-        """Of those that go before it."""
+        """Return the tokens of the requests that go before it."""
         at = bisect.bisect_left(self.requests, waiting.order, key=lambda other: other.order)
         return sum(other.cost for other in self.requests[:at])
 
 
 class ClassQueue:
-    """The lines of one priority; the first in the ring has its turn."""
+    """Tenant queues of one priority; the first in the ring has its turn."""
 
     def __init__(self, priority: int) -> None:
         self.priority = priority
         self.lines: dict[str, TenantQueue] = {}
         self.owed = 0.0
-        """Tokens that the classes below were to have had while this one was served."""
+        """Tokens that lower classes should have had while this one was served."""
         self.passed_tokens = 0
-        """Started past this class's turn, since it began to wait."""
+        """Tokens started past this class's turn since it began to wait."""
         self.num_waiting = 0
         self.tokens = 0
-        """Of all that wait."""
+        """Tokens of all waiting requests."""
         self._ring: deque[TenantQueue] = deque()
         self._least: int | None = None
 
     @property
     def gives_way(self) -> bool:
-        """The classes below have their turn. Not for a few tokens: a quantum at a time."""
+        """Whether lower classes have their turn; a quantum at a time, not for a few tokens."""
         return self.owed >= QUANTUM
 
     @property
     def least_need(self) -> int:
-        """Of blocks, among all that wait; there are some."""
+        """Smallest number of blocks that a waiting request needs; some request must wait."""
         if self._least is None:
             self._least = min(line.least_need for line in self.lines.values())
         return self._least
 
     def first_lines(self, count: int) -> list[TenantQueue]:
-        """Whose turn is next."""
+        """Return the tenant queues whose turn is next."""
         return list(itertools.islice(self._ring, count))
 
     def __iter__(self) -> Iterator[QueuedRequest]:
@@ -97,7 +100,7 @@ class ClassQueue:
             yield from line.requests
 
     def add(self, waiting: QueuedRequest, weight: float) -> None:
-        """Who was placed before and comes back gets back what that cost."""
+        """Add a request; one that was placed before gets back the cost."""
         tenant = waiting.info.tenant
         if (line := self.lines.get(tenant)) is None:
             line = self.lines[tenant] = TenantQueue(tenant, weight)
@@ -122,18 +125,18 @@ class ClassQueue:
             self._ring.remove(line)
 
     def measured_anew(self) -> None:
-        """Costs and needs have changed, but not who waits."""
+        """Update costs and needs, which changed for the same requests."""
         for line in self.lines.values():
             line.measured_anew()
         self.tokens, self._least = sum(line.tokens for line in self.lines.values()), None
 
     def started(self, waiting: QueuedRequest) -> None:
-        """It goes, and is charged for it."""
+        """Remove a request that starts, and charge its tenant."""
         self.lines[waiting.info.tenant].deficit -= waiting.cost
         self.remove(waiting)
 
     def pick(self, first_of: Picker) -> QueuedRequest | None:
-        """Whose turn it is among the lines that can start something now; the others gain nothing meanwhile."""
+        """Return the request whose turn it is among queues that can start something; the other queues gain nothing."""
         able: list[tuple[TenantQueue, QueuedRequest]] = []
         for _ in range(len(self._ring)):
             line = self._ring[0]
@@ -144,7 +147,7 @@ class ClassQueue:
             self._leave(line)
         if not able:
             return None
-        # Nobody in a whole round: as many rounds at once as it takes the next one to gain enough.
+        # No queue can start in a whole round: skip as many rounds as the next one needs to gain enough.
         rounds = min(math.ceil((waiting.cost - line.deficit) / (QUANTUM * line.weight)) for line, waiting in able)
         for line, _ in able:
             line.deficit += (rounds - 1) * QUANTUM * line.weight
@@ -160,14 +163,14 @@ class ClassQueue:
         if not line.visited:
             line.visited = True
             line.deficit += QUANTUM * line.weight
-        return waiting.cost <= line.deficit + 1e-6  # of sums of fractions
+        return waiting.cost <= line.deficit + 1e-6  # rounding of sums of fractions
 
     def _leave(self, line: TenantQueue) -> None:
         line.visited = False
         self._ring.rotate(-1)
 
     def last(self, tenant: str | None = None) -> QueuedRequest | None:
-        """Never placed: of the tenant with most tokens waiting for its weight, or of the one named."""
+        """Return the last request that was never placed, of `tenant` or of the tenant with most waiting tokens for its weight."""
         named = self.lines.values() if tenant is None else filter(None, [self.lines.get(tenant)])
         for line in sorted(named, key=lambda line: -line.tokens / line.weight):
             for waiting in reversed(line.requests):

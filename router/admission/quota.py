@@ -1,4 +1,4 @@
-"""Tokens a tenant may use per window of wall-clock time, counted where several routers can see it, or here."""
+"""Quota ledgers: tokens per tenant and window of wall-clock time, in memory or shared by several routers."""
 
 import time
 from collections.abc import Callable
@@ -7,26 +7,25 @@ from typing import Protocol
 
 
 class QuotaLedger(Protocol):
-    """Windows are aligned: they begin at wall-clock multiples of `window_s` since the epoch.
+    """Ledger with aligned windows, which begin at wall-clock multiples of `window_s` since the epoch.
 
-    An implementation that cannot reach its store decides what then holds; it raises nothing.
+    An implementation that cannot reach its store decides locally; it raises nothing.
     """
 
     async def charge(self, tenant: str, tokens: int, limit: int, window_s: int) -> float | None:
-        """Count `tokens` in the present window if its total stays within `limit`, and return None; else count nothing
-        and return the seconds until the window ends."""
+        """Count `tokens` and return None; if the window's total would exceed `limit`, return the seconds until its end."""
 
     async def refund(self, tenant: str, tokens: int, window_s: int) -> None:
-        """Take `tokens` off the present window, not below 0: for what was charged in this very window."""
+        """Subtract `tokens` charged in the present window, not below 0."""
 
 
 @dataclass(slots=True)
 class LocalLedger:
-    """Of one router, in memory."""
+    """Ledger of one router, in memory."""
 
     clock: Callable[[], float] = time.time
     _used: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
-    """(window, tokens) by tenant and window_s."""
+    """Window number and tokens, by tenant and window_s."""
     _sweep_above: int = 1024
 
     async def charge(self, tenant: str, tokens: int, limit: int, window_s: int) -> float | None:
@@ -49,7 +48,10 @@ class LocalLedger:
         return used if there == window else 0
 
     def _sweep(self, now: float) -> None:
-        """Windows that are over say nothing any more. Amortised: the bound doubles with what is left."""
+        """Drop windows that are over.
+
+        Amortised: the bound doubles with the remaining number.
+        """
         if len(self._used) > self._sweep_above:
             self._used = {key: used for key, used in self._used.items() if used[0] == now // key[1] and used[1]}
             self._sweep_above = max(1024, 2 * len(self._used))

@@ -1,4 +1,7 @@
-"""Limits per tenant, and the bounded state behind them. Pure."""
+"""Rates and concurrency per tenant, with bounded state.
+
+Pure.
+"""
 
 import math
 from collections import OrderedDict
@@ -10,7 +13,7 @@ from router.admission.refusals import Reason, Refusal, over_limit
 from router.admission.token_bucket import TokenBucket
 
 _TRIED = 8
-"""States looked at for one that may be forgotten, whenever one more is needed."""
+"""States examined for one that can be forgotten, whenever a new one is needed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -19,7 +22,7 @@ class _State:
     requests: TokenBucket | None
     tokens: TokenBucket | None
     num_claims: int = 0
-    """In the router."""
+    """Requests in the router."""
     num_running: int = 0
 
     @classmethod
@@ -32,18 +35,18 @@ class _State:
         return cls(policy, requests, tokens)
 
     def fresh(self, now: float) -> bool:
-        """Forgetting it changes nothing."""
+        """Return whether forgetting the state changes nothing."""
         full = all(bucket is None or bucket.full(now) for bucket in (self.requests, self.tokens))
         return full and not self.num_claims and not self.num_running
 
 
 class RateLimiter:
-    """Who may do how much now."""
+    """Rates and concurrency of all tenants."""
 
     def __init__(self, config: AdmissionConfig) -> None:
         self._config = config
         self._states: OrderedDict[str, _State] = OrderedDict()
-        """The one used last stands last."""
+        """States, most recently used last."""
 
     def __len__(self) -> int:
         return len(self._states)
@@ -52,7 +55,10 @@ class RateLimiter:
         return self._config.policy(tenant).weight
 
     def check(self, tenant: str, num_tokens: int, now: float) -> None:
-        """Whether a request of so many tokens may enter. Raises Refusal."""
+        """Check that a request of so many tokens may enter.
+
+        Raises Refusal.
+        """
         state = self._state(tenant, now)
         policy = state.policy
         if state.requests is not None and (wait_s := state.requests.wait_s(1, now)):
@@ -62,7 +68,7 @@ class RateLimiter:
             raise over_limit(Reason.TOKEN_RATE, tenant, limit, f"{num_tokens} tokens", wait_s)
 
     def enter(self, tenant: str, num_tokens: int, now: float) -> None:
-        """`check` has just passed; `leave` must follow."""
+        """Count a request that `check` has just accepted; `leave` must follow."""
         state = self._state(tenant, now)
         state.num_claims += 1
         if state.requests is not None:
@@ -88,7 +94,10 @@ class RateLimiter:
         self._states[tenant].num_running -= 1
 
     def _state(self, tenant: str, now: float) -> _State:
-        """Raises Refusal when there are too many to remember another."""
+        """Return the tenant's state.
+
+        Raises Refusal when too many tenants are remembered.
+        """
         if (state := self._states.get(tenant)) is None:
             if len(self._states) >= self._config.max_tenants + len(self._config.tenants):
                 self._forget_some(now)
@@ -100,7 +109,7 @@ class RateLimiter:
         oldest = [tenant for tenant, _ in zip(self._states, range(_TRIED), strict=False)]
         fresh = [tenant for tenant in oldest if self._states[tenant].fresh(now)]
         for tenant in oldest:
-            self._states.move_to_end(tenant)  # others are looked at next time
+            self._states.move_to_end(tenant)  # the next call examines others
         for tenant in fresh:
             del self._states[tenant]
         if not fresh:

@@ -1,8 +1,8 @@
-"""Tenants' tokens, counted in Redis for all routers together.
+"""Quota ledger in Redis, counted for all routers together.
 
-Tokens are counted by windows aligned to multiples of `window_s` of the Redis server's clock, which all routers share.
-No request waits for a Redis that is away: one call at most finds that out, within `limit_s`, and from then on this
-router counts alone, from what it saw last, until a probe in the background says that Redis is back.
+Windows are aligned to multiples of `window_s` of the Redis server's clock, which all routers share. No request waits
+for an unreachable Redis: one call at most notices it, within `limit_s`. From then on this router counts alone, from the
+last known state, until a background probe succeeds.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ from cluster.redis_link import RedisAway, RedisFailure, RedisLink, RedisRefused
 log = logging.getLogger(__name__)
 
 LIMIT_S = 0.1
-"""A Redis that serves answers in less than a millisecond; the rest is for a busy machine."""
+"""Time limit of a call in seconds. Redis answers in less than a millisecond; the rest is for a busy machine."""
 PROBE_S = 1.0
 MAX_REFUSALS = 100
 MAX_COUNTED = 10_000
-"""Counts kept for the time without Redis; those of windows that are over go first."""
+"""Counts kept for the time without Redis; those of past windows go first."""
 
-# KEYS: tenants' counts, each {number of the window, tokens}. ARGV, for each: window_s, tokens to add, limit.
-# Answers for each {1 or 0, tokens counted now, microseconds until the window ends}, or {-1, what its key has instead}.
+# KEYS: tenants' counts, each {number of the window, tokens}. ARGV, for each: window_s, tokens to add, limit. Returns
+# for each {1 or 0, tokens counted now, microseconds until the window ends}, or {-1, type of the key}.
 _CHARGE = """
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
@@ -59,14 +59,14 @@ _PROBE = "return redis.call('PING')"
 
 
 MAX_TOGETHER = 256
-"""Charges of one call. A burst of requests is few calls: one for each would look like a Redis that is slow."""
+"""Charges per call. A burst of requests is few calls: one call each would look like a slow Redis."""
 MAX_EXTENSIONS = 5
-"""Of a call's limit, where this process was what was slow."""
+"""Extensions of a call's time limit while this process itself was too slow to read the answer."""
 
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """A charge on its way."""
+    """A charge in flight."""
 
     tenant: str
     tokens: int
@@ -78,32 +78,43 @@ class _Asked:
 @dataclass(slots=True)
 class _Count:
     ends_at: float
-    """Seconds since 1970."""
+    """End of the window in seconds since 1970."""
     tokens: int
 
 
 class RedisLedger:
-    """Used from one event loop. `charge` and `refund` raise nothing for a Redis that is away or refuses."""
+    """Ledger used from one event loop.
+
+    `charge` and `refund` raise nothing when Redis is unreachable or refuses.
+    """
 
     def __init__(
         self, url: str, cluster_name: str, limit_s: float = LIMIT_S, clock: Callable[[], float] = time.time
     ) -> None:
-        """Raises StartError for a `redis_url` that is none. `clock` gives seconds since 1970, used without Redis."""
+        """Prepare the connection.
+
+        Raises StartError for an invalid `redis_url`.
+
+        `clock` returns seconds since 1970, used without Redis.
+        """
         self._link = RedisLink(url, limit_s * (1 + MAX_EXTENSIONS))
         self._limit_s = limit_s
         self._asked: list[_Asked] = []
-        """Not sent yet."""
+        """Charges not sent yet."""
         self._sending: asyncio.Task[None] | None = None
         self._prefix = f"{cluster_name}:quota"
         self._clock = clock
         self._counts: dict[tuple[str, int], _Count] = {}
         self._probing: asyncio.Task[None] | None = None
-        """While Redis is away."""
+        """Probe task while Redis is unreachable."""
         self._refusals: set[str] = set()
-        """Logged already."""
+        """Refusals already logged."""
 
     async def start(self) -> None:
-        """Raises StartError where a setting is at fault; that nobody answers is none."""
+        """Start.
+
+        Raises StartError for a wrong setting; an unreachable Redis is retried.
+        """
         try:
             await self._link.run(_PROBE, [], [])
         except RedisRefused as error:
@@ -112,8 +123,7 @@ class RedisLedger:
             self._lost(error)
 
     async def charge(self, tenant: str, tokens: int, limit: int, window_s: int) -> float | None:
-        """Count `tokens` in the current window and return None; or, where that would make more than `limit`, count
-        nothing and return the seconds until the window ends."""
+        """Count `tokens` and return None; if the window's total would exceed `limit`, return the seconds until its end."""
         answer = await self._ask(tenant, tokens, limit, window_s)
         if answer is None:
             return self._charge_alone(tenant, tokens, limit, window_s)
@@ -121,7 +131,7 @@ class RedisLedger:
         return None if taken else left_s
 
     async def refund(self, tenant: str, tokens: int, window_s: int) -> None:
-        """Take back what was charged, if its window is not over; of the next one, no more than was charged in it."""
+        """Refund a charge if its window is not over; in the next window at most what was charged in it."""
         if await self._ask(tenant, -tokens, NO_LIMIT, window_s) is None:
             self._charge_alone(tenant, -tokens, NO_LIMIT, window_s)
 
@@ -133,24 +143,24 @@ class RedisLedger:
         await self._link.close()
 
     async def _ask(self, tenant: str, tokens: int, limit: int, window_s: int) -> tuple[bool, float] | None:
-        """Whether it was counted, and seconds until the window ends; None without Redis."""
+        """Return whether the tokens were counted, and the seconds until the window ends; None without Redis."""
         if self._probing is not None:
             return None
         asked = _Asked(tenant, tokens, limit, window_s, asyncio.get_running_loop().create_future())
         self._asked.append(asked)
-        if self._sending is None:  # of no request: others are sent with it
+        if self._sending is None:  # a context of no request, since it sends other requests' charges too
             self._sending = asyncio.get_running_loop().create_task(self._send(), context=Context())
         return await asked.answer
 
     async def _send(self) -> None:
-        """One call at a time, with all that was asked during the one before."""
+        """Send one call at a time, with all charges collected during the one before."""
         batch: list[_Asked] = []
         try:
             while self._asked:
                 batch, self._asked = self._asked[:MAX_TOGETHER], self._asked[MAX_TOGETHER:]
                 try:
                     answers = await self._call(batch)
-                except RedisRefused as error:  # at once, so that no request waits; somebody must mend it
+                except RedisRefused as error:  # at once, so that no request waits; an operator must act
                     self._refused(error)
                 except RedisFailure as error:
                     self._lost(error)
@@ -165,8 +175,10 @@ class RedisLedger:
             self._asked = []
 
     async def _call(self, batch: Sequence[_Asked]) -> Sequence[Any]:
-        """Raises RedisFailure. A process that is too busy to read an answer gives it more time: it was not Redis that
-        was slow."""
+        """Run the script.
+
+        Raises RedisFailure. A process too busy to read the answer extends the time limit.
+        """
         keys = [f"{self._prefix}:{asked.window_s}:{asked.tenant}" for asked in batch]
         arguments = [figure for asked in batch for figure in (asked.window_s, asked.tokens, asked.limit)]
         call = asyncio.ensure_future(self._link.run(_CHARGE, keys, arguments))
@@ -194,7 +206,7 @@ class RedisLedger:
         self._keep(asked.tenant, asked.window_s, _Count(self._clock() + left_s, total))
         if not asked.answer.done():
             asked.answer.set_result((bool(taken), left_s))
-        elif taken and asked.tokens > 0:  # who asked is gone
+        elif taken and asked.tokens > 0:  # the caller is gone
             unheard = asyncio.get_running_loop().create_future()
             self._asked.append(_Asked(asked.tenant, -asked.tokens, NO_LIMIT, asked.window_s, unheard))
 
@@ -227,7 +239,7 @@ class RedisLedger:
     def _lost(self, error: RedisFailure) -> None:
         if self._probing is None:
             log.warning("this router counts tenants' tokens alone until Redis is back: %s", error)
-            # Of no request, though one found it out.
+            # a context of no request, though a request noticed the failure
             self._probing = asyncio.get_running_loop().create_task(self._probe(), context=Context())
 
     async def _probe(self) -> None:
@@ -236,18 +248,18 @@ class RedisLedger:
             try:
                 await self._link.run(_PROBE, [], [])
             except RedisFailure:
-                continue  # said when it began
+                continue  # logged when it began
             log.warning("tenants' tokens are counted in Redis at %s again", self._link.where)
             self._probing = None
             return
 
 
 def _leave(batch: Sequence[_Asked]) -> None:
-    """Those without an answer are without Redis."""
+    """Answer charges without a result as without Redis."""
     for asked in batch:
         if not asked.answer.done():
             asked.answer.set_result(None)
 
 
 NO_LIMIT = 2**53
-"""More than is ever counted; Lua's numbers are exact below it."""
+"""Largest count; Lua's numbers are exact below it."""

@@ -1,4 +1,4 @@
-"""Why requests are refused: errors for clients, reasons for operators."""
+"""Refusals: errors for clients, reasons for operators."""
 
 from enum import StrEnum
 
@@ -6,11 +6,11 @@ from cluster.errors import DeadlineExceeded, Overloaded, ServiceError, Unavailab
 
 MIN_RETRY_AFTER_S = 0.05
 MAX_RETRY_AFTER_S = 60.0
-"""Of predictions. A limit that is known to last longer says so."""
+"""Largest predicted retry delay in seconds; a limit known to last longer is reported in full."""
 
 
 class Reason(StrEnum):
-    """What refusals are counted by."""
+    """Reasons by which refusals are counted."""
 
     QUEUE_FULL = "queue full"
     TENANT_QUEUE_FULL = "tenant's queue full"
@@ -27,7 +27,7 @@ class Reason(StrEnum):
 
 
 class Refusal(Exception):
-    """`error` is the client's."""
+    """A refusal; `error` is for the client."""
 
     def __init__(self, reason: Reason, error: ServiceError) -> None:
         super().__init__(str(error))
@@ -55,7 +55,7 @@ def displaced(priority: int, by: int, retry_after_s: float) -> Refusal:
 
 
 def predicted_miss(wait_s: float, ttft_s: float, left_s: float) -> Refusal:
-    """It could be there `left_s` from now at the latest."""
+    """Return the refusal of a request that must start within `left_s` and cannot."""
     left_s = max(0.0, left_s)
     message = (
         f"predicted to wait {wait_s:.3g} s and then to need {ttft_s:.3g} s for the first token, "
@@ -82,7 +82,7 @@ def too_often_refused(num_refusals: int, retry_after_s: float) -> Refusal:
 
 
 def no_worker(num_blocks: int, largest: int | None, grace_s: float) -> Refusal:
-    """`largest` pool of a decode worker; None: there is none."""
+    """Return the refusal without a fitting worker; `largest` is the largest decode pool, None without one."""
     if largest is None:
         return Refusal(Reason.NO_WORKER, Unavailable(f"no decode worker has joined within {grace_s:g} s"))
     message = f"no decode worker that is left could hold its {num_blocks} KV blocks; the largest pool has {largest}"
@@ -90,7 +90,7 @@ def no_worker(num_blocks: int, largest: int | None, grace_s: float) -> Refusal:
 
 
 def over_limit(reason: Reason, tenant: str, limit: str, asked: str, retry_after_s: float) -> Refusal:
-    """Infinite `retry_after_s`: never."""
+    """Return the refusal by a tenant's limit; an infinite `retry_after_s` means never."""
     reached = f"tenant:{tenant}", f"{reason}: {limit}"
     if retry_after_s == float("inf"):
         message = f"{reason} of tenant {tenant!r} is {limit}, and this one is {asked}: it can never be admitted"

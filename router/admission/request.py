@@ -1,4 +1,4 @@
-"""What waits."""
+"""Requests as admission sees them."""
 
 import math
 from collections.abc import Sequence
@@ -11,55 +11,58 @@ from router.placement.worker_table import WorkerTable
 
 @dataclass(slots=True, eq=False)
 class RequestInfo:
-    """A request for as long as the router has it, however often it is placed. Times are seconds of one clock."""
+    """A request for as long as the router has it, over all its placements.
+
+    Times are seconds of one clock.
+    """
 
     tenant: str
     priority: int
     arrived_at: float
     deadline: float = math.inf
-    """Of the whole."""
+    """Deadline of the whole request."""
     first_token_by: float = math.inf
     streaming: bool = False
-    """The client has had something of it: there is no first token to be late any more."""
+    """Whether the client has received something, so there is no first token to be late any more."""
     num_placed: int = 0
     num_refusals: int = 0
-    """By workers, for want of room."""
+    """Refusals by workers for lack of capacity."""
     not_before: float = -math.inf
-    """A worker has just refused it."""
+    """Earliest next attempt after a worker's refusal."""
 
     @property
     def due_at(self) -> float:
-        """When it is worth nothing if it has not started by then."""
+        """Time after which starting the request is useless."""
         return self.deadline if self.streaming else min(self.deadline, self.first_token_by)
 
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """A claim that waits for a placement."""
+    """A request that waits for a placement."""
 
     info: RequestInfo
     demand: Demand
     keys: Sequence[BlockKey]
     number: int
-    """In order of arrival."""
+    """Number in order of arrival."""
     queued_at: float
     order: tuple[float, float, int]
-    """Within its tenant and class: due, arrived, number."""
+    """Sort key within tenant and class: due, arrived, number."""
     cost: int = 0
-    """Tokens, as fairness counts them."""
+    """Cost for fairness, in tokens."""
     need: int = 0
-    """Blocks: without so many no worker can start it. The least, if workers promise different amounts of output."""
+    """Smallest number of blocks with which a worker can start it, if workers reserve different amounts of output."""
     queued: bool = False
     least_ttft_s: float = 0.0
     stream_s: float = 0.0
-    """Predicted from its first token to its end."""
+    """Predicted seconds from first token to end."""
     held_by: str | None = None
-    """The lender that was too deep in work for it."""
+    """Lender that was too busy for it."""
     held_until: float = -math.inf
     passed_at: float | None = None
-    """When it first had its turn and no room, and another went."""
+    """Time when it was first skipped for lack of capacity while a later request started."""
     passed_mark: int = 0
-    """What its class had been passed by then."""
+    """Tokens by which its class had been overtaken at that time."""
     unholdable_since: float | None = None
 
     @classmethod
@@ -69,25 +72,27 @@ class QueuedRequest:
         return cls(info, demand, keys, number, now, (info.due_at, info.arrived_at, number))
 
     def measure(self, workers: WorkerTable) -> None:
-        """What it needs of these workers."""
+        """Compute cost and need for these workers."""
         reserves = workers.reserves or (0,)
         self.need = min(self.demand.num_promised_blocks(reserve) for reserve in reserves)
         self.cost = cost_of(self.demand, max(reserves))
 
     @property
     def num_output_tokens(self) -> int:
-        """That it is promised blocks for."""
+        """Number of output tokens for which blocks are reserved."""
         return max(0, self.cost - self.demand.num_tokens)
 
     @property
     def start_by(self) -> float:
-        """Started later, it would come too late even where nothing is queued."""
+        """Time after which it would be late even with empty queues."""
         return self.latest_first_token - self.least_ttft_s
 
     @property
     def latest_first_token(self) -> float:
-        """For it to be in time, and the rest too. Who has had tokens goes on as long as it may; so does a request whose
-        rest would be too long wherever it began: how much it will say is a guess, of which `max_tokens` is the bound.
+        """Latest useful time of the first token, so that the rest is in time too.
+
+        A request that has streamed continues as long as it may; so does one whose rest would be too long wherever it
+        began, since its real length is unknown and `max_tokens` only bounds it.
         """
         info = self.info
         if info.streaming:

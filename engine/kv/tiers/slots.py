@@ -8,7 +8,9 @@ Every slot is in exactly one of three states:
     evict (in take) ▼ │
       └──────────── idle                   (if it has one)
 
-*held* slots have a reference count: pins, and reads and writes in flight. *Idle* ones have a name, count zero, and are evicted longest idle first. A held slot may lose its name and keep its bytes until the last reference is gone. Every call takes constant time per slot.
+*held* slots have a reference count: pins, and reads and writes in flight. *Idle* ones have a name, count zero, and are
+evicted longest idle first. A held slot may lose its name and keep its bytes until the last reference is gone. Every
+call takes constant time per slot.
 """
 
 from collections import OrderedDict
