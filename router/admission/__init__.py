@@ -18,8 +18,8 @@ Invariants at the end of every event:
 1.  Bounded. At most `max_queued` requests wait, and `max_queued_per_tenant` of one tenant; only requests that were placed
     before (their worker died or refused) may exceed that. Beyond it, the last request of the lowest class is refused if
     that class is below the newcomer's, otherwise the newcomer.
-2.  Work conserving. A waiting request cannot start now for a reason that can be named: no worker has the capacity that its
-    class may use there, its tenant runs `max_running`, its lender is too busy, its worker just refused it or failed
+2.  Work conserving. A waiting request cannot start now for a reason that can be named: no worker has the capacity that
+    its class may use there, its tenant runs `max_running`, its lender is too busy, its worker just refused it or failed
     others, or a worker is reserved for another request.
 3.  Classes. A higher class goes first, but while lower ones wait they get `lower_class_share` of the tokens started
     beside it, and likewise among the lower ones. So each class with a request that can start gets a share.

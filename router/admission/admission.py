@@ -215,7 +215,7 @@ class Admission:
     def _settle(self, now: float) -> list[Outcome]:
         """Start every request that can start, and refuse those that no longer can."""
         outcomes: list[Outcome] = []
-        self._failing.reopen(now)
+        self._failing.resume(now)
         self._measure_all(now)
         self._expire(now, outcomes)
         while self.num_waiting and self._start_one(now, outcomes):
@@ -247,7 +247,7 @@ class Admission:
         return False
 
     def _turns(self) -> list[tuple[ClassQueue, bool]]:
-        """Return the classes in the order in which they may start now, and whether each overtakes a higher class it is owed by."""
+        """Return the classes in starting order, and whether each overtakes a higher class that owes it."""
         turns: deque[tuple[ClassQueue, bool]] = deque()
         for priority in sorted(self._waiting_classes()):
             queue = self._queues[priority]
@@ -402,7 +402,7 @@ class Admission:
     # ------------------------------------------------------------------ books
 
     def _measure_all(self, now: float) -> None:
-        """Measure all requests after a change of workers: the blocks each needs, and whether any worker could hold it."""
+        """Measure all requests after a change of workers: needed blocks, and whether any worker could hold them."""
         if not self.num_waiting:
             return
         workers = self._fleet.snapshot
@@ -435,7 +435,7 @@ class Admission:
             self._tidy()
 
     def _tidy(self) -> None:
-        """Drop empty classes, but keep one while a lower class waits: its debt must survive a moment without requests."""
+        """Drop empty classes, but keep one while a lower class waits: its debt must survive an empty queue."""
         lowest = min(self._waiting_classes(), default=math.inf)
         empty = [priority for priority, queue in self._queues.items() if not queue.lines]
         for priority in empty:

@@ -33,7 +33,7 @@ Subject = Worker | tuple[Worker, Worker]
 class _Breaker:
     num_failures: int = 0
     failed_at: float = 0.0
-    closed_until: float | None = None
+    open_until: float | None = None
     """End of the pause; None when placements are allowed."""
     trial: ActivePlacement | None = None
     """Trial placement whose outcome decides."""
@@ -51,12 +51,12 @@ class CircuitBreaker:
         for subject in _subjects(placed) if self._of else ():
             if (failing := self._of.get(subject)) is not None and failing.num_failures > _tolerated(subject):
                 failing.trial = placed
-                self._close(subject)
+                self._trip(subject)
 
     def ended(self, placed: ActivePlacement, placed_at: float, now: float) -> float | None:
         """Process the end of a placement, before the fleet does.
 
-        Returns when to call `reopen`, if that is new.
+        Returns when to call `resume`, if that is new.
         """
         went = placed.started and not placed.failed
         again_at = self._judge(placed.decode, placed, placed_at, False if placed.failed else (went or None), now)
@@ -65,7 +65,7 @@ class CircuitBreaker:
             again_at = lent_at if again_at is None else again_at
         return again_at
 
-    def reopen(self, now: float) -> None:
+    def resume(self, now: float) -> None:
         """Allow one placement after a pause, and all after a trial that went well."""
         for subject, failing in list(self._of.items()) if self._of else ():
             if not self._there(subject):
@@ -73,9 +73,9 @@ class CircuitBreaker:
                 _mark(subject, False)
             elif failing.trial is not None and failing.trial.started and isinstance(subject, Worker):
                 self._forget(subject)
-            elif failing.closed_until is not None and now >= failing.closed_until:
-                failing.closed_until = None
-                self._open(subject)
+            elif failing.open_until is not None and now >= failing.open_until:
+                failing.open_until = None
+                self._reset(subject)
 
     def _judge(
         self, subject: Subject, placed: ActivePlacement, placed_at: float, well: bool | None, now: float
@@ -94,23 +94,23 @@ class CircuitBreaker:
             self._forget(subject)
         elif well is None:
             if tried:
-                self._open(subject)
+                self._reset(subject)
         elif self._there(subject):
             self._of[subject] = failing
             failing.num_failures, failing.failed_at = failing.num_failures + 1, now
             times = failing.num_failures - _tolerated(subject)
             if times > 0:
-                failing.closed_until = now + min(MOST_S, FIRST_S * 2 ** min(times - 1, 10))
-                self._close(subject)
+                failing.open_until = now + min(MOST_S, FIRST_S * 2 ** min(times - 1, 10))
+                self._trip(subject)
                 _mark(subject, True)
                 if times == SAID_AT:
                     log.warning("%s: what is placed there fails; it is left alone for a while", _named(subject))
-                return failing.closed_until
+                return failing.open_until
         return None
 
     def _forget(self, subject: Subject) -> None:
         failing = self._of.pop(subject)
-        self._open(subject)
+        self._reset(subject)
         _mark(subject, False)
         if failing.num_failures >= _tolerated(subject) + SAID_AT:
             log.warning("%s: works again", _named(subject))
@@ -119,13 +119,13 @@ class CircuitBreaker:
         workers = (subject,) if isinstance(subject, Worker) else subject
         return all(self._fleet.worker(worker.worker_id) is worker for worker in workers)
 
-    def _open(self, subject: Subject) -> None:
+    def _reset(self, subject: Subject) -> None:
         if isinstance(subject, Worker):
             self._fleet.avoid(subject, False)
         else:
             self._fleet.part(*subject, False)
 
-    def _close(self, subject: Subject) -> None:
+    def _trip(self, subject: Subject) -> None:
         if isinstance(subject, Worker):
             self._fleet.avoid(subject, True)
         else:

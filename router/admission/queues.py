@@ -170,7 +170,7 @@ class ClassQueue:
         self._ring.rotate(-1)
 
     def last(self, tenant: str | None = None) -> QueuedRequest | None:
-        """Return the last request that was never placed, of `tenant` or of the tenant with most waiting tokens for its weight."""
+        """Return the last request never placed, of `tenant` or of the tenant with most waiting tokens by weight."""
         named = self.lines.values() if tenant is None else filter(None, [self.lines.get(tenant)])
         for line in sorted(named, key=lambda line: -line.tokens / line.weight):
             for waiting in reversed(line.requests):

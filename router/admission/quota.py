@@ -13,7 +13,7 @@ class QuotaLedger(Protocol):
     """
 
     async def charge(self, tenant: str, tokens: int, limit: int, window_s: int) -> float | None:
-        """Count `tokens` and return None; if the window's total would exceed `limit`, return the seconds until its end."""
+        """Count `tokens` and return None; beyond `limit` count nothing and return the seconds until the window ends."""
 
     async def refund(self, tenant: str, tokens: int, window_s: int) -> None:
         """Subtract `tokens` charged in the present window, not below 0."""

@@ -123,7 +123,7 @@ class RedisLedger:
             self._lost(error)
 
     async def charge(self, tenant: str, tokens: int, limit: int, window_s: int) -> float | None:
-        """Count `tokens` and return None; if the window's total would exceed `limit`, return the seconds until its end."""
+        """Count `tokens` and return None; beyond `limit` count nothing and return the seconds until the window ends."""
         answer = await self._ask(tenant, tokens, limit, window_s)
         if answer is None:
             return self._charge_alone(tenant, tokens, limit, window_s)

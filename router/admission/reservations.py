@@ -1,4 +1,7 @@
-"""Which workers are kept for requests that others have passed for too long. Pure."""
+"""Reservations of workers for requests that others have overtaken for too long.
+
+Pure.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,14 +17,14 @@ Queues = Mapping[int, ClassQueue]
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """A worker on which others start nothing until `waiting` has started somewhere."""
+    """A worker on which no other request starts until `waiting` has started somewhere."""
 
     waiting: QueuedRequest
     worker_id: str
 
 
 class Reservations:
-    """Who was passed, and who has a worker kept for it: only those that wait."""
+    """Overtaken requests and reservations, of waiting requests only."""
 
     def __init__(self, config: AdmissionConfig) -> None:
         self._config = config
@@ -29,18 +32,18 @@ class Reservations:
         self._passed: dict[QueuedRequest, None] = {}
 
     def passed(self, waiting: QueuedRequest, now: float, queue: ClassQueue) -> None:
-        """It had its turn and no room, and another starts now."""
+        """Record that `waiting` was skipped for lack of capacity while a later request started."""
         if waiting.passed_at is None:
             waiting.passed_at, waiting.passed_mark = now, queue.passed_tokens
             self._passed[waiting] = None
 
     def forget(self, waiting: QueuedRequest) -> None:
-        """It waits no more."""
+        """Forget a request that waits no more."""
         self._passed.pop(waiting, None)
         self.kept = [kept for kept in self.kept if kept.waiting is not waiting]
 
     def arrange(self, queues: Queues, workers: WorkerTable, now: float, may_start: Callable[[str], bool]) -> None:
-        """Keep workers for those passed too long, the highest class first; let go of what serves nobody."""
+        """Reserve workers for requests overtaken too long, highest class first, and drop useless reservations."""
         self.kept = [kept for kept in self.kept if self._serves(kept, workers, may_start)]
         due = [waiting for waiting in self._passed if self._is_due(waiting, queues, now, may_start)]
         if not due:
@@ -73,7 +76,7 @@ class Reservations:
         return long and free and all(kept.waiting is not waiting for kept in self.kept)
 
     def rows_closed_to(self, priority: int, queues: Queues, workers: WorkerTable) -> frozenset[int]:
-        """Kept for others. A class above the one for whom a worker is kept stays away only when that class is owed."""
+        """Return the workers reserved for others; a class above the reservation's avoids them only when that class is owed."""
         return frozenset(
             workers.row_of[kept.worker_id]
             for kept in self.kept
@@ -81,15 +84,15 @@ class Reservations:
         )
 
     def row_for(self, waiting: QueuedRequest, workers: WorkerTable) -> int | None:
-        """Of the worker kept for it."""
+        """Return the row of the worker reserved for the request, or None."""
         return next((workers.row_of[kept.worker_id] for kept in self.kept if kept.waiting is waiting), None)
 
     def any_of(self, priority: int) -> bool:
-        """Whether somebody of that class has a worker kept for it."""
+        """Return whether a request of that class has a reservation."""
         return any(kept.waiting.info.priority == priority for kept in self.kept)
 
     def of_line(self, line: TenantQueue, priority: int) -> QueuedRequest | None:
-        """The first of its requests that has a worker kept for it."""
+        """Return the first request of a queue with a reservation, or None."""
         for kept in self.kept:
             info = kept.waiting.info
             if info.tenant == line.tenant and info.priority == priority:
@@ -98,5 +101,5 @@ class Reservations:
 
 
 def is_owed(lower: int, higher: int, queues: Queues) -> bool:
-    """Whether some class above `lower`, up to `higher`, was served so much that those below it have their turn."""
+    """Return whether a class above `lower`, up to `higher`, was served so much that lower ones have their turn."""
     return any(queue.gives_way for priority, queue in queues.items() if lower < priority <= higher)

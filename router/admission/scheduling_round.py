@@ -1,4 +1,7 @@
-"""One class's chance to start something. Pure."""
+"""Scheduling round: one attempt of a class to start a request.
+
+Pure.
+"""
 
 from dataclasses import dataclass, field
 
@@ -13,12 +16,12 @@ from router.placement.fleet import Fleet
 from router.placement.rates import Ints
 
 NOTED = 8
-"""Of a class without any room: so many tenants at a time, those whose turn is next, count as passed by others."""
+"""Tenants of a class without any capacity, next in turn, that count as overtaken in one round."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionParts:
-    """What one Admission is made of."""
+    """Parts of an Admission."""
 
     config: AdmissionConfig
     fleet: Fleet
@@ -29,19 +32,19 @@ class AdmissionParts:
 
 @dataclass(slots=True)
 class RoundState:
-    """Between two starts."""
+    """State between two starts."""
 
     now: float
     refused: Ints
-    """[W]: as in Room.of."""
+    """Refused blocks, [W], as in Capacity.of."""
     blocked: list[QueuedRequest] = field(default_factory=list)
-    """Those that had their turn and no room."""
+    """Requests skipped for lack of capacity."""
     capacities: dict[tuple[float, frozenset[int]], Capacity] = field(default_factory=dict)
-    """By what classes share: the share of blocks, and the rows closed to them."""
+    """Capacities by what classes share: the share of blocks, and the rows closed to them."""
 
 
 class SchedulingRound:
-    """One class's chance to start something: what it may take of the workers, and who of a line could go."""
+    """One class's attempt: the capacity it may use, and the request of each queue that could start."""
 
     def __init__(
         self,
@@ -51,18 +54,18 @@ class SchedulingRound:
         early: bool,
         moment: RoundState,
     ) -> None:
-        """`early`: before a class above, being owed."""
+        """Begin a round; `early`: the class goes before a higher one that owes it."""
         self._parts, self._queue, self._moment = parts, queue, moment
         config = parts.config
         batch = queue.priority < 0
         self._block_share = config.batch_block_share if batch else 1.0
-        # Who goes before a class above waits no longer at a lender than that class.
+        # A class that overtakes a higher one waits no longer at a lender than that class.
         self.lender_limit_s = config.max_batch_lender_queue_s if batch and not early else config.max_lender_queue_s
         self._closed = parts.reservations.rows_closed_to(queue.priority, queues, parts.fleet.snapshot)
         self._capacity = self._without(self._closed)
 
     def hopeless(self) -> bool:
-        """The least of the class has no room, and nobody has a worker kept for it: nobody need be asked."""
+        """Return whether the smallest request of the class has no capacity and none has a reservation."""
         if self._queue.least_need <= self._capacity.greatest or self._parts.reservations.any_of(self._queue.priority):
             return False
         heads = (line.requests[0] for line in self._queue.first_lines(NOTED))
@@ -70,12 +73,12 @@ class SchedulingRound:
         return True
 
     def capacity_of(self, waiting: QueuedRequest) -> Capacity:
-        """With the worker kept for it."""
+        """Return the capacity for a request, its reserved worker included."""
         row = self._parts.reservations.row_for(waiting, self._parts.fleet.snapshot)
         return self._capacity if row is None else self._without(self._closed - {row})
 
     def first_of(self, line: TenantQueue) -> QueuedRequest | None:
-        """The first of the line that could start now."""
+        """Return the first request of the queue that could start now."""
         if not self._parts.tenants.may_start(line.tenant):
             return None
         kept = self._parts.reservations.of_line(line, self._queue.priority)
@@ -92,7 +95,7 @@ class SchedulingRound:
         return found
 
     def _ready(self, waiting: QueuedRequest) -> bool:
-        """Nothing but room may keep it waiting."""
+        """Return whether only capacity may keep the request waiting."""
         if waiting.info.not_before > self._moment.now or waiting.unholdable_since is not None:
             return False
         if waiting.held_until <= self._moment.now:

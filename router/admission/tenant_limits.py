@@ -1,4 +1,4 @@
-"""What tenants are limited to, over all models that a router serves: rates, concurrency, quotas."""
+"""Limits of tenants over all models of a router: rates, concurrency, quotas."""
 
 import asyncio
 import logging
@@ -17,16 +17,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """What a request was counted with against its tenant's limits."""
+    """Amounts charged for a request against its tenant's limits."""
 
     tenant: str
     num_tokens: int
     quota_window: int | None
-    """In which it was charged to a quota."""
+    """Quota window in which the request was charged."""
 
 
 class TenantLimits:
-    """Each request goes through it before it waits for a place in the line of its model."""
+    """Limits that each request passes before it waits in its model's queue."""
 
     def __init__(
         self,
@@ -35,10 +35,13 @@ class TenantLimits:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`clock` is that of the rates; `wall_clock` that of the quotas' windows."""
+        """Create the limits.
+
+        `clock` is for rates, `wall_clock` for quota windows.
+        """
         self.tenants = RateLimiter(config)
         self.num_refused: Counter[str] = Counter()
-        """By reason, for ever."""
+        """Refusals by reason, since the start."""
         self._config = config
         self._ledger: QuotaLedger = ledger or LocalLedger(wall_clock)
         self._clock = clock
@@ -67,7 +70,7 @@ class TenantLimits:
                 raise over_limit(Reason.QUOTA, tenant, said, asked, float("inf") if never else ends_s)
         charge = Charge(tenant, num_tokens, window)
         try:
-            self.tenants.check(tenant, num_tokens, self._clock())  # others may have entered meanwhile
+            self.tenants.check(tenant, num_tokens, self._clock())  # other requests may have entered meanwhile
         except Refusal:
             self._refund(charge, num_tokens)
             raise
@@ -75,7 +78,10 @@ class TenantLimits:
         return charge
 
     def leave(self, charge: Charge, used_tokens: Callable[[], int]) -> None:
-        """The request is over; what it did not use is given back. `used_tokens` is asked only where tokens count."""
+        """Give back what the request did not use.
+
+        `used_tokens` is called only where tokens count.
+        """
         unused = max(0, charge.num_tokens - used_tokens()) if self._counts_tokens(charge.tenant) else 0
         self.tenants.leave(charge.tenant, unused, self._clock())
         self._refund(charge, unused)
@@ -85,7 +91,7 @@ class TenantLimits:
         return policy.quota_tokens is not None or policy.tokens_per_minute is not None
 
     def _refund(self, charge: Charge, unused: int) -> None:
-        """Behind the request's back: its client need not wait for it. Nothing for a window that is over."""
+        """Refund in the background, so that the client need not wait; nothing for a window that is over."""
         window_s = self._config.policy(charge.tenant).quota_window_s
         if unused and charge.quota_window == int(self._wall_clock() // window_s):
             task = asyncio.ensure_future(self._ledger.refund(charge.tenant, unused, window_s))

@@ -1,4 +1,7 @@
-"""How long one will wait, by what was started lately while others waited. Pure."""
+"""Forecast of waits, from recent starts while others waited.
+
+Pure.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -7,47 +10,47 @@ from router.admission.queues import ClassQueue
 from router.admission.request import QueuedRequest
 
 HALF_LIFE_S = 20.0
-"""Of what was seen, in seconds in which the class waited."""
+"""Half-life of observations, in seconds during which the class waited."""
 MIN_BUSY_S = 0.05
-"""Less says nothing."""
+"""Shortest observation that is used, in seconds."""
 STREAMS_SEEN = 30
-"""Streams of which the mean duration is taken: the last ones count most."""
+"""Streams over which the mean duration is taken, recent ones weighing most."""
 MAX_CLASSES = 64
-"""Remembered; priorities are the clients' own numbers."""
+"""Classes that are remembered; clients choose priorities freely."""
 
 
 @dataclass(slots=True)
 class _Seen:
-    """Of one class while it waited; all fade alike."""
+    """Observations of one class while it waited; all fade alike."""
 
     busy_s: float = 0.0
     own_tokens: float = 0.0
-    """Started of the class."""
+    """Tokens started of the class."""
     above_tokens: float = 0.0
-    """And of the classes above."""
+    """Tokens started of higher classes."""
 
 
 @dataclass(slots=True)
 class WaitForecast:
-    """Learns from each event; told of a wrong rate by nobody but the next start."""
+    """Forecast that learns from each event; a wrong rate is corrected by the next start."""
 
     _seen: dict[int, _Seen] = field(default_factory=dict)
-    """By class; the one that waited last stands last."""
+    """Observations by class, most recently waiting last."""
     _waiting: set[int] = field(default_factory=set)
-    """Since the event before."""
+    """Classes that wait since the last event."""
     _at: float = 0.0
     _stream_s: float | None = None
-    """Of a started request, for each token of output that it was promised blocks for."""
+    """Seconds of a started request per output token for which it reserved blocks."""
     _promised: float = 0.0
-    """Such tokens, the mean."""
+    """Mean number of such tokens."""
 
     @property
     def anybody_waits(self) -> bool:
-        """After the event before."""
+        """Whether any class waits after the last event."""
         return bool(self._waiting)
 
     def ended(self, waiting: QueuedRequest, seconds: float) -> None:
-        """It ran for so long, well or not."""
+        """Learn from a request that ran for `seconds`, with success or not."""
         if waiting.num_output_tokens:
             promised = waiting.num_output_tokens
             seen_s = seconds / promised
@@ -57,12 +60,15 @@ class WaitForecast:
             self._promised += (promised - self._promised) / STREAMS_SEEN
 
     def stream_s(self, waiting: QueuedRequest) -> float:
-        """Predicted from start to end; 0 while nothing is known. Who may say more than others did is taken to say no
-        more than they: `max_tokens` is mostly a bound that nobody reaches."""
+        """Return the predicted seconds from start to end; 0 while nothing is known.
+
+        A request that may generate more than others did is assumed to generate as much as they: `max_tokens` is mostly
+        a bound that no request reaches.
+        """
         return (self._stream_s or 0.0) * min(waiting.num_output_tokens, self._promised)
 
     def advance(self, now: float) -> None:
-        """Those who waited after the last event have waited until now."""
+        """Account the time since the last event to the classes that waited."""
         passed_s, self._at = max(0.0, now - self._at), max(now, self._at)
         fading = 0.5 ** (passed_s / HALF_LIFE_S)
         for priority in self._waiting:
@@ -79,7 +85,7 @@ class WaitForecast:
                     self._seen[waiting].own_tokens += tokens
 
     def waiting(self, priorities: Iterable[int]) -> None:
-        """These classes wait after this event. Of more than MAX_CLASSES, the first ones are followed."""
+        """Set the classes that wait after this event; of more than MAX_CLASSES, the first ones."""
         now_waiting = set(list(priorities)[:MAX_CLASSES])
         for priority in now_waiting - self._waiting:
             self._seen[priority] = self._seen.pop(priority, _Seen())
@@ -89,14 +95,14 @@ class WaitForecast:
                 del self._seen[priority]
 
     def wait_s(self, waiting: QueuedRequest, own: ClassQueue, higher_tokens: int) -> float:
-        """Predicted for one that stands in `own`; 0 where nothing stands before it, or nothing is known.
+        """Return the predicted wait of a request in `own`; 0 where nothing is before it, or nothing is known.
 
-        As if a start of its own size came this moment: a class that saw no start in a short time may see one yet.
+        Assumes a start of its own size this moment: a class that saw no start in a short time may see one yet.
         """
         return self.wait_behind_s(own.priority, tokens_before(waiting, own), higher_tokens, waiting.cost)
 
     def wait_behind_s(self, priority: int, own_tokens: float, higher_tokens: float, cost: int) -> float:
-        """Likewise, behind so many tokens of its class and of those above."""
+        """Return the predicted wait behind so many tokens of its class and of higher ones."""
         seen = self._seen.get(priority)
         if seen is None or seen.busy_s < MIN_BUSY_S or not (own_tokens or higher_tokens):
             return 0.0
@@ -105,7 +111,7 @@ class WaitForecast:
 
 
 def tokens_before(waiting: QueuedRequest, own: ClassQueue) -> float:
-    """Tokens of its class that start before it: of its own line, and meanwhile of the others as is fair."""
+    """Return the tokens of its class that start before it: of its own queue, and a fair share of the others."""
     line = own.lines[waiting.info.tenant]
     mine = line.tokens_before(waiting)
     per_weight = (mine + waiting.cost) / line.weight

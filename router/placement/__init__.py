@@ -1,8 +1,12 @@
-"""Where a request goes: which decode worker, which lender, how much is borrowed. Pure: snapshots in, decisions out.
+"""Placement: which decode worker and which lender serve a request, and how much is borrowed.
 
-core.py        place: the best pair by predicted time to the first token      demand.py    what is asked for
-candidates.py  each pair with its terms                                       explain.py   them, shown
-snapshot.py    the pools as arrays, frozen for one decision                   index.py     who holds which block
-fleet.py       what is known of the workers, and what was just placed         scores.py    predictions, scored
-rates.py       how fast things go: settings and what was learnt               learning.py  learnt from receipts
+Pure.
+
+    place.py         `place`: the best pair by predicted cost             demand.py, request_demand.py  what a request needs
+    candidates.py    each candidate with its cost terms                   explain.py           all candidates, for display
+    worker_table.py  the workers as arrays                                index.py             who holds which block
+    fleet.py         all known about the workers, and recent placements   worker_records.py    records of workers and placements
+    rates.py         speeds: settings and learned                         rate_learning.py     learned from receipts
+    placement_snapshot.py, decision_codec.py   inputs of a decision, kept and as JSON
+    prediction_error.py   quality of predictions                          traffic_counters.py  arrivals, for the planner
 """

@@ -1,7 +1,9 @@
-"""One way to start a request, and what it is predicted to cost, term by term. Pure.
+"""One candidate for a request, with its predicted cost, term by term.
 
-This is the model of costs, said once for one candidate. `place.py` computes the same for all of them at once and
-`explain.py` lists them; tests hold all three to the same figures, so the order of each sum below is part of it.
+Pure.
+
+This is the cost model for one candidate. `place.py` computes the same for all candidates at once and `explain.py` lists
+them; tests hold all three to equal figures, so the order of each sum below matters.
 """
 
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from router.placement.worker_table import Hits, WorkerTable
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Rows of workers: who decodes, who lends; whether the lender computes what it lacks, and whom it reads first."""
+    """Route by rows of the worker table: decode worker, lender, whether the lender computes, and its source."""
 
     decode: int
     lender: int | None = None
@@ -23,7 +25,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A way, by names, and its terms in seconds."""
+    """A route with worker names, and its terms in seconds."""
 
     decode_id: str
     lender_id: str | None
@@ -32,22 +34,22 @@ class Candidate:
     num_blocks: int
     """Leading blocks of the prompt that the decode worker has after the loan, its own included."""
     lender_tokens: int
-    """What the lender computes."""
+    """Tokens that the lender computes."""
     own_tokens: int
-    """What the decode worker computes."""
+    """Tokens that the decode worker computes."""
     source_read_s: float
-    """The lender reads from its source what it lacks."""
+    """Seconds for the lender to read missing blocks from its source."""
     lender_queue_s: float
     lender_compute_s: float
     transfer_s: float
-    """The decode worker reads what it lacks."""
+    """Seconds for the decode worker to read missing blocks."""
     decode_queue_s: float
     tail_s: float
-    """The decode worker computes the rest of the prompt."""
+    """Seconds for the decode worker to compute the rest of the prompt."""
     hit_blocks: int
-    """Of the prompt: such as somebody of the three has, and nobody computes."""
+    """Blocks of the prompt that one of the three workers holds, so none computes them."""
     delay_s: float
-    """What all of the decode worker's running streams together wait longer."""
+    """Delay of all streams that run on the decode worker, summed."""
 
     @property
     def ttft_s(self) -> float:
@@ -60,7 +62,7 @@ class Candidate:
 
     @property
     def order(self) -> tuple[float, str, str, bool]:
-        """The least is chosen."""
+        """Sort key; the smallest is chosen."""
         return self.cost_s, self.decode_id, self.lender_id or "", self.lender_computes
 
 
@@ -70,7 +72,7 @@ def transfer_s(demand: Demand, rates: Rates, borrower: int, lender: int, num_blo
 
 
 def best_source(demand: Demand, workers: WorkerTable, hits: Hits, rates: Rates, lender: int) -> int | None:
-    """From whom a computing lender should read what it lacks: where reading saves most; None where it never does."""
+    """Return the source from which reading saves a computing lender most; None where it never does."""
     best, best_s = None, 0.0
     have = min(int(hits.due[lender]), demand.num_usable_blocks)
     for source in range(len(workers.ids)):
@@ -85,7 +87,7 @@ def best_source(demand: Demand, workers: WorkerTable, hits: Hits, rates: Rates, 
 
 
 def assess(demand: Demand, workers: WorkerTable, hits: Hits, rates: Rates, way: Route) -> Candidate:
-    """`way` must be possible: placement's own, or one of `explain`'s."""
+    """Return the candidate of a possible route."""
     usable, block_tokens = demand.num_usable_blocks, demand.block_tokens
     decode, lender, source = way.decode, way.lender, way.source
     own = num_blocks = hit_blocks = min(int(hits.held[decode]), usable)

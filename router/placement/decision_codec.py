@@ -1,4 +1,7 @@
-"""A decision and its situation as JSON has them, and back: made again from that, the decision is the same. Pure."""
+"""Conversion of a decision and its placement snapshot to JSON and back, without loss.
+
+Pure.
+"""
 
 import dataclasses
 from typing import Any, TypeVar
@@ -15,14 +18,17 @@ T = TypeVar("T")
 
 
 def recorded(decision: Decision, placement_snapshot: PlacementSnapshot) -> dict[str, Any]:
-    """Nothing in it changes afterwards, so this can be done later, and on another thread."""
+    """Convert to JSON values.
+
+    The arguments never change, so this may run later and on another thread.
+    """
     said = {"decision": dataclasses.asdict(decision), "available": _plain(placement_snapshot.available)}
     parts = (placement_snapshot.demand, placement_snapshot.workers, placement_snapshot.hits, placement_snapshot.rates)
     return said | {type(part).__name__: _fields(part) for part in parts}
 
 
 def read_recorded(said: dict[str, Any]) -> tuple[Decision, PlacementSnapshot]:
-    """What `recorded` made; other keys do not matter."""
+    """Undo `recorded`; other keys are ignored."""
     decision = dict(said["decision"])
     decision["alternatives"] = tuple(Alternative(**rival) for rival in decision["alternatives"])
     parts = (_made(Demand, said), _made(WorkerTable, said), _made(Hits, said), _made(Rates, said))
@@ -44,7 +50,10 @@ def _fields(part: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers come back the same to the bit: JSON has the shortest text that does."""
+    """Convert to plain values.
+
+    Numbers survive to the bit: JSON has the shortest text that does.
+    """
     if isinstance(value, np.ndarray):
         return {"dtype": value.dtype.str, "values": value.tolist()}
     return list(value) if isinstance(value, tuple) else value

@@ -1,4 +1,7 @@
-"""Every candidate of a decision, term by term: for people, and for tests of placement. Pure."""
+"""All candidates of a decision, term by term: for display, and for tests of placement.
+
+Pure.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,9 +17,9 @@ from router.placement.worker_table import Hits, WorkerTable
 def explain(
     demand: Demand, workers: WorkerTable, hits: Hits, rates: Rates, available: Ints | None = None
 ) -> list[Candidate]:
-    """All ways to start the request now, the one that `place` chooses first; empty where it says None.
+    """Return all candidates to start the request now, the choice of `place` first; empty where it returns None.
 
-    One at a time: milliseconds for a small fleet, tenths of a second for a hundred workers.
+    Computed one at a time: milliseconds for a small fleet, tenths of a second for a hundred workers.
     """
     if not workers.ids:
         return []
@@ -33,7 +36,10 @@ def explain(
 def _ways(
     demand: Demand, workers: WorkerTable, hits: Hits, computing: Bools, sources: Sequence[int | None], decode: int
 ) -> Iterator[Route]:
-    """`computing`: lenders that may. `sources`: for each worker, from whom it would read as a lender that computes."""
+    """Yield the routes of a decode worker.
+
+    `computing`: lenders that may compute. `sources`: the source of each worker as a computing lender.
+    """
     usable = demand.num_usable_blocks
     own = min(int(hits.held[decode]), usable)
     yield Route(decode)

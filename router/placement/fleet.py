@@ -1,10 +1,12 @@
-"""What the router knows of its workers. Pure bookkeeping: told of events, asked for snapshots.
+"""The fleet of one model as its router knows it.
 
-Between a placement and the worker's report of it, the router counts the placement itself: the blocks and tokens
-it will take, and the blocks its lender will have, so that a burst of siblings goes to the same lender. What a decode
-worker will have counts only when it has it: a sibling that came sooner would find nothing there.
+Pure: events go in, snapshots and decisions come out.
 
-The snapshot that placement reads is kept up to date row by row as events come, so a decision copies nothing.
+Between a placement and the worker's report of it, the router counts the placement itself: the blocks and tokens it will
+take, and the blocks its lender will have, so a burst of siblings goes to the same lender. Blocks count for a decode
+worker only when it has them: a sibling that arrived sooner would find nothing there.
+
+The worker table that placement reads is updated row by row with each event, so a decision copies nothing.
 """
 
 import itertools
@@ -29,35 +31,34 @@ from router.placement.worker_records import ActivePlacement, Worker
 from router.placement.worker_table import Hits, WorkerTable, WorkerView
 
 PART_KEYS = 16_384
-"""Of a worker's cache, applied at a time: 7 ms. What a worker with tiers holds takes a second."""
+"""Keys of a worker's cache applied at a time, which takes 7 ms; all those of a worker with tiers may take a second."""
 
 
 class Fleet:
-    """Workers by id, the index over their caches, what was learnt of their speed, and placements not yet seen in
-    their reports."""
+    """Workers by id, the index of their caches, their learned speeds, and placements not yet in their reports."""
 
     def __init__(self, router_id: str, priors: Priors, learn_rates: bool = True, incarnation: str = "") -> None:
         self.router_id = router_id
         self.mark = f"{router_id}/{incarnation}" if incarnation else router_id
-        """What workers echo placements under: a router that restarts counts anew, and so has a mark of its own."""
+        """Mark that workers echo with this router's placements; a restarted router has another one."""
         self.ttft_scores = LogRatios()
-        """Of predictions: predicted over actual TTFT of streams that ended well."""
+        """Predicted over actual TTFT of successful streams."""
         self.traffic = TrafficCounters()
-        """Counted by whoever takes requests in."""
+        """Traffic counters, updated by the request handler."""
         self._workers: dict[str, Worker] = {}
         self._index = PrefixIndex()
         self._learner = RateLearner(priors)
         self._learn_rates = learn_rates
         self._snapshot = WorkerTable.of(())
         self._computing: set[ActivePlacement] = set()
-        """Not started, by a lender that computes."""
+        """Placements without a first token whose lender computes."""
         self._parted: set[tuple[Worker, Worker]] = set()
-        """Borrowers and lenders whose loans fail."""
+        """Borrower and lender pairs that the circuit breaker separates."""
         self._sequence = 0
         self.keeps_situations = False
-        """What decisions were made of is kept with placements."""
+        """Whether placements keep the snapshot of their decision."""
         self._decided: tuple[Demand, Hits, Ints | None] | None = None
-        """Of the last decision that found a way."""
+        """Inputs of the last decision that found a route."""
 
     @property
     def workers(self) -> list[Worker]:
@@ -69,14 +70,17 @@ class Fleet:
     # ------------------------------------------------------------------ events
 
     def joined(self, hello: pb.Hello) -> Worker:
-        """A worker of the same id is replaced: it restarted, or its stream broke unnoticed."""
+        """Add a worker.
+
+        One of the same id is replaced: it restarted, or its stream broke unnoticed.
+        """
         if (old := self._workers.get(hello.worker_id)) is not None:
             self.left(old)
         worker = self._workers[hello.worker_id] = Worker(hello)
         return worker
 
     def left(self, worker: Worker) -> None:
-        """Forget it, unless another took its place already."""
+        """Remove a worker, unless another one has taken its place already."""
         if self._workers.get(worker.worker_id) is worker:
             del self._workers[worker.worker_id]
             self._index.drop_worker(worker.worker_id)
@@ -86,7 +90,7 @@ class Fleet:
     def reported(self, worker: Worker, load: pb.LoadReport) -> None:
         worker.num_reports += 1
         if load == worker.load and not (worker.unreported_decodes or worker.unreported_lends):
-            return  # as most are, of a fleet that has room
+            return  # the common case, with capacity in the fleet
         first, worker.load = worker.load is None, load
         worker.draining |= load.draining
         seen = load.placements_seen.get(self.mark, 0)
@@ -101,12 +105,12 @@ class Fleet:
             self._refresh(worker)
 
     def avoid(self, worker: Worker, avoided: bool) -> None:
-        """Whether nothing may start there."""
+        """Set whether nothing may start on a worker."""
         worker.avoided = avoided
         self._refresh(worker)
 
     def part(self, borrower: Worker, lender: Worker, parted: bool) -> None:
-        """Whether one may not borrow from the other."""
+        """Set whether a worker may not borrow from another."""
         if parted:
             self._parted.add((borrower, lender))
         else:
@@ -114,19 +118,24 @@ class Fleet:
         self._arrange()
 
     def drains(self, worker: Worker) -> None:
-        """It said so itself, before any report of it did."""
+        """Mark a worker as draining, before its next report does."""
         worker.draining = True
         self._refresh(worker)
 
     def cache_changed(self, worker: Worker, changed: pb.CacheEvents) -> bool:
-        """False when events were lost: ask for a snapshot."""
+        """Apply cache events.
+
+        Returns False when events were lost: ask for a snapshot.
+        """
         for _ in self.change_cache(worker, changed):
             pass
         return worker.next_cache_sequence is not None or self._workers.get(worker.worker_id) is not worker
 
     def change_cache(self, worker: Worker, changed: pb.CacheEvents) -> Iterator[None]:
-        """Likewise, a part at a time: other events may come between two of them. With `next_cache_sequence` None at the
-        end, events were lost."""
+        """Apply cache events a part at a time, so that other events may come in between.
+
+        Events were lost if `next_cache_sequence` is None at the end.
+        """
         if self._workers.get(worker.worker_id) is not worker:
             return
         if changed.snapshot:
@@ -153,7 +162,7 @@ class Fleet:
                     num_keys += len(keys)
 
     def placed(self, decision: Decision, demand: Demand, keys: Sequence[BlockKey]) -> ActivePlacement:
-        """Count a placement from now on, with nothing told since it was decided; `ended` must follow."""
+        """Count a placement from now on, with no event since its decision; `ended` must follow."""
         self._sequence += 1
         placement_snapshot = None
         if self.keeps_situations and self._decided is not None and self._decided[0] is demand:
@@ -189,7 +198,7 @@ class Fleet:
         return placed
 
     def started(self, placed: ActivePlacement) -> None:
-        """Its first token has come."""
+        """Process the first token of a placement."""
         if placed.started:
             return
         placed.started = True
@@ -202,14 +211,16 @@ class Fleet:
             self._refresh(placed.lender)
 
     def finished(self, placed: ActivePlacement, finish: public_pb.Finish, ttft_s: float | None) -> None:
-        """Its stream ended well with `finish`, which has the receipt; learn from it. `ended` must follow.
+        """Learn from a stream that ended well with `finish`, which has the receipt.
 
-        `ttft_s` counts from the placement; None where nobody saw the first token come.
+        `ended` must follow.
+
+        `ttft_s` counts from the placement; None where the first token was not observed.
         """
         if ttft_s is not None:
             self.ttft_scores.add(placed.predicted_ttft_s, ttft_s)
         kv = finish.receipt.kv
-        # What came wrong from the decode worker's own tiers is not the lender's failure, and says no loan_failure.
+        # A mismatch from the decode worker's own tiers is no failure of the lender, and sets no loan_failure.
         if kv.loan_failure and (kv.mismatched_blocks or not kv.moved_blocks):
             placed.lent = False
         elif kv.moved_blocks and not kv.loan_failure:
@@ -236,35 +247,40 @@ class Fleet:
 
     @property
     def snapshot(self) -> WorkerTable:
-        """All workers that have reported. It changes with the next event."""
+        """Return all workers that have reported.
+
+        The table changes with the next event.
+        """
         return self._snapshot
 
     @property
     def rates(self) -> Rates:
-        """Of the workers of `snapshot`, by row."""
+        """Speeds of the workers of `snapshot`, by row."""
         return self._learner.rates
 
     def failing_lenders(self, borrower: Worker) -> list[str]:
-        """Those there from whom its loans fail."""
+        """Return the present lenders from which the borrower's loans fail."""
         lenders = borrower.failing_lenders
         return sorted(lender.worker_id for lender in lenders if self._workers.get(lender.worker_id) is lender)
 
     def views(self) -> list[WorkerView]:
-        """All workers that have reported, ascending by id."""
+        """Return all workers that have reported, ascending by id."""
         return [self._view(self._workers[worker_id]) for worker_id in self._snapshot.ids]
 
     def hits(self, keys: Sequence[BlockKey], other_keys: Sequence[Sequence[BlockKey]] = ()) -> Hits:
-        """Blocks of the chain each worker holds, and will have computed before it turns to the next as a lender.
-        `other_keys`: what the same blocks are called by workers of other weights."""
+        """Return the blocks of the chain that each worker holds, and will hold as a lender before its next prompt.
+
+        `other_keys`: keys of the same blocks for workers with other weights.
+        """
         held = self._index.match(keys)
         for chain in other_keys:
-            held |= self._index.match(chain)  # nobody holds blocks of two
+            held |= self._index.match(chain)  # no worker holds blocks of two versions
         due = dict(held)
         for placed in self._computing:
             assert placed.lender is not None
             lender_id = placed.lender.worker_id
             if self._workers.get(lender_id) is not placed.lender:
-                continue  # it is gone, and with it what it computed
+                continue  # the worker is gone, with all it computed
             shared = _shared_prefix(keys, placed.keys)
             if not shared and (other_keys or placed.demand.other_keys):
                 chains = [(keys, *other_keys), (placed.keys, *placed.demand.other_keys)]
@@ -274,24 +290,25 @@ class Fleet:
         return Hits.of(self._snapshot, held, due)
 
     def decide(self, demand: Demand, keys: Sequence[BlockKey], available: Ints | None = None) -> Decision | None:
-        """Where it would go now; None when no decode worker can start it. `available`: blocks that it may take of each
-        worker of `snapshot`, where these are not all there are."""
+        """Return the decision for a request now; None when no decode worker can start it.
+
+        `available`: blocks that it may use of each worker of `snapshot`, if not all.
+        """
         rows = np.flatnonzero(startable(demand, self._snapshot, available))
         if not len(rows):
-            return None  # what the caches hold need not be asked
+            return None  # the index need not be asked
         hits = self.hits(keys, demand.other_keys)
         self._decided = demand, hits, available
         return place_on(rows, demand, self._snapshot, hits, self.rates)
 
     def least_ttft_s(self, demand: Demand, keys: Sequence[BlockKey]) -> float | None:
-        """Predicted if there were room everywhere and no prompt were queued anywhere; None where nobody could hold
-        it."""
+        """Return the predicted TTFT with free capacity and empty queues; None where no worker could hold the request."""
         free = replace(self._snapshot, queued_prefill_tokens=np.zeros_like(self._snapshot.queued_prefill_tokens))
         decision = place(demand, free, self.hits(keys, demand.other_keys), self.rates, free.num_blocks)
         return None if decision is None else decision.predicted_ttft_s
 
     def _arrange(self) -> None:
-        """Who is among the workers that have reported has changed."""
+        """Rebuild the table after a change of the set of reporting workers."""
         there = [worker for worker in self._workers.values() if worker.load is not None]
         self._snapshot = WorkerTable.of([self._view(worker) for worker in there])
         self._parted = {pair for pair in self._parted if all(self._workers.get(w.worker_id) is w for w in pair)}
@@ -302,7 +319,7 @@ class Fleet:
         self._learner.arrange(self._snapshot.ids)
 
     def _refresh(self, worker: Worker) -> None:
-        """Its figures have changed."""
+        """Update a worker's row."""
         row = self._snapshot.row_of.get(worker.worker_id)
         if row is not None and self._workers.get(worker.worker_id) is worker:
             load = worker.load
@@ -333,25 +350,28 @@ class Fleet:
 
 
 def _running(worker: Worker) -> int:
-    """Streams, of one that has reported; this and the next two count what its reports do not see yet."""
+    """Return a reporting worker's streams; like the next two, with placements not yet in its reports."""
     assert worker.load is not None
     return worker.load.running + worker.unreported_decodes.streams
 
 
 def _queued(worker: Worker) -> int:
-    """Tokens of prompts."""
+    """Return a worker's queued prompt tokens."""
     assert worker.load is not None
     return worker.load.queued_prefill_tokens + worker.unreported_lends.tokens + worker.unreported_decodes.tokens
 
 
 def _available(worker: Worker) -> int:
-    """Blocks; -1: nothing may start there."""
+    """Return a worker's available blocks; -1: nothing may start there."""
     assert worker.load is not None
     return -1 if worker.avoided else worker.load.available_blocks - worker.unreported_decodes.blocks
 
 
 def _shared_prefix(keys: Sequence[BlockKey], others: Sequence[BlockKey]) -> int:
-    """Keys name whole chains: where two are equal, all before them are."""
+    """Return the common prefix.
+
+    Keys name whole chains: where two are equal, all before them are.
+    """
     shared, end = 0, min(len(keys), len(others))
     if not end or keys[0] != others[0]:
         return 0

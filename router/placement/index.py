@@ -1,14 +1,16 @@
-"""Which worker holds which block: exact, from the workers' own events. Pure.
+"""The prefix index: which worker holds which block, exact, from the workers' events.
 
-A worker is a bit, and a block the integer of its holders' bits: a million blocks cost a dictionary entry, a key and an
-integer each, and following a prompt costs one look-up and at most one `and` a block. Neighbours of a chain mostly have
-the same holders, and then share the integer too: what was the same object before an event is the same after it.
+Pure.
+
+A worker is a bit, and a block maps to the integer of its holders' bits. A million blocks cost a dictionary entry, a key
+and an integer each; following a prompt costs one lookup and at most one `and` per block. Neighbours of a chain mostly
+have the same holders and then share one integer object, also after events.
 
     slot    free ──first seen──▶ alive ──gone──▶ dead ──a sweep has passed all shards──▶ free
 
-A worker that goes leaves every answer at once, since answers are masked by the bits of the living. Its bits are cleared
-later, one shard at a time, paid for by the keys that other events bring; only then does another worker get its slot.
-The shards also bound how long a dictionary that grows holds everybody up.
+A worker that leaves disappears from all answers at once, since answers are masked by the living workers' bits. Its bits
+are cleared later, one shard at a time, paid for by keys of other events; only then does another worker get its slot.
+Shards also bound the pause while a dictionary grows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,40 +18,43 @@ from collections.abc import Iterator, Sequence
 from engine.kv.block_keys import BlockKey
 
 NUM_SHARDS = 256
-"""By a key's first byte."""
+"""Number of shards, by a key's first byte."""
 
 
 class PrefixIndex:
-    """Block keys of all workers. A worker unknown here holds nothing."""
+    """Block keys of all workers.
+
+    An unknown worker holds nothing.
+    """
 
     def __init__(self) -> None:
         self._shards: list[dict[BlockKey, int]] = [{} for _ in range(NUM_SHARDS)]
         self._slots: dict[str, int] = {}
         self._worker_ids: list[str] = []
-        """By slot; of a slot that is not alive, whoever had it last."""
+        """Worker ids by slot; for a slot that is not alive, its last worker."""
         self._alive = 0
         self._used = 0
         """Slots whose bit may be set somewhere."""
         self._free: list[int] = []
         self._dead = 0
-        """To be swept in the next round."""
+        """Dead slots to be swept in the next round."""
         self._sweeping = 0
-        """Being swept: in the shards before `_next_shard` there are none left."""
+        """Slots being swept; shards before `_next_shard` have none of their bits left."""
         self._next_shard = 0
         self._earned = 0
 
     @property
     def num_keys(self) -> int:
-        """Blocks held by anybody, and blocks of dead workers that no sweep has reached."""
+        """Number of blocks held by any worker, and of unswept blocks of dead workers."""
         return sum(map(len, self._shards))
 
     @property
     def num_slots(self) -> int:
-        """Of workers there, workers whose blocks are not all swept, and free ones: bits of an integer, at most."""
+        """Number of slots, which bounds the bits of an integer: present workers, unswept ones, and free slots."""
         return len(self._worker_ids)
 
     def add(self, worker_id: str, keys: Sequence[BlockKey]) -> None:
-        """`worker_id` holds these blocks now."""
+        """Record that a worker holds these blocks."""
         if not keys:
             return
         bit = 1 << self._slot(worker_id)
@@ -63,7 +68,7 @@ class PrefixIndex:
         self._earn(len(keys))
 
     def discard(self, worker_id: str, keys: Sequence[BlockKey]) -> None:
-        """`worker_id` no longer holds these blocks."""
+        """Record that a worker no longer holds these blocks."""
         slot = self._slots.get(worker_id)
         if slot is None:
             return
@@ -81,7 +86,10 @@ class PrefixIndex:
         self._earn(len(keys))
 
     def drop_worker(self, worker_id: str) -> None:
-        """`worker_id` is gone, or will say all it holds anew. Takes no longer than the sweep of one shard."""
+        """Drop a worker that left, or that will send a snapshot.
+
+        Takes no longer than the sweep of one shard.
+        """
         slot = self._slots.pop(worker_id, None)
         if slot is None:
             return
@@ -89,12 +97,12 @@ class PrefixIndex:
         self._alive &= ~bit
         if self._used & bit:
             self._dead |= bit
-            self._sweep_shard()  # so that at most 2 * NUM_SHARDS slots are ever dead
+            self._sweep_shard()  # bounds dead slots to 2 * NUM_SHARDS
         else:
             self._free.append(slot)
 
     def match(self, keys: Sequence[BlockKey]) -> dict[str, int]:
-        """For each worker that holds a prefix of `keys`, how many of its blocks; the others are left out."""
+        """Return the number of leading blocks of `keys` that each worker holds, without workers that hold none."""
         matched: dict[str, int] = {}
         shards, alive, before, depth = self._shards, self._alive, -1, 0
         for key in keys:
@@ -112,19 +120,19 @@ class PrefixIndex:
         return matched
 
     def keys_of(self, worker_id: str) -> frozenset[BlockKey]:
-        """Reads the whole index: for audits and tests."""
+        """Return a worker's keys by reading the whole index: for audits and tests."""
         slot = self._slots.get(worker_id)
         if slot is None:
             return frozenset()
         return frozenset(key for shard in self._shards for key, holders in shard.items() if holders >> slot & 1)
 
     def sweep(self) -> None:
-        """Clear at once what dead workers left."""
+        """Clear all bits of dead workers at once."""
         while self._dead or self._sweeping:
             self._sweep_shard()
 
     def check_integrity(self) -> None:
-        """Every slot is alive, dead, or free and then set nowhere."""
+        """Check that every slot is alive, dead, or free and set nowhere."""
         alive = set(self._slots.values())
         dead = set(_slots_of(self._dead | self._sweeping))
         assert self._alive == sum(1 << slot for slot in alive)
@@ -156,7 +164,7 @@ class PrefixIndex:
             matched[self._worker_ids[slot]] = depth
 
     def _earn(self, num_keys: int) -> None:
-        """A key applied pays for a key swept, so a round ends before as many events have come as there are keys."""
+        """Count applied keys: each pays for one swept key, so a round ends before as many events as there are keys."""
         if not (self._dead or self._sweeping):
             return
         self._earned += num_keys
@@ -185,7 +193,7 @@ class PrefixIndex:
 
 
 def _slots_of(mask: int) -> Iterator[int]:
-    """The bits that are set, lowest first."""
+    """Yield the set bits, lowest first."""
     while mask:
         lowest = mask & -mask
         yield lowest.bit_length() - 1

@@ -1,15 +1,15 @@
-"""Where a request goes: one pure function over a snapshot.
+"""`place`: the placement decision, one pure function over the worker table.
 
-Every way to start the request now gets a predicted cost in seconds: a decode worker, and where it gets the blocks that
-it lacks. It may compute them itself; read what another worker holds of them, which that worker lends at once; or borrow
-all from a prefill worker, which computes what it lacks, and may itself read a part from whoever saves it most.
+Every way to start the request now gets a predicted cost in seconds: a decode worker, and how it gets the blocks it
+lacks. It may compute them itself; read those that another worker holds, which that worker lends at once; or borrow all
+from a prefill worker, which computes what it lacks, and may itself read a part from the source that saves most.
 
-    TTFT     the lender's queue, what it must read and compute, the transfer of what the decode worker lacks, and what
+    TTFT     the lender's queue, its reads and computing, the transfer of what the decode worker lacks, and what
              the decode worker computes itself
     + delay  what computing on the decode worker costs each of its decoding streams, and what one more stream costs all
 
-and the cheapest wins. `candidates.py` says the same for one candidate; here are matrices of them, in the same order of
-operations, so that both give the same floating point numbers and so the same ties.
+The cheapest wins. `candidates.py` computes the same for one candidate; here are matrices of all, in the same order of
+operations, so both give equal floating point numbers and equal ties.
 """
 
 from dataclasses import dataclass, field
@@ -24,12 +24,12 @@ from router.placement.rates import Bools, Floats, Ints, Rates
 from router.placement.worker_table import Hits, WorkerTable
 
 FEW = 5
-"""Of the ways not chosen, the cheapest that are remembered."""
+"""Number of cheapest alternatives that a decision keeps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A way that was not chosen."""
+    """A candidate that was not chosen."""
 
     decode_id: str
     lender_id: str | None
@@ -39,33 +39,33 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The chosen workers; `lender_id` None: the decode worker computes the prompt itself."""
+    """The chosen workers; without `lender_id` the decode worker computes the prompt itself."""
 
     decode_id: str
     lender_id: str | None
     lender_computes: bool
-    """What it lacks; else it lends what it holds."""
+    """Whether the lender computes blocks it lacks; otherwise it lends what it holds."""
     source_id: str | None
-    """From whom the lender reads what it lacks, before it computes the rest."""
+    """Worker from which the lender reads blocks it lacks before it computes the rest."""
     lender_tokens: int
-    """What the lender will have to compute."""
+    """Tokens that the lender will compute."""
     own_tokens: int
-    """What the decode worker will."""
+    """Tokens that the decode worker will compute."""
     predicted_ttft_s: float
     cost_s: float
     num_candidates: int
     reason: str
     hit_blocks: int = 0
-    """Of the prompt, predicted: such as nobody computes."""
+    """Predicted blocks of the prompt that no worker computes."""
     alternatives: tuple[Alternative, ...] = field(default=(), compare=False)
-    """The next best, of few."""
+    """The next best candidates, at most FEW."""
 
 
 def startable(demand: Demand, workers: WorkerTable, available: Ints | None = None) -> Bools:
-    """[W]: the decode workers that can start the request now, with `available` blocks if not all that are; of these
-    canaries or the others, as its lot says.
+    """Return which decode workers can start the request now, [W], by `available` blocks if given.
 
-    A worker that could not hold the whole request would refuse it for good.
+    The traffic hash decides between canaries and other workers. A worker that could not hold the whole request would
+    refuse it for good.
     """
     promised = np.array([demand.num_promised_blocks(reserve) for reserve in workers.reserves], np.int64)
     there = workers.available_blocks if available is None else available
@@ -76,16 +76,16 @@ def startable(demand: Demand, workers: WorkerTable, available: Ints | None = Non
 def place(
     demand: Demand, workers: WorkerTable, hits: Hits, rates: Rates, available: Ints | None = None
 ) -> Decision | None:
-    """The cheapest way, or None when no decode worker can start the request now, with `available` blocks of it each.
+    """Return the cheapest candidate, or None when no decode worker can start the request now.
 
-    Ties go to the first in order of worker ids.
+    `available` are the blocks it may use of each. Ties go to the first in order of worker ids.
     """
     rows = np.flatnonzero(startable(demand, workers, available))
     return place_on(rows, demand, workers, hits, rates) if len(rows) else None
 
 
 def place_on(rows: Ints, demand: Demand, workers: WorkerTable, hits: Hits, rates: Rates) -> Decision:
-    """The cheapest way among those that begin on the decode workers of `rows`, of which there are some."""
+    """Return the cheapest candidate on the decode workers of `rows`, which are not empty."""
     way, num_candidates, alternatives = _Matrices(demand, workers, hits, rates, rows).cheapest()
     best = assess(demand, workers, hits, rates, way)
     return Decision(
@@ -119,7 +119,7 @@ class _Matrices:
         self._crowding_s = workers.running[rows] * rates.stream_delay_s[rows]
 
     def cheapest(self) -> tuple[Route, int, tuple[Alternative, ...]]:
-        """It, of how many, and the next ones."""
+        """Return the cheapest route, the number of candidates, and the alternatives."""
         alone_s = self._cost_s(0.0, self._own_s(self._own), self._queue_s)
         at = int(alone_s.argmin())
         found = [(float(alone_s[at]), at, -1, False, -1)]
@@ -148,7 +148,7 @@ class _Matrices:
     def _alternatives(
         self, near: list[tuple[float, int, int, bool]], chosen: tuple[float, int, int, bool]
     ) -> tuple[Alternative, ...]:
-        """The first of those near the chosen one, by cost."""
+        """Return the first alternatives by cost."""
         ids = self._workers.ids
         return tuple(
             Alternative(ids[self._rows[decode]], ids[lender] if lender >= 0 else None, computes, cost_s)
@@ -157,17 +157,17 @@ class _Matrices:
         )[:FEW]
 
     def _own_s(self, num_blocks: Floats) -> Floats:
-        """[D]: of the decode workers themselves, when they have so many blocks each."""
+        """Return the seconds of the decode workers' own computing with so many blocks each, [D]."""
         tokens = self._demand.num_tokens - num_blocks * self._demand.block_tokens
         return tokens / self._tokens_per_s
 
     def _cost_s(self, loan_s: Floats | float, own_s: Floats, queue_s: Floats) -> Floats:
-        """[D]"""
+        """Return the cost, [D]."""
         cost_s: Floats = loan_s + queue_s + (self._fixed_s + own_s) + (self._decoding * own_s + self._crowding_s)
         return cost_s
 
     def _reading(self) -> tuple[Floats, Ints, None] | None:
-        """Costs [D, L] of reading what L lenders hold, infinite where it is not possible; and their rows."""
+        """Return costs [D, L] of reading what L lenders hold, infinite where impossible, and their rows."""
         lenders = np.flatnonzero(self._held > self._own.min())
         if not len(lenders):
             return None
@@ -186,8 +186,10 @@ class _Matrices:
         return cost_s, lenders, None
 
     def _computing(self) -> tuple[Floats, Ints, Ints] | None:
-        """Costs [D, L] of borrowing all from L prefill workers, infinite where it is not possible; their rows; and
-        those of their sources, -1 for none."""
+        """Return costs [D, L] of borrowing all from L prefill workers, their rows, and their sources' rows.
+
+        Costs are infinite where impossible; -1 means no source.
+        """
         demand, workers, rates = self._demand, self._workers, self._rates
         usable = demand.num_usable_blocks
         lenders = np.flatnonzero(workers.computing_lenders(usable, demand.traffic_hash))
@@ -210,7 +212,7 @@ class _Matrices:
         return cost_s, lenders, sources
 
     def _sources(self, lenders: Ints) -> tuple[Ints, Floats, Floats]:
-        """[L] each: the row of the best source or -1, blocks the lender has after reading from it, and seconds."""
+        """Return [L] each: row of the best source or -1, blocks of the lender after reading from it, and seconds."""
         have = self._due[lenders]
         none = np.full(len(lenders), -1), have, np.zeros(len(lenders))
         holders = np.flatnonzero(self._held > have.min())
@@ -234,7 +236,7 @@ class _Matrices:
 
 
 def _few(cost_s: Floats) -> Ints:
-    """Places of the FEW + 1 least, in no order."""
+    """Return the indices of the FEW + 1 smallest costs, unordered."""
     if len(cost_s) <= FEW + 1:
         return np.arange(len(cost_s))
     return np.argpartition(cost_s, FEW)[: FEW + 1]
@@ -244,12 +246,12 @@ _Item = TypeVar("_Item", bound=np.generic)
 
 
 def _pick(matrix: NDArray[_Item], rows: Ints, columns: Ints) -> NDArray[_Item]:
-    """[rows, columns] of [W, W]."""
+    """Return [rows, columns] of a [W, W] matrix."""
     return matrix.take(rows, axis=0).take(columns, axis=1)
 
 
 def _reason(demand: Demand, workers: WorkerTable, hits: Hits, way: Route, best: Candidate) -> str:
-    """In words a user can check against the receipt."""
+    """Return the reason in words that a user can check against the receipt."""
     usable, running = demand.num_usable_blocks, int(workers.running[way.decode])
 
     def held(row: int) -> int:

@@ -1,4 +1,7 @@
-"""All that a decision was made of, as it stood then: for people who ask later. Pure."""
+"""Inputs of a decision as they were, for later questions.
+
+Pure.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -9,25 +12,25 @@ from router.placement.rates import Ints, Rates
 from router.placement.worker_table import Hits, WorkerTable
 
 FIXED_BYTES = 4096
-"""Of the objects around the figures, about."""
+"""Approximate bytes of the objects around the arrays."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacementSnapshot:
-    """Nobody changes it."""
+    """Inputs of one decision, never changed."""
 
     demand: Demand
     workers: WorkerTable
     hits: Hits
     rates: Rates
     available: Ints | None
-    """Blocks that the request might take of each worker, where these were not all there were."""
+    """Blocks that the request could use of each worker, if not all."""
 
     @classmethod
     def of(
         cls, demand: Demand, workers: WorkerTable, hits: Hits, rates: Rates, available: Ints | None
     ) -> "PlacementSnapshot":
-        """`workers` may change afterwards; the others may not."""
+        """Copy the inputs; only `workers` may change afterwards."""
         frozen = replace(
             workers,
             draining=workers.draining.copy(),
@@ -37,15 +40,15 @@ class PlacementSnapshot:
             available_blocks=workers.available_blocks.copy(),
             num_blocks=workers.num_blocks.copy(),
         )
-        kept = replace(demand, other_keys=()) if demand.other_keys else demand  # what they came to is in `hits`
+        kept = replace(demand, other_keys=()) if demand.other_keys else demand  # their result is in `hits`
         return cls(kept, frozen, hits, rates, available)
 
     def candidates(self) -> list[Candidate]:
-        """What was compared, the one that was chosen first."""
+        """Return the compared candidates, the chosen one first."""
         return explain(self.demand, self.workers, self.hits, self.rates, self.available)
 
     def num_bytes(self, before: "PlacementSnapshot | None") -> int:
-        """Of memory, about, beside what it has in common with the one before it."""
+        """Return the approximate memory, without what it shares with the previous snapshot."""
         columns = 16 * 8 * len(self.workers.ids)
         shared = before is not None and before.rates.kv_bytes_per_s is self.rates.kv_bytes_per_s
         return FIXED_BYTES + columns + (0 if shared else 2 * self.rates.kv_bytes_per_s.nbytes)

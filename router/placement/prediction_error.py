@@ -1,17 +1,20 @@
-"""How good predictions are: the logarithm of predicted over actual, as running quantiles. Pure."""
+"""Quality of predictions: the logarithm of predicted over actual, as running quantiles.
+
+Pure.
+"""
 
 import math
 from collections.abc import Sequence
 
 BINS_PER_DOUBLING = 8
 DOUBLINGS = 10
-"""A prediction wrong by more than 2 to this counts as wrong by that."""
+"""Factor, in powers of two, at which a wrong prediction is capped."""
 MEMORY = 4096
-"""Once so many are counted, all counts are halved: quantiles follow the last few thousand."""
+"""Number of predictions at which all counts are halved, so that quantiles follow the last few thousand."""
 
 
 class LogRatios:
-    """Predicted over actual. A histogram in the logarithm: a quantile is right within half a bin, 4.5 %."""
+    """Histogram of the logarithm of predicted over actual; a quantile is right within half a bin, 4.5 %."""
 
     def __init__(self) -> None:
         self._counts = [0.0] * (2 * DOUBLINGS * BINS_PER_DOUBLING + 1)
@@ -19,7 +22,7 @@ class LogRatios:
         self.num_seen = 0
 
     def add(self, predicted: float, actual: float) -> None:
-        """Both above 0."""
+        """Add a prediction; both values are above 0."""
         doublings = max(-DOUBLINGS, min(DOUBLINGS, math.log2(predicted / actual)))
         self._counts[round((doublings + DOUBLINGS) * BINS_PER_DOUBLING)] += 1
         self._total += 1
@@ -29,7 +32,7 @@ class LogRatios:
             self._total /= 2
 
     def quantiles(self, shares: Sequence[float]) -> list[float]:
-        """Predicted over actual at these shares, in [0, 1]; all nan before the first prediction."""
+        """Return predicted over actual at these shares, in [0, 1]; nan before the first prediction."""
         return [self._quantile(share) for share in shares]
 
     def _quantile(self, share: float) -> float:

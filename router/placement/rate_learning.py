@@ -1,8 +1,10 @@
-"""Rates of a fleet, learnt from what receipts measured, as the arrays that placement reads. Pure.
+"""Speeds of a fleet, learned from receipts, as the arrays that placement reads.
 
-A worker that was never seen is taken for the mean of its kind. A pair that was never seen is taken for what its lender
-is to others and its borrower to others, in the middle of the two; for either alone, or the mean of all pairs, where
-that is all there is. Whatever is seen for the first time starts from what was taken for it until then.
+Pure.
+
+A worker without measurements gets the mean of its kind. A pair without measurements gets the middle between its
+lender's speed to others and its borrower's from others, or either alone, or the mean of all pairs. The first
+measurement starts from that assumption.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,28 +16,27 @@ import numpy as np
 from router.placement.rates import Floats, Ints, LinearFit, LinearFits, Priors, Rates
 
 LEAST_DELAY_SHARE = 4
-"""A stream is never taken to cost less than the prior by more than this: they are to be spread even where steps cost
-the same."""
+"""Bound on how much less than the prior a stream may cost: streams should be spread even where steps cost the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiptTimings:
-    """What one receipt says of its workers: (amount, seconds) each, None where it says nothing."""
+    """Measurements of one receipt: (amount, seconds) each, or None."""
 
     decode_id: str
     lender_id: str | None = None
     prefill: tuple[float, float] | None = None
     """Tokens that the lender had queued and computed."""
     transfer: tuple[float, float] | None = None
-    """Bytes that the decode worker read of what the lender held."""
+    """Bytes that the decode worker read of blocks the lender held."""
     tail: tuple[float, float] | None = None
     """Tokens that the decode worker had queued and computed."""
     step: tuple[float, float] | None = None
-    """Running streams, and one step with them."""
+    """Running streams, and the seconds of one step with them."""
 
 
 class RateLearner:
-    """Lines by worker and pair; `rates` is [W] of the workers it was last told of."""
+    """Learned lines by worker and pair; `rates` is [W] for the present workers."""
 
     def __init__(self, priors: Priors) -> None:
         self._priors = priors
@@ -54,7 +55,10 @@ class RateLearner:
         return self._rates
 
     def rates_as_they_are(self) -> Rates:
-        """A copy. What is known of pairs, which is large and seldom changes, is copied once until it changes."""
+        """Return a copy.
+
+        The pairs' arrays, large and rarely changed, are copied only after changes.
+        """
         if self._pairs_copy is None:
             self._pairs_copy = self._rates.loan_overhead_s.copy(), self._rates.kv_bytes_per_s.copy()
         rates, (overhead_s, bytes_per_s) = self._rates, self._pairs_copy
@@ -69,7 +73,7 @@ class RateLearner:
         )
 
     def arrange(self, worker_ids: Sequence[str]) -> None:
-        """These are the workers now, ascending. What was learnt of others is forgotten."""
+        """Set the present workers, ascending; forget all others."""
         self._pairs_copy = None
         present = set(worker_ids)
         for lines in (self._prefill, self._tail, self._step, self._lends, self._borrows):
@@ -91,7 +95,7 @@ class RateLearner:
             self._write_pair(self._row_of[borrower_id], self._row_of[lender_id], line)
 
     def observe(self, measured: ReceiptTimings) -> None:
-        """Workers that are gone are passed over."""
+        """Learn from a receipt; workers that left are skipped."""
         if measured.decode_id not in self._row_of:
             return
         self._observe_worker(self._tail, measured.decode_id, measured.tail)
@@ -129,7 +133,7 @@ class RateLearner:
         self._write_pair(borrower, lender, pair)
 
     def _write_workers(self, lines: LinearFits, rows: Iterable[int]) -> None:
-        """What these workers are taken for now."""
+        """Write the present speeds of these workers."""
         rates, least_delay_s = self._rates, self._priors.stream_delay_s / LEAST_DELAY_SHARE
         for row in rows:
             line = lines.of(self._ids[row])
@@ -146,7 +150,7 @@ class RateLearner:
         self._rates.kv_bytes_per_s[borrower, lender] = 1 / line.unit_s
 
     def _write_unmeasured(self, borrowers: Ints, lenders: Ints) -> None:
-        """What is taken for those of these pairs that were never seen."""
+        """Write the assumed speeds of those of these pairs that have no measurements."""
         if not len(borrowers) or not len(lenders):
             return
         at = np.ix_(borrowers, lenders)
@@ -162,7 +166,7 @@ class RateLearner:
 
 
 class _Ends:
-    """Of each worker as one end of loans: logarithms of its line's two parts, [2, W]; 0 where it was never seen."""
+    """Each worker as one end of loans: logarithms of its line's two parts, [2, W]; 0 without measurements."""
 
     def __init__(self, num_workers: int) -> None:
         self.seen = np.zeros(num_workers, np.bool_)

@@ -1,6 +1,8 @@
-"""How fast things go: what placement reads, and lines learnt online from what was measured. Pure.
+"""Speeds that placement reads, and lines learned online.
 
-Everything that takes time here is a line: so many seconds, and so many more for each token, byte or stream.
+Pure.
+
+Every duration here is a line: fixed seconds, and seconds per token, byte or stream.
 """
 
 import math
@@ -15,56 +17,57 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 MAX_SURPRISE = math.log(4)
-"""A measurement further from the prediction than by this factor counts as if it were this far."""
+"""Cap on a measurement's distance from the prediction, as a logarithm of a factor."""
 DOUBT = 0.25
-"""Variance of a prior in the logarithm, in units of a measurement's: it counts as much as four of them."""
+"""Variance of a prior in the logarithm, in units of a measurement's: the prior weighs as much as four."""
 DRIFT = 0.0025
-"""What a variance gains with each measurement, since machines change: a twentieth is the least weight of a new one."""
+"""Growth of a variance with each measurement, since machines change; the weight of a new one stays above a twentieth.
+"""
 MAX_FACTOR = math.exp(MAX_SURPRISE * math.sqrt(DOUBT) / 2)
-"""By which a single measurement moves anything at most."""
+"""Largest factor by which one measurement moves a value."""
 LEAST, MOST = 1e-12, 1e9
-"""Seconds."""
+"""Smallest and largest duration, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Priors:
-    """What is assumed before anything was measured."""
+    """Speeds assumed before any measurement."""
 
     prefill_tokens_per_s: float
     decode_prefill_tokens_per_s: float
     kv_bytes_per_s: float
     loan_overhead_s: float
     step_s: float
-    """What a prompt costs on either kind of worker whatever its length."""
+    """Fixed seconds of a prompt on either kind of worker."""
     stream_delay_s: float
-    """What one more running stream on a decode worker costs; spreads streams where nothing else decides."""
+    """Seconds that one more running stream costs on a decode worker; spreads streams where nothing else decides."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rates:
-    """What placement assumes of W workers, in order of their ids.
+    """Speeds of W workers, in order of their ids.
 
-    What is learnt is written into the arrays: read them before the next event.
+    Learning writes into the arrays: read them before the next event.
     """
 
     prefill_tokens_per_s: Floats
-    """[W], as a lender."""
+    """Prompt tokens per second as a lender, [W]."""
     prefill_fixed_s: Floats
-    """[W]"""
+    """Fixed seconds of a prompt as a lender, [W]."""
     decode_prefill_tokens_per_s: Floats
-    """[W], of prompts beside running streams."""
+    """Prompt tokens per second beside running streams, [W]."""
     tail_fixed_s: Floats
-    """[W], of those."""
+    """Fixed seconds of a prompt beside running streams, [W]."""
     stream_delay_s: Floats
-    """[W]"""
+    """Seconds that one more stream costs, [W]."""
     kv_bytes_per_s: Floats
-    """[W, W], by borrower and lender."""
+    """Bytes per second by borrower and lender, [W, W]."""
     loan_overhead_s: Floats
-    """[W, W], by borrower and lender."""
+    """Fixed seconds of a loan by borrower and lender, [W, W]."""
 
     @classmethod
     def uniform(cls, num_workers: int, priors: Priors) -> "Rates":
-        """The same for all."""
+        """Return equal speeds for all workers."""
         each, pairs = (num_workers,), (num_workers, num_workers)
         return cls(
             prefill_tokens_per_s=np.full(each, priors.prefill_tokens_per_s),
@@ -79,11 +82,11 @@ class Rates:
 
 @dataclass(slots=True)
 class LinearFit:
-    """`fixed_s + amount * unit_s`, both above 0.
+    """A line `fixed_s + amount * unit_s`, both above 0.
 
-    An extended Kalman filter over the logarithms of the two, which drift, and of a measurement, whose surprise is
-    clipped. Their covariance P never exceeds DOUBT (drift fades as it comes near), so the gain P h / (1 + h P h) never
-    exceeds √DOUBT / 2 whatever h is: one measurement, whatever it says, moves neither by more than MAX_FACTOR.
+    An extended Kalman filter over the logarithms of the two, which drift, with clipped surprise of measurements. Their
+    covariance P never exceeds DOUBT (drift fades near it), so the gain P h / (1 + h P h) never exceeds √DOUBT / 2
+    whatever h is: one measurement moves neither value by more than MAX_FACTOR.
     """
 
     fixed_s: float
@@ -97,7 +100,7 @@ class LinearFit:
         return self.fixed_s + amount * self.unit_s
 
     def observe(self, amount: float, seconds: float) -> None:
-        """`amount` took `seconds`; neither may be below 0."""
+        """Learn that `amount` took `seconds`; neither is below 0."""
         assert amount >= 0
         assert seconds >= 0
         self.num_seen += 1
@@ -117,7 +120,7 @@ class LinearFit:
         self._covariance = kept * (self._covariance - to_fixed * to_unit / doubt)
 
     def fresh(self) -> "LinearFit":
-        """One that starts from here."""
+        """Return a new line that starts from the present values."""
         return LinearFit(self.fixed_s, self.unit_s)
 
 
@@ -127,7 +130,7 @@ def _bounded(seconds: float) -> float:
 
 @dataclass(slots=True)
 class LinearFits:
-    """One line per worker; a worker that was never seen has the mean of all, which is the prior at first."""
+    """Lines by worker; a worker without measurements has the mean of all, at first the prior."""
 
     mean: LinearFit
     by_worker: dict[str, LinearFit] = field(default_factory=dict)
@@ -142,5 +145,5 @@ class LinearFits:
         return self.by_worker.get(worker_id, self.mean)
 
     def keep(self, worker_ids: Container[str]) -> None:
-        """Forget all others; the mean stays."""
+        """Forget all other workers; the mean stays."""
         self.by_worker = {worker_id: line for worker_id, line in self.by_worker.items() if worker_id in worker_ids}

@@ -1,4 +1,7 @@
-"""What a receipt says about speed. Pure."""
+"""Measurements of speed in a receipt.
+
+Pure.
+"""
 
 from protos import inference_pb2 as pb
 from router.placement.rate_learning import ReceiptTimings
@@ -7,10 +10,10 @@ from router.placement.rate_learning import ReceiptTimings
 def measured(
     finish: pb.Finish, decode_queued_tokens: int, lender_queued_tokens: int, running: float, num_choices: int
 ) -> ReceiptTimings:
-    """`finish` is the one that ended the stream. What was queued at the workers when the request was placed, before it;
-    `running` streams beside it on its decode worker, itself included.
+    """Return the measurements of `finish`, which ended the stream.
 
-    Nothing is learnt from what failed, was preempted, or was several things at once.
+    The queued tokens are those at the workers before this placement; `running` streams include this one. Nothing is
+    learned from requests that failed, were preempted, or mix several causes.
     """
     receipt = finish.receipt
     kv, placement = receipt.kv, receipt.placement

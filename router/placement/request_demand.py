@@ -1,4 +1,7 @@
-"""What a checked request needs of a model's workers. Pure."""
+"""Demand of a checked request on a model's workers.
+
+Pure.
+"""
 
 from collections.abc import Sequence
 
@@ -8,8 +11,10 @@ from router.placement.demand import Demand, num_blocks_of
 
 
 def chains_of(prompt: Sequence[int], sampling: pb.Sampling, unfinished: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The tokens of each choice that is not finished, of which `unfinished` has what was emitted; of beam search, which
-    begins anew, those of each beam."""
+    """Return the tokens of each unfinished choice, with its emitted tokens in `unfinished`.
+
+    A beam search starts again: it gives the tokens of each beam.
+    """
     if sampling.HasField("beam_width"):
         return [list(prompt)] * sampling.beam_width
     return [[*prompt, *emitted] for emitted in unfinished]
@@ -25,10 +30,12 @@ def demand_of(
     largest_pool: int | None,
     traffic_hash: float = 1.0,
 ) -> Demand:
-    """`to_score`: log probabilities of the prompt are still to come, so all of it is computed. `largest_pool` None: of
-    any size.
+    """Return the demand.
 
-    Raises InvalidRequest for what not even the largest pool could hold.
+    Raises InvalidRequest for a request that not even the largest pool could hold.
+
+    `to_score`: log probabilities of the prompt are still to come, so all of it is computed. `largest_pool` None: of any
+    size.
     """
     num_prompt = len(prompt)
     end = num_prompt + sampling.max_tokens
@@ -50,5 +57,5 @@ def demand_of(
 
 
 def num_outputs(sampling: pb.Sampling) -> int:
-    """Choices that are computed: those returned, or the beams."""
+    """Return the number of computed choices: those returned, or the beams."""
     return sampling.beam_width if sampling.HasField("beam_width") else sampling.n

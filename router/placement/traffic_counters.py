@@ -1,4 +1,4 @@
-"""What came to a router for one model, and how soon it was answered: counters that only grow, for a planner."""
+"""Traffic of one model at this router: growing counters, for the planner."""
 
 from bisect import bisect_left
 
@@ -7,7 +7,7 @@ from protos import inference_pb2 as pb
 
 
 class Latencies:
-    """A histogram with the bounds of the metrics."""
+    """Histogram with the bounds of the metrics."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(LATENCY_S) + 1)
@@ -22,7 +22,7 @@ class Latencies:
 
 
 class TrafficCounters:
-    """Since the router started."""
+    """Counters since the router started."""
 
     def __init__(self) -> None:
         self._arrived = self._arrived_tokens = 0
@@ -30,16 +30,16 @@ class TrafficCounters:
         self._ttft, self._itl = Latencies(), Latencies()
 
     def arrived(self, prompt_tokens: int) -> None:
-        """A request that is well formed, whether there is anybody to serve it or not."""
+        """Count a well-formed request, whether any worker can serve it or not."""
         self._arrived += 1
         self._arrived_tokens += prompt_tokens
 
     def first_token(self, ttft_s: float) -> None:
-        """Of a request, so long after it came."""
+        """Count a first token, `ttft_s` after its request's arrival."""
         self._ttft.add(ttft_s)
 
     def finished(self, finish: pb.Finish) -> None:
-        """A request ended well, with this receipt."""
+        """Count a successful request."""
         kv, usage = finish.receipt.kv, finish.usage
         self._ended_tokens += usage.prompt_tokens
         self._lent_tokens += kv.lender_computed_blocks * kv.block_tokens

@@ -1,4 +1,4 @@
-"""Workers as their router knows them, and what is placed on them: the records that `fleet.py` keeps."""
+"""Records of workers and of placements, which `fleet.py` keeps."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,18 +10,18 @@ from router.placement.placement_snapshot import PlacementSnapshot
 
 
 class UnreportedPlacements:
-    """Placements that a worker's reports do not count yet, and what they come to."""
+    """Placements that a worker's reports do not include yet, and their sums."""
 
     __slots__ = ("_taken", "blocks", "streams", "tokens")
 
     def __init__(self) -> None:
         self.streams = 0
         self.tokens = 0
-        """Still to be computed."""
+        """Tokens still to be computed."""
         self.blocks = 0
-        """Promised."""
+        """Reserved blocks."""
         self._taken: dict[ActivePlacement, tuple[int, int, int]] = {}
-        """Streams, tokens and blocks of each."""
+        """Streams, tokens and blocks of each placement."""
 
     def __len__(self) -> int:
         return len(self._taken)
@@ -34,18 +34,18 @@ class UnreportedPlacements:
         self._count(streams, tokens, blocks)
 
     def computed(self, placed: "ActivePlacement") -> None:
-        """One that is there: its tokens are."""
+        """Count a placement's tokens as computed."""
         streams, tokens, blocks = self._taken[placed]
         self._taken[placed] = streams, 0, blocks
         self.tokens -= tokens
 
     def remove(self, placed: "ActivePlacement") -> None:
-        """One that is there."""
+        """Remove a placement."""
         streams, tokens, blocks = self._taken.pop(placed)
         self._count(-streams, -tokens, -blocks)
 
     def see(self, sequence: int) -> None:
-        """A report counts all that were placed up to this one."""
+        """Drop all placements up to `sequence`, which a report includes."""
         for placed in [placed for placed in self._taken if placed.sequence <= sequence]:
             self.remove(placed)
 
@@ -57,35 +57,35 @@ class UnreportedPlacements:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One membership: from Hello to the end of its stream."""
+    """One membership, from Hello to the end of its stream."""
 
     hello: pb.Hello
     load: pb.LoadReport | None = None
     num_reports: int = 0
-    """Of load; the last of them may have said nothing new."""
+    """Number of load reports, unchanged ones included."""
     next_cache_sequence: int | None = None
-    """None until the first snapshot."""
+    """Number of the next cache event; None until the first snapshot."""
     lost: bool = False
-    """Its engine fell silent; calls to it are cancelled."""
+    """Whether its engine fell silent; calls to it are cancelled."""
     on_lost: set[Callable[[], object]] = field(default_factory=set)
     unreported_decodes: UnreportedPlacements = field(default_factory=UnreportedPlacements)
-    """Placements on it that no report of its has seen."""
+    """Placements on it that no report of its includes."""
     unreported_lends: UnreportedPlacements = field(default_factory=UnreportedPlacements)
-    """Likewise as a lender, until their first token."""
+    """Placements on it as a lender that no report includes, until their first token."""
     num_cached: int = 0
-    """Blocks that it said it holds."""
+    """Blocks that it reported as held."""
     asked_blocks: int = 0
-    """Of prompts that it was to compute or lend, in streams that ended well."""
+    """Prompt blocks that it should compute or lend, over successful streams."""
     hit_blocks: int = 0
-    """Of those, what it had already."""
+    """Blocks among those that it held already."""
     draining: bool = False
-    """It was told to stop: it takes nothing more, and can be read. For good."""
+    """Whether it is stopping: it accepts nothing, and its blocks can be read."""
     avoided: bool = False
-    """What was placed on it failed: nothing starts there for a while."""
+    """Whether nothing starts there for a while, because placements failed."""
     failing: bool = False
-    """That, or it is to be seen whether it works again."""
+    """Whether its circuit breaker is open or half-open."""
     failing_lenders: "set[Worker]" = field(default_factory=set)
-    """Likewise, those from whom its loans failed."""
+    """Lenders for which the circuit breaker of its loans is open or half-open."""
 
     @property
     def worker_id(self) -> str:
@@ -98,31 +98,31 @@ class Worker:
 
 @dataclass(slots=True, eq=False)
 class ActivePlacement:
-    """A placement under way."""
+    """A placement in progress."""
 
     sequence: int
     decode: Worker
     lender: Worker | None
     lender_tokens: int
     own_tokens: int
-    """What the decode worker computes of the prompt."""
+    """Prompt tokens that the decode worker computes."""
     lender_computes: bool
     source: Worker | None
     demand: Demand
     keys: tuple[BlockKey, ...]
     predicted_ttft_s: float
     placement_snapshot: PlacementSnapshot | None
-    """Where these are kept; whoever keeps it takes it away from here."""
+    """Snapshot of the decision, where these are kept; its keeper takes it from here."""
     running_before: int
-    """On the decode worker, without it."""
+    """Streams on the decode worker without this one."""
     queued_before: tuple[int, int]
-    """Tokens of prompts that wait at the decode worker and at the lender, without its own."""
+    """Prompt tokens queued at the decode worker and at the lender, without this request's."""
     started: bool = False
-    """Its first token has come: the caches hold what it left in them, and have said so."""
+    """Whether the first token has come, so that caches have reported what it left in them."""
     failed: bool = False
-    """Its decode worker failed it."""
+    """Whether its decode worker failed."""
     lent: bool | None = None
-    """Whether its lender lent; None: that is not known, or nothing had to be lent."""
+    """Whether its lender lent; None when unknown or not needed."""
 
     @property
     def num_streams(self) -> int:

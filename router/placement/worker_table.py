@@ -1,4 +1,4 @@
-"""What placement sees of the workers: columns of figures, a row for each worker in order of ids."""
+"""The worker table: what placement sees of the workers, one row each in order of ids."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,62 +10,68 @@ from router.placement.rates import Bools, Floats, Ints
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """A worker as placement sees it: its last report plus what was placed on it since."""
+    """A worker as placement sees it: its last report plus later placements."""
 
     worker_id: str
     decodes: bool
     fingerprint: bytes
     running: int
     decoding: int
-    """Of the running ones: those past their prompt."""
+    """Running streams that are past their prompt."""
     queued_prefill_tokens: int
     available_blocks: int
     num_blocks: int
     reserve_output_tokens: int = 0
-    """As in its Hello."""
+    """Output tokens for which it reserves blocks, from its Hello."""
     draining: bool = False
-    """It takes no request, and computes for none; what it holds can be read."""
+    """Whether it accepts no request and computes for none; its blocks can be read."""
     traffic_share: float = 0.0
-    """As in its Hello."""
+    """Canary share, from its Hello."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkerTable:
-    """W workers, ascending by id. Whoever made it may change the figures in place: decide before the next event."""
+    """Columns of W workers, ascending by id.
+
+    The owner may change them in place: decide before the next event.
+    """
 
     ids: tuple[str, ...]
     row_of: Mapping[str, int]
     decodes: Bools
-    """[W], as are the others unless they say otherwise."""
+    """Whether each is a decode worker, [W], the shape of the others unless noted."""
     draining: Bools
     compatible: Bools
-    """[W, W]: two workers of one fingerprint."""
+    """Whether two workers have one fingerprint, [W, W]."""
     running: Ints
     decoding: Ints
     queued_prefill_tokens: Ints
     available_blocks: Ints
     num_blocks: Ints
     reserves: tuple[int, ...]
-    """The different values of reserve_output_tokens there are."""
+    """Distinct values of reserve_output_tokens."""
     reserve_of: Ints
-    """Which of them."""
+    """Index of each worker's value."""
     traffic_shares: Floats
-    """0: no canary."""
+    """Canary shares; 0: no canary."""
     with_canaries: bool
 
     @property
     def starts(self) -> Bools:
-        """[W]: decode workers that are to stay, on which requests may start."""
+        """Decode workers that are not draining, on which requests may start, [W]."""
         return self.decodes & ~self.draining
 
     def computing_lenders(self, num_blocks: int, traffic_hash: float) -> Bools:
-        """[W]: prefill workers that may compute so many blocks for a request of this lot."""
+        """Return the prefill workers that may compute so many blocks for a request with this traffic hash, [W]."""
         could: Bools = ~self.decodes & ~self.draining & (self.num_blocks >= num_blocks)
         return self.in_share(could, could, traffic_hash)
 
     def in_share(self, able: Bools, could: Bools, traffic_hash: float) -> Bools:
-        """[W]: those of the `able` that a request of this lot is for. A canary's goes to the others where no canary is
-        able; the others' to canaries only where nobody else `could` ever serve it."""
+        """Return those of the `able` workers that the traffic hash selects, [W].
+
+        A canary's request goes to others where no canary is able; another's goes to canaries only where no other worker
+        `could` ever serve it.
+        """
         if not self.with_canaries:
             return able
         canaries = self.traffic_shares > 0
@@ -108,14 +114,16 @@ class Hits:
     """Leading blocks of a prompt that each worker has, [W] in order of ids."""
 
     held: Floats
-    """There now."""
+    """Blocks there now."""
     due: Floats
-    """There when a loan that computes would come to be served."""
+    """Blocks that will be there when a loan that computes is served."""
 
     @classmethod
     def of(cls, workers: WorkerTable, held: Mapping[str, int], due: Mapping[str, int] | None = None) -> "Hits":
-        """By worker; who has none may be left out, and who is not among `workers` does not count. `due` as `held`
-        when left out: nothing is being computed."""
+        """Build arrays from counts by worker; missing workers have none, unknown ones are ignored.
+
+        `due` equals `held` when omitted: nothing is being computed.
+        """
         there = _by_row(workers, held)
         return cls(there, there if due is None else _by_row(workers, due))
 
