@@ -76,7 +76,7 @@ class Reservations:
         return long and free and all(kept.waiting is not waiting for kept in self.kept)
 
     def rows_closed_to(self, priority: int, queues: Queues, workers: WorkerTable) -> frozenset[int]:
-        """Return the workers reserved for others; a class above the reservation's avoids them only when that class is owed."""
+        """Return the workers reserved for others; a class above the reservation's avoids them only if that is owed."""
         return frozenset(
             workers.row_of[kept.worker_id]
             for kept in self.kept

@@ -1,7 +1,7 @@
-"""The models a router serves: which one a request goes to, and what belongs to each.
+"""The models of a router: which one serves a request, and the runtime of each.
 
-served_model.py    all of one model: files, tokenizer, grammar checker, fleet, line
-choice.py          `auto`: the rules, pure; chooser.py is its shell, costs.py what a token costs, config.py the settings
-prompts.py         text and chats to token ids; chat_template.py says what a template is given
-grammar_checker.py grammars are checked in grammar_process.py, a process that may die of them
+model_runtime.py   all of one model: files, tokenizer, grammar checker, fleet, queue, prices (costs.py)
+model_selection.py `auto`: the rules, pure; model_selector.py is its shell, config.py has the settings
+prompts.py         text and chats to token ids; chat_template.py renders templates; prompt_reading.py checks
+grammar_checker.py checks grammars in grammar_process.py, a process that may die of them
 """

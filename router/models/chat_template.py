@@ -1,4 +1,4 @@
-"""Chat templates: what becomes of messages, tools and the template's own variables. And their limits."""
+"""Chat templates: rendering of messages, tools and the template's own variables, with their limits."""
 
 import json
 import re
@@ -13,16 +13,16 @@ MAX_TOOLS = 128
 MAX_TOOLS_CHARS = 262_144
 MAX_VARIABLES_CHARS = 16_384
 WITH_TOOLS = "tool_use"
-"""Of several templates of a model, the one for requests with tools."""
+"""Name of the template for requests with tools, where a model has several."""
 _NAMES_TOOLS = re.compile(r"\btools\b")
 
 
 class ChatTemplate:
-    """A model's own program that turns messages into text."""
+    """A model's own template, a program that turns messages into text."""
 
     def __init__(self, source: str, special_tokens: dict[str, str], source_with_tools: str | None = None) -> None:
-        """`source_with_tools` where a model has another one for requests with tools."""
-        # Rendering is transformers' own; importing no more of it than this keeps torch out of the router.
+        """Compile the template; `source_with_tools` is another one for requests with tools, if the model has it."""
+        # Rendering is transformers' own; importing only this part keeps torch out of the router.
         from transformers.utils.chat_template_utils import render_jinja_template
 
         self._render = render_jinja_template
@@ -33,19 +33,21 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, model_dir: ModelDir) -> "ChatTemplate | None":
-        """From chat_template.jinja or tokenizer_config.json; None when the model has none."""
+        """Read chat_template.jinja or tokenizer_config.json; None when the model has no template."""
         config = model_dir.read_json("tokenizer_config.json")
         source, with_tools = config.get("chat_template"), None
         if (file := model_dir.path / "chat_template.jinja").exists():
             source = file.read_text()
-        if isinstance(source, list):  # several by name
+        if isinstance(source, list):  # several templates by name
             named = {entry["name"]: entry["template"] for entry in source}
             source, with_tools = named.get("default"), named.get(WITH_TOOLS)
         return cls(source, _special_tokens(config), with_tools) if source else None
 
     def render(self, request: pb.GenerateRequest) -> str:
-        """Of a request with messages. Ends where the assistant's answer begins. Raises InvalidRequest for tools and
-        variables that are none, and when the template refuses."""
+        """Render a request's messages up to where the assistant's answer begins.
+
+        Raises InvalidRequest for invalid tools or variables, and when the template refuses.
+        """
         tools = _read_tools(request.tools)
         if tools and not self._takes_tools:
             raise InvalidRequest("tools", "the model's chat template has no place for them")
@@ -61,7 +63,7 @@ class ChatTemplate:
                 **self._special_tokens,
                 **variables,
             )
-        except Exception as error:  # a template is a program and raises what it likes
+        except Exception as error:  # a template is a program and may raise anything
             raise InvalidRequest("messages", f"the model's chat template refuses them: {error}") from error
         text: str = rendered[0]
         return text
@@ -91,11 +93,14 @@ _OURS = frozenset(
         "return_assistant_tokens_mask",
     )
 )
-"""Variables that mean something to whoever renders."""
+"""Variable names reserved by the renderer."""
 
 
 def check_chat_fields(request: pb.GenerateRequest) -> None:
-    """Raises InvalidRequest for what means something to a chat template only, where the prompt is no chat."""
+    """Check fields that only a chat template uses.
+
+    Raises InvalidRequest where the prompt is no chat.
+    """
     if request.messages:
         return
     for field in ("tools", "chat_template_kwargs"):
@@ -104,7 +109,7 @@ def check_chat_fields(request: pb.GenerateRequest) -> None:
 
 
 def chars_of(request: pb.GenerateRequest) -> int:
-    """About what a template makes of the request's messages and tools."""
+    """Estimate the number of characters that a template makes of the messages and tools."""
     calls = sum(len(call.name) + len(call.arguments) for message in request.messages for call in message.tool_calls)
     return calls + sum(len(message.content) for message in request.messages) + sum(map(len, request.tools))
 
@@ -118,7 +123,7 @@ def _read_tools(texts: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _message(message: pb.ChatMessage, number: int, source: str) -> dict[str, Any]:
-    """As templates expect it: what was not said is not there, since they ask whether it is."""
+    """Return a message as templates expect it, without unset fields, since templates test for their presence."""
     role = "system" if message.role == "developer" and "developer" not in source else message.role
     seen: dict[str, Any] = {"role": role, "content": message.content}
     if message.name:
@@ -137,7 +142,10 @@ def _tool_call(call: pb.ToolCall, where: str) -> dict[str, Any]:
 
 
 def _object(text: str, field: str) -> dict[str, Any]:
-    """The JSON object in `text`. Raises InvalidRequest."""
+    """Parse the JSON object in `text`.
+
+    Raises InvalidRequest.
+    """
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -148,7 +156,7 @@ def _object(text: str, field: str) -> dict[str, Any]:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """bos_token and the like, which templates may name; given as strings or as objects with a `content`."""
+    """Return bos_token and other special tokens that templates may name, given as strings or as objects with `content`."""
     tokens = {name: value for name, value in config.items() if name.endswith("_token")}
     texts = {name: value["content"] if isinstance(value, dict) else value for name, value in tokens.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}

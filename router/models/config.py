@@ -1,4 +1,4 @@
-"""Settings of which models a router serves, and of how one is chosen for a request that names `auto`."""
+"""Settings of the served models, and of the choice for a request that names `auto`."""
 
 from pathlib import Path
 from typing import Annotated, Self
@@ -17,26 +17,26 @@ from pydantic import (
 from cluster.config import Config
 
 AUTO = "auto"
-"""What a request names to have its model chosen."""
+"""Model name of requests that leave the choice to the router."""
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class ModelEntry(Config):
-    """One model served."""
+    """One served model."""
 
     path: Path
-    """The model directory: config and tokenizer; the weights are not read."""
+    """Model directory: config and tokenizer; the router does not read weights."""
     name: str = Field(default="", max_length=256)
-    """What clients call it. Default: the directory's name."""
+    """Name for clients. Default: the directory's name."""
     input_price: NonNegativeFloat | None = None
-    """For a million prompt tokens, in a unit of your own. Set both prices or neither."""
+    """Price of a million prompt tokens, in a unit of your own. Set both prices or neither."""
     output_price: NonNegativeFloat | None = None
-    """For a million completion tokens."""
+    """Price of a million completion tokens."""
     quality: Share = 0.0
-    """Requests may ask for one of at least so much."""
+    """Quality between 0 and 1; requests may ask for a minimum."""
     tasks: tuple[str, ...] = ()
-    """What it is good at. Empty: anything."""
+    """Tasks that the model is good at. Empty: any."""
 
     @model_validator(mode="after")
     def _both_prices(self) -> Self:
@@ -46,26 +46,30 @@ class ModelEntry(Config):
 
 
 class ModelRule(Config):
-    """The first rule whose conditions all hold says which models a request for `auto` may go to. Conditions left out
-    hold; where no rule holds, it may go to any."""
+    """Rule of model choice.
+
+    The first rule whose conditions all hold names the models that a request for `auto` may use.
+
+    An unset condition holds. Where no rule holds, any model may be used.
+    """
 
     name: str = ""
-    """In receipts. Default: its number, from 1."""
+    """Name in receipts. Default: its number, from 1."""
     min_prompt_tokens: NonNegativeInt = 0
-    """Counted by the first model of `models` that can read the prompt."""
+    """Condition: at least so many prompt tokens, counted by the first model of `models` that can read the prompt."""
     max_prompt_tokens: PositiveInt | None = None
     tasks: tuple[str, ...] = ()
-    """The request names one of these."""
+    """Condition: the request names one of these tasks."""
     min_quality: Share = 0.0
-    """The request asks for at least so much."""
+    """Condition: the request asks for at least this quality."""
     tenants: tuple[str, ...] = ()
-    """It is of one of these."""
+    """Condition: the request belongs to one of these tenants."""
     min_priority: int | None = None
 
     models: tuple[str, ...] = ()
-    """Those it may go to. Empty: all."""
+    """Models that the request may use. Empty: all."""
     max_ttft_ms: PositiveFloat | None = None
-    """A model whose first token is predicted to take longer is passed over, unless every fit one is."""
+    """Predicted milliseconds to the first token beyond which a model is passed over, unless every fit one is."""
 
     @property
     def counts_tokens(self) -> bool:
@@ -73,23 +77,24 @@ class ModelRule(Config):
 
 
 class ModelsConfig(Config):
-    """Part of the router's."""
+    """Settings of models in a router."""
 
     models: tuple[ModelEntry, ...] = ()
-    """Each with a name of its own. In order: of two equally cheap ones `auto` takes the first."""
+    """Served models, each with its own name. Of two equally cheap ones `auto` takes the first."""
     model: Path | None = Field(default=None, validate_default=True)
-    """A model directory, where only one model is served; the same as one entry of `models` that has a path only."""
+    """Model directory where only one model is served; the same as one entry of `models` with a path."""
     default_model: str = ""
-    """For requests that name none; may be `auto`. Default: the only one. With several, such requests are refused."""
+    """Model of requests that name none; may be `auto`. Default: the only model. With several, such requests are
+    refused."""
     model_rules: tuple[ModelRule, ...] = ()
-    """For `auto`."""
+    """Rules for `auto`."""
     max_counted_models: PositiveInt = 8
-    """Tokenizers that may read one request for `auto`, the cheapest models' first."""
+    """Largest number of tokenizers that may read one request for `auto`, cheapest models first."""
 
     @field_validator("model")
     @classmethod
     def _one_way(cls, model: Path | None, info: ValidationInfo) -> Path | None:
-        """Of this field, so that the error names it. Where `models` is wrong itself, that is said."""
+        """Check that `model` and `models` are not both set; an error within `models` is reported there."""
         if "models" in info.data and (model is None) == (not info.data["models"]):
             raise ValueError("set either model, for one, or models, for several")
         return model

@@ -1,29 +1,29 @@
-"""What the requests of one model used and cost, in plain counters."""
+"""Usage and cost of one model's requests, as plain counters."""
 
 from protos import inference_pb2 as pb
 from router.models.config import ModelEntry
 
 
 class Costs:
-    """Since the router started."""
+    """Counters since the router started."""
 
     def __init__(self, entry: ModelEntry) -> None:
         self.prices = _prices(entry)
-        """For a million tokens; None where none are set."""
+        """Prices of a million tokens; None where none are set."""
         self.num_requests = 0
-        """That had at least one message."""
+        """Requests with at least one message."""
         self.num_unfinished = 0
-        """Of these: cancelled, or failed in the end."""
+        """Requests among these that were cancelled or failed."""
         self.num_auto = 0
-        """And those that did not name it: it was chosen."""
+        """Requests among these that named `auto`."""
         self.input_tokens = 0
         self.output_tokens = 0
         self.price = 0.0
-        """Of all of them, at the prices set."""
+        """Price of all requests."""
 
     @property
     def input_price(self) -> float:
-        """For one token; 0 where none is set."""
+        """Price of one prompt token; 0 where none is set."""
         return self.prices.input_per_million / 1e6 if self.prices else 0.0
 
     @property
@@ -31,7 +31,7 @@ class Costs:
         return self.prices.output_per_million / 1e6 if self.prices else 0.0
 
     def used(self, input_tokens: int, output_tokens: int, finished: bool, auto: bool) -> None:
-        """By one request, once it is over."""
+        """Count a request that is over."""
         self.num_requests += 1
         self.num_unfinished += not finished
         self.num_auto += auto

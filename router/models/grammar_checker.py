@@ -1,8 +1,8 @@
-"""Checks grammars of requests by compiling them, in a process that may die of it.
+"""Check of requests' grammars by compiling them, in a process that may die of it.
 
-llguidance is careful, but a grammar is a program: a few kilobytes can take it minutes, or more stack than there is,
-which no exception reports. What does so, does it here, and costs a process that nobody needs. What passed within the
-time limit will compile in an engine too, which has more stack to do it with.
+A grammar is a program: a few kilobytes can take llguidance minutes, or overflow its stack, which no exception reports.
+Such a grammar costs a process that nothing else needs. A grammar that passes within the time limit compiles in an
+engine too, which has a larger stack.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ from engine.core.core_types import StructuredOutput
 from engine.model.model_dir import ModelDir
 
 START_S = 60.0
-"""To load the tokenizer."""
+"""Seconds for loading the tokenizer."""
 MAX_REMEMBERED = 128
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarProcess:
-    """It, and the socket that is its standard input and output."""
+    """A process, and the socket that is its standard input and output."""
 
     process: "subprocess.Popen[bytes]"
     answers: asyncio.StreamReader
@@ -32,28 +32,33 @@ class GrammarProcess:
 
     @classmethod
     async def start(cls, model_dir: ModelDir) -> "GrammarProcess":
-        """Not by asyncio: uvloop forks where subprocess uses vfork, and the forked process begins with gRPC's handlers,
-        which crashed one in 50 of a busy router's."""
+        """Start a process, without asyncio: uvloop forks where subprocess uses vfork.
+
+        A forked process begins with gRPC's handlers, which crashed one in 50 of a busy router's.
+        """
         ours, its = socket.socketpair()
         with its:
             process = _spawn(model_dir, its)
         try:
             return cls(process, *await asyncio.open_connection(sock=ours))
-        except BaseException:  # nobody else knows of it
+        except BaseException:  # no other code knows of the process yet
             process.kill()
             ours.close()
             await asyncio.shield(asyncio.to_thread(process.wait))
             raise
 
     async def end(self) -> int:
-        """Kill it; the status it ended with, which may be from before."""
+        """Kill the process and return its exit status, perhaps from an earlier end."""
         self.process.kill()
         self.questions.close()
         return await asyncio.to_thread(self.process.wait)
 
 
 class GrammarChecker:
-    """One process, started with the first grammar and again after it died. Grammars wait for each other."""
+    """Checker with one process, started with the first grammar and again after it died.
+
+    Grammars wait for each other.
+    """
 
     def __init__(self, model_dir: ModelDir, limit_s: float) -> None:
         self._model_dir = model_dir
@@ -61,11 +66,14 @@ class GrammarChecker:
         self._turn = asyncio.Lock()
         self._process: GrammarProcess | None = None
         self._refusal: InvalidRequest | None = None
-        """Of every grammar, for a model that can have none."""
+        """Refusal of every grammar, for a model that cannot have any."""
         self._remembered: OrderedDict[StructuredOutput, InvalidRequest | None] = OrderedDict()
 
     async def check(self, structured: StructuredOutput) -> None:
-        """Raises InvalidRequest, naming the field, for what does not compile or takes too long to."""
+        """Check a grammar.
+
+        Raises InvalidRequest, naming the field, when it does not compile within the time limit.
+        """
         if structured in self._remembered:
             self._remembered.move_to_end(structured)
             fault = self._remembered[structured]
@@ -85,7 +93,7 @@ class GrammarChecker:
         question = json.dumps({"kind": structured.kind, "texts": structured.texts})
         answered = False
         if self._process is not None and self._process.process.poll() is not None:
-            await self.close()  # it died of something else, while nothing was asked
+            await self.close()  # it died of something else, while idle
         try:
             process = self._process or await self._start()
             process.questions.write(f"{question}\n".encode())
@@ -96,7 +104,7 @@ class GrammarChecker:
         except (EOFError, ConnectionError):
             return InvalidRequest(structured.field, "too complex: it takes too much memory to compile")
         finally:
-            if not answered:  # also when the client went: the answer would be taken for that to the next question
+            if not answered:  # also when the client left: the answer would be taken for that to the next question
                 await self.close()
         self._remembered[structured] = fault
         if len(self._remembered) > MAX_REMEMBERED:
@@ -104,7 +112,10 @@ class GrammarChecker:
         return fault
 
     async def _start(self) -> GrammarProcess:
-        """Raises InvalidRequest when this model can have no structured output."""
+        """Start a process.
+
+        Raises InvalidRequest when this model cannot have structured output.
+        """
         self._process = process = await GrammarProcess.start(self._model_dir)
         try:
             self._refusal = await self._answer(process, START_S)
@@ -117,7 +128,10 @@ class GrammarChecker:
         return process
 
     async def _answer(self, process: GrammarProcess, limit_s: float) -> InvalidRequest | None:
-        """The next line. Raises EOFError or ConnectionError when the process has died."""
+        """Return the next answer.
+
+        Raises EOFError or ConnectionError when the process has died.
+        """
         async with asyncio.timeout(limit_s):
             line = await process.answers.readline()
         if not line:

@@ -1,7 +1,7 @@
-"""A process that compiles grammars of requests and may die of it: `python -m router.models.grammar_process MODEL`.
+"""Process that compiles requests' grammars and may die of it: `python -m router.models.grammar_process MODEL`.
 
-One line of JSON in for each grammar, one out: {} when it compiles, else its `field` and `message`. One line comes
-before all others; if it has a `message`, this model can have no structured output. See `grammar_checker.py`.
+Each grammar is one line of JSON in and one out: {} when it compiles, else its `field` and `message`. One line comes
+before all others; if it has a `message`, this model cannot have structured output. See `grammar_checker.py`.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from engine.sampling.grammar import CHECK_STACK_BYTES, GrammarCompiler, reason_o
 
 PR_SET_PDEATHSIG = 1
 MEMORY_BYTES = 8 << 30
-"""Of address space, most of which is never touched."""
+"""Limit of address space in bytes, most of which is never touched."""
 
 
 def main() -> None:
@@ -39,7 +39,10 @@ def main() -> None:
 
 
 def _fault(compiler: GrammarCompiler, structured: StructuredOutput) -> InvalidRequest | None:
-    """What is wrong with it. The first mask counts too: it is often the largest."""
+    """Return the fault of a grammar, or None.
+
+    The first mask is computed too, as it is often the largest.
+    """
     try:
         matcher = compiler.compile(structured)
     except InvalidRequest as error:

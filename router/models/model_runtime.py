@@ -1,4 +1,7 @@
-"""All that belongs to one served model; of these a router has one or several, by name."""
+"""Model runtimes: all that belongs to one served model.
+
+A router has one or several, by name.
+"""
 
 import asyncio
 import logging
@@ -26,12 +29,12 @@ from router.placement.request_demand import demand_of
 log = logging.getLogger(__name__)
 
 MAX_VERSIONS = 4
-"""Of a model's weights, whose caches are known to a request: a prompt's keys are hashed for each."""
+"""Versions of a model's weights whose caches a request considers; a prompt's keys are hashed for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What is read of a model before anything serves it."""
+    """Files of a model, read before any worker serves it."""
 
     entry: ModelEntry
     model_dir: ModelDir
@@ -40,9 +43,12 @@ class ModelFiles:
 
     @classmethod
     def read(cls, entry: ModelEntry) -> "ModelFiles":
-        """Raises StartError."""
+        """Read a model directory.
+
+        Raises StartError.
+        """
         model_dir = ModelDir.open(entry.path)
-        # Read here, so that a config that lacks them is refused now and not with the first request.
+        # Read now, so that a config without them is refused at start and not with the first request.
         size, context = model_dir.vocab_size, model_dir.max_context_tokens
         log.info("%s: %d tokens, context %d", entry.name or model_dir.name, size, context)
         return cls(entry, model_dir, PromptEncoder(model_dir), model_dir.config_fingerprint())
@@ -53,7 +59,10 @@ class ModelFiles:
 
 
 def read_models(config: ModelsConfig) -> list[ModelFiles]:
-    """In order. Raises StartError for what is no model, and for two that could not be told apart."""
+    """Read all models, in order.
+
+    Raises StartError for an invalid one, and for two that cannot be told apart.
+    """
     models = [ModelFiles.read(entry) for entry in config.entries]
     for number, model in enumerate(models):
         where = f"models.{number}.name"
@@ -77,7 +86,10 @@ def read_models(config: ModelsConfig) -> list[ModelFiles]:
 
 
 class ModelRuntime:
-    """Its files, its workers, and what waits for them. Failover stays within it."""
+    """Files, workers and queue of one model.
+
+    Failover stays within it.
+    """
 
     def __init__(
         self,
@@ -98,18 +110,21 @@ class ModelRuntime:
         self.links = DecodeStreams(fleet, trust)
         self.costs = Costs(files.entry)
         self._heard = asyncio.Event()
-        """Set when a decode worker has reported, for those who wait for a first one."""
+        """Event set when a decode worker reports, for requests that wait for the first one."""
 
     async def close(self) -> None:
         await self.grammars.close()
 
     def decode_workers(self) -> list[Worker]:
-        """Those whose engine has reported: one that hangs may join again and again, and say no more than Hello."""
+        """Decode workers whose engine has reported; a hanging one may join again and again without a report."""
         workers = self.fleet.workers
         return [worker for worker in workers if worker.decodes and worker.load is not None and not worker.draining]
 
     async def await_decode_workers(self, give_up_at: float) -> None:
-        """Until there is one. Raises Unavailable at `give_up_at`, of the monotonic clock."""
+        """Wait until a decode worker is there.
+
+        Raises Unavailable at `give_up_at`, of the monotonic clock.
+        """
         while not self.decode_workers():
             self._heard.clear()
             try:
@@ -119,7 +134,7 @@ class ModelRuntime:
                 raise Unavailable(f"no decode worker of {self.name!r} has joined") from None
 
     def heard(self) -> None:
-        """A worker of it has reported."""
+        """Process a report of one of its workers."""
         if not self._heard.is_set() and self.decode_workers():
             self._heard.set()
 
@@ -133,9 +148,11 @@ class ModelRuntime:
         traffic_hash: float = 1.0,
         new: bool = True,
     ) -> tuple[Demand, list[BlockKey]]:
-        """What `chains`, the tokens there are of each choice, take; and the keys of the blocks that may come from
-        elsewhere. A decode worker must be there. Raises InvalidRequest for what no pool could hold; unless it is not
-        `new`: it was right then, and what it went to is gone."""
+        """Return the demand of `chains`, the tokens of each choice, and the keys of blocks that may come from elsewhere.
+
+        A decode worker must be there. Raises InvalidRequest for a `new` request that no pool could hold; an accepted
+        one stays valid although its workers are gone.
+        """
         workers = self.decode_workers()
         hello = _hello_for(workers, traffic_hash)
         largest = max(worker.hello.num_blocks for worker in workers) if new else None
@@ -149,8 +166,10 @@ class ModelRuntime:
         return (replace(demand, other_keys=tuple(map(tuple, others))) if others else demand), own
 
     def _versions(self, hello: membership_pb2.Hello) -> list[bytes]:
-        """Fingerprints of weights: first its own, then those of others there whose blocks are as long, such as there
-        are while workers are replaced."""
+        """Return weights fingerprints: that of `hello`, then those of other versions with blocks of equal length.
+
+        Several versions exist while workers are being replaced.
+        """
         there = {
             worker.hello.model_fingerprint
             for worker in self.fleet.workers
@@ -159,8 +178,10 @@ class ModelRuntime:
         return [hello.model_fingerprint, *sorted(there - {hello.model_fingerprint})[: MAX_VERSIONS - 1]]
 
     def predicted_ttft_s(self, priority: int, demand: Demand, keys: Sequence[BlockKey]) -> float | None:
-        """Of a request that came now: the wait behind what is queued, and placement's own prediction. None where no
-        worker could hold it."""
+        """Return the predicted TTFT of a request that arrived now, its wait in the queue included.
+
+        None where no worker could hold it.
+        """
         decision = self.fleet.decide(demand, keys)
         if decision is not None:
             ttft_s: float | None = decision.predicted_ttft_s
@@ -170,17 +191,19 @@ class ModelRuntime:
 
 
 def _hello_for(workers: Sequence[Worker], traffic_hash: float) -> membership_pb2.Hello:
-    """Keys name blocks of one version's weights: a canary's for what is drawn for canaries, else the others'; where
-    there is none of these, any."""
+    """Return the Hello whose version names the blocks: a canary's for requests of canaries, else another worker's.
+
+    Any worker's, where there is none of these.
+    """
     share = max(worker.hello.traffic_share for worker in workers)
     return min(workers, key=lambda worker: (worker.hello.traffic_share > 0) != (traffic_hash < share)).hello
 
 
 class ModelRuntimes:
-    """In the order of the configuration."""
+    """Model runtimes of a router, in the order of the configuration."""
 
     def __init__(self, models: Sequence[ModelRuntime], default_model: str) -> None:
-        """`default_model` as in the configuration, and checked."""
+        """Create them; `default_model` is as in the configuration, already checked."""
         self._models = {model.name: model for model in models}
         self._default = default_model
 
@@ -191,19 +214,21 @@ class ModelRuntimes:
         return len(self._models)
 
     def named(self, name: str) -> ModelRuntime:
-        """Which must be one of these."""
+        """Return the runtime of a known name."""
         return self._models[name]
 
     def only(self, names: Collection[str] | None) -> "ModelRuntimes":
-        """What somebody sees who may use those only; None: all."""
+        """Return the runtimes that a caller with access to `names` sees; None: all."""
         if names is None:
             return self
         default = self._default if self._default in names or self._default == AUTO else ""
         return ModelRuntimes([model for model in self if model.name in names], default)
 
     def asked_for(self, name: str) -> tuple[ModelRuntime | None, str]:
-        """The one that a request's `model` means, None for AUTO; and why, in words. Raises UnknownModel, or
-        InvalidRequest where it says nothing and there are several."""
+        """Return the runtime that a request's `model` means, None for AUTO, and why.
+
+        Raises UnknownModel, or InvalidRequest where the name is empty and there are several models.
+        """
         if not self._models:
             raise Forbidden("this key may use none of the models that are served here", "model")
         if name == AUTO:
@@ -221,7 +246,10 @@ class ModelRuntimes:
         return next(iter(self)), "the only one served"
 
     def of_worker(self, hello: membership_pb2.Hello) -> ModelRuntime:
-        """The one that it serves: of several of one config and tokenizer, that of its name. Raises Incompatible."""
+        """Return the runtime that a worker serves; among several with one config and tokenizer, the one of its name.
+
+        Raises Incompatible.
+        """
         equal = [model for model in self if model.config_fingerprint == hello.config_fingerprint]
         if len(equal) > 1:
             equal = [model for model in equal if hello.model in (model.name, model.model_dir.name)]

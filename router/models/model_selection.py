@@ -1,12 +1,12 @@
-"""Which model a request that names `auto` goes to: pure functions over a snapshot.
+"""Choice of the model for a request that names `auto`: pure functions over a snapshot.
 
-A rule says which models it may go to. Of these the cheapest that is fit wins, by the predicted price of this request. A
-fit one whose first token is predicted to come too late is passed over for the next; where all are late, the fastest
-wins. Where none is fit, it is said of each why not.
+A rule names the allowed models. Of these the cheapest fit one wins, by the predicted price of this request. A fit model
+whose first token is predicted too late is passed over; where all are late, the fastest wins. Where none is fit, the
+error says why for each.
 
-Each model has a tokenizer of its own, so a price is known only when it has read the prompt. Until then it is estimated;
-`choose` asks for the one that it would take next, so that only the cheapest are ever read. The one chosen is then
-exactly known, and no dearer than any fit one, exact or estimated.
+Each model has its own tokenizer, so a price is exact only after that model has tokenised the prompt, and estimated
+before. `choose` asks for the model it would take next, so only the cheapest tokenise. The chosen one is then exact, and
+no dearer than any fit one, exact or estimated.
 """
 
 import math
@@ -18,7 +18,7 @@ from router.models.config import ModelRule
 
 @dataclass(frozen=True, slots=True)
 class ModelCriteria:
-    """What a request asks of whichever model it goes to."""
+    """Requirements of a request on any model."""
 
     task: str = ""
     min_quality: float = 0.0
@@ -29,35 +29,35 @@ class ModelCriteria:
 
 @dataclass(frozen=True, slots=True)
 class ModelOption:
-    """A model served, and what is known of the request there."""
+    """A served model, with what is known of the request there."""
 
     name: str
     input_price: float
-    """For one token; 0 where none is set."""
+    """Price of one prompt token; 0 where none is set."""
     output_price: float
     quality: float
     tasks: tuple[str, ...]
-    """Empty: any."""
+    """Tasks of the model. Empty: any."""
     num_prompt_tokens: int
-    """Estimated until it is `counted`."""
+    """Number of prompt tokens, estimated until `counted`."""
     num_output_tokens: int
-    """At most, of all choices."""
+    """Largest number of output tokens, of all choices."""
     counted: bool = False
-    """Its own tokenizer has read the prompt, and all that can be checked of the request has been."""
+    """Whether its tokenizer has read the prompt, and the request was fully checked."""
     fault: str = ""
-    """Why it cannot serve the request; empty: as far as known it can."""
+    """Reason why it cannot serve the request; empty when none is known."""
     ttft_s: float | None = None
-    """Predicted, the wait in its queue included; None while nobody asked."""
+    """Predicted TTFT, its wait in the queue included; None before a prediction."""
 
     @property
     def price(self) -> float:
-        """Of the request, if all output that it allows is generated."""
+        """Price of the request if all allowed output is generated."""
         return self.num_prompt_tokens * self.input_price + self.num_output_tokens * self.output_price
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was found of one option, in words."""
+    """Result for one option, in words."""
 
     option: ModelOption
     fit: bool
@@ -66,25 +66,24 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class CountNeeded:
-    """Nothing can be said before this model has counted the prompt's tokens, and predicted its first one where there is
-    a limit to that."""
+    """Demand for a tokenisation by this model, and a prediction of its first token where there is a limit."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class ModelChoice:
-    """`name` empty: no model is fit."""
+    """Result of the choice; an empty `name` means that no model is fit."""
 
     name: str
     verdicts: tuple[Verdict, ...]
-    """Of all options, in their order."""
+    """Verdicts on all options, in their order."""
     words: str
-    """Why this one, or why none."""
+    """Reason for this model, or for none."""
 
 
 def needs_count(rules: Sequence[ModelRule], criteria: ModelCriteria) -> bool:
-    """Whether the number of the prompt's tokens decides which rule governs."""
+    """Return whether the number of prompt tokens decides which rule governs."""
     for rule in rules:
         if _holds(rule, criteria):
             if rule.counts_tokens:
@@ -94,7 +93,10 @@ def needs_count(rules: Sequence[ModelRule], criteria: ModelCriteria) -> bool:
 
 
 def governing_rule(rules: Sequence[ModelRule], criteria: ModelCriteria, num_prompt_tokens: int) -> int | None:
-    """The number, from 0, of the first one that holds. `num_prompt_tokens` only matters where `needs_count`."""
+    """Return the index of the first rule that holds.
+
+    `num_prompt_tokens` matters only where `needs_count`.
+    """
     for number, rule in enumerate(rules):
         longest = math.inf if rule.max_prompt_tokens is None else rule.max_prompt_tokens
         if _holds(rule, criteria) and rule.min_prompt_tokens <= num_prompt_tokens <= longest:
@@ -103,7 +105,7 @@ def governing_rule(rules: Sequence[ModelRule], criteria: ModelCriteria, num_prom
 
 
 def _holds(rule: ModelRule, criteria: ModelCriteria) -> bool:
-    """But for the number of tokens."""
+    """Return whether a rule's conditions hold, except those on the number of tokens."""
     return (
         (not rule.tasks or criteria.task in rule.tasks)
         and criteria.min_quality >= rule.min_quality
@@ -113,7 +115,7 @@ def _holds(rule: ModelRule, criteria: ModelCriteria) -> bool:
 
 
 def unfit(name: str, quality: float, tasks: Sequence[str], criteria: ModelCriteria) -> tuple[str, str] | None:
-    """Which field of the request asks for more than the model is said to be, and why; None: neither does."""
+    """Return the request's field that asks for more than the model has, and why; None when none does."""
     if quality < criteria.min_quality:
         return "min_quality", f"{name} has quality {quality:g}, below the {criteria.min_quality:g} asked"
     if criteria.task and tasks and criteria.task not in tasks:
@@ -122,7 +124,7 @@ def unfit(name: str, quality: float, tasks: Sequence[str], criteria: ModelCriter
 
 
 def ttft_limit_s(criteria: ModelCriteria, rule: ModelRule | None) -> float:
-    """Of the request's and the rule's, the less."""
+    """Return the smaller of the request's and the rule's limit."""
     if rule is None or rule.max_ttft_ms is None:
         return criteria.max_ttft_s
     return min(criteria.max_ttft_s, rule.max_ttft_ms / 1e3)
@@ -135,12 +137,17 @@ def allowed(rule: ModelRule | None, name: str) -> bool:
 def choose(
     criteria: ModelCriteria, rule: ModelRule | None, rule_name: str, options: Sequence[ModelOption]
 ) -> ModelChoice | CountNeeded:
-    """`options` in the order of the configuration, which settles ties. `rule` None: none holds, all are allowed."""
+    """Choose a model.
+
+    `options` are in the order of the configuration, which settles ties.
+
+    Without a `rule` all are allowed.
+    """
     limit_s = ttft_limit_s(criteria, rule)
     faults = {option.name: _fault(option, rule, criteria) for option in options}
     late: list[ModelOption] = []
     chosen: ModelOption | None = None
-    for option in sorted(options, key=lambda option: option.price):  # stable
+    for option in sorted(options, key=lambda option: option.price):  # a stable sort
         if faults[option.name]:
             continue
         if not option.counted or (option.ttft_s is None and limit_s < math.inf):

@@ -1,4 +1,4 @@
-"""The shell around the choice of a model: reads the prompt with the tokenizers that `model_selection.py` asks for."""
+"""Shell of the model choice: tokenises the prompt with the models that `model_selection.py` asks for."""
 
 import asyncio
 import math
@@ -29,23 +29,23 @@ from router.validation import DEFAULT_MAX_TOKENS
 
 NO_WORKER = "no decode worker"
 POLL_S, MOST_POLL_S = 0.02, 0.25
-"""For a decode worker to join; thousands may wait."""
+"""Seconds between looks for a decode worker that joins, growing, since thousands of requests may wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class SelectedModel:
-    """The model that a request goes to, and stays with."""
+    """The model that serves a request, for good."""
 
     model: ModelRuntime
     reason: str
-    """In words."""
+    """Reason in words."""
     reading: PreparedPrompt
     verdicts: tuple[Verdict, ...] = ()
-    """Of all models, where it was chosen."""
+    """Verdicts on all models, for requests that named `auto`."""
 
 
 class ModelSelector:
-    """For requests that name `auto`."""
+    """Selector for requests that name `auto`."""
 
     def __init__(self, config: ModelsConfig, models: ModelRuntimes) -> None:
         self._config = config
@@ -54,10 +54,12 @@ class ModelSelector:
     async def choose(
         self, request: pb.GenerateRequest, cache_salt: str, give_up_at: float, predict: bool = False
     ) -> SelectedModel:
-        """Where only workers are lacking, it waits for them until `give_up_at`, of the monotonic clock. `predict`: the
-        first token's time even where there is no limit to it.
+        """Choose a model.
 
-        Raises InvalidRequest, or Unavailable, that says of each model why it is not fit.
+        Where only workers are missing, wait for them until `give_up_at`, of the monotonic clock.
+
+        `predict`: predict the first token even without a limit to it. Raises InvalidRequest or Unavailable with a
+        reason for each model.
         """
         prompt_kind(request)
         first_token_s = request.max_ttft_ms / 1e3 if request.HasField("max_ttft_ms") else math.inf
@@ -82,7 +84,7 @@ class ModelSelector:
                 raise _refusal(outcome, criteria, rule, looking)
 
     async def _rule(self, criteria: ModelCriteria, looking: "_Selection") -> tuple[ModelRule | None, str]:
-        """The one that governs, and its name."""
+        """Return the governing rule and its name."""
         rules = self._config.model_rules
         num_tokens = 0
         if needs_count(rules, criteria):
@@ -101,7 +103,7 @@ class ModelSelector:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """When a model had read the request."""
+    """Result of one model's tokenisation."""
 
     reading: PreparedPrompt | None
     error: InvalidRequest | None
@@ -109,30 +111,33 @@ class _Found:
 
 
 class _Selection:
-    """At one request, with one tokenizer after the other."""
+    """Selection for one request, with one tokenizer after the other."""
 
     def __init__(self, request: pb.GenerateRequest, cache_salt: str, max_tokenizers: int) -> None:
         self.request = request
         self._cache_salt = cache_salt
         self.found: dict[str, _Found] = {}
-        """By model."""
+        """Results by model."""
         self._max_tokenizers = max_tokenizers
         self._prompts: dict[bytes, list[int]] = {}
-        """Models with the same tokenizer read the same."""
+        """Prompts by tokenizer; models with equal tokenizers share one."""
 
     async def prompt_of(self, model: ModelRuntime) -> list[int]:
-        """Raises InvalidRequest."""
+        """Return the prompt in a model's tokens.
+
+        Raises InvalidRequest.
+        """
         identity = model.encoder.reading
         if identity not in self._prompts:
             self._prompts[identity] = await model.encoder.encode(self.request)
         return self._prompts[identity]
 
     async def count(self, model: ModelRuntime, predict: bool) -> None:
-        """Have it read the request."""
+        """Tokenise and check the request with a model."""
         ttft_s = None
         try:
             reading = await read(model, self.request, await self.prompt_of(model))
-            if model.decode_workers():  # else it is not chosen now, and looked at again when there are
+            if model.decode_workers():  # without one it is not chosen now, and looked at again when there is one
                 ttft_s = self._hold(model, reading, predict)
         except InvalidRequest as error:
             self.found[model.name] = _Found(None, error, None)
@@ -140,7 +145,10 @@ class _Selection:
             self.found[model.name] = _Found(reading, None, ttft_s)
 
     def _hold(self, model: ModelRuntime, reading: PreparedPrompt, predict: bool) -> float | None:
-        """Raises InvalidRequest for what no worker of the model could hold."""
+        """Return the predicted TTFT.
+
+        Raises InvalidRequest for a request that no worker of the model could hold.
+        """
         sampling = reading.sampling
         chains = chains_of(reading.prompt, sampling, [()] * sampling.n)
         to_score = sampling.HasField("prompt_logprobs")
@@ -183,7 +191,7 @@ class _Selection:
         return ""
 
     def _most_output(self, model: ModelRuntime, num_prompt: int) -> int:
-        """Before anything of it is checked."""
+        """Return the largest output, before the request is checked."""
         sampling = self.request.sampling
         left = max(1, model.model_dir.max_context_tokens - num_prompt)
         most = sampling.max_tokens if sampling.HasField("max_tokens") else min(DEFAULT_MAX_TOKENS, left)
@@ -191,7 +199,7 @@ class _Selection:
 
 
 def _refusal(choice: ModelChoice, criteria: ModelCriteria, rule: ModelRule | None, looking: _Selection) -> ServiceError:
-    """Typed by what all models that the rule allows have in common."""
+    """Return the refusal, typed by what all allowed models have in common."""
     verdicts = [verdict for verdict in choice.verdicts if allowed(rule, verdict.option.name)]
     if not verdicts:
         return Forbidden("the rule that governs this request allows none of the models that its key may use", "model")
@@ -200,13 +208,13 @@ def _refusal(choice: ModelChoice, criteria: ModelCriteria, rule: ModelRule | Non
     errors = [_error(verdict, criteria, looking) for verdict in verdicts]
     first = errors[0]
     if all((error.field, error.message) == (first.field, first.message) for error in errors):
-        return first  # it is not the models'
+        return first  # the fault is the request's
     same_field = all(error.field == first.field for error in errors)
     return InvalidRequest(first.field if same_field else "model", choice.words)
 
 
 def _error(verdict: Verdict, criteria: ModelCriteria, looking: _Selection) -> InvalidRequest:
-    """Of a model that was not fit."""
+    """Return the error of a model that was not fit."""
     option = verdict.option
     if (lack := unfit(option.name, option.quality, option.tasks, criteria)) is not None:
         return InvalidRequest(*lack)

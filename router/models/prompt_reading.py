@@ -1,4 +1,4 @@
-"""A request as one model reads it: the prompt in its tokens, the options resolved and in its limits."""
+"""Reading of a request by one model: the prompt in its tokens, and resolved options within its limits."""
 
 from dataclasses import dataclass
 
@@ -9,14 +9,17 @@ from router.validation import check_prompt, prompt_field, resolve_sampling
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """Checked, but for a grammar."""
+    """A request that is checked except for its grammar."""
 
     prompt: list[int]
     sampling: pb.Sampling
 
 
 async def read(model: ModelRuntime, request: pb.GenerateRequest, prompt: list[int] | None = None) -> PreparedPrompt:
-    """`prompt` where its tokens are known already. Raises InvalidRequest naming the field that it cannot serve."""
+    """Read a request; `prompt` has its tokens if known.
+
+    Raises InvalidRequest naming the field.
+    """
     if prompt is None:
         prompt = await model.encoder.encode(request)
     check_prompt(prompt, prompt_field(request), model.model_dir)

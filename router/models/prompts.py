@@ -1,4 +1,4 @@
-"""From what a client sent to token ids: chat templates and tokenisation."""
+"""Conversion of prompts to token ids: chat templates and tokenisation."""
 
 import asyncio
 from collections.abc import Sequence
@@ -13,16 +13,19 @@ from protos import inference_pb2 as pb
 from router.models.chat_template import ChatTemplate, chars_of, check_chat_fields
 
 INLINE_CHARS = 4096
-"""Longer texts are tokenised on a thread, so that other streams do not wait for them."""
+"""Length from which texts are tokenised on a thread, so that other streams do not wait."""
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 TOKENS_PER_CHAR = 0.25
-"""Estimated of a tokenizer that has read nothing yet."""
+"""Estimated tokens per character of a tokenizer that has read nothing yet."""
 PROMPTS_SEEN = 20
-"""Of which the mean is taken: the last ones count most."""
+"""Prompts over which the mean is taken, recent ones weighing most."""
 
 
 def prompt_kind(request: pb.GenerateRequest) -> str:
-    """The field that the prompt is in. Raises InvalidRequest unless exactly one kind of prompt was given."""
+    """Return the field of the prompt.
+
+    Raises InvalidRequest unless exactly one kind of prompt was given.
+    """
     given = [
         name
         for name, present in (
@@ -39,15 +42,15 @@ def prompt_kind(request: pb.GenerateRequest) -> str:
 
 
 class PromptEncoder:
-    """The tokenizer and chat template of one model."""
+    """Tokenizer and chat template of one model."""
 
     def __init__(self, model_dir: ModelDir) -> None:
         self._tokenizer: Tokenizer | None = load_tokenizer(model_dir)
         self._template = ChatTemplate.of(model_dir) if self._tokenizer is not None else None
         self.vocabulary = _digest(model_dir, VOCABULARY_FILES) + f"{model_dir.vocab_size}".encode()
-        """Equal where token ids mean the same."""
+        """Digest that is equal where token ids mean the same."""
         self.reading = self.vocabulary + _digest(model_dir, ("tokenizer_config.json", "chat_template.jinja"))
-        """Equal where the same prompt gives the same token ids."""
+        """Digest that is equal where the same prompt gives the same token ids."""
         self._tokens_per_char = TOKENS_PER_CHAR
         self._token_texts: dict[int, str] = {}
 
@@ -56,8 +59,10 @@ class PromptEncoder:
         return self._tokenizer is not None
 
     def token_text(self, token_id: int) -> str:
-        """What one token says by itself: special tokens too, and the replacement character for a part of one. Empty
-        without a tokenizer."""
+        """Return the text of one token by itself, special tokens included.
+
+        Parts of a character give the replacement character. Empty without a tokenizer.
+        """
         text = self._token_texts.get(token_id)
         if text is None:
             text = self.decode([token_id])
@@ -65,14 +70,14 @@ class PromptEncoder:
         return text
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Their text, special tokens too; empty without a tokenizer."""
+        """Return the text of token ids, special tokens included; empty without a tokenizer."""
         if self._tokenizer is None:
             return ""
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
 
     def fault(self, request: pb.GenerateRequest) -> str:
-        """Why no such prompt can be read; empty where it can."""
+        """Return why this model cannot read the prompt; empty where it can."""
         if self._tokenizer is None and not request.token_ids:
             return "this model has no tokenizer; send token_ids"
         if request.messages and self._template is None:
@@ -80,12 +85,14 @@ class PromptEncoder:
         return ""
 
     def estimate(self, request: pb.GenerateRequest) -> int:
-        """Tokens of the prompt, without reading it: by what a character took lately."""
+        """Estimate the prompt's tokens without reading it, from recent tokens per character."""
         return len(request.token_ids) or max(1, round(num_chars(request) * self._tokens_per_char))
 
     async def encode(self, request: pb.GenerateRequest) -> list[int]:
-        """The prompt's token ids. Raises InvalidRequest unless exactly one kind of prompt was given, and it can be
-        read."""
+        """Return the prompt's token ids.
+
+        Raises InvalidRequest unless exactly one readable kind of prompt was given.
+        """
         kind = prompt_kind(request)
         check_chat_fields(request)
         if fault := self.fault(request):
@@ -113,7 +120,7 @@ class PromptEncoder:
 
 
 def num_chars(request: pb.GenerateRequest) -> int:
-    """Of a prompt that is text, or messages with tools."""
+    """Return the characters of a prompt that is text, or messages with tools."""
     return len(request.text) + chars_of(request)
 
 

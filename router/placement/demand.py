@@ -31,7 +31,7 @@ class Demand:
     """Traffic hash in [0, 1): below a canary's share the request is for the canary. 1: for no canary."""
 
     def num_promised_blocks(self, reserve_output_tokens: int) -> int:
-        """Return the blocks that a worker with this reservation needs free to start the request; 0 reserves everything."""
+        """Return the blocks that a worker with this reservation must have free; 0 reserves everything."""
         if not reserve_output_tokens or not self.chain_tokens:
             return self.num_total_blocks
         if len(self.chain_tokens) == 1:  # the common case

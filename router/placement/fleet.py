@@ -302,7 +302,7 @@ class Fleet:
         return place_on(rows, demand, self._snapshot, hits, self.rates)
 
     def least_ttft_s(self, demand: Demand, keys: Sequence[BlockKey]) -> float | None:
-        """Return the predicted TTFT with free capacity and empty queues; None where no worker could hold the request."""
+        """Return the predicted TTFT with free capacity and empty queues; None where no worker could hold it."""
         free = replace(self._snapshot, queued_prefill_tokens=np.zeros_like(self._snapshot.queued_prefill_tokens))
         decision = place(demand, free, self.hits(keys, demand.other_keys), self.rates, free.num_blocks)
         return None if decision is None else decision.predicted_ttft_s
