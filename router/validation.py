@@ -129,7 +129,7 @@ def check_quality(request: pb.GenerateRequest) -> None:
 
     Raises InvalidRequest for a quality that no model can have.
     """
-    if not 0 <= request.min_quality <= 1:  # NaN is in no range
+    if not 0 <= request.min_quality <= 1:  # NaN is outside every range
         raise InvalidRequest("min_quality", f"must be 0 to 1, not {request.min_quality}")
 
 

@@ -1,4 +1,4 @@
-"""The Membership service: feeds the models' fleets from the workers' streams."""
+"""The Membership service: feeds the fleets of the models from the workers' streams."""
 
 import asyncio
 import logging
@@ -18,11 +18,11 @@ from router.placement.worker_records import Worker
 log = logging.getLogger(__name__)
 
 ALIVE_S = 1.0
-"""A worker speaks four times as often at least."""
+"""Seconds since its last message for which a worker counts as alive; workers send four times as often."""
 
 
 class MembershipService(pb_grpc.MembershipServicer):
-    """One stream is one membership: of the model whose config and tokenizer the worker has."""
+    """gRPC service; one stream is one membership in the model whose config and tokenizer the worker has."""
 
     def __init__(self, models: ModelRuntimes, router_id: str, incarnation: bytes, silence_s: float) -> None:
         self._models = models
@@ -30,7 +30,7 @@ class MembershipService(pb_grpc.MembershipServicer):
         self._incarnation = incarnation
         self._silence_s = silence_s
         self._heard_at: dict[Worker, float] = {}
-        """Seconds of the monotonic clock, by those that are joined."""
+        """Time of the last message in seconds of the monotonic clock, by joined worker."""
 
     async def Join(
         self, request_iterator: AsyncIterator[pb.WorkerMessage], context: Any
@@ -86,8 +86,12 @@ class MembershipService(pb_grpc.MembershipServicer):
         return model, worker
 
     def _replace(self, old: Worker, hello: pb.Hello) -> None:
-        """A worker's stream may break unnoticed, and its successor come before that is seen; but one that speaks is
-        there. Raises AlreadyExists."""
+        """Replace a worker of the same id.
+
+        Raises AlreadyExists when the old one is still sending.
+
+        A worker's stream may break unnoticed, and its successor arrive before that is seen.
+        """
         if old.hello.incarnation == hello.incarnation:
             return
         silent_s = time.monotonic() - self._heard_at[old]
@@ -101,7 +105,7 @@ class MembershipService(pb_grpc.MembershipServicer):
         _lose(old)
 
     async def _next(self, worker: Worker, messages: AsyncIterator[pb.WorkerMessage]) -> pb.WorkerMessage | None:
-        """None when the stream ended, or when the engine behind it fell silent."""
+        """Return the next message, or None when the stream ended or the engine behind it fell silent."""
         try:
             async with asyncio.timeout(self._silence_s):
                 return await anext(messages, None)
@@ -121,7 +125,7 @@ class MembershipService(pb_grpc.MembershipServicer):
         in_step = True
         if message.HasField("cache"):
             for _ in model.fleet.change_cache(worker, message.cache):
-                await asyncio.sleep(0)  # streams go on
+                await asyncio.sleep(0)  # let streams run
             in_step = worker.next_cache_sequence is not None
         if message.HasField("load"):
             model.fleet.reported(worker, message.load)
@@ -131,14 +135,14 @@ class MembershipService(pb_grpc.MembershipServicer):
 
 
 def _lose(worker: Worker) -> None:
-    """Its calls are placed anew."""
+    """Mark a worker as lost; its requests are placed again."""
     worker.lost = True
     for cancel in tuple(worker.on_lost):
         cancel()
 
 
 def _strangers(hello: pb.Hello, workers: Iterable[Worker]) -> str:
-    """What is to be said of a worker that can exchange blocks with none of the others, empty if it can or is alone."""
+    """Return a warning about a worker that can exchange blocks with none of the others; empty if it can or is alone."""
     others = [worker.hello for worker in workers if worker.worker_id != hello.worker_id]
     if not others or any(other.model_fingerprint == hello.model_fingerprint for other in others):
         return ""
@@ -149,8 +153,11 @@ def _strangers(hello: pb.Hello, workers: Iterable[Worker]) -> str:
 
 
 def _check(hello: pb.Hello) -> None:
-    """Raises Incompatible for a worker of another version's protocol, and InvalidRequest for what placement could not
-    work with: it would fail every client's request."""
+    """Check a Hello.
+
+    Raises Incompatible for another protocol version, and InvalidRequest for values that placement cannot use and that
+    would fail every request.
+    """
     if hello.protocol != PROTOCOL:
         worker = f"worker {hello.worker_id} speaks version {hello.protocol} of the internal protocol"
         raise Incompatible(f"{worker}, this router version {PROTOCOL}", "protocol")

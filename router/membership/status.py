@@ -1,4 +1,7 @@
-"""What a router knows of its cluster, for people and consoles. Pure."""
+"""Status of the cluster as a router knows it, for people and consoles.
+
+Pure.
+"""
 
 import math
 import time
@@ -15,7 +18,7 @@ MAX_LINKS = 1024
 def cluster_status(
     router_id: str, draining: bool, models: ModelRuntimes, started_at: float
 ) -> pb.ClusterStatusResponse:
-    """`started_at`: seconds of the monotonic clock."""
+    """Build the status; `started_at` is seconds of the monotonic clock."""
     return pb.ClusterStatusResponse(
         router_id=router_id,
         draining=draining,
@@ -37,7 +40,7 @@ def _model(model: ModelRuntime) -> pb.ModelStatus:
 
 
 def load_status(name: str, fleet: Fleet, admission: Admission) -> pb.ModelStatus:
-    """What a planner reads: workers, what waits, and what came."""
+    """Return the part that a planner reads: workers, queued requests and traffic."""
     return pb.ModelStatus(
         name=name,
         workers=[_worker(fleet, worker) for worker in sorted(fleet.workers, key=lambda worker: worker.worker_id)],
@@ -77,7 +80,7 @@ def _worker(fleet: Fleet, worker: Worker) -> pb.WorkerStatus:
 
 
 def _links(fleet: Fleet) -> list[pb.LinkStatus]:
-    """From every worker to every decode worker."""
+    """Return the links from every worker to every decode worker."""
     rates, ids = fleet.rates, fleet.snapshot.ids
     decodes = {worker.worker_id for worker in fleet.workers if worker.decodes}
     links: list[pb.LinkStatus] = []

@@ -156,7 +156,7 @@ def _object(text: str, field: str) -> dict[str, Any]:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Return bos_token and other special tokens that templates may name, given as strings or as objects with `content`."""
+    """Return special tokens that templates may name, given as strings or as objects with `content`."""
     tokens = {name: value for name, value in config.items() if name.endswith("_token")}
     texts = {name: value["content"] if isinstance(value, dict) else value for name, value in tokens.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}

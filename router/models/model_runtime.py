@@ -148,7 +148,7 @@ class ModelRuntime:
         traffic_hash: float = 1.0,
         new: bool = True,
     ) -> tuple[Demand, list[BlockKey]]:
-        """Return the demand of `chains`, the tokens of each choice, and the keys of blocks that may come from elsewhere.
+        """Return the demand of `chains`, the tokens of each choice, and keys of blocks that may come from elsewhere.
 
         A decode worker must be there. Raises InvalidRequest for a `new` request that no pool could hold; an accepted
         one stays valid although its workers are gone.

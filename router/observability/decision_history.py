@@ -1,6 +1,8 @@
-"""The decisions of the last requests, with all they were made of, for whoever asks why. Pure, and bounded in memory.
+"""History of recent requests' placement decisions with all their inputs.
 
-Nothing of what was said is kept: no prompts, no outputs.
+Pure, and bounded in memory.
+
+No prompts and no outputs are kept.
 """
 
 from collections import deque
@@ -14,22 +16,22 @@ from router.placement.place import Decision
 from router.placement.placement_snapshot import PlacementSnapshot
 
 MOST_PLACEMENTS = 16
-"""Of one request: those a worker refused for want of room have no other bound."""
+"""Placements kept per request; refusals for lack of capacity have no other bound."""
 ENTRY_BYTES = 2048
-"""Of a request beside its placements, about."""
+"""Approximate bytes of a request without its placements."""
 
 
 @dataclass(slots=True)
 class Placement:
-    """One decision, and what became of it."""
+    """One decision, and its outcome."""
 
     attempt: int
     placed_after_s: float
-    """Of the request's arrival."""
+    """Seconds from the request's arrival."""
     decision: Decision
     placement_snapshot: PlacementSnapshot | None
     ttft_s: float | None = None
-    """From the placement."""
+    """Seconds from the placement."""
     hit_blocks: int | None = None
     failure: str = ""
 
@@ -41,14 +43,14 @@ class Entry:
     request_id: str
     tenant: str
     arrived_at: float
-    """Seconds since 1970."""
+    """Arrival in seconds since 1970."""
     model: str = ""
     model_reason: str = ""
     verdicts: tuple[Verdict, ...] = ()
     placements: deque[Placement] = field(default_factory=lambda: deque(maxlen=MOST_PLACEMENTS))
     ended: bool = False
     refusal: ServiceError | None = None
-    """What its client was told where it did not end well."""
+    """Error that its client got, where it did not end well."""
     num_bytes: int = ENTRY_BYTES
     forgotten: bool = False
 
@@ -57,28 +59,28 @@ class Entry:
         return "" if self.refusal is None else str(self.refusal)
 
     def failed(self, failure: str) -> None:
-        """The last placement did."""
+        """Record the failure of the last placement."""
         if self.placements:
             self.placements[-1].failure = failure
 
     def finished(self, kv: pb.KvReceipt) -> None:
-        """The last placement ended well."""
+        """Record the success of the last placement."""
         if self.placements:
             self.placements[-1].hit_blocks = hit_blocks_of(kv)
 
     def started(self, ttft_s: float) -> None:
-        """The first token of the last placement has come."""
+        """Record the first token of the last placement."""
         if self.placements:
             self.placements[-1].ttft_s = ttft_s
 
 
 def hit_blocks_of(kv: pb.KvReceipt) -> int:
-    """Of the prompt, those that nobody computed."""
+    """Return the prompt blocks that no worker computed."""
     return kv.reused_blocks + kv.restored_blocks + kv.lender_cached_blocks + kv.lender_fetched_blocks
 
 
 class DecisionHistory:
-    """The last of them, as many as `max_bytes` hold; those under way are among them."""
+    """Recent requests, as many as `max_bytes` hold, running ones included."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -94,14 +96,17 @@ class DecisionHistory:
         return len(self._entries)
 
     def add(self, entry: Entry) -> None:
-        """It has arrived, or was refused before it had a model."""
+        """Add a request that arrived, or was refused before its model was known."""
         if self.on:
             self._entries.append(entry)
             self.num_bytes += entry.num_bytes
             self._shrink()
 
     def placed(self, entry: Entry, placement: Placement) -> None:
-        """Of an entry that was added, and perhaps is forgotten already: then nothing is kept of what it was made of."""
+        """Record a placement.
+
+        Inputs are not kept for an entry that is already forgotten.
+        """
         entry.placements.append(placement)
         if entry.forgotten or not self.on:
             placement.placement_snapshot = None
@@ -113,7 +118,7 @@ class DecisionHistory:
             self._shrink()
 
     def find(self, request_id: str, tenant: str | None) -> Entry | None:
-        """The last of that id, `tenant`'s own unless None."""
+        """Return the last request of that id, of `tenant` unless None."""
         return next((entry for entry in self._newest_first() if _is(entry, request_id, tenant)), None)
 
     def _newest_first(self) -> Iterator[Entry]:

@@ -1,7 +1,7 @@
-"""Decisions written down as they are made, and what came of them: for more than a router remembers.
+"""Log of placement decisions and their outcomes in a file, for more requests than a router remembers.
 
-Off unless `decisions_file` is set. A line of JSON for each placement, with all that it was made of, and one for each
-request when it is over; both have its id. Nothing of what was said is in it: no prompts, no outputs.
+Off unless `decisions_file` is set. One line of JSON per placement, with all its inputs, and one per request at its end;
+both have the request's id. No prompts and no outputs are written.
 """
 
 import json
@@ -20,14 +20,17 @@ from router.observability.json_lines import JsonLines
 from router.placement.decision_codec import read_recorded, recorded
 
 MAX_UNWRITTEN = 100
-"""Lines: one of a fleet of a hundred has half a megabyte."""
+"""Lines that may wait to be written; one of a fleet of a hundred has half a megabyte."""
 
 
 class DecisionLog:
-    """Of one router."""
+    """Decision log of one router."""
 
     def __init__(self, config: RouterConfig) -> None:
-        """Raises StartError where the file cannot be written."""
+        """Open the file.
+
+        Raises StartError where it cannot be written.
+        """
         self._share = config.decision_share if config.decisions_file is not None else 0.0
         self._lines = JsonLines(config.decisions_file, "decisions_file", MAX_UNWRITTEN)
 
@@ -44,7 +47,7 @@ class DecisionLog:
         self._lines.write(lambda: {"placed": head | recorded(decision, placement_snapshot)})
 
     def ended(self, entry: Entry, finish: pb.Finish | None) -> None:
-        """However it did; `finish` is the one that ended its stream well."""
+        """Log the end of a request; `finish` ended its stream well."""
         if not self._wanted(entry):
             return
         line = _head(entry) | {
@@ -64,16 +67,16 @@ class DecisionLog:
         self._lines.write(lambda: {"ended": line})
 
     async def close(self) -> None:
-        """Once all is written."""
+        """Close the file when all is written."""
         await self._lines.close()
 
     def _wanted(self, entry: Entry) -> bool:
-        """The same for all lines of a request."""
+        """Return whether to log a request, the same answer for all its lines."""
         return self.on and entry.request_id != "" and zlib.crc32(entry.request_id.encode()) < self._share * 2**32
 
 
 def _said(refusal: ServiceError | None) -> str:
-    """Without the words of what is wrong with a request: they may have parts of it."""
+    """Return an error without the text of invalid requests, which may quote them."""
     if isinstance(refusal, InvalidRequest):
         return f"{refusal.code}: {refusal.field}"
     return "" if refusal is None else f"{refusal.code}: {refusal}"
@@ -90,14 +93,16 @@ def _head(entry: Entry) -> dict[str, Any]:
 
 
 def read_decisions(lines: Iterable[str], request_id: str) -> Entry | None:
-    """A request as a file tells it; None where it says nothing of it. Lines that are none of ours, or were cut short,
-    are passed over."""
+    """Read a request from a file, or None.
+
+    Foreign and truncated lines are skipped.
+    """
     entry: Entry | None = None
     for line in lines:
         if (read := _read(line)) is None or read[1]["request_id"] != request_id:
             continue
         kind, said = read
-        if entry is None or entry.ended:  # another one of that id
+        if entry is None or entry.ended:  # another request of that id
             entry = Entry(request_id, said["tenant"], said["at"], said["model"], said["model_reason"])
         if kind == "placed":
             decision, placement_snapshot = read_recorded(said)
@@ -107,7 +112,7 @@ def read_decisions(lines: Iterable[str], request_id: str) -> Entry | None:
             continue
         entry.ended = True
         entry.refusal = ServiceError(said["error"]) if said["error"] else None
-        if len(entry.placements) == len(said["placements"]):  # else lines were left out
+        if len(entry.placements) == len(said["placements"]):  # otherwise lines were dropped
             for placement, became in zip(entry.placements, said["placements"], strict=True):
                 placement.ttft_s = None if became["ttft_ms"] is None else became["ttft_ms"] / 1e3
                 placement.hit_blocks, placement.failure = became["hit_blocks"], became["failure"]

@@ -1,4 +1,7 @@
-"""What was compared, in the words of the API. Pure."""
+"""Conversion of candidates and decisions to API messages.
+
+Pure.
+"""
 
 from protos import inference_pb2 as pb
 from router.models.model_selection import Verdict
@@ -6,7 +9,7 @@ from router.observability.decision_history import Entry, Placement
 from router.placement.candidates import Candidate
 
 MAX_EXPLAINED = 256
-"""Candidates of an answer, the cheapest ones: a fleet of hundreds has tens of thousands."""
+"""Candidates in an answer, the cheapest; a fleet of hundreds has tens of thousands."""
 
 
 def compared(verdict: Verdict) -> pb.ModelCandidate:
@@ -61,7 +64,7 @@ def candidate_of(candidate: Candidate) -> pb.PlacementCandidate:
 
 
 def told(entry: Entry) -> pb.DecisionsResponse:
-    """A large fleet's candidates take tenths of a second for each placement: not for an event loop."""
+    """Convert an entry; tenths of a second per placement for a large fleet, so not on an event loop."""
     return pb.DecisionsResponse(
         request_id=entry.request_id,
         tenant=entry.tenant,

@@ -1,4 +1,7 @@
-"""A file of JSON lines that a thread appends to; what comes too fast is dropped, and counted."""
+"""Writer of JSON lines on a thread.
+
+Lines beyond its speed are dropped and counted.
+"""
 
 import asyncio
 import json
@@ -15,10 +18,16 @@ log = logging.getLogger(__name__)
 
 
 class JsonLines:
-    """Opened anew for each line: to rotate it, move it away. Without a path, nothing is written."""
+    """File opened for each line: to rotate it, move it away.
+
+    Without a path nothing is written.
+    """
 
     def __init__(self, path: Path | None, setting: str, most_unwritten: int) -> None:
-        """Raises StartError naming the setting where the file cannot be written."""
+        """Check the file.
+
+        Raises StartError naming the setting where it cannot be written.
+        """
         self._path = path
         self._setting = setting
         self._most_unwritten = most_unwritten
@@ -33,7 +42,10 @@ class JsonLines:
                 raise StartError(setting, f"cannot write {path}: {error.strerror}") from None
 
     def write(self, line: Callable[[], dict[str, Any]]) -> bool:
-        """`line` is called on the thread. False: it is dropped."""
+        """Queue a line; `line` is called on the thread.
+
+        Returns False when the line is dropped.
+        """
         with self._lock:
             if self._unwritten >= self._most_unwritten:
                 self.num_dropped += 1
@@ -43,7 +55,7 @@ class JsonLines:
         return True
 
     async def close(self) -> None:
-        """Once all is written."""
+        """Close the writer when all is written."""
         await asyncio.to_thread(self._thread.shutdown)
 
     def _append(self, line: Callable[[], dict[str, Any]]) -> None:
@@ -55,7 +67,7 @@ class JsonLines:
         except OSError as error:
             log.error("a line of %s is lost: %s: %s", self._setting, self._path, error.strerror)
             lost = 1
-        except Exception:  # else nobody would hear of it, and the count would be wrong for ever
+        except Exception:  # otherwise the error would be lost, and the count wrong for ever
             log.exception("a line of %s is lost", self._setting)
             lost = 1
         with self._lock:

@@ -1,4 +1,4 @@
-"""What a router tells Prometheus: of each request as it ends, from its receipt; of its workers and lines when asked."""
+"""Prometheus metrics of a router: requests at their end, by receipt; workers and queues when scraped."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ _M = TypeVar("_M", Counter, Histogram)
 
 
 class RouterMetrics:
-    """Of one router. Counted whether anybody scrapes them or not."""
+    """Metrics of one router, counted whether they are scraped or not."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def histogram(name: str, about: str, bounds: tuple[float, ...], *labels: str) -> Histogram:
@@ -70,35 +70,38 @@ class RouterMetrics:
         self._children: dict[tuple[Any, ...], Any] = {}
 
     def watch(self) -> "RequestMetrics":
-        """A request has arrived."""
+        """Start the metrics of a request that has arrived."""
         return RequestMetrics(self)
 
     def of(self, metric: _M, *labels: str) -> _M:
-        """What counts for these labels: to look it up in the metric itself would cost more than to count."""
+        """Return the child of a metric; a lookup in the metric itself would cost more than counting."""
         if (child := self._children.get((metric, *labels))) is None:
             child = self._children[metric, *labels] = metric.labels(*labels)
         return child
 
 
 class RequestMetrics:
-    """One request on its way. Whatever becomes of it, one of `finished`, `failed` and `left` is the last call."""
+    """Metrics of one request.
+
+    The last call is one of `finished`, `failed` and `left`.
+    """
 
     def __init__(self, metrics: RouterMetrics) -> None:
         self._metrics = metrics
         self._arrived_at = time.monotonic()
         self._last_at = 0.0
         self.ttft_s = 0.0
-        """Until the first message; 0 before it."""
+        """Seconds to the first message; 0 before it."""
         self._name = ""
         self._itl: Histogram | None = None
 
     def checked(self, prepared: PreparedRequest) -> None:
-        """It is a request for this model."""
+        """Record the request's model."""
         self._name = prepared.model.name
         self._itl = self._metrics.of(self._metrics.itl, self._name)
 
     def message(self) -> None:
-        """Of its stream."""
+        """Record a message of the stream."""
         now = time.monotonic()
         assert self._itl is not None
         if self._last_at:
@@ -112,11 +115,11 @@ class RequestMetrics:
         self._count(self._metrics.errors, 1, error.code)
 
     def left(self) -> None:
-        """Its client did."""
+        """Record that the client left."""
         self._count(self._metrics.cancelled, 1)
 
     def over(self, num_prompt: int, num_output: int) -> None:
-        """Tokens of a request of which something was sent."""
+        """Count the tokens of a request of which something was sent."""
         metrics = self._metrics
         self._count(metrics.prompt_tokens, num_prompt)
         self._count(metrics.generation_tokens, num_output)
@@ -124,7 +127,7 @@ class RequestMetrics:
         self._observe(metrics.generated, num_output)
 
     def finished(self, finish: pb.Finish) -> None:
-        """It ended well."""
+        """Record success."""
         self._count(self._metrics.success, 1, FINISHED.get(finish.reason, "other"))
         self._observe(self._metrics.e2e, self._last_at - self._arrived_at)
         if finish.HasField("receipt"):
@@ -165,7 +168,7 @@ class RequestMetrics:
                 self._observe(metrics.tpot, seconds / (usage.completion_tokens - 1))
 
     def _count(self, counter: Counter, amount: float, *labels: str) -> None:
-        """Of nothing too: a counter that has never counted is to be seen as 0."""
+        """Count an amount, also 0, so that the counter is visible."""
         child = self._metrics.of(counter, self._name, *labels)
         if amount:
             child.inc(amount)
@@ -175,14 +178,14 @@ class RequestMetrics:
 
 
 class ClusterCollector(Collector):
-    """What the router knows of its workers and its lines, as it stands when it is asked."""
+    """Collector of the workers and queues at the time of a scrape."""
 
     def __init__(self, models: ModelRuntimes, tenant_limits: TenantLimits) -> None:
         self._models = models
         self._tenant_limits = tenant_limits
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing until it is asked: what there is depends on the models."""
+        """Return no metrics before the first collection, since they depend on the models."""
         return ()
 
     def collect(self) -> Iterator[Metric]:

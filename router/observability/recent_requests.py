@@ -1,4 +1,7 @@
-"""The last requests that ended: their receipts, and nothing of what was said. Pure."""
+"""Recently ended requests with their receipts, without prompts and outputs.
+
+Pure.
+"""
 
 from collections import deque
 from dataclasses import dataclass
@@ -24,7 +27,7 @@ class _Ended:
 
 
 class RecentRequests:
-    """Of one router."""
+    """Recent requests of one router."""
 
     def __init__(self, most: int = MOST) -> None:
         self._ended: deque[_Ended] = deque(maxlen=most)
@@ -39,14 +42,16 @@ class RecentRequests:
         ttft_s: float,
         total_s: float,
     ) -> None:
-        """`at`: when it ended, seconds since the epoch; `decision`: of its last placement; `num_output_tokens`: of all
-        choices."""
+        """Add a request that ended `at` seconds since the epoch.
+
+        `decision` is that of its last placement; `num_output_tokens` counts all choices.
+        """
         if finish.HasField("receipt"):
             self._ended.append(_Ended(self._count, at, finish, decision, num_output_tokens, total_s, ttft_s))
             self._count += 1
 
     def since(self, number: int) -> list[dict[str, Any]]:
-        """Those with that number and later ones, as JSON has them; numbers grow by one."""
+        """Return the requests from `number` on as JSON values; numbers grow by one."""
         return [_as_json(ended) for ended in self._ended if ended.number >= number]
 
 
@@ -66,7 +71,7 @@ def _as_json(ended: _Ended) -> dict[str, Any]:
 
 
 def _ways(decision: Decision) -> list[dict[str, Any]]:
-    """What was compared: the chosen one, and the next best."""
+    """Return the chosen candidate and the next best."""
     chosen = Alternative(decision.decode_id, decision.lender_id, decision.lender_computes, decision.cost_s)
     return [
         {

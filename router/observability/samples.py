@@ -1,8 +1,8 @@
-"""Samples of real traffic for evaluations: some requests with their receipts, and what people said of answers.
+"""Samples of traffic for evaluations: some requests with their receipts, and clients' feedback on answers.
 
-Off unless `samples_file` is set. A line of JSON each: `{"request": ...}` with the receipt, and `{"feedback": ...}`;
+Off unless `samples_file` is set. One line of JSON each: `{"request": ...}` with the receipt, and `{"feedback": ...}`;
 both have the request's id, and the tenant that asked or rated (with keys, the key's name too). Texts are kept only
-where `sample_texts` says so: else there are their lengths.
+where `sample_texts` is set; otherwise their lengths.
 """
 
 import random
@@ -19,27 +19,30 @@ from router.prepared_request import PreparedRequest
 from router.security.api_keys import Principal
 
 MAX_TEXT_CHARS = 65_536
-"""Of a comment, and of a corrected text."""
+"""Longest comment or corrected text, in characters."""
 MAX_UNWRITTEN = 1000
-"""Lines."""
+"""Lines that may wait to be written."""
 
 
 class Samples:
-    """Of one router."""
+    """Samples of one router."""
 
     def __init__(self, settings: RouterConfig, seed: int | None = None) -> None:
-        """Raises StartError where the file cannot be written."""
+        """Open the file.
+
+        Raises StartError where it cannot be written.
+        """
         self._settings = settings
         self._chance = random.Random(seed)
         self._lines = JsonLines(settings.samples_file, "samples_file", MAX_UNWRITTEN)
 
     def wanted(self) -> bool:
-        """Whether this request, which has just come, is one of them."""
+        """Return whether to sample a request that has just arrived."""
         settings = self._settings
         return settings.samples_file is not None and self._chance.random() < settings.sample_share
 
     def served(self, prepared: PreparedRequest, messages: list[bytes]) -> None:
-        """It ended well; `messages` are what its client got."""
+        """Write a successful request; `messages` are those its client received."""
         request, finish = prepared.request, prepared.finish
         assert finish is not None
         line: dict[str, Any] = {
@@ -66,8 +69,10 @@ class Samples:
         return self._settings.sample_texts
 
     def feedback(self, feedback: pb.FeedbackRequest, principal: Principal) -> None:
-        """Kept with who says so: request ids are the clients' own, and not known here. Raises InvalidRequest, NotConfigured
-        where nothing is kept, and Overloaded while too much waits to be written."""
+        """Write feedback with its author, since request ids are the clients' own and not known here.
+
+        Raises InvalidRequest, NotConfigured without a file, and Overloaded while too many lines wait to be written.
+        """
         if self._settings.samples_file is None:
             raise NotConfigured("samples_file is not set: this router keeps no feedback")
         if not feedback.request_id:
@@ -86,5 +91,5 @@ class Samples:
             raise Overloaded(f"{MAX_UNWRITTEN} lines wait to be written", retry_after_s=1.0)
 
     async def close(self) -> None:
-        """Once all is written."""
+        """Close the file when all is written."""
         await self._lines.close()

@@ -1,12 +1,10 @@
-"""OpenTelemetry: one trace of a request over client, router, decode worker, lender and transfer.
+"""OpenTelemetry traces: one per request over client, router, decode worker, lender and transfer.
 
-Spans are made by the router from the receipt, when the request has ended: every stage says where it was and when, on
-the request's own clock. So workers need no exporter, and tracing costs a request nothing while it runs. What is between
-the stages before the first token (messages on their way, for the most part) is a span too: every moment of it has a
-name.
+The router makes the spans from the receipt, when the request has ended: every stage has its place and time on the
+request's own clock. So workers need no exporter, and tracing costs a running request nothing. Time between stages
+before the first token (mostly messages in transit) is a span too, so every moment has a name.
 
-Off unless `otlp_endpoint` is set. Names and attributes are those of OpenTelemetry's GenAI conventions where they have
-them.
+Off unless `otlp_endpoint` is set. Names and attributes follow OpenTelemetry's GenAI conventions where they have them.
 """
 
 import asyncio
@@ -23,7 +21,7 @@ from router.config import RouterConfig
 from router.prepared_request import PreparedRequest
 
 BETWEEN = "in transit"
-"""The name of what no stage accounts for."""
+"""Name of time that no stage accounts for."""
 SHORT_S = 1e-6
 MAX_TRACERS = 1024
 CANCELLED = "CANCELLED"
@@ -33,18 +31,18 @@ REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Part of a request; seconds since its arrival at the router."""
+    """Part of a request, in seconds since its arrival at the router."""
 
     name: str
     service: str
-    """tandem-router, tandem-decode or tandem-prefill."""
+    """Service name: tandem-router, tandem-decode or tandem-prefill."""
     where: str
     begin_s: float
     end_s: float
 
 
 def spans_of(receipt: pb.Receipt, router_id: str, ttft_s: float) -> list[Span]:
-    """Of each stage; and, until the first token, of each time that is in none. In order of their beginning."""
+    """Return a span for each stage and, until the first token, for each gap, in order of their beginning."""
     spans = [_span(stage, receipt, router_id) for stage in receipt.stages]
     gaps = [Span(BETWEEN, "tandem-router", router_id, begin, end) for begin, end in _gaps(spans, ttft_s)]
     return sorted([*spans, *gaps], key=lambda span: (span.begin_s, span.end_s))
@@ -71,10 +69,13 @@ def _gaps(spans: Sequence[Span], until_s: float) -> Iterator[tuple[float, float]
 
 
 class Tracing:
-    """Of one router."""
+    """Tracing of one router."""
 
     def __init__(self, config: RouterConfig) -> None:
-        """Raises StartError where OpenTelemetry is not installed."""
+        """Set up the exporter.
+
+        Raises StartError where OpenTelemetry is not installed.
+        """
         self._share = config.trace_share
         self._router_id = config.id()
         self._chance = random.Random()
@@ -90,7 +91,7 @@ class Tracing:
             self._processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=config.otlp_endpoint, insecure=insecure))
 
     def finished(self, prepared: PreparedRequest, ttft_s: float) -> None:
-        """It ended well, now."""
+        """Export a request that ended well now."""
         if self._processor is None or prepared.finish is None or not self._wanted():
             return
         finish, now = prepared.finish, time.monotonic()
@@ -117,15 +118,15 @@ class Tracing:
         root.end(began_ns + round((now - prepared.arrived_at) * 1e9))
 
     def failed(self, prepared: PreparedRequest | None, arrived_at: float, error: ServiceError) -> None:
-        """It ended with an error, now. `arrived_at`: of the monotonic clock."""
+        """Export a request that ended with an error now; `arrived_at` is of the monotonic clock."""
         self._cut_short(prepared, arrived_at, error.code, str(error))
 
     def cancelled(self, prepared: PreparedRequest | None, arrived_at: float) -> None:
-        """Its client left, or it was ended, now: no error of ours."""
+        """Export a request that was cancelled now, which is no error of the service."""
         self._cut_short(prepared, arrived_at, CANCELLED, "")
 
     def _cut_short(self, prepared: PreparedRequest | None, arrived_at: float, kind: str, failure: str) -> None:
-        """The span of the whole alone. `failure`: what we failed at; empty: nothing."""
+        """Export the request's own span only; `failure` is empty where nothing failed."""
         if self._processor is None or not self._wanted():
             return
         from opentelemetry.trace import Status, StatusCode
@@ -138,7 +139,7 @@ class Tracing:
         root.end(now_ns)
 
     async def close(self) -> None:
-        """Once all is exported, or could not be."""
+        """Close after exporting all spans, or failing to."""
         if self._processor is not None:
             await asyncio.to_thread(self._processor.shutdown)
 
@@ -154,7 +155,7 @@ class Tracing:
         }
 
     def _root(self, began_ns: int, attributes: dict[str, Any]) -> tuple[Any, Any]:
-        """The span of the whole, under the client's where there is one; and the context of its children."""
+        """Return the request's span, below the client's if there is one, and the context of its children."""
         from opentelemetry.trace import SpanKind, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -166,7 +167,7 @@ class Tracing:
         return root, set_span_in_context(root)
 
     def _tracer(self, service: str, where: str) -> Any:
-        """One for each process that spans are said to be of."""
+        """Return the tracer of one process."""
         if (tracer := self._tracers.get((service, where))) is None:
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider

@@ -8,7 +8,7 @@ Pure.
     worker_table.py        the workers as arrays
     fleet.py               all known about the workers, and recent placements; worker_records.py: the records
     index.py               which worker holds which block
-    rates.py               speeds: settings and learned lines; rate_learning.py, receipt_timings.py: learned from receipts
+    rates.py               speeds; rate_learning.py, receipt_timings.py: learned from receipts
     placement_snapshot.py  inputs of a decision; decision_codec.py: as JSON
     prediction_error.py    quality of predictions
     traffic_counters.py    arrivals, for the planner

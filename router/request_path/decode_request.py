@@ -1,4 +1,7 @@
-"""What a decode worker is told of a placed request. Pure."""
+"""The DecodeRequest for a placed request.
+
+Pure.
+"""
 
 from protos import decode_pb2 as pb
 from protos import inference_pb2 as public_pb
@@ -18,7 +21,7 @@ def decode_request(
     placed_at: float,
     now: float,
 ) -> pb.DecodeRequest:
-    """`placed_at` and `now` are seconds of the monotonic clock."""
+    """Build the message; `placed_at` and `now` are seconds of the monotonic clock."""
     model = prepared.model
     internal = pb.DecodeRequest(
         request_id=prepared.request_id,

@@ -1,4 +1,4 @@
-"""From what a client sent to a checked request: its model, its tokens, its options, its clock."""
+"""Preprocessing: from a client's message to a checked request with model, tokens, options and deadline."""
 
 import math
 import secrets
@@ -21,7 +21,7 @@ from router.validation import check_names, check_quality, check_time_limit
 
 
 class Preprocessor:
-    """Of one router."""
+    """Preprocessor of one router."""
 
     def __init__(self, config: RouterConfig, models: ModelRuntimes) -> None:
         self._config = config
@@ -30,8 +30,12 @@ class Preprocessor:
     async def check(
         self, request: pb.GenerateRequest, deadline_s: float | None, principal: Principal, explain: bool = False
     ) -> PreparedRequest:
-        """`explain`: predict more than the choice of a model needs. The request's tenant becomes the principal's.
-        Raises ServiceError."""
+        """Check, tokenise and complete a request.
+
+        Its tenant becomes the principal's. Raises ServiceError.
+
+        `explain`: predict more than the choice of a model needs.
+        """
         arrived_at = time.monotonic()
         deadline = arrived_at + (self._config.default_deadline_s if deadline_s is None else deadline_s)
         models = self._models.only(principal.models)
@@ -71,15 +75,14 @@ class Preprocessor:
 
 
 def isolated(request: pb.GenerateRequest) -> str:
-    """A salt that no two tenants have in common, whatever salts their requests bring."""
+    """Return a cache salt that no two tenants share, whatever salts their requests bring."""
     return f"{len(request.tenant)} {request.tenant} {request.cache_salt}"
 
 
 def asked_for(models: ModelRuntimes, name: str, principal: Principal) -> tuple[ModelRuntime | None, str]:
-    """The model that a name means to this principal, None for AUTO; and why.
+    """Return the model that a name means to this principal, None for AUTO, and why.
 
-    Raises Forbidden for a model that is not this key's, whether there is one of that name or not: else a key could find
-    out what others are served.
+    Raises Forbidden for a model outside the key, existing or not: otherwise a key could find out other models.
     """
     if principal.models is not None and name not in ("", AUTO, *principal.models):
         raise Forbidden(f"this key may not use {name!r}", "model")
@@ -87,7 +90,7 @@ def asked_for(models: ModelRuntimes, name: str, principal: Principal) -> tuple[M
 
 
 def _check_fit(model: ModelRuntime, request: pb.GenerateRequest) -> None:
-    """What a request asks of a model holds for one that it names too."""
+    """Check that a model named by the request meets its quality and task."""
     criteria = ModelCriteria(request.task, request.min_quality)
     if (lack := unfit(repr(model.name), model.entry.quality, model.entry.tasks, criteria)) is not None:
         raise InvalidRequest(*lack)

@@ -1,4 +1,4 @@
-"""The way of one request through the router: check, tokenise, place, pass through, and place again on failure."""
+"""The path of one request through the router: preprocess, wait, place, stream, and place again on failure."""
 
 import asyncio
 import contextlib
@@ -49,26 +49,26 @@ log = logging.getLogger(__name__)
 
 
 CONNECT_SOON_S = 0.3
-"""What ends later, on a worker to which there is no connection yet, has failed, whoever ended it: clients may be less
-patient than a connection."""
+"""Seconds after which a request that ends on a worker without a connection counts as failed, whichever side ended it:
+clients may be less patient than a connection."""
 
 
 def _ignore(prepared: PreparedRequest) -> None:
-    """Most callers need to know nothing of it."""
+    """Do nothing; most callers need no notice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """Of a request that was not started."""
+    """Explanation of a request that was not started."""
 
     prepared: PreparedRequest
     demand: Demand
     candidates: list[Candidate]
-    """The cheapest first."""
+    """Candidates, cheapest first."""
 
 
 class RequestHandler:
-    """All requests of one router."""
+    """Handler of all requests of one router."""
 
     def __init__(
         self,
@@ -87,12 +87,12 @@ class RequestHandler:
         self._metrics = metrics
         self._samples = samples
         self.recent = RecentRequests()
-        """What ended last."""
+        """Requests that ended recently, for the console."""
         self._history = DecisionHistory(int(config.decisions_memory_mib * (1 << 20)))
         for model in models:
             model.fleet.keeps_situations = self._history.on or decisions_file.on
         self._arriving: set[Entry] = set()
-        """Not in the line of their model yet: they are read, or wait for a first worker."""
+        """Requests that are being preprocessed or wait for a first worker, before the queue."""
         self._tenant_limits = tenant_limits
         self._intake = Preprocessor(config, models)
 
@@ -103,8 +103,12 @@ class RequestHandler:
         principal: Principal,
         on_checked: Callable[[PreparedRequest], object] = _ignore,
     ) -> AsyncGenerator[bytes]:
-        """Serialised GenerateResponses: one unbroken stream over however many attempts. `on_checked` is called once,
-        before the first of them. Raises ServiceError."""
+        """Yield serialised GenerateResponses, one unbroken stream over all attempts.
+
+        Raises ServiceError.
+
+        `on_checked` is called once, before the first of them.
+        """
         request_metrics = self._metrics.watch()
         sampled = self._samples.wanted()
         prepared, arrived_at = None, time.monotonic()
@@ -135,7 +139,7 @@ class RequestHandler:
             request_metrics.failed(error)
             past.refusal = error
             if prepared is None and request.request_id:
-                past.tenant = principal.tenant or request.tenant  # it may not have been found out whose it is
+                past.tenant = principal.tenant or request.tenant  # the tenant may not be known yet
                 self._history.add(past)
             self._tracing.failed(prepared, arrived_at, error)
             raise
@@ -163,7 +167,10 @@ class RequestHandler:
                 self._samples.served(prepared, kept)
 
     def _arrives(self, past: Entry) -> None:
-        """Raises Overloaded while too many have: what is not in line yet is bounded as the line is."""
+        """Count an arriving request.
+
+        Raises Overloaded while too many are being preprocessed, the same bound as the queue's.
+        """
         if len(self._arriving) >= self._config.max_queued:
             refusal = queue_full(len(self._arriving), self._config.default_retry_after_s)
             self._tenant_limits.num_refused[refusal.reason] += 1
@@ -171,7 +178,10 @@ class RequestHandler:
         self._arriving.add(past)
 
     async def tokenize(self, request: pb.TokenizeRequest, principal: Principal) -> pb.TokenizeResponse:
-        """A prompt as its model reads it. Raises ServiceError."""
+        """Return a prompt's tokens as its model reads it.
+
+        Raises ServiceError.
+        """
         if request.model == AUTO:
             raise InvalidRequest("model", f"{AUTO!r} is decided for a request that is generated: name one")
         model, _ = asked_for(self._models, request.model, principal)
@@ -226,11 +236,11 @@ class RequestHandler:
                 log.info("attempt %d failed: %s", attempt, failure)
                 past.failed(str(failure))
                 if isinstance(failure, Draining):
-                    model.fleet.drains(placed.decode)  # nothing failed: it hands the request over, once
+                    model.fleet.drains(placed.decode)  # no failure: the worker hands the request over, once
                     attempt += 1
                     continue
                 if isinstance(failure, Overloaded):
-                    model.dispatcher.refused(placed)  # raises when it was too often
+                    model.dispatcher.refused(placed)  # raises after too many refusals
                     continue
                 placed.failed = True
                 attempt, failures = attempt + 1, failures + 1
@@ -243,7 +253,10 @@ class RequestHandler:
             await _settle(model, placed.decode)
 
     def decisions(self, request_id: str, principal: Principal) -> Entry:
-        """Of a request that came lately. Raises InvalidRequest, UnknownRequest."""
+        """Return the decisions of a recent request.
+
+        Raises InvalidRequest, UnknownRequest.
+        """
         if not request_id:
             raise InvalidRequest("request_id", "is empty")
         if not self._history.on:
@@ -258,18 +271,25 @@ class RequestHandler:
         return entry
 
     async def explain(self, request: pb.GenerateRequest, deadline_s: float | None, principal: Principal) -> Explained:
-        """What a request needs, and all ways to start it now. Raises ServiceError."""
+        """Return a request's demand and all candidates to start it now.
+
+        Raises ServiceError.
+        """
         prepared = await self._intake.check(request, deadline_s, principal, explain=True)
         demand, keys = await self._needs(prepared, StreamState(prepared.sampling.n))
         fleet = prepared.model.fleet
-        # A large fleet's candidates take tenths of a second: not on the loop, and of a snapshot that stays as it is.
+        # A large fleet's candidates take tenths of a second: computed off the loop, from a snapshot that does not
+        # change.
         placement_snapshot = copy.deepcopy((fleet.snapshot, fleet.hits(keys, demand.other_keys), fleet.rates))
         return Explained(prepared, demand, await asyncio.to_thread(explain, demand, *placement_snapshot))
 
     async def _place(
         self, prepared: PreparedRequest, emitted: StreamState, past: Entry
     ) -> tuple[ActivePlacement, Decision, float]:
-        """Wait for a pair. What can never start is refused at once; with nobody there it waits a little."""
+        """Wait for a placement.
+
+        A request that can never start is refused at once; without workers it waits a little.
+        """
         demand, keys = await self._needs(prepared, emitted)
         prepared.info.streaming = not emitted.empty
         self._arriving.discard(past)
@@ -278,7 +298,7 @@ class RequestHandler:
         return placed, decision, time.monotonic()
 
     async def _needs(self, prepared: PreparedRequest, emitted: StreamState) -> tuple[Demand, list[BlockKey]]:
-        """With the keys of the blocks that may come from elsewhere."""
+        """Return the demand, and the keys of blocks that may come from elsewhere."""
         grace_s = min(self._config.no_worker_grace_s, prepared.remaining_s())
         await prepared.model.await_decode_workers(time.monotonic() + grace_s)
         prompt, sampling = prepared.prompt, prepared.sampling
@@ -290,8 +310,10 @@ class RequestHandler:
 
 
 def _count(prepared: PreparedRequest, emitted: StreamState, request_metrics: RequestMetrics) -> None:
-    """What it used, once it is over. Reading all that was emitted again is for what ended early, or is of several
-    choices."""
+    """Count what an ended request used.
+
+    The sent messages are parsed only for requests that ended early or have several choices.
+    """
     if emitted.empty:
         return
     finish = prepared.finish
@@ -316,7 +338,7 @@ def _learn(prepared: PreparedRequest, placed: ActivePlacement, last_message: byt
 
 
 async def _settle(model: ModelRuntime, worker: Worker) -> None:
-    """After a failure: a dead worker's membership ends within moments; do not choose it again before that."""
+    """Wait after a failure: a dead worker's membership ends within moments, and it should not be chosen before."""
     for _ in range(10):
         if model.fleet.worker(worker.worker_id) is not worker:
             return

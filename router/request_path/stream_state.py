@@ -1,22 +1,22 @@
-"""What a request's client has been sent, over however many attempts."""
+"""State of a request's stream: all that its client has received, over all attempts."""
 
 from dataclasses import dataclass, field
 
 from protos import inference_pb2 as pb
 
 MAX_UNREAD_BYTES = 256 << 10
-"""Of a request. Most never have as much."""
+"""Bytes of a request kept unparsed; most requests never have as much."""
 
 
 @dataclass(slots=True)
 class ChoiceState:
-    """What the client has been sent of one choice."""
+    """Part of one choice that the client has received."""
 
     token_ids: list[int] = field(default_factory=list)
     num_chars: int = 0
-    """Of text. Python's and the worker's count: code points."""
+    """Characters of text, counted in code points as the worker does."""
     reason: pb.FinishReason.ValueType | None = None
-    """Of its end, once it ended."""
+    """Finish reason, once the choice ended."""
 
     @property
     def finished(self) -> bool:
@@ -24,8 +24,10 @@ class ChoiceState:
 
 
 class StreamState:
-    """What the client has been sent. Kept as the bytes it was, and read only when an attempt failed, or when it is so
-    much that its tokens are less."""
+    """Messages that the client has received.
+
+    Kept as bytes, and parsed only when an attempt failed, or when the parsed form is smaller.
+    """
 
     def __init__(self, num_choices: int) -> None:
         self._unread: list[bytes] = []
@@ -53,7 +55,7 @@ class StreamState:
 
     @property
     def empty(self) -> bool:
-        """Nothing was sent."""
+        """Whether nothing was sent."""
         return self._num_messages == 0
 
     @property
@@ -62,7 +64,7 @@ class StreamState:
 
     @property
     def finished(self) -> bool:
-        """The last message came: whatever fails afterwards, the client has everything."""
+        """Whether the last message was sent: whatever fails afterwards, the client has everything."""
         return all(choice.finished for choice in self.choices)
 
     def _read(self) -> None:

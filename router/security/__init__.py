@@ -1,2 +1,4 @@
-"""Who may reach what of a router: keys and what they allow (`api_keys.py`), the settings (`config.py`), the check
-before each call of gRPC (`guard.py`; HTTP's is `router/frontend/openai/guard.py`)."""
+"""Access to a router: API keys (`api_keys.py`), settings (`config.py`), and the check before each gRPC call (`guard.py`).
+
+The check for HTTP is `router/frontend/openai/guard.py`.
+"""

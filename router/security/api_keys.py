@@ -1,7 +1,7 @@
-"""API keys: who asks, by what is known of a key's hash.
+"""API keys: the caller's identity by the hash of its key.
 
-A key is 256 random bits, so that a plain SHA-256 keeps it: there is nothing to guess. It is looked up by its hash:
-how long that takes says nothing of how much of a wrong one is right.
+A key is 256 random bits, so a plain SHA-256 protects it. The lookup by hash takes a time that reveals nothing about how
+much of a wrong key is right.
 """
 
 import hashlib
@@ -22,32 +22,35 @@ from router.security.config import ApiKey
 log = logging.getLogger(__name__)
 
 PREFIX = "tk-"
-"""By which people, and scanners of repositories, know one."""
+"""Prefix by which people and secret scanners recognise a key."""
 MAX_KEY_CHARS = 512
 LOOK_S = 1.0
-"""Between two looks at the file."""
+"""Seconds between two looks at the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who asks, and what they may."""
+    """Identity and permissions of a caller."""
 
     name: str = ""
-    """Of the key."""
+    """Name of the key."""
     tenant: str | None = None
-    """None: whoever the request says."""
+    """Tenant of the key; None: the tenant that the request names."""
     models: frozenset[str] | None = None
-    """None: all."""
+    """Models that may be used; None: all."""
     operator: bool = False
-    """It may see what is everybody's."""
+    """Whether the caller may see other tenants' requests and the cluster."""
 
     def check_operator(self) -> None:
-        """Raises Forbidden."""
+        """Raise Forbidden unless the caller is an operator."""
         if not self.operator:
             raise Forbidden("this key is not an operator's")
 
     def tenant_for(self, asked: str) -> str:
-        """Of a request that says so. Raises Forbidden where it is somebody else's."""
+        """Return the tenant of a request that names `asked`.
+
+        Raises Forbidden where that is another tenant.
+        """
         if self.tenant is None:
             return asked
         if asked not in ("", self.tenant):
@@ -56,11 +59,11 @@ class Principal:
 
 
 ANYBODY = Principal(operator=True)
-"""Where there are no keys."""
+"""Principal of every caller where there are no keys."""
 
 
 class ApiKeys:
-    """Those of the settings, and of a file that is read again when it changes."""
+    """Keys of the settings, and of a file that is read again when it changes."""
 
     def __init__(
         self,
@@ -69,7 +72,10 @@ class ApiKeys:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`wall_clock` is that by which keys expire. Raises StartError."""
+        """Read the keys.
+
+        Raises StartError. `wall_clock` is the clock of expiry.
+        """
         self._configured = tuple(configured)
         self._file = file
         self._clock, self._wall_clock = clock, wall_clock
@@ -79,11 +85,14 @@ class ApiKeys:
 
     @property
     def required(self) -> bool:
-        """Also by a file that is empty: whoever names one wants keys."""
+        """Whether a key is required, also by an empty file: naming a file asks for keys."""
         return bool(self._configured) or self._file is not None
 
     def principal(self, authorization: str | None) -> Principal:
-        """Of a header `Bearer KEY`. Raises Unauthenticated."""
+        """Return the principal of a header `Bearer KEY`.
+
+        Raises Unauthenticated.
+        """
         if not self.required:
             return ANYBODY
         self._look()
@@ -120,7 +129,7 @@ class ApiKeys:
         try:
             at = os.stat(self._file)
         except OSError:
-            return None  # who reads it says why
+            return None  # the reader reports the reason
         return at.st_ino, at.st_mtime_ns, at.st_size
 
     def _read(self) -> list[ApiKey]:
@@ -128,7 +137,10 @@ class ApiKeys:
 
 
 def read_keys(file: Path) -> list[ApiKey]:
-    """Raises StartError, which names the entry and its field, and never says what is there."""
+    """Read a keys file.
+
+    Raises StartError naming entry and field, without their contents.
+    """
     try:
         entries = yaml.safe_load(file.read_text())
     except OSError as error:
@@ -149,19 +161,22 @@ def read_keys(file: Path) -> list[ApiKey]:
 
 
 def new_key() -> str:
-    """Nobody can draw the same."""
+    """Return a new random key."""
     return PREFIX + secrets.token_urlsafe(32)
 
 
 def hash_of(key: str) -> str:
-    """As ApiKey.sha256 has it."""
+    """Return a key's hash in the format of ApiKey.sha256."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def entry_for(
     key: str, name: str, tenant: str, models: Sequence[str], days: float | None, operator: bool = False
 ) -> str:
-    """Of a keys file: YAML. Raises StartError for a name that is none."""
+    """Return a YAML entry for a keys file.
+
+    Raises StartError for an invalid name.
+    """
     entry: dict[str, object] = {"name": name, "sha256": hash_of(key), "tenant": tenant}
     if operator:
         entry["operator"] = True

@@ -1,4 +1,4 @@
-"""Settings of who may reach the router, and use it."""
+"""Settings of access to the router: TLS, ports and API keys."""
 
 from pathlib import Path
 from typing import Literal
@@ -12,53 +12,59 @@ from cluster.tls import Credentials, File, MemberIdentity, member_of
 
 
 class ApiKey(Config):
-    """One key, as the router knows it: not the key, but its hash. `tandem keys new` makes both."""
+    """One API key, known to the router by its hash.
+
+    `tandem keys new` makes both.
+    """
 
     name: str = Field(min_length=1, max_length=256)
-    """For logs."""
+    """Name for logs."""
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$", repr=False)
-    """Of the key, in hexadecimal."""
+    """SHA-256 of the key, in hexadecimal."""
     tenant: str = Field(default="", max_length=256)
-    """Whose limits, quota and fair share its requests count against, whatever they say."""
+    """Tenant against whose limits, quota and fair share its requests count, whatever they name."""
     models: tuple[str, ...] = ()
-    """That it may use, and see. Empty: all."""
+    """Models that the key may use and see. Empty: all."""
     operator: bool = False
-    """It may see the whole cluster: ClusterStatus, and the console, which shows requests of all tenants."""
+    """Whether the key may see the whole cluster: ClusterStatus and the console, which shows requests of all tenants."""
     expires: AwareDatetime | None = None
-    """From then on it is refused."""
+    """Time from which the key is refused."""
 
 
 class SecuritySettings(TlsSettings):
-    """Part of the router's."""
+    """Settings of access to a router."""
 
     internal_port: int | None = Field(default=None, ge=0, le=65535)
-    """Where workers join, on `host` too; 0 lets the system choose. Needed with TLS or API keys: whoever may join is
-    sent prompts. Without: workers join on `port`."""
+    """Port where workers join, on `host` too; 0 lets the system choose. Required with TLS or API keys, because workers
+    that join are sent prompts. Unset: workers join on `port`."""
     tls_public_cert: Path | None = None
-    """What clients see, by gRPC and HTTP, instead of tls_cert: with its key, a certificate of an authority that they
-    know."""
+    """Certificate for clients of gRPC and HTTP, instead of tls_cert: with its key, from an authority that clients
+    trust."""
     tls_public_key: Path | None = None
     client_certificates: Literal["none", "required"] = "none"
-    """required: clients must have one, of tls_client_ca."""
+    """Client certificates. required: clients must have one signed by tls_client_ca."""
     tls_client_ca: Path | None = None
-    """Another one than tls_ca, whose certificates make members."""
+    """Authority of client certificates; not tls_ca, whose certificates make members."""
 
     api_keys: tuple[ApiKey, ...] = Field(default=(), repr=False)
-    """With these, or a file of them, nobody is served without a key."""
+    """API keys. With these, or a file of them, every call needs a key."""
     api_keys_file: Path | None = None
-    """A YAML list of the same, read again when it changes."""
+    """File with a YAML list of API keys, read again when it changes."""
     isolate_tenants: bool = False
-    """No tenant's requests find cached what another one's left: neither can learn from a first token's time what the
-    other asked. Prompts that tenants have in common are computed for each."""
+    """Whether tenants' caches are separated: no tenant can learn from the time of a first token which prompts another
+    tenant used. Prompts common to several tenants are computed for each."""
 
     @property
     def guarded(self) -> bool:
-        """Not everybody who reaches it may use it, or listen."""
+        """Whether the router restricts who may use it or listen."""
         certificates = (self.tls_cert, self.tls_key, self.tls_ca, self.tls_public_cert, self.tls_public_key)
         return any(certificates) or bool(self.api_keys) or self.api_keys_file is not None
 
     def frontends(self) -> tuple[Credentials | None, MemberIdentity | None]:
-        """(what clients meet, what members meet). Raises StartError."""
+        """Return the credentials for clients and for members.
+
+        Raises StartError.
+        """
         member, public = member_of(self), self._public()
         if self.guarded and self.internal_port is None:
             raise StartError("internal_port", "is needed with TLS or API keys: on the public port anybody could join")

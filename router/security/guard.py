@@ -1,5 +1,6 @@
-"""No key, no service: at the door itself, so that a method that is added later is closed until somebody opens it here.
-Who asks, and what they may, is for the handlers. By HTTP it is `openai/guard.py`.
+"""Authentication of gRPC calls before any handler, so that a new method is closed until it is opened here.
+
+Handlers decide what a caller may do. HTTP has `router/frontend/openai/guard.py`.
 """
 
 from collections.abc import Awaitable, Callable
@@ -15,13 +16,13 @@ OPEN_SERVICES = ("/grpc.health.v1.", "/grpc.reflection.v1alpha.")
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
-    """Of a gRPC server: refuses calls before their messages are read."""
+    """Interceptor that refuses calls without a key before their messages are read."""
 
     def __init__(self, keys: ApiKeys) -> None:
         self._keys = keys
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
-        """The handler of a call, or one that refuses it."""
+        """Return the handler of a call, or one that refuses it."""
         if not handler_call_details.method.startswith(OPEN_SERVICES):
             try:
                 self._keys.principal(bearer_of(handler_call_details.invocation_metadata))
@@ -31,7 +32,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
 
 
 def bearer_of(metadata: Any) -> str | None:
-    """The first `authorization` in a call's metadata."""
+    """Return the first `authorization` in a call's metadata."""
     for name, value in metadata or ():
         if name == "authorization":
             return value if isinstance(value, str) else None
