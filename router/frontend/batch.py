@@ -1,4 +1,4 @@
-"""Many prompts in one call: some at a time, each result whole, as it is finished."""
+"""Batches of prompts in one call: several at a time, each result whole, when it is finished."""
 
 import asyncio
 import contextlib
@@ -13,15 +13,15 @@ MAX_REQUESTS = 4096
 MAX_CONCURRENT = 256
 DEFAULT_CONCURRENT = 32
 MAX_UNREAD = 64
-"""Results that wait for a client that reads slowly; then nothing more is begun."""
+"""Results that may wait for a client that reads slowly; then no further request starts."""
 
 Generate = Callable[[pb.GenerateRequest], AsyncGenerator[bytes]]
-"""Serialised GenerateResponses of one request."""
+"""Function that yields the serialised GenerateResponses of one request."""
 
 
 @dataclass(slots=True)
 class _Gathered:
-    """Of one request."""
+    """Output of one request so far."""
 
     choices: dict[int, pb.BatchChoice]
     finish: pb.Finish
@@ -42,7 +42,10 @@ class _Gathered:
 
 
 async def generate_batch(batch: pb.GenerateBatchRequest, generate: Generate) -> AsyncGenerator[pb.BatchResult]:
-    """Each of its requests once. Ending this ends those under way. Raises InvalidRequest for the batch as a whole."""
+    """Run each request of a batch once.
+
+    Closing it ends those in flight. Raises InvalidRequest for the whole batch.
+    """
     count, concurrent = len(batch.requests), batch.max_concurrent or DEFAULT_CONCURRENT
     if not 1 <= count <= MAX_REQUESTS:
         raise InvalidRequest("requests", f"has {count}, not 1 to {MAX_REQUESTS}")
@@ -52,10 +55,10 @@ async def generate_batch(batch: pb.GenerateBatchRequest, generate: Generate) -> 
     numbers = iter(range(count))
 
     async def work() -> None:
-        for number in numbers:  # one iterator for all: each takes the next
+        for number in numbers:  # one iterator for all tasks: each takes the next number
             try:
                 await results.put(await _one(number, batch.requests[number], generate))
-            except Exception as error:  # a mistake in here, raised below
+            except Exception as error:  # a bug here, raised below
                 await results.put(error)
 
     workers = [asyncio.ensure_future(work()) for _ in range(min(concurrent, count))]

@@ -1,4 +1,4 @@
-"""The public Inference service."""
+"""The public Inference service over gRPC."""
 
 import asyncio
 import contextlib
@@ -29,8 +29,10 @@ NAME = "tandem.v1.Inference"
 
 
 class InferenceService:
-    """Registered by hand instead of by its generated base: Generate passes messages through as bytes, and bytes that
-    are no message get an answer as any other wrong request, where gRPC's own would be UNKNOWN."""
+    """gRPC service, registered by hand: Generate passes messages through as bytes.
+
+    Bytes that are no message get InvalidRequest, where gRPC's own answer would be UNKNOWN.
+    """
 
     def __init__(
         self,
@@ -41,7 +43,7 @@ class InferenceService:
         drain: Drain,
         samples: Samples,
     ) -> None:
-        """`drain` holds the streams under way."""
+        """Create the service; `drain` holds the streams in flight."""
         self._samples = samples
         self._started_at = time.monotonic()
         self._handler = handler
@@ -98,14 +100,14 @@ class InferenceService:
 
     @contextlib.asynccontextmanager
     async def _answering(self, context: Any) -> AsyncIterator["_Answer"]:
-        """A stream within it ends with its errors as statuses, and when the router was told to stop."""
+        """Run a stream whose errors become statuses, and which a stopping router ends."""
         stopped = Draining(f"router {self._router_id} was told to stop")
         if self._drain.draining:
             await context.abort_with_status(to_status(stopped))
         task = asyncio.current_task()
         assert task is not None
         answer = _Answer(task, stopped)
-        # Under way until its client was told how it ended: the server stops as soon as nothing is.
+        # In flight until its client was told how it ended: the server stops as soon as nothing is in flight.
         with self._drain.holding(answer.end):
             try:
                 yield answer
@@ -116,7 +118,7 @@ class InferenceService:
                 answer.streaming = False
                 if not self._drain.over or context.cancelled():
                     raise
-                task.uncancel()  # by us, and not because its client went
+                task.uncancel()  # cancelled by the drain, and not because the client left
                 await context.abort_with_status(to_status(stopped))
 
     async def Explain(self, request: pb.GenerateRequest, context: Any) -> pb.Explanation:
@@ -143,7 +145,10 @@ class InferenceService:
         return pb.ListModelsResponse(models=map(_listed, self._models.only(self._principal(context).models)))
 
     def _principal(self, context: Any) -> Principal:
-        """Raises Unauthenticated."""
+        """Return the caller.
+
+        Raises Unauthenticated.
+        """
         return self._keys.principal(bearer_of(context.invocation_metadata()))
 
     async def ClusterStatus(self, request: pb.ClusterStatusRequest, context: Any) -> pb.ClusterStatusResponse:
@@ -151,7 +156,7 @@ class InferenceService:
         return self.status()
 
     def status(self) -> pb.ClusterStatusResponse:
-        """Of the cluster, as this router sees it now."""
+        """Return the cluster as this router sees it now."""
         return cluster_status(self._router_id, self._drain.draining, self._models, self._started_at)
 
     async def Feedback(self, request: pb.FeedbackRequest, context: Any) -> pb.FeedbackResponse:
@@ -161,13 +166,13 @@ class InferenceService:
 
 @dataclass(slots=True)
 class _Answer:
-    """A stream of messages, and how it ends when the router was told to stop."""
+    """A stream of messages, and its end when the router is stopping."""
 
     task: "asyncio.Task[Any]"
     stopped: Draining
     streaming: bool = True
     sending: bool = False
-    """gRPC has a message, on the same task. Cancelled there, the call would end without a word to its client."""
+    """Whether gRPC is sending a message on the same task; cancelled there, the call would end without a status."""
     over: bool = False
 
     def end(self) -> None:
@@ -177,14 +182,17 @@ class _Answer:
             self.task.cancel()
 
     def sent(self) -> None:
-        """Raises Draining."""
+        """Finish sending a message.
+
+        Raises Draining.
+        """
         self.sending = False
         if self.over:
             raise self.stopped
 
 
 def _typed(method: Callable[[Any, Any], Awaitable[Any]], kind: type[Any]) -> Callable[[bytes, Any], Awaitable[Any]]:
-    """With errors as statuses."""
+    """Wrap a method so that its errors become statuses."""
 
     async def call(raw: bytes, context: Any) -> Any:
         try:
@@ -196,7 +204,10 @@ def _typed(method: Callable[[Any, Any], Awaitable[Any]], kind: type[Any]) -> Cal
 
 
 def _parsed(kind: type[Parsed], raw: bytes) -> Parsed:
-    """Raises InvalidRequest."""
+    """Parse a message.
+
+    Raises InvalidRequest.
+    """
     try:
         return kind.FromString(raw)
     except DecodeError as error:

@@ -1,4 +1,4 @@
-"""The router's HTTP port: OpenAI's API and the console, behind one guard.
+"""The router's HTTP port: the OpenAI API and the console, behind one check of keys.
 
 Imported only where there is such a port: FastAPI takes a fifth of a router's start.
 """
@@ -26,7 +26,10 @@ async def open_http(
     keys: ApiKeys,
     inference: InferenceService,
 ) -> OpenAiServer:
-    """Serving; to be closed. Raises StartError."""
+    """Start serving; the caller closes the server.
+
+    Raises StartError.
+    """
     http = OpenAiServer(config.host, port, credentials, config.max_connection_s)
     app = make_app(handler, models, requests, keys, config)
     add_console(app, keys, inference.status, handler.recent)

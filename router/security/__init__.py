@@ -1,4 +1,4 @@
-"""Access to a router: API keys (`api_keys.py`), settings (`config.py`), and the check before each gRPC call (`guard.py`).
+"""Access to a router: API keys (`api_keys.py`), settings (`config.py`), checks of gRPC calls (`guard.py`).
 
 The check for HTTP is `router/frontend/openai/guard.py`.
 """

@@ -1,4 +1,4 @@
-"""The console's paths."""
+"""HTTP paths of the console."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,14 +24,17 @@ HEADERS = {
 def add_console(
     app: FastAPI, keys: ApiKeys, status: Callable[[], pb.ClusterStatusResponse], recent: RecentRequests
 ) -> None:
-    """At /console. Where there are keys, what it tells is for operators'."""
+    """Add the console at /console.
+
+    With API keys only operators see its data.
+    """
     page = PAGE.read_bytes()
 
     async def show(request: Request) -> Response:
         return Response(page, headers=HEADERS, media_type="text/html; charset=utf-8")
 
     async def tell(request: Request) -> Response:
-        """All that changes, in one answer: the status, and the requests that ended since `since`."""
+        """Return all that changes: the status, and the requests that ended since `since`."""
         keys.principal(request.headers.get("authorization")).check_operator()
         since = request.query_params.get("since", "0")
         number = int(since) if since.isdecimal() and len(since) < 18 else 0

@@ -1,6 +1,8 @@
-"""From our messages to OpenAI's: chunks of a stream as server-sent events, or the whole answer. Pure.
+"""Conversion of our messages to OpenAI's: server-sent events of a stream, or the whole answer.
 
-A token takes little Python here: what is the same in every chunk of a choice is made once, as bytes.
+Pure.
+
+A token costs little Python here: the parts common to all chunks of a choice are prepared once, as bytes.
 """
 
 import secrets
@@ -18,38 +20,41 @@ from router.frontend.openai.tool_calls import ToolCall, ToolCallParser
 
 DONE = b"data: [DONE]\n\n"
 PLAIN = b',"logprobs":null,"finish_reason":null}]'
-"""How the choice of an event ends that says nothing but text."""
+"""End of a choice in an event that has text only."""
 REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
 
 class Answer(ABC):
-    """Of one HTTP request. First `begin` each prompt, then `chunk` or `absorb` its messages."""
+    """Answer to one HTTP request.
+
+    First `begin` each prompt, then `chunk` or `absorb` its messages.
+    """
 
     id_prefix: str
     whole_name: str
     chunk_name: str
     before: bytes
-    """Stands before the text in an event."""
+    """Bytes before the text in an event."""
     after: bytes
-    """And after it."""
+    """Bytes after the text in an event."""
     nothing: bytes
-    """Stands in place of all three in the last event of a choice."""
+    """Bytes in place of all three in the last event of a choice."""
 
     def __init__(self, asked: ApiRequest, request_id: str) -> None:
         self._asked = asked
         self._id = self.id_prefix + request_id
         self._choices: dict[int, ChoiceAnswer] = {}
-        """By index."""
+        """Choices by index."""
         self._usage = pb.Usage()
         self._receipts: dict[int, Any] = {}
-        """This and the next by the number of the prompt."""
+        """Receipts, and the next field, by number of the prompt."""
         self._scored: dict[int, list[pb.TokenLogprobs]] = {}
         self._num_open = len(asked.requests) * asked.choices_per_prompt
         self._end = b',"usage":null}\n\n' if asked.include_usage else b"}\n\n"
         self._plain = self.after + PLAIN + self._end
 
     def begin(self, number: int, served: PromptInfo) -> None:
-        """A prompt was checked."""
+        """Begin a prompt that was checked."""
         per_prompt = self._asked.choices_per_prompt
         for index in range(number * per_prompt, (number + 1) * per_prompt):
             head = f'data: {self._top(self.chunk_name, served.model)},"choices":[{{"index":{index},'
@@ -61,24 +66,27 @@ class Answer(ABC):
 
     @abstractmethod
     def first(self, choice: ChoiceAnswer) -> bytes:
-        """What comes before all other events of a choice; empty for nothing. Ends where `_plain` begins."""
+        """Return the bytes before all other events of a choice, perhaps none.
+
+        Ends where `_plain` begins.
+        """
 
     @abstractmethod
     def message_logprobs(self, choice: ChoiceAnswer, message: pb.GenerateResponse) -> Any:
-        """Of its tokens."""
+        """Return the log probabilities of a message's tokens."""
 
     @abstractmethod
     def whole_logprobs(self, parts: Sequence[Any]) -> Any:
-        """Of all messages of a choice; None where there were none."""
+        """Return the log probabilities of all messages of a choice; None where there were none."""
 
     @abstractmethod
     def whole_content(self, choice: ChoiceAnswer) -> dict[str, Any]:
-        """The fields that a choice has beside those that both endpoints have."""
+        """Return the fields of a choice that only this endpoint has."""
 
     # -------------------------------------------------------------------------------------------- streams
 
     def chunk(self, number: int, message: pb.GenerateResponse) -> bytes:
-        """The events that a message of a prompt makes; perhaps none."""
+        """Return the events of a prompt's message, perhaps none."""
         choice = self._choice(number, message)
         events = b""
         if not choice.begun:
@@ -96,7 +104,7 @@ class Answer(ABC):
 
     @property
     def complete(self) -> bool:
-        """The finish of every choice was seen."""
+        """Whether the finish of every choice was seen."""
         return not self._num_open
 
     def _news(self, choice: ChoiceAnswer, message: pb.GenerateResponse) -> bytes:
@@ -111,7 +119,7 @@ class Answer(ABC):
         return self._pieces(choice, pieces, after)
 
     def _pieces(self, choice: ChoiceAnswer, pieces: Sequence[str | ToolCall], after: bytes) -> bytes:
-        """An event for each, the first one ending with `after`."""
+        """Return one event per piece, the first one ending with `after`."""
         events = []
         for piece in pieces:
             if isinstance(piece, str):
@@ -123,18 +131,18 @@ class Answer(ABC):
         return b"".join(events)
 
     def _detailed(self, choice: ChoiceAnswer, message: pb.GenerateResponse) -> bytes:
-        """What follows the text where there is more to say than that."""
+        """Return the bytes after the text for a choice with further fields."""
         logprobs = self.message_logprobs(choice, message) if message.logprobs else None
         token_ids = f',"token_ids":{compact(list(message.token_ids))}' if self._asked.token_ids else ""
         said = f',"logprobs":{compact(logprobs)},"finish_reason":null{token_ids}}}]'
         return self.after + said.encode() + self._so_far(choice)
 
     def _only_text(self, choice: ChoiceAnswer) -> bytes:
-        """What follows the text where there is nothing else to say."""
+        """Return the bytes after the text for a choice with text only."""
         return self.after + PLAIN + self._so_far(choice) if self._asked.continuous_usage else self._plain
 
     def _so_far(self, choice: ChoiceAnswer) -> bytes:
-        """What an event ends with: what was used by then, where each is to say so."""
+        """Return the end of an event, with the usage so far where it was requested for each."""
         if not self._asked.continuous_usage:
             return self._end
         num_prompt, num_tokens = len(choice.served.prompt), choice.num_tokens
@@ -146,7 +154,7 @@ class Answer(ABC):
         return f',"usage":{compact(usage)}}}\n\n'.encode()
 
     def _last(self, choice: ChoiceAnswer) -> bytes:
-        """The event with the finish of a choice; and what comes after the last one."""
+        """Return the event with a choice's finish, and after the last choice the end of the stream."""
         reason, stop_reason = compact(choice.reason), compact(choice.stop_reason)
         reasons = f',"logprobs":null,"finish_reason":{reason},"stop_reason":{stop_reason}'
         prompt = f',"prompt_token_ids":{compact(choice.served.prompt)}' if self._asked.token_ids else ""
@@ -161,7 +169,7 @@ class Answer(ABC):
     # -------------------------------------------------------------------------------------- whole answers
 
     def absorb(self, number: int, message: pb.GenerateResponse) -> None:
-        """A message of a prompt, towards `whole`."""
+        """Add a message of a prompt to the whole answer."""
         if message.prompt_logprobs:
             self._scored.setdefault(number, []).extend(message.prompt_logprobs)
         choice = self._choice(number, message)
@@ -187,7 +195,7 @@ class Answer(ABC):
             self._finish(number, choice, message.finish)
 
     def whole(self) -> bytes:
-        """Once all messages were absorbed."""
+        """Return the whole answer, once all messages were absorbed."""
         choices = [self._whole_choice(choice) for _, choice in sorted(self._choices.items())]
         top = self._top(self.whole_name, self._choices[0].served.model)
         said = f'{top},"choices":{compact(choices)},"usage":{compact(self.usage())}'
@@ -209,7 +217,7 @@ class Answer(ABC):
     # --------------------------------------------------------------------------------------------- common
 
     def usage(self) -> dict[str, Any]:
-        """Of all prompts and choices that are finished."""
+        """Return the usage of all finished prompts and choices."""
         usage = self._usage
         return {
             "prompt_tokens": usage.prompt_tokens,
@@ -219,7 +227,7 @@ class Answer(ABC):
         }
 
     def _top(self, name: str, model: str) -> str:
-        """The beginning of an object."""
+        """Return the beginning of an object."""
         return f'{{"id":{compact(self._id)},"object":"{name}","created":{self._asked.created},"model":{compact(model)}'
 
     def _choice(self, number: int, message: pb.GenerateResponse) -> ChoiceAnswer:
@@ -248,7 +256,7 @@ class Answer(ABC):
             )
 
     def _receipts_field(self) -> bytes:
-        """A comma and the field `tandem`: the receipt, or a list of them where there are several prompts."""
+        """Return a comma and the field `tandem`: the receipt, or a list of them where there are several prompts."""
         if not self._asked.receipt:
             return b""
         receipts = [receipt for _, receipt in sorted(self._receipts.items())]
@@ -256,7 +264,7 @@ class Answer(ABC):
 
 
 class CompletionAnswer(Answer):
-    """Of /v1/completions."""
+    """Answer of /v1/completions."""
 
     id_prefix, whole_name, chunk_name = "cmpl-", "text_completion", "text_completion"
     before, after, nothing = b'"text":', b"", b'"text":""'
@@ -275,7 +283,7 @@ class CompletionAnswer(Answer):
 
 
 class ChatAnswer(Answer):
-    """Of /v1/chat/completions."""
+    """Answer of /v1/chat/completions."""
 
     id_prefix, whole_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
     before, after, nothing = b'"delta":{"content":', b"}", b'"delta":{}'

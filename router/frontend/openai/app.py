@@ -1,4 +1,4 @@
-"""The HTTP application: its paths, and what a web server itself has to say in OpenAI's form."""
+"""The HTTP application: its paths, and the web server's own errors in OpenAI's form."""
 
 import time
 from collections.abc import Mapping
@@ -26,17 +26,20 @@ from router.security.api_keys import ApiKeys
 def make_app(
     handler: RequestHandler, models: ModelRuntimes, drain: Drain, keys: ApiKeys, config: RouterConfig
 ) -> FastAPI:
-    """`drain` holds the requests under way, those by gRPC too."""
+    """Create the application; `drain` holds requests in flight, gRPC ones included."""
     started_at = int(time.time())
     completions = Endpoint(handler, drain, keys, read_completion, CompletionAnswer, config.default_deadline_s)
     chats = Endpoint(handler, drain, keys, read_chat, ChatAnswer, config.default_deadline_s)
     endpoints: dict[str, ASGIApp] = {"/v1/completions": completions, "/v1/chat/completions": chats}
     app = _Application(endpoints)
-    for path, endpoint in endpoints.items():  # so that another method than POST is refused as such
-        app.router.add_route(path, endpoint, methods=["POST"])  # type: ignore[arg-type]  # it is ASGI
+    for path, endpoint in endpoints.items():  # so that a method other than POST is refused as such
+        app.router.add_route(path, endpoint, methods=["POST"])  # type: ignore[arg-type] # an ASGI application
 
     def seen(request: Request) -> ModelRuntimes:
-        """Raises ServiceError."""
+        """Return the models that the caller may see.
+
+        Raises ServiceError.
+        """
         return models.only(caller_of(request.headers, keys).principal.models)
 
     async def list_models(request: Request) -> Response:
@@ -56,7 +59,7 @@ def make_app(
         has_workers = any(model.decode_workers() for model in models)
         is_ready = not drain.draining and (config.ready_without_workers or has_workers)
         said: dict[str, Any] = {"status": "ready" if is_ready else "draining" if drain.draining else "no decode worker"}
-        if not keys.required:  # else the models are for who has a key for them
+        if not keys.required:  # otherwise the models are visible only with a key for them
             said["decode_workers"] = {model.name: len(model.decode_workers()) for model in models}
         return JSONResponse(said, 200 if is_ready else 503)
 
@@ -73,10 +76,10 @@ def make_app(
 
 
 class _Application(FastAPI):
-    """Who generates is asked directly: a token would pass through ten coroutines of FastAPI's on its way out."""
+    """Application that calls generating endpoints directly: FastAPI would add ten coroutines to each token."""
 
     def __init__(self, endpoints: Mapping[str, ASGIApp]) -> None:
-        # Its own pages would say nothing: bodies are read in `fields.py`, whose errors are OpenAI's.
+        # FastAPI's own schema would be empty: bodies are read in `fields.py`, whose errors are OpenAI's.
         super().__init__(openapi_url=None)
         self._endpoints = endpoints
 

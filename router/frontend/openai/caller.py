@@ -1,4 +1,4 @@
-"""Who asks: what a request's headers say of it."""
+"""Identity of a caller, from a request's headers."""
 
 import secrets
 from collections.abc import Mapping
@@ -11,17 +11,20 @@ from router.validation import MAX_NAME_CHARS
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Of one request."""
+    """Caller of one request."""
 
     tenant: str
-    """Whose fair share, limits and quota it counts against; empty: nobody's in particular."""
+    """Tenant whose fair share, limits and quota the request counts against; empty: none in particular."""
     request_id: str
-    """Drawn where the client gave none."""
+    """Request id, drawn here where the client gave none."""
     principal: Principal = ANYBODY
 
 
 def caller_of(headers: Mapping[str, str], keys: ApiKeys) -> Caller:
-    """Raises InvalidRequest for a header that is no name, Unauthenticated, and Forbidden for another's tenant."""
+    """Return the caller.
+
+    Raises InvalidRequest for a header that is no valid name, Unauthenticated, and Forbidden for another tenant.
+    """
     principal = keys.principal(headers.get("authorization"))
     tenant = principal.tenant_for(check_name(headers.get("x-tenant", ""), "x-tenant"))
     return Caller(
@@ -30,7 +33,10 @@ def caller_of(headers: Mapping[str, str], keys: ApiKeys) -> Caller:
 
 
 def check_name(value: str, field: str) -> str:
-    """A header, or what becomes one: a line's end in it would begin another header. Raises InvalidRequest."""
+    """Check a value that is or becomes a header: a line break would begin another one.
+
+    Raises InvalidRequest.
+    """
     if not (value.isascii() and value.isprintable()):
         raise InvalidRequest(field, "must be printable ASCII")
     if len(value) > MAX_NAME_CHARS:

@@ -1,4 +1,7 @@
-"""POST /v1/chat/completions: from its body to a request of ours. Pure."""
+"""POST /v1/chat/completions: from its body to a GenerateRequest.
+
+Pure.
+"""
 
 import json
 from typing import Any
@@ -17,7 +20,10 @@ ROLES = ("developer", "system", "user", "assistant", "tool")
 
 
 def read_chat(body: dict[str, Any], caller: Caller) -> ApiRequest:
-    """Raises InvalidRequest naming the field at fault."""
+    """Read a chat request.
+
+    Raises InvalidRequest naming the field at fault.
+    """
     fields = Fields(body)
     options = read_sampling(fields, ("max_completion_tokens", "max_tokens"), None)
     _read_logprobs(fields, options)
@@ -70,14 +76,14 @@ def _message(values: Any, where: str) -> pb.ChatMessage:
 
 
 def _check_nothing_else(fields: Fields) -> None:
-    """What OpenAI's own answers have beside their text, when they are sent back as they came."""
+    """Accept fields of OpenAI's own answers when clients send these back unchanged."""
     for name in ("refusal", "annotations", "audio", "function_call", "reasoning", "reasoning_content"):
         if fields.take(name) not in (None, "", []):
             raise fields.refuse(name, "is not supported")
 
 
 def _content(fields: Fields, required: bool) -> str:
-    """A text, or parts of which all are texts."""
+    """Return a text, or the joined parts where all are texts."""
     content = fields.take("content")
     if isinstance(content, str):
         return content
@@ -108,7 +114,7 @@ def _made_call(values: Any, where: str) -> pb.ToolCall:
     call = pb.ToolCall(id=call_id, name=function.text("name", required=True))
     call.arguments = function.text("arguments", required=True)
     function.finish()
-    fields.take("index")  # of a call that was put together from a stream
+    fields.take("index")  # from a call that was assembled from a stream
     fields.finish()
     return call
 
@@ -117,7 +123,7 @@ def _made_call(values: Any, where: str) -> pb.ToolCall:
 
 
 def _read_tools(fields: Fields) -> tuple[list[str], list[Function]]:
-    """Each as the JSON that the chat template is given, and what is to be known of it."""
+    """Return each tool as JSON for the chat template, and as a Function."""
     texts, functions = [], []
     for place, tool in enumerate(fields.objects("tools")):
         where = f"tools[{place}]"
@@ -136,7 +142,7 @@ def _read_tools(fields: Fields) -> tuple[list[str], list[Function]]:
 def _function(fields: Fields) -> Function:
     name = fields.text("name", required=True)
     fields.text("description")
-    fields.boolean("strict")  # its arguments keep to the schema where tool_choice forces the call
+    fields.boolean("strict")  # arguments follow the schema where tool_choice forces the call
     parameters = fields.take("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         raise fields.refuse("parameters", f"must be a JSON schema, not {shown(parameters)}")
@@ -145,7 +151,7 @@ def _function(fields: Fields) -> Function:
 
 
 def _read_tool_choice(fields: Fields, options: GenerationOptions, functions: list[Function]) -> None:
-    """A forced call is a matter of structured output; so is nothing else."""
+    """Read tool_choice; a forced call becomes structured output."""
     choice = fields.take("tool_choice")
     several = fields.take("parallel_tool_calls")
     if several is not None and not isinstance(several, bool):
@@ -157,7 +163,7 @@ def _read_tool_choice(fields: Fields, options: GenerationOptions, functions: lis
         return
     if choice in (None, "auto"):
         if several is False:
-            options.sampling.stop.append(CLOSE)  # nothing comes after the first call
+            options.sampling.stop.append(CLOSE)  # nothing follows the first call
         return
     candidates = functions if choice == "required" else [_named(Fields(choice, "tool_choice"), functions)]
     if options.sampling.HasField("structured"):

@@ -1,4 +1,4 @@
-"""What is known of one prompt, and of one choice, while its answer is made."""
+"""State of one prompt, and of one choice, while its answer is made."""
 
 import json
 from dataclasses import dataclass, field
@@ -11,13 +11,13 @@ from router.frontend.openai.tool_calls import ToolCallParser
 
 @dataclass(frozen=True, slots=True)
 class PromptInfo:
-    """A prompt, once it was checked."""
+    """A prompt that was checked."""
 
     model: str
-    """That serves it."""
+    """Model that serves it."""
     prompt: list[int]
     echo: str
-    """What the text begins with."""
+    """Text before the output."""
     text_of: TokenText
 
 
@@ -26,29 +26,29 @@ class ChoiceAnswer:
     """One choice so far."""
 
     index: int
-    """Prompts in order, and the choices of each."""
+    """Index over all prompts in order, and the choices of each."""
     served: PromptInfo
     head: bytes
-    """What each event of it begins with."""
+    """Beginning of each of its events."""
     parser: ToolCallParser | None
-    """Where calls of tools are looked for."""
+    """Parser of tool calls, where these are looked for."""
     offsets: CompletionLogprobs
     begun: bool = False
     num_tokens: int = 0
     reason: str | None = None
     stop_reason: str | int | None = None
     text: list[str] = field(default_factory=list)
-    """In pieces; this and what follows is kept for a whole answer only."""
+    """Text in pieces; this and the following are kept for a whole answer only."""
     calls: list[dict[str, Any]] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
 
 
 def quoted(text: str) -> bytes:
-    """As JSON."""
+    """Return a text as a JSON string."""
     return encode_basestring(text).encode()
 
 
 def compact(value: Any) -> str:
-    """As JSON."""
+    """Return a value as compact JSON."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -1,4 +1,7 @@
-"""POST /v1/completions: from its body to requests of ours. Pure."""
+"""POST /v1/completions: from its body to GenerateRequests.
+
+Pure.
+"""
 
 from typing import Any
 
@@ -10,12 +13,15 @@ from router.frontend.openai.request import ApiRequest, check_choices, common
 from router.frontend.openai.sampling import INT32, read_sampling
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's."""
+"""OpenAI's default."""
 MAX_PROMPTS = 256
 
 
 def read_completion(body: dict[str, Any], caller: Caller) -> ApiRequest:
-    """Raises InvalidRequest naming the field at fault."""
+    """Read a completion request.
+
+    Raises InvalidRequest naming the field at fault.
+    """
     fields = Fields(body)
     options = read_sampling(fields, ("max_tokens",), DEFAULT_MAX_TOKENS)
     if (logprobs := fields.integer("logprobs", -INT32, INT32 - 1)) is not None:
@@ -24,7 +30,7 @@ def read_completion(body: dict[str, Any], caller: Caller) -> ApiRequest:
     echo = fields.boolean("echo")
     only_echo = echo and options.sampling.HasField("max_tokens") and options.sampling.max_tokens == 0
     if only_echo:
-        options.sampling.max_tokens = 1  # an engine says at least one; it is left out of the answer
+        options.sampling.max_tokens = 1  # an engine generates at least one token; the answer omits it
     request, asked = common(fields, caller, options)
     asked.echo, asked.only_echo = echo, only_echo
     asked.echo_logprobs = echo and options.sampling.HasField("logprobs")
@@ -50,7 +56,10 @@ def read_completion(body: dict[str, Any], caller: Caller) -> ApiRequest:
 
 
 def _prompts(given: Any) -> list[str | list[int]]:
-    """Of a text, a list of texts, token ids, or a list of lists of them. Raises InvalidRequest."""
+    """Return the prompts of a text, a list of texts, token ids, or a list of token id lists.
+
+    Raises InvalidRequest.
+    """
     if isinstance(given, str):
         return [given]
     if not isinstance(given, list) or not given:

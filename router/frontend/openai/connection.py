@@ -1,24 +1,26 @@
-"""A client's connection: its end, as the request on it is told, and how the head of an answer leaves."""
+"""A client's connection: notice of a disconnect, and the sending of an answer's head."""
 
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 CONNECTION = "tandem.connection"
-"""Of an ASGI scope: the `ClientConnection` by which its request came."""
+"""Key of the `ClientConnection` in an ASGI scope."""
 
 
 class ClientConnection:
-    """Tells the request that is being answered when its client has gone: as long as nobody reads from it, no ASGI
-    message would, and a task for each request that only reads would cost more than this."""
+    """Connection that reports a disconnect to the request being answered.
+
+    ASGI reports it only to a reader, and a task per request that only reads would cost more than this.
+    """
 
     def __init__(self) -> None:
         self.lost = False
         self._on_lost: Callable[[], object] | None = None
 
     @contextmanager
-    def request_metrics(self, on_lost: Callable[[], object]) -> Iterator[None]:
-        """`on_lost` is called once at most, within the block; at once if the client has gone already."""
+    def watching(self, on_lost: Callable[[], object]) -> Iterator[None]:
+        """Call `on_lost` when the client disconnects within the block, once at most; at once if it already has."""
         self._on_lost = on_lost
         if self.lost:
             on_lost()
@@ -34,8 +36,7 @@ class ClientConnection:
 
 
 class CoalescingTransport:
-    """A transport for one answer, whose head leaves with what follows it at once: one system call less, and one packet
-    less for the client to read."""
+    """Transport of one answer that sends the head with the first body bytes: one system call and one packet less."""
 
     __slots__ = ("_begun", "_head", "_loop", "_transport")
 

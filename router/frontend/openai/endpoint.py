@@ -1,4 +1,4 @@
-"""One endpoint that generates: from the body of an exchange to its answer."""
+"""A generating endpoint: from the body of an exchange to its answer."""
 
 import asyncio
 import logging
@@ -27,13 +27,13 @@ from router.security.api_keys import ApiKeys
 
 log = logging.getLogger(__name__)
 INLINE_BYTES = 64 << 10
-"""Larger bodies are read on a thread, so that other streams wait less for them."""
+"""Size from which bodies are parsed on a thread, so that other streams wait less."""
 GRACE_S = 1.0
-"""After the deadline, for whoever enforces it to say so; then a client that does not read is given up."""
+"""Seconds after the deadline for the request itself to report it; then a client that does not read is given up."""
 
 
 class Endpoint:
-    """An ASGI application of one path."""
+    """ASGI application of one path."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Endpoint:
             return
         except ServiceError as error:
             await exchange.fail(error_answer(error, names))
-        except Exception:  # a mistake in here ends this request, in the form its client knows
+        except Exception:  # a bug here ends this request, with an error in the client's format
             log.exception("a request failed", extra=logs.of(exchange.request_id))
             await exchange.fail(error_answer(ServiceError("the router failed; its log says why"), names))
 
@@ -83,7 +83,7 @@ class Endpoint:
             raise InvalidRequest("", "the body is nested too deeply") from None
 
     async def _serve_in_time(self, exchange: Exchange, asked: ApiRequest, caller: Caller) -> None:
-        """Who generates keeps to the deadline by itself. This is for a client that does not take what it is sent."""
+        """Serve a request within its deadline, also when the client does not read."""
         deadline_s = self._default_deadline_s if asked.deadline_s is None else asked.deadline_s
         try:
             async with asyncio.timeout(deadline_s + GRACE_S):

@@ -1,4 +1,7 @@
-"""Errors as OpenAI's clients know them: status, headers, and {"error": {"message", "type", "param", "code"}}. Pure."""
+"""Errors in OpenAI's form: status, headers, and {"error": {"message", "type", "param", "code"}}.
+
+Pure.
+"""
 
 import json
 import math
@@ -9,11 +12,11 @@ from typing import Any
 from cluster.errors import InvalidRequest, Overloaded, ServiceError, Unauthenticated, Unavailable
 
 RETRY_AFTER_S = 1.0
-"""Where nothing better is known."""
+"""Retry delay in seconds without a prediction."""
 
 
 class HttpRefusal(InvalidRequest):
-    """A request that HTTP has a word of its own for."""
+    """A refused request for which HTTP has its own status."""
 
     def __init__(self, status: int, code: str, message: str, field: str = "") -> None:
         super().__init__(field, message)
@@ -23,12 +26,12 @@ class HttpRefusal(InvalidRequest):
 
 @dataclass(frozen=True, slots=True)
 class ErrorAnswer:
-    """What a client is told."""
+    """Answer for an error."""
 
     status: int
     headers: Mapping[str, str]
     body: bytes
-    """JSON."""
+    """JSON bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,10 @@ _NEVER_FITS = _Kind(400, "invalid_request_error", "request_too_large")
 
 
 def error_answer(error: ServiceError, names: Mapping[str, str]) -> ErrorAnswer:
-    """`names` are those of fields that the client calls otherwise: ours, and its."""
+    """Return the answer for an error.
+
+    `names` maps our field names to the client's.
+    """
     kind = _kind(error)
     param = client_field(error.field, names) or None
     message = f"{param}: {error.message}" if param else error.message
@@ -63,7 +69,7 @@ def error_answer(error: ServiceError, names: Mapping[str, str]) -> ErrorAnswer:
 
 
 def client_field(field: str, names: Mapping[str, str]) -> str:
-    """What the client calls a field of ours."""
+    """Return the client's name of one of our fields."""
     field = field.removeprefix("sampling.")
     first, _, rest = field.partition(".")
     if first == "structured" and first in names:
@@ -72,7 +78,7 @@ def client_field(field: str, names: Mapping[str, str]) -> str:
 
 
 def error_of(status: int, message: str) -> ErrorAnswer:
-    """Of what a web server itself has to say: no such path, no such method."""
+    """Return the answer for an error of the web server itself: unknown path or method."""
     code = _WEB_CODES.get(status, "bad_request")
     kind = "server_error" if status >= 500 else "invalid_request_error"
     said: dict[str, Any] = {"message": message, "type": kind, "param": None, "code": code}
@@ -89,7 +95,7 @@ def _kind(error: ServiceError) -> _Kind:
 
 def _headers(error: ServiceError, kind: _Kind) -> Mapping[str, str]:
     if isinstance(error, HttpRefusal):
-        return {"connection": "close"}  # what else it sends is not read
+        return {"connection": "close"}  # the rest of what it sends is not read
     if isinstance(error, Unauthenticated):
         return {"www-authenticate": "Bearer"}
     if kind is _NEVER_FITS or not isinstance(error, Overloaded | Unavailable):

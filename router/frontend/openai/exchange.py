@@ -1,4 +1,4 @@
-"""One HTTP exchange: its body in, its answer out, and its end when the client goes."""
+"""One HTTP exchange: its body, its answer, and its end when the client disconnects."""
 
 import asyncio
 from collections.abc import Iterator, Mapping
@@ -13,21 +13,21 @@ from router.frontend.openai.connection import CONNECTION, ClientConnection
 from router.frontend.openai.errors import ErrorAnswer, HttpRefusal
 
 MAX_BODY_BYTES = MAX_MESSAGE_BYTES
-"""As of a message by gRPC."""
+"""Largest body, equal to gRPC's largest message."""
 BODY_S = 60.0
-"""For the whole body to come."""
+"""Seconds for the whole body to arrive."""
 FAREWELL_S = 1.0
-"""For an error to be taken by a client that may not read."""
+"""Seconds for a client that may not read to take an error."""
 EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 JSON = {"content-type": "application/json"}
 
 
 class ClientGone(Exception):
-    """There is nobody to answer."""
+    """The client disconnected."""
 
 
 class Exchange:
-    """Used by the task that serves it."""
+    """Exchange, used by the task that serves it."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope = scope
@@ -37,14 +37,17 @@ class Exchange:
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
         self.request_id = ""
-        """Sent with the answer, once it is known."""
+        """Request id, sent with the answer once it is known."""
         self.started = False
-        """The status is sent: what goes wrong now can only be said as an event."""
+        """Whether the status was sent; later errors can only be events."""
         self.sending = False
-        """The client has not taken what was sent last."""
+        """Whether the client has not yet taken the last bytes."""
 
     async def body(self) -> bytes:
-        """Raises InvalidRequest for one that is too large or too slow, and ClientGone."""
+        """Return the body.
+
+        Raises InvalidRequest for one that is too large or too slow, and ClientGone.
+        """
         declared = self.headers.get("content-length", "0")
         if declared.isdigit() and int(declared[:20]) > MAX_BODY_BYTES:
             raise _too_large()
@@ -66,15 +69,17 @@ class Exchange:
 
     @contextmanager
     def lasting(self, drain: Drain) -> Iterator[None]:
-        """The body has come. What is within ends with ClientGone when the client goes, and with Draining when the time
-        of a router that was told to stop is over."""
+        """Run a block that ends with ClientGone when the client disconnects, and with Draining when the router stops.
+
+        The body must have been read.
+        """
         if drain.draining:
             raise Draining("this router was told to stop")
         task = asyncio.current_task()
         assert task is not None
         connection: ClientConnection = self._scope[CONNECTION]
         try:
-            with connection.request_metrics(task.cancel), drain.holding(task.cancel):
+            with connection.watching(task.cancel), drain.holding(task.cancel):
                 yield
         except asyncio.CancelledError:
             if not connection.lost and not drain.over:
@@ -83,26 +88,29 @@ class Exchange:
             raise (ClientGone() if connection.lost else Draining("this router was told to stop")) from None
 
     async def send_events(self, events: bytes) -> None:
-        """Returns once the client is not too far behind."""
+        """Send events; returns when the client is not too far behind."""
         if not self.started:
             await self._start(200, EVENTS)
         await self._push(events, more=True)
 
     async def end_events(self, events: bytes) -> None:
-        """The last of them."""
+        """Send the last events."""
         if not self.started:
             await self._start(200, EVENTS)
         await self._push(events, more=False)
 
     async def send_json(self, body: bytes, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-        """The whole answer."""
+        """Send the whole answer."""
         await self._start(status, {**JSON, "content-length": str(len(body)), **(headers or {})})
         await self._push(body, more=False)
 
     async def fail(self, error: ErrorAnswer) -> None:
-        """As the answer, or as the last event of one that has begun. To a client that does not take it, nothing."""
+        """Send an error, as the answer or as the last event.
+
+        A client that does not read gets nothing.
+        """
         if self.started and self.sending:
-            return  # uvicorn closes the connection of an answer that is not complete
+            return  # uvicorn closes the connection of an incomplete answer
         try:
             async with asyncio.timeout(FAREWELL_S):
                 if not self.started:

@@ -1,5 +1,9 @@
-"""A JSON body, read field by field: every mistake is an InvalidRequest that names the field, and nothing is ignored
-unless it is known to be harmless."""
+"""Reading of a JSON body field by field.
+
+Every mistake is an InvalidRequest that names the field.
+
+No field is ignored unless it is known to be harmless.
+"""
 
 import json
 import math
@@ -20,7 +24,7 @@ HARMLESS = frozenset(
         "prompt_cache_retention",
     )
 )
-"""What OpenAI's clients send, and what changes no answer here."""
+"""Fields that OpenAI's clients send and that change no answer."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (True,),
@@ -41,7 +45,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "use_beam_search": (False,),
 }
-"""Fields that are not supported, with values that ask for nothing else than what is done anyway."""
+"""Unsupported fields, with values that ask for the default behaviour."""
 INT64 = 1 << 63
 MAX_SHOWN_CHARS = 80
 
@@ -50,7 +54,10 @@ _T = TypeVar("_T")
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Raises InvalidRequest for what is no JSON object, or holds text that is none."""
+    """Parse a JSON object.
+
+    Raises InvalidRequest for anything else, and for invalid text inside.
+    """
     try:
         values = json.loads(body, parse_constant=_no_number)
         if _ESCAPED_SURROGATE.search(body):
@@ -69,10 +76,16 @@ def _no_number(name: str) -> float:
 
 
 class Fields:
-    """The fields of one object, each taken once. A null is as good as no field."""
+    """Fields of one object, each taken once.
+
+    A `null` field counts as absent.
+    """
 
     def __init__(self, values: Any, where: str = "") -> None:
-        """`where` is the path of the object, empty at the top. Raises InvalidRequest unless `values` is an object."""
+        """Wrap an object at path `where`, empty at the top.
+
+        Raises InvalidRequest unless `values` is an object.
+        """
         if not isinstance(values, dict):
             raise InvalidRequest(where, f"must be an object, not {shown(values)}")
         self._values = {name: value for name, value in values.items() if value is not None}
@@ -82,40 +95,40 @@ class Fields:
         return f"{self._where}.{name}" if self._where else name
 
     def given(self, name: str) -> bool:
-        """And not taken yet."""
+        """Return whether the field is there and not taken yet."""
         return name in self._values
 
     def take(self, name: str) -> Any:
-        """None where it is not there."""
+        """Take a field; None where it is absent."""
         return self._values.pop(name, None)
 
     def refuse(self, name: str, message: str) -> InvalidRequest:
         return InvalidRequest(self.path(name), message)
 
     def rest(self) -> str:
-        """All that is left, taken together, as JSON."""
+        """Take all remaining fields together, as JSON."""
         rest, self._values = self._values, {}
         return json.dumps(rest, ensure_ascii=False)
 
     def text(self, name: str, required: bool = False) -> str:
-        """Empty where it is not there."""
+        """Take a text; empty where it is absent."""
         return self._typed(name, str, "a string", required) or ""
 
     def boolean(self, name: str) -> bool:
-        """False where it is not there."""
+        """Take a boolean; False where it is absent."""
         return self._typed(name, bool, "true or false", False) or False
 
     def objects(self, name: str) -> list[Any]:
-        """A list of whatever; empty where it is not there."""
+        """Take a list of any values; empty where it is absent."""
         return self._typed(name, list, "a list", False) or []
 
     def nested(self, name: str) -> "Fields | None":
-        """An object within this one."""
+        """Take an object within this one."""
         values = self.take(name)
         return None if values is None else Fields(values, self.path(name))
 
     def integer(self, name: str, low: int = -INT64, high: int = INT64 - 1) -> int | None:
-        """Within [low, high]."""
+        """Take an integer within [low, high]."""
         value = self.take(name)
         if value is None:
             return None
@@ -130,7 +143,7 @@ class Fields:
         return None if value is None else self._number(name, value)
 
     def strings(self, name: str) -> list[str]:
-        """A list of strings, or one; empty where there is none."""
+        """Take a list of strings, or one string; empty where it is absent."""
         value = self.take(name)
         if isinstance(value, str):
             return [value]
@@ -141,7 +154,7 @@ class Fields:
         return value
 
     def token_ids(self, name: str) -> list[int]:
-        """A list of uint32; empty where there is none."""
+        """Take a list of uint32; empty where it is absent."""
         value = self.take(name)
         if value is None:
             return []
@@ -151,7 +164,7 @@ class Fields:
         return token_ids
 
     def biases(self, name: str) -> dict[int, float]:
-        """From token ids to numbers, the ids as JSON has them: strings."""
+        """Take a map from token ids, which JSON has as strings, to numbers."""
         biases = self.take(name)
         if biases is None:
             return {}
@@ -163,7 +176,10 @@ class Fields:
         return {int(token_id): self._number(name, bias) for token_id, bias in biases.items()}
 
     def finish(self) -> None:
-        """Raises InvalidRequest for a field that is left, and asks for something."""
+        """Check that no remaining field asks for anything.
+
+        Raises InvalidRequest.
+        """
         for name, value in self._values.items():
             if name in HARMLESS and not self._where:
                 continue
@@ -192,20 +208,20 @@ class Fields:
 
 
 def are_token_ids(value: Any) -> bool:
-    """A list of uint32. Quick, for there may be a million."""
-    if not isinstance(value, list) or not set(map(type, value)) <= {int}:  # a bool is of another type
+    """Return whether a value is a list of uint32, fast enough for a million."""
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:  # a bool has another type
         return False
     return not value or (min(value) >= 0 and max(value) < 1 << 32)
 
 
 def shown(value: Any) -> str:
-    """For a message, and no longer than one may be."""
+    """Return a value for a message, shortened."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]} ..."
 
 
 def one_of(fields: Fields, name: str, known: Sequence[str]) -> str | None:
-    """A string that is one of these; None where it is not there."""
+    """Take a string that must be one of `known`; None where it is absent."""
     if not fields.given(name):
         return None
     value = fields.text(name)

@@ -1,4 +1,7 @@
-"""A call of a tool that must be made: the grammar of its text. Pure."""
+"""Grammar of a forced tool call.
+
+Pure.
+"""
 
 import json
 import re
@@ -11,7 +14,8 @@ from router.frontend.openai.tool_calls import CLOSE, OPEN
 
 ANY_ARGUMENTS = {"type": "object"}
 COMPACT = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
-"""llguidance's: else a model that is not sure may write blanks and new lines until `max_tokens`. As models write it."""
+"""llguidance's options for compact JSON in the models' own style; otherwise an uncertain model may write whitespace
+until `max_tokens`."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -21,12 +25,14 @@ class Function:
 
     name: str
     parameters: dict[str, Any] | None
-    """The JSON schema of its arguments; None: any."""
+    """JSON schema of its arguments; None: any."""
 
 
 def call_grammar(functions: Sequence[Function], single: bool) -> str:
-    """In llguidance's Lark: a call of one of them, or, unless `single`, several one after the other, in the form that
-    `ToolCallParser` reads. Raises InvalidRequest for a name that is none."""
+    """Return the grammar, in llguidance's Lark, of a call of one of the functions, or of several unless `single`.
+
+    The text has the form that `ToolCallParser` reads. Raises InvalidRequest for an invalid name.
+    """
     rules = ["start: call" if single else 'start: call ("\\n" call)*']
     rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
     for number, function in enumerate(functions):

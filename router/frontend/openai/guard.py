@@ -1,4 +1,4 @@
-"""No key, no service, by HTTP: whatever path is added later is closed until somebody opens it here."""
+"""Authentication of HTTP requests: a new path is closed until it is opened here."""
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -7,11 +7,11 @@ from router.frontend.openai.errors import error_answer
 from router.security.api_keys import ApiKeys
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/console"})
-"""The console's page says nothing by itself."""
+"""Paths without authentication; the console's page itself contains no data."""
 
 
 def guarded(app: ASGIApp, keys: ApiKeys) -> ASGIApp:
-    """The application, but for who has no key."""
+    """Wrap the application so that requests without a key are refused."""
     if not keys.required:
         return app
 

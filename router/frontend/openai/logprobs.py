@@ -1,4 +1,7 @@
-"""Log probabilities as OpenAI's two endpoints, and vLLM for prompts, write them. Pure."""
+"""Log probabilities in the formats of OpenAI's two endpoints, and of vLLM for prompts.
+
+Pure.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -6,13 +9,13 @@ from typing import Any
 from protos import inference_pb2 as pb
 
 LEAST = -9999.0
-"""In place of minus infinity, for which JSON has no word; as vLLM has it."""
+"""Value in place of minus infinity, which JSON cannot express; vLLM's value."""
 TokenText = Callable[[int], str]
-"""What a token says by itself."""
+"""Function that returns a token's own text."""
 
 
 def chat_logprobs(message: pb.GenerateResponse, text_of: TokenText) -> list[dict[str, Any]]:
-    """One entry for each token of the message."""
+    """Return one entry for each token of the message."""
     return [
         _entry(text_of(token_id), logprobs.logprob)
         | {"top_logprobs": [_entry(text_of(top_id), top) for top_id, top in _tops(logprobs)]}
@@ -25,10 +28,10 @@ def _entry(text: str, logprob: float) -> dict[str, Any]:
 
 
 class CompletionLogprobs:
-    """Of one choice: it counts at which character of the text each token begins."""
+    """Log probabilities of one choice; counts the character offset of each token."""
 
     def __init__(self, num_chars: int) -> None:
-        """`num_chars` stand before the first token."""
+        """Start with `num_chars` characters before the first token."""
         self._num_chars = num_chars
 
     def of(self, message: pb.GenerateResponse, text_of: TokenText) -> dict[str, list[Any]]:
@@ -49,7 +52,7 @@ class CompletionLogprobs:
 
 
 def echoed(prompt: Sequence[int], scored: Sequence[pb.TokenLogprobs], text_of: TokenText) -> dict[str, list[Any]]:
-    """Of a prompt, in the same form; of its first token nothing is known."""
+    """Return the log probabilities of an echoed prompt, in the same form; the first token has none."""
     first = pb.GenerateResponse(token_ids=prompt[:1], logprobs=[pb.TokenLogprobs()])
     rest = pb.GenerateResponse(token_ids=prompt[1:], logprobs=scored)
     counted = CompletionLogprobs(0)
@@ -60,7 +63,7 @@ def echoed(prompt: Sequence[int], scored: Sequence[pb.TokenLogprobs], text_of: T
 
 
 def joined(parts: Iterable[dict[str, list[Any]]]) -> dict[str, list[Any]] | None:
-    """Of several messages of one choice, as one; None of none."""
+    """Join the parts of several messages of one choice; None without any."""
     whole: dict[str, list[Any]] | None = None
     for part in parts:
         if whole is None:
@@ -73,7 +76,10 @@ def joined(parts: Iterable[dict[str, list[Any]]]) -> dict[str, list[Any]] | None
 def prompt_logprobs(
     prompt: Sequence[int], scored: Sequence[pb.TokenLogprobs], text_of: TokenText
 ) -> list[dict[str, Any] | None]:
-    """One entry for each token of the prompt, of the first one nothing. A rank is known of the likeliest ones only."""
+    """Return one entry for each token of the prompt, None for the first.
+
+    A rank is known for the likeliest tokens only.
+    """
     entries: list[dict[str, Any] | None] = [None]
     for token_id, logprobs in zip(prompt[1:], scored, strict=True):
         entry: dict[str, Any] = {

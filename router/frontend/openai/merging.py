@@ -1,4 +1,4 @@
-"""Several streams as one."""
+"""Merging of several streams into one."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -6,8 +6,10 @@ from contextlib import aclosing
 
 
 async def merged(streams: Sequence[AsyncGenerator[bytes]]) -> AsyncGenerator[tuple[int, bytes]]:
-    """What each of them gives, with its number, as it comes. Raises what the first one raises that fails; closing it
-    closes all. Few messages wait to be taken: no more than there are streams."""
+    """Yield the items of all streams with the streams' numbers, as they come.
+
+    Raises the first failure; closing it closes all streams. At most one item per stream is buffered.
+    """
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:
             async for message in only:
@@ -21,7 +23,7 @@ async def merged(streams: Sequence[AsyncGenerator[bytes]]) -> AsyncGenerator[tup
             async with aclosing(stream):
                 async for message in stream:
                     await queue.put((number, message))
-        except Exception as error:  # whatever it is, it is raised below
+        except Exception as error:  # any error, raised below
             end = error
         await queue.put((number, end))
 

@@ -1,4 +1,4 @@
-"""What both endpoints' requests have in common, read and passed on."""
+"""Fields common to both endpoints' requests."""
 
 import time
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from router.frontend.openai.fields import Fields
 from router.frontend.openai.sampling import INT32, GenerationOptions
 
 MAX_CHOICES = 1024
-"""Of all prompts of a request together."""
+"""Largest number of choices of all prompts of a request together."""
 
 
 @dataclass(slots=True)
@@ -21,27 +21,27 @@ class ApiRequest:
 
     request_id: str
     requests: list[pb.GenerateRequest]
-    """One for each prompt."""
+    """Requests, one for each prompt."""
     names: dict[str, str]
-    """Fields that the client calls otherwise: ours, and its."""
+    """Client's names of fields that we call otherwise."""
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
-    """In every event, and not only at the end."""
+    """Whether every event has the usage, and not only the last."""
     receipt: bool = False
     token_ids: bool = False
-    """The answer has those of prompt and output too."""
+    """Whether the answer has the token ids of prompt and output."""
     deadline_s: float | None = None
     echo: bool = False
-    """Of completions: the texts begin with their prompts."""
+    """Whether the texts of completions begin with their prompts."""
     echo_logprobs: bool = False
-    """And so do their log probabilities."""
+    """Whether log probabilities include those of the echoed prompt."""
     only_echo: bool = False
-    """Nothing is to be generated: what is, because an engine says at least one token, is left out."""
+    """Whether only the prompt is wanted; the one token that an engine must generate is omitted."""
     tools: bool = False
-    """Of chats: calls of tools are looked for."""
+    """Whether a chat's output is searched for tool calls."""
     forced_calls: bool = False
-    """And the text can be nothing else."""
+    """Whether the text can be nothing but tool calls."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -51,11 +51,14 @@ class ApiRequest:
 
 
 def common(fields: Fields, caller: Caller, options: GenerationOptions) -> tuple[pb.GenerateRequest, ApiRequest]:
-    """What is left to be given is the prompt. Raises InvalidRequest."""
+    """Read the common fields; the prompt remains to be set.
+
+    Raises InvalidRequest.
+    """
     request = pb.GenerateRequest(
         model=fields.text("model"),
         sampling=options.sampling,
-        # vLLM's lower ones go first, ours the higher ones.
+        # vLLM's lower priorities go first, ours the higher ones
         priority=-(fields.integer("priority", 1 - INT32, INT32 - 1) or 0),
         tenant=caller.tenant,
         session_id=fields.text("session_id"),
@@ -89,7 +92,10 @@ NAMES: Mapping[str, str] = {
 
 
 def check_choices(asked: ApiRequest, field_at_fault: str) -> None:
-    """Raises InvalidRequest for too many."""
+    """Check the number of choices.
+
+    Raises InvalidRequest for too many.
+    """
     num_choices = len(asked.requests) * max(1, asked.choices_per_prompt)
     if num_choices > MAX_CHOICES:
         raise InvalidRequest(field_at_fault, f"at most {MAX_CHOICES} choices of all prompts, not {num_choices}")
@@ -112,5 +118,5 @@ def _read_stream_options(fields: Fields, asked: ApiRequest) -> None:
         raise fields.refuse("stream_options", "means nothing without stream")
     asked.include_usage = options.boolean("include_usage")
     asked.continuous_usage = options.boolean("continuous_usage_stats")
-    options.boolean("include_obfuscation")  # padding against listeners, which changes no answer
+    options.boolean("include_obfuscation")  # padding against eavesdroppers, which changes no answer
     options.finish()

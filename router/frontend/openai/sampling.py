@@ -1,7 +1,8 @@
-"""The options that both endpoints share, from OpenAI's and vLLM's names to ours. Pure.
+"""Sampling options common to both endpoints, from OpenAI's and vLLM's names to ours.
 
-Limits are not checked here but where they are for every request, in `router/validation.py`; what is checked here is
-that a value can be said at all.
+Pure.
+
+Limits are checked for every request in `router/validation.py`; here only types are.
 """
 
 import json
@@ -20,26 +21,31 @@ KINDS = {
     "grammar": "grammar",
     "json_object": "json_object",
 }
-"""Of structured output: vLLM's names, and ours."""
+"""Kinds of structured output: vLLM's names, and ours."""
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}
-"""llguidance's, in a schema: JSON without whitespace."""
+"""llguidance's option, within a schema, for JSON without whitespace."""
 
 
 @dataclass(slots=True)
 class GenerationOptions:
-    """What was asked for, but the prompt."""
+    """Requested options besides the prompt."""
 
     sampling: pb.Sampling
     names: dict[str, str] = field(default_factory=dict)
-    """Of fields that are called otherwise here: ours, and the client's."""
+    """Client's names of fields that we call otherwise."""
     parse_calls: bool = True
-    """Calls of tools are looked for in the output, where there are tools."""
+    """Whether the output is searched for tool calls, where there are tools."""
     forced_calls: bool = False
-    """And it can be nothing else."""
+    """Whether the output can be nothing but tool calls."""
 
 
 def read_sampling(fields: Fields, most_tokens: tuple[str, ...], default_max_tokens: int | None) -> GenerationOptions:
-    """`most_tokens` are the names under which max_tokens may come, the preferred one first. Raises InvalidRequest."""
+    """Read the options.
+
+    Raises InvalidRequest.
+
+    `most_tokens` are the accepted names of max_tokens, the preferred one first.
+    """
     options = GenerationOptions(pb.Sampling())
     _read_max_tokens(fields, options, most_tokens, default_max_tokens)
     sampling = options.sampling
@@ -50,7 +56,7 @@ def read_sampling(fields: Fields, most_tokens: tuple[str, ...], default_max_toke
         if (count := fields.integer(name, -INT32, INT32 - 1)) is not None:
             setattr(sampling, name, count)
     if (top_k := fields.integer("top_k", -INT32, INT32 - 1)) is not None:
-        sampling.top_k = 0 if top_k == -1 else top_k  # vLLM's word for off
+        sampling.top_k = 0 if top_k == -1 else top_k  # vLLM's value for off
     if (seed := fields.integer("seed")) is not None:
         sampling.seed = seed % (1 << 64)
     sampling.stop.extend(fields.strings("stop"))
@@ -76,7 +82,7 @@ def _read_max_tokens(
 
 
 def _read_structured(fields: Fields, options: GenerationOptions) -> None:
-    """`response_format`, `structured_outputs` as vLLM has it, or its older guided_*: one of them at most."""
+    """Read `response_format`, vLLM's `structured_outputs`, or its older guided_*: one of them at most."""
     given: list[tuple[str, pb.StructuredOutput | None]] = []
     if (wanted := fields.nested("response_format")) is not None:
         given.append(("response_format", _response_format(wanted)))
@@ -107,7 +113,7 @@ def _response_format(fields: Fields) -> pb.StructuredOutput | None:
             raise fields.refuse("json_schema", "is missing")
         for informative in ("name", "description"):
             schema.text(informative)
-        schema.boolean("strict")  # it is kept to in any case
+        schema.boolean("strict")  # the schema is enforced in any case
         form = _form(schema, "schema", "json_schema")
         if form is None:
             raise schema.refuse("schema", "is missing")
@@ -134,12 +140,12 @@ def _without_whitespace(form: pb.StructuredOutput, fields: Fields) -> pb.Structu
     try:
         schema = json.loads(form.json_schema)
     except ValueError:
-        return form  # who compiles it says what is wrong
+        return form  # its compiler reports errors
     return pb.StructuredOutput(json_schema=json.dumps(schema | COMPACT)) if isinstance(schema, dict) else form
 
 
 def _form(fields: Fields, name: str, kind: str) -> pb.StructuredOutput | None:
-    """The field `name` as our `kind`; None where it is not there."""
+    """Return the field `name` as our `kind`; None where it is absent."""
     if not fields.given(name):
         return None
     if kind == "json_object":
@@ -152,7 +158,7 @@ def _form(fields: Fields, name: str, kind: str) -> pb.StructuredOutput | None:
 
 
 def _schema(fields: Fields, name: str) -> str:
-    """As an object, or as JSON."""
+    """Return a schema given as an object or as JSON text."""
     value: Any = fields.take(name)
     if isinstance(value, str):
         return value

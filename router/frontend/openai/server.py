@@ -1,4 +1,4 @@
-"""The HTTP server of the public API: limits on what a client may send before it is heard."""
+"""The HTTP server of the public API, with limits on a request's head."""
 
 import asyncio
 import math
@@ -14,23 +14,27 @@ from router.frontend.openai.connection import CONNECTION, ClientConnection, Coal
 from router.frontend.openai.errors import error_of
 
 MAX_HEAD_BYTES = 64 << 10
-"""Of a request before its body: the path and all headers."""
+"""Largest head of a request: the path and all headers."""
 HEAD_S = 30.0
-"""For all of that to come."""
+"""Seconds for the head to arrive."""
 KEEP_ALIVE_S = 75
-"""Of a connection without a request."""
+"""Seconds of a connection without a request."""
 CLOSED = "the handler is closed"
-"""In uvloop's words."""
+"""uvloop's message for a closed connection."""
 
 
 class OpenAiServer(HttpServer):
-    """Of the public API."""
+    """HTTP server of the public API."""
 
     def __init__(
         self, host: str, port: int, credentials: Credentials | None = None, max_connection_s: float | None = None
     ) -> None:
-        """`port` 0 lets the system choose. A connection older than `max_connection_s` ends with its next answer.
-        Raises StartError."""
+        """Bind the port; 0 lets the system choose.
+
+        Raises StartError.
+
+        A connection older than `max_connection_s` ends with its next answer.
+        """
         protocol = partial(_Protocol, max_connection_s)
         super().__init__(host, port, "http_port", credentials, http=protocol, timeout_keep_alive=KEEP_ALIVE_S)
 
@@ -39,8 +43,7 @@ class OpenAiServer(HttpServer):
 
 
 def _told_gently(app: Any) -> Any:
-    """Between a connection's end and when uvicorn hears of it, uvloop raises at what is sent. uvicorn itself drops what
-    is sent a moment later."""
+    """Drop what is sent on a closed connection, as uvicorn does once it knows of the end; uvloop would raise."""
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_if_there(message: Message) -> None:
@@ -56,7 +59,7 @@ def _told_gently(app: Any) -> Any:
 
 
 class _Protocol(HttpToolsProtocol):
-    """With limits on the head of a request, and their answers in OpenAI's form."""
+    """Protocol with limits on the head of a request, and answers in OpenAI's form."""
 
     def __init__(self, max_connection_s: float | None, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -78,7 +81,7 @@ class _Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None:
-            return  # it was told so, and is being closed
+            return  # it was refused, and is being closed
         if self._in_head:
             if self._head_timer is None:
                 self._time_head()
@@ -89,16 +92,17 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope[CONNECTION] = self._connection  # type: ignore[literal-required]  # servers may add what they like
+        self.scope[CONNECTION] = self._connection  # type: ignore[literal-required] # servers may add keys
 
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._stop_timer()
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
             self._refusal = 431, f"path and headers may have {MAX_HEAD_BYTES} bytes at most"
-            raise ValueError(self._refusal)  # uvicorn makes a refusal of it
+            raise ValueError(self._refusal)  # uvicorn turns this into a refusal
         super().on_headers_complete()
-        self.cycle.transport = CoalescingTransport(self.transport, self.loop)  # type: ignore[assignment]  # all that it uses
+        # type: ignore[assignment] # uvicorn uses only these methods
+        self.cycle.transport = CoalescingTransport(self.transport, self.loop)
         if self.loop.time() >= self._old_at:
             self.cycle.keep_alive = False
 
@@ -113,7 +117,7 @@ class _Protocol(HttpToolsProtocol):
         self._refusal = status, message
         self._stop_timer()
         if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
-            self.transport.close()  # in the middle of another answer: nothing can be said
+            self.transport.close()  # in the middle of another answer: no error can be sent
             return
         body = error_of(status, message).body
         head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"

@@ -1,7 +1,9 @@
-"""Calls of tools in what a model says, as it says it. Pure.
+"""Parser of tool calls in a model's output, incremental.
 
-The form is the one that Hermes and Qwen models write, and others after them: <tool_call>{"name": ..., "arguments":
-{...}}</tool_call>. What is not quite that stays text, to the letter.
+Pure.
+
+The form is that of Hermes, Qwen and later models: <tool_call>{"name": ..., "arguments": {...}}</tool_call>. Text that
+is not exactly a call stays unchanged.
 """
 
 import json
@@ -16,42 +18,44 @@ def _no_number(name: str) -> float:
 
 
 _BEGUN = re.compile(r'\s*\{"name": "([^"]*)", "arguments": (.*)', re.DOTALL)
-"""A call whose form was forced, and which is not complete."""
+"""A forced call that is not complete."""
 _DECODER = json.JSONDecoder(strict=False, parse_constant=_no_number)
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One that was made."""
+    """A tool call."""
 
     name: str
     arguments: str
-    """JSON, as a rule of an object."""
+    """Arguments as JSON, usually an object."""
 
 
 class _CutOff(Exception):
-    """What looks like the end of a call is inside of a string."""
+    """The end marker of a call turned out to be inside a string."""
 
 
 class ToolCallParser:
-    """Of one choice. Text that may belong to a call is held back; whitespace next to a call is dropped.
+    """Parser of one choice.
 
-    What comes out depends on the text alone, and not on the pieces it came in. Where calls are `forced`, one that is
-    cut off by a limit is a call with what there is of its arguments.
+    Text that may belong to a call is held back; whitespace next to a call is dropped.
+
+    The result depends on the text alone, and not on its pieces. A `forced` call that a limit cuts off counts as a call
+    with the arguments so far.
     """
 
     def __init__(self, forced: bool = False) -> None:
         self._forced = forced
         self._held = ""
         self._opening: str | None = None
-        """Within a call: what stood before its content, in case it is none."""
+        """Text before the content of the present call, in case it is none."""
         self._seen = 0
-        """Of the content: how much of it has no end that was not tried."""
+        """Length of the content in which every end marker was tried."""
         self._after_call = False
         self.num_calls = 0
 
     def push(self, text: str) -> list[str | ToolCall]:
-        """What is certain now."""
+        """Return the text and calls that are now certain."""
         self._held += text
         found: list[str | ToolCall] = []
         while self._step(found):
@@ -59,7 +63,10 @@ class ToolCallParser:
         return found
 
     def finish(self) -> list[str | ToolCall]:
-        """No more text: what was held back. A call whose end was not said counts where it is complete."""
+        """End the text; return the part held back.
+
+        A call without its end marker counts where it is complete.
+        """
         held, self._held = self._held, ""
         if self._opening is None:
             return [held] if held else []
@@ -77,7 +84,7 @@ class ToolCallParser:
         return [call]
 
     def _step(self, found: list[str | ToolCall]) -> bool:
-        """Whether there may be more to find."""
+        """Take one step; return whether there may be more to find."""
         return self._outside(found) if self._opening is None else self._inside(self._opening, found)
 
     def _outside(self, found: list[str | ToolCall]) -> bool:
@@ -107,7 +114,7 @@ class ToolCallParser:
         except _CutOff:
             self._seen = end
             return True
-        if call is None:  # the tag was only spoken of, and the end may be that of another one
+        if call is None:  # the tag was only mentioned, and the end may be that of another call
             again = self._held.find(OPEN, 0, at)
             end = end if again < 0 else again
             found.append(opening + self._held[:end])
@@ -120,7 +127,10 @@ class ToolCallParser:
 
 
 def _read(content: str) -> ToolCall | None:
-    """None for what is no call. Raises _CutOff where it ends within a string."""
+    """Parse a call; None for anything else.
+
+    Raises _CutOff where it ends within a string.
+    """
     content = content.strip()
     try:
         value, end = _DECODER.raw_decode(content)
@@ -128,7 +138,7 @@ def _read(content: str) -> ToolCall | None:
         if error.msg.startswith("Unterminated string"):
             raise _CutOff from None
         return None
-    except (ValueError, RecursionError):  # a number or a nesting that no reader takes
+    except (ValueError, RecursionError):  # a number or a nesting that no reader accepts
         return None
     if end < len(content) or not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
@@ -139,5 +149,5 @@ def _read(content: str) -> ToolCall | None:
 
 
 def _overlap(text: str, tag: str) -> int:
-    """Length of the longest end of `text` that begins `tag`, and is not all of it."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `tag`."""
     return next((n for n in range(min(len(text), len(tag) - 1), 0, -1) if text.endswith(tag[:n])), 0)
