@@ -1,4 +1,4 @@
-"""The planner in virtual time: the policy that a live cluster is sized by, and an executor for simulated workers."""
+"""The planner in virtual time: the policy of live clusters, and an executor for simulated workers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,17 +13,17 @@ from simulator.worker import SimWorker, WorkerSpec
 
 MODEL = "simulated"
 JOIN_S = 0.5
-"""Between two roles a worker is nobody's for so long."""
+"""Seconds between two roles, during which a worker belongs to no pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Workers at one moment."""
+    """Numbers of workers at one moment."""
 
     at_s: float
-    """Since the trace's beginning."""
+    """Seconds since the trace's beginning."""
     prefill: int
-    """That serve, or leave."""
+    """Prefill workers that serve or drain."""
     decode: int
     starting: int
     wanted_prefill: int
@@ -32,31 +32,31 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Autoscale:
-    """How a cluster is sized while a trace runs."""
+    """Settings of a cluster's planner during a trace."""
 
     policy: PolicyConfig
     every_s: float = 5.0
-    """Between two decisions."""
+    """Seconds between two decisions."""
 
 
 @dataclass(slots=True)
 class Autoscaler:
-    """Of one run."""
+    """Planner of one run."""
 
     cluster: SimCluster
     settings: Autoscale
     spec_of: Callable[[Role], WorkerSpec]
-    """What a new worker is."""
+    """Function that returns the spec of a new worker."""
     sizes: list[Sizes] = field(default_factory=list)
     num_switched: int = 0
     _state: PolicyState | None = None
     _tallies: Tallies = field(default_factory=Tallies)
     _roles: dict[str, Role] = field(default_factory=dict)
-    """Of those that switch: what they will be."""
+    """Future roles of workers that are switching."""
     _numbers: dict[Role, int] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """Before the cluster runs."""
+        """Start, before the cluster runs."""
         for role in ROLES:
             self._numbers[role] = sum(worker.role == role for worker in self.cluster.workers.values())
         self.cluster.clock.at(START_S, self._turn)
@@ -74,7 +74,7 @@ class Autoscaler:
         cluster.clock.after(self.settings.every_s, self._turn)
 
     def _on_their_way(self, role: Role) -> int:
-        """Started or switched, and not there yet."""
+        """Return the workers of a role that are starting or switching."""
         cluster = self.cluster
         fresh = sum(spec.role == role for spec in cluster.starting.values())
         return fresh + sum(self._roles.get(worker_id) == role for worker_id in cluster.leaving)
@@ -107,7 +107,7 @@ class Autoscaler:
             cluster.remove(worker_id)
 
     def _staying(self, role: Role) -> Sequence[SimWorker]:
-        """The one that is to go first, first: who has the fewest requests and loans, the youngest of equals."""
+        """Return the workers in the order in which they should leave: fewest requests and loans, then youngest."""
         cluster = self.cluster
         there = [worker for worker in cluster.workers.values() if worker.role == role and not worker.draining]
         there.reverse()

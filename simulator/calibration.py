@@ -1,4 +1,4 @@
-"""What a live cluster's own receipts say of it: a file that stands for its machines when a trace is replayed."""
+"""Calibration: a live cluster's speeds from its receipts, in a file that replaces its hardware in a replay."""
 
 import math
 from dataclasses import dataclass
@@ -15,28 +15,30 @@ from engine.kv.layout import KvLayout
 from simulator.errors import SHOWN, BadSetup
 
 LONGEST_S = 3600.0
-"""Of a term of a step's time."""
+"""Largest term of a step's time, in seconds."""
 Seconds = Annotated[float, Field(ge=0, le=3600)]
 Count = Annotated[int, Field(ge=1, le=1 << 40)]
 
 
 class Fit(BaseModel):
-    """How well times follow from what was fitted."""
+    """Quality of a fit."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     rows: int
-    """Measurements."""
+    """Number of measurements."""
     error: float
     """Median of |measured / fitted - 1|."""
     jitter: Annotated[float, Field(ge=0, le=10)] = 0.0
-    """Standard deviation of the logarithm of one step's time: what else there is on its machine."""
+    """Standard deviation of the logarithm of one step's time, caused by other load on its machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Jittered:
-    """Steps take what `timing` says, times a factor that is 1 on average. It follows from what the step computes, so
-    that a run is the same whenever it is run, and in whatever order its steps are asked for."""
+    """Timing with jitter: `timing` times a factor with mean 1.
+
+    The factor depends on the step's work only, so a run is reproducible in whatever order its steps are asked for.
+    """
 
     timing: StepTiming
     jitter: float
@@ -61,28 +63,28 @@ _ODD, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
 class Calibration(BaseModel):
-    """Of one cluster and one model. Times are seconds."""
+    """Timing parameters fitted for one cluster and one model, in seconds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     decode: StepTiming
     prefill: StepTiming | None = None
-    """None: nobody lent what it computed."""
+    """Step timing of prefill workers; None: no worker lent computed blocks."""
     nic_bytes_per_s: Annotated[float, Field(gt=0, le=1e15)]
     read_latency_s: Seconds
     message_s: Seconds
-    """From one process to the next."""
+    """Seconds of a message from one process to another."""
     event_lag_s: Seconds = 0.02
-    """Workers tell routers every so often what has changed."""
+    """Seconds between a change at a worker and its report to routers."""
     block_tokens: Count
     block_bytes: Count
     num_blocks: Count
-    """Of each worker's pool."""
+    """Blocks of each worker's pool."""
     prefill_chunk: Count = 512
     decode_chunk: Count = 128
-    """Prompt tokens of a step: the workers' `max_prefill_tokens`."""
+    """Prompt tokens of a decode worker's step: its `max_prefill_tokens`."""
     decode_prompts: bool = True
-    """Its decode workers computed prompts, and not their ends only: so its routers have seen how fast they do."""
+    """Whether decode workers computed whole prompts, so that routers have measured their speed."""
     fits: dict[str, Fit] = {}
     not_measured: dict[str, str] = {}
     """Fields that were given or assumed, and by whom."""
@@ -97,7 +99,10 @@ class Calibration(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises BadSetup."""
+        """Read a file.
+
+        Raises BadSetup.
+        """
         try:
             return cls.model_validate_json(path.read_bytes())
         except OSError as error:
@@ -112,7 +117,7 @@ class Calibration(BaseModel):
 
     @property
     def caveat(self) -> str:
-        """What was not measured, in words; empty where all was."""
+        """Text naming fields that were not measured; empty where all were."""
         told = "; ".join(f"{_IN_WORDS.get(name, name)}: {said}" for name, said in self.not_measured.items())
         return f"not measured: {told}" if told else ""
 
@@ -129,6 +134,6 @@ class Calibration(BaseModel):
         return self.prefill_chunk if role == "prefill" else self.decode_chunk
 
     def layout(self) -> KvLayout:
-        """Of blocks of as many bytes, or a few less."""
+        """KV layout with blocks of as many bytes, or slightly fewer."""
         per_token = max(2, self.block_bytes // self.block_tokens)
         return KvLayout(1, 1, max(1, per_token // 4), self.block_tokens, "bfloat16")

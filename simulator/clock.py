@@ -1,4 +1,4 @@
-"""Virtual time: a queue of things to happen, each at its moment, those of one moment in the order they were asked."""
+"""Virtual time: a queue of events, those of one moment in the order in which they were scheduled."""
 
 import heapq
 from collections.abc import Callable
@@ -8,7 +8,7 @@ Action = Callable[..., object]
 
 
 class ScheduledEvent:
-    """Something that will happen, unless it is cancelled."""
+    """A scheduled event, unless it is cancelled."""
 
     __slots__ = ("_action", "_arguments", "at")
 
@@ -18,7 +18,10 @@ class ScheduledEvent:
         self._arguments = arguments
 
     def cancel(self) -> None:
-        """It will not happen. Cancelling it again, or when it has happened, does nothing."""
+        """Cancel the event.
+
+        Cancelling again, or after it happened, does nothing.
+        """
         self._action = None
 
     @property
@@ -26,42 +29,47 @@ class ScheduledEvent:
         return self._action is None
 
     def keep(self) -> None:
-        """Let it happen, once."""
+        """Run the event, once."""
         action, self._action = self._action, None
         assert action is not None
         action(*self._arguments)
 
 
 class VirtualClock:
-    """Seconds since the start. Time stands still while something happens."""
+    """Clock in seconds since the start.
+
+    Time stands still while an event runs.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
         self.num_events = 0
-        """That happened."""
+        """Number of events that happened."""
         self._queue: list[tuple[float, int, int, ScheduledEvent]] = []
         self._numbers = 0
 
     def time(self) -> float:
-        """As `time.monotonic`."""
+        """Return the time, like `time.monotonic`."""
         return self.now
 
     def at(self, when: float, action: Action, *arguments: Any) -> ScheduledEvent:
-        """Do it then, which is not before now."""
+        """Schedule an action at a time that is not in the past."""
         return self._put(when, 0, ScheduledEvent(when, action, arguments))
 
     def after(self, seconds: float, action: Action, *arguments: Any) -> ScheduledEvent:
-        """Do it so long from now; 0: after what is still to happen in this moment."""
+        """Schedule an action after some seconds; 0: after all pending events of this moment."""
         return self._put(self.now + seconds, 0, ScheduledEvent(self.now + seconds, action, arguments))
 
     def late(self, when: float, rank: int, action: Action, *arguments: Any) -> ScheduledEvent:
-        """Do it at the end of that moment, behind everything of a lower rank, which is above 0. So its place does not
-        depend on when it was asked for."""
+        """Schedule an action at the end of a moment, after all actions of a lower rank, which is above 0.
+
+        So its place does not depend on when it was scheduled.
+        """
         assert rank > 0
         return self._put(when, rank, ScheduledEvent(when, action, arguments))
 
     def step(self) -> bool:
-        """Let the next thing happen; False when nothing is to."""
+        """Run the next event; return False when there is none."""
         queue = self._queue
         while queue:
             when, _, _, event = heapq.heappop(queue)

@@ -1,4 +1,4 @@
-"""A cluster in virtual time: workers, routers, and what is between them."""
+"""A cluster in virtual time: workers, routers, and the links between them."""
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,51 +24,53 @@ from simulator.worker import SimWorker, WorkerSpec
 from simulator.worker_drain import DRAIN_S, WorkerDrain
 
 START_S = 1.0
-"""Before a trace begins: every router knows every worker by then."""
+"""Seconds before a trace begins, within which every router learns every worker."""
 FleetMaker = Callable[[str, Priors, bool], Fleet]
 
 
 def plain_fleet(router_id: str, priors: Priors, learn_rates: bool) -> Fleet:
-    """Ours."""
+    """Return the fleet that real routers use."""
     return Fleet(router_id, priors, learn_rates)
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The machine of a worker loses its power."""
+    """Failure of a worker's machine by loss of power."""
 
     at_s: float
-    """Since the trace's beginning."""
+    """Seconds since the trace's beginning."""
     worker_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSpec:
-    """What a cluster is made of."""
+    """Specification of a cluster."""
 
     workers: tuple[tuple[str, WorkerSpec], ...]
-    """By id."""
+    """Workers by id."""
     priors: Priors
-    """What placement assumes before it has learnt."""
+    """Speeds that placement assumes before it has learned."""
     num_routers: int = 1
     message_s: float = 0.0005
-    """From one process to another."""
+    """Seconds of a message from one process to another."""
     event_lag_s: float = 0.01
-    """From an engine's word on its cache or load to the router that has heard it."""
+    """Seconds from an engine's report of cache or load to the router."""
     learn_rates: bool = True
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     make_fleet: FleetMaker = plain_fleet
     failures: tuple[Failure, ...] = ()
     skip: bool = True
-    """Steps that are all alike happen at once; else each by itself, to the same results."""
+    """Whether uniform decode steps happen at once; the results are the same."""
     seed: int = 0
-    """Of which router a request goes to."""
+    """Seed of the choice of a router for each request."""
 
 
 @dataclass(slots=True)
 class WorkerRental:
-    """A worker's time, paid for from the moment it is asked for until it has left, and for good where it dies. Seconds
-    of the run's clock."""
+    """A worker's paid time, from its request until it has left, or for good if it dies.
+
+    Seconds of the run's clock.
+    """
 
     spec: WorkerSpec
     began_at: float
@@ -76,10 +78,13 @@ class WorkerRental:
 
 
 class SimCluster:
-    """One run. Requests come from an iterator, read no further than they are needed."""
+    """One run.
+
+    Requests come from an iterator that is read only as far as needed.
+    """
 
     def __init__(self, spec: ClusterSpec, on_end: Callable[[Outcome], object]) -> None:
-        """`on_end` is called once for each request."""
+        """Create the cluster; `on_end` is called once for each request."""
         self.spec = spec
         self.clock = VirtualClock()
         self.links = Links(self.clock)
@@ -92,10 +97,10 @@ class SimCluster:
         self.hires: dict[str, WorkerRental] = {}
         self.workers = {worker_id: self._worker(worker_id, worker) for worker_id, worker in spec.workers}
         self.starting: dict[str, WorkerSpec] = {}
-        """Asked for, and not there yet."""
+        """Workers that were asked for and do not serve yet."""
         self.leaving: dict[str, WorkerDrain] = {}
         self.gone: list[SimWorker] = []
-        """Dead, or left."""
+        """Workers that died or left."""
         self.routers = [self._router(number) for number in range(spec.num_routers)]
         self.num_under_way = 0
         for worker in self.workers.values():
@@ -105,7 +110,10 @@ class SimCluster:
                 router.reported(worker, pb.CacheEvents(snapshot=True))
 
     def run(self, trace: Iterable[TraceRequest], on_progress: Callable[[float], object] = lambda _: None) -> None:
-        """Until every request has ended. `on_progress` hears the time since the trace's beginning with each arrival."""
+        """Run until every request has ended.
+
+        `on_progress` is called with the time since the trace's beginning at each arrival.
+        """
         while self.clock.now < START_S:
             self.clock.step()
         for failure in self.spec.failures:
@@ -116,27 +124,27 @@ class SimCluster:
             self.clock.step()
 
     def kill(self, worker_id: str) -> None:
-        """Its machine has lost its power, unless it is gone."""
+        """Kill a worker by a loss of power, unless it is gone."""
         if (worker := self.workers.get(worker_id)) is not None:
             self._end(worker, self.spec.message_s)
 
     # ------------------------------------------------------------------ others than at the beginning
 
     def add(self, worker_id: str, spec: WorkerSpec, start_s: float) -> None:
-        """One more worker, of an id that none ever had, which serves after `start_s`; it is paid for from now."""
+        """Start one more worker, with a new id, that serves after `start_s` and is paid for from now."""
         self.starting[worker_id] = spec
         self.hires[worker_id] = WorkerRental(spec, self.clock.now)
         self.clock.after(start_s, self._arrived, worker_id)
 
     def remove(self, worker_id: str, drain_s: float = DRAIN_S) -> None:
-        """It takes nothing more, finishes or hands over what it has, and goes; or does not come at all."""
+        """Drain and remove a worker, or cancel its start."""
         if self.starting.pop(worker_id, None) is not None:
             self.hires[worker_id].ended_at = self.clock.now
         else:
             self._leave(self.workers[worker_id], drain_s, self._left)
 
     def switch(self, worker_id: str, role: Role, budget: StepBudget, switch_s: float, drain_s: float = DRAIN_S) -> None:
-        """It leaves as it would for good, and is back `switch_s` after that in another role, with its cache."""
+        """Switch a worker's role: it drains, and returns `switch_s` later with its cache."""
         self._leave(
             self.workers[worker_id],
             drain_s,
@@ -162,7 +170,7 @@ class SimCluster:
             worker.tell(TakeSnapshot())
 
     def _turn_into(self, worker: SimWorker, role: Role, budget: StepBudget) -> None:
-        """What it said before is heard before it has left; what its cache holds is said anew."""
+        """Change the role; earlier messages arrive before it has left, and its cache is sent again."""
         if not worker.alive:
             return
         del self.leaving[worker.worker_id]
@@ -174,12 +182,12 @@ class SimCluster:
         worker.tell(SetBudget(budget), TakeSnapshot())
 
     def _join(self, router: SimRouter, worker: SimWorker, hello: pb.Hello) -> None:
-        """Unless it died on the way."""
+        """Let a worker join a router, unless it died meanwhile."""
         if worker.alive:
             router.joined(worker, hello)
 
     def _end(self, worker: SimWorker, noticed_s: float) -> None:
-        """It is no more; routers know so long after."""
+        """End a worker; routers notice it `noticed_s` later."""
         del self.workers[worker.worker_id]
         if (leaving := self.leaving.pop(worker.worker_id, None)) is not None:
             leaving.cancel()
@@ -191,7 +199,7 @@ class SimCluster:
             self.clock.after(noticed_s, router.left, worker)
 
     def _arrive(self, arrivals: Iterator[TraceRequest], on_progress: Callable[[float], object]) -> None:
-        """The next request sets out at its time; it counts as under way from now, so that the run goes on."""
+        """Send the next request at its time; it counts as in flight from now, so that the run continues."""
         request = next(arrivals, None)
         if request is not None:
             self.num_under_way += 1
@@ -213,7 +221,10 @@ class SimCluster:
         self._on_end(outcome)
 
     def _count_gaps(self, times: Sequence[float], num_streams: int) -> None:
-        """Of a run, as clients see them. Before the first is a gap for each stream, which its router counts."""
+        """Count a run's inter-token gaps as clients see them.
+
+        The gap before the first is counted by its router.
+        """
         to_client_s = 2 * self.spec.message_s
         for before, after in pairwise(times):
             self.gaps.add((after + to_client_s) - (before + to_client_s), num_streams)
@@ -237,7 +248,7 @@ class SimCluster:
 
 
 class _Loads:
-    """What workers report of their load, made once for as long as it stays the same."""
+    """Load reports of workers, built once per distinct load."""
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[Load, bool, pb.LoadReport]] = {}
@@ -252,7 +263,7 @@ class _Loads:
 
 
 def hello_of(worker: SimWorker, ready: Ready) -> pb.Hello:
-    """What it says when it joins."""
+    """Return the Hello with which a worker joins."""
     return pb.Hello(
         worker_id=worker.worker_id,
         incarnation=worker.worker_id.encode(),
@@ -271,7 +282,7 @@ def hello_of(worker: SimWorker, ready: Ready) -> pb.Hello:
 
 
 def audit(workers: Sequence[SimWorker]) -> list[str]:
-    """What is wrong with the books of each, and what is held though nothing should be: nothing, after a run."""
+    """Return faults in each worker's records, and blocks still held; after a run there are none."""
     faults = []
     for worker in workers:
         audited = worker.core.audit()

@@ -1,5 +1,7 @@
-"""Every decision with all it was made of, as a JSON line; made again from that, it is the same. A router's
-`decisions_file` has the same, and what came of it."""
+"""Log of decisions with all their inputs, as JSON lines, from which each decision can be repeated.
+
+A router's `decisions_file` has the same, and the outcomes.
+"""
 
 import json
 from collections.abc import Sequence
@@ -15,7 +17,7 @@ from router.placement.rates import Ints, Priors
 
 
 class LoggedFleet(Fleet):
-    """Ours, with a log of what it decided."""
+    """Fleet with a log of its decisions."""
 
     def __init__(self, router_id: str, priors: Priors, learn_rates: bool, log: TextIO) -> None:
         super().__init__(router_id, priors, learn_rates)
@@ -32,6 +34,6 @@ class LoggedFleet(Fleet):
 
 
 def decide_again(line: str) -> tuple[Decision, Decision | None]:
-    """What was decided, and what is from the same snapshot."""
+    """Return the logged decision, and the decision made again from its snapshot."""
     decision, placement_snapshot = read_recorded(json.loads(line))
     return decision, decided_again(placement_snapshot)

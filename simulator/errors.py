@@ -1,4 +1,4 @@
-"""What a user of the simulator can get wrong."""
+"""Errors in the input of the simulator."""
 
 import math
 from pathlib import Path
@@ -7,7 +7,7 @@ from cluster.errors import StartError, TandemError
 
 
 class BadTrace(TandemError):
-    """`line` of a trace, counted from 1, is not what its format says; 0: the file as a whole."""
+    """A malformed trace at `line`, counted from 1; 0: the file as a whole."""
 
     def __init__(self, path: Path, line: int, reason: str) -> None:
         super().__init__(f"{path}, line {line}: {reason}" if line else f"{path}: {reason}")
@@ -17,7 +17,7 @@ class BadTrace(TandemError):
 
 
 class BadSetup(StartError):
-    """An option is at fault, or does not go with the others."""
+    """An invalid option, or one that does not go with the others."""
 
 
 SHOWN = 60
@@ -25,7 +25,7 @@ SHOWN = 60
 
 
 def shown(value: object) -> str:
-    """As Python writes it, cut where it is long."""
+    """Return a value as Python writes it, shortened."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**SHOWN:
         return f"a number of {value.bit_length()} bits"
     text = repr(value[: SHOWN + 1] if isinstance(value, str | bytes | list | tuple) else value)
@@ -33,6 +33,9 @@ def shown(value: object) -> str:
 
 
 def check_above_0(field: str, value: float | None, or_0: bool = False) -> None:
-    """A finite number; None is none. Raises BadSetup."""
+    """Check for a finite number above 0, or None.
+
+    Raises BadSetup.
+    """
     if value is not None and not (0 < value < math.inf or (or_0 and value == 0)):
         raise BadSetup(field, f"{value:g} is not {'at least' if or_0 else 'above'} 0")

@@ -1,16 +1,16 @@
-"""From a log of receipts to a `Calibration`: least squares over how long stages took.
+"""Fit of a `Calibration` to a log of receipts: least squares over the durations of stages.
 
-A step takes `StepTiming`'s sum of terms. A receipt tells how long several steps together took, and what they computed
-follows from the log: from the streams that ran beside it on its worker, and from the prompts that were computed there.
+A step takes `StepTiming`'s sum of terms. A receipt gives the time of several steps together; their work follows from
+the log: from the streams that ran beside it on its worker, and from the prompts computed there.
 
-    the lender's     from when it was asked for something to compute until it had nothing more: what it says when it
-                     starts may come late, where its cores are busy
+    the lender's     from the first question for blocks to compute until nothing was left; its own start
+                     message may be late where its cores are busy
     prompt tail      the prompt's rest in the running batch
-    decode           as many steps as tokens but one; beside them the mean of the streams over that time
+    decode           as many steps as tokens but one, beside the mean of the streams over that time
 
-Weak where stages of a log hardly differ (lengths that are all alike tell no fixed cost from a cost per token), where
-several of its requests were preempted, and where workers slow each other down in a way that no term here stands for:
-engines on the same cores, for one. `Fit.error` says how well the times follow.
+The fit is weak where stages hardly differ (equal lengths do not separate fixed costs from costs per token), where
+requests were preempted, and where workers slow each other down in a way that no term describes, such as engines on the
+same cores. `Fit.error` says how well the times follow.
 """
 
 import math
@@ -30,36 +30,36 @@ from simulator.traces.receipts import ServedRequest
 LEAST_ROWS = 8
 TERMS = ("step_s", "prompt_token_s", "prompt_pair_s", "stream_s", "kv_token_s")
 MESSAGES = 4
-"""To the router, to the worker, and back, on the way of a first token."""
+"""Messages on the way of a first token: to the router, to the worker, and back."""
 SAME_STEP_S = 0.0015
 SHORT = 0.25
-"""Of the median: what took less counts as if it had taken this long, or its last microsecond would decide."""
+"""Share of the median duration below which durations count as equal, so that no microsecond decides."""
 ROUNDS = 20
-"""Of weighing anew."""
+"""Rounds of reweighting."""
 DISTURBED = 5.0
-"""Times the median error: what is off by more counts as if it were off by this much (Huber's weights)."""
+"""Multiple of the median error at which larger errors are capped (Huber's weights)."""
 FASTEST_BYTES_PER_S = 1e12
-"""Where transfers take no time that depends on their size."""
+"""Bandwidth assumed where transfers take no time that depends on their size."""
 READ_LATENCY_S = 20e-6
-"""Of a link that was not measured."""
+"""Latency assumed for a link that was not measured, in seconds."""
 MAX_MS = 1e8
-"""Of a stage: more than a day is no time of a request."""
+"""Longest accepted duration of a stage, in milliseconds."""
 END_BLOCKS = 2
-"""Of a prompt, that a decode worker computes whoever lends the rest: one at most, and who computes more on average
-computes whole prompts, too."""
+"""Largest mean number of blocks that a decode worker computes when lenders compute the rest; above it, it computes
+whole prompts too."""
 POOL_BYTES = 256 << 20
-"""A worker's default."""
+"""Default pool of a worker, in bytes."""
 
 
 @dataclass(slots=True)
 class _Timed:
-    """One request on the cluster's own time line, seconds."""
+    """One request on the cluster's time line, in seconds."""
 
     served: ServedRequest
     arrived_s: float
-    """At its router, were the first token with its client at once."""
+    """Arrival at its router, if the first token reached the client at once."""
     stages: dict[str, tuple[float, float]]
-    """Begin and end."""
+    """Begin and end by stage."""
 
     @property
     def worker(self) -> str:
@@ -72,7 +72,7 @@ class _Timed:
 
 @dataclass(slots=True)
 class _Row:
-    """A measurement: `work` has an amount for each of TERMS."""
+    """A measurement; `work` has an amount for each of TERMS."""
 
     seconds: float
     work: tuple[float, float, float, float, float]
@@ -80,11 +80,14 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class AssumedRates:
-    """What a log cannot say of a cluster where nothing moved. What is given stands, whatever was measured."""
+    """Values for what a log cannot show where nothing moved.
+
+    They override measurements.
+    """
 
     kv_token_bytes: float | None = None
     block_bytes: int | None = None
-    """Whatever a block's tokens are."""
+    """Bytes of a block, whatever its tokens."""
     nic_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -94,7 +97,7 @@ class AssumedRates:
                 raise BadSetup(option, f"{value:g} is not above 0")
 
     def of_block(self, block_tokens: int) -> int | None:
-        """Bytes of a block, as far as they are known."""
+        """Return the bytes of a block, if known."""
         if self.block_bytes is not None or self.kv_token_bytes is None:
             return self.block_bytes
         return round(self.kv_token_bytes * block_tokens)
@@ -110,8 +113,12 @@ def calibrate(
     decode_chunk: int = 128,
     given: AssumedRates = NOTHING,
 ) -> Calibration:
-    """`num_blocks`: of a worker's pool; default: 256 MiB of blocks. Raises BadSetup where the log says too little: what
-    is neither measured nor given is named."""
+    """Fit a calibration.
+
+    Raises BadSetup naming what is neither measured nor given.
+
+    `num_blocks`: blocks of a worker's pool; default: 256 MiB of blocks.
+    """
     timed = [each for served in log if (each := _timed(served)) is not None]
     if len(timed) < LEAST_ROWS:
         raise BadSetup("log", f"{len(timed)} undisturbed requests with receipts are less than {LEAST_ROWS}")
@@ -164,8 +171,10 @@ def calibrate(
 
 
 def _timed(served: ServedRequest) -> _Timed | None:
-    """None of what was disturbed, or has no stages or impossible ones. The client's first token ties both clocks
-    together."""
+    """Return the request's times, or None for disturbed or impossible ones.
+
+    The client's first token ties both clocks together.
+    """
     receipt = served.receipt
     kv = receipt.kv
     if receipt.placement.attempt != 1 or kv.loan_failure or kv.preemptions or kv.mismatched_blocks:
@@ -184,7 +193,7 @@ def _timed(served: ServedRequest) -> _Timed | None:
 
 
 def _decode_rows(timed: Sequence[_Timed], chunk: int) -> Iterable[_Row]:
-    """Of each stream and of each prompt's tail, with what ran beside it."""
+    """Yield rows of each stream and of each prompt's tail, with what ran beside it."""
     for others in _by_worker(timed):
         streams = _Streams(others)
         tails = _Sums([(each.stages["prompt tail"], each.tail_tokens, _tail_pairs(each)) for each in others])
@@ -202,7 +211,7 @@ def _decode_rows(timed: Sequence[_Timed], chunk: int) -> Iterable[_Row]:
 
 
 def _prefill_rows(timed: Sequence[_Timed], chunk: int, message_s: float) -> Iterable[_Row]:
-    """Of each time in which a lender always had something to compute."""
+    """Yield a row for each time in which a lender always had something to compute."""
     by_lender: dict[str, list[_Timed]] = defaultdict(list)
     for each in timed:
         if each.served.receipt.kv.lender_computed_blocks and "lender prefill" in each.stages:
@@ -211,12 +220,12 @@ def _prefill_rows(timed: Sequence[_Timed], chunk: int, message_s: float) -> Iter
         for period in _overlapping(lent):
             if not any(each.served.receipt.kv.lender_fetched_blocks for each in period):
                 row = _prefill_row(period, chunk)
-                row.seconds = max(1e-6, row.seconds - 2 * message_s)  # the asking, and the answer
+                row.seconds = max(1e-6, row.seconds - 2 * message_s)  # the question and the answer
                 yield row
 
 
 def _overlapping(lent: Sequence[_Timed]) -> Iterable[list[_Timed]]:
-    """Groups of those that follow each other without a break."""
+    """Yield groups of requests that follow each other without a break."""
     period: list[_Timed] = []
     until = -math.inf
     for each in sorted(lent, key=lambda each: each.stages["lender queue"]):
@@ -231,7 +240,7 @@ def _overlapping(lent: Sequence[_Timed]) -> Iterable[list[_Timed]]:
 
 
 def _prefill_row(period: Sequence[_Timed], chunk: int) -> _Row:
-    """Prompts that were done together were in one step."""
+    """Return the row of a period; prompts that finished together were in one step."""
     begin = min(each.stages["lender queue"][0] for each in period)
     ordered = sorted(period, key=lambda each: each.stages["lender prefill"][1])
     tokens_of_steps: list[int] = []
@@ -250,7 +259,7 @@ def _prefill_row(period: Sequence[_Timed], chunk: int) -> _Row:
 
 
 def _link(timed: Sequence[_Timed], chunk: int, block_bytes: int) -> tuple[float, float] | None:
-    """Seconds until the first byte, and bytes a second: of what was read last. None: too few were."""
+    """Return seconds until the first byte and bytes per second of final reads; None with too few of them."""
     rows = []
     for each in timed:
         kv = each.served.receipt.kv
@@ -268,7 +277,7 @@ def _link(timed: Sequence[_Timed], chunk: int, block_bytes: int) -> tuple[float,
 
 
 def _message_s(timed: Sequence[_Timed]) -> float:
-    """By how much the client's time to the first token exceeds all stages, for each hop."""
+    """Return the seconds per hop: the client's TTFT minus all stages."""
     beyond = [each.arrived_s - each.served.arrived_s for each in timed]
     return max(0.0, float(np.median(beyond))) / MESSAGES
 
@@ -284,7 +293,7 @@ def _by_worker(timed: Sequence[_Timed]) -> list[list[_Timed]]:
 
 
 class _Streams:
-    """Those of one worker that decode."""
+    """Decoding streams of one worker."""
 
     def __init__(self, timed: Sequence[_Timed]) -> None:
         self._begins, self._ends = np.array([each.stages["decode"] for each in timed]).T
@@ -293,7 +302,7 @@ class _Streams:
         self._per_s = np.array([each.served.completion_tokens for each in timed]) / spans
 
     def between(self, begin: float, end: float) -> tuple[float, float]:
-        """How many, and their tokens of context: the mean from `begin` to `end`."""
+        """Return the mean number of streams, and of their context tokens, between two times."""
         first, last = np.maximum(self._begins, begin), np.minimum(self._ends, end)
         shares = np.maximum(last - first, 0.0) / (end - begin)
         contexts = self._prompts + ((first + last) / 2 - self._begins) * self._per_s
@@ -301,7 +310,7 @@ class _Streams:
 
 
 class _Sums:
-    """Amounts of work, each over a span of time, and how much of them falls between two times."""
+    """Amounts of work over time spans, and how much falls between two times."""
 
     def __init__(self, spans: Sequence[tuple[tuple[float, float], float, float]]) -> None:
         self._spans = sorted(spans)
@@ -325,7 +334,7 @@ def _tail_pairs(each: _Timed) -> float:
 
 
 def _pairs(before: int, tokens: int) -> float:
-    """Of each of `tokens` with itself and all before it."""
+    """Return the pairs of each of `tokens` with itself and all before it."""
     return tokens * (2 * before + tokens + 1) / 2
 
 
@@ -333,8 +342,11 @@ def _pairs(before: int, tokens: int) -> float:
 
 
 def _fit(rows: Sequence[_Row]) -> tuple[StepTiming, Fit]:
-    """No term is below 0. Errors count relative to what was fitted, of short times less: the fit then has the mean of
-    what was measured, where errors relative to the measurement would favour what happened to be quick."""
+    """Fit terms, none below 0.
+
+    Errors are relative to the fitted value, less so for short times: the fit then matches the mean of the measurements,
+    where errors relative to the measurement would favour quick ones.
+    """
     amounts = np.array([row.work for row in rows], float)
     seconds = np.array([row.seconds for row in rows])
     least = SHORT * float(np.median(seconds))
@@ -351,7 +363,7 @@ def _fit(rows: Sequence[_Row]) -> tuple[StepTiming, Fit]:
 
 
 def _jitter(steps: NDArray[np.float64], seconds: NDArray[np.float64], expected: NDArray[np.float64]) -> float:
-    """Standard deviation of the logarithm of one step's time, from rows of one step or two. By the median: robust."""
+    """Return the standard deviation of the logarithm of a step's time, from rows of one or two steps, by the median."""
     few = steps <= 2
     if few.sum() < LEAST_ROWS:
         return 0.0
@@ -360,7 +372,7 @@ def _jitter(steps: NDArray[np.float64], seconds: NDArray[np.float64], expected: 
 
 
 def _best_subset(rows: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArray[np.float64]:
-    """x >= 0 that minimises |rows @ x - wanted|. Of five columns: all sets of them that may be above 0 are tried."""
+    """Return x >= 0 that minimises |rows @ x - wanted|, trying all subsets of the five columns."""
     columns = [column for column in range(rows.shape[1]) if rows[:, column].any()]
     scales = np.maximum(np.abs(rows).max(axis=0), 1e-300)
     best, least = np.zeros(rows.shape[1]), math.inf

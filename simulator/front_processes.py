@@ -1,8 +1,8 @@
-"""Stands where gRPC and the fronts do: carries what engines say to each other and to routers, late, but in order.
+"""Stand-in for gRPC and the fronts: carries messages between engines and to routers, late but in order.
 
-What a front decides is little, and is here what it is there: whom a loan is asked of (`decode_worker/decode_attempt.py`,
-`prefill_worker/service.py`), which stream ends with which (`engine/worker/loan_stream.py`), and what becomes of both
-when a worker dies.
+The few decisions of a front are made here as in reality: the lender of a loan (`decode_worker/decode_attempt.py`,
+`prefill_worker/service.py`), which stream ends with which (`engine/worker/loan_stream.py`), and the effect of a
+worker's death on both.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ TOLD = "this worker was told to stop"
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One placed request at its decode worker, for whoever placed it."""
+    """One placed request at its decode worker, for the router."""
 
     worker: SimWorker
     engine_id: str
@@ -49,17 +49,17 @@ class Attempt:
     lender: SimWorker | None
     source: SimWorker | None
     on_token: Callable[["Attempt", Token], object]
-    """Called when the engine says it, which is before anybody hears of it."""
+    """Callback when the engine emits a token, before any other process sees it."""
     on_run: Callable[["Attempt", Sequence[float]], object]
-    """Likewise of several, that were said at these times."""
+    """Callback for several tokens of a run, with their times."""
     on_rejected: Callable[["Attempt", Rejected], object]
     on_lost: Callable[["Attempt"], object]
-    """Its worker died."""
+    """Callback when its worker died."""
     on_handed_over: Callable[["Attempt"], object]
-    """Its worker was told to stop, and will not go on with it."""
+    """Callback when its worker is stopping and hands it over."""
     received_at: float = 0.0
     account: KvAccount = field(default_factory=KvAccount)
-    """As the front has it: since the first token."""
+    """Account as the front has it, since the first token."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,18 +68,18 @@ class LoanStream:
 
     borrower: SimWorker
     borrower_id: str
-    """What the borrower's engine calls it: the request, or the loan given, that it is for."""
+    """The borrower's id: of the request, or of the loan given."""
     lender: SimWorker
     lender_id: str
     tokens: list[int]
     source: SimWorker | None
-    """From whom the lender may read."""
+    """Worker from which the lender may read."""
     closed: bool = False
-    """By the borrower: nothing is forwarded to it any more."""
+    """Whether the borrower closed it; nothing is forwarded to it any more."""
 
 
 class FrontProcesses(Listener):
-    """Of all workers."""
+    """Front processes of all workers."""
 
     def __init__(
         self,
@@ -88,31 +88,36 @@ class FrontProcesses(Listener):
         on_report: Callable[[SimWorker, CacheChanged | Load], object],
         on_gaps: Callable[[Sequence[float], int], object] = lambda times, num_streams: None,
     ) -> None:
-        """`message_s`: from one process to another. `on_report` hears what a worker says to routers, when it says it.
-        `on_gaps` hears of runs: at each of these times so many streams got a token."""
+        """Create them.
+
+        `message_s` is the delay between processes.
+
+        `on_report` receives workers' reports when they are sent. `on_gaps` receives runs: at each time so many streams
+        got a token.
+        """
         self._on_gaps = on_gaps
         self._clock = clock
         self._message_s = message_s
         self._on_report = on_report
         self._attempts: dict[str, Attempt] = {}
         self._taken: dict[str, LoanStream] = {}
-        """By the borrower's id."""
+        """Loans taken, by the borrower's id."""
         self._given: dict[str, LoanStream] = {}
-        """By the lender's."""
+        """Loans given, by the lender's id."""
         self._numbers = 0
         self.num_loans = 0
 
     def new_id(self, kind: str) -> str:
-        """Nobody else's."""
+        """Return a new unique id."""
         self._numbers += 1
         return f"{kind}-{self._numbers}"
 
     def generate(self, attempt: Attempt) -> None:
-        """A router sends it; it arrives a message later."""
+        """Send a request to its worker; it arrives one message later."""
         self._clock.after(self._message_s, self._receive, attempt)
 
     def died(self, worker: SimWorker) -> None:
-        """Everybody it had a stream with learns of it a message later."""
+        """Report a worker's death to all with a stream to it, one message later."""
         for attempt in [a for a in self._attempts.values() if a.worker is worker]:
             self._lose(attempt)
         for stream in [*self._taken.values()]:
@@ -122,22 +127,22 @@ class FrontProcesses(Listener):
                 self._close(stream)
 
     def num_requests(self, worker: SimWorker) -> int:
-        """Under way there."""
+        """Return the requests in flight on a worker."""
         return sum(attempt.worker is worker for attempt in self._attempts.values())
 
     def num_lent(self, worker: SimWorker) -> int:
-        """Loans that it gives."""
+        """Return the loans a worker gives."""
         return sum(stream.lender is worker for stream in self._given.values())
 
     def hand_over(self, worker: SimWorker) -> None:
-        """Its requests go on elsewhere, from what they have."""
+        """Hand a worker's requests over to others."""
         for attempt in [a for a in self._attempts.values() if a.worker is worker]:
             worker.tell(Cancel(attempt.engine_id))
             if self._attempts.pop(attempt.engine_id, None) is not None:
                 self._clock.after(self._message_s, attempt.on_handed_over, attempt)
 
     def end_loans(self, worker: SimWorker) -> None:
-        """That it gives."""
+        """End all loans that a worker gives."""
         for stream in [s for s in self._given.values() if s.lender is worker]:
             self._end(stream, TOLD)
             worker.tell(LendClosed(stream.lender_id))
@@ -198,7 +203,7 @@ class FrontProcesses(Listener):
     # ------------------------------------------------------------------ loans
 
     def _open(self, worker: SimWorker, message: OpenLoan) -> None:
-        """Who is asked: the lender that the router named for a request; for a loan given, the source it named."""
+        """Open a loan: with the lender that the router named, or for a loan given with its source."""
         mark, source, first = PlacementMark(), None, message.first_block
         if (attempt := self._attempts.get(message.request_id)) is not None:
             lender, mark = attempt.lender, attempt.generate.mark
@@ -227,7 +232,7 @@ class FrontProcesses(Listener):
     def _answer(self, message: LendStarting | LendReady | LendRefused) -> None:
         stream = self._given.get(message.loan_id)
         if stream is None:
-            return  # the borrower closed it, and the lender did not know yet
+            return  # the borrower closed it before the lender knew
         match message:
             case LendStarting(_, end, cached_end, queued_ms):
                 endpoint = PREFIX + stream.lender.worker_id.encode()
@@ -247,12 +252,12 @@ class FrontProcesses(Listener):
             stream.borrower.tell(message)
 
     def _end(self, stream: LoanStream, reason: str) -> None:
-        """From the lender's side."""
+        """End a stream from the lender's side."""
         self._given.pop(stream.lender_id, None)
         self._forward(stream, LoanFailed(stream.borrower_id, reason))
 
     def _close(self, stream: LoanStream) -> None:
-        """From the borrower's side: the lender lets go of everything."""
+        """Close a stream from the borrower's side; the lender releases everything."""
         self._forget(stream)
         self._send(stream.lender, LendClosed(stream.lender_id))
 

@@ -1,4 +1,4 @@
-"""GPUs by name: public figures, and how long a model's step takes by them.
+"""GPUs by name: public figures, and the duration of a model's step derived from them.
 
     name   bf16 TFLOP/s, dense   HBM TB/s   HBM GB   NIC GB/s   source of the first three
     B200   2250                  8.0        180      50         NVIDIA DGX B200 datasheet, 1/8 of it
@@ -9,15 +9,15 @@
     A10     125                  0.6         24      12.5       NVIDIA A10 datasheet
     L4      121                  0.3         24      12.5       nvidia.com/en-us/data-center/l4
 
-Where NVIDIA states a figure with sparsity (H100 and H200 1979, L4 242), this is half of it. All of them were compared
-with what others copied from those pages (stas00/ml-engineering, the accelerator tables; MLPerf's system descriptions;
-product pages of vendors). B200 has 192 GB of which servers offer 180.
+Where NVIDIA states a figure with sparsity (H100 and H200 1979, L4 242), this is half of it. All figures agree with
+copies of those pages elsewhere (stas00/ml-engineering, MLPerf's system descriptions, vendors' product pages). B200 has
+192 GB, of which servers offer 180.
 
-NICs are what servers usually give each GPU: 400, 200 and 100 Gbit/s. Prices are round figures of what clouds ask per
-GPU and hour on demand in 2025; they differ by a factor of two between clouds, so bring your own (`--price`).
+NICs are what servers usually give each GPU: 400, 200 and 100 Gbit/s. Prices are round figures of clouds per GPU and
+hour on demand in 2025; they differ by a factor of two between clouds, so bring your own (`--price`).
 
-No GPU reaches its figures: `COMPUTE` of the FLOP/s and `MEMORY` of the bandwidth are what well-tuned engines get of
-them on large prompts and large batches (MFU of 40 to 60 % and 70 to 85 % of the bandwidth are what is published).
+No GPU reaches its figures: `COMPUTE` of the FLOP/s and `MEMORY` of the bandwidth are what well-tuned engines reach on
+large prompts and large batches (published: MFU of 40 to 60 %, 70 to 85 % of the bandwidth).
 """
 
 from dataclasses import dataclass, field
@@ -29,21 +29,21 @@ from simulator.model_shape import ModelShape
 COMPUTE = 0.5
 MEMORY = 0.75
 STEP_S = 0.002
-"""What a step takes whatever it computes: launching it, sampling, the engine's own work."""
+"""Fixed seconds of a step: launch, sampling, the engine's own work."""
 TP_EFFICIENCY = 0.9
-"""Of each further doubling of the GPUs that hold one model: they wait for each other twice a layer."""
+"""Efficiency of each further doubling of the GPUs of one model, which wait for each other twice per layer."""
 USABLE_MEMORY = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One accelerator."""
+    """Figures of one GPU."""
 
     name: str
     flops: float
-    """bf16, dense, per second."""
+    """Dense bf16 FLOP per second."""
     bytes_per_s: float
-    """Of its memory."""
+    """Memory bandwidth."""
     memory_bytes: float
     nic_bytes_per_s: float
     usd_per_hour: float
@@ -64,7 +64,10 @@ GPUS = {
 
 
 def gpu_named(name: str) -> Gpu:
-    """Raises BadSetup."""
+    """Return a GPU by name.
+
+    Raises BadSetup.
+    """
     try:
         return GPUS[name.upper()]
     except KeyError:
@@ -73,11 +76,10 @@ def gpu_named(name: str) -> Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Steps of one model on `tp` equal GPUs: as long as the arithmetic takes or as the memory does, whichever is more,
-    and `step_s`.
+    """Step timing of a model on `tp` equal GPUs: the larger of arithmetic and memory time, plus `step_s`.
 
-    Arithmetic is that of all tokens and of attention over what is before them. Memory is read once for the weights and
-    once for the KV of each sequence that decodes; what a prompt reads of its own KV hides behind its arithmetic.
+    Arithmetic is that of all tokens, and of attention over the tokens before them. Memory is read once for the weights
+    and once for the KV of each decoding sequence; a prompt's reads of its own KV hide behind its arithmetic.
     """
 
     model: ModelShape
@@ -92,7 +94,7 @@ class Roofline:
     _context_s: float = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Seconds for each token, pair, byte of weights and token of context: asked for at every step."""
+        """Precompute the seconds per token, pair, byte of weights and token of context, used at every step."""
         gpus = self.effective_gpus
         flop_s = 1 / (self.gpu.flops * self.compute * gpus)
         byte_s = 1 / (self.gpu.bytes_per_s * self.memory * gpus)
@@ -103,7 +105,7 @@ class Roofline:
 
     @property
     def effective_gpus(self) -> float:
-        """What `tp` of them come to."""
+        """Number of ideal GPUs that `tp` GPUs equal."""
         return self.tp * TP_EFFICIENCY ** (self.tp.bit_length() - 1)
 
     def seconds_of(self, work: StepWork) -> float:
@@ -113,7 +115,10 @@ class Roofline:
         return self.step_s + (compute_s if compute_s > memory_s else memory_s)
 
     def num_blocks(self, block_tokens: int) -> int:
-        """Of KV, in what the weights leave. Raises BadSetup."""
+        """Return the number of KV blocks in the memory that the weights leave.
+
+        Raises BadSetup.
+        """
         left = self.gpu.memory_bytes * self.tp * USABLE_MEMORY - self.model.weight_bytes
         count = int(left // (self.model.kv_bytes_per_token * block_tokens))
         if count < 1:

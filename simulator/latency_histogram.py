@@ -1,15 +1,15 @@
-"""Times between tokens, millions of them, in bounded memory: a histogram whose bins are 1 % wide."""
+"""Histogram of millions of inter-token latencies in bounded memory, with bins 1 % wide."""
 
 import math
 
 BINS = 1 / math.log(1.01)
-"""For each factor of e."""
+"""Bins per factor of e."""
 LEAST_S = 1e-7
 OFFSET = 1 + int(-math.log(LEAST_S) * BINS)
 
 
 class LatencyHistogram:
-    """Adds up in whole numbers, so that the order in which gaps come makes no difference."""
+    """Histogram of integer counts, so that the order of additions does not matter."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
@@ -24,11 +24,11 @@ class LatencyHistogram:
 
     @property
     def mean_s(self) -> float:
-        """nan where there were none."""
+        """Mean in seconds; nan without values."""
         return self._total_ns / self.count / 1e9 if self.count else math.nan
 
     def quantile_s(self, share: float) -> float:
-        """Right within 1 %; nan where there were none."""
+        """Return a quantile, right within 1 %; nan without values."""
         reached = 0
         for number in sorted(self._counts):
             reached += self._counts[number]

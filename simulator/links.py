@@ -1,9 +1,9 @@
-"""Links: what bytes take between workers, each of which has one NIC, full duplex, that its transfers share.
+"""Links between workers, each of which has one full-duplex NIC that its transfers share.
 
-A transfer goes at the lesser of two equal shares: of what its sender can send, by the transfers that leave there, and
-of what its receiver can receive, by those that arrive. So no NIC ever carries more than it can. What a transfer cannot
-use of its share, being slower at its other end, the others do not get: full max-min fairness would be a little faster
-where both ends are crowded, and to compute it takes all transfers into account whenever one begins or ends.
+A transfer runs at the smaller of two equal shares: its sender's outgoing and its receiver's incoming bandwidth, each
+divided by its transfers. So no NIC exceeds its bandwidth. What a transfer leaves of one share, being slower at its
+other end, is not given to others: max-min fairness would be slightly faster where both ends are crowded, but must
+consider all transfers whenever one begins or ends.
 """
 
 from collections.abc import Callable, Hashable
@@ -12,7 +12,7 @@ from simulator.clock import ScheduledEvent, VirtualClock
 
 
 class Flow:
-    """One transfer under way."""
+    """One transfer in progress."""
 
     __slots__ = ("event", "on_over", "rate", "receiver", "remaining", "sender", "since")
 
@@ -28,13 +28,13 @@ class Flow:
 
 
 class Nic:
-    """One worker's end of everything."""
+    """NIC of one worker."""
 
     __slots__ = ("bytes_per_s", "incoming", "outgoing", "received_bytes", "sent_bytes")
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
-        """Each way."""
+        """Bandwidth in each direction."""
         self.outgoing: dict[Flow, None] = {}
         self.incoming: dict[Flow, None] = {}
         self.sent_bytes = 0.0
@@ -57,7 +57,10 @@ class Links:
         return self._nics[name]
 
     def transfer(self, sender: Hashable, receiver: Hashable, num_bytes: int, on_over: Callable[[bool], object]) -> None:
-        """`on_over(True)` when all bytes are there, `on_over(False)` when one of the two was cut off before."""
+        """Start a transfer.
+
+        `on_over(True)` when all bytes arrived, `on_over(False)` when one end was cut off before.
+        """
         source, target = self._nics.get(sender), self._nics.get(receiver)
         if source is None or target is None:
             self._clock.after(0.0, on_over, False)
@@ -68,15 +71,18 @@ class Links:
         self._share_anew(source, target)
 
     def cut(self, name: Hashable) -> None:
-        """Its worker is gone: its transfers end now."""
+        """End all transfers of a worker that is gone."""
         nic = self._nics.pop(name)
-        for flow in dict.fromkeys([*nic.outgoing, *nic.incoming]):  # one to itself is in both
+        for flow in dict.fromkeys([*nic.outgoing, *nic.incoming]):  # a transfer to itself is in both
             self._settle(flow)
             self._remove(flow)
             flow.on_over(False)
 
     def check(self) -> None:
-        """Raises AssertionError when a NIC carries more than it can."""
+        """Check that no NIC exceeds its bandwidth.
+
+        Raises AssertionError.
+        """
         for nic in self._nics.values():
             for flows in (nic.outgoing, nic.incoming):
                 assert sum(flow.rate for flow in flows) <= nic.bytes_per_s * (1 + 1e-9)
@@ -109,7 +115,7 @@ class Links:
                 flow.event = self._clock.after(flow.remaining / rate, self._finish, flow)
 
     def _settle(self, flow: Flow) -> None:
-        """Count what has gone since its rate last changed."""
+        """Count the bytes sent since the last change of rate."""
         gone = min(flow.remaining, flow.rate * (self._clock.now - flow.since))
         flow.since = self._clock.now
         flow.remaining -= gone

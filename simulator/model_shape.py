@@ -1,4 +1,4 @@
-"""What of a model decides how long its steps take: numbers of parameters, and KV per token."""
+"""Properties of a model that decide the duration of its steps: numbers of parameters, and KV per token."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from simulator.errors import BadSetup, shown
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1}
 MOST = 1 << 30
-"""Of any number that a config says."""
+"""Largest accepted number in a config."""
 DEFAULT_CONFIG: dict[str, Any] = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -21,17 +21,17 @@ DEFAULT_CONFIG: dict[str, Any] = {
     "vocab_size": 128256,
     "torch_dtype": "bfloat16",
 }
-"""Of Llama 3.1 8B, for who names no model."""
+"""Config of Llama 3.1 8B, used when no model is named."""
 _TWO_MATRICES = frozenset(
     ("opt", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "codegen", "bloom", "falcon", "phi", "starcoder2", "nemotron")
 )
-"""Model types whose MLP has no gate: a matrix in and one out, where others have three."""
+"""Model types whose MLP has no gate, so two matrices instead of three."""
 _TIED = frozenset(
     ("opt", "gpt2", "gpt_bigcode", "bloom", "falcon", "starcoder2", "cohere", "cohere2", "gemma", "gemma2", "gemma3")
 ) | {"gemma3_text", "gemma3n", "gemma3n_text"}
-"""Model types whose output layer is their embeddings unless they say otherwise."""
+"""Model types whose output layer is their embeddings by default."""
 _TOP = ("quantization_config", "tie_word_embeddings", "torch_dtype", "dtype", "model_type")
-"""What a config with a `text_config` may say beside it."""
+"""Keys that a config with a `text_config` may have beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +44,21 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     dtype_bytes: int
-    """Of a weight that is not quantised, and of embeddings."""
+    """Bytes of an unquantised weight, and of embeddings."""
     params: int
-    """All of them."""
+    """Number of all parameters."""
     active_params: int
-    """That a token is multiplied with: of a mixture of experts, those it is sent to."""
+    """Parameters that multiply a token; with experts, those of the experts it is routed to."""
     expert_params: int = 0
-    """Of all routed experts, in all layers."""
+    """Parameters of all routed experts in all layers."""
     experts: int = 0
     experts_per_token: int = 0
     embedding_params: int = 0
-    """Of all of them: embeddings and the output layer."""
+    """Parameters of embeddings and output layer."""
     layer_bits: int | None = None
-    """Of a weight of a quantised layer, scales aside; None: as `dtype_bytes`."""
+    """Bits of a quantised layer's weight, without scales; None: `dtype_bytes`."""
     max_context_tokens: int | None = None
-    """None: it does not say."""
+    """Context length; None: unknown."""
 
     @property
     def weight_bytes(self) -> int:
@@ -67,7 +67,7 @@ class ModelShape:
 
     @property
     def weights_in_words(self) -> str:
-        """How many bytes there are of each."""
+        """Sizes of the weights by type, for display."""
         if self.layer_bits is None:
             return f"{self.params / 1e9:.2f} G parameters x {self.dtype_bytes} B"
         layers, rest = (self.params - self.embedding_params) / 1e9, self.embedding_params / 1e9
@@ -75,7 +75,7 @@ class ModelShape:
 
     @property
     def kv_dtype(self) -> str:
-        """What keys and values are kept and moved in: those of narrower weights too are computed in 16 bits."""
+        """Data type of stored and moved KV; models with narrower weights compute KV in 16 bits too."""
         return "float32" if self.dtype_bytes == 4 else "bfloat16"
 
     @property
@@ -88,16 +88,16 @@ class ModelShape:
 
     @property
     def _layer_bytes(self) -> float:
-        """Of a weight in a layer."""
+        """Bytes of a weight in a layer."""
         return self.dtype_bytes if self.layer_bits is None else self.layer_bits / 8
 
     @property
     def attention_flops_per_pair(self) -> int:
-        """Of a token and one before it: a product with its key, and one with its value."""
+        """FLOP of attention per pair of a token and one before it: a product with its key, and one with its value."""
         return 4 * self.layers * self.heads * self.head_dim
 
     def weight_bytes_read(self, num_tokens: int) -> float:
-        """By a step of so many tokens: of experts, those that somebody is sent to, were they sent by chance."""
+        """Return the weight bytes that a step of so many tokens reads, with experts chosen at random."""
         if not self.experts:
             return float(self.weight_bytes)
         missed = (1 - self.experts_per_token / self.experts) ** num_tokens
@@ -105,7 +105,10 @@ class ModelShape:
 
 
 def open_shape(path: Path | None) -> ModelShape:
-    """Of a model directory; None: Llama 3.1 8B. Raises BadSetup."""
+    """Return the shape of a model directory; None: Llama 3.1 8B.
+
+    Raises BadSetup.
+    """
     if path is None:
         return shape_of("Llama 3.1 8B", DEFAULT_CONFIG)
     try:
@@ -120,7 +123,10 @@ def open_shape(path: Path | None) -> ModelShape:
 
 
 def shape_of(name: str, config: dict[str, Any]) -> ModelShape:
-    """Of a config.json. Raises BadSetup naming what it lacks."""
+    """Return the shape of a config.json.
+
+    Raises BadSetup naming a missing key.
+    """
     if config.get("kv_lora_rank"):
         raise BadSetup("model", "config.json: kv_lora_rank: latent attention (MLA) is not known to the simulator")
     kind = str(config.get("model_type") or "")
@@ -164,7 +170,7 @@ def shape_of(name: str, config: dict[str, Any]) -> ModelShape:
 
 
 def _default_kv_heads(config: dict[str, Any], kind: str, heads: int) -> int:
-    """Of a config that does not say it as most do."""
+    """Return the KV heads of a config that names them in another way."""
     if kind == "falcon" and config.get("new_decoder_architecture"):
         return _number(config, "num_kv_heads", default=heads)
     multi_query = kind in ("falcon", "gpt_bigcode") and config.get("multi_query") is not False
@@ -172,7 +178,10 @@ def _default_kv_heads(config: dict[str, Any], kind: str, heads: int) -> int:
 
 
 def _layer_bits(quantised: Any) -> int | None:
-    """Of a weight, by `quantization_config`; None: there is none. Raises BadSetup for a method that is not known."""
+    """Return the bits of a weight by `quantization_config`, or None.
+
+    Raises BadSetup for an unknown method.
+    """
     if quantised is None:
         return None
     values = quantised if isinstance(quantised, dict) else {}

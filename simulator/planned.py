@@ -1,4 +1,4 @@
-"""A cluster that a planner sizes, as one of those that are compared."""
+"""A cluster sized by a planner, as one of the compared scenarios."""
 
 import math
 
@@ -10,8 +10,10 @@ from simulator.replay import Scenario, Setup, priors_of, roofline_of
 
 
 def autoscaled(setup: Setup, most: int, start_s: float) -> Scenario:
-    """One prefill and one decode worker, and as many more of each, up to `most`, as a planner likes. Raises
-    BadSetup."""
+    """Return the scenario: one worker of each role, and up to `most` of each by the planner.
+
+    Raises BadSetup.
+    """
     if most < 1:
         raise BadSetup("autoscale", f"{most} is not at least 1")
     if not 0 <= start_s < math.inf:
@@ -20,7 +22,7 @@ def autoscaled(setup: Setup, most: int, start_s: float) -> Scenario:
 
 
 def policy_of(setup: Setup, most: int, start_s: float = 60.0) -> PolicyConfig:
-    """A planner's, which begins with what an operator would know of his GPUs; `most` workers in each pool."""
+    """Return the planner's policy with what an operator knows about the GPUs; `most` workers in each pool."""
     decode: Timing
     if (measured := setup.calibration) is not None:
         chunk, decode = measured.prefill_chunk, measured.timing("decode")

@@ -1,4 +1,7 @@
-"""A comparison as a picture: one row a cluster, one column a question. Needs matplotlib (the extra `plot`)."""
+"""A comparison as a picture: one row per cluster, one column per question.
+
+Needs matplotlib (the extra `plot`).
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,14 +14,17 @@ from simulator.results import LatencySummary, Results
 
 COLOURS = dict(zip(MODES, ("#5b6b7b", "#d08a2c", "#1f77b4"), strict=True))
 PANELS_WIDTH = 13.2
-"""Inches, of all panels: names of clusters come on top."""
+"""Width of all panels in inches, without the clusters' names."""
 SIZES_HEIGHT = 1.9
-"""Inches, of what shows one cluster's sizes over time."""
+"""Height in inches of the plot of one cluster's sizes over time."""
 INK, FAINT = "#22282e", "#d7dde2"
 
 
 def open_figures() -> Any:
-    """matplotlib's Figure. Raises BadSetup without it; to be called before the work, not after it."""
+    """Return matplotlib's Figure; call it before the work.
+
+    Raises BadSetup without matplotlib.
+    """
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
@@ -27,7 +33,10 @@ def open_figures() -> Any:
 
 
 def write_plot(path: Path, runs: Sequence[Run], setup: Setup, trace: str) -> None:
-    """Raises BadSetup without matplotlib."""
+    """Write the picture.
+
+    Raises BadSetup without matplotlib.
+    """
     sized = [run for run in runs if run.sizes]
     below = SIZES_HEIGHT * len(sized)
     lines = _subtitle(runs, setup, trace)
@@ -90,7 +99,7 @@ def _times(
     limit: float,
     title: str,
 ) -> None:
-    """Ranges on a scale of ratios: a line from p50 to p99."""
+    """Plot ranges from p50 to p99 on a logarithmic scale."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     for row, run in enumerate(runs):
@@ -136,7 +145,7 @@ def _bars(axes: Any, runs: Sequence[Run], value_of: Callable[[Results], float], 
 
 
 def _sizes(axes: Any, run: Run) -> None:
-    """Workers over time, of which the starting ones serve nobody yet."""
+    """Plot workers over time, with those still starting."""
     times = [size.at_s for size in run.sizes]
     colours = (("prefill", "#1f77b4"), ("decode", "#d08a2c"), ("starting", "#9aa5af"))
     for name, colour in colours:

@@ -1,6 +1,8 @@
-"""Other ways to choose workers than `router/placement/place.py`, to hold it against. No part of Tandem routes by them.
+"""Other placement policies, to compare with `router/placement/place.py`.
 
-Each is asked where and when ours would be: by the real admission, of the real fleet's snapshot.
+No part of Tandem routes by them.
+
+Each is asked where and when placement would be: by the real admission, with the real fleet's snapshot.
 """
 
 from abc import abstractmethod
@@ -19,11 +21,11 @@ from router.placement.worker_records import ActivePlacement
 from router.placement.worker_table import Hits
 
 PREFIX_TOKENS = 1024
-"""By so many leading tokens the prefix hash chooses."""
+"""Number of leading tokens by which the prefix hash chooses."""
 
 
 class PolicyFleet(Fleet):
-    """Prompts are computed by prefill workers wherever there are any; else where they are decoded."""
+    """Fleet in which prefill workers compute all prompts, or decode workers where there are none."""
 
     def decide(self, demand: Demand, keys: Sequence[BlockKey], available: Ints | None = None) -> Decision | None:
         workers = self.snapshot
@@ -35,7 +37,7 @@ class PolicyFleet(Fleet):
         hits = self.hits(keys)
         way = self._choose(demand, keys, hits, decoders, lenders if demand.num_usable_blocks else lenders[:0])
         if way.lender is not None and min(int(hits.held[way.decode]), demand.num_usable_blocks) == len(keys):
-            way = Route(way.decode)  # it has everything
+            way = Route(way.decode)  # it holds everything
         best = assess(demand, workers, hits, self.rates, way)
         return Decision(
             decode_id=best.decode_id,
@@ -53,11 +55,11 @@ class PolicyFleet(Fleet):
 
     @abstractmethod
     def _choose(self, demand: Demand, keys: Sequence[BlockKey], hits: Hits, decoders: Ints, lenders: Ints) -> Route:
-        """Of rows: there is a decoder at least, and no lender where nothing is to be lent."""
+        """Return the route for these rows: at least one decoder, and no lender where nothing is to be lent."""
 
 
 class RoundRobin(PolicyFleet):
-    """One after the other."""
+    """Workers in turn."""
 
     _next = 0
 
@@ -71,7 +73,7 @@ class RoundRobin(PolicyFleet):
 
 
 class LeastLoaded(PolicyFleet):
-    """The fewest prompt tokens queued; then the fewest streams, then the most blocks."""
+    """The worker with the fewest queued prompt tokens, then the fewest streams, then the most blocks."""
 
     def _choose(self, demand: Demand, keys: Sequence[BlockKey], hits: Hits, decoders: Ints, lenders: Ints) -> Route:
         return _lend(self._least(decoders), self._least(lenders) if len(lenders) else None)
@@ -83,8 +85,10 @@ class LeastLoaded(PolicyFleet):
 
 
 class PrefixHash(PolicyFleet):
-    """By the hash of the prompt's first blocks: of all workers, whether they have room now or not, so that those who
-    share a prefix meet; where that one has no room, the next that has."""
+    """Worker by the hash of the prompt's first blocks over all workers, so that equal prefixes meet.
+
+    Where the chosen worker has no capacity, the next one that has.
+    """
 
     def _choose(self, demand: Demand, keys: Sequence[BlockKey], hits: Hits, decoders: Ints, lenders: Ints) -> Route:
         leading = keys[max(0, min(len(keys), PREFIX_TOKENS // demand.block_tokens) - 1)] if keys else b""
@@ -98,7 +102,7 @@ class PrefixHash(PolicyFleet):
 
 
 class AlwaysLend(PolicyFleet):
-    """Ours by its costs, but that a prefill worker computes every prompt: `disaggregated`."""
+    """Placement by the real costs, except that a prefill worker computes every prompt: `disaggregated`."""
 
     def _choose(self, demand: Demand, keys: Sequence[BlockKey], hits: Hits, decoders: Ints, lenders: Ints) -> Route:
         ways = [Route(int(decode)) for decode in decoders]

@@ -1,4 +1,4 @@
-"""A trace through several clusters of the same GPUs: who computes prompts, how many do, and who chooses."""
+"""Replay of a trace through several clusters of the same GPUs, which differ in roles, sizes and policy."""
 
 import dataclasses
 import math
@@ -33,15 +33,15 @@ MODES: tuple[Mode, ...] = ("aggregated", "disaggregated", "conditional")
 POLICIES: tuple[Policy, ...] = ("ours", "round-robin", "least-loaded", "prefix-hash")
 MAX_BATCH_TOKENS = 8192
 LEAST_S = 1e-6
-"""Of what is assumed: no time at all would be no rate."""
+"""Smallest assumed duration in seconds."""
 DEFAULT_SLO = Slo(1.0, 0.05)
 _OPTIONS = {"num_routers": "routers", "event_lag_s": "lag"}
-"""What a person calls them."""
+"""Names of the options on the command line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all runs of a comparison have in common."""
+    """Settings common to all runs of a comparison."""
 
     model: ModelShape
     gpu: Gpu
@@ -49,28 +49,28 @@ class Setup:
     tp: int = 1
     """GPUs of one worker."""
     decode_gpu: Gpu | None = None
-    """Of decode workers that have prefill workers beside them; default: as the others."""
+    """GPU of decode workers beside prefill workers; default: as the others."""
     decode_tp: int | None = None
-    """Likewise."""
+    """GPUs of such a decode worker."""
     slo: Slo = DEFAULT_SLO
     usd_per_gpu_hour: float | None = None
-    """Default: the table's."""
+    """Price; default: the table's."""
     block_tokens: int = 64
     prefill_chunk: int = 4096
     """Prompt tokens of a prefill worker's step."""
     decode_chunk: int = 512
-    """Of a decode worker's: its running streams wait for it."""
+    """Prompt tokens of a decode worker's step, for which its running streams wait."""
     calibration: Calibration | None = None
-    """A live cluster's: its workers stand for `gpus`, its figures for what `gpu` and `model` would be taken to do, for
-    its own blocks, chunks, messages and lag, and for what its routers have learnt."""
+    """Calibration of a live cluster, which replaces `gpu` and `model`: its workers, blocks, chunks, messages, lag, and
+    learned speeds."""
     calibration_name: str = ""
-    """Whence it is."""
+    """Origin of the calibration."""
     num_routers: int = 1
     message_s: float = 0.0005
     event_lag_s: float = 0.01
     learn_rates: bool = True
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
-    """Of every router."""
+    """Admission settings of every router."""
     failures: tuple[Failure, ...] = ()
     skip: bool = True
     seed: int = 0
@@ -97,7 +97,7 @@ class Setup:
 
     @property
     def hardware_name(self) -> str:
-        """What all clusters of a comparison are made of, for people."""
+        """Name of the hardware, for display."""
         if self.calibration is not None:
             whence = f" of {self.calibration_name}" if self.calibration_name else ""
             return f"{self.workers} workers as those{whence or ' of a live cluster'}"
@@ -105,8 +105,7 @@ class Setup:
 
     @property
     def priced(self) -> bool:
-        """Somebody said what a GPU costs: the table of GPUs, or who asks; what a calibration is of costs nobody knows
-        what."""
+        """Whether a GPU's price is known: from the table or an option; a calibration has none."""
         return self.calibration is None or self.usd_per_gpu_hour is not None
 
     @property
@@ -114,26 +113,26 @@ class Setup:
         return self.price_of(self.gpu)
 
     def hardware(self, role: Role, apart: bool) -> tuple[Gpu, int]:
-        """What a worker of that role is made of, its GPUs and how many; `apart`: there are prefill workers."""
+        """Return the GPU of a worker and their number; `apart`: there are prefill workers."""
         if role == "prefill" or not apart:
             return self.gpu, self.tp
         return self.decode_gpu or self.gpu, self.decode_tp or self.tp
 
     def price_of(self, gpu: Gpu) -> float:
-        """USD per hour."""
+        """Return USD per hour."""
         return gpu.usd_per_hour if self.usd_per_gpu_hour is None else self.usd_per_gpu_hour
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One run."""
+    """One run of a comparison."""
 
     mode: Mode
     prefill: int
     decode: int
     policy: Policy = "ours"
     autoscale: Autoscale | None = None
-    """Then `prefill` and `decode` are what it begins with."""
+    """Planner; `prefill` and `decode` are then the initial sizes."""
 
     @property
     def name(self) -> str:
@@ -143,12 +142,12 @@ class Scenario:
 
     @property
     def apart(self) -> bool:
-        """There are prefill workers."""
+        """Whether there are prefill workers."""
         return self.prefill > 0
 
     @property
     def workers(self) -> list[tuple[str, Role]]:
-        """Id and role of each."""
+        """Return id and role of each worker."""
         counts: tuple[tuple[Role, int], ...] = (("prefill", self.prefill), ("decode", self.decode))
         return [(f"{role}-{number:04}", role) for role, count in counts for number in range(count)]
 
@@ -159,8 +158,12 @@ def scenarios(
     policies: Iterable[Policy] = ("ours",),
     splits: Iterable[tuple[int, int]] = (),
 ) -> list[Scenario]:
-    """All there are to compare; default splits: a quarter, half and three quarters of the workers prefill. Raises
-    BadSetup."""
+    """Return the scenarios to compare.
+
+    Raises BadSetup.
+
+    By default a quarter, half and three quarters of the workers prefill.
+    """
     wanted = list(splits)
     for prefill, decode in wanted:
         if prefill < 1 or decode < 1 or prefill + decode != setup.workers:
@@ -176,7 +179,7 @@ def scenarios(
         for policy in policies:
             if mode == "aggregated":
                 found.append(Scenario(mode, 0, setup.workers, policy))
-            elif mode == "disaggregated" or policy == "ours":  # only ours decides for each request
+            elif mode == "disaggregated" or policy == "ours":  # only the real placement decides for each request
                 found += [Scenario(mode, prefill, decode, policy) for prefill, decode in wanted]
     if not found:
         raise BadSetup("modes", "nothing is left to compare")
@@ -194,16 +197,16 @@ def scenarios(
 
 @dataclass(slots=True)
 class Run:
-    """A scenario and what it came to."""
+    """A scenario and its results."""
 
     scenario: Scenario
     results: Results
     reasons: dict[str, int] = field(default_factory=dict)
-    """Of refusals and failures, by how many."""
+    """Reasons of refusals and failures, with counts."""
     busy: dict[str, float] = field(default_factory=dict)
-    """By role: mean part of the time that workers were in steps, of those there at the end."""
+    """Mean share of time in steps, by role, of the workers there at the end."""
     sizes: list[Sizes] = field(default_factory=list)
-    """Of an autoscaled cluster, in time."""
+    """Sizes of an autoscaled cluster over time."""
 
 
 def replay(
@@ -214,7 +217,10 @@ def replay(
     on_end: Callable[[Outcome], object] = lambda _: None,
     make_fleet: FleetMaker | None = None,
 ) -> Run:
-    """One run. `on_progress` hears the trace's time as it goes on, `on_end` of each request's end."""
+    """Run a scenario.
+
+    `on_progress` receives the trace's time, `on_end` each request's outcome.
+    """
     tally = ResultCounter(setup.slo, START_S)
 
     def ended(outcome: Outcome) -> None:
@@ -239,7 +245,7 @@ def replay(
 
 
 def paid(setup: Setup, scenario: Scenario, cluster: SimCluster, until: float) -> tuple[float, float]:
-    """GPU-seconds from the trace's beginning, by all workers that there were; and USD for them."""
+    """Return the GPU-seconds of all workers since the trace's beginning, and their price in USD."""
     gpu_seconds = usd = 0.0
     for rental in cluster.hires.values():
         ended_at = until if rental.ended_at is None else min(until, rental.ended_at)
@@ -251,7 +257,7 @@ def paid(setup: Setup, scenario: Scenario, cluster: SimCluster, until: float) ->
 
 
 def bill(setup: Setup, scenario: Scenario) -> tuple[int, float]:
-    """GPUs of the whole cluster, and USD per hour for them."""
+    """Return the GPUs of the whole cluster, and USD per hour."""
     gpus, usd_per_hour = 0, 0.0
     for _, role in scenario.workers:
         gpu, count = setup.hardware(role, scenario.apart)
@@ -261,7 +267,10 @@ def bill(setup: Setup, scenario: Scenario) -> tuple[int, float]:
 
 
 def cluster_spec(setup: Setup, scenario: Scenario, make_fleet: FleetMaker | None = None) -> ClusterSpec:
-    """Raises BadSetup for a model that does not fit."""
+    """Return the specification.
+
+    Raises BadSetup for a model that does not fit.
+    """
     measured = setup.calibration
     names = {name for name, _ in scenario.workers}
     specs = {role: spec_of(setup, role, scenario.apart) for role in dict(scenario.workers).values()}
@@ -288,13 +297,13 @@ def cluster_spec(setup: Setup, scenario: Scenario, make_fleet: FleetMaker | None
 
 
 def roofline_of(setup: Setup, role: Role, apart: bool) -> Roofline:
-    """Of a worker; `apart`: there are prefill workers."""
+    """Return a worker's roofline; `apart`: there are prefill workers."""
     gpu, tp = setup.hardware(role, apart)
     return Roofline(setup.model, gpu, tp)
 
 
 def priors_of(setup: Setup, apart: bool) -> Priors:
-    """What an operator who knows his GPUs would write into the router's settings."""
+    """Return the speeds that an operator who knows the GPUs would set in the router."""
     prefill, decode = (roofline_of(setup, role, apart) for role in ("prefill", "decode"))
 
     return Priors(
@@ -308,9 +317,11 @@ def priors_of(setup: Setup, apart: bool) -> Priors:
 
 
 def learnt_by(measured: Calibration) -> Priors:
-    """What the routers of that cluster assume by now: they saw the same receipts, and of what they did not see their
-    defaults stand. Of a loan's overhead that is taken, and what a lender's step costs more than another: there is one
-    figure for both."""
+    """Return the speeds that the routers of the calibrated cluster have learned.
+
+    They saw the same receipts, and keep their defaults for what they did not see. A loan's overhead includes the
+    difference between a lender's step and others, since there is one figure for both.
+    """
 
     decode, prefill = measured.decode, measured.prefill or measured.decode
     defaults = RouterConfig.model_construct().priors()
@@ -330,18 +341,21 @@ def learnt_by(measured: Calibration) -> Priors:
 
 
 def _tokens_per_s(timing: Roofline | StepTiming, chunk: int) -> float:
-    """Of a prompt in such chunks, beside what every step takes."""
+    """Return prompt tokens per second in chunks of this size, beside the fixed time of steps."""
     spent_s = timing.seconds_of(StepWork(chunk, chunk * (chunk + 1) // 2)) - timing.step_s
     return chunk / max(spent_s, LEAST_S)
 
 
 def nic_bytes_per_s(roofline: Roofline) -> float:
-    """Of a worker: each of its GPUs has a NIC."""
+    """Return a worker's NIC bandwidth: each of its GPUs has a NIC."""
     return roofline.gpu.nic_bytes_per_s * roofline.tp
 
 
 def spec_of(setup: Setup, role: Role, apart: bool) -> WorkerSpec:
-    """A worker's; `apart`: there are prefill workers. Raises BadSetup for a model that does not fit."""
+    """Return a worker's specification; `apart`: there are prefill workers.
+
+    Raises BadSetup for a model that does not fit.
+    """
     if setup.calibration is not None:
         return _measured_spec(setup.calibration, role)
     model = setup.model

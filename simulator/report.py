@@ -1,4 +1,4 @@
-"""A comparison as a table, as JSON, and in a sentence."""
+"""Report of a comparison: tables, JSON, and a verdict in a sentence."""
 
 import dataclasses
 import json
@@ -17,11 +17,11 @@ from simulator.replay import MODES, Run, Setup
 SHOWN = ("p50", "p95", "p99")
 MOMENTS = 24
 MARGIN = 0.03
-"""Goodput that differs by less says nothing: the model of times is not that exact."""
+"""Smallest relative difference of goodput that counts: the timing model is no more exact."""
 
 
 def verdict(runs: Sequence[Run]) -> str:
-    """Whether to disaggregate, by goodput under the SLO for each GPU, our own routing on both sides."""
+    """Return whether to disaggregate: goodput under the SLO per GPU, with the same routing on both sides."""
     if runs and not any(run.results.finished for run in runs):
         reasons = sum((Counter(run.reasons) for run in runs), Counter[str]())
         return f"Nothing was served: {reasons.most_common(1)[0][0]}" if reasons else "Nothing was served"
@@ -44,7 +44,7 @@ def verdict(runs: Sequence[Run]) -> str:
 
 
 def _best(runs: Sequence[Run]) -> Run | None:
-    """By goodput; of equal ones the one that answers sooner."""
+    """Return the run with the best goodput; among equals the lower TTFT."""
     return max(runs, key=lambda run: (run.results.goodput_per_gpu, -run.results.ttft_s.mean), default=None)
 
 
@@ -53,7 +53,7 @@ def _goodput(run: Run) -> str:
 
 
 def tables_of(runs: Sequence[Run], setup: Setup) -> list[Table]:
-    """How long things took, and what they came to: a row for each run."""
+    """Return the tables of times and of totals, one row per run."""
     slo = f"TTFT {setup.slo.ttft_s:g} s, ITL {setup.slo.itl_s * 1e3:g} ms"
     title = f"{setup.hardware_name}, SLO: {slo}"
     if setup.calibration is not None and setup.calibration.caveat:
@@ -96,7 +96,7 @@ def tables_of(runs: Sequence[Run], setup: Setup) -> list[Table]:
 
 
 def _sizes(run: Run) -> Table:
-    """Of an autoscaled cluster, at MOMENTS moments."""
+    """Return the sizes of an autoscaled cluster at MOMENTS moments."""
     table = Table(title=f"{run.scenario.name}: workers", title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("at s", "prefill", "decode", "starting", "wanted"):
         table.add_column(name, justify="right")
@@ -116,8 +116,10 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 
 
 def as_json(runs: Sequence[Run], setup: Setup, trace: str) -> dict[str, Any]:
-    """All of it; what is not a number is null, and so is what a calibration says nothing of: model, GPU and cost. The
-    same run gives the same."""
+    """Return everything as JSON values; the same run gives the same.
+
+    Values that are no numbers are null, and so are those a calibration does not have: model, GPU and cost.
+    """
     said = finite(dataclasses.asdict(setup))
     if setup.calibration is not None:
         said |= {"model": None, "gpu": None}
@@ -135,7 +137,7 @@ def write_json(path: Path, runs: Sequence[Run], setup: Setup, trace: str) -> Non
 
 
 def finite(value: Any) -> Any:
-    """As JSON can say it: what is no number is null."""
+    """Replace values that JSON cannot express by null."""
     if isinstance(value, BaseModel):
         value = value.model_dump()
     if isinstance(value, dict):
@@ -146,7 +148,7 @@ def finite(value: Any) -> Any:
 
 
 def _figure(value: float) -> str:
-    """In five places at most."""
+    """Format a figure with five characters at most."""
     if math.isnan(value):
         return "-"
     digits = 3 if value < 0.1 else 2 if value < 10 else 1 if value < 100 else 0

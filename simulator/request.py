@@ -1,4 +1,4 @@
-"""A request as a trace has it, and what became of it."""
+"""A request of a trace, and its outcome."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -6,26 +6,29 @@ from enum import Enum
 from protos import inference_pb2 as pb
 
 MAX_HASH_ID = 1 << 30
-"""Hash ids of traces are below: above are the tokens of prompts that share nothing, and of outputs."""
+"""Bound of traces' hash ids; tokens of unshared prompts and of outputs are above."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One line of a trace. Equal `hash_ids` up to some place mean equal prompts up to there."""
+    """One line of a trace.
+
+    Equal leading `hash_ids` mean equal prompts up to there.
+    """
 
     number: int
     arrival_s: float
-    """Since the trace's beginning."""
+    """Seconds since the trace's beginning."""
     input_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...] = ()
-    """One for each `hash_tokens` of the prompt, the last perhaps of a part; none: it shares nothing with others."""
+    """One id per `hash_tokens` of the prompt, the last perhaps partial; empty: nothing is shared."""
     hash_tokens: int = 512
     tenant: str = ""
     priority: int = 0
 
     def tokens(self) -> list[int]:
-        """A prompt of that length, which shares with others what the trace says."""
+        """Return a prompt of that length, with the sharing that the trace describes."""
         tokens: list[int] = []
         for hash_id in self.hash_ids:
             tokens += [hash_id] * self.hash_tokens
@@ -39,31 +42,31 @@ class EndState(Enum):
 
     FINISHED = "finished"
     REFUSED = "refused"
-    """By admission, or because no pool could hold it."""
+    """Refused by admission, or because no pool could hold it."""
     FAILED = "failed"
-    """Placed as often as it may be, and each time its worker died."""
+    """Placed as often as allowed, and each time its worker died."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a request; times are the client's, seconds since the simulation began."""
+    """Outcome of a request; times are the client's, in seconds since the simulation began."""
 
     request: TraceRequest
     sent_at: float
     end_state: EndState | None = None
-    """None: it is under way."""
+    """End; None: still running."""
     reason: str = ""
-    """Of a refusal or a failure."""
+    """Reason of a refusal or a failure."""
     first_token_at: float = 0.0
     last_token_at: float = 0.0
     num_emitted: int = 0
     num_attempts: int = 0
     reused_tokens: int = 0
-    """Of the prompt: not computed anywhere for this request, but held by its decode worker, or by who lent."""
+    """Prompt tokens that were not computed for this request, because its decode worker or lender held them."""
     moved_bytes: int = 0
     predicted_ttft_s: float = 0.0
     receipt: pb.Receipt | None = None
-    """Of a request that finished."""
+    """Receipt of a finished request."""
 
     @property
     def ttft_s(self) -> float:
@@ -75,5 +78,5 @@ class Outcome:
 
     @property
     def itl_s(self) -> float:
-        """Mean time between two of its tokens; 0 of a single one."""
+        """Mean seconds between two tokens; 0 for a single one."""
         return (self.last_token_at - self.first_token_at) / max(1, self.num_emitted - 1)

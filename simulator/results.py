@@ -1,4 +1,4 @@
-"""What a run came to: the figures that a person, a plot or a plan wants of it."""
+"""Results of a run: the figures that people, plots and plans need."""
 
 import math
 from array import array
@@ -15,14 +15,17 @@ SHARES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a request must keep to be worth something."""
+    """SLO that a request must keep to count."""
 
     ttft_s: float
     itl_s: float
-    """Mean between its tokens."""
+    """Limit of a request's mean inter-token latency, in seconds."""
 
     def __post_init__(self) -> None:
-        """Raises BadSetup."""
+        """Check the limits.
+
+        Raises BadSetup.
+        """
         check_above_0("ttft", self.ttft_s)
         check_above_0("itl", self.itl_s)
 
@@ -32,7 +35,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class LatencySummary:
-    """Seconds; nan where there is nothing."""
+    """Mean and quantiles in seconds; nan without values."""
 
     mean: float
     p50: float
@@ -55,50 +58,53 @@ class LatencySummary:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """Of one run. Figures of time are of requests that finished."""
+    """Results of one run.
+
+    Times are of finished requests.
+    """
 
     requests: int
     finished: int
     refused: int
     failed: int
     duration_s: float
-    """From the trace's beginning to the last token."""
+    """Seconds from the trace's beginning to the last token."""
     arrivals_s: float
-    """From there to the last arrival: the same for all clusters that a trace is replayed on. Of requests that come all
-    at once, the SLO's TTFT."""
+    """Seconds from the trace's beginning to the last arrival, equal for all compared clusters; at least the SLO's TTFT.
+    """
     gpu_hours: float
-    """That were paid for in that time."""
+    """GPU-hours paid for in `duration_s`."""
     input_tokens: int
-    """Of finished requests, as are the others."""
+    """Prompt tokens of finished requests, like the next figures."""
     output_tokens: int
     reused_tokens: int
-    """Of prompts: computed by nobody for this request."""
+    """Prompt tokens that no worker computed for the request."""
     moved_bytes: int
     placed_again: int
-    """Attempts after the first."""
+    """Number of attempts after the first."""
     ttft_s: LatencySummary
     itl_s: LatencySummary
-    """Between any two tokens of one stream."""
+    """Latency between any two tokens of one stream."""
     request_itl_s: LatencySummary
-    """Likewise, the mean of each request that has two: what the SLO is about."""
+    """Mean latency of each request with two tokens, which the SLO limits."""
     e2e_s: LatencySummary
     kept: int
-    """Requests that kept the SLO."""
+    """Number of requests that kept the SLO."""
     goodput_per_gpu: float
-    """Of those, per second in which requests came, and per GPU that was held in it. What the last few streams take is
-    no part of it: one long output would decide."""
+    """Such requests per second and GPU, over `arrivals_s`: the tail of the last streams is excluded, since one long
+    output would decide."""
     usd_per_million_output_tokens: float
     hit_rate: float
-    """Reused tokens of prompts' tokens."""
+    """Share of prompt tokens that were reused."""
 
     @property
     def kept_share(self) -> float:
-        """Of all requests, refused ones included."""
+        """Share of all requests that kept the SLO, refused ones included."""
         return self.kept / self.requests if self.requests else math.nan
 
 
 class ResultCounter:
-    """Counts outcomes as they come: a few numbers each."""
+    """Counter of outcomes, with bounded memory per outcome."""
 
     def __init__(self, slo: Slo, began_at: float) -> None:
         self._slo = slo
@@ -108,7 +114,7 @@ class ResultCounter:
         self._kept = self._input = self._output = self._reused = self._moved = self._again = 0
         self._last_at = self._last_sent_at = began_at
         self.reasons: dict[str, int] = {}
-        """Of refusals and failures."""
+        """Reasons of refusals and failures, with counts."""
 
     def add(self, outcome: Outcome) -> None:
         assert outcome.end_state is not None
@@ -131,18 +137,21 @@ class ResultCounter:
 
     @property
     def duration_s(self) -> float:
-        """From the beginning to the last token."""
+        """Seconds from the beginning to the last token."""
         return self._last_at - self._began_at
 
     @property
     def arrivals_s(self) -> float:
-        """From the beginning to the last arrival, but no less than the SLO's TTFT."""
+        """Seconds from the beginning to the last arrival, at least the SLO's TTFT."""
         return max(self._last_sent_at - self._began_at, self._slo.ttft_s)
 
     def results(
         self, gaps: LatencyHistogram, gpu_seconds: float, usd: float, gpu_seconds_of_arrivals: float
     ) -> Results:
-        """`usd`: what those were paid. The last: what of them was held in `arrivals_s`."""
+        """Return the results.
+
+        `usd` is the price of `gpu_seconds`, of which `gpu_seconds_of_arrivals` fell in `arrivals_s`.
+        """
         duration_s = self.duration_s
         return Results(
             requests=sum(self._fates.values()),

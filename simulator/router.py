@@ -1,5 +1,8 @@
-"""A router in virtual time: the real fleet, admission and placement, and what `router/request_path/request_handler.py`,
-`router/admission/dispatcher.py` and `router/membership/membership_service.py` do around them, without sockets and futures."""
+"""A router in virtual time: the real fleet, admission and placement, without sockets and futures.
+
+Does what `router/request_path/request_handler.py`, `router/admission/dispatcher.py` and
+`router/membership/membership_service.py` do around them.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,7 +32,7 @@ from simulator.runner import output_token
 from simulator.worker import SimWorker
 
 SETTLE_S = 0.2
-"""As `Serving._settle`: after a worker died, until it is no longer known."""
+"""Seconds after a worker's death until its membership has ended, as `RequestHandler` waits."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,12 +54,12 @@ class SimRequest:
 
     @property
     def emitted(self) -> tuple[int, ...]:
-        """By all attempts so far."""
+        """Tokens emitted by all attempts so far."""
         return (output_token(self.result.request.number),) * self.result.num_emitted
 
 
 class SimRouter:
-    """One of a cluster's."""
+    """One router of a cluster."""
 
     def __init__(
         self,
@@ -69,7 +72,10 @@ class SimRouter:
         max_attempts: int = 4,
         deadline_s: float = 600.0,
     ) -> None:
-        """`message_s`: to a worker, and to a client. `gaps`: where those between tokens are counted."""
+        """Create the router.
+
+        `message_s` is the delay to a worker and to a client; `gaps` counts inter-token latencies.
+        """
         self._gaps = gaps
         self.fleet = fleet
         self._tenants = RateLimiter(config)
@@ -95,20 +101,18 @@ class SimRouter:
         self._kick()
 
     def drains(self, worker: SimWorker) -> None:
-        """It was told to stop."""
+        """Process that a worker is draining."""
         if (member := self._members.get(worker)) is not None:
             self.fleet.drains(member)
             self._kick()
 
     def reported(self, worker: SimWorker, message: pb.LoadReport | pb.CacheEvents) -> None:
-        """From one that may have left meanwhile."""
+        """Process a report of a worker that may have left."""
         if (member := self._members.get(worker)) is None:
             return
         if isinstance(message, pb.LoadReport):
             self.fleet.reported(member, message)
-        elif (
-            message.snapshot or member.next_cache_sequence is not None
-        ):  # before the first snapshot is nothing to change
+        elif message.snapshot or member.next_cache_sequence is not None:  # nothing to change before the first snapshot
             in_step = self.fleet.cache_changed(member, message)
             assert in_step, "nothing is lost between a simulated worker and its router"
         self._kick()
@@ -124,7 +128,10 @@ class SimRouter:
     # ------------------------------------------------------------------ requests
 
     def submit(self, result: Result, on_end: Callable[[Result], object]) -> None:
-        """A request has arrived. `on_end` is called once, when its client has the last of it."""
+        """Submit a request.
+
+        `on_end` is called once, when its client has the last message.
+        """
         request, now = result.request, self._clock.now
         self.fleet.traffic.arrived(request.input_tokens)
         if not self._decoders:
@@ -200,7 +207,7 @@ class SimRouter:
     # ------------------------------------------------------------------ what comes of an attempt
 
     def _token(self, prepared: SimRequest, attempt: Attempt, token: Token) -> None:
-        """Its engine says it now; the client has it two messages later. All tokens take the same way."""
+        """Process a token at the time its engine emits it; the client gets it two messages later."""
         result, at = prepared.result, self._clock.now + 2 * self._message_s
         if result.num_emitted:
             self._gaps.add(at - result.last_token_at)
@@ -214,7 +221,10 @@ class SimRouter:
             self._clock.after(self._message_s, self._finished, prepared, attempt)
 
     def _run(self, prepared: SimRequest, times: Sequence[float]) -> None:
-        """Tokens of a run, none of them the first or the last. Gaps within the run are counted for all its streams."""
+        """Process tokens of a run, none the first or last.
+
+        Gaps within the run are counted for all its streams.
+        """
         result = prepared.result
         self._gaps.add(times[0] + 2 * self._message_s - result.last_token_at)
         result.num_emitted += len(times)
@@ -261,7 +271,7 @@ class SimRouter:
         self._queue(prepared)
 
     def _lost(self, prepared: SimRequest) -> None:
-        """Its worker is gone: place it anew, with what was emitted."""
+        """Place a request again after its worker died, with the emitted tokens."""
         prepared.failures += 1
         self._over(prepared)
         if prepared.failures == self._max_attempts:
@@ -272,7 +282,7 @@ class SimRouter:
         self._clock.after(SETTLE_S / 10, self._again, prepared)
 
     def _handed_over(self, prepared: SimRequest) -> None:
-        """Nothing failed: it goes on elsewhere."""
+        """Place a request again that its worker handed over, which is no failure."""
         assert prepared.placed is not None
         if self.fleet.worker(prepared.placed.decode.worker_id) is prepared.placed.decode:
             self.fleet.drains(prepared.placed.decode)
@@ -296,7 +306,10 @@ class SimRouter:
         self._queue(prepared)
 
     def _needs(self, prompt: Sequence[int], chain: Sequence[int], max_tokens: int) -> tuple[Demand, list[BlockKey]]:
-        """As `ServedModel.needs`, of a request of one choice. Raises InvalidRequest for what no pool could hold."""
+        """Return the demand, as `ModelRuntime.needs` does for one choice.
+
+        Raises InvalidRequest when no pool could hold it.
+        """
         hello = next(iter(self._decoders.values()))
         largest = max(other.num_blocks for other in self._decoders.values())
         sampling = inference_pb2.Sampling(max_tokens=max_tokens)
@@ -305,7 +318,7 @@ class SimRouter:
         return demand, block_keys(root_key(hello.model_fingerprint, ""), usable, demand.block_tokens)
 
     def _over(self, prepared: SimRequest) -> None:
-        """The attempt; the fleet and admission count it no more."""
+        """End the attempt: fleet and admission count it no more."""
         placed, prepared.placed = prepared.placed, None
         assert placed is not None
         self._perform(self.admission.ended(placed, self._clock.now))
@@ -346,7 +359,7 @@ class SimRouter:
         self._perform(self.admission.changed(self._clock.now))
 
     def _arm(self) -> None:
-        """Have admission looked at when it said."""
+        """Schedule the next look of admission."""
         at = self.admission.next_time()
         if self._timer is not None:
             if self._timer.at == at:

@@ -1,4 +1,4 @@
-"""A runner whose blocks have no memory: what it samples says only whose token it is."""
+"""Model runner whose blocks have no memory; a sampled token only says whose it is."""
 
 from collections.abc import Sequence
 
@@ -12,25 +12,25 @@ from engine.kv.layout import KvLayout
 from kvtransfer.transport import DevicePool
 
 FIRST_OUTPUT_TOKEN = 1 << 31
-"""Tokens of prompts are below. A request's own are this and its seed, so that no two requests generate the same."""
+"""First output token; prompts' tokens are below. Seeds are added, so no two requests generate the same tokens."""
 
 UNLIMITED_CONTEXT = 1 << 31
-"""Of a model that does not say how long its context is."""
+"""Context of a model that does not state one."""
 
 
 def output_token(seed: int) -> int:
-    """What a request of this seed samples, always."""
+    """Return the token that a request of this seed always samples."""
     return FIRST_OUTPUT_TOKEN + seed % FIRST_OUTPUT_TOKEN
 
 
 def token_of(sequence: Chain) -> int:
-    """What a sequence of a request samples, always."""
+    """Return the token that a request's sequence always samples."""
     assert sequence.sampling is not None
     return output_token(sequence.sampling.seed)
 
 
 class BytelessRunner(ModelRunner):
-    """All blocks have the same fingerprint, there being nothing in them: a real check is that of the `sim` engine."""
+    """Runner whose blocks all have one fingerprint, being empty; the `sim` backend really verifies."""
 
     def __init__(self, layout: KvLayout, num_blocks: int, max_context_tokens: int = UNLIMITED_CONTEXT) -> None:
         self.layout = layout
@@ -39,11 +39,11 @@ class BytelessRunner(ModelRunner):
         self._sampled: dict[int, SampleResult] = {}
 
     def execute(self, batch: Sequence[Chunk]) -> list[SampleResult]:
-        """At once; how long it is to take is the caller's affair."""
+        """Return results at once; the caller models the time."""
         return [self._sample(chunk) for chunk in batch if chunk.answers]
 
     def copy_block(self, source: int, target: int) -> None:
-        """There is nothing to copy."""
+        """Do nothing; blocks are empty."""
 
     def fingerprints(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
         return np.zeros((len(blocks), self.layout.kv_heads), np.uint64)

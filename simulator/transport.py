@@ -1,4 +1,4 @@
-"""A transport that moves no bytes and takes the time that a link would take for them."""
+"""Transport that moves no bytes and takes the time a link would take."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class VirtualPeer(Peer):
         self.name = name
         self.reads: FairQueue[_Queued] = FairQueue()
         self.reading: _Queued | None = None
-        """One is posted at a time: what the windows of the real transports come to."""
+        """The read being posted; one at a time, which equals the windows of real transports."""
         self.dropped = False
 
     @property
@@ -34,7 +34,10 @@ class VirtualPeer(Peer):
 
 
 class VirtualTransport(Transport):
-    """Of one worker. Reads of one peer follow each other; peers share the NICs (`links.py`)."""
+    """Transport of one worker.
+
+    Reads of one peer follow each other; peers share the NICs (`links.py`).
+    """
 
     name = "virtual"
 
@@ -48,7 +51,7 @@ class VirtualTransport(Transport):
         self.num_bytes_read = 0
 
     def blocks_per_read(self, block_bytes: int, peer: Peer | None = None) -> int:
-        """Nothing is copied, so that the reads of a landing are one."""
+        """Return one read for all blocks, since nothing is copied."""
         return max(1, BLOCK_READ_BYTES // block_bytes)
 
     def register(self, pool: AnyPool) -> bytes:

@@ -1,11 +1,11 @@
-"""A worker in virtual time: a real engine, whose steps take as long as `timing` says and compute nothing.
+"""A worker in virtual time: a real engine whose steps take as long as `timing` says and compute nothing.
 
-It turns as the engine process does (`engine/process/engine_process.py`): what has arrived is handled at once, also while
-a step runs; a step begins as soon as there is something to compute; load is reported four times a second at least.
+It behaves as the engine process (`engine/process/engine_process.py`): messages are handled at once, also during a step;
+a step begins as soon as there is something to compute; load is reported at least four times a second.
 
-**Runs.** Where steps are all alike (`engine/core/uniform_decode.py`), many happen at once: the run is put off until its last step
-ends, a report is due or a message comes, whatever is first, and only what has ended by then is done. What the world
-sees is the same to the bit as with every step by itself (`skip=False`; `tests/unit/test_simulator_runs.py`).
+**Runs.** Uniform decode steps (`engine/core/uniform_decode.py`) happen at once: the run is deferred until its last step
+ends, a report is due or a message arrives, whatever is first, and only steps that have ended by then are made. The
+visible result is the same, to the bit, as with single steps (`skip=False`; `tests/unit/test_simulator_runs.py`).
 """
 
 from abc import ABC, abstractmethod
@@ -25,14 +25,14 @@ from simulator.runner import UNLIMITED_CONTEXT, BytelessRunner, token_of
 from simulator.transport import VirtualTransport
 
 IDLE_TURN_S = 0.251
-"""A real loop is a little late too: its report is due by then."""
+"""Longest pause of the loop, slightly late like a real one, so that its report is due by then."""
 MAX_RUN = 1024
-"""Steps."""
+"""Largest number of steps in a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What a worker is."""
+    """Specification of a worker."""
 
     role: Role
     layout: KvLayout
@@ -41,21 +41,21 @@ class WorkerSpec:
     limits: EngineLimits
     nic_bytes_per_s: float
     read_latency_s: float = 20e-6
-    """From the post of a read to its first byte."""
+    """Seconds from the post of a read to its first byte."""
     max_context_tokens: int = UNLIMITED_CONTEXT
-    """Of the model."""
+    """Context of the model."""
 
 
 class Listener(ABC):
-    """Who hears of a worker."""
+    """Listener to a worker."""
 
     @abstractmethod
     def hear(self, worker: "SimWorker", message: FromEngine) -> None:
-        """Its engine says it now."""
+        """Process a message at the time the engine sends it."""
 
     @abstractmethod
     def hear_run(self, worker: "SimWorker", chains: Sequence[Chain], times: Sequence[float]) -> None:
-        """At each of these times, the last of which may be before now, it said a token of each of these."""
+        """Process a run: at each of these times, the last perhaps in the past, one token for each of these sequences."""
 
 
 class SimWorker:
@@ -71,17 +71,20 @@ class SimWorker:
         listener: Listener,
         skip: bool = True,
     ) -> None:
-        """`number`: no other worker's, above 0; of those whose steps end in one moment the lowest is first."""
+        """Create the worker.
+
+        `number` is unique and above 0; of steps that end at one moment, the lowest is first.
+        """
         self.worker_id = worker_id
         self.spec = spec
         self.role = spec.role
-        """As its routers know it: it may switch."""
+        """Role as its routers know it; it may switch."""
         self.transport = transport
         self.alive = True
         self.draining = False
-        """It takes nothing new."""
+        """Whether it accepts nothing new."""
         self.busy_s = 0.0
-        """Spent in steps, of those that have begun and were not skipped or are over."""
+        """Seconds spent in steps."""
         self.num_steps = 0
         self._number = number
         self._clock = clock
@@ -95,16 +98,16 @@ class SimWorker:
         self._idling: ScheduledEvent | None = None
         self._turned_at = 0.0
         self._run: list[float] = []
-        """When each step of the run under way ends."""
+        """End of each step of the present run."""
 
     def start(self) -> Ready:
-        """Turn from now on."""
+        """Start the loop."""
         self.ready = self.core.start()
         self._wake()
         return self.ready
 
     def tell(self, *messages: Input) -> None:
-        """They have arrived together. Said to one that is gone, they are lost."""
+        """Deliver messages that arrive together; lost when the worker is gone."""
         if self.alive:
             self._interrupt()
             for message in messages:
@@ -112,7 +115,7 @@ class SimWorker:
             self._wake()
 
     def kill(self) -> None:
-        """As if its machine had lost power, now."""
+        """Kill the worker, as by a loss of power."""
         self._interrupt()
         self.alive = False
         for event in (self._turning, self._stepping, self._idling):
@@ -139,7 +142,7 @@ class SimWorker:
             self._idling = self._clock.after(IDLE_TURN_S, self._idle)
 
     def _idle(self) -> None:
-        """It turns if it has not for so long; a run turns when it ends, and then this is asked for again."""
+        """Turn after a long pause; a run turns at its end and schedules this again."""
         self._idling = None
         if self._run:
             return
@@ -176,7 +179,10 @@ class SimWorker:
     # ------------------------------------------------------------------ runs
 
     def _begin_run(self) -> bool:
-        """False when the next step is to be made by itself."""
+        """Begin a run.
+
+        Returns False when the next step must be made by itself.
+        """
         uniform_decode, timing = self.core.uniform_decode, self.spec.timing
         if not (steps := uniform_decode.begin()):
             return False
@@ -184,7 +190,7 @@ class SimWorker:
         work = StepWork(streams=len(chains), context_tokens=sum(chain.num_computed + 1 for chain in chains))
         seconds, now = timing.seconds_of(work), self._clock.now
         times = self._run
-        while seconds < IDLE_TURN_S:  # else it turns in the middle of the step
+        while seconds < IDLE_TURN_S:  # otherwise the loop turns in the middle of the step
             now += seconds
             times.append(now)
             if len(times) == min(steps, MAX_RUN) or not uniform_decode.quiet_until(now):
@@ -202,7 +208,7 @@ class SimWorker:
         self._turn()
 
     def _interrupt(self) -> None:
-        """Do what of the run has ended before now, and begin the step that is under way."""
+        """Make the steps of the run that have ended, and begin the one in progress."""
         if not self._run:
             return
         assert self._stepping is not None

@@ -1,4 +1,4 @@
-"""A worker that was told to stop, as `engine/worker/runtime.py` `Worker.drain` does it, in virtual time."""
+"""Drain of a worker in virtual time, as `Worker.drain` in `engine/worker/runtime.py`."""
 
 from collections.abc import Callable
 
@@ -7,16 +7,16 @@ from simulator.front_processes import FrontProcesses
 from simulator.worker import SimWorker
 
 DRAIN_S = 30.0
-"""As a worker's default."""
+"""Default drain time of a worker, in seconds."""
 READABLE_S, RETURN_S = 10.0, 1.0
-"""As in `engine/worker/runtime.py`."""
+"""Constants of `engine/worker/runtime.py`."""
 LOOK_S = 0.1
 LAST = 1 << 40
-"""Behind all that happens in a moment: nobody has anything left to say of it then."""
+"""Rank behind all events of a moment, when no other event can follow."""
 
 
 class WorkerDrain:
-    """It waits for what is under way, hands over the rest, stays readable a while, and then has left."""
+    """Drain: waits for work in flight, hands over the rest, stays readable for a while, and leaves."""
 
     def __init__(
         self,
@@ -33,11 +33,11 @@ class WorkerDrain:
         self._next: ScheduledEvent = clock.late(clock.now, LAST, self._finish)
 
     def cancel(self) -> None:
-        """It died meanwhile."""
+        """Cancel it, because the worker died."""
         self._next.cancel()
 
     def _finish(self) -> None:
-        """What is under way."""
+        """Wait for work in flight."""
         if not self._busy:
             self._on_left(self._worker)
         elif self._clock.now >= self._give_up_at:

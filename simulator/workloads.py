@@ -1,4 +1,4 @@
-"""Requests made up: what people do with language models, as lengths and as what prompts share with each other."""
+"""Synthetic requests: typical uses of language models, by lengths and shared prefixes."""
 
 import itertools
 import math
@@ -11,12 +11,12 @@ from simulator.request import MAX_HASH_ID, TraceRequest
 
 HASH_TOKENS = 16
 LONGEST = 8.0
-"""No length is more than so many times its median: the tail of a lognormal is cut there."""
+"""Longest length as a multiple of the median, where the lognormal's tail is cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Of tokens, lognormal."""
+    """Lognormal lengths in tokens."""
 
     median: float
     sigma: float = 0.6
@@ -28,10 +28,10 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A kind of work: conversations, whose turns come in random order.
+    """A kind of work: conversations whose turns come in random order.
 
-    The prompt of turn k: a system prompt that several conversations share, a document of this conversation alone, k - 1
-    times a question and its answer, and a question.
+    The prompt of turn k: a system prompt that several conversations share, a document of this conversation, k - 1 times
+    a question and its answer, and a question.
     """
 
     name: str
@@ -39,13 +39,13 @@ class Profile:
     question: Lengths
     answer: Lengths
     system_prompts: int = 1
-    """Different ones."""
+    """Number of different system prompts."""
     system_tokens: int = 0
     document: Lengths | None = None
     turns: float = 1.0
-    """Of a conversation, on average; each may be the last one."""
+    """Mean number of turns of a conversation; each may be the last."""
     conversations: int = 32
-    """Under way at a time."""
+    """Number of concurrent conversations."""
     priority: int = 0
 
 
@@ -88,7 +88,10 @@ PROFILES = {
 
 
 def profile_named(name: str) -> Profile:
-    """Raises BadSetup."""
+    """Return a profile.
+
+    Raises BadSetup.
+    """
     try:
         return PROFILES[name]
     except KeyError:
@@ -96,7 +99,7 @@ def profile_named(name: str) -> Profile:
 
 
 def poisson(rate: float, seed: int = 0) -> Iterator[float]:
-    """Seconds of arrivals without end, `rate` a second, each independent of all others."""
+    """Yield arrival times of a Poisson process without end."""
     _check_rate(rate)
     seeds, at_s = random.Random(seed), 0.0
     while True:
@@ -105,7 +108,7 @@ def poisson(rate: float, seed: int = 0) -> Iterator[float]:
 
 
 def evenly(rate: float) -> Iterator[float]:
-    """Likewise, with equal gaps."""
+    """Yield arrival times with equal gaps, without end."""
     _check_rate(rate)
     return (number / rate for number in itertools.count())
 
@@ -113,8 +116,11 @@ def evenly(rate: float) -> Iterator[float]:
 def requests_of(
     profile: Profile, arrivals: Iterator[float], seed: int = 0, scale: float = 1.0, context: int = 1 << 20
 ) -> Iterator[TraceRequest]:
-    """One for each arrival. All lengths are multiplied by `scale`; prompt and answer together have at most `context`
-    tokens: where a conversation would have more, it ends, and a document is cut. The same seed gives the same."""
+    """Yield one request per arrival; the same seed gives the same.
+
+    All lengths are multiplied by `scale`. Prompt and answer have at most `context` tokens: a longer conversation ends,
+    and a longer document is cut.
+    """
     if not 0 < scale < math.inf:
         raise BadSetup("scale", f"{scale} is not above 0")
     if context < 4 * HASH_TOKENS:
@@ -156,7 +162,7 @@ def _requests(
 
 @dataclass(slots=True, eq=False)
 class _Conversation:
-    """One conversation, as the prompt of its next turn begins."""
+    """One conversation, up to the prompt of its next turn."""
 
     place: int
     hash_ids: list[int]
@@ -170,7 +176,7 @@ class _Conversation:
 
 
 class _Conversations:
-    """Those under way."""
+    """Concurrent conversations."""
 
     def __init__(self, profile: Profile, scale: float, context: int) -> None:
         self._profile, self._scale, self._context = profile, scale, context
@@ -184,12 +190,12 @@ class _Conversations:
         return next(self._ids) % MAX_HASH_ID
 
     def one(self, seeds: random.Random) -> _Conversation:
-        """Whose turn it is."""
+        """Return the conversation whose turn it is."""
         place = seeds.randrange(len(self._under_way))
         return self._under_way[place] or self._begin(place, seeds)
 
     def anew(self, talk: _Conversation, seeds: random.Random) -> _Conversation:
-        """Another one in its place."""
+        """Replace a conversation by a new one."""
         return self._begin(talk.place, seeds)
 
     def _begin(self, place: int, seeds: random.Random) -> _Conversation:

@@ -1,4 +1,4 @@
-"""A plan's figures with how they came about: what a person checks with a pencil."""
+"""A plan's figures with their formulas, to be checked by hand."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ Section = tuple[str, Sequence[PlanFigure]]
 
 
 def sections(plan: Plan) -> list[Section]:
-    """All that was computed, in the order in which one builds on the other."""
+    """Return all figures, in the order in which one builds on the other."""
     found: list[Section] = [("model and load", list(_given(plan.setup, plan.load)))]
     if plan.apart is not None and isinstance(plan.apart.model, DisaggregatedPlan):
         model = plan.apart.model

@@ -1,4 +1,4 @@
-"""A plan tried out: requests as it assumes them, through the clusters that it found."""
+"""Check of a plan: requests as it assumes them, through the clusters that it found."""
 
 import math
 import random
@@ -11,7 +11,7 @@ from simulator.request import TraceRequest
 
 
 def requests_of(load: Load, count: int, seed: int = 0) -> Iterator[TraceRequest]:
-    """Poisson arrivals, lognormal lengths; what is cached is a beginning that all prompts have in common."""
+    """Yield Poisson arrivals with lognormal lengths; the cached part is a prefix common to all prompts."""
     rng, at_s = random.Random(seed), 0.0
     for number in range(count):
         at_s += rng.expovariate(load.rate)
@@ -23,7 +23,7 @@ def requests_of(load: Load, count: int, seed: int = 0) -> Iterator[TraceRequest]
 
 
 def check(option: Option, count: int, seed: int = 0, on_progress: Callable[[float], object] = lambda _: None) -> Run:
-    """So many requests of the plan's load through the option's cluster."""
+    """Run `count` requests of the plan's load through the option's cluster."""
     return replay(option.setup, option.scenario, requests_of(option.model.load, count, seed), on_progress)
 
 

@@ -9,15 +9,15 @@ from simulator.plan.streams import Streams, crossing, share_within
 from simulator.replay import Setup, nic_bytes_per_s, roofline_of
 
 NUM_MESSAGES = 6
-"""Before a client has its first token: to the router, to the decode worker, to the lender and back, two to
-the client."""
+"""Messages before a client has its first token: to the router, to the decode worker, to the lender and back, two to the
+client."""
 TAIL_STEPS = 1.5
-"""A prompt's tail waits for half a step in the mean, and is computed in the next."""
+"""Steps of a prompt's tail: half a step of waiting on average, and the next one."""
 
 
 @dataclass(frozen=True)
 class DecodePool:
-    """Workers that decode, beside others that prefill."""
+    """Decode workers beside prefill workers."""
 
     setup: Setup
     load: Load
@@ -29,19 +29,19 @@ class DecodePool:
 
     @cached_property
     def largest_batch(self) -> float:
-        """Within the ITL, memory aside."""
+        """Largest batch within the ITL, memory aside."""
         return self.streams.largest(self.setup.slo.itl_s)
 
     @cached_property
     def batch(self) -> float:
-        """Streams of a worker, the mean: as many as come while one lasts (Little), at the step that so many take."""
+        """Mean number of a worker's streams, by Little's law, at the step that so many take."""
         tokens_per_s = self.load.rate * self.load.gaps / self.workers
         limit = max(1.0, self.largest_batch)
         return crossing(lambda batch: batch - tokens_per_s * self.streams.step_s(batch), 0.0, limit)
 
     @cached_property
     def overloaded(self) -> bool:
-        """Even the largest batch within the ITL makes fewer tokens than are wanted."""
+        """Whether even the largest batch within the ITL generates fewer tokens than the load needs."""
         limit = max(1.0, self.largest_batch)
         return self.load.rate * self.load.gaps / self.workers * self.streams.step_s(limit) >= limit
 
@@ -59,7 +59,7 @@ class DecodePool:
         return share_within(limit, mean, self.streams.swing(self.batch))
 
     def held(self, ttft_s: float) -> float:
-        """Sequences with blocks in all pools: from the moment they are placed."""
+        """Return the sequences with blocks in all pools, from their placement on."""
         return self.load.rate * (ttft_s + self.load.gaps * self.itl_s)
 
     def kept_memory(self, ttft_s: float) -> float:
@@ -68,7 +68,7 @@ class DecodePool:
 
 @dataclass(frozen=True)
 class PrefillPool:
-    """Workers that prefill for others."""
+    """Prefill workers."""
 
     setup: Setup
     load: Load
@@ -81,7 +81,7 @@ class PrefillPool:
         return line_of(steps, self.load.prompts, self.load.rate, self.workers)
 
     def link_utilisation(self, receivers: int) -> float:
-        """Of the NICs of prefill workers or of those of so many decode workers, whichever are busier."""
+        """Return the utilisation of the prefill workers' NICs or of those of `receivers`, whichever is higher."""
         moved = self.load.rate * self.load.prompt * self.setup.model.kv_bytes_per_token
         ends = ((self.workers, "prefill"), (receivers, "decode"))
         rooflines = ((count, roofline_of(self.setup, role, apart=True)) for count, role in ends)  # type: ignore[arg-type]
@@ -89,13 +89,16 @@ class PrefillPool:
 
     @cached_property
     def bytes_per_s(self) -> float:
-        """From one worker to another when nothing else moves."""
+        """Bandwidth from one worker to another when nothing else moves."""
         sender, receiver = (roofline_of(self.setup, role, apart=True) for role in ("prefill", "decode"))
         return min(nic_bytes_per_s(sender), nic_bytes_per_s(receiver))
 
     def exposed_s(self, prompt: float, utilisation: float) -> float:
-        """What of the transfer of a prompt's KV comes after its last step: that of the last chunk, or what the link is
-        behind by then. Links are shared fairly, so that at half their capacity a transfer takes twice as long."""
+        """Return the part of a prompt's KV transfer that comes after its last step.
+
+        It is that of the last chunk, or the link's backlog by then. Links are shared fairly, so at half their capacity
+        a transfer takes twice as long.
+        """
         byte_s = self.setup.model.kv_bytes_per_token / self.bytes_per_s / (1 - utilisation)
         steps = self.line.steps
         last = min(steps.computed(prompt), self.setup.prefill_chunk)
@@ -106,7 +109,7 @@ class PrefillPool:
 
 @dataclass(frozen=True)
 class DisaggregatedPlan:
-    """Both pools."""
+    """Plan of both pools."""
 
     prefill: PrefillPool
     decode: DecodePool
@@ -124,7 +127,7 @@ class DisaggregatedPlan:
         return self.prefill.link_utilisation(self.decode.workers)
 
     def unqueued_s(self, prompt: float) -> float:
-        """Of a prompt's first token, without the wait for a prefill worker."""
+        """Return the time to first token without a wait for a prefill worker."""
         setup, line = self.prefill.setup, self.prefill.line
         rest_of_step_s = line.busy * (line.fixed_s + line.others_s) / 2
         compute_s = rest_of_step_s + line.steps.alone(prompt)[0] + line.others_s
@@ -142,14 +145,14 @@ class DisaggregatedPlan:
 
     @cached_property
     def ttft_s(self) -> float:
-        """The mean."""
+        """Mean time to first token."""
         if self.link_utilisation >= 1:
             return float("inf")
         return self.prefill.line.waiting.mean_of_all_s + self.prefill.load.prompts.mean_of(self.unqueued_s)
 
     @cached_property
     def parts(self) -> dict[str, float]:
-        """Of the requests that keep each."""
+        """Share of requests that keep each part of the SLO."""
         memory = self.decode.kept_memory(self.ttft_s) if self.kept_ttft else 0.0
         return {"ttft": self.kept_ttft, "itl": self.decode.kept_itl, "memory": memory}
 

@@ -1,4 +1,4 @@
-"""How long prompts take a worker, by the roofline; alone, or packed with others into full steps."""
+"""Time of prompts on a worker by the roofline, alone or packed with others into full steps."""
 
 from dataclasses import dataclass
 
@@ -10,31 +10,33 @@ from simulator.plan.queueing import QueueWait, waiting
 
 @dataclass(frozen=True, slots=True)
 class PromptSteps:
-    """Of a worker that computes at most `chunk` prompt tokens a step, beside `streams` that decode."""
+    """Steps of a worker that computes at most `chunk` prompt tokens per step, beside `streams` that decode."""
 
     roofline: Roofline
     chunk: int
     hit_rate: float
     streams: float = 0.0
     context_tokens: float = 0.0
-    """Of all streams together."""
+    """Context tokens of all streams together."""
 
     def step_s(self, tokens: float, pairs: float) -> float:
         work = StepWork(round(tokens), round(pairs), round(self.streams), round(self.context_tokens))
         return self.roofline.seconds_of(work)
 
     def computed(self, prompt: float) -> float:
-        """Tokens that are not cached: the last one at least."""
+        """Return the tokens that are not cached, at least the last one."""
         return max(1.0, prompt * (1 - self.hit_rate))
 
     def pairs(self, prompt: float) -> float:
-        """Of computed tokens and those before them."""
+        """Return the pairs of computed tokens and those before them."""
         computed = self.computed(prompt)
         return computed * (prompt - computed) + computed * (computed + 1) / 2
 
     def alone(self, prompt: float) -> tuple[float, float]:
-        """Seconds and steps when nobody else computes: steps of `chunk`, and one of the rest. Full ones count as their
-        mean, which is exact unless attention, growing, changes what binds them."""
+        """Return seconds and steps of a prompt alone: steps of `chunk`, and one of the rest.
+
+        Full steps count as their mean, exact unless growing attention changes what limits them.
+        """
         computed, all_pairs = self.computed(prompt), self.pairs(prompt)
         full, rest = divmod(computed, self.chunk)
         rest_pairs = rest * (prompt - rest) + rest * (rest + 1) / 2
@@ -42,27 +44,30 @@ class PromptSteps:
         return (seconds + self.step_s(rest, rest_pairs), full + 1) if rest else (seconds, full)
 
     def packed(self, prompt: float) -> tuple[float, float]:
-        """Seconds and steps, this prompt's part of full ones, when many are in line."""
+        """Return seconds and steps of a prompt's share of full steps, when many are queued."""
         steps = self.computed(prompt) / self.chunk
         return steps * self.step_s(self.chunk, self.pairs(prompt) / steps), steps
 
 
 @dataclass(frozen=True, slots=True)
 class PromptQueue:
-    """Prompts in line for `workers`. What a prompt takes is its part of full steps, and what its steps would take if it
-    had them for itself beyond that, which those that share them pay once: reading the weights, launching a step."""
+    """Queue of prompts for `workers`.
+
+    A prompt costs its share of full steps, and the part of its own steps beyond that, which prompts that share them pay
+    once: reading the weights, launching a step.
+    """
 
     steps: PromptSteps
     packed_s: float
-    """The part of full steps, the mean."""
+    """Mean share of full steps, in seconds."""
     fixed_s: float
-    """What is beyond, the mean."""
+    """Mean part beyond, in seconds."""
     together: float
-    """Prompts that share a step: those that come while one runs, at least one."""
+    """Prompts that share a step: those that arrive while one runs, at least one."""
     service_s: float
-    """A worker's time for each, the mean."""
+    """Mean time of a worker for each prompt."""
     num_steps: float
-    """Steps for each, the mean."""
+    """Mean number of steps for each prompt."""
     variation2: float
     """Of full steps' parts: their variance over the square of the mean."""
     busy: float
