@@ -1,1 +1,1 @@
-"""What a person runs: the CLI, the client, the launchers."""
+"""User programs of Tandem: the CLI, the Python client, the launchers, the load generator and the doctor."""

@@ -1,4 +1,4 @@
-"""The file that `tandem up` reads: settings of all workers and routers, and the models with their workers.
+"""The cluster file of `tandem up`: settings of all workers and routers, and the models with their workers.
 
 models:
   - {path: models/small, input_price: 0.1, output_price: 0.3, quality: 0.4}
@@ -22,12 +22,12 @@ from tandem.topology import ClusterModel, FindsCores, Topology, plan_models, pla
 
 KEYS = ("models", "router", "worker", "ray", "planner")
 HTTP_PORT = 8000
-"""Of the first router, where nothing else is said."""
+"""Default HTTP port of the first router."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """As the file has them; whoever uses them checks them."""
+    """Settings as the file has them, checked by their users."""
 
     router: dict[str, Any]
     worker: dict[str, Any]
@@ -37,7 +37,10 @@ class Settings:
 
 
 def read_settings(file: Path | None) -> Settings:
-    """Raises StartError for a key that is none, or of the wrong kind."""
+    """Read the file.
+
+    Raises StartError for an unknown key, or one of the wrong kind.
+    """
     values = read_file(file)
     for key, value in values.items():
         if key not in KEYS:
@@ -53,7 +56,7 @@ def read_settings(file: Path | None) -> Settings:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What is to be started."""
+    """A cluster to start."""
 
     models: tuple[ClusterModel, ...]
     settings: Settings
@@ -66,7 +69,10 @@ class Cluster:
         num_routers: int,
         finds_cores: FindsCores = lambda _: False,
     ) -> Topology:
-        """With settings that go before those of the file. Raises StartError."""
+        """Plan the cluster with settings that override the file's.
+
+        Raises StartError.
+        """
         if self.settings.models:
             routers, workers = self.settings.router | router, self.settings.worker | worker
             return plan_models(self.models, routers, workers, cores, num_routers, finds_cores)
@@ -76,7 +82,7 @@ class Cluster:
         return plan_topology(only.prefill, only.decode, routers, workers, cores, num_routers, finds_cores)
 
     def http_settings(self, port: int | None, off: bool) -> dict[str, Any]:
-        """Of every router: what the command line says goes before the file, and that before the default."""
+        """Return the HTTP port setting of every router: the command line's, else the file's, else the default."""
         if off:
             return {"http_port": None}
         if port is None and "http_port" in self.settings.router:
@@ -84,14 +90,20 @@ class Cluster:
         return {"http_port": HTTP_PORT if port is None else port}
 
     def check(self) -> None:
-        """That the models can be read and told apart, as a router would. Raises StartError."""
+        """Check that the models can be read and told apart, as a router does.
+
+        Raises StartError.
+        """
         given = self.settings.router
         choice = {key: value for key, value in given.items() if key in ModelsConfig.model_fields and key != "model"}
         read_models(ModelsConfig.parse(choice | {"models": [model.entry for model in self.models]}))
 
 
 def read_cluster(file: Path | None, model: Path | None, prefill: int, decode: int) -> Cluster:
-    """Of the models in `file`; or of the one `model`, with so many workers. Raises StartError."""
+    """Return the cluster of the models in `file`, or of the one `model`.
+
+    Raises StartError.
+    """
     settings = read_settings(file)
     if (model is None) == (not settings.models):
         raise StartError("model", "name one directory, or list several as `models:` in the file of --config")

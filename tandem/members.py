@@ -1,4 +1,4 @@
-"""Who has joined a router, for its launcher: with the certificate of a member, and no API key."""
+"""Workers that joined a router, as its launcher sees them: with a member's certificate, and no API key."""
 
 import asyncio
 import time
@@ -17,8 +17,12 @@ POLL_S = 0.02
 
 
 async def workers_at(address: str, trust: TlsIdentity | None, timeout_s: float) -> set[str]:
-    """Addresses of the workers to which that router sends requests. `address` is where workers join. Raises
-    ServiceError."""
+    """Return the addresses of the workers to which a router sends requests.
+
+    Raises ServiceError.
+
+    `address` is where workers join.
+    """
     async with channel(address, trust) as link:
         try:
             loads = await pb_grpc.MembershipStub(link).Loads(pb.LoadsRequest(), timeout=timeout_s, wait_for_ready=True)
@@ -31,7 +35,10 @@ async def workers_at(address: str, trust: TlsIdentity | None, timeout_s: float) 
 async def await_members(
     address: str, trust: TlsIdentity | None, num_prefill: int, num_decode: int, timeout_s: float
 ) -> None:
-    """Returns once so many have joined. Raises Unavailable after `timeout_s`, and what else the router says."""
+    """Wait until so many workers have joined.
+
+    Raises Unavailable after `timeout_s`, and the router's own errors.
+    """
     give_up_at = time.monotonic() + timeout_s
     async with channel(address, trust) as link:
         stub = pb_grpc.MembershipStub(link)

@@ -1,4 +1,4 @@
-"""What a long command is doing: a line for each step, and on a terminal a moving bar with the time it takes."""
+"""Progress of a long command: a line per step, and on a terminal a moving bar with the elapsed time."""
 
 from types import TracebackType
 from typing import Self
@@ -8,7 +8,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 
 class ProgressSteps:
-    """A context manager to call with each step. Leaving it, or `done`, removes the bar; the lines stay."""
+    """Context manager to call with each step.
+
+    Leaving it, or `done`, removes the bar; the lines stay.
+    """
 
     def __init__(self, console: Console, prefix: str) -> None:
         self._console = console
@@ -26,12 +29,12 @@ class ProgressSteps:
         self._progress.stop()
 
     def __call__(self, step: str) -> None:
-        """`step` has begun."""
+        """Show that `step` has begun."""
         self.done()
         self._console.print(f"{self._prefix}{step}")
         self._progress.add_task(step, total=None)
 
     def done(self) -> None:
-        """Nothing is under way any more."""
+        """Remove the bar."""
         for task in self._progress.task_ids:
             self._progress.remove_task(task)

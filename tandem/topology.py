@@ -1,4 +1,7 @@
-"""How many of which role, and which CPU cores each engine gets. Pure."""
+"""Topology of a cluster: numbers of routers and workers, and the CPU cores of each engine.
+
+Pure.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,9 +17,9 @@ from router.config import RouterConfig
 from router.models.config import ModelEntry
 
 FindsCores = Callable[[WorkerConfig], bool]
-"""Whether an engine with such settings need not be told its cores."""
+"""Function that tells whether an engine with these settings finds its cores itself."""
 TOLD_NOTHING: dict[str, Any] = {"cores": None, "shared_cores": (), "niceness": 0}
-"""Settings of a worker that finds its cores."""
+"""Settings of a worker that finds its cores itself."""
 MODULES = {"prefill": "prefill_worker", "decode": "decode_worker"}
 
 
@@ -30,12 +33,12 @@ class Topology:
 
     @property
     def router(self) -> RouterConfig:
-        """The first one."""
+        """The first router."""
         return self.routers[0]
 
     @property
     def models(self) -> tuple[str, ...]:
-        """As the router knows them."""
+        """Names of the models."""
         names = (entry.name or entry.path.resolve().name for entry in self.router.entries)
         return tuple(names)
 
@@ -44,24 +47,24 @@ class Topology:
         return len(self.prefill) + len(self.decode)
 
     def workers(self) -> list[tuple[str, WorkerConfig]]:
-        """(module to run, its configuration), decode workers first: without one nothing is served."""
+        """Module to run and its configuration, decode workers first: without one nothing is served."""
         decode = [(MODULES["decode"], config) for config in self.decode]
         return decode + [(MODULES["prefill"], config) for config in self.prefill]
 
 
 class ClusterModel(ModelEntry):
-    """One model of a cluster, as in a cluster file: how the router knows it, and its workers."""
+    """One model in a cluster file: the router's settings for it, and its workers."""
 
     prefill: NonNegativeInt = 1
-    """Prefill workers."""
+    """Number of prefill workers."""
     decode: NonNegativeInt = 1
-    """And decode workers; without any it is served once one has joined."""
+    """Number of decode workers; with 0 the model is served once one has joined."""
     worker: dict[str, Any] = Field(default_factory=dict)
-    """Settings of its workers, beside those of all workers."""
+    """Settings of its workers, besides those of all workers."""
 
     @property
     def entry(self) -> ModelEntry:
-        """The router's part."""
+        """Settings of the model for the router."""
         return ModelEntry(**self.model_dump(include=set(ModelEntry.model_fields), exclude_unset=True))
 
     @property
@@ -69,7 +72,7 @@ class ClusterModel(ModelEntry):
         return self.name or self.path.resolve().name
 
     def workers(self, role: str, several: bool) -> list[str]:
-        """Their ids."""
+        """Return the ids of its workers."""
         prefix = f"{self.known_as}-" if several else ""
         return [f"{prefix}{role}-{number}" for number in range(self.prefill if role == "prefill" else self.decode)]
 
@@ -83,11 +86,13 @@ def plan_topology(
     num_routers: int = 1,
     finds_cores: FindsCores = lambda _: False,
 ) -> Topology:
-    """Of one model. `router` and `worker` are settings as in their configurations; each worker gets its id, and its
-    cores unless `finds_cores`, and each of several routers its id and its ports: those given, or the system's choice,
-    and those after them.
+    """Plan a cluster of one model.
 
     Raises StartError.
+
+    `router` and `worker` are settings as in their configurations. Each worker gets its id, and its cores unless
+    `finds_cores`. Each of several routers gets its id and ports: the given ones and those after them, or the system's
+    choice.
     """
     if num_decode < 1:
         raise StartError("decode", f"at least one decode worker is needed, not {num_decode}")
@@ -105,7 +110,7 @@ def plan_models(
     num_routers: int = 1,
     finds_cores: FindsCores = lambda _: False,
 ) -> Topology:
-    """Of several models, whose workers are called after them. Else as `plan_topology`."""
+    """Plan a cluster of several models, whose workers are named after them; else like `plan_topology`."""
     if "model" in router or "models" in router:
         raise StartError("router", "its models are those of the cluster: name none in its settings")
     entries = [model.entry for model in models]

@@ -1,1 +1,4 @@
-"""The commands of `tandem`, by what they are for. Each imports what it needs when it runs: `--help` is quick."""
+"""The `tandem` command.
+
+Commands import their modules when they run, so `--help` is fast.
+"""

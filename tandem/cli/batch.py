@@ -1,9 +1,8 @@
-"""`tandem batch`: many prompts from a file, their answers to another, with nothing lost however it ends.
+"""`tandem batch`: many prompts from a file, with answers to another file; a restart loses nothing.
 
-A line of the input is a `GenerateRequest` as protobuf's JSON has it (`text`, `messages` or `token_ids`; `sampling`;
-`model`; ...), with an `id` of its own; without one it is called after its line, "line 3". A line of the output has
-the `id` and either what was generated or an `error`. Run again with the same files, it does what is missing and what
-failed.
+A line of the input is a `GenerateRequest` in protobuf's JSON (`text`, `messages` or `token_ids`; `sampling`; `model`;
+...), with an `id`; without one it is named after its line, "line 3". A line of the output has the `id` and either the
+result or an `error`. A second run with the same files does what is missing and what failed.
 """
 
 import asyncio
@@ -24,15 +23,15 @@ from protos import inference_pb2 as pb
 from tandem.client import Client, Target
 
 MAX_WAITS = 20
-"""Of one request that is refused for want of room, or finds nobody: then it counts as failed, until the next run."""
+"""Retries of one request for lack of capacity or workers, after which it fails until the next run."""
 WAIT_S = 1.0
-"""Where the router does not say."""
+"""Seconds between retries where the router gives no advice."""
 LONGEST_WAIT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """One of the input. `fault`: what is wrong with it."""
+    """One line of the input; `fault` says what is wrong with it."""
 
     name: str
     request: pb.GenerateRequest | None
@@ -41,7 +40,7 @@ class BatchLine:
 
 @dataclass(slots=True)
 class BatchOutcome:
-    """Of a run."""
+    """Outcome of a run."""
 
     done_before: int
     finished: int = 0
@@ -58,7 +57,10 @@ async def run_batch(
     priority: int = -1,
     receipts: bool = False,
 ) -> BatchOutcome:
-    """Raises StartError for files that cannot be used."""
+    """Run a batch.
+
+    Raises StartError for unusable files.
+    """
     names = check_names(source)
     done = take_up(target)
     outcome = BatchOutcome(len(done & names))
@@ -74,7 +76,7 @@ async def run_batch(
         async with router.client() as client, asyncio.TaskGroup() as group:
 
             async def work() -> None:
-                for line in lines:  # one iterator for all
+                for line in lines:  # one iterator for all tasks
                     answer = await _answer(client, line, timeout_s, priority, receipts)
                     _write(file, {"id": line.name} | answer)
                     failed = "error" in answer
@@ -92,7 +94,10 @@ async def run_batch(
 
 
 def lines_of(source: Path) -> Iterator[BatchLine]:
-    """Raises StartError when it cannot be read."""
+    """Yield the input's lines.
+
+    Raises StartError when the file cannot be read.
+    """
     try:
         with source.open("rb") as file:
             for number, text in enumerate(file, start=1):
@@ -103,7 +108,10 @@ def lines_of(source: Path) -> Iterator[BatchLine]:
 
 
 def check_names(source: Path) -> set[str]:
-    """Of all lines. Raises StartError where two are the same, or there are none."""
+    """Return the names of all lines.
+
+    Raises StartError for duplicates, and for an empty file.
+    """
     names: set[str] = set()
     for line in lines_of(source):
         if line.name in names:
@@ -115,8 +123,10 @@ def check_names(source: Path) -> set[str]:
 
 
 def take_up(target: Path) -> set[str]:
-    """Names of what is done. What failed is dropped from the file, and so is a line that was cut off while it was
-    written. Raises StartError for a file that is something else."""
+    """Return the names of finished lines, and drop failed and truncated lines from the file.
+
+    Raises StartError for a file that is something else.
+    """
     if not target.exists():
         return set()
     done: set[str] = set()
@@ -159,7 +169,7 @@ def _parse(number: int, text: bytes) -> BatchLine:
 
 
 async def _answer(client: Client, line: BatchLine, timeout_s: float, priority: int, receipts: bool) -> dict[str, Any]:
-    """What the output has of it, beside its id."""
+    """Return a line's output without its id."""
     if line.request is None:
         return _error(InvalidRequest("line", line.fault))
     request = line.request
@@ -210,6 +220,6 @@ def _error(error: ServiceError) -> dict[str, Any]:
 
 
 def _write(file: TextIO, values: dict[str, Any]) -> None:
-    """At once: what is written survives whatever comes."""
+    """Write and flush a line, so that it survives whatever happens next."""
     file.write(json.dumps(values, ensure_ascii=False, separators=(",", ":")) + "\n")
     file.flush()

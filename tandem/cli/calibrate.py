@@ -1,4 +1,4 @@
-"""A calibration in words, for people."""
+"""Output of `tandem calibrate`: a calibration in words."""
 
 from pathlib import Path
 

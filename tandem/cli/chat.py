@@ -1,4 +1,4 @@
-"""`tandem chat`, and what it and `tandem generate` make of their options."""
+"""`tandem chat`, and the options that it shares with `tandem generate`."""
 
 import asyncio
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from tandem.client import Message, Target
 
 
 def make_sampling(**options: Any) -> pb.Sampling:
-    """Of the fields of `pb.Sampling` those that were given; the router fills in the rest.
+    """Return the given fields as `pb.Sampling`; the router fills in the rest.
 
-    Raises InvalidRequest for numbers no message can hold.
+    Raises InvalidRequest for numbers that no message can hold.
     """
     try:
         return pb.Sampling(**{name: value for name, value in options.items() if value is not None})
@@ -26,16 +26,19 @@ def make_sampling(**options: Any) -> pb.Sampling:
 
 
 def make_structured(**options: Any) -> pb.StructuredOutput | None:
-    """Of the fields of `pb.StructuredOutput` those that were given; None when none was.
+    """Return the given fields as `pb.StructuredOutput`, or None without any.
 
-    A schema or grammar "@file" stands in that file. Raises InvalidRequest for a file that cannot be read.
+    A schema or grammar "@file" is read from that file. Raises InvalidRequest for a file that cannot be read.
     """
     given = {name: _text_of(name, value) for name, value in options.items() if value is not None}
     return pb.StructuredOutput(**given) if given else None
 
 
 def parse_logit_bias(biases: Sequence[str] | None) -> dict[int, float]:
-    """From TOKEN=BIAS. Raises InvalidRequest."""
+    """Parse TOKEN=BIAS.
+
+    Raises InvalidRequest.
+    """
     parsed: dict[int, float] = {}
     for bias in biases or ():
         token_id, _, value = bias.partition("=")

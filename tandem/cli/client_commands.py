@@ -1,4 +1,4 @@
-"""Commands that ask a router: for text, and what it knows."""
+"""Commands that call a router: for text, and for information."""
 
 import dataclasses
 from pathlib import Path
@@ -142,9 +142,10 @@ def explain(
     min_quality: MinQuality = 0.0,
     max_ttft_ms: MaxTtft = None,
 ) -> None:
-    """Show which model and workers a request would go to now, and what each way to start it is predicted to cost.
-    Nothing is started. With --request: how one that came lately was placed, what was compared then, and what came of
-    it."""
+    """Show which model and workers a request would get now, with the predicted cost of each candidate.
+
+    Nothing is started. With --request: how a recent request was placed, the candidates then, and the outcome.
+    """
     from tandem.cli.chat import make_sampling
     from tandem.cli.explain import show_decisions, show_explanation
 
@@ -195,9 +196,11 @@ def batch(
         typer.Option(metavar="FILE", help="start this cluster for it, as `tandem up --config FILE`, and end it then"),
     ] = None,
 ) -> None:
-    """Work through a file of prompts. Interrupted, or where some failed: run it again, and it does the rest.
+    """Process a file of prompts.
 
-    `ray job submit --working-dir . -- tandem batch IN.jsonl -o OUT.jsonl --up cluster.yaml` needs nothing that runs.
+    Interrupted, or where some failed: run it again, and it does the rest.
+
+    `ray job submit --working-dir . -- tandem batch IN.jsonl -o OUT.jsonl --up cluster.yaml` needs no running cluster.
 
     Exit code: 1 where some failed.
     """
@@ -213,7 +216,7 @@ def batch(
     if up is None:
         run(work([target.address]))
     else:
-        check_names(source)  # before anything is started for nothing
+        check_names(source)  # before a cluster is started in vain
         run_cluster(up, work)
     if outcome is None:
         raise typer.Exit(130)  # stopped before the end
@@ -226,7 +229,7 @@ def batch(
 def status(
     target: "Target",
 ) -> None:
-    """Show the workers, the line and the links as a router sees them now."""
+    """Show the workers, the queue and the links as a router sees them now."""
     from tandem.cli.status import show_status
 
     run(show_status(console, target))

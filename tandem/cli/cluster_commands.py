@@ -1,4 +1,4 @@
-"""Commands that run a cluster, and change one that runs."""
+"""Commands that start a cluster, and change a running one."""
 
 from pathlib import Path
 from typing import Annotated
@@ -56,7 +56,7 @@ def scale(
     model: Annotated[str, typer.Option(help="whose workers, where there are several models")] = "",
     name: Name = CLUSTER_NAME,
 ) -> None:
-    """Change the number of workers of a cluster that `tandem up` runs on this Ray cluster; no stream is lost."""
+    """Change the number of workers of a cluster started by `tandem up` on this Ray cluster; no stream is lost."""
     from tandem.ray.control import order
 
     wanted: dict[str, int] = {}
@@ -79,7 +79,7 @@ def switch(
     tls_cert: Annotated[Path | None, typer.Option(help="of a member", rich_help_panel=ACCESS)] = None,
     tls_key: Annotated[Path | None, typer.Option(help="and its key", rich_help_panel=ACCESS)] = None,
 ) -> None:
-    """Give a worker the other role in place: its weights stay loaded and its cache as it is; no stream is lost."""
+    """Switch a worker's role in place: its weights stay loaded and its cache stays; no stream is lost."""
     from cluster.settings import TlsSettings
     from cluster.tls import member_of
     from tandem.cli.switch import switch_worker
@@ -98,7 +98,7 @@ def restart(name: Name = CLUSTER_NAME) -> None:
 
 @app.command()
 def down(name: Name = CLUSTER_NAME) -> None:
-    """End a cluster that `tandem up` runs on this Ray cluster."""
+    """Stop a cluster started by `tandem up` on this Ray cluster."""
     from tandem.ray.control import order
 
     order(name, "down", {})
@@ -129,9 +129,9 @@ def doctor(
         int | None, typer.Option(metavar="PORT", min=0, max=65535, help="be such a host; 0 chooses")
     ] = None,
 ) -> None:
-    """Check this host before any request: what is installed and allowed, and whether KV moves between workers.
+    """Check this host before any request: packages, limits, devices, and KV transfers between workers.
 
-    Of several hosts: `tandem doctor --listen PORT` on each but one, and there `--peer` for each of them.
+    For several hosts: run `tandem doctor --listen PORT` on each but one, and there add `--peer` for each of them.
 
     Exit code: 0 all right, 1 something is broken, 2 it could not be checked.
     """
@@ -160,7 +160,10 @@ def new(
     operator: Annotated[bool, typer.Option("--operator", help="it may see the whole cluster: status, console")] = False,
     days: Annotated[float | None, typer.Option(help="until it expires; default: never", min=0)] = None,
 ) -> None:
-    """Make a key, and the entry for `api_keys_file` by which routers know it. The key is shown this once."""
+    """Make an API key, and its entry for a router's `api_keys_file`.
+
+    The key is shown only once.
+    """
     from router.security.api_keys import entry_for, new_key
 
     key = new_key()

@@ -1,4 +1,4 @@
-"""What commands share: the console, whom they ask, and how they run."""
+"""Parts common to commands: the console, options of the router to call, and running coroutines."""
 
 import asyncio
 import functools
@@ -17,23 +17,29 @@ console = Console(highlight=False)
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 NOBODY_THERE = "failed to connect to all addresses"
-"""How gRPC begins to say so."""
+"""Beginning of gRPC's message when no server answers."""
 
 
 def _ascii(param: typer.CallbackParam, value: str) -> str:
-    """What goes into the head of a call. Raises StartError; the value may be a secret and is not in it."""
+    """Check a value for a call's metadata.
+
+    Raises StartError without the value, which may be a secret.
+    """
     if not (value.isascii() and value.isprintable()):
         raise StartError(f"{param.opts[0]} (or {param.envvar})", "must be printable ASCII")
     return value
 
 
-def out_file(*names: str, help: str, metavar: str = "FILE") -> Any:  # noqa: A002  # typer's word
-    """An option: where to write. That nobody can is said before the work that it is for, and not after."""
+def out_file(*names: str, help: str, metavar: str = "FILE") -> Any:  # noqa: A002 # typer's word
+    """Return an option for an output file, checked before the work and not after it."""
     return typer.Option(*names, metavar=metavar, help=help, callback=_writable)
 
 
 def _writable(param: typer.CallbackParam, value: Path | None) -> Path | None:
-    """Raises StartError."""
+    """Check that a file can be written.
+
+    Raises StartError.
+    """
     if value is None:
         return None
     if reason := _in_the_way(value):
@@ -42,14 +48,14 @@ def _writable(param: typer.CallbackParam, value: Path | None) -> Path | None:
 
 
 def _in_the_way(path: Path) -> str:
-    """Of writing there; empty: nothing."""
+    """Return why a path cannot be written; empty if it can."""
     try:
         if path.is_dir():
             return "it is a directory"
         if not path.parent.is_dir():
             return f"there is no directory {path.parent}"
         return "" if os.access(path if path.exists() else path.parent, os.W_OK) else "permission denied"
-    except OSError as error:  # a folder that may not be entered, a name that is too long
+    except OSError as error:  # a folder without access, a name that is too long
         return error.strerror or str(error)
 
 
@@ -91,7 +97,7 @@ Model = Annotated[str, typer.Option(help="a served model, or auto; default: the 
 
 
 def asking(command: Callable[..., None]) -> Callable[..., None]:
-    """Options that say whom to ask, and as whom: the command gets them as its first parameter, a Target."""
+    """Add the options of the router to call; the command gets them as its first parameter, a Target."""
 
     @functools.wraps(command)
     def asked(
@@ -115,7 +121,7 @@ def asking(command: Callable[..., None]) -> Callable[..., None]:
                 raise
             why = str(error).rpartition(": ")[2]
             where = "`tandem demo` or `tandem up` starts one here; --address or TANDEM_ADDRESS names another"
-            if "refused" not in why:  # somebody is there
+            if "refused" not in why:  # a server is there
                 where += "; does it have TLS?" if visitor else "; if it has TLS, --tls or --tls-ca is needed"
             raise Unavailable(f"no router answers at {address}: {why}. {where}") from error
 
@@ -134,14 +140,14 @@ def _access(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
 ) -> None:
-    """For its signature."""
+    """Declare the options; only the signature is used."""
 
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 
 def run(work: Coroutine[Any, Any, object], loop: LoopFactory | None = None) -> None:
-    """To its end, or Ctrl-C."""
+    """Run a coroutine to its end, or until Ctrl-C."""
     try:
         with asyncio.Runner(loop_factory=loop) as runner:
             runner.run(work)

@@ -1,4 +1,4 @@
-"""`tandem demo`: the real thing on this machine, with text a person can watch arrive."""
+"""`tandem demo`: a real cluster on this machine, with text that a person can watch."""
 
 import asyncio
 import contextlib
@@ -55,13 +55,13 @@ class Story:
 
     @property
     def itl_ms(self) -> float:
-        """Mean over the stream."""
+        """Mean inter-token latency of the stream."""
         gaps = len(self.token_times) - 1
         return (self.token_times[-1] - self.token_times[0]) / gaps * 1e3 if gaps else 0.0
 
 
 def make_stories(count: int) -> list[Story]:
-    """Every second request shares a long prefix with its like: the lore of a village."""
+    """Make stories, of which every second one shares a long prefix, the lore of a village."""
     stories: list[Story] = []
     for number in range(count):
         ask = f"Tell me a story about {SUBJECTS[number % len(SUBJECTS)]}."
@@ -74,7 +74,10 @@ def make_stories(count: int) -> list[Story]:
 async def run_demo(
     console: Console, num_requests: int, model: Path | None, cores: Sequence[int], num_routers: int = 1
 ) -> None:
-    """Start, serve two rounds, show, stop. Raises TandemError when anything was not as it should be."""
+    """Start a cluster, serve two rounds, show the results, and stop.
+
+    Raises TandemError when anything is wrong.
+    """
     path = (model or STORYTELLER).absolute()
     if not path.is_dir():
         raise StartError("model", f"no directory {str(path)!r}")
@@ -98,7 +101,7 @@ async def run_demo(
 
 
 async def _watch(console: Console, clients: list[Client], stories: list[Story]) -> None:
-    """All at once, the text growing on a terminal; elsewhere each story when it is done."""
+    """Run all stories at once, with growing text on a terminal; elsewhere print each when it is done."""
     work = asyncio.gather(*(_stream(clients[i % len(clients)], story) for i, story in enumerate(stories)))
     if console.is_terminal:
         with Live(console=console, refresh_per_second=REFRESH_PER_S, vertical_overflow="visible") as live:
@@ -123,7 +126,7 @@ async def _stream(client: Client, story: Story) -> None:
 
 
 def _page(stories: list[Story], lines: int | None) -> Group:
-    """Titles with their text; while it grows, only its last `lines`."""
+    """Return titles with their text; while it grows, only its last `lines`."""
     table = Table.grid(padding=(0, 1))
     width = 100
     for story in stories:

@@ -1,4 +1,4 @@
-"""`tandem explain`: the router's candidates for a prompt, or of a request that was placed, term by term."""
+"""`tandem explain`: the candidates of a prompt, or of a placed request, term by term."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,15 +24,18 @@ _TERMS = {
     "delay": "delay_ms",
     "cost": "cost_ms",
 }
-"""Heading, and field of PlacementCandidate."""
+"""Heading and field of PlacementCandidate."""
 _EXPENDABLE = ("source", "blocks", "delay", "read", "own queue", "queue", "tail", "transfer", "compute")
-"""Where the terminal is narrow: TTFT and cost stay."""
+"""Columns that a narrow terminal drops; TTFT and cost stay."""
 
 
 async def show_explanation(
     console: Console, target: Target, prompt: str, sampling: pb.Sampling, most: int, **asked: Any
 ) -> None:
-    """`asked`: of the model, as in Client.explain."""
+    """Show the candidates of a prompt.
+
+    `asked` has further options of Client.explain.
+    """
     async with target.client() as client:
         explanation = await client.explain(prompt, sampling=sampling, **asked)
     console.print(f"model {explanation.model}: {explanation.model_reason}", markup=False)
@@ -52,8 +55,12 @@ async def show_explanation(
 
 
 async def show_decisions(console: Console, target: Target, request_id: str, most: int, log: Path | None = None) -> None:
-    """How a request was placed; of each placement the `most` cheapest candidates. `log`: a router's decisions_file, to
-    be read instead of asking it. Raises UnknownRequest."""
+    """Show how a request was placed, with the `most` cheapest candidates of each placement.
+
+    Raises UnknownRequest.
+
+    `log`: a router's decisions_file, read instead of calling the router.
+    """
     if log is None:
         async with target.client() as client:
             past = await client.decisions(request_id)
@@ -83,7 +90,7 @@ async def show_decisions(console: Console, target: Target, request_id: str, most
 
 
 def came_of(placement: pb.PlacementDecision) -> list[str]:
-    """What was predicted of it, against what it came to."""
+    """Return the predicted values of a placement beside the actual ones."""
     chosen = placement.candidates[0] if placement.candidates else pb.PlacementCandidate()
     lines = []
     if placement.HasField("ttft_ms"):
@@ -97,7 +104,7 @@ def came_of(placement: pb.PlacementDecision) -> list[str]:
 
 
 def model_table(models: Sequence[pb.ModelCandidate]) -> NamesTable:
-    """An estimated number of tokens has a ~."""
+    """Return the table of models; an estimated number of tokens has a ~."""
     rows = [
         (
             *(model.model, "yes" if model.fit else "no"),
@@ -112,7 +119,7 @@ def model_table(models: Sequence[pb.ModelCandidate]) -> NamesTable:
 
 
 def candidate_table(candidates: Sequence[pb.PlacementCandidate]) -> NamesTable:
-    """Milliseconds; a term of 0 is left blank, and so is who is not needed."""
+    """Return the table of candidates in milliseconds; terms of 0 and unused workers are blank."""
     rows = []
     for candidate in candidates:
         holds = candidate.lender and not candidate.lender_computes

@@ -1,4 +1,4 @@
-"""`tandem generate`: completions of one prompt, as they come or one after the other."""
+"""`tandem generate`: completions of one prompt."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,8 +23,10 @@ class _Choice:
 async def stream_text(
     console: Console, target: Target, prompt: str, sampling: pb.Sampling, receipt: bool, **asked: Any
 ) -> None:
-    """One completion is printed as it comes. Of several, each as a whole, in their order. `asked`: of the model, as in
-    Client.generate."""
+    """Print one completion as it comes; of several, each as a whole, in order.
+
+    `asked` has further options of Client.generate.
+    """
     choices = {index: _Choice() for index in range(sampling.n if sampling.HasField("n") else 1)}
     alone = len(choices) == 1
     prompt_logprobs: list[pb.TokenLogprobs] = []
@@ -34,7 +36,8 @@ async def stream_text(
             prompt_logprobs += piece.prompt_logprobs
             choice = choices.setdefault(piece.index, _Choice())
             choice.text += piece.text
-            choice.logprobs += zip(piece.token_ids, piece.logprobs, strict=False)  # of no token when none were asked
+            # empty when no log probabilities were requested
+            choice.logprobs += zip(piece.token_ids, piece.logprobs, strict=False)
             if piece.HasField("finish"):
                 choice.finish = last = piece.finish
             if alone:

@@ -20,7 +20,10 @@ for group in (cluster_commands, client_commands, sizing_commands):
 
 
 def main() -> None:
-    """Entry point: a Tandem error is one line, the cause; everything else is a bug and keeps its traceback."""
+    """Run a command.
+
+    A Tandem error is printed as one line, the cause; any other exception is a bug with a traceback.
+    """
     try:
         app()
     except TandemError as error:

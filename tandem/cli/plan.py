@@ -1,4 +1,4 @@
-"""`tandem plan`: a plan as a person reads it, and as JSON."""
+"""Output of `tandem plan`: a plan for people, and as JSON."""
 
 import dataclasses
 import json
@@ -21,7 +21,10 @@ from simulator.report import finite
 
 
 def make_plan(console: Console, setup: Setup, load: Load, num_simulated: int, json_path: Path | None) -> Plan:
-    """Compute it, print it, try it with so many requests, and write what was asked for. Raises BadSetup."""
+    """Compute a plan, print it, simulate it with so many requests, and write files.
+
+    Raises BadSetup.
+    """
     if num_simulated < 0:
         raise BadSetup("simulate", f"{num_simulated} is not at least 0")
     made = plan(setup, load)
@@ -47,7 +50,7 @@ def make_plan(console: Console, setup: Setup, load: Load, num_simulated: int, js
 
 
 def _simulate(console: Console, made: Plan, count: int) -> dict[str, float]:
-    """By cluster: which part of so many requests keeps the SLO there."""
+    """Return, by cluster, the share of simulated requests that keep the SLO."""
     kept = {}
     for option in (made.apart, made.together):
         if option is not None:
@@ -61,7 +64,7 @@ def _simulate(console: Console, made: Plan, count: int) -> dict[str, float]:
 
 
 def figure(line: PlanFigure) -> str:
-    """With its unit."""
+    """Return a figure with its unit."""
     value = line.value
     if not math.isfinite(value):
         return "-"
@@ -70,7 +73,7 @@ def figure(line: PlanFigure) -> str:
 
 
 def as_json(made: Plan) -> dict[str, Any]:
-    """All of it; what is not a finite number is null."""
+    """Return the plan as JSON values; values that are not finite are null."""
     return {
         "advice": made.advice,
         "why_not": made.why_not,

@@ -1,4 +1,4 @@
-"""Receipts in words, for people."""
+"""Receipts in words."""
 
 from rich.console import Console
 from rich.table import Table
@@ -8,14 +8,14 @@ from protos import inference_pb2 as pb
 
 
 def show_receipt(console: Console, finish: pb.Finish | None, wanted: bool) -> None:
-    """If it was asked for and there is one."""
+    """Print a receipt if it is wanted and there."""
     if wanted and finish is not None:
         console.print(describe(finish.receipt))
         console.print(stage_table(finish.receipt))
 
 
 def describe(receipt: pb.Receipt, ttft_ms: float | None = None, itl_ms: float | None = None) -> Text:
-    """Two or three lines; `ttft_ms` and `itl_ms` as the client saw them."""
+    """Return two or three lines; `ttft_ms` and `itl_ms` are the client's measurements."""
     kv, placement = receipt.kv, receipt.placement
     pair = placement.decode_worker + (f" <- {placement.lender}" if placement.lender else " alone")
     text = Text()
@@ -50,7 +50,7 @@ def describe(receipt: pb.Receipt, ttft_ms: float | None = None, itl_ms: float | 
 
 
 def stage_table(receipt: pb.Receipt) -> Table:
-    """Where the time of one request went."""
+    """Return the table of stages."""
     table = Table(title=f"where the time of {receipt.request_id} went", title_justify="left")
     table.add_column("stage")
     table.add_column("where")

@@ -1,4 +1,4 @@
-"""`tandem replay`: a trace through clusters that do not exist, in virtual time."""
+"""`tandem replay`: a trace through simulated clusters."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,12 +30,14 @@ def compare(
     png_path: Path | None,
     log_path: Path | None,
 ) -> list[Run]:
-    """Run them all, print the table and the verdict, and write what was asked for. `name` is the trace's. Raises
-    BadTrace and BadSetup."""
+    """Run all scenarios, print table and verdict, and write files.
+
+    Raises BadTrace and BadSetup.
+    """
     if log_path is not None and not any(_logged(scenario) for scenario in found):
         raise BadSetup("log_decisions", "nothing would be logged: only ours, aggregated or conditional, is")
     if png_path is not None:
-        open_figures()  # so that a missing matplotlib is said before, and not after, the work
+        open_figures()  # so that a missing matplotlib is reported before the work
     spare_the_started()
     runs = []
     last_s = _last_arrival_s(console, trace, name)
@@ -62,13 +64,19 @@ def compare(
 
 
 def refuse_beside_calibration(options: Sequence[str]) -> None:
-    """The file says what they would. Raises BadSetup."""
+    """Refuse options whose values the calibration file already has.
+
+    Raises BadSetup.
+    """
     if options:
         raise BadSetup(options[0], "says a calibration for itself: leave it out, or --calibration")
 
 
 def parse_splits(texts: Sequence[str]) -> list[tuple[int, int]]:
-    """Raises BadSetup."""
+    """Parse splits.
+
+    Raises BadSetup.
+    """
     splits = []
     for text in texts:
         prefill, colon, decode = text.partition(":")
@@ -79,17 +87,26 @@ def parse_splits(texts: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def parse_modes(text: str) -> list[Mode]:
-    """Raises BadSetup."""
+    """Parse modes.
+
+    Raises BadSetup.
+    """
     return [_one_of("modes", word.strip(), MODES) for word in text.split(",")]
 
 
 def parse_policies(text: str) -> list[Policy]:
-    """Raises BadSetup."""
+    """Parse policies.
+
+    Raises BadSetup.
+    """
     return [_one_of("policies", word.strip(), POLICIES) for word in text.split(",")]
 
 
 def parse_failures(texts: Sequence[str]) -> tuple[Failure, ...]:
-    """Raises BadSetup."""
+    """Parse failures.
+
+    Raises BadSetup.
+    """
     failures = []
     for text in texts:
         worker_id, _, at_s = text.rpartition("@")
@@ -108,7 +125,7 @@ def _one_of(field: str, word: str, known: tuple[_Word, ...]) -> _Word:
 
 
 def _last_arrival_s(console: Console, trace: Iterable[TraceRequest], name: str) -> float:
-    """Reads the trace once: what is wrong with it is said before anything is computed, and bars know their length."""
+    """Read the trace once, to report its errors before the work and to size progress bars."""
     last_s = 0.0
     with console.status(f"reading {name}"):
         for request in trace:
@@ -131,7 +148,7 @@ def _logged(scenario: Scenario) -> bool:
 
 @contextlib.contextmanager
 def _fleet_maker(scenario: Scenario, log_path: Path | None) -> Iterator[FleetMaker | None]:
-    """With `log_path`, decisions of placement are appended there."""
+    """Yield the function that makes fleets; with `log_path` their decisions are appended there."""
     if log_path is None or not _logged(scenario):
         yield None
         return

@@ -1,4 +1,4 @@
-"""Running a cluster on Ray, for the commands that do."""
+"""Running of a cluster on Ray, for several commands."""
 
 import os
 from pathlib import Path
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 def run_cluster(file: Path, work: "Work") -> None:
-    """What this file describes, on ports that the system chooses, until `work` is done."""
+    """Run the cluster of a file, on ports that the system chooses, until `work` is done."""
     from tandem.cluster_file import read_cluster
 
     cluster = read_cluster(file, None, 1, 1)
-    named = {"cluster_name": f"batch-{os.getpid()}"} | cluster.settings.router  # beside one that `tandem up` runs
+    named = {"cluster_name": f"batch-{os.getpid()}"} | cluster.settings.router  # beside a cluster that `tandem up` runs
     serve_cluster(cluster, {"port": 0, "http_port": None, "cluster_name": named["cluster_name"]}, {}, work=work)
 
 
@@ -32,16 +32,16 @@ def serve_cluster(
     autoscale: bool = False,
     work: "Work | None" = None,
 ) -> None:
-    """`router` and `worker`: settings beyond the file's. Until Ctrl-C, `tandem down`, or the work is done."""
+    """Serve until Ctrl-C, `tandem down`, or the end of `work`; `router` and `worker` override the file's settings."""
     for each in cluster.models:
         console.print(f"tandem: {each.known_as}, {each.prefill} prefill + {each.decode} decode")
-    cluster.check()  # before Ray is started for nothing
-    # Who is told its cores has them for good, and workers come and go here.
+    cluster.check()  # before Ray is started in vain
+    # An engine that is told its cores keeps them for good, but workers come and go here.
     topology = cluster.plan(router, worker, available_cores(), routers, finds_cores=finds_own_cores)
     with ProgressSteps(console, "tandem: ") as steps:
         steps("looking for a Ray cluster")
         try:
-            from tandem.ray.driver import serve  # importing Ray takes a second: say something first
+            from tandem.ray.driver import serve  # importing Ray takes a second: print something first
             from tandem.ray.planner import planner_config
             from tandem.ray.settings import RaySettings
         except ModuleNotFoundError as error:
