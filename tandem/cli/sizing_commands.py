@@ -1,4 +1,4 @@
-"""Commands that say what a cluster should be, and what one can do."""
+"""Commands that size a cluster, and that measure one."""
 
 import math
 from pathlib import Path
@@ -33,10 +33,12 @@ def plan_cluster(
     simulate: Annotated[int, typer.Option(help="try the plan with so many requests in virtual time")] = 0,
     json_path: JsonOut = None,
 ) -> None:
-    """How many GPUs, and should I disaggregate? The smallest cluster of each kind that keeps the SLO for nine of ten
-    requests, with the arithmetic.
+    """How many GPUs, and should I disaggregate?
 
-    A matter of formulas: what a trace of yours does in such a cluster, `tandem replay` says.
+    Prints the smallest cluster of each kind that keeps the SLO.
+
+    The SLO must hold for nine of ten requests; every figure comes with its formula. For a trace of your own use `tandem
+    replay`.
     """
     from simulator.gpus import gpu_named
     from simulator.model_shape import open_shape
@@ -100,7 +102,9 @@ def replay_trace(
     png: Annotated[Path | None, out_file(help="draw the comparison; needs matplotlib")] = None,
     log_decisions: Annotated[Path | None, out_file(help="append placement's decisions")] = None,
 ) -> None:
-    """Should I disaggregate? Replay a trace through clusters that do not exist, with the router and the engine that do.
+    """Should I disaggregate?
+
+    Replay a trace through simulated clusters with the real router and engine.
 
     In virtual time: computing and links are modelled, everything that decides is real.
     """
@@ -186,10 +190,10 @@ def bench(
         out_file(help="write requests and receipts, for replay and calibrate"),
     ] = None,
 ) -> None:
-    """Load a live cluster, and see what its clients see.
+    """Load a live cluster, and measure what its clients see.
 
-    In an open loop, times count from when a request was due, whenever it was sent. Everything is greedy and as long as
-    the profile or the trace says (`ignore_eos`).
+    In an open loop, times count from when a request was due, whenever it was sent. Sampling is greedy, and outputs are
+    as long as the profile or the trace says (`ignore_eos`).
     """
     from simulator.errors import check_above_0
     from simulator.results import Slo
@@ -250,9 +254,9 @@ def calibrate(
         str | None, typer.Option(help="H100 and the like, instead of --nic-gbps: one such GPU's NIC")
     ] = None,
 ) -> None:
-    """Learn from the receipts of a live cluster how long its steps, its transfers and its messages take.
+    """Fit the durations of a live cluster's steps, transfers and messages to its receipts.
 
-    An aggregated cluster transfers nothing: what a transfer would take there must be said.
+    An aggregated cluster transfers nothing: give the duration of a transfer as an option there.
     """
     from simulator.fitting import AssumedRates
     from simulator.fitting import calibrate as fit

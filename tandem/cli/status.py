@@ -16,13 +16,16 @@ from tandem.cli.tables import NamesTable, uncut
 from tandem.client import Target
 
 MAX_LINKS = 8
-"""Shown, the slowest first."""
+"""Number of links shown, slowest first."""
 STYLE: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0)}
-"""Of tables."""
+"""Style of tables."""
 
 
 async def show_status(console: Console, target: Target) -> None:
-    """Raises ServiceError."""
+    """Print the status.
+
+    Raises ServiceError.
+    """
     async with target.client() as client:
         shown = view(await client.cluster_status())
     with uncut(console):
@@ -30,7 +33,7 @@ async def show_status(console: Console, target: Target) -> None:
 
 
 async def follow(console: Console, target: Target, interval_s: float) -> None:
-    """Until it is interrupted. A router that is away for a while is waited for."""
+    """Refresh the status until interrupted, and wait for a router that is away for a while."""
     before: pb.ClusterStatusResponse | None = None
     async with target.client() as client:
         with uncut(console), Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
@@ -47,7 +50,7 @@ async def follow(console: Console, target: Target, interval_s: float) -> None:
 
 
 def view(status: pb.ClusterStatusResponse, before: pb.ClusterStatusResponse | None = None) -> RenderableType:
-    """`before`: of the same router a moment ago, for rates."""
+    """Return the status for display; `before` is an earlier one of the same router, for rates."""
     state = "draining" if status.draining else "serving"
     parts: list[RenderableType] = [Text(f"{status.router_id}: {state}, up {_duration(status.uptime_s)}", style="bold")]
     earlier = {model.name: model for model in before.models} if before else {}
@@ -76,7 +79,7 @@ def _model(model: pb.ModelStatus, before: pb.ModelStatus | None, span_s: float) 
 
 
 def _condition(worker: pb.WorkerStatus) -> str:
-    """What a person should look at."""
+    """Return the conditions of a worker that a person should notice."""
     conditions = ["draining"] if worker.draining else []
     if worker.failing:
         conditions.append("failing")

@@ -1,4 +1,4 @@
-"""`tandem switch`: a worker takes the other role."""
+"""`tandem switch`: switch a worker's role."""
 
 import grpc
 from rich.console import Console
@@ -17,8 +17,12 @@ ASK_S = 10.0
 
 
 async def switch_worker(console: Console, address: str, trust: TlsIdentity | None, worker_id: str, role: str) -> None:
-    """`address` is where workers join a router. Raises ServiceError, InvalidRequest for what would leave a model
-    without a decode worker."""
+    """Switch a worker.
+
+    Raises ServiceError, and InvalidRequest for a switch that leaves a model without decode workers.
+
+    `address` is where workers join a router.
+    """
     if role not in ROLES:
         raise InvalidRequest("to", f"{role!r} is neither prefill nor decode")
     async with channel(address, trust) as link:

@@ -1,4 +1,4 @@
-"""Tables whose names stay whole, however narrow the terminal is: names that are cut cannot be told apart."""
+"""Tables that never cut names, however narrow the terminal, since cut names cannot be told apart."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,12 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 PIPE_CELLS = 1000
-"""Of a line that no terminal shows: more than any table has."""
+"""Width for output that is no terminal; more than any table needs."""
 
 
 @contextlib.contextmanager
 def uncut(console: Console) -> Iterator[None]:
-    """What is printed within to something else than a terminal has no width to keep to."""
+    """Print without a width limit within the block when the output is no terminal."""
     if console.is_terminal:
         yield
         return
@@ -28,8 +28,11 @@ def uncut(console: Console) -> Iterator[None]:
 
 
 class NamesTable:
-    """Columns of names, then others. Where it is too wide, words of the others wrap; then those of `expendable` go that
-    are empty, and then those that stand first there. What went is said below."""
+    """Table with columns of names, then others.
+
+    Where it is too wide, text of the others wraps; then columns of `expendable` are dropped, empty ones first, in
+    order. The dropped ones are listed below.
+    """
 
     def __init__(
         self,
@@ -40,8 +43,12 @@ class NamesTable:
         text: Sequence[str] = (),
         **style: Any,
     ) -> None:
-        """`names` and `others`: headings. A row has a cell for each of both. `text`: those of the others that are no
-        figures. `style`: as Table takes it."""
+        """Create a table.
+
+        `names` and `others` are headings; a row has a cell for each.
+
+        `text`: headings of the others that are no figures. `style`: as Table takes it.
+        """
         self._names = names
         self._headings = [*names, *others]
         self._rows = rows
@@ -51,7 +58,7 @@ class NamesTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         empty = {heading for heading in self._headings if not any(self._cells(heading))}
-        order = sorted(self._expendable, key=lambda heading: heading not in empty)  # stable
+        order = sorted(self._expendable, key=lambda heading: heading not in empty)  # a stable sort
         gone = 0
         while not (table := self._fitting(order[:gone], console, options)) and gone < len(order):
             gone += 1
@@ -60,8 +67,10 @@ class NamesTable:
             yield Text(f"in a wider window: {', '.join(left_out)}", style="dim")
 
     def _fitting(self, left_out: Sequence[str], console: Console, options: ConsoleOptions) -> Table | None:
-        """Every column as wide as its longest word, and what is left to those that lack least for their longest cell;
-        None where that does not fit."""
+        """Return the table with every column as wide as its longest word, or None where that does not fit.
+
+        Remaining width goes to columns that lack least for their longest cell.
+        """
         widths = self._least(left_out)
         wide = Measurement.get(console, options.update_width(PIPE_CELLS), self._table(widths)).minimum
         spare = options.max_width - wide
@@ -76,7 +85,7 @@ class NamesTable:
         return self._table(widths)
 
     def _least(self, left_out: Sequence[str]) -> dict[str, int]:
-        """By heading. Names have no words: they stay on one line."""
+        """Return the smallest width by heading; names stay on one line."""
         return {
             heading: max(
                 cell_len(word)

@@ -1,8 +1,8 @@
-"""A client's span around a call, where the program that uses the client has OpenTelemetry; else nothing at all.
+"""OpenTelemetry span around a client's call, where the program has OpenTelemetry; otherwise nothing.
 
-The router's trace continues it: the span's context goes along as gRPC metadata, by the propagators that the program has
-set (`traceparent`, unless it chose others). Names and attributes are those of OpenTelemetry's GenAI conventions. No
-prompt and no answer is in a span.
+The router's trace continues it: the span's context travels as gRPC metadata, by the program's propagators
+(`traceparent` by default). Names and attributes follow OpenTelemetry's GenAI conventions. No prompt and no answer is in
+a span.
 """
 
 from collections.abc import Sequence
@@ -12,19 +12,22 @@ from cluster.errors import ServiceError
 from protos import inference_pb2 as pb
 
 Metadata = Sequence[tuple[str, str | bytes]]
-"""Of a gRPC call; names in lower case."""
+"""Metadata of a gRPC call; names in lower case."""
 REASONS = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 MAX_INT = 2**63 - 1
-"""Of an attribute."""
+"""Largest integer attribute."""
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty")
-"""Fields of Sampling that the conventions name, by the same names."""
+"""Fields of Sampling that the conventions name alike."""
 
 
 class CallSpan:
-    """Begins when it is made, below the span that is current then. `end` is called once."""
+    """Span from construction to `end`, below the current span.
+
+    `end` is called once.
+    """
 
     def __init__(self, requests: Sequence[pb.GenerateRequest], addresses: Sequence[str], metadata: Metadata) -> None:
-        """`metadata` of the caller; where it says whose trace this is, that stands."""
+        """Start the span; a trace context in the caller's `metadata` has precedence."""
         self.metadata = tuple(metadata)
         self._span: Any = None
         self._reasons: dict[int, str] = {}
@@ -44,7 +47,7 @@ class CallSpan:
         self.metadata += tuple((key.lower(), value) for key, value in carrier.items() if key.lower() not in said)
 
     def heard(self, response: pb.GenerateResponse) -> None:
-        """Of the request's stream."""
+        """Record a response of the stream."""
         if self._span is None:
             return
         self._num_output += len(response.token_ids)
@@ -53,7 +56,7 @@ class CallSpan:
             self._num_prompt = response.finish.usage.prompt_tokens
 
     def end(self, error: BaseException | None = None) -> None:
-        """`error`: why it ended. One that is no ServiceError: the caller left."""
+        """End the span with its `error`; any but a ServiceError means that the caller left."""
         if (span := self._span) is None:
             return
         if self._reasons:

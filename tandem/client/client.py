@@ -26,22 +26,24 @@ from tandem.client.call_span import CallSpan, Metadata
 
 Answer = TypeVar("Answer")
 Message = tuple[str, str]
-"""(role, content) of a chat message."""
+"""Chat message as (role, content)."""
 
 
 class Client:
-    """A channel to each of some routers, any of which serves any request. Every failure is a
-    `cluster.errors.ServiceError`.
+    """Client of one or several equal routers.
 
-    A call goes to the router that served the last one. Where that cannot be reached, or says Unavailable before it has
-    said anything else, the next one is asked, each once.
+    Every failure is a `cluster.errors.ServiceError`.
 
-    Where OpenTelemetry is installed, each `generate` and `generate_batch` is a span, and routers' traces continue it.
+    A call goes to the router that served the last one. If that cannot be reached, or answers Unavailable before
+    anything else, each other one is tried once. Where OpenTelemetry is installed, each `generate` and `generate_batch`
+    is a span, and routers' traces continue it.
     """
 
     def __init__(self, *addresses: str, api_key: str = "", tls: ClientIdentity | None = None) -> None:
-        """host:port of one router or more; those of one string may be parted by commas. `tls`: they speak TLS. Raises
-        StartError for a file of it that cannot be read."""
+        """Create a client of routers at host:port; one string may hold several, separated by commas.
+
+        `tls`: use TLS. Raises StartError for a certificate file that cannot be read.
+        """
         self._addresses = [part.strip() for address in addresses for part in address.split(",")]
         if not all(self._addresses) or not self._addresses:
             raise InvalidRequest("address", "host:port of a router is missing")
@@ -85,15 +87,17 @@ class Client:
         chat_template_kwargs: str = "",
         metadata: Metadata = (),
     ) -> AsyncIterator[pb.GenerateResponse]:
-        """Stream one completion; the last message has `finish`. Leaving the loop early cancels the request.
+        """Stream one completion; the last message has `finish`.
 
-        `tools` and `chat_template_kwargs` are JSON, as in protos/inference.proto. `metadata` goes with the call, beside
-        what the client sends itself: names in lower case.
+        Leaving the loop early cancels the request.
 
-        With `sampling.n` above 1 each message is of the choice `index`, and each choice ends with a `finish`.
+        `tools` and `chat_template_kwargs` are JSON, as in protos/inference.proto. `metadata` is sent with the call,
+        besides the client's own: names in lower case.
 
-        Raises ServiceError: InvalidRequest names the field at fault; Unavailable may be retried, and names the router
-        when its stream was under way; Overloaded may be after its `retry_after_s`, where it has one.
+        With `sampling.n` above 1 each message belongs to the choice `index`, and each choice ends with a `finish`.
+
+        Raises ServiceError. InvalidRequest names the field at fault. Unavailable may be retried, and names the router
+        when its stream had started. Overloaded may be retried after its `retry_after_s`, where it has one.
         """
         request = _request(
             model=model,
@@ -119,7 +123,7 @@ class Client:
     async def send(
         self, request: pb.GenerateRequest, timeout_s: float | None, metadata: Metadata = ()
     ) -> AsyncGenerator[pb.GenerateResponse]:
-        """As `generate`, of a request that is one already."""
+        """Stream the completion of a complete request, as `generate` does."""
         span = CallSpan([request], self._addresses, metadata)
         try:
             async with contextlib.aclosing(self._send(request, timeout_s, span.metadata)) as responses:
@@ -175,7 +179,10 @@ class Client:
         timeout_s: float = 30.0,
         metadata: Metadata = (),
     ) -> pb.Explanation:
-        """Where such a request would go now, and why; nothing is started. Raises ServiceError as `generate`."""
+        """Return where a request would go now, and why; nothing is started.
+
+        Raises ServiceError as `generate`.
+        """
         request = _request(
             model=model,
             text=text,
@@ -196,8 +203,10 @@ class Client:
     async def decisions(
         self, request_id: str, timeout_s: float = 30.0, metadata: Metadata = ()
     ) -> pb.DecisionsResponse:
-        """How a request was placed, by its id: what was compared each time, and what came of it. Of several routers, of
-        whichever had it. Raises ServiceError; UnknownRequest where none remembers it."""
+        """Return how a request was placed: the candidates of each placement, and the outcome.
+
+        Asks all routers. Raises ServiceError; UnknownRequest where none remembers the request.
+        """
         request = pb.DecisionsRequest(request_id=request_id)
         give_up_at = time.monotonic() + timeout_s
         failures: list[ServiceError] = []
@@ -211,7 +220,7 @@ class Client:
                     break
             else:
                 return found
-        # One that is away may be the one that had it.
+        # A router that is away may be the one that served it.
         raise next((failure for failure in failures if not isinstance(failure, UnknownRequest)), failures[-1])
 
     async def generate_batch(
@@ -221,13 +230,15 @@ class Client:
         timeout_s: float | None = None,
         metadata: Metadata = (),
     ) -> AsyncIterator[pb.BatchResult]:
-        """Results as they are finished; `error_of` says what went wrong with one. 0: the router's default of how many
-        are under way at a time. Of one router: where it goes, so does the rest. Raises ServiceError for the whole."""
+        """Yield results as requests finish; `error_of` returns the error of a failed one.
+
+        All go to one router. `max_concurrent` 0: the router's default. Raises ServiceError for the whole batch.
+        """
         request = pb.GenerateBatchRequest(requests=requests, max_concurrent=max_concurrent)
         span = CallSpan(requests, self._addresses, metadata)
         call = self._stubs[self._current].GenerateBatch(
             request, timeout=timeout_s, metadata=(*self._metadata, *span.metadata)
-        )  # results would come twice elsewhere
+        )  # another router would repeat results
         failure: BaseException | None = None
         try:
             async for result in call:
@@ -253,7 +264,10 @@ class Client:
         timeout_s: float = 30.0,
         metadata: Metadata = (),
     ) -> list[int]:
-        """Token ids of a prompt, as the model reads it. Raises ServiceError."""
+        """Return the token ids of a prompt as the model reads it.
+
+        Raises ServiceError.
+        """
         request = pb.TokenizeRequest(
             model=model,
             text=text,
@@ -265,7 +279,10 @@ class Client:
         return list(answer.token_ids)
 
     async def cluster_status(self, timeout_s: float = 10.0, metadata: Metadata = ()) -> pb.ClusterStatusResponse:
-        """As one router sees it. Raises ServiceError."""
+        """Return the cluster's status as one router sees it.
+
+        Raises ServiceError.
+        """
         request = pb.ClusterStatusRequest()
         return await self._ask(lambda stub, how: stub.ClusterStatus(request, **how), timeout_s, metadata)
 
@@ -278,16 +295,20 @@ class Client:
         timeout_s: float = 10.0,
         metadata: Metadata = (),
     ) -> None:
-        """Tell the router what an answer was worth: `rating` in [-1, 1]. Raises ServiceError, NotSetUp where it keeps
-        no samples."""
+        """Send feedback on an answer: `rating` in [-1, 1].
+
+        Raises ServiceError, NotConfigured where no samples are kept.
+        """
         request = pb.FeedbackRequest(
             request_id=request_id, rating=rating, corrected_text=corrected_text, comment=comment
         )
         await self._ask(lambda stub, how: stub.Feedback(request, **how), timeout_s, metadata)
 
     async def wait_for_workers(self, num_prefill: int, num_decode: int, timeout_s: float) -> None:
-        """Return once so many workers have joined the router, of all models together. Raises Unavailable after
-        `timeout_s`."""
+        """Wait until so many workers have joined the router, of all models together.
+
+        Raises Unavailable after `timeout_s`.
+        """
         give_up_at = time.monotonic() + timeout_s
         while True:
             models = await self.list_models()
@@ -300,13 +321,13 @@ class Client:
             await asyncio.sleep(0.02)
 
     async def list_models(self, timeout_s: float = 10.0, metadata: Metadata = ()) -> list[pb.Model]:
-        """The models served now."""
+        """Return the served models."""
         request = pb.ListModelsRequest()
         answer = await self._ask(lambda stub, how: stub.ListModels(request, **how), timeout_s, metadata)
         return list(answer.models)
 
     def _order(self) -> list[int]:
-        """Numbers of the routers, the one that served last first."""
+        """Return the indices of the routers, the last used first."""
         return [(self._current + step) % len(self._stubs) for step in range(len(self._stubs))]
 
     async def _ask(
@@ -333,10 +354,10 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a command needs to make clients."""
+    """Address and credentials of routers, from a command's options."""
 
     address: str
-    """host:port, or several parted by commas."""
+    """Addresses host:port, separated by commas."""
     api_key: str = field(default="", repr=False)
     tls: ClientIdentity | None = None
 
@@ -345,10 +366,13 @@ class Target:
 
 
 def _request(**fields: Any) -> pb.GenerateRequest:
-    """Raises InvalidRequest."""
+    """Build a request.
+
+    Raises InvalidRequest.
+    """
     try:
         return pb.GenerateRequest(**fields)
-    except ValueError as error:  # protobuf's own range checks: a negative token id, for one
+    except ValueError as error:  # protobuf's range checks, for example a negative token id
         raise InvalidRequest("request", str(error)) from None
 
 
@@ -357,7 +381,7 @@ def _chat_message(message: Message | pb.ChatMessage) -> pb.ChatMessage:
 
 
 def error_of(result: pb.BatchResult) -> ServiceError | None:
-    """Why this one failed; None of one that did not."""
+    """Return the error of a failed result, or None."""
     return from_proto(status_pb2.Status.FromString(result.status)) if result.status else None
 
 

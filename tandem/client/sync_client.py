@@ -1,4 +1,4 @@
-"""The client for programs without asyncio: the same calls, which wait.
+"""The client for programs without asyncio: the same calls, blocking.
 
 with SyncClient("127.0.0.1:50051") as client:
     for piece in client.generate(text="Once upon a time"):
@@ -20,8 +20,10 @@ Item = TypeVar("Item")
 
 
 class SyncClient:
-    """A `tandem.client.Client` on a thread of its own; may be used from several threads. Arguments and errors are those
-    of its methods."""
+    """Blocking `tandem.client.Client` on a thread of its own; may be used from several threads.
+
+    Arguments and errors are those of the asynchronous methods.
+    """
 
     def __init__(self, *addresses: str, api_key: str = "", tls: ClientIdentity | None = None) -> None:
         self._loop = asyncio.new_event_loop()
@@ -46,11 +48,14 @@ class SyncClient:
         self._end()
 
     def generate(self, text: str | None = None, **options: Any) -> Iterator[pb.GenerateResponse]:
-        """As Client.generate. Closing the iterator, or leaving it to be collected, cancels the request."""
+        """Stream a completion, as Client.generate.
+
+        Closing or collecting the iterator cancels the request.
+        """
         return self._each(self._client.generate(text, **options))
 
     def generate_batch(self, requests: list[pb.GenerateRequest], **options: Any) -> Iterator[pb.BatchResult]:
-        """As Client.generate_batch."""
+        """Yield results of a batch, as Client.generate_batch."""
         return self._each(self._client.generate_batch(requests, **options))
 
     def explain(self, text: str | None = None, **options: Any) -> pb.Explanation:
@@ -89,7 +94,7 @@ class SyncClient:
 
 
 async def _made(make: Callable[[], Answer]) -> Answer:
-    """Channels belong to the loop that they are made on."""
+    """Create an object on the loop; channels belong to the loop on which they are created."""
     return make()
 
 

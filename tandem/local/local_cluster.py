@@ -1,4 +1,4 @@
-"""The roles as plain processes of this machine: what `tandem demo`, the tests and the benchmarks run on."""
+"""The roles as plain processes of this machine, for `tandem demo`, tests and benchmarks."""
 
 import asyncio
 import json
@@ -32,14 +32,14 @@ class RoleProcess:
     process: asyncio.subprocess.Process
     address: str
     http_address: str = ""
-    """Of a router that serves HTTP."""
+    """HTTP address of a router that serves HTTP."""
     metrics_address: str = ""
     internal_address: str = ""
-    """Of a router that has another one for workers."""
+    """Address of a router for workers, when it is a separate one."""
 
     @property
     def joined_at(self) -> str:
-        """By workers, of a router."""
+        """Address of a router at which workers join."""
         return self.internal_address or self.address
 
     @property
@@ -48,7 +48,10 @@ class RoleProcess:
 
 
 async def start_role(module: str, name: str, config: Config) -> RoleProcess:
-    """Start a role and wait until it serves. Raises StartError with the cause it gave."""
+    """Start a role and wait until it serves.
+
+    Raises StartError with the process's reason.
+    """
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -86,7 +89,7 @@ async def start_role(module: str, name: str, config: Config) -> RoleProcess:
 
 
 async def _relay(process: asyncio.subprocess.Process, name: str, last_lines: deque[str]) -> None:
-    """Pass the role's log on, under its name."""
+    """Forward the role's log under its name."""
     assert process.stderr is not None
     async for raw in process.stderr:
         line = raw.decode(errors="replace").rstrip()
@@ -96,7 +99,7 @@ async def _relay(process: asyncio.subprocess.Process, name: str, last_lines: deq
 
 
 async def stop_process(process: asyncio.subprocess.Process, grace_s: float = 8.0) -> None:
-    """SIGTERM, and SIGKILL for one that does not listen."""
+    """Send SIGTERM, and SIGKILL after `grace_s`."""
     if process.returncode is None:
         process.send_signal(signal.SIGTERM)
         try:
@@ -119,7 +122,7 @@ class LocalCluster:
 
     @property
     def router(self) -> RoleProcess:
-        """The first one."""
+        """The first router."""
         return self.routers[0]
 
     @router.setter
@@ -128,12 +131,12 @@ class LocalCluster:
 
     @property
     def address(self) -> str:
-        """Of the first router."""
+        """Address of the first router."""
         return self.router.address
 
     @property
     def addresses(self) -> list[str]:
-        """Of all routers."""
+        """Addresses of all routers."""
         return [router.address for router in self.routers]
 
     @property
@@ -154,7 +157,7 @@ class LocalCluster:
         await self.stop()
 
     async def add_worker(self, module: str, config: WorkerConfig) -> RoleProcess:
-        """Start one more worker and join it; with Redis it finds the routers itself."""
+        """Start one more worker, and let it join; with Redis it finds the routers itself."""
         joined = (
             config
             if config.redis_url
@@ -165,7 +168,10 @@ class LocalCluster:
         return worker
 
     async def add_router(self, config: RouterConfig) -> RoleProcess:
-        """Start one more router. Only workers that find it in Redis join it."""
+        """Start one more router.
+
+        Only workers that find it in Redis join it.
+        """
         name = config.router_id or (f"router-{len(self.routers)}" if self.routers else "router")
         router = await start_role("router", name, _stops_at_once(config))
         self.routers.append(router)
@@ -198,5 +204,5 @@ Settings = TypeVar("Settings", RouterConfig, WorkerConfig)
 
 
 def _stops_at_once(config: Settings) -> Settings:
-    """All processes of such a cluster stop together: nobody is there to go on elsewhere, unless it was asked for."""
+    """Set the drain time to 0 unless it is set: all processes of such a cluster stop together."""
     return config if "drain_s" in config.model_fields_set else config.model_copy(update={"drain_s": 0.0})

@@ -1,7 +1,7 @@
-"""Many `sim` workers in one process: `python -m tandem.local.sim_workers --set model=DIR --set prefill=4 --set decode=4 ...`.
+"""Many `sim` workers in one process: `python -m tandem.local.sim_workers --set model=DIR --set prefill=4 --set decode=4`.
 
-Each has its own gRPC server, its own membership and a real engine core; only computing takes no core. What scale and
-failures are tested with, and what costs of router and network are measured on.
+Each has its own gRPC server, its own membership and a real engine core; only computing takes no CPU time. Used for
+tests of scale and failures, and for benchmarks of router and network.
 """
 
 import asyncio
@@ -33,18 +33,24 @@ class SimWorker:
     worker: Worker
     engine: LocalEngine
     leaving: asyncio.Future[None] | None = None
-    """Waits until it is told to stop by a call."""
+    """Waiter for a stop requested by a call."""
 
 
 class SimPool:
-    """The workers of this process, by id. Their pools reach each other, and nobody else's."""
+    """Workers of this process, by id.
+
+    Their pools reach only each other.
+    """
 
     def __init__(self) -> None:
         self._network = LocalNetwork()
         self.workers: dict[str, SimWorker] = {}
 
     async def start(self, role: Role, config: WorkerConfig) -> SimWorker:
-        """Raises StartError."""
+        """Start a worker.
+
+        Raises StartError.
+        """
         engines: list[LocalEngine] = []
 
         def host_engine(spec: EngineSpec) -> LocalEngine:
@@ -63,13 +69,13 @@ class SimPool:
             await left.worker.stop()
 
     async def stop(self, worker_id: str) -> None:
-        """In its own time, as on SIGTERM."""
+        """Stop a worker with a drain, as on SIGTERM."""
         leaves = self.workers.pop(worker_id).worker
         await leaves.drain()
         await leaves.stop()
 
     async def kill(self, worker_id: str) -> None:
-        """At once, engine first."""
+        """Kill a worker at once, engine first."""
         gone = self.workers.pop(worker_id)
         if gone.leaving is not None:
             gone.leaving.cancel()
@@ -81,24 +87,27 @@ class SimPool:
 
 
 class SimPoolConfig(LogSettings, Config):
-    """A process of sim workers."""
+    """Settings of a process of sim workers."""
 
     model: Path
-    """A model directory; the weights are not read."""
+    """Model directory; the weights are not read."""
     prefill: NonNegativeInt = 1
     decode: NonNegativeInt = 1
     name: str = "sim"
-    """Workers are called NAME-prefill-0 and so on."""
+    """Prefix of the workers' names: NAME-prefill-0 and so on."""
     routers: tuple[str, ...] = ()
-    """host:port of every router to join."""
+    """Addresses host:port of routers to join."""
     worker: dict[str, Any] = Field(default_factory=dict)
     """Settings of every worker."""
     prefill_worker: dict[str, Any] = Field(default_factory=dict)
-    """And of prefill workers."""
+    """Further settings of prefill workers."""
     decode_worker: dict[str, Any] = Field(default_factory=dict)
 
     def workers(self) -> list[tuple[Role, WorkerConfig]]:
-        """Raises StartError."""
+        """Role and settings of each worker.
+
+        Raises StartError.
+        """
         common = {"model": self.model, "routers": self.routers, "engine": "sim", **self.worker}
         roles: list[tuple[Role, int, dict[str, Any]]] = [
             ("prefill", self.prefill, self.prefill_worker),
@@ -112,24 +121,24 @@ class SimPoolConfig(LogSettings, Config):
 
 
 class _Process:
-    """For `run_role`."""
+    """The process, for `run_role`."""
 
     def __init__(self, pool: SimPool) -> None:
         self._pool = pool
         self.addresses = next(iter(pool.workers.values())).worker.addresses
 
     async def stop_requested(self) -> None:
-        """Its workers can be, each by itself."""
+        """Never return; workers are stopped one by one."""
         await asyncio.get_running_loop().create_future()
 
     async def drain(self) -> None:
-        """Its workers stop at once, and all together."""
+        """Do nothing; all workers stop at once."""
 
     async def stop(self) -> None:
         await self._pool.close()
 
     async def failed(self) -> TandemError:
-        """Of a worker that was told to stop, nothing."""
+        """Return the error of a worker that failed without being told to stop."""
         failing = {asyncio.ensure_future(w.worker.failed()): name for name, w in self._pool.workers.items()}
         while failing:
             done, _ = await asyncio.wait(failing, return_when=asyncio.FIRST_COMPLETED)
@@ -140,7 +149,10 @@ class _Process:
 
 
 async def start_pool(config: SimPoolConfig) -> _Process:
-    """Raises StartError."""
+    """Start all workers.
+
+    Raises StartError.
+    """
     pool = SimPool()
     workers = config.workers()
     if not workers:

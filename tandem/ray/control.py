@@ -1,6 +1,6 @@
-"""How `tandem scale`, `restart` and `down` reach the driver that runs a cluster: an actor with a name.
+"""Control of a running cluster: a named actor by which `tandem scale`, `restart` and `down` reach its driver.
 
-The driver takes orders from it one at a time, and says what came of each. It ends with the driver.
+The driver takes orders from it one at a time, and answers each. The actor ends with the driver.
 """
 
 import asyncio
@@ -21,19 +21,19 @@ NAMESPACE = "tandem"
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """For the driver."""
+    """Order for the driver."""
 
     number: int
     what: str
-    """scale, restart or down."""
+    """Kind: scale, restart or down."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """By role: workers that there are to be."""
+    """Desired number of workers by role."""
     model: str = ""
-    """Of several."""
+    """Model, when there are several."""
 
 
 class ControlActor:
-    """Made remote by the driver."""
+    """Actor, made remote by the driver."""
 
     def __init__(self) -> None:
         self._orders: asyncio.Queue[Order] = asyncio.Queue()
@@ -41,7 +41,7 @@ class ControlActor:
         self._count = 0
 
     async def order(self, what: str, counts: dict[str, int], model: str) -> str:
-        """What came of it; an empty answer, or why it was not done."""
+        """Send an order and return its result: empty, or why it was not done."""
         self._count += 1
         number = self._count
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -53,11 +53,11 @@ class ControlActor:
             del self._answers[number]
 
     async def next(self) -> Order:
-        """For the driver."""
+        """Return the next order, for the driver."""
         return await self._orders.get()
 
     def answer(self, number: int, said: str) -> None:
-        """By the driver."""
+        """Answer an order, for the driver."""
         if (waiting := self._answers.get(number)) is not None and not waiting.done():
             waiting.set_result(said)
 
@@ -67,7 +67,10 @@ def name_of(cluster_name: str) -> str:
 
 
 def order(cluster_name: str, what: str, counts: dict[str, int], model: str = "") -> None:
-    """From another process. Raises StartError where no such cluster runs, and TandemError where it was not done."""
+    """Send an order from another process.
+
+    Raises StartError where no such cluster runs, and TandemError where the order was not done.
+    """
     try:
         ray.init(address="auto", namespace=NAMESPACE, log_to_driver=False, logging_level="error")
     except ConnectionError:

@@ -1,8 +1,8 @@
-"""The roles as Ray actors: `tandem up`, and the same submitted as a Ray job.
+"""Driver of a cluster of Ray actors: `tandem up`, also submitted as a Ray job.
 
-Ray places the actors; this driver keeps them running (`supervisor.py`) and takes orders (`control.py`).
-Stopping goes from the roles to Ray: each role closes its server and its engine process, then its actor goes, then a Ray
-cluster that was started here.
+Ray places the actors; the driver keeps them running (`supervisor.py`) and takes orders (`control.py`). A stop goes from
+the roles to Ray: each role closes its server and its engine process, then its actor ends, then a Ray cluster that was
+started here.
 """
 
 import asyncio
@@ -31,14 +31,14 @@ from tandem.topology import Topology
 
 JOIN_TIMEOUT_S = 60.0
 OBJECT_STORE_BYTES = 100 << 20
-"""Tandem keeps nothing in Ray's object store; this is near its least size."""
+"""Size of Ray's object store, near its minimum, since Tandem stores nothing there."""
 OF_OUR_OWN = {"gcs_rpc_server_reconnect_timeout_s": 8}
-"""Of a Ray cluster that ends with its driver. Where both are told to stop together, as by systemd, its parts would wait
-a minute for its head to come back."""
+"""Ray settings of a cluster that ends with its driver. Where both are told to stop together, as by systemd, its parts
+would otherwise wait a minute for the head to return."""
 
 
 Work = Callable[[list[str]], Awaitable[object]]
-"""Given the routers' gRPC addresses, once everything serves."""
+"""Function called with the routers' gRPC addresses, once everything serves."""
 
 
 async def serve(
@@ -48,9 +48,10 @@ async def serve(
     planner: PlannerConfig | None = None,
     work: Work | None = None,
 ) -> None:
-    """Start everything, say where it serves, and return after SIGINT, SIGTERM or `tandem down`, or when `work` is done.
-    With `planner` the pools size themselves. Raises TandemError with the cause of whatever fails to start, and what
-    `work` raises."""
+    """Start everything, print addresses, and return on SIGINT, SIGTERM or `tandem down`, or when `work` is done.
+
+    With `planner` the pools size themselves. Raises TandemError with the cause of a failed start, and errors of `work`.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     async with _ray(say):
@@ -81,7 +82,7 @@ async def _serve(
     planning: PlannerConfig | None,
     work: Work | None,
 ) -> None:
-    """Returns when every role was told to stop by itself, or the work is done."""
+    """Serve until every role was told to stop by itself, or the work is done."""
     say("starting the router")
     started = await supervisor.start_routers()
     addresses = [where.grpc for where in started]
@@ -116,7 +117,7 @@ async def _serve(
 
 
 def _say_where(started: Sequence[Addresses], of_workers: list[str], topology: Topology, say: ProgressSteps) -> None:
-    """`of_workers`: where their metrics are."""
+    """Print addresses; `of_workers` are those of their metrics."""
     say(f"serving at {', '.join(where.grpc for where in started)}; Ctrl-C stops")
     config = topology.router
     scheme = "https" if config.tls_cert or config.tls_public_cert else "http"
@@ -129,7 +130,7 @@ def _say_where(started: Sequence[Addresses], of_workers: list[str], topology: To
 
 
 async def _obey(supervisor: Supervisor, cluster_name: str, say: ProgressSteps, stop: asyncio.Event) -> None:
-    """Orders of `tandem scale`, `restart` and `down`, one at a time."""
+    """Perform orders of `tandem scale`, `restart` and `down`, one at a time."""
     try:
         named = {"name": name_of(cluster_name), "namespace": NAMESPACE, "scheduling_strategy": drivers_node()}
         control: Any = ray.remote(ControlActor).options(num_cpus=0, max_concurrency=64, **named).remote()
@@ -146,14 +147,14 @@ async def _obey(supervisor: Supervisor, cluster_name: str, say: ProgressSteps, s
             return
         try:
             await supervisor.perform(order)
-        except Exception as error:  # whoever gave the order hears of it, and the cluster goes on
+        except Exception as error:  # the sender of the order gets the error, and the cluster continues
             said = str(error)
         await control.answer.remote(order.number, said)
 
 
 @contextlib.asynccontextmanager
 async def _ray(say: ProgressSteps) -> AsyncIterator[None]:
-    """Join the running Ray cluster, or start one for as long as this lasts."""
+    """Join the running Ray cluster, or start one for the duration of the block."""
     quiet = {"log_to_driver": True, "logging_level": "error", "configure_logging": True, "namespace": NAMESPACE}
     try:
         ray.init(address="auto", **quiet)

@@ -1,4 +1,4 @@
-"""Room on a Ray cluster for the workers that `tandem up` starts with: one placement group, all of them or none."""
+"""Resources on a Ray cluster for the initial workers of `tandem up`: one placement group, all or none."""
 
 import asyncio
 import time
@@ -15,14 +15,18 @@ from tandem.progress import ProgressSteps
 from tandem.ray.settings import RaySettings
 
 AT_ONCE_S = 2.0
-"""That room takes where there is some."""
+"""Seconds within which available resources are granted."""
 MEANING = {"STRICT_SPREAD": " (each on a node of its own)", "STRICT_PACK": " (all on one node)"}
 
 
 class WorkerGroup:
-    """A bundle for each worker. One of a worker that left stays reserved, and is the next of its kind's: Ray gives
-    a group back as a whole, which is done once nobody is in it. Those that do not come from here are placed one by
-    one."""
+    """A bundle for each worker.
+
+    A departed worker's bundle stays reserved for the next one of its kind.
+
+    Ray releases a group only as a whole, which happens when no worker is left in it. Further workers are placed one by
+    one.
+    """
 
     def __init__(self, settings: RaySettings, modules: Sequence[str]) -> None:
         self._settings = settings
@@ -30,10 +34,13 @@ class WorkerGroup:
         self._free = list(range(len(self._modules)))
         self._group: PlacementGroup | None = None
         self._single: list[PlacementGroup] = []
-        """Of one bundle each."""
+        """Groups of one bundle each."""
 
     async def reserve(self, say: ProgressSteps) -> None:
-        """Raises StartError when there is no room within `wait_s`, with what was wanted and what there is."""
+        """Reserve the group.
+
+        Raises StartError when resources are missing for `wait_s`, with what is wanted and available.
+        """
         if not self._modules:
             return
         bundles = [self._settings.bundle(module) for module in self._modules]
@@ -46,7 +53,7 @@ class WorkerGroup:
             raise StartError("ray", self._no_room(bundles))
 
     def take(self, module: str) -> dict[str, Any]:
-        """Options of an actor that runs `module`."""
+        """Return options of an actor that runs `module`."""
         place = self._free_place(module)
         if self._group is None or place is None:
             return self._settings.options(module)
@@ -54,8 +61,10 @@ class WorkerGroup:
         return self._in_group(module, self._group, place)
 
     async def spare(self, module: str) -> dict[str, Any] | None:
-        """Options of one more, where there is room for it now, beside all others. What a strict strategy promises of
-        the workers' places holds for those of the group only: there is room in it, or none."""
+        """Return options of one more actor where resources are free now; None otherwise.
+
+        A strict strategy holds for workers of the group only.
+        """
         if self._group is not None and self._free_place(module) is not None:
             return self.take(module)
         if self._settings.strategy.startswith("STRICT"):
@@ -70,7 +79,7 @@ class WorkerGroup:
         return self._in_group(module, group, 0)
 
     def give_back(self, options: dict[str, Any]) -> None:
-        """Of a worker that is gone for good."""
+        """Return the resources of a worker that is gone for good."""
         strategy = options["scheduling_strategy"]
         if not isinstance(strategy, PlacementGroupSchedulingStrategy):
             return
@@ -107,7 +116,7 @@ class WorkerGroup:
 
 
 async def _is_there(group: PlacementGroup, within_s: float) -> bool:
-    """Asked for a second at a time: a thread that waits cannot be cancelled."""
+    """Wait for a group, a second at a time: a waiting thread cannot be cancelled."""
     give_up_at = time.monotonic() + within_s
     while (left_s := give_up_at - time.monotonic()) > 0:
         if await asyncio.to_thread(group.wait, min(1.0, left_s)):
@@ -116,11 +125,11 @@ async def _is_there(group: PlacementGroup, within_s: float) -> bool:
 
 
 def _of_interest(resource: str) -> bool:
-    """Ray counts much beside."""
+    """Return whether a resource is worth printing; Ray counts many others."""
     return not resource.startswith(("node:", "accelerator_type:")) and resource not in ("memory", "object_store_memory")
 
 
 def _described(bundles: Sequence[dict[str, float]]) -> str:
-    """Like ones together: 2 x (GPU 1, fast_nic 1)."""
+    """Describe bundles with equal ones together: 2 x (GPU 1, fast_nic 1)."""
     texts = (", ".join(f"{name} {amount:g}" for name, amount in sorted(each.items())) for each in bundles)
     return ", ".join(f"{count} x ({text})" for text, count in Counter(texts).items())

@@ -1,4 +1,4 @@
-"""The planner of a cluster that `tandem up` runs: in the driver's process, over its own actors."""
+"""The planner of a cluster of `tandem up`, in the driver's process, over its own actors."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,12 @@ from tandem.ray.supervisor import Supervisor
 
 
 class RayExecutor(Executor):
-    """Of one model. An order is carried out behind the planner's back, since whoever leaves takes its time; until it
-    is, the next one for that role waits for its turn of the planner."""
+    """Executor of one model.
+
+    Orders run in the background, since a worker that leaves drains first.
+
+    Until an order is done, the next one for that role waits for the planner's next round.
+    """
 
     switches = True
 
@@ -31,7 +35,10 @@ class RayExecutor(Executor):
         return {"prefill": sizes["prefill"], "decode": sizes["decode"]}
 
     async def scale(self, role: Role, count: int) -> None:
-        """Raises what became of the order before."""
+        """Start an order.
+
+        Raises the failure of the previous one.
+        """
         if (before := self._under_way.get(role)) is not None:
             if not before.done():
                 return
@@ -55,8 +62,10 @@ class RayExecutor(Executor):
 
 
 def planner_config(settings: dict[str, Any], router: RouterConfig) -> PlannerConfig:
-    """Of the key `planner` of a cluster file; what it does not say of certificates is as the router's. Raises
-    StartError."""
+    """Return the settings from the key `planner` of a cluster file, with the router's certificates.
+
+    Raises StartError.
+    """
     tls = {name: value for name in TlsSettings.model_fields if (value := getattr(router, name))}
     config = PlannerConfig.parse(tls | {"routers": ("127.0.0.1:1",)} | settings)
     config.check()
@@ -71,7 +80,10 @@ def planner_config(settings: dict[str, Any], router: RouterConfig) -> PlannerCon
 async def start_ray_planner(
     config: PlannerConfig, supervisor: Supervisor, joined_at: Sequence[str], models: Sequence[str]
 ) -> Planner:
-    """Raises StartError."""
+    """Start the planner.
+
+    Raises StartError.
+    """
     if not config.model and len(models) > 1:
         raise StartError("planner.model", f"is needed, of {', '.join(models)}: a planner sizes the pools of one")
     several = config.model if len(models) > 1 else ""

@@ -1,4 +1,4 @@
-"""One role as a Ray actor: the actor, and the driver's side of it."""
+"""One role as a Ray actor: the actor, and the driver's handle of it."""
 
 import asyncio
 import contextlib
@@ -17,18 +17,22 @@ from tandem.topology import MODULES
 STOP_TIMEOUT_S = 10.0
 LOOK_S = 5.0
 ATTEMPTS, BETWEEN_ATTEMPTS_S = 4, 2.0
-"""Of starting an actor."""
+"""Attempts to start an actor, and the seconds between them."""
 
 
 class RoleActor:
-    """Runs one role inside an actor's process."""
+    """Actor that runs one role."""
 
     def __init__(self) -> None:
         self._role: Any = None
 
     async def start(self, module: str, config: Config, of_node: dict[str, str]) -> Addresses:
-        """Where it serves. `of_node`: settings that are to be this node's address. A failure travels to the driver as
-        its text."""
+        """Start the role; return its addresses.
+
+        A failure reaches the driver as its text.
+
+        `of_node`: settings that should hold this node's address.
+        """
         if of_node:
             config = config.model_copy(update=dict.fromkeys(of_node, ray.util.get_node_ip_address()))
         self._role = await _start_role(module, config)
@@ -36,7 +40,7 @@ class RoleActor:
         return where
 
     async def ended(self) -> str:
-        """The cause when the role cannot go on; empty once it was told to stop by a call, and has left."""
+        """Wait for the end; return its cause, or empty after a requested stop."""
         failing, told = asyncio.ensure_future(self._role.failed()), asyncio.ensure_future(self._role.stop_requested())
         await asyncio.wait([failing, told], return_when=asyncio.FIRST_COMPLETED)
         if failing.done():
@@ -47,15 +51,18 @@ class RoleActor:
         return ""
 
     async def role(self) -> str:
-        """Of a worker: prefill or decode, whichever it has taken last."""
+        """Return the present role of a worker: prefill or decode."""
         return "" if self._role is None else str(self._role.role)
 
     async def switch(self, role: str) -> None:
-        """Of a worker. A failure travels to the driver as its text."""
+        """Switch a worker's role.
+
+        A failure reaches the driver as its text.
+        """
         await self._role.switch(role)
 
     async def leave(self) -> None:
-        """In its own time: what is under way is finished or handed over."""
+        """Stop with a drain: work in flight is finished or handed over."""
         if self._role is not None:
             await self._role.drain()
             await self.stop()
@@ -84,7 +91,7 @@ async def _start_role(module: str, config: Any) -> Any:
 
 @dataclass(slots=True, eq=False)
 class Role:
-    """One that is to run."""
+    """A role that should run."""
 
     name: str
     module: str
@@ -93,13 +100,17 @@ class Role:
     of_node: dict[str, str] = field(default_factory=dict)
     handle: Any = None
     at: str = ""
-    """Its gRPC address, since it started last."""
+    """gRPC address since the last start."""
     leaving: bool = False
-    """Its end is wanted."""
+    """Whether its end is wanted."""
 
     async def start(self) -> Addresses:
-        """Raises StartError with its cause. An actor that dies before it says anything was put on a node that is gone,
-        and Ray did not know: it is put elsewhere."""
+        """Start the actor; return its addresses.
+
+        Raises StartError with the cause.
+
+        An actor that dies silently was placed on a node that had just gone; it is started elsewhere.
+        """
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return await self._start()
@@ -123,7 +134,7 @@ class Role:
         return where
 
     async def ending(self) -> str:
-        """The cause; empty of one that was told to stop and did."""
+        """Wait for the end; return its cause, empty after a requested stop."""
         try:
             cause: str = await self.handle.ended.remote()
         except ray.exceptions.RayError as error:
@@ -131,13 +142,19 @@ class Role:
         return cause
 
     async def look(self) -> None:
-        """Which role it has now: it may have been told to switch by anybody. One that does not answer has the old."""
+        """Update the present role, which any client may have switched.
+
+        Without an answer the old role stays.
+        """
         with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
             async with asyncio.timeout(LOOK_S):
                 self.module = MODULES.get(await self.handle.role.remote(), self.module)
 
     async def switch(self, role: str) -> None:
-        """Raises TandemError."""
+        """Switch the role.
+
+        Raises TandemError.
+        """
         try:
             await self.handle.switch.remote(role)
         except ray.exceptions.RayError as error:
@@ -145,14 +162,14 @@ class Role:
         self.module = MODULES[role]
 
     async def leave(self) -> None:
-        """Finish or hand over, and end."""
+        """Drain and stop."""
         self.leaving = True
         with contextlib.suppress(ray.exceptions.RayError):
             await self.handle.leave.remote()
         self.kill()
 
     async def stop(self) -> None:
-        """At once, or nearly."""
+        """Stop at once, or nearly."""
         self.leaving = True
         if self.handle is None:
             return
@@ -167,5 +184,5 @@ class Role:
 
 
 def _first_line(error: Exception) -> str:
-    """Ray's go on for pages."""
+    """Return the first line of an error; Ray's are pages long."""
     return str(error).partition("\n")[0]

@@ -1,4 +1,4 @@
-"""Keeps the roles of a cluster running as Ray actors: starts them, starts again what dies, scales, restarts in turn."""
+"""Supervisor of a cluster's Ray actors: starts them, restarts those that die, scales, and restarts in turn."""
 
 import asyncio
 import itertools
@@ -22,34 +22,37 @@ from tandem.topology import MODULES, TOLD_NOTHING, Topology
 
 JOIN_TIMEOUT_S, LOOK_FOR_IT_EVERY_S = 60.0, 0.1
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
-"""Before what died is started again; it doubles each time."""
+"""First and longest wait before a restart, in seconds; it doubles each time."""
 LOOK_EVERY_S = 10.0
-"""Which role each worker has: anybody may have told it to switch."""
+"""Seconds between looks at the workers' roles, which any client may switch."""
 LONG_ENOUGH_S = 60.0
-"""Who lived for so long begins with the first wait again."""
+"""Lifetime in seconds after which the next restart uses the first wait again."""
 
 
 class SupervisorBackend:
-    """What a supervisor stands on: Ray's actors and nodes, and what routers say."""
+    """Backend of a supervisor: Ray's actors and nodes, and routers' answers."""
 
     def role(self, *arguments: Any) -> Role:
-        """As `Role` takes them."""
+        """Create a role; arguments as `Role` takes them."""
         return Role(*arguments)
 
     def several_hosts(self) -> bool:
         return len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}) > 1
 
     def here(self) -> Any:
-        """Where the driver is, as a scheduling strategy."""
+        """Return the driver's node as a scheduling strategy."""
         return drivers_node()
 
     async def workers_at(self, router: str, trust: TlsIdentity | None) -> set[str]:
-        """Addresses of the workers that serve, as that router sees it. Raises ServiceError."""
+        """Return the addresses of serving workers as a router sees them.
+
+        Raises ServiceError.
+        """
         return await workers_at(router, trust, JOIN_TIMEOUT_S)
 
 
 class Supervisor:
-    """Of one cluster."""
+    """Supervisor of one cluster."""
 
     def __init__(
         self,
@@ -59,26 +62,29 @@ class Supervisor:
         autoscale: bool = False,
         ground: SupervisorBackend | None = None,
     ) -> None:
-        """`autoscale`: workers are placed one by one, so that those that leave give back what they had."""
+        """Create the supervisor.
+
+        `autoscale`: place workers one by one, so that departing ones release their resources.
+        """
         self._topology = topology
         self._ground = ground or SupervisorBackend()
         self._group = WorkerGroup(settings, [] if autoscale else [module for module, _ in topology.workers()])
         self._say = say
         self._several_hosts = self._ground.several_hosts()
         self._joined_at: tuple[str, ...] = ()
-        """Of the routers, by workers."""
+        """Addresses of the routers for workers."""
         self._trust = member_of(topology.router)
         self._roles: dict[str, Role] = {}
         self._reservations: dict[Role, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._starting: list[Role] = []
-        """By an order."""
+        """Roles being started by an order."""
         self._order = asyncio.Lock()
 
     # ------------------------------------------------------------------ starting
 
     async def start_routers(self) -> list[Addresses]:
-        """On the driver's own node, where clients know them; started again they have the same ports."""
+        """Start routers on the driver's node, where clients know them; restarted ones keep their ports."""
         here, started = self._ground.here(), []
         for config in self._topology.routers:
             options = {"num_cpus": 0, "scheduling_strategy": here}
@@ -92,7 +98,10 @@ class Supervisor:
         return started
 
     async def start_workers(self) -> list[str]:
-        """Where the metrics are of those that have any, with their names. Raises StartError."""
+        """Start workers; return the names and metrics addresses of those that have any.
+
+        Raises StartError.
+        """
         await self._group.reserve(self._say)
         roles = [self._worker(module, config) for module, config in self._topology.workers()]
         self._roles |= {role.name: role for role in roles}
@@ -100,7 +109,10 @@ class Supervisor:
         return [said for role, where in zip(roles, started, strict=True) if (said := _metrics_of(role, where))]
 
     async def _start(self, role: Role) -> None:
-        """One more, or one again: where its metrics are now is said. Raises StartError."""
+        """Start or restart a role, and print where its metrics are.
+
+        Raises StartError.
+        """
         if said := _metrics_of(role, await role.start()):
             self._say(f"metrics at {said}")
             self._say.done()
@@ -108,7 +120,7 @@ class Supervisor:
     def _worker(self, module: str, config: WorkerConfig) -> Role:
         update: dict[str, Any] = {"routers": self._joined_at}
         of_node = {}
-        if self._several_hosts:  # cores are of this host, and an address must be one that others reach
+        if self._several_hosts:  # cores are this host's, and an address must be reachable from others
             update |= TOLD_NOTHING
             of_node = {"host": "", "advertise_host": ""}
         config = config.model_copy(update=update)
@@ -117,7 +129,10 @@ class Supervisor:
     # ------------------------------------------------------------------ keeping
 
     async def keep(self) -> None:
-        """Start again what dies. Returns when nothing is left that is to run."""
+        """Restart roles that die.
+
+        Returns when no role is left that should run.
+        """
         for role in self._roles.values():
             self._keep(role)
         while self._reservations:
@@ -126,7 +141,7 @@ class Supervisor:
             ends = [changed, *self._reservations.values()]
             await asyncio.wait(ends, timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
             changed.cancel()
-            await self._look()  # whoever dies begins again with the role it had last
+            await self._look()  # a worker that dies starts again with its last role
             for role, task in list(self._reservations.items()):
                 if task.done():
                     del self._reservations[role]
@@ -144,7 +159,10 @@ class Supervisor:
         self._changed.set()
 
     async def _keep_one(self, role: Role, cause: str = "") -> None:
-        """Until its end is wanted, or it was told to stop by a call. `cause`: of one that does not run, why."""
+        """Keep one role running until its end is wanted, or it was told to stop.
+
+        `cause`: why it does not run now.
+        """
         loop, wait_s = asyncio.get_running_loop(), FIRST_WAIT_S
         while True:
             if not cause:
@@ -165,25 +183,28 @@ class Supervisor:
                 break
             self._say(f"{role.name} runs again")
             self._say.done()
-        if self._roles.get(role.name) is role:  # another of its name may have followed it
+        if self._roles.get(role.name) is role:  # another of its name may have replaced it
             del self._roles[role.name]
 
     async def _start_again(self, role: Role) -> str:
-        """Why it did not start; empty when it did, or is no longer wanted."""
+        """Restart a role; return why it did not start, or empty."""
         if role.leaving:
             return ""
         try:
             await self._start(role)
         except StartError as error:
             return str(error)
-        if role.leaving:  # told so while it started, when there was nothing to tell
+        if role.leaving:  # its end was requested while it started
             role.kill()
         return ""
 
     # ------------------------------------------------------------------ orders
 
     async def perform(self, order: Order) -> None:
-        """One at a time. Raises TandemError saying why it is not done."""
+        """Perform an order, one at a time.
+
+        Raises TandemError saying why it is not done.
+        """
         async with self._order:
             if order.what == "scale":
                 for role, count in order.counts.items():
@@ -194,7 +215,7 @@ class Supervisor:
                 raise TandemError(f"no such order: {order.what}")
 
     async def sizes(self, model: str) -> dict[str, int]:
-        """Workers by role, those that an order starts among them."""
+        """Return the workers by role, including those being started."""
         await self._look()
         return {
             role: len(self._of_role(role, model)) + sum(each.module == MODULES[role] for each in self._starting)
@@ -202,7 +223,10 @@ class Supervisor:
         }
 
     async def switch(self, names: Iterable[str], role: str) -> None:
-        """These workers are to have that role. Raises TandemError."""
+        """Switch workers to `role`.
+
+        Raises TandemError.
+        """
         async with self._order:
             there = [self._roles[name] for name in names if name in self._roles]
             await asyncio.gather(*(each.switch(role) for each in there))
@@ -210,7 +234,7 @@ class Supervisor:
             self._say.done()
 
     async def _scale(self, role: str, count: int, model: str) -> None:
-        """Adds workers like those that there were at the beginning, or lets the last ones leave."""
+        """Add workers like the initial ones, or let the last ones leave."""
         if role not in MODULES or count < 0:
             raise TandemError(f"{role}={count}: a role is {' or '.join(MODULES)}, and their number not negative")
         pattern, prefix = self._pattern(role, model)
@@ -232,7 +256,7 @@ class Supervisor:
         self._say.done()
 
     async def _add(self, roles: Iterable[Role]) -> None:
-        """All or those that start: a failure is told."""
+        """Start all roles, or as many as start; a failure is reported."""
         roles = list(roles)
         self._starting += roles
         try:
@@ -252,12 +276,14 @@ class Supervisor:
             raise TandemError("; ".join(map(str, failures)))
 
     async def _restart(self) -> None:
-        """Every worker, one at a time, and each only once the one before has joined again. The only one of its role
-        leaves when another one has joined, where there is room for two."""
+        """Restart every worker in turn, each only after the one before has joined again.
+
+        The only worker of its role leaves when a successor has joined, where there are resources for two.
+        """
         await self._look()
         workers = [role for role in self._roles.values() if role.module != "router"]
         for role in workers:
-            if role.leaving or self._roles.get(role.name) is not role:  # told to stop meanwhile, by a call
+            if role.leaving or self._roles.get(role.name) is not role:  # told to stop meanwhile
                 continue
             alone = await self._is_alone(role)
             options = await self._group.spare(role.module) if alone else None
@@ -271,13 +297,16 @@ class Supervisor:
         self._say.done()
 
     async def _is_alone(self, role: Role) -> bool:
-        """Nobody else of its model and role is served with."""
+        """Return whether no other worker of its model and role serves."""
         serving = await self._ground.workers_at(self._joined_at[0], self._trust)
         others = (each for each in self._roles.values() if each is not role and each.module == role.module)
         return not any(each.at in serving and each.config.model == role.config.model for each in others)
 
     async def _follow(self, role: Role, options: dict[str, Any]) -> None:
-        """By another one, of a name of its own: `role` goes on if that does not come. Raises TandemError."""
+        """Replace a role by a successor with a new name; `role` continues if that fails.
+
+        Raises TandemError.
+        """
         prefix = role.name.rpartition("-")[0]
         name = next(name for number in itertools.count() if (name := f"{prefix}-{number}") not in self._roles)
         config = role.config.model_copy(update={"worker_id": name})
@@ -294,7 +323,10 @@ class Supervisor:
         self._group.give_back(role.options)
 
     async def _start_anew(self, role: Role) -> None:
-        """In its own place, once it has left. If it does not start it is tried again and again. Raises TandemError."""
+        """Restart a role in its place after it has left, repeatedly if it does not start.
+
+        Raises TandemError.
+        """
         await role.leave()
         again = self._ground.role(role.name, role.module, role.config, role.options, role.of_node)
         self._starting.append(again)
@@ -312,7 +344,10 @@ class Supervisor:
         await self._joined(again)
 
     async def _joined(self, role: Role) -> None:
-        """Returns when every router knows it. Raises ServiceError."""
+        """Wait until every router knows the role.
+
+        Raises ServiceError.
+        """
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + JOIN_TIMEOUT_S
         for router in self._joined_at:
@@ -325,7 +360,7 @@ class Supervisor:
         await asyncio.gather(*(role.look() for role in self._roles.values() if role.module != "router"))
 
     def _of_role(self, role: str, model: str) -> list[Role]:
-        """Of that model, whatever they began as; by number."""
+        """Return the roles of a model by present role, in order of their numbers."""
         prefixes = [prefix for each in MODULES for prefix in self._patterns(each, model)]
         found: list[tuple[int, str, Role]] = []
         for each in self._roles.values():
@@ -335,7 +370,7 @@ class Supervisor:
         return [each for _, _, each in sorted(found, key=lambda entry: entry[:2])]
 
     def _pattern(self, role: str, model: str) -> tuple[WorkerConfig, str]:
-        """A configuration to make more of, and what their names begin with."""
+        """Return a configuration for further workers, and the prefix of their names."""
         patterns = self._patterns(role, model)
         if len(patterns) != 1:
             known = ", ".join(prefix.removesuffix(f"-{role}-") for prefix in patterns) or "none"
@@ -344,7 +379,7 @@ class Supervisor:
         return config, prefix
 
     def _patterns(self, role: str, model: str) -> dict[str, WorkerConfig]:
-        """By what names begin with: of that model, or of all."""
+        """Return such configurations by name prefix, of one model or of all."""
         configs = self._topology.prefill if role == "prefill" else self._topology.decode
         patterns = {config.worker_id.rpartition("-")[0] + "-": config for config in configs}
         if model:
@@ -353,18 +388,18 @@ class Supervisor:
 
 
 def drivers_node() -> Any:
-    """For what must not be where the driver is not: it would be gone with another node."""
+    """Return a scheduling strategy for the driver's node, for actors that must not be lost with another node."""
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
 def _metrics_of(role: Role, where: Addresses) -> str:
-    """Empty of one that has none."""
+    """Return the line about a role's metrics; empty without any."""
     scheme = "https" if role.config.tls_cert else "http"
     return f"{scheme}://{where.metrics}/metrics ({role.name})" if where.metrics else ""
 
 
 def _ports_of(where: Addresses) -> dict[str, int]:
-    """As settings, so that what is started again is found where it was."""
+    """Return ports as settings, so that a restarted role is found where it was."""
     named = {"port": where.grpc, "http_port": where.http, "metrics_port": where.metrics}
     named["internal_port"] = where.internal
     return {name: int(address.rpartition(":")[2]) for name, address in named.items() if address}
