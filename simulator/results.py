@@ -91,7 +91,7 @@ class Results:
     kept: int
     """Number of requests that kept the SLO."""
     goodput_per_gpu: float
-    """Such requests per second and GPU, over `arrivals_s`: the tail of the last streams is excluded, since one long
+    """Requests that kept the SLO per second and GPU, over `arrivals_s`: the tail of the last streams is excluded, since one long
     output would decide."""
     usd_per_million_output_tokens: float
     hit_rate: float

@@ -55,7 +55,7 @@ class Listener(ABC):
 
     @abstractmethod
     def hear_run(self, worker: "SimWorker", chains: Sequence[Chain], times: Sequence[float]) -> None:
-        """Process a run: at each of these times, the last perhaps in the past, one token for each of these sequences."""
+        """Process a run: at each of these times, the last perhaps in the past, one token for each sequence."""
 
 
 class SimWorker:

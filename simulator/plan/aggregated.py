@@ -40,7 +40,7 @@ class AggregatedPlan:
         return line_of(steps, self.load.prompts, self.load.rate, self.workers)
 
     def itl_at(self, batch: float) -> float:
-        """Return the mean ITL with so many streams: steps with prompts take longer, the others fill the rest of each second."""
+        """Return the mean ITL with so many streams: steps with prompts take longer, others fill the time."""
         line, rate = self.line_at(batch), self.load.rate / self.workers
         with_prompts = min(rate, line.busy / line.service_s) * line.num_steps
         return 1 / (with_prompts + (1 - line.busy) / self.streams.step_s(max(1.0, batch)))
@@ -104,7 +104,7 @@ class AggregatedPlan:
         return self.load.outputs.share_of(lambda output: sum(self._kept_itl(output, z) for z in SPREAD) / len(SPREAD))
 
     def _kept_itl(self, output: float, deviations: float) -> float:
-        """Return the share of outputs of that length that keep the ITL, at a batch so many standard deviations above the mean.
+        """Return the share of outputs of that length that keep the ITL, at a batch above the mean by `deviations`.
 
         Prompts with unequal delays are replaced by equal ones with the same mean and variance.
         """

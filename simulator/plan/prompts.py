@@ -69,25 +69,29 @@ class PromptQueue:
     num_steps: float
     """Mean number of steps for each prompt."""
     variation2: float
-    """Of full steps' parts: their variance over the square of the mean."""
+    """Variance of the shares of full steps, over the square of their mean."""
     busy: float
-    """Of a worker's time."""
+    """Share of a worker's time that is busy."""
     waiting: QueueWait
-    """Were one line for all workers: for who is before one, at the pace of full steps."""
+    """Wait with one queue for all workers, at the pace of full steps."""
 
     def service(self, prompt: float) -> tuple[float, float]:
-        """Seconds and steps that a prompt takes of a worker."""
+        """Return the seconds and steps that a prompt takes of a worker."""
         return _shared(self.steps, prompt, self.together)
 
     @property
     def others_s(self) -> float:
-        """What a prompt's own steps take for others that share them."""
+        """Seconds that a prompt's own steps take for others that share them."""
         return (self.together - 1) * self.packed_s
 
 
 def line_of(steps: PromptSteps, prompts: Lengths, rate: float, workers: int) -> PromptQueue:
-    """While a step runs the next ones come, and share the step after it: as many as come within a step that is as long
-    as so many make it."""
+    """Return the queue.
+
+    While a step runs the next prompts arrive, and share the step after it.
+
+    As many share it as arrive within a step that is as long as so many make it.
+    """
     packed_s = prompts.mean_of(lambda prompt: steps.packed(prompt)[0])
     fixed_s = max(0.0, prompts.mean_of(lambda prompt: steps.alone(prompt)[0]) - packed_s)
     utilisation = rate * packed_s / workers
@@ -110,6 +114,6 @@ def line_of(steps: PromptSteps, prompts: Lengths, rate: float, workers: int) -> 
 
 
 def _shared(steps: PromptSteps, prompt: float, together: float) -> tuple[float, float]:
-    """Seconds and steps of one of so many prompts that share theirs."""
+    """Return seconds and steps of one of so many prompts that share theirs."""
     (alone_s, alone), (packed_s, packed) = steps.alone(prompt), steps.packed(prompt)
     return packed_s + max(0.0, alone_s - packed_s) / together, packed + (alone - packed) / together

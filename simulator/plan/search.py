@@ -1,4 +1,4 @@
-"""The smallest cluster that keeps the SLO for a load: of prefill and decode workers, and of workers that do both."""
+"""Search for the smallest cluster that keeps the SLO, disaggregated and aggregated."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -14,41 +14,42 @@ from simulator.replay import Scenario, Setup, bill
 from simulator.report import MARGIN
 
 GOAL = 0.9
-"""Of the requests: so many keep the TTFT and the ITL."""
+"""Share of requests that must keep TTFT and ITL."""
 TPS = (1, 2, 4, 8)
 MAX_WORKERS = 1 << 14
-"""Of a pool. What so many do not keep, no number does, unless they are too few for the load."""
+"""Largest number of workers of a pool. Parts of the SLO that so many miss are missed by any number, unless they are too
+few for the load."""
 _TOO_MANY = "workers: "
 
 
 @dataclass(frozen=True)
 class Option:
-    """A cluster that keeps the SLO. `model` says what of it was counted."""
+    """A cluster that keeps the SLO; `model` is its plan."""
 
     model: DisaggregatedPlan | AggregatedPlan
     setup: Setup
-    """Ready to be replayed with `scenario`, which says how many workers there are."""
+    """Setup, ready to be replayed with `scenario`, which has the numbers of workers."""
     scenario: Scenario
     gpus: int
     usd_per_hour: float
     usd_per_million: float
-    """Output tokens."""
+    """Price of a million output tokens in USD."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Both kinds; None: no cluster of that kind keeps the SLO, and `why_not` says what stands in its way."""
+    """Both kinds of cluster; None: no cluster of that kind keeps the SLO, for the reason in `why_not`."""
 
     setup: Setup
     load: Load
     apart: Option | None
     together: Option | None
     why_not: dict[str, str]
-    """By "disaggregated" and "aggregated"."""
+    """Reasons by "disaggregated" and "aggregated"."""
 
     @property
     def advice(self) -> str:
-        """In one sentence."""
+        """Advice in one sentence."""
         if self.apart is None and self.together is None:
             return f"Nothing keeps the SLO: {self.why_not['aggregated']}"
         if too_many := next((why for why in self.why_not.values() if why.startswith(_TOO_MANY)), ""):
@@ -60,7 +61,7 @@ class Plan:
         if self.together.usd_per_hour:
             change = self.apart.usd_per_hour / self.together.usd_per_hour - 1
             apart, together = (f"{each.usd_per_hour:,.2f} USD an hour" for each in (self.apart, self.together))
-        else:  # the GPUs are somebody's own
+        else:  # without prices
             change = self.apart.gpus / self.together.gpus - 1
             apart, together = (f"{each.gpus:,} GPUs" for each in (self.apart, self.together))
         if change < -MARGIN:
@@ -71,7 +72,10 @@ class Plan:
 
 
 def plan(setup: Setup, load: Load) -> Plan:
-    """`setup` says everything but how many GPUs and their TP. Raises BadSetup where the model fits no worker."""
+    """Plan a cluster; `setup` lacks only the number of GPUs and their TP.
+
+    Raises BadSetup where the model fits no worker.
+    """
     why_not: dict[str, str] = {}
     together = _best(why_not, "aggregated", _together(setup, load, why_not))
     apart = _best(why_not, "disaggregated", _apart(setup, load, why_not))
@@ -79,7 +83,7 @@ def plan(setup: Setup, load: Load) -> Plan:
 
 
 def _best(why_not: dict[str, str], kind: str, found: Iterable[Option]) -> Option | None:
-    """The cheapest, of equal ones that of the fewest GPUs, and of those that of the least TP."""
+    """Return the cheapest option, then the one with the fewest GPUs, then with the smallest TP."""
     best = min(found, key=lambda option: (option.usd_per_hour, option.gpus), default=None)
     if best is not None:
         why_not.pop(kind, None)
@@ -112,7 +116,10 @@ def apart_of(setup: Setup, load: Load, prefill: int, decode: int) -> Disaggregat
 
 
 def _smallest_apart(setup: Setup, load: Load) -> tuple[int, int] | None:
-    """Prefill and decode workers; the cheapest. Neither pool can be smaller than beside an endless other one."""
+    """Return the cheapest numbers of prefill and decode workers.
+
+    Neither pool can be smaller than beside an unlimited other one.
+    """
     least_prefill = smallest(lambda count: apart_of(setup, load, count, MAX_WORKERS).kept)
     least_decode = smallest(lambda count: apart_of(setup, load, MAX_WORKERS, count).kept)
     assert least_decode is not None
@@ -128,8 +135,10 @@ def _smallest_apart(setup: Setup, load: Load) -> tuple[int, int] | None:
 
 
 def smallest(kept_by: Callable[[int], float]) -> int | None:
-    """Workers with which GOAL of the requests keep the SLO; it must not fall with their number. None: MAX_WORKERS are
-    too few."""
+    """Return the number of workers with which GOAL of the requests keep the SLO, or None beyond MAX_WORKERS.
+
+    `kept_by` must not fall with the number.
+    """
     if kept_by(MAX_WORKERS) < GOAL:
         return None
     high = 1
@@ -143,7 +152,10 @@ def smallest(kept_by: Callable[[int], float]) -> int | None:
 
 
 def fitting(setup: Setup, gpu: Gpu) -> list[int]:
-    """TPs that divide the heads and leave room for KV beside the weights. Raises BadSetup for none."""
+    """Return the TPs that divide the heads and leave memory for KV.
+
+    Raises BadSetup for none.
+    """
     found, refusal = [], BadSetup("model", f"{setup.model.name} has {setup.model.heads} heads, no multiple of a TP")
     for tp in TPS:
         if setup.model.heads % tp == 0:
@@ -180,8 +192,11 @@ def _why_apart(endless: DisaggregatedPlan) -> str:
 def _why(
     endless: DisaggregatedPlan | AggregatedPlan, tp: str, streams: Streams, line: PromptQueue, held: float, full: bool
 ) -> str:
-    """What no number of workers mends: the part that is kept least; or that MAX_WORKERS are too few, where they are
-    `full` or do not have room for what is `held`, and a request alone would keep the SLO."""
+    """Return what no number of workers repairs: the part of the SLO that is kept least.
+
+    Or that MAX_WORKERS are too few, where they are `full` or lack memory for what is `held`, and a request alone would
+    keep the SLO.
+    """
     slo, load = endless.setup.slo, endless.load
     prompt, parts = load.prompts.quantile(GOAL), endless.parts
     possible = line.steps.alone(prompt)[0] <= slo.ttft_s and streams.step_s(1) <= slo.itl_s

@@ -1,4 +1,4 @@
-"""How many streams a worker carries, and how many there are at a time."""
+"""Streams that a worker can carry, and their number at a time."""
 
 import math
 from collections.abc import Callable
@@ -17,48 +17,56 @@ MAX_GROWTH = 0.9
 
 @dataclass(frozen=True)
 class Streams:
-    """Of one worker that decodes."""
+    """Streams of one decoding worker."""
 
     roofline: Roofline
     load: Load
     block_tokens: int
 
     def step_s(self, batch: float) -> float:
-        """Of so many streams and nothing else."""
+        """Return the seconds of a step with so many streams and no prompt."""
         low = math.floor(batch)
         at_low, at_high = self._whole_s(low), self._whole_s(low + 1)
         return at_low + (batch - low) * (at_high - at_low)
 
     @cached_property
     def pool_tokens(self) -> int:
-        """Its KV pool holds. Raises BadSetup."""
+        """Tokens that its KV pool holds.
+
+        Raises BadSetup.
+        """
         return self.roofline.num_blocks(self.block_tokens) * self.block_tokens
 
     @cached_property
     def fit(self) -> float:
-        """Sequences in it, the mean. Raises BadSetup."""
+        """Mean number of sequences that fit the pool.
+
+        Raises BadSetup.
+        """
         return self.pool_tokens / (self.load.context + self.block_tokens / 2)  # half of the last block is empty
 
     def swing(self, batch: float) -> float:
-        """Variance of the KV that streams have, in units of what so many equal streams would have by chance, whose
-        variance is their number.
+        """Return the variance of the streams' KV, relative to that of as many equal, independent streams.
 
-        Streams are not equal: that multiplies it by 1 + their variation squared. And where a larger batch makes steps
-        longer, streams stay longer, which makes it larger still: of a crowd that n leave at the rate n / T(n), the
-        variance is the mean over 1 - n T'(n) / T(n)."""
+        Unequal streams multiply it by 1 + their variation squared. Where a larger batch makes steps longer, streams
+        stay longer, which makes it larger still: a population that n leave at the rate n / T(n) has a variance of the
+        mean over 1 - n T'(n) / T(n).
+        """
         unequal = 1 + (self.load.variation * self.load.prompt / self.load.context) ** 2
         whole = max(1.0, batch)
         growth = whole * (self.step_s(whole + 1) - self.step_s(whole)) / self.step_s(whole)
         return unequal / (1 - min(growth, MAX_GROWTH))
 
     def kept_memory(self, workers: int, held: float, batch: float) -> float:
-        """Of requests: who finds room at once where so many hold some, on all workers together. A sequence is whole on
-        one worker; one that no worker could hold finds none."""
+        """Return the share of requests that find memory at once beside those that `held` some, on all workers together.
+
+        A sequence is whole on one worker; one that no worker could hold finds none.
+        """
         fitting = self.load.prompts.share_of(lambda prompt: float(prompt + self.load.output <= self.pool_tokens))
         return fitting * share_within(workers * math.floor(self.fit), held, self.swing(batch))
 
     def largest(self, itl_s: float) -> float:
-        """Streams whose step takes no longer; 0: a single one does."""
+        """Return the number of streams whose step takes no longer than `itl_s`; 0: a single one takes longer."""
         return 0.0 if self.step_s(1) > itl_s else crossing(lambda batch: self.step_s(batch) - itl_s, 1.0, MAX_BATCH)
 
     def _whole_s(self, batch: int) -> float:
@@ -66,7 +74,7 @@ class Streams:
 
 
 def crossing(rising: Callable[[float], float], low: float, high: float) -> float:
-    """Where a function that rises goes through 0; `high` where it stays below."""
+    """Return where an increasing function crosses 0, or `high` where it stays below."""
     if rising(high) <= 0:
         return high
     for _ in range(HALVINGS):
@@ -76,7 +84,7 @@ def crossing(rising: Callable[[float], float], low: float, high: float) -> float
 
 
 def poisson_share(most: float, mean: float) -> float:
-    """P(N <= most) for N that is Poisson: to the digit for small means, else by the normal distribution."""
+    """Return P(N <= most) for Poisson N, exact for small means, else by the normal distribution."""
     if most < 0:
         return 0.0
     if mean > EXACT_MEAN:
@@ -89,6 +97,8 @@ def poisson_share(most: float, mean: float) -> float:
 
 
 def share_within(limit: float, mean: float, swing: float = 1.0) -> float:
-    """Of requests that find so many others, by `mean`, that with them there are no more than `limit`. The variance is
-    `swing` times that of Poisson's distribution: as of fewer, larger ones."""
+    """Return the share of requests that, with a mean of `mean` others, find at most `limit`, themselves included.
+
+    The variance is `swing` times that of Poisson's distribution: as of fewer, larger ones.
+    """
     return poisson_share((limit - 1) / swing, mean / swing)

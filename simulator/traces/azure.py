@@ -1,5 +1,7 @@
-"""Azure's CSV: `TIMESTAMP,ContextTokens,GeneratedTokens`, times as `2023-11-16 18:15:46.6805900`, or with a zone, as
-`2024-05-10 00:00:00.009930+00:00`; without one they are UTC."""
+"""Azure's CSV: `TIMESTAMP,ContextTokens,GeneratedTokens`.
+
+Times are `2023-11-16 18:15:46.6805900` in UTC, or with a zone, `2024-05-10 00:00:00.009930+00:00`.
+"""
 
 import re
 from collections.abc import Sequence
@@ -13,7 +15,10 @@ COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 def read_row(header: Sequence[str], cells: Sequence[str]) -> Row:
-    """Raises BadRow."""
+    """Read a row.
+
+    Raises BadRow.
+    """
     if len(cells) != len(header):
         raise BadRow(f"has {len(cells)} columns, the first line {len(header)}")
     named = dict(zip(header, cells, strict=True))

@@ -8,7 +8,10 @@ HASH_TOKENS = 512
 
 
 def read_row(values: dict[str, Any]) -> Row:
-    """Raises BadRow."""
+    """Read a row.
+
+    Raises BadRow.
+    """
     input_tokens = tokens_of(values, "input_length")
     return Row(
         at_s=seconds_of(values, "timestamp", 1e-3),

@@ -1,4 +1,4 @@
-"""Opens a trace and gives its requests, scaled and spread as asked."""
+"""Reader of traces: yields requests, scaled and spread as requested."""
 
 import csv
 import json
@@ -20,24 +20,24 @@ _JSON_FORMATS: dict[str, tuple[str, Callable[[dict[str, Any]], Row]]] = {
     "mooncake": ("input_length", mooncake.read_row),
     "receipts": ("prompt_tokens", receipts.read_row),
 }
-"""By name: a field that no other format has, and the reader of a line."""
+"""Formats by name: a field that no other format has, and the reader of a line."""
 _PACKED = ((b"\x1f\x8b", "gzip"), (b"\x28\xb5\x2f\xfd", "zstd"), (b"PK\x03\x04", "zip"), (b"BZh", "bzip2"))
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What of a trace is replayed, and how."""
+    """Part of a trace that is replayed, and its speed."""
 
     rate: float = 1.0
-    """Requests come so many times as fast."""
+    """Factor of the arrival rate."""
     start_s: float = 0.0
-    """Of the trace's own time, from its first line: what comes before is left out."""
+    """Seconds of the trace's own time, from its first line, that are skipped."""
     duration_s: float = math.inf
-    """Likewise: what comes later is."""
+    """Seconds of the trace's own time after which later requests are skipped."""
     most: int | None = None
-    """Requests, the first ones."""
+    """Largest number of requests."""
     spread_s: float = 0.0
-    """Times of the trace are exact to so much: each request comes up to so much later, by chance."""
+    """Resolution of the trace's times: each request arrives up to so much later, at random."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -50,7 +50,10 @@ class Window:
 
 
 def served_of(path: Path) -> Iterator[ServedRequest]:
-    """All of a log of receipts, receipts included. Raises BadTrace."""
+    """Yield a log of receipts, receipts included.
+
+    Raises BadTrace.
+    """
     trace = Trace(path, Window())
     with trace.open() as file:
         for number, line in trace.lines(file):
@@ -61,10 +64,16 @@ def served_of(path: Path) -> Iterator[ServedRequest]:
 
 
 class Trace:
-    """A file of any size. Iterating reads it anew."""
+    """A trace file of any size.
+
+    Each iteration reads it again.
+    """
 
     def __init__(self, path: Path, window: Window) -> None:
-        """Raises BadTrace when there is no such file."""
+        """Open a trace.
+
+        Raises BadTrace when there is no such file.
+        """
         try:
             if not path.is_file():
                 raise BadTrace(path, 0, "is no file")
@@ -74,7 +83,10 @@ class Trace:
         self.window = window
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        """In order of time, the first of them at 0 or, spread, soon after. Raises BadTrace."""
+        """Yield requests in order of time, the first at 0 or, spread, soon after.
+
+        Raises BadTrace.
+        """
         window, seeds = self.window, random.Random(self.window.seed)
         later: list[tuple[float, int, Row]] = []
         number = 0

@@ -33,9 +33,8 @@ def plan_cluster(
     simulate: Annotated[int, typer.Option(help="try the plan with so many requests in virtual time")] = 0,
     json_path: JsonOut = None,
 ) -> None:
-    """How many GPUs, and should I disaggregate?
+    """Print the smallest cluster of each kind that keeps the SLO: how many GPUs, and should I disaggregate?
 
-    Prints the smallest cluster of each kind that keeps the SLO.
 
     The SLO must hold for nine of ten requests; every figure comes with its formula. For a trace of your own use `tandem
     replay`.

@@ -1,1 +1,1 @@
-"""Checks of this host before any request: what is installed and allowed, and whether each pair of workers moves KV."""
+"""`tandem doctor`: checks of a host before any request: packages, limits, devices, and KV transfers between workers."""

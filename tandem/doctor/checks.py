@@ -1,4 +1,7 @@
-"""Judges a machine for workers of a configuration. Pure."""
+"""Checks of a machine against a worker configuration.
+
+Pure.
+"""
 
 from collections.abc import Callable, Mapping
 
@@ -21,7 +24,10 @@ INSTALL = {
 def check_all(
     machine: Machine, config: WorkerConfig, num_workers: int, environment: Mapping[str, str], alone: bool = True
 ) -> list[Finding]:
-    """In the order in which they matter. `alone`: no other host is looked at."""
+    """Return all findings, the most important first.
+
+    `alone`: no other host takes part.
+    """
     checks: list[Callable[[], list[Finding]]] = [
         lambda: check_packages(machine, config),
         lambda: check_gpus(machine, config),
@@ -38,7 +44,7 @@ def check_all(
 
 
 def check_packages(machine: Machine, config: WorkerConfig) -> list[Finding]:
-    """What the configuration needs must be there; the rest is only listed."""
+    """Check the packages that the configuration needs; list the others."""
     needed = {config.transport} | ({"torch"} if config.engine == "torch" else set())
     if machine.torch_gpus and config.device != "cpu" and config.backend in ("auto", "flashinfer"):
         needed.add("flashinfer")
@@ -53,7 +59,7 @@ def check_packages(machine: Machine, config: WorkerConfig) -> list[Finding]:
 
 
 def check_gpus(machine: Machine, config: WorkerConfig) -> list[Finding]:
-    """Those of the machine, and those that torch computes on."""
+    """List the GPUs of the machine, and those that torch computes on."""
     on_bus, seen = len(machine.host.gpus), machine.torch_gpus or ()
     found = f"torch sees {', '.join(seen)}" if seen else "torch sees none"
     if config.engine == "torch" and config.device == "cuda" and not seen:
@@ -65,7 +71,7 @@ def check_gpus(machine: Machine, config: WorkerConfig) -> list[Finding]:
 
 
 def check_rdma(machine: Machine, config: WorkerConfig) -> list[Finding]:
-    """Devices, their state, and whether they are demanded."""
+    """Check RDMA devices, their state, and whether they are demanded."""
     rdma = [nic for nic in machine.host.nics if nic.rdma]
     active = [nic for nic in rdma if nic.active]
     demanded = [lane for lane in config.strict_lanes if lane == "rdma" or lane in GROUPS["rdma"]]
@@ -86,7 +92,7 @@ def check_rdma(machine: Machine, config: WorkerConfig) -> list[Finding]:
 
 
 def check_nics(machine: Machine, environment: Mapping[str, str]) -> list[Finding]:
-    """Which serves which GPU, and what of it could not be read."""
+    """List which NIC serves which GPU, and what could not be read."""
     findings = [Finding("nics", "ok", str(choice)) for choice in choices(machine.host)]
     if (chosen := environment.get("UCX_NET_DEVICES")) is not None:
         findings.append(Finding("nics", "ok", f"UCX_NET_DEVICES={chosen}, as set by the user"))
@@ -97,7 +103,7 @@ def check_nics(machine: Machine, environment: Mapping[str, str]) -> list[Finding
 
 
 def check_memlock(machine: Machine, config: WorkerConfig) -> list[Finding]:
-    """RDMA pins the pool; nothing else does."""
+    """Check the memlock limit: RDMA pins the pool, nothing else does."""
     limit, needed = machine.memlock_bytes, config.kv_memory_mib << 20
     found = "unlimited" if limit is None else f"{limit >> 20} MiB"
     if limit is not None and limit < needed and machine.host.active_rdma:
@@ -107,7 +113,7 @@ def check_memlock(machine: Machine, config: WorkerConfig) -> list[Finding]:
 
 
 def check_shared_memory(machine: Machine, num_workers: int) -> list[Finding]:
-    """UCX keeps queues there."""
+    """Check /dev/shm, where UCX keeps queues."""
     free, needed = machine.shared_memory_bytes, num_workers * SHARED_MEMORY_PER_WORKER
     if free is None or free < needed:
         found = "no /dev/shm" if free is None else f"{free >> 20} MiB free in /dev/shm"
@@ -119,8 +125,10 @@ def check_shared_memory(machine: Machine, num_workers: int) -> list[Finding]:
 
 
 def check_ptrace(machine: Machine, config: WorkerConfig) -> list[Finding]:
-    """Memory of another process of this host that is not in a file is read by CMA, which the kernel allows as it allows
-    ptrace."""
+    """Check ptrace: the kernel allows CMA reads of another process as it allows ptrace.
+
+    Only memory outside files is read by CMA.
+    """
     scope = machine.ptrace_scope
     if scope and config.transport == "nixl":
         advice = (
@@ -139,7 +147,7 @@ def check_open_files(machine: Machine) -> list[Finding]:
 
 
 def check_compiler(machine: Machine, config: WorkerConfig) -> list[Finding]:
-    """The native backend is compiled at the first start."""
+    """Check for a compiler: the native backend is compiled at the first start."""
     on_gpu = config.device != "cpu" and bool(machine.torch_gpus)
     if config.engine != "torch" or on_gpu or config.backend not in ("auto", "native"):
         return []

@@ -1,4 +1,4 @@
-"""`tandem doctor`."""
+"""The command `tandem doctor`."""
 
 import asyncio
 import json
@@ -45,8 +45,12 @@ def run_doctor(
     print_json: bool,
     others: Sequence[str] = (),
 ) -> int:
-    """`settings` of a worker; `others`: addresses of hosts that listen. Returns the exit code; raises StartError when
-    it cannot even begin."""
+    """Run the doctor with a worker's settings; return the exit code.
+
+    Raises StartError when it cannot begin.
+
+    `others`: addresses of hosts that listen.
+    """
     least = 1 if others else 2
     if not least <= workers <= MAX_WORKERS:
         raise StartError("workers", f"a pair takes 2, and {MAX_WORKERS} are the most; not {workers}")
@@ -64,7 +68,10 @@ def run_doctor(
 
 
 def listen_for_doctor(console: Console, settings: dict[str, Any], model: Path | None, port: int) -> None:
-    """Lends a peer to a doctor of another host, until it is interrupted. Raises StartError."""
+    """Lend a peer to a doctor of another host until interrupted.
+
+    Raises StartError.
+    """
     if settings.get("host", LOOPBACK) == LOOPBACK:
         settings = settings | {"host": "0.0.0.0"}
     config, machine = _config(settings, model), read_machine()
@@ -90,7 +97,7 @@ def listen_for_doctor(console: Console, settings: dict[str, Any], model: Path | 
 async def _examine(
     config: WorkerConfig, machine: Machine, workers: int, others: Sequence[str]
 ) -> tuple[list[HostReport], list[PairResult], list[Finding]]:
-    """What other hosts said, what became of the pairs, and who could not be reached."""
+    """Return other hosts' reports, the results of the pairs, and findings about unreachable hosts."""
     told: list[HostReport] = []
     unreached: list[Finding] = []
     async with AsyncExitStack() as stack:
@@ -119,7 +126,10 @@ def _on_gpu(machine: Machine, config: WorkerConfig) -> bool:
 
 
 def _address_toward(other: str) -> str:
-    """This host's, as packets to that address have it. Raises StartError."""
+    """Return this host's address as seen from another one.
+
+    Raises StartError.
+    """
     name, _, port = other.rpartition(":")
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -1,4 +1,7 @@
-"""What the doctor finds. A finding that is not all right says what to do."""
+"""Findings of the doctor.
+
+Every finding but an "ok" one says what to do.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,9 +13,9 @@ Level = Literal["ok", "warning", "broken"]
 @dataclass(frozen=True, slots=True)
 class Finding:
     check: str
-    """What was looked at, such as "memlock"."""
+    """Name of the check, such as "memlock"."""
     level: Level
-    """warning: it will work, worse than it could. broken: it will not."""
+    """Level. warning: it works, worse than it could. broken: it does not work."""
     found: str
     advice: str = ""
 
@@ -21,5 +24,5 @@ class Finding:
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """0: nothing is broken; 1: something is."""
+    """Return 0 when nothing is broken, else 1."""
     return int(any(finding.level == "broken" for finding in findings))

@@ -1,13 +1,13 @@
 """Other hosts: `tandem doctor --listen PORT` lends a peer there to the doctor that names its address.
 
-One gRPC stream for each examination, of JSON, an answer to everything asked:
+One gRPC stream per examination, with JSON messages, one answer to each:
 
-    (nothing)                        {"host": its name, "findings": [...]}    what is to be said of that host
+    (nothing)                        {"host": its name, "findings": [...]}    report of that host
     {"clock": true}                  {"clock": seconds since 1970}
-    {"start": {"seed": ..., ...}}    what its peer says at its start: an endpoint, or an error
-    anything else                    what the peer says to it
+    {"start": {"seed": ..., ...}}    the peer's first message: an endpoint, or an error
+    anything else                    the peer's answer
 
-With the certificates of workers it is for members of the cluster only, as everything between workers is.
+With the certificates of workers only members of the cluster may use it, like everything between workers.
 """
 
 import asyncio
@@ -32,18 +32,22 @@ from tandem.doctor.peer import PeerSpec
 SERVICE = "tandem.v1.Doctor"
 METHOD = f"/{SERVICE}/Examine"
 REACH_S = 15.0
-"""For the first answer of a host."""
+"""Seconds for the first answer of a host."""
 CLOCK_ROUNDS = 8
 MAX_SKEW_S = 1.0
-"""Beyond it, logs and traces of two hosts tell another story than what happened, and certificates may be refused."""
+"""Clock skew in seconds beyond which logs and traces of two hosts contradict each other, and certificates may be
+refused."""
 MAX_PATTERN_BYTES = 256 << 20
 
 Start = Callable[[int, int, str], PeerSpec]
-"""(seed, bytes, who asks, host:port) to the peer of this host."""
+"""Function (seed, bytes, caller's host:port) that returns the spec of this host's peer."""
 
 
 class DoctorService:
-    """Of a host that listens. One examination at a time."""
+    """gRPC service of a host that listens.
+
+    One examination at a time.
+    """
 
     def __init__(self, findings: Sequence[Finding], spec: Start, command: Sequence[str]) -> None:
         self._findings = [asdict(finding) for finding in findings]
@@ -117,15 +121,15 @@ def _pattern_of(asked: Any) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class HostReport:
-    """What a host said of itself."""
+    """Report of another host."""
 
     address: str
     name: str
     findings: tuple[Finding, ...]
     clock_ahead_s: float
-    """Of ours."""
+    """Seconds by which its clock is ahead."""
     clock_within_s: float
-    """How exactly that is known: half of the quickest answer's time."""
+    """Accuracy of that: half of the fastest answer's time."""
 
     def judge_clock(self) -> Finding:
         found = f"{self.address}: {1e3 * self.clock_ahead_s:+.1f} ms, to within {1e3 * self.clock_within_s:.1f} ms"
@@ -135,7 +139,7 @@ class HostReport:
 
 
 class HostLink(PeerLink):
-    """To the peer of another host."""
+    """Link to the peer of another host."""
 
     def __init__(self, address: str, member: MemberIdentity | None) -> None:
         self.address = address
@@ -143,7 +147,10 @@ class HostLink(PeerLink):
         self._call: Any = self._channel.stream_stream(METHOD)()
 
     async def examine(self, seed: int, num_bytes: int) -> HostReport:
-        """What it says of itself; its peer starts after that. Raises PeerGone."""
+        """Return the host's report; its peer starts after that.
+
+        Raises PeerGone.
+        """
         try:
             async with asyncio.timeout(REACH_S):
                 told = await self.hear()
@@ -156,7 +163,7 @@ class HostLink(PeerLink):
         return HostReport(self.address, told["host"], findings, ahead_s, within_s)
 
     async def _ask_clock(self) -> tuple[float, float]:
-        """(how exactly it is known, how far it is ahead), in seconds."""
+        """Return accuracy and lead of the other clock, in seconds."""
         asked_at = time.time()
         await self.send({"clock": True})
         theirs = (await self.hear())["clock"]
@@ -193,7 +200,10 @@ class HostLink(PeerLink):
 async def listen(
     service: DoctorService, member: MemberIdentity | None, host: str, port: int, say: Callable[[str], object]
 ) -> None:
-    """Until it is cancelled. `say` hears the address. Raises StartError."""
+    """Listen until cancelled; `say` prints the address.
+
+    Raises StartError.
+    """
     server = Server(member.credentials if member else None)
     service.add_to(server.grpc)
     bound = await server.start(host, port, [SERVICE], "listen")

@@ -1,4 +1,4 @@
-"""How the doctor talks with its peers: one thing said, one thing heard, as JSON."""
+"""Links between the doctor and its peers: JSON messages, one answer each."""
 
 import asyncio
 import json
@@ -14,27 +14,33 @@ LINE_BYTES = 1 << 24
 
 
 class PeerGone(Exception):
-    """It says nothing any more; the message says why."""
+    """The peer sends nothing any more; the message says why."""
 
 
 class PeerLink(ABC):
-    """To one peer."""
+    """Link to one peer."""
 
     @abstractmethod
     async def send(self, said: dict[str, Any]) -> None:
-        """Raises PeerGone."""
+        """Send a message.
+
+        Raises PeerGone.
+        """
 
     @abstractmethod
     async def hear(self) -> dict[str, Any]:
-        """The next thing that it says. Raises PeerGone."""
+        """Return the peer's next message.
+
+        Raises PeerGone.
+        """
 
     @abstractmethod
     async def stop(self) -> None:
-        """It is needed no more."""
+        """End the peer."""
 
 
 class ProcessLink(PeerLink):
-    """To a process of this host, by its standard input and output."""
+    """Link to a process of this host, by its standard input and output."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
         self._name = name
@@ -60,7 +66,7 @@ class ProcessLink(PeerLink):
     async def hear(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
-            with suppress(ValueError):  # a library's own words
+            with suppress(ValueError):  # a library's output
                 said: dict[str, Any] = json.loads(line)
                 return said
         raise PeerGone(f"{self._name} ended with code {await self._process.wait()}")

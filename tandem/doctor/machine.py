@@ -1,4 +1,4 @@
-"""Facts about this host. Reading them judges nothing."""
+"""Facts about this host, without judgement."""
 
 import json
 import os
@@ -23,7 +23,7 @@ PACKAGES = {
     "transformers": ("transformers",),
     "flashinfer": ("flashinfer-python",),
 }
-"""By what they are called here: their distributions, any of which will do."""
+"""Distributions by the name used here, any of which will do."""
 COMPILERS = ("c++", "g++", "clang++")
 SHARED_MEMORY = Path("/dev/shm")
 PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -37,18 +37,18 @@ TORCH_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """None stands for what is not there, or could not be found out."""
+    """Facts about a machine; None: absent or unknown."""
 
     versions: Mapping[str, str | None]
     memlock_bytes: int | None
-    """None: unlimited."""
+    """Limit of pinned memory in bytes; None: unlimited."""
     shared_memory_bytes: int | None
-    """Free in /dev/shm."""
+    """Free bytes in /dev/shm."""
     ptrace_scope: int | None
     open_files: int
     compiler: str | None
     torch_gpus: tuple[str, ...] | None
-    """The GPUs that torch computes on; None without torch."""
+    """GPUs that torch computes on; None without torch."""
     host: Host
 
 
@@ -83,7 +83,7 @@ def _ptrace_scope() -> int | None:
 
 
 def _torch_gpus() -> tuple[str, ...] | None:
-    """Asked of a process of its own: torch takes seconds to load, and CUDA holds what it touched."""
+    """Ask torch in a process of its own: it takes seconds to load, and CUDA keeps what it touched."""
     command = [sys.executable, "-c", ASK_TORCH]
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=TORCH_TIMEOUT_S, check=True).stdout

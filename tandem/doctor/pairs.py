@@ -1,4 +1,4 @@
-"""Every ordered pair of real processes moves a known pattern through the configured transport."""
+"""Transfers of a known pattern between every ordered pair of real processes, by the configured transport."""
 
 import asyncio
 import sys
@@ -17,13 +17,13 @@ from tandem.doctor.peer import PeerSpec
 PATTERN_BYTES = 32 << 20
 START_TIMEOUT_S = 60.0
 PAIR_TIMEOUT_S = 45.0
-"""More than the reads of a pair may take together with their check, less than anybody's patience."""
+"""Seconds for the reads of a pair and their check."""
 PEER_COMMAND: tuple[str, ...] = (sys.executable, "-m", "tandem.doctor.peer")
 
 
 @dataclass(frozen=True, slots=True)
 class PairResult:
-    """What became of `reader` reading what `lender` lends."""
+    """Result of `reader` reading the pattern of `lender`."""
 
     reader: str
     lender: str
@@ -38,7 +38,7 @@ class PairResult:
 def plan_peers(
     config: WorkerConfig, num_workers: int, gpu: bool, num_bytes: int = PATTERN_BYTES, seed: int = 1
 ) -> list[PeerSpec]:
-    """One for each worker, each with a pattern, and so a name, of its own: `seed` and those after it."""
+    """Return a spec for each worker, each with its own pattern and name: `seed` and the following ones."""
     host = config.advertise_host or config.host
     return [
         PeerSpec(f"worker-{number - 1}", number, num_bytes, config.transport, host, config.strict_lanes, gpu)
@@ -50,14 +50,14 @@ class Peer:
     """One end of pairs, on this host or another."""
 
     def __init__(self, name: str, seed: int, link: PeerLink, elsewhere: bool = False) -> None:
-        """`seed`: of its pattern."""
+        """Create a peer; `seed` is that of its pattern."""
         self.name = name
         self.elsewhere = elsewhere
         self._seed = seed
         self._link = link
         self._endpoint = ""
         self._error = ""
-        """Why no pair with it can work any more."""
+        """Reason why no pair with it can work any more."""
 
     async def prepare(self) -> None:
         said = await self._hear(START_TIMEOUT_S)
@@ -80,13 +80,13 @@ class Peer:
         await self._link.stop()
 
     async def _hear(self, timeout_s: float) -> dict[str, Any]:
-        """The next thing that it says; what is wrong with it is its `error`."""
+        """Return the peer's next message; a failure becomes its `error`."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._link.hear()
         except PeerGone as error:
             self._error = str(error)
-        except TimeoutError:  # whatever it says later belongs to this pair
+        except TimeoutError:  # a later answer would belong to this pair
             self._error = f"{self.name} said nothing for {timeout_s:g} s"
         return {"error": self._error}
 
@@ -94,7 +94,7 @@ class Peer:
 async def start_peers(
     stack: AsyncExitStack, specs: Sequence[PeerSpec], command: Sequence[str] | None = None
 ) -> list[Peer]:
-    """On this host; each ends with `stack`."""
+    """Start peers on this host; each ends with `stack`."""
     peers: list[Peer] = []
     for spec in specs:
         peer = Peer(spec.name, spec.seed, await ProcessLink.start(spec, command or PEER_COMMAND))
@@ -104,31 +104,30 @@ async def start_peers(
 
 
 async def measure_pairs(peers: Sequence[Peer], timeout_s: float = PAIR_TIMEOUT_S) -> list[PairResult]:
-    """One pair after the other, none longer than `timeout_s`."""
+    """Measure one pair after the other, none longer than `timeout_s`."""
     await asyncio.gather(*(peer.prepare() for peer in peers))
     return [await reader.read(lender, timeout_s) for reader in peers for lender in peers if reader is not lender]
 
 
 def judge_pairs(results: Sequence[PairResult], machine: Machine, config: WorkerConfig) -> list[Finding]:
-    """A finding for each pair that is not all right; one for all when all are."""
+    """Return a finding for each pair with a problem, or one for all."""
     findings = [finding for result in results if (finding := _judge(result, machine, config)) is not None]
     return findings or [Finding("pairs", "ok", f"all {len(results)} move KV right")]
 
 
 def better_lanes(machine: Machine, config: WorkerConfig, across_hosts: bool = False) -> tuple[str, ...]:
-    """What processes of this host could use instead of TCP, in UCX's words; or those of two hosts, as far as one of
-    them knows."""
+    """Return lanes that processes of this host, or of two hosts, could use instead of TCP, in UCX's terms."""
     if across_hosts:
         return GROUPS["rdma"] if machine.host.active_rdma else ()
     if config.transport == "nixl":
         on_gpu = bool(machine.torch_gpus) and config.device != "cpu"
-        ours = machine.compiler is not None or not machine.ptrace_scope  # else neither Tandem nor UCX can read it
+        ours = machine.compiler is not None or not machine.ptrace_scope  # otherwise neither Tandem nor UCX can read it
         return ("cuda_ipc",) if on_gpu else ("posix",) if ours else ()
     return GROUPS["rdma"] if machine.host.active_rdma else ()
 
 
 def fell_back(result: PairResult, machine: Machine, config: WorkerConfig) -> bool:
-    """It went over TCP alone although the host has better."""
+    """Return whether a pair used TCP although the host has better lanes."""
     used = {lane.partition("/")[0] for lane in result.lanes}
     return bool(better_lanes(machine, config, result.across_hosts)) and used == {"tcp"}
 

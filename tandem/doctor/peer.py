@@ -1,8 +1,8 @@
-"""A process of the doctor: `python -m tandem.doctor.peer SPEC`, with the fields of PeerSpec as JSON.
+"""Peer process of the doctor: `python -m tandem.doctor.peer SPEC`, with the fields of PeerSpec as JSON.
 
-Its pool is a pattern that others read, and as much room to read theirs into. It prints its endpoint, then answers each
-line of JSON on standard input, `{"endpoint": ..., "seed": ...}`, with what became of reading that peer's pattern. Ends
-with its standard input, or with its parent.
+Its pool is a pattern that others read, and as much memory to read theirs into. It prints its endpoint, then answers
+each line of JSON on standard input, `{"endpoint": ..., "seed": ...}`, with the result of reading that peer's pattern.
+Ends with its standard input, or with its parent.
 """
 
 import ctypes
@@ -33,9 +33,9 @@ Bytes = NDArray[np.uint8]
 class PeerSpec:
     name: str
     seed: int
-    """Of the pattern."""
+    """Seed of the pattern."""
     num_bytes: int
-    """Of the pattern; the pool is twice as large."""
+    """Bytes of the pattern; the pool is twice as large."""
     transport: str
     host: str
     strict_lanes: tuple[str, ...]
@@ -43,12 +43,12 @@ class PeerSpec:
 
 
 def make_pattern(seed: int, num_bytes: int) -> Bytes:
-    """[num_bytes]: what a peer with that seed lends."""
+    """Return the pattern of a peer with that seed, [num_bytes]."""
     return np.random.default_rng(seed).integers(0, 256, num_bytes, np.uint8)
 
 
 class PatternPool:
-    """The pattern [0, num_bytes) and the room behind it, in main memory or on a GPU."""
+    """The pattern [0, num_bytes) and the destination behind it, in main memory or on a GPU."""
 
     def __init__(self, pattern: Bytes, gpu: bool) -> None:
         self._start = len(pattern)
@@ -57,11 +57,11 @@ class PatternPool:
 
             self.pool: Pool | DevicePool = put_on_gpu(np.concatenate([pattern, np.zeros_like(pattern)]))
         else:
-            self.pool = pool_memory(1, 2 * len(pattern), in_file=True)  # as prefill workers have it
+            self.pool = pool_memory(1, 2 * len(pattern), in_file=True)  # like the pool of prefill workers
             self.pool.memory[0, : len(pattern)] = pattern
 
     def clear(self) -> None:
-        """Empty the room, so that what is found there has arrived since."""
+        """Clear the destination, so that its contents have arrived since."""
         if isinstance(self.pool, Pool):
             self.pool.memory[0, self._start :] = 0
             return
@@ -70,7 +70,7 @@ class PatternPool:
         clear_on_gpu(self.pool, self._start)
 
     def received(self) -> Bytes:
-        """What is in the room, [num_bytes]."""
+        """Return the destination's contents, [num_bytes]."""
         if isinstance(self.pool, Pool):
             return self.pool.memory[0, self._start :]
         from engine.backends.torch.patterns import fetch_from_gpu
@@ -101,7 +101,7 @@ def read_pattern(transport: Transport, pool: PatternPool, endpoint: bytes, seed:
 
 
 def serve(spec: PeerSpec, pattern: Bytes) -> None:
-    """Lend `pattern`, and read as told."""
+    """Lend `pattern`, and read on command."""
     if spec.gpu:
         use_nearest_nics(os.environ)
     try:

@@ -1,13 +1,11 @@
-"""Load for a live cluster, and what its clients saw: `tandem bench`.
+"""`tandem bench`: load for a live cluster, and measurements of its clients.
 
-    profile or trace ──▶ TraceRequests ──▶ drive.py ──▶ a door ──▶ Outcomes ──▶ table, JSON, picture, log of receipts
-                         (lengths, sharing)  (when)      (gRPC, HTTP)
+    profile or trace ──▶ TraceRequests ──▶ drive.py ──▶ frontends.py ──▶ Outcomes ──▶ table, JSON, picture, log of receipts
+                     (lengths, sharing)    (when)      (gRPC, HTTP)
 
-Requests are the simulator's, and so are outcomes and figures: what a live cluster did and what `tandem replay` says it
-would do are counted alike.
+Requests, outcomes and figures are the simulator's: a live cluster and `tandem replay` are measured alike.
 
-**No coordinated omission.** In an open loop every request has a time at which it is due, whatever became of those
-before it, and times count from then: a request that this process sent late, because it or the cluster was busy, was
-slow. How late it sent them is part of the report. With `--concurrency` the loop is closed, since that is what was asked
-for, and times count from the sending.
+**No coordinated omission.** In an open loop every request has a due time, whatever became of earlier ones, and times
+count from it: a request that this process sent late, because it or the cluster was busy, was slow. The report has the
+lateness. With `--concurrency` the loop is closed, and times count from the sending.
 """

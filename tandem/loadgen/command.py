@@ -1,4 +1,4 @@
-"""`tandem bench`."""
+"""The command `tandem bench`."""
 
 import asyncio
 import contextlib
@@ -24,12 +24,12 @@ from tandem.loadgen.frontends import Frontend
 from tandem.loadgen.report import Receipts, Report, tables_of, write_json, write_plot
 
 BEGIN_S = 0.2
-"""Until the first request may be due, so that it is not sent late."""
+"""Seconds before the first request is due, so that it is not sent late."""
 
 
 @dataclass(slots=True)
 class LeftOut:
-    """Requests of a trace that are not sent: they are longer than the model's context."""
+    """Requests of a trace that are longer than the model's context and not sent."""
 
     count: int = 0
     of: int = 0
@@ -37,22 +37,22 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class OfferedLoad:
-    """What is offered: a profile at a rate, or as many at a time; or a trace at its own times."""
+    """Load: a profile at a rate or concurrency, or a trace at its own times."""
 
     profile: Profile | None = None
     trace: Trace | None = None
     rate: float = 1.0
-    """Requests a second, of a profile. (A trace's is part of its window.)"""
+    """Requests per second of a profile. A trace has its rate in its window."""
     even: bool = False
-    """Equal gaps; else Poisson."""
+    """Whether gaps are equal; otherwise Poisson."""
     concurrency: int | None = None
-    """So many at a time, whatever their times: a closed loop."""
+    """Number of concurrent requests in a closed loop; None: an open loop."""
     duration_s: float | None = None
     most: int | None = None
     warmup_s: float = 0.0
-    """What is due before is sent, and not counted."""
+    """Seconds whose requests are sent but not counted."""
     scale: float = 1.0
-    """Of a profile's lengths."""
+    """Factor of a profile's lengths."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -69,8 +69,12 @@ class OfferedLoad:
             raise BadSetup("duration", "how long? Say it, or a number of requests")
 
     def left_out(self, context: int) -> LeftOut:
-        """Reads a trace once, so that what is wrong with it is said before anything is sent. Raises BadTrace, and
-        BadSetup where nothing would be left."""
+        """Read a trace once, to report its errors before sending anything.
+
+        Raises BadTrace and BadSetup.
+
+        BadSetup means that no request fits the context.
+        """
         if self.trace is None:
             return LeftOut()
         found = LeftOut()
@@ -97,7 +101,10 @@ class OfferedLoad:
         return f"{what}, {self.rate:g}/s {'evenly' if self.even else 'Poisson'}" if self.profile else what
 
     def requests(self, context: int) -> Iterator[TraceRequest]:
-        """Those of a trace that are longer than `context` are left out. Raises BadTrace and BadSetup."""
+        """Yield the requests, without those longer than `context`.
+
+        Raises BadTrace and BadSetup.
+        """
         found: Iterable[TraceRequest]
         if self.profile is not None:
             arrivals = evenly(self.rate) if self.even else poisson(self.rate, self.seed)
@@ -113,16 +120,16 @@ class OfferedLoad:
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """What is to become of the figures."""
+    """Output of the results."""
 
     slo: Slo
     gpus: int | None = None
-    """That the cluster has; default: as many as workers."""
+    """GPUs of the cluster; default: as many as workers."""
     usd_per_gpu_hour: float | None = None
     json_path: Path | None = None
     png_path: Path | None = None
     log_path: Path | None = None
-    """For requests with their receipts: `tandem replay` and `tandem calibrate` read it."""
+    """File for requests with their receipts, for `tandem replay` and `tandem calibrate`."""
 
     def __post_init__(self) -> None:
         check_above_0("gpus", self.gpus)
@@ -130,9 +137,12 @@ class OutputOptions:
 
 
 async def run_bench(console: Console, frontend: Frontend, load: OfferedLoad, wanted: OutputOptions) -> Report:
-    """Offer the load, and tell what came of it. Raises ServiceError, StartError, BadSetup and BadTrace.
+    """Run the load and print the report.
 
-    Cancelled, it reports what is over by then."""
+    Raises ServiceError, StartError, BadSetup and BadTrace.
+
+    Cancelled, it reports the requests finished by then.
+    """
     if wanted.png_path is not None:
         open_figures()
     async with frontend, contextlib.AsyncExitStack() as stack:
@@ -194,7 +204,7 @@ async def _every(seconds: float, act: Callable[[], None]) -> None:
 
 
 class _Count:
-    """What has ended."""
+    """Counters of finished requests."""
 
     def __init__(self, load: OfferedLoad, wanted: OutputOptions, log: TextIO | None) -> None:
         self._load, self._wanted, self._log = load, wanted, log
@@ -214,7 +224,7 @@ class _Count:
         finished = outcome.end_state is EndState.FINISHED
         if self._log is not None:
             self._held[asked.number] = _served(asked, self.begins_at) if finished else None
-            while self._written in self._held:  # in the order in which they came
+            while self._written in self._held:  # in the order of arrival
                 if (served := self._held.pop(self._written)) is not None:
                     write_served(self._log, served)
                 self._written += 1
@@ -250,7 +260,7 @@ class _Count:
 
 
 def _served(asked: SentRequest, begins_at: float) -> ServedRequest:
-    """Prompts that were sent as text may have come to a few tokens more or less: the log has what was meant."""
+    """Return the logged form of a request, with the intended lengths; prompts sent as text may differ by a few tokens."""
     outcome, request = asked.outcome, asked.outcome.request
     return ServedRequest(
         arrived_s=max(0.0, outcome.sent_at - begins_at),

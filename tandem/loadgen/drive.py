@@ -1,4 +1,4 @@
-"""Sends requests when they are due, and keeps the times at which their tokens came."""
+"""Load driver: sends requests when they are due, and records the times of their tokens."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from simulator.request import EndState, Outcome, TraceRequest
 from tandem.loadgen.frontends import Frontend
 
 SLEEP_AT_LEAST_S = 0.001
-"""What is due within it is sent now: sleeping for less costs more than it gains."""
+"""Shortest sleep in seconds; requests due sooner are sent now."""
 
 
 @dataclass(slots=True, eq=False)
@@ -22,33 +22,37 @@ class SentRequest:
     """One request; times are seconds of the event loop's clock."""
 
     number: int
-    """Among all that were sent, from 0."""
+    """Number among all sent requests, from 0."""
     counted: bool
-    """False of the warm-up."""
+    """Whether it counts; False during the warm-up."""
     outcome: Outcome
     finish: pb.Finish = field(default_factory=pb.Finish)
 
 
 @dataclass(slots=True)
 class SentLoad:
-    """Of a whole run."""
+    """Measurements of a whole run."""
 
     gaps: LatencyHistogram = field(default_factory=LatencyHistogram)
-    """Between tokens. Of tokens that came together each has its share of the time since those before."""
+    """Inter-token latencies. Tokens that arrived together share the time since those before."""
     count: int = 0
-    """Requests."""
+    """Number of requests."""
     last_due_at: float = 0.0
     late_s: "array[float]" = field(default_factory=lambda: array("d"))
-    """Of each request in an open loop: how long after it was due it was sent."""
+    """Lateness of each request in an open loop, in seconds."""
     most_under_way: int = 0
 
 
 class LoadDriver:
-    """One run against one door."""
+    """One run against one frontend."""
 
     def __init__(self, frontend: Frontend, on_end: Callable[[SentRequest], object], warmup_s: float = 0.0) -> None:
-        """`on_end` is called once for each request that was sent, when it is over. What is due before `warmup_s` is in
-        none of the figures here."""
+        """Create it.
+
+        `on_end` is called once for each sent request, at its end.
+
+        Requests due before `warmup_s` are in none of the figures.
+        """
         self._frontend = frontend
         self._on_end = on_end
         self._warmup_s = warmup_s
@@ -59,8 +63,10 @@ class LoadDriver:
         self.sent = SentLoad()
 
     async def open_loop(self, requests: Iterable[TraceRequest], begins_at: float) -> None:
-        """Each at its time after `begins_at`, of the event loop's clock; returns when all are over. Cancelled, it
-        cancels those under way, which are then no part of the result. Raises what `requests` does."""
+        """Send each request at its time after `begins_at`, of the event loop's clock; return when all have ended.
+
+        Cancelled, it cancels those in flight, which then do not count. Raises errors of `requests`.
+        """
         loop = asyncio.get_running_loop()
         self._counts_from = begins_at + self._warmup_s
         with _unwrapped():
@@ -68,14 +74,14 @@ class LoadDriver:
                 for request in requests:
                     due_at = begins_at + request.arrival_s
                     ahead_s = due_at - loop.time()
-                    # One that is behind lets answers in.
+                    # a late driver still lets answers in
                     await asyncio.sleep(ahead_s if ahead_s > SLEEP_AT_LEAST_S else 0)
                     if due_at >= self._counts_from:
                         self.sent.late_s.append(max(0.0, loop.time() - due_at))
                     self._start(group, request, due_at)
 
     async def closed_loop(self, requests: Iterable[TraceRequest], concurrency: int, until: float = math.inf) -> None:
-        """`concurrency` at a time, none after `until`; their own times are not looked at."""
+        """Keep `concurrency` requests in flight, none started after `until`; their own times are ignored."""
         loop, room = asyncio.get_running_loop(), asyncio.Semaphore(concurrency)
         self._counts_from = loop.time() + self._warmup_s
         with _unwrapped():
@@ -126,7 +132,7 @@ class LoadDriver:
 
 @contextlib.contextmanager
 def _unwrapped() -> Iterator[None]:
-    """An error of whoever made the requests, without the group that it leaves a TaskGroup in."""
+    """Raise errors of the requests' source without the group that a TaskGroup wraps them in."""
     try:
         yield
     except ExceptionGroup as group:
@@ -137,7 +143,7 @@ def _unwrapped() -> Iterator[None]:
 
 
 def _read(outcome: Outcome, finish: pb.Finish) -> None:
-    """What the server says of it."""
+    """Record the server's usage and receipt."""
     if not outcome.num_emitted:
         outcome.end_state, outcome.reason = EndState.FAILED, "a stream without a token"
         return
@@ -150,6 +156,6 @@ def _read(outcome: Outcome, finish: pb.Finish) -> None:
 
 
 def _short(error: ServiceError) -> str:
-    """To be counted by: numbers in a message would make each one different."""
+    """Return an error without numbers, to be counted by."""
     words = " ".join("N" if any(letter.isdigit() for letter in word) else word for word in str(error).split())
     return f"{type(error).__name__}: {words}"[:120]

@@ -1,4 +1,4 @@
-"""Ways into a cluster: what is asked, and when tokens came back."""
+"""Frontends of a cluster for the load generator: gRPC and HTTP."""
 
 import asyncio
 import json
@@ -19,25 +19,31 @@ from tandem.client import Client
 from tandem.loadgen.prompts import PromptWords, sample, token_ids
 
 MAX_LINE = 1 << 20
-"""Bytes of an event from an HTTP server."""
+"""Largest event of an HTTP server, in bytes."""
 PROBE_WORDS = 200
 USAGE = {"include_usage": True, "continuous_usage_stats": True}
-"""How many tokens an event has is known only where the server counts them in each, as vLLM and Tandem do."""
+"""Options with which vLLM and Tandem state the number of tokens in each event."""
 OnTokens = Callable[[int], object]
-"""Hears how many tokens have just come."""
+"""Callback with the number of tokens that have just arrived."""
 
 
 class Frontend(ABC):
-    """Opened as a context. `ask` may be called many times at once."""
+    """A frontend, opened as a context.
+
+    `ask` may be called concurrently.
+    """
 
     max_context_tokens: int
-    """Of the model; more cannot be asked."""
+    """Context length of the model, the limit of a request."""
     num_workers: int
-    """Of the model; 0 where it is not known."""
+    """Workers of the model; 0 where unknown."""
     model: str
 
     async def __aenter__(self) -> Self:
-        """Raises ServiceError and StartError."""
+        """Open the frontend.
+
+        Raises ServiceError and StartError.
+        """
         return self
 
     @abstractmethod
@@ -47,7 +53,10 @@ class Frontend(ABC):
 
     @abstractmethod
     async def ask(self, request: TraceRequest, on_tokens: OnTokens) -> pb.Finish:
-        """One request to its end; usage and receipt as far as the server gives them. Raises ServiceError."""
+        """Run one request to its end; usage and receipt as far as the server gives them.
+
+        Raises ServiceError.
+        """
 
 
 class GrpcFrontend(Frontend):
@@ -63,7 +72,7 @@ class GrpcFrontend(Frontend):
         api_key: str = "",
         tls: ClientIdentity | None = None,
     ) -> None:
-        """One address or more, each a router: requests take turns."""
+        """Create it with the addresses of routers, which get requests in turn."""
         self._addresses = addresses
         self._api_key, self._tls = api_key, tls
         self.model = model
@@ -125,7 +134,7 @@ class GrpcFrontend(Frontend):
 
 
 class HttpFrontend(Frontend):
-    """Any server of OpenAI's API: /v1/completions, streamed. vLLM's `ignore_eos` is sent along."""
+    """Any server of OpenAI's API: /v1/completions, streamed, with vLLM's `ignore_eos`."""
 
     def __init__(
         self,
@@ -139,9 +148,13 @@ class HttpFrontend(Frontend):
         max_context_tokens: int = 0,
         tls: ClientIdentity | None = None,
     ) -> None:
-        """`receipts`: ask Tandem for them. `vocab_size` is needed where prompts go as token ids. Where the server does
-        not say how long the model's context is, `max_context_tokens` must. Raises StartError for a bad
-        `url`."""
+        """Create it.
+
+        Raises StartError for a bad `url`.
+
+        `receipts`: request them from Tandem. `vocab_size` is needed for prompts of token ids. `max_context_tokens` is
+        needed where the server does not state the context.
+        """
         self._url = _base_of(url)
         self.model = model
         self._timeout_s = timeout_s
@@ -180,7 +193,10 @@ class HttpFrontend(Frontend):
         await self._session.close()
 
     async def _look(self) -> None:
-        """Which model, how long its context, how long its tokens. Raises StartError and ServiceError."""
+        """Find out the model, its context and its tokens' length.
+
+        Raises StartError and ServiceError.
+        """
         try:
             async with self._session.get("/v1/models") as answer:
                 if answer.status != 200:
@@ -234,7 +250,10 @@ class HttpFrontend(Frontend):
 
 
 def _base_of(url: str) -> str:
-    """Without the API's own path. Raises StartError."""
+    """Return the URL without the API's path.
+
+    Raises StartError.
+    """
     try:
         parts = urlsplit(url)
         good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -246,8 +265,10 @@ def _base_of(url: str) -> str:
 
 
 def _read_event(event: dict[str, Any], finish: pb.Finish, seen: int, on_tokens: OnTokens) -> int:
-    """`seen`: tokens so far; returns how many there are now. A server that counts them in every event is believed; else
-    an event with text is one token."""
+    """Return the number of tokens after an event; `seen` is the number before.
+
+    A server that counts them in every event is believed; otherwise an event with text is one token.
+    """
     if (error := event.get("error")) is not None:
         status = error.get("code")
         raise _error(status if isinstance(status, int) else 500, json.dumps(event).encode(), {})
@@ -271,13 +292,13 @@ def _read_event(event: dict[str, Any], finish: pb.Finish, seen: int, on_tokens: 
 
 
 def _error(status: int, body: bytes, headers: Mapping[str, str]) -> ServiceError:
-    """What a server's answer means."""
+    """Return the typed error of a server's answer."""
     message, field = body[:500].decode(errors="replace"), ""
     try:
         said = json.loads(body)["error"]
         message, field = str(said["message"]), str(said.get("param") or "")
     except (ValueError, KeyError, TypeError):
-        pass  # a proxy's page, or another server's form: what was read of it is the message
+        pass  # a proxy's page, or another server's format: its text is the message
     if status == 429:
         retry_after = headers.get("Retry-After", "")
         return Overloaded(message, field, retry_after_s=float(retry_after) if retry_after.isdecimal() else None)

@@ -1,4 +1,4 @@
-"""Prompts for requests of which only lengths and sharing are known: equal hash ids, equal text up to there."""
+"""Prompts for requests with known lengths and sharing: equal hash ids give equal text up to there."""
 
 import functools
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from simulator.request import MAX_HASH_ID, TraceRequest
 
 _OF_IDS, _OF_PLACES, _OF_BOTH = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xFF51AFD7ED558CCD
 LEAST_TOKEN = 256
-"""Those below are often special ones, or single bytes."""
+"""Smallest token id used; smaller ones are often special tokens or single bytes."""
 _SYLLABLES = [first + second for first in "bdfghklmnprstvz" for second in "aeiou"]
 _REMEMBERED = 8192
-"""Texts of blocks."""
+"""Number of cached texts of blocks."""
 
 
 def token_ids(request: TraceRequest, vocab_size: int) -> list[int]:
-    """As many as the request says, each below `vocab_size`."""
+    """Return as many token ids as the request says, each below `vocab_size`."""
     numbers = _numbers(request)
     least = min(LEAST_TOKEN, vocab_size // 2)
     ids: list[int] = (numbers % np.uint64(vocab_size - least) + np.uint64(least)).tolist()
@@ -28,7 +28,7 @@ class PromptWords:
     """Text of about as many tokens as a request says."""
 
     def __init__(self, tokens_per_word: float) -> None:
-        """Of the model's tokenizer: ask it, with `sample`."""
+        """Create it with the tokenizer's tokens per word, measured with `sample`."""
         self._tokens_per_word = tokens_per_word
 
     def text(self, request: TraceRequest) -> str:
@@ -43,7 +43,7 @@ class PromptWords:
 
 
 def sample(count: int) -> str:
-    """So many words, to be counted by a tokenizer."""
+    """Return so many words, to be counted by a tokenizer."""
     return " ".join(_words(0, count))
 
 
@@ -53,7 +53,7 @@ def _text(hash_id: int, count: int) -> str:
 
 
 def _words(hash_id: int, count: int) -> list[str]:
-    """Of two or three syllables."""
+    """Return words of two or three syllables."""
     values: Sequence[int] = _mixed(np.full(count, hash_id, np.uint64), np.arange(count, dtype=np.uint64)).tolist()
     words, base = [], len(_SYLLABLES)
     for value in values:
@@ -63,7 +63,7 @@ def _words(hash_id: int, count: int) -> list[str]:
 
 
 def _numbers(request: TraceRequest) -> NDArray[np.uint64]:
-    """[input_tokens]"""
+    """Return a number per token, [input_tokens]."""
     size = request.hash_tokens
     ids = np.full(request.input_tokens, MAX_HASH_ID + request.number % MAX_HASH_ID, np.uint64)
     shared = np.repeat(np.array(request.hash_ids, np.uint64), size)[: request.input_tokens]

@@ -1,4 +1,4 @@
-"""What a run against a live cluster came to, as a table, as JSON and as a picture."""
+"""Report of a run against a live cluster: table, JSON and picture."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ from simulator.results import SHARES, LatencySummary, Results, Slo
 
 @dataclass(slots=True)
 class Receipts:
-    """What those of a run say together."""
+    """Sums over the receipts of a run."""
 
     count: int = 0
     stages_s: dict[str, list[float]] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class Receipts:
     transports: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
     predicted: list[tuple[float, float]] = field(default_factory=list)
-    """Seconds to the first token, as predicted by placement and as seen."""
+    """Predicted and actual seconds to the first token."""
 
     def add(self, receipt: pb.Receipt, ttft_s: float) -> None:
         if not receipt.request_id:
@@ -52,43 +52,43 @@ class Receipts:
 
 @dataclass(slots=True)
 class Report:
-    """Of one run."""
+    """Report of one run."""
 
     title: str
     slo: Slo
     num_gpus: int
     results: Results
     offered_per_s: float
-    """Requests that became due, or were sent, per second of the run."""
+    """Requests due, or sent, per second of the run."""
     most_under_way: int
     late: LatencySummary
-    """Sent later than due, of an open loop."""
+    """Lateness of an open loop."""
     receipts: Receipts
     reasons: dict[str, int]
     first_tokens: Sequence[tuple[float, float]]
-    """Of each request that finished: when it was due, since the beginning, and its TTFT; seconds."""
+    """Due time since the beginning, and TTFT, of each finished request; seconds."""
     priced: bool = True
     left_out: int = 0
-    """Requests of the trace that were longer than the model's context, and so not sent,"""
+    """Requests of the trace that were longer than the model's context and not sent."""
     requests_of_trace: int = 0
-    """of so many."""
+    """Number of requests in the trace."""
     interrupted: bool = False
 
     @property
     def exit_code(self) -> int:
-        """Of the command: 130 after Ctrl-C, 1 where nothing was served."""
+        """Exit code of the command: 130 after Ctrl-C, 1 where nothing was served."""
         return 130 if self.interrupted else int(not self.results.finished)
 
     @property
     def left_out_in_words(self) -> str:
-        """Empty where none was."""
+        """Text about requests that were not sent; empty where all were."""
         if not self.left_out:
             return ""
         return f"{self.left_out:,} of {self.requests_of_trace:,} left out: longer than the context"
 
 
 def tables_of(report: Report) -> list[Table]:
-    """Times, what they came to, and where they went."""
+    """Return the tables of times, totals and stages."""
     results = report.results
     times = Table(title=report.title, title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("", "mean", *SHARES):
@@ -112,7 +112,7 @@ def tables_of(report: Report) -> list[Table]:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """All of it; what is no number is null."""
+    """Return the report as JSON values; values that are no number are null."""
     receipts = report.receipts
     return {
         "title": report.title,
@@ -144,8 +144,10 @@ def write_json(path: Path, report: Report) -> None:
 
 
 def write_plot(path: Path, report: Report) -> None:
-    """First tokens over the run's time, all times as distributions, and where they went. Raises BadSetup without
-    matplotlib."""
+    """Plot first tokens over time, all times as distributions, and stages.
+
+    Raises BadSetup without matplotlib.
+    """
     figure = open_figures()(figsize=(14, 4.5), dpi=150, facecolor="white", layout="constrained")
     over_time, stages = figure.subplots(1, 2, width_ratios=(3, 2))
     due, ttft = np.array(report.first_tokens or [(0.0, math.nan)]).T
@@ -212,7 +214,7 @@ def _facts(report: Report) -> dict[str, str]:
 
 
 def _error_of(receipts: Receipts) -> float:
-    """Median of |predicted / seen - 1|."""
+    """Return the median of |predicted / actual - 1|."""
     if not receipts.predicted:
         return math.nan
     predicted, seen = np.array(receipts.predicted).T

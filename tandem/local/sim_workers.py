@@ -1,4 +1,4 @@
-"""Many `sim` workers in one process: `python -m tandem.local.sim_workers --set model=DIR --set prefill=4 --set decode=4`.
+"""Many `sim` workers in one process: `python -m tandem.local.sim_workers --set model=DIR --set prefill=4`.
 
 Each has its own gRPC server, its own membership and a real engine core; only computing takes no CPU time. Used for
 tests of scale and failures, and for benchmarks of router and network.

@@ -23,7 +23,7 @@ class RoleResources(Config):
 
 
 class RaySettings(Config):
-    """Settings such as {strategy: SPREAD, prefill: {num_gpus: 1}, decode: {num_gpus: 0.5, resources: {fast_nic: 1}}}."""
+    """Settings such as {strategy: SPREAD, prefill: {num_gpus: 1}, decode: {resources: {fast_nic: 1}}}."""
 
     strategy: Literal["SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK"] = "SPREAD"
     """Placement strategy: workers on as many nodes as there are, or packed on few; strict: each on another node, or all
