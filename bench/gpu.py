@@ -20,7 +20,7 @@ from bench.report import Bar, conclude
 from engine.backends.torch.cuda.quantised import gpu_linear
 from engine.backends.torch.quantised import quantise_linears
 from engine.backends.torch.runner import TorchRunner
-from engine.core.core_types import Chunk, SamplingParams, Sequence
+from engine.core_types import Chunk, SamplingParams, Sequence
 from engine.model.quantization import QuantizationConfig, Weights
 
 DECODES = ((1, 512), (8, 2048), (32, 2048), (16, 8192), (64, 4096))

@@ -42,7 +42,7 @@ def llama_8b(device: str) -> "BuiltModel":
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     from engine.backends.torch.runner import BuiltModel
-    from engine.core.model_runner import ModelInfo
+    from engine.model_runner import ModelInfo
 
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA_8B), dtype=torch.bfloat16).eval()

@@ -19,7 +19,7 @@ from rich.console import Console
 from bench.models import qwen2_half_b
 from bench.report import OUT, conclude
 from engine.config import WorkerConfig
-from engine.core.core_types import SamplingParams
+from engine.core_types import SamplingParams
 from engine.messages import FromEngine, Generate, Ready, StartFailed, Token
 from engine.process.child_engine import ChildEngine
 from engine.process.engine_client import EngineListener

@@ -3,9 +3,8 @@
 import random
 
 from engine.backends.sim.runner import SimRunner
-from engine.core.core_types import SamplingParams
 from engine.core.engine_core import EngineCore, EngineLimits
-from engine.core.scheduler import StepBudget
+from engine.core_types import SamplingParams, StepBudget
 from engine.kv.layout import KvLayout
 from engine.messages import Generate
 from kvtransfer.local import LocalNetwork, LocalTransport

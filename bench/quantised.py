@@ -24,9 +24,8 @@ from bench.models import qwen2_half_b
 from bench.report import OUT, Bar, conclude
 from engine.backends.torch.backends import Backend
 from engine.backends.torch.runner import TorchRunner
-from engine.core.core_types import Chunk, SamplingParams, Sequence
 from engine.core.engine_core import EngineCore, EngineLimits
-from engine.core.scheduler import StepBudget
+from engine.core_types import Chunk, SamplingParams, Sequence, StepBudget
 from engine.messages import Generate as Ask
 from engine.messages import Rejected
 from engine.model.quantization import AS_SAVED, QuantizationConfig

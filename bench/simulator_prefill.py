@@ -15,9 +15,9 @@ import numpy as np
 from bench.traces import CONVERSATION, TICK_S
 from cluster.roles import Role
 from engine.backends.sim.timing import StepTiming
+from engine.block_keys import BlockKey
 from engine.core.engine_core import EngineLimits
-from engine.core.scheduler import StepBudget
-from engine.kv.block_keys import BlockKey
+from engine.core_types import StepBudget
 from engine.kv.layout import KvLayout
 from protos import membership_pb2 as pb
 from router.admission.config import AdmissionConfig

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 from cluster.errors import InvalidRequest, Overloaded, Unavailable
 from decode_worker.placed_request import emitted_of, num_choices
 from decode_worker.receipt import build_receipt, price_of
-from engine.core.core_types import FinishReason, TokenLogprobs
+from engine.core_types import FinishReason, TokenLogprobs
 from engine.messages import Failed, FromEngine, KvAccount, LendClosed, PromptScored, Rejected, Token
 from engine.model.detokenizer import TextStream
 from protos import decode_pb2 as internal_pb

@@ -3,8 +3,8 @@
 from array import array
 
 from cluster.errors import InvalidRequest
-from engine.core.core_types import MAX_CHAINS, BeamParams, SamplingParams
-from engine.kv.block_keys import token_array
+from engine.block_keys import token_array
+from engine.core_types import MAX_CHAINS, BeamParams, SamplingParams
 from engine.messages import Generate, PlacementMark
 from engine.model.detokenizer import check_token_ids
 from engine.sampling.structured_output import FIELD, read_structured

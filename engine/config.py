@@ -235,3 +235,16 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
         """Return the largest number of prompt tokens in one step."""
         chosen = self.max_prefill_tokens or (512 if role == "prefill" else 128)
         return min(chosen, self.max_batch_tokens)
+
+
+def finds_own_cores(config: WorkerConfig) -> bool:
+    """Return whether an engine with these settings takes part in the allocation.
+
+    With `cores` set it is avoided by others; without, it also avoids them. A container with a quota below the cores it
+    sees cannot know which of them others leave to it.
+    """
+    if config.engine != "torch":
+        return False
+    if config.cores:
+        return True
+    return (config.threads, config.tensor_parallel) == (None, 1) and num_available() >= len(os.sched_getaffinity(0))

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.core.core_types import FinishReason, RequestFailure, SamplingParams, TokenLogprobs
-from engine.core.scheduler import StepBudget
+from engine.core_types import FinishReason, RequestFailure, SamplingParams, StepBudget, TokenLogprobs
 from engine.kv.block_pool import CacheEvent
 
 # ----------------------------------------------------------------------------------------- to the engine

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 from cluster.errors import Incompatible, InvalidRequest, Overloaded, ServiceError, Unavailable
 from engine import messages
-from engine.kv.block_keys import unpack_tokens
+from engine.block_keys import unpack_tokens
 from engine.lending.fast_path import ADDRESS_BYTES
 from engine.messages import LendClosed, LendReady, LendRefused, LendReleased, LendStarting, PlacementMark
 from engine.model.detokenizer import check_token_ids

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 
 from cluster.errors import InvalidRequest
-from engine.core.core_types import MAX_CHAINS
+from engine.core_types import MAX_CHAINS
 from engine.model.detokenizer import check_token_ids
 from engine.model.model_dir import ModelDir
 from engine.sampling.structured_output import FIELD, read_structured

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import count, pairwise
 
 from cluster.roles import ON_WIRE, Role
-from engine.core.scheduler import StepBudget
+from engine.core_types import StepBudget
 from engine.messages import CacheChanged, Load, Ready, SetBudget, TakeSnapshot
 from engine.worker.worker_events import cache_events, load_report
 from protos import membership_pb2 as pb

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import TextIO
 
-from engine.kv.block_keys import BlockKey
+from engine.block_keys import BlockKey
 from router.placement.decision_codec import decided_again, read_recorded, recorded
 from router.placement.demand import Demand
 from router.placement.fleet import Fleet

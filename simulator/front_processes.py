@@ -8,7 +8,7 @@ worker's death on both.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.core.core_types import Sequence as Chain
+from engine.core_types import Sequence as Chain
 from engine.messages import (
     CacheChanged,
     Cancel,

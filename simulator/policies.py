@@ -11,7 +11,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from engine.kv.block_keys import BlockKey
+from engine.block_keys import BlockKey
 from router.placement.candidates import Route, assess
 from router.placement.demand import Demand
 from router.placement.fleet import Fleet

@@ -10,7 +10,7 @@ from cluster.roles import Role
 from engine.backends.sim.timing import StepTiming, StepWork
 from engine.config import WorkerConfig
 from engine.core.engine_core import EngineLimits
-from engine.core.scheduler import StepBudget
+from engine.core_types import StepBudget
 from engine.kv.layout import KvLayout
 from router.admission.config import AdmissionConfig
 from router.config import RouterConfig

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from cluster.errors import InvalidRequest, Overloaded
 from decode_worker.receipt import build_receipt
-from engine.core.core_types import SamplingParams
-from engine.kv.block_keys import BlockKey, block_keys, root_key
+from engine.block_keys import BlockKey, block_keys, root_key
+from engine.core_types import SamplingParams
 from engine.messages import Generate, PlacementMark, Rejected, Token
 from protos import decode_pb2, inference_pb2
 from protos import membership_pb2 as pb
@@ -21,8 +21,8 @@ from router.admission.request import QueuedRequest, RequestInfo
 from router.placement.demand import Demand
 from router.placement.fleet import Fleet
 from router.placement.place import Decision
-from router.placement.worker_records import ActivePlacement, Worker
 from router.placement.request_demand import demand_of
+from router.placement.worker_records import ActivePlacement, Worker
 from simulator.clock import ScheduledEvent, VirtualClock
 from simulator.front_processes import Attempt, FrontProcesses
 from simulator.latency_histogram import LatencyHistogram

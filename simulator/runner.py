@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core.core_types import Chunk, SampleResult
-from engine.core.core_types import Sequence as Chain
-from engine.core.model_runner import ModelInfo, ModelRunner
+from engine.core_types import Chunk, SampleResult
+from engine.core_types import Sequence as Chain
 from engine.kv.layout import KvLayout
+from engine.model_runner import ModelInfo, ModelRunner
 from kvtransfer.transport import DevicePool
 
 FIRST_OUTPUT_TOKEN = 1 << 31

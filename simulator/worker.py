@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from cluster.roles import Role
 from engine.backends.sim.timing import StepWork, Timing
-from engine.core.core_types import Chunk
-from engine.core.core_types import Sequence as Chain
 from engine.core.engine_core import EngineCore, EngineLimits, Input
+from engine.core_types import Chunk
+from engine.core_types import Sequence as Chain
 from engine.kv.layout import KvLayout
 from engine.messages import FromEngine, Ready
 from simulator.clock import ScheduledEvent, VirtualClock

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 
 from bench.report import Bar, percentile
-from engine.kv.block_keys import KEY_BYTES, BlockKey, split_keys
+from engine.block_keys import KEY_BYTES, BlockKey, split_keys
 from protos import membership_pb2 as pb
 from router.placement.demand import Demand
 from router.placement.fleet import Fleet

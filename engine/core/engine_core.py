@@ -12,12 +12,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
-from engine.core.core_types import Chunk, SampleResult, Sequence
 from engine.core.load_reports import LoadReporter, ReportSchedule
-from engine.core.model_runner import ModelRunner
 from engine.core.request_manager import RequestManager
-from engine.core.scheduler import StepBudget, schedule
+from engine.core.scheduler import schedule
 from engine.core.uniform_decode import UniformDecode
+from engine.core_types import Chunk, SampleResult, Sequence, StepBudget
 from engine.kv.kv_cache_manager import KVCacheManager
 from engine.kv.tiers.tiers import Tiers
 from engine.lending.block_reads import LocalRank, RemoteRank
@@ -41,6 +40,7 @@ from engine.messages import (
     TakeSnapshot,
     ToEngine,
 )
+from engine.model_runner import ModelRunner
 from engine.speculation.speculator import Speculator
 from kvtransfer.ranks import BlockPart, join_endpoints
 from kvtransfer.transport import Transport

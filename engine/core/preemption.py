@@ -28,7 +28,7 @@ blocks do not count in the bound.
 
 from collections.abc import Iterable
 
-from engine.core.core_types import Sequence
+from engine.core_types import Sequence
 
 
 def oldest_of(sequences: Iterable[Sequence]) -> Sequence | None:

@@ -19,9 +19,9 @@ runs and finishes by itself (`engine/sampling/parallel_sampling.py`), and the re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.core.core_types import Chunk, FinishReason, SampleResult, Sequence
+from engine.block_keys import root_key
 from engine.core.running_set import RunningSet
-from engine.kv.block_keys import root_key
+from engine.core_types import Chunk, FinishReason, SampleResult, Sequence
 from engine.kv.kv_cache_manager import KVCacheManager
 from engine.kv.kv_stats import POOL
 from engine.lending.borrower_manager import BorrowerManager, BorrowRequest

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from engine.core.core_types import Chunk, Sequence
+from engine.block_keys import BlockKey
 from engine.core.preemption import admits, next_victim, oldest_of, restart_order
-from engine.kv.block_keys import BlockKey
+from engine.core_types import Chunk, Sequence
 from engine.kv.kv_cache_manager import KVCacheManager
 
 

@@ -21,23 +21,8 @@ waited longest is the first in order as well.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-from engine.core.core_types import Chunk, Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class StepBudget:
-    """Limits of one step, in tokens."""
-
-    max_tokens: int
-    max_prefill_tokens: int
-    """Largest number of prompt tokens; it bounds the inter-token latency of running streams."""
-
-    @property
-    def guaranteed_tokens(self) -> int:
-        """Share of the sequence that has waited longest for its next token."""
-        return max(1, min(self.max_tokens, self.max_prefill_tokens) // 4)
+from engine.core_types import Chunk, Sequence, StepBudget
 
 
 def schedule(runnable: Iterable[Sequence], budget: StepBudget) -> list[Chunk]:

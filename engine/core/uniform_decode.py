@@ -12,10 +12,9 @@ advance and end nothing. Real engines cannot know that: only the simulator runs 
 
 from collections.abc import Callable
 
-from engine.core.core_types import Sequence
 from engine.core.load_reports import LoadReporter
 from engine.core.request_manager import RequestManager
-from engine.core.scheduler import StepBudget
+from engine.core_types import Sequence, StepBudget
 from engine.kv.kv_cache_manager import KVCacheManager
 from engine.lending.lender_manager import LenderManager
 

@@ -16,9 +16,8 @@ from itertools import islice
 from pathlib import Path
 
 from cluster.roles import Role
-from engine.config import WorkerConfig
 from engine.host.core_sharing import CoreClaim, CoreShare, own_share
-from engine.host.cpu_affinity import in_machine_order, num_available, settle_on
+from engine.host.cpu_affinity import in_machine_order, settle_on
 
 log = logging.getLogger(__name__)
 
@@ -104,19 +103,6 @@ class CoreAllocation:
     def _leave(self) -> None:
         if self._socket is not None:
             self._socket.close()
-
-
-def finds_own_cores(config: WorkerConfig) -> bool:
-    """Return whether an engine with these settings takes part in the allocation.
-
-    With `cores` set it is avoided by others; without, it also avoids them. A container with a quota below the cores it
-    sees cannot know which of them others leave to it.
-    """
-    if config.engine != "torch":
-        return False
-    if config.cores:
-        return True
-    return (config.threads, config.tensor_parallel) == (None, 1) and num_available() >= len(os.sched_getaffinity(0))
 
 
 def _read_claims() -> list[CoreClaim]:

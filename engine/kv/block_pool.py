@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.kv.block_keys import BlockKey
+from engine.block_keys import BlockKey
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core.core_types import Sequence
-from engine.kv.block_keys import BlockKey, block_keys
+from engine.block_keys import BlockKey, block_keys
+from engine.core_types import Sequence
 from engine.kv.block_pool import BlockPool, CacheEvent, Evicted, Removed, Stored
 from engine.kv.kv_stats import KvStats
 from engine.kv.layout import KvLayout

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from engine.core.core_types import Sequence
-from engine.kv.block_keys import BlockKey
+from engine.block_keys import BlockKey
+from engine.core_types import Sequence
 from engine.kv.kv_cache_manager import KVCacheManager
 from engine.kv.kv_stats import DISK, HOST, REMOTE
 from engine.lending.block_reads import LocalRank, Rank, RankRead, ReadProgress

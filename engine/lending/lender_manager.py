@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.core.core_types import Sequence
-from engine.kv.block_keys import BlockKey, block_keys, root_key
+from engine.block_keys import BlockKey, block_keys, root_key
+from engine.core_types import Sequence
 from engine.kv.kv_cache_manager import KVCacheManager
 from engine.kv.kv_stats import POOL
 from engine.lending.borrower_manager import BorrowerManager, BorrowRequest

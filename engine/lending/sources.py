@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.kv.block_keys import BlockKey
+from engine.block_keys import BlockKey
 from engine.kv.tiers.tier_jobs import Held
 from engine.kv.tiers.tiers import Tiers
 from engine.lending.block_reads import LocalRank, Peers, Rank, RankRead, ReadProgress, lanes_of

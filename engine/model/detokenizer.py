@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 
 from cluster.errors import InvalidRequest
-from engine.kv.block_keys import max_token
+from engine.block_keys import max_token
 from engine.model.model_dir import ModelDir
 
 NO_CHARACTER = "\ufffd"

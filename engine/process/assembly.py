@@ -5,13 +5,13 @@ from pathlib import Path
 
 from engine.config import WorkerConfig
 from engine.core.engine_core import EngineCore, EngineLimits
-from engine.core.model_runner import ModelRunner
-from engine.core.scheduler import StepBudget
+from engine.core_types import StepBudget
 from engine.kv.layout import KvLayout
 from engine.kv.tiers.tiers import TierConfig, Tiers
 from engine.lending.block_reads import RemoteRank
 from engine.lending.fast_path import FastPathLink
 from engine.messages import FromEngine
+from engine.model_runner import ModelRunner
 from engine.process.spec import EngineSpec
 from engine.speculation.speculator import NGRAM, DraftModelProposer, NgramProposer, Speculator
 from kvtransfer.transport import Transport

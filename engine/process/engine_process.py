@@ -3,7 +3,7 @@
 One loop on the main thread handles messages, collects results, starts the next step and sends answers. It never waits
 for a slow front (see `message_socket.py`). The runner computes on a second thread, so handshakes do not wait for steps.
 The process ends with its front: by the closed socket, or at once by the kernel when the front is killed. With several
-tensor-parallel ranks this is rank 0; the others are its children, see `engine/tensor_parallel/ranks.py`.
+tensor-parallel ranks this is rank 0; the others are its children, see `engine/process/ranks.py`.
 """
 
 import contextlib
@@ -19,20 +19,20 @@ from queue import Empty, SimpleQueue
 
 from cluster.garbage_collection import spare_the_started
 from cluster.logs import set_up
-from engine.core.core_types import Chunk, SampleResult
 from engine.core.engine_core import EngineCore
-from engine.core.model_runner import ModelRunner
+from engine.core_types import Chunk, SampleResult
 from engine.errors import EngineStartError, RankLost
 from engine.host.core_allocation import LOOK_EVERY_S, CoreAllocation
 from engine.host.memory import belongs_in_file
 from engine.messages import FromEngine, StartFailed, ToEngine
+from engine.model_runner import ModelRunner
 from engine.process.assembly import IDLE_TURN_S, draft_of, open_core
 from engine.process.fast_path_socket import open_fast_path_socket
 from engine.process.message_socket import MessageSocket, SocketWaiter
+from engine.process.ranks import Ranks
 from engine.process.runners import open_core_allocation, open_sim_runner, open_torch_runner
 from engine.process.spec import EngineSpec, RankSpec
 from engine.process.start_up import become_child, own_transport, prepare
-from engine.tensor_parallel.ranks import Ranks
 from engine.tensor_parallel.runner import ParallelRunner
 from kvtransfer.errors import TransportUnavailable
 

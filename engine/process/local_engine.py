@@ -7,7 +7,7 @@ each other through the `local` transport.
 import asyncio
 from collections.abc import Sequence
 
-from engine.core.core_types import Chunk
+from engine.core_types import Chunk
 from engine.messages import FromEngine, ToEngine
 from engine.process.assembly import IDLE_TURN_S, open_core
 from engine.process.engine_client import EngineHost, EngineListener

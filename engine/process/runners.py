@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from cluster.roles import Role
 from engine.backends.sim.runner import SimRunner, sim_runner
-from engine.config import WorkerConfig
+from engine.config import WorkerConfig, finds_own_cores
 from engine.errors import EngineStartError
-from engine.host.core_allocation import CoreAllocation, finds_own_cores
+from engine.host.core_allocation import CoreAllocation
 from engine.host.core_sharing import CoreShare
 from engine.host.memory import belongs_in_file
 from engine.process.spec import RankSpec

@@ -18,7 +18,7 @@ These are the rules of transformers' beam search, with its `early_stopping` of F
 import math
 from dataclasses import dataclass
 
-from engine.core.core_types import BeamParams, TokenLogprobs
+from engine.core_types import BeamParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

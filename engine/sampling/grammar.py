@@ -24,7 +24,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 from cluster.errors import InvalidRequest
-from engine.core.core_types import AnyPlace, RequestFailure, SamplePosition, Sequence, StructuredOutput
+from engine.core_types import AnyPlace, RequestFailure, SamplePosition, Sequence, StructuredOutput
 from engine.model.detokenizer import load_tokenizer
 from engine.model.model_dir import ModelDir
 from engine.sampling.structured_output import FIELD

@@ -20,8 +20,8 @@ others are. It may be preempted meanwhile; its candidates stay valid.
 from collections.abc import Callable
 from dataclasses import replace
 
-from engine.core.core_types import Sequence
-from engine.kv.block_keys import BlockKey
+from engine.block_keys import BlockKey
+from engine.core_types import Sequence
 from engine.kv.layout import KvLayout
 from engine.messages import Generate
 from engine.sampling.beam_search import BeamSearch

@@ -4,7 +4,7 @@
 """
 
 from cluster.errors import InvalidRequest
-from engine.core.core_types import StructuredOutput
+from engine.core_types import StructuredOutput
 from protos import inference_pb2 as pb
 
 FIELD = "sampling.structured"

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
-from engine.core.core_types import Chunk, SampleResult, Sequence
-from engine.core.model_runner import ModelRunner
+from engine.core_types import Chunk, SampleResult, Sequence
 from engine.kv.kv_cache_manager import KVCacheManager
+from engine.model_runner import ModelRunner
 from engine.speculation.ngrams import NgramIndex, continuation
 from engine.speculation.speculation_policy import AcceptanceRates, DraftBudget, SequenceAcceptance, StepCost, allot
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence as Seq
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core.core_types import Chunk, SampleResult
-from engine.core.model_runner import ModelRunner
+from engine.core_types import Chunk, SampleResult
+from engine.model_runner import ModelRunner
 from engine.tensor_parallel.steps import StepWriter, filled_blocks
 from kvtransfer.fingerprint import Folding
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cluster.rpc import Channels
 from cluster.tls import TlsIdentity
-from engine.kv.block_keys import pack_tokens
+from engine.block_keys import pack_tokens
 from engine.messages import CloseLoan, OpenLoan, ReleaseLoan
 from engine.process.engine_client import EngineClient
 from engine.worker.loan_stream import Loan, LoanStream

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from cluster.errors import Draining, Unavailable
 from cluster.roles import ON_WIRE, Role
 from engine.config import WorkerConfig
-from engine.core.scheduler import StepBudget
+from engine.core_types import StepBudget
 from engine.messages import SetBudget
 from engine.process.engine_client import EngineClient
 from engine.worker.membership import Memberships

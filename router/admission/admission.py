@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.kv.block_keys import BlockKey
+from engine.block_keys import BlockKey
 from router.admission import refusals
 from router.admission.capacity import could_hold, largest_pool
 from router.admission.capacity_backoff import CapacityBackoff

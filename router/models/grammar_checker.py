@@ -14,7 +14,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from cluster.errors import InvalidRequest, Unavailable
-from engine.core.core_types import StructuredOutput
+from engine.core_types import StructuredOutput
 from engine.model.model_dir import ModelDir
 
 START_S = 60.0

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from cluster.errors import InvalidRequest
-from engine.core.core_types import StructuredOutput
+from engine.core_types import StructuredOutput
 from engine.model.model_dir import ModelDir
 from engine.sampling.grammar import CHECK_STACK_BYTES, GrammarCompiler, reason_of
 

@@ -11,20 +11,20 @@ from dataclasses import dataclass, replace
 
 from cluster.errors import Forbidden, Incompatible, InvalidRequest, StartError, Unavailable, UnknownModel
 from cluster.tls import TlsIdentity
-from engine.kv.block_keys import BlockKey, block_keys, root_key
+from engine.block_keys import BlockKey, block_keys, root_key
 from engine.model.model_dir import ModelDir
 from protos import inference_pb2 as pb
 from protos import membership_pb2
 from router.admission.dispatcher import Dispatcher
+from router.decode_client.decode_streams import DecodeStreams
 from router.models.config import AUTO, ModelEntry, ModelsConfig
 from router.models.costs import Costs
 from router.models.grammar_checker import GrammarChecker
 from router.models.prompts import PromptEncoder
 from router.placement.demand import Demand
 from router.placement.fleet import Fleet
-from router.placement.worker_records import Worker
-from router.decode_client.decode_streams import DecodeStreams
 from router.placement.request_demand import demand_of
+from router.placement.worker_records import Worker
 
 log = logging.getLogger(__name__)
 

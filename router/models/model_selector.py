@@ -22,8 +22,8 @@ from router.models.model_selection import (
     ttft_limit_s,
     unfit,
 )
-from router.models.prompts import prompt_kind
 from router.models.prompt_reading import PreparedPrompt, read
+from router.models.prompts import prompt_kind
 from router.placement.request_demand import chains_of
 from router.validation import DEFAULT_MAX_TOKENS
 

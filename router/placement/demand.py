@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from engine.kv.block_keys import BlockKey
+from engine.block_keys import BlockKey
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from engine.kv.block_keys import KEY_BYTES, BlockKey, split_keys
+from engine.block_keys import KEY_BYTES, BlockKey, split_keys
 from protos import inference_pb2 as public_pb
 from protos import membership_pb2 as pb
-from router.placement.traffic_counters import TrafficCounters
-from router.placement.receipt_timings import measured
 from router.placement.demand import Demand
 from router.placement.index import PrefixIndex
 from router.placement.place import Decision, place, place_on, startable
@@ -27,6 +25,8 @@ from router.placement.placement_snapshot import PlacementSnapshot
 from router.placement.prediction_error import LogRatios
 from router.placement.rate_learning import RateLearner
 from router.placement.rates import Ints, Priors, Rates
+from router.placement.receipt_timings import measured
+from router.placement.traffic_counters import TrafficCounters
 from router.placement.worker_records import ActivePlacement, Worker
 from router.placement.worker_table import Hits, WorkerTable, WorkerView
 

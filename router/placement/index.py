@@ -15,7 +15,7 @@ Shards also bound the pause while a dictionary grows.
 
 from collections.abc import Iterator, Sequence
 
-from engine.kv.block_keys import BlockKey
+from engine.block_keys import BlockKey
 
 NUM_SHARDS = 256
 """Number of shards, by a key's first byte."""

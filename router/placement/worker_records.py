@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.kv.block_keys import BlockKey
+from engine.block_keys import BlockKey
 from protos import membership_pb2 as pb
 from router.placement.demand import Demand
 from router.placement.placement_snapshot import PlacementSnapshot

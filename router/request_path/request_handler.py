@@ -18,7 +18,7 @@ from cluster.errors import (
     Unavailable,
     UnknownRequest,
 )
-from engine.kv.block_keys import BlockKey
+from engine.block_keys import BlockKey
 from protos import inference_pb2 as pb
 from router.admission.refusals import queue_full
 from router.admission.tenant_limits import TenantLimits

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 
-from engine.kv.block_keys import BlockKey, block_keys
+from engine.block_keys import BlockKey, block_keys
 from protos import inference_pb2 as pb
 from simulator.request import MAX_HASH_ID
 from simulator.traces.row import BadRow, Row, hash_ids_of, seconds_of, tokens_of, whole_of

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.errors import StartError
-from engine.host.core_allocation import finds_own_cores
+from engine.config import finds_own_cores
 from engine.host.cpu_affinity import available_cores
 from tandem.cli.common import console, run
 from tandem.progress import ProgressSteps

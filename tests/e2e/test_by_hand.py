@@ -2,7 +2,7 @@
 
 import os
 
-from engine.host.core_allocation import finds_own_cores
+from engine.config import finds_own_cores
 from engine.host.core_sharing import CoreShare, share_cores
 from engine.host.cpu_affinity import in_machine_order
 from support.processes import LENDER_ALWAYS, Stream, assert_equal_answers, engine_of, kill_worker, until, workers_joined

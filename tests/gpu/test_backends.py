@@ -12,9 +12,8 @@ from engine.backends.torch.backends import Backend
 from engine.backends.torch.device import Device
 from engine.backends.torch.runner import TorchRunner
 from engine.backends.torch.sampler import sample
-from engine.core.core_types import Chunk, SamplingParams, Sequence
 from engine.core.engine_core import EngineCore, EngineLimits
-from engine.core.scheduler import StepBudget
+from engine.core_types import Chunk, SamplingParams, Sequence, StepBudget
 from engine.kv.layout import KvDtype
 from engine.messages import FromEngine, Generate, Token
 from engine.model.quantization import QuantizationConfig

@@ -11,7 +11,7 @@ from engine.backends.torch.cuda.quantised import FLOAT8_CAPABILITY, Float8Linear
 from engine.backends.torch.loader import load_model
 from engine.backends.torch.quantised import QuantisedLinear, float8_product
 from engine.backends.torch.runner import TorchRunner
-from engine.core.core_types import Chunk, SamplingParams, Sequence
+from engine.core_types import Chunk, SamplingParams, Sequence
 from engine.model.model_dir import ModelDir
 from engine.model.quantization import QuantizationConfig, Weights
 from support.packed_models import Packing, pack_model

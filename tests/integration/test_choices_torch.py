@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from engine.core.core_types import BeamParams, FinishReason, SamplingParams
-from engine.core.scheduler import StepBudget
+from engine.core_types import BeamParams, FinishReason, SamplingParams, StepBudget
 from engine.messages import Token
 from support.torch_engine import TorchEngine, ids, request
 from support.torch_models import random_prompts, runner_of

@@ -22,7 +22,7 @@ from engine.backends.torch.fingerprint import BLOCKS_AT_ONCE, TensorFingerprints
 from engine.backends.torch.loader import kv_layout, load_model
 from engine.backends.torch.runner import BuiltModel, TorchRunner
 from engine.backends.torch.sdpa import SdpaPagedAttention
-from engine.core.core_types import Chunk, SamplingParams, Sequence
+from engine.core_types import Chunk, SamplingParams, Sequence
 from engine.errors import EngineStartError, KernelsUnavailable
 from engine.kv.layout import KvLayout
 from engine.model.model_dir import ModelDir

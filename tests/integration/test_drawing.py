@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from engine.backends.torch import drawing
 from engine.backends.torch.drawing import draw
-from engine.core.core_types import SamplingParams
+from engine.core_types import SamplingParams
 
 CANDIDATES = 1024
 VOCAB = 5 * CANDIDATES

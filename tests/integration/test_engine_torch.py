@@ -7,8 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.backends.torch.native.kernels import Kernels
-from engine.core.core_types import Chunk, SamplingParams
-from engine.core.scheduler import StepBudget
+from engine.core_types import Chunk, SamplingParams, StepBudget
 from support.long_runs import mostly_long
 from support.torch_engine import TorchEngine, all_ids, ids, request, requests
 from support.torch_models import copy_with, in_blocks, logits_after, need_bfloat16_products, random_prompts, runner_of

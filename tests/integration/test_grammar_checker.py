@@ -13,7 +13,7 @@ import pytest
 import uvloop
 
 from cluster.errors import InvalidRequest
-from engine.core.core_types import StructuredOutput
+from engine.core_types import StructuredOutput
 from engine.model.model_dir import ModelDir
 from router.models.grammar_checker import GrammarChecker
 

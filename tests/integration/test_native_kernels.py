@@ -13,7 +13,7 @@ from engine.backends.torch.native.kernels import LINEAR, Kernels
 from engine.backends.torch.native.modules import NativeRmsNorm
 from engine.backends.torch.runner import TorchRunner
 from engine.backends.torch.sdpa import SdpaPagedAttention
-from engine.core.core_types import Chunk, SamplingParams, Sequence
+from engine.core_types import Chunk, SamplingParams, Sequence
 from engine.errors import KernelsUnavailable
 from engine.kv.layout import KvLayout
 from support.torch_models import need_bfloat16_products

@@ -12,7 +12,7 @@ from engine.backends.torch import backends
 from engine.backends.torch.native.decoder_layer import NativeDecoderLayer
 from engine.backends.torch.native.kernels import Kernels
 from engine.backends.torch.runner import TorchRunner
-from engine.core.core_types import Chunk
+from engine.core_types import Chunk
 from engine.model.quantization import QuantizationConfig
 from support.torch_models import in_blocks, need_bfloat16_products, random_prompts, runner_of
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from engine.backends.torch.runner import TorchRunner
-from engine.core.core_types import SamplingParams
-from engine.core.scheduler import StepBudget
+from engine.core_types import SamplingParams, StepBudget
 from support.torch_engine import Said, TorchEngine, all_ids, requests
 from support.torch_models import random_prompts, runner_of
 

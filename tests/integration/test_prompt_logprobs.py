@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.backends.torch import scoring
 from engine.backends.torch.native.kernels import Kernels
-from engine.core.core_types import SamplingParams, TokenLogprobs
-from engine.core.scheduler import StepBudget
+from engine.core_types import SamplingParams, StepBudget, TokenLogprobs
 from engine.messages import Generate, PromptScored, Token
 from support.checked_core import of_kinds
 from support.torch_engine import TorchEngine, ids, request

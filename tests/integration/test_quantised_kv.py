@@ -18,8 +18,7 @@ from engine.backends.torch.native.attention import NativePagedAttention
 from engine.backends.torch.native.kernels import Kernels
 from engine.backends.torch.runner import TorchRunner
 from engine.backends.torch.sdpa import SdpaPagedAttention
-from engine.core.core_types import Chunk, SamplingParams, Sequence
-from engine.core.scheduler import StepBudget
+from engine.core_types import Chunk, SamplingParams, Sequence, StepBudget
 from engine.errors import EngineStartError
 from engine.kv.layout import KvDtype, KvLayout
 from engine.model.quantization import AS_SAVED, QuantizationConfig

@@ -15,7 +15,7 @@ from engine.backends.torch.native.kernels import QUANTISED, Kernels
 from engine.backends.torch.native.modules import PackedGatedMlp, PackedLinear
 from engine.backends.torch.quantised import GROUP, QuantisedLinear, quantise, quantise_groups
 from engine.backends.torch.runner import BuiltModel, TorchRunner
-from engine.core.core_types import Chunk
+from engine.core_types import Chunk
 from engine.errors import EngineStartError, ModelRefused
 from engine.model.model_dir import ModelDir
 from engine.model.quantization import AS_SAVED, QuantizationConfig

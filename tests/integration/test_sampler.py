@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.backends.torch.sampler import sample, uniform
-from engine.core.core_types import SamplingParams, Sequence
+from engine.core_types import SamplingParams, Sequence
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 DRAWS = 4000

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from engine.backends.torch.runner import TorchRunner
-from engine.core.core_types import SamplingParams
-from engine.core.scheduler import StepBudget
+from engine.core_types import SamplingParams, StepBudget
 from engine.errors import EngineStartError
 from engine.model.model_dir import ModelDir
 from engine.speculation.speculator import DraftModelProposer, NgramProposer, Speculator

@@ -12,8 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from engine.backends.torch.sampler import sample
-from engine.core.core_types import FinishReason, SamplingParams, Sequence, StructuredOutput
-from engine.core.scheduler import StepBudget
+from engine.core_types import FinishReason, SamplingParams, Sequence, StepBudget, StructuredOutput
 from engine.messages import Failed, Token
 from engine.model.model_dir import ModelDir
 from engine.sampling.grammar import Grammars

@@ -14,7 +14,7 @@ import torch
 
 from cluster.errors import StartError
 from cluster.roles import Role
-from engine.core.core_types import BeamParams, SamplingParams
+from engine.core_types import BeamParams, SamplingParams
 from engine.errors import ModelRefused
 from engine.messages import Generate, Load
 from kvtransfer.ranks import split_endpoint

@@ -15,7 +15,7 @@ from engine.backends.torch.device import allocate
 from engine.backends.torch.kv_rows import kv_rows
 from engine.backends.torch.loader import kv_layout, load_model
 from engine.backends.torch.sdpa import SdpaPagedAttention
-from engine.core.core_types import Chunk, SamplingParams, Sequence
+from engine.core_types import Chunk, SamplingParams, Sequence
 from engine.kv.layout import KvDtype, KvLayout
 from engine.model.model_dir import ModelDir
 from support import triton_cpu

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from engine.core.engine_core import EngineCore, EngineLimits
-from engine.core.model_runner import ModelRunner
 from engine.lending.block_reads import RemoteRank
 from engine.lending.fast_path import FastPathLink
 from engine.messages import FromEngine, ToEngine
+from engine.model_runner import ModelRunner
 from engine.speculation.speculator import Speculator
 from kvtransfer.transport import Transport
 

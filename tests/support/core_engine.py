@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 
 from engine.backends.sim.runner import SimRunner
-from engine.core.core_types import SamplingParams
 from engine.core.engine_core import EngineLimits
-from engine.core.scheduler import StepBudget
+from engine.core_types import SamplingParams, StepBudget
 from engine.lending.fast_path import FastPathLink
 from engine.messages import Generate, KvAccount, Lend, LendStarting, Token
 from kvtransfer.fingerprint import fingerprint_blocks

@@ -1,6 +1,6 @@
 """Two engines, with every message carried by hand."""
 
-from engine.core.scheduler import StepBudget
+from engine.core_types import StepBudget
 from engine.messages import (
     CloseLoan,
     KvAccount,

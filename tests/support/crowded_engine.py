@@ -6,9 +6,9 @@ from typing import Any
 
 from engine.backends.sim.runner import SimRunner
 from engine.backends.sim.states import likeliest
-from engine.core.core_types import Chunk, FinishReason, SamplingParams
 from engine.core.engine_core import EngineCore, EngineLimits
-from engine.core.scheduler import StepBudget, max_wait_steps
+from engine.core.scheduler import max_wait_steps
+from engine.core_types import Chunk, FinishReason, SamplingParams, StepBudget
 from engine.messages import (
     Cancel,
     FromEngine,

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.kv.block_keys import BlockKey, block_keys, root_key
+from engine.block_keys import BlockKey, block_keys, root_key
 from engine.kv.block_pool import Stored
 from engine.kv.tiers.disk_format import DiskFormat
 from engine.kv.tiers.tiers import TierConfig, Tiers

@@ -4,7 +4,7 @@ import random
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
-from engine.core.core_types import Chunk, SampleResult, Sequence
+from engine.core_types import Chunk, SampleResult, Sequence
 from engine.speculation.speculation_policy import DraftBudget, StepCost
 from engine.speculation.speculator import Speculator
 from support.sim_model import VOCAB, undisturbed

@@ -156,7 +156,7 @@ def engine_of(role: RoleProcess) -> int:
 
 def ranks_of(engine: int) -> list[int]:
     """Processes of an engine's other ranks."""
-    return children_running(engine, "engine.tensor_parallel.follower_process")
+    return children_running(engine, "engine.process.follower_process")
 
 
 async def gone(pids: Sequence[int], within_s: float = 3.0) -> None:

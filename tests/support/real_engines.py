@@ -12,7 +12,7 @@ from typing import Any
 from cluster.errors import StartError
 from cluster.roles import Role
 from engine.config import WorkerConfig
-from engine.core.core_types import SamplingParams, TokenLogprobs
+from engine.core_types import SamplingParams, TokenLogprobs
 from engine.messages import (
     Audit,
     Audited,

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.backends.sim.runner import SimRunner
-from engine.core.core_types import Chunk, SampleResult
 from engine.core.engine_core import EngineLimits
-from engine.core.model_runner import ModelRunner
+from engine.core_types import Chunk, SampleResult
 from engine.kv.layout import KvLayout
 from engine.lending.block_reads import LocalRank, RemoteRank
+from engine.model_runner import ModelRunner
 from kvtransfer.fingerprint import Fingerprints
 from kvtransfer.local import LocalTransport
 from kvtransfer.ranks import BlockPart

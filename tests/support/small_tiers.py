@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.kv.block_keys import root_key
+from engine.block_keys import root_key
 from engine.kv.tiers.disk_format import DiskFormat
 from engine.kv.tiers.tiers import TierConfig, Tiers
 from kvtransfer.fingerprint import fingerprint_blocks

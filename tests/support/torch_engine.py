@@ -4,9 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from engine.backends.torch.runner import TorchRunner
-from engine.core.core_types import SamplingParams
 from engine.core.engine_core import EngineLimits
-from engine.core.scheduler import StepBudget
+from engine.core_types import SamplingParams, StepBudget
 from engine.messages import Generate, Token
 from engine.speculation.speculator import Speculator
 from kvtransfer.local import LocalNetwork, LocalTransport

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.backends.torch.native.kernels import Kernels
 from engine.backends.torch.runner import TorchRunner
-from engine.core.core_types import Chunk, SamplingParams, Sequence
+from engine.core_types import Chunk, SamplingParams, Sequence
 
 BLOCK_TOKENS = 16
 VOCAB = 500

@@ -8,7 +8,7 @@ every single move the books of every engine must balance. Time is the number of 
 import math
 
 from engine.backends.sim.states import prompt_logprob
-from engine.core.scheduler import StepBudget
+from engine.core_types import StepBudget
 from engine.lending.sources import LenderSource
 from kvtransfer.transport import Pool
 from support.sim_model import VOCAB, undisturbed

@@ -4,8 +4,8 @@ import random
 from collections import Counter
 from dataclasses import replace
 
-from engine.core.core_types import FinishReason
-from engine.kv.block_keys import block_keys, root_key
+from engine.block_keys import block_keys, root_key
+from engine.core_types import FinishReason
 from engine.messages import (
     CloseLoan,
     Generate,

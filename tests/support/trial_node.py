@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.backends.sim.runner import SimRunner
-from engine.core.core_types import BeamParams, Chunk, SampleResult, SamplingParams
 from engine.core.engine_core import EngineCore, EngineLimits
-from engine.core.scheduler import StepBudget
+from engine.core_types import BeamParams, Chunk, SampleResult, SamplingParams, StepBudget
 from engine.kv.tiers.tiers import TierConfig, Tiers
 from engine.lending.fast_path import KEY_BYTES, NAME_BYTES, SECRET_BYTES, FastPathLink
 from engine.messages import FromEngine, Generate, ToEngine, Token

@@ -8,7 +8,7 @@ from dataclasses import replace
 from cluster.roles import Role
 from engine.backends.sim.timing import StepTiming
 from engine.core.engine_core import EngineLimits
-from engine.core.scheduler import StepBudget
+from engine.core_types import StepBudget
 from engine.kv.layout import KvLayout
 from router.placement.rates import Priors
 from simulator.clock import VirtualClock

@@ -2,9 +2,8 @@
 
 import pytest
 
-from engine.core.core_types import FinishReason, SamplingParams
-from engine.core.scheduler import StepBudget
-from engine.kv.block_keys import block_keys, root_key
+from engine.block_keys import block_keys, root_key
+from engine.core_types import FinishReason, SamplingParams, StepBudget
 from engine.kv.block_pool import Removed, Stored
 from engine.messages import (
     Audit,

@@ -4,7 +4,7 @@ import pytest
 
 from engine.backends.sim.runner import SimRunner
 from engine.core.engine_core import EngineCore, EngineLimits
-from engine.core.scheduler import StepBudget
+from engine.core_types import StepBudget
 from engine.kv.kv_stats import KvStats
 from engine.kv.tiers.tiers import TierConfig, Tiers
 from engine.messages import (

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.core.scheduler import StepBudget
+from engine.core_types import StepBudget
 from engine.lending.fast_path import NAME_BYTES
 from engine.messages import Cancel, LendReady, LendStarting, LoanBlocks, LoanStarted, ToEngine, Token
 from kvtransfer.local import LocalNetwork

@@ -8,8 +8,7 @@ import random
 
 import pytest
 
-from engine.core.core_types import SamplingParams
-from engine.core.scheduler import StepBudget
+from engine.core_types import SamplingParams, StepBudget
 from engine.messages import (
     Cancel,
     CloseLoan,

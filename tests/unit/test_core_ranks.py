@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.core.core_types import SamplingParams
+from engine.core_types import SamplingParams
 from engine.messages import Cancel, LoanFailed, Token
 from kvtransfer.local import LocalNetwork, LocalTransport
 from kvtransfer.ranks import split_endpoint

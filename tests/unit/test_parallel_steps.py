@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.core_types import Chunk, SamplingParams, Sequence
+from engine.core_types import Chunk, SamplingParams, Sequence
 from engine.tensor_parallel.steps import StepReader, StepWriter, filled_blocks
 
 WIDTH = 4

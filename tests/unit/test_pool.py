@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.kv.block_keys import BlockKey, block_keys
+from engine.block_keys import BlockKey, block_keys
 from engine.kv.block_pool import BlockPool, Removed, Stored
 
 ROOT = b"root"

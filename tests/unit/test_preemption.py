@@ -4,10 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.core.core_types import SamplingParams
-from engine.core.core_types import Sequence as Tokens
 from engine.core.preemption import admits, next_victim, oldest_of, restart_order
-from engine.core.scheduler import StepBudget
+from engine.core_types import SamplingParams, StepBudget
+from engine.core_types import Sequence as Tokens
 from engine.messages import (
     Cancel,
     Lend,

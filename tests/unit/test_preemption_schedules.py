@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.core_types import BeamParams
-from engine.core.scheduler import StepBudget
+from engine.core_types import BeamParams, StepBudget
 from engine.messages import (
     Cancel,
     Rejected,

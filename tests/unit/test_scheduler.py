@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.core_types import Chunk, SamplingParams, Sequence
-from engine.core.scheduler import StepBudget, max_wait_steps, schedule
+from engine.core.scheduler import max_wait_steps, schedule
+from engine.core_types import Chunk, SamplingParams, Sequence, StepBudget
 
 SAMPLING = SamplingParams(max_tokens=4)
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from engine.block_keys import BlockKey, block_keys
 from engine.errors import EngineStartError
-from engine.kv.block_keys import BlockKey, block_keys
 from engine.kv.block_pool import Removed, Stored
 from engine.kv.tiers.disk_format import PAGE_BYTES, SUPERBLOCK_BYTES, DiskFormat, SlotHeader
 from engine.kv.tiers.slots import NamedBlock, Slots

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from numpy.typing import NDArray
 
-from engine.kv.block_keys import BlockKey, block_keys
+from engine.block_keys import BlockKey, block_keys
 from engine.kv.block_pool import Removed, Stored
 from engine.kv.tiers.slots import NamedBlock
 from engine.kv.tiers.tier_jobs import Held

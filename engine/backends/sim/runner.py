@@ -21,11 +21,11 @@ from engine.backends.sim.states import (
     token_of_all,
 )
 from engine.backends.sim.timing import AT_ONCE, StepTiming
-from engine.core.core_types import Chunk, SampleResult, TokenLogprobs, verified
-from engine.core.model_runner import ModelInfo, ModelRunner
+from engine.core_types import Chunk, SampleResult, TokenLogprobs, verified
 from engine.host.memory import pool_memory
 from engine.kv.layout import KvLayout
 from engine.model.model_dir import ModelDir
+from engine.model_runner import ModelInfo, ModelRunner
 from kvtransfer.transport import Pool
 
 LARGE_BYTES = 64 << 20

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.core.core_types import Chunk
+from engine.core_types import Chunk
 
 
 @dataclass(slots=True)

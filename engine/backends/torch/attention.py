@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from engine.core.core_types import Chunk
+from engine.core_types import Chunk
 from engine.errors import ModelRefused
 
 HARMLESS_ARGUMENTS = frozenset(

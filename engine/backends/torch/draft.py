@@ -16,13 +16,13 @@ from weakref import WeakKeyDictionary
 from engine.backends.torch.device import read_back
 from engine.backends.torch.loader import kv_layout, load_model
 from engine.backends.torch.paged_model import PagedModel
-from engine.core.core_types import Chunk, SamplingParams, Sequence
-from engine.core.model_runner import ModelInfo
+from engine.block_keys import BlockKey
+from engine.core_types import Chunk, SamplingParams, Sequence
 from engine.errors import EngineStartError
-from engine.kv.block_keys import BlockKey
 from engine.model.detokenizer import load_tokenizer
 from engine.model.model_dir import ModelDir
 from engine.model.quantization import AS_SAVED, QuantizationConfig
+from engine.model_runner import ModelInfo
 
 FIELD = "speculation"
 READ_TOKENS = 256

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from engine.backends.torch.device import staged
-from engine.core.core_types import SamplingParams
+from engine.core_types import SamplingParams
 
 CANDIDATES = 1024, 16_384
 """The second number for nearly flat distributions: looking at so many still takes a third of sorting 150,000."""

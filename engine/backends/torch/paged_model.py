@@ -12,10 +12,10 @@ from engine.backends.torch.cuda.graphs import decode_graphs
 from engine.backends.torch.device import KvMemory, allocate, staged
 from engine.backends.torch.memory import populate
 from engine.backends.torch.scoring import scored_rows
-from engine.core.core_types import Chunk, SamplingParams, Sequence
-from engine.core.model_runner import ModelInfo
+from engine.core_types import Chunk, SamplingParams, Sequence
 from engine.errors import EngineStartError
 from engine.kv.layout import KvLayout
+from engine.model_runner import ModelInfo
 
 WARM_UP_TOKENS = (24, 48, 96, 512)
 """One for each size of tile that a kernel may choose."""

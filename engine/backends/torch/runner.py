@@ -19,12 +19,12 @@ from engine.backends.torch.paged_model import PagedModel
 from engine.backends.torch.ranks import RankGroup, RankInfo
 from engine.backends.torch.sampler import sample_chunks
 from engine.backends.torch.scoring import PromptScorer, wants_scores
-from engine.core.core_types import Chunk, SampleResult
-from engine.core.model_runner import ModelInfo, ModelRunner
+from engine.core_types import Chunk, SampleResult
 from engine.errors import EngineStartError
 from engine.kv.layout import KvLayout
 from engine.model.model_dir import ModelDir
 from engine.model.quantization import AS_SAVED, QuantizationConfig
+from engine.model_runner import ModelInfo, ModelRunner
 from engine.sampling.grammar import Grammars
 
 

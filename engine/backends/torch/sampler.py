@@ -24,7 +24,7 @@ from torch import Tensor
 
 from engine.backends.torch.device import read_back, staged
 from engine.backends.torch.drawing import draw
-from engine.core.core_types import (
+from engine.core_types import (
     AnyPlace,
     Chunk,
     RequestFailure,

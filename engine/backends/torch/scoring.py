@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.backends.torch.device import staged
-from engine.core.core_types import Chunk, SampleResult, TokenLogprobs
+from engine.core_types import Chunk, SampleResult, TokenLogprobs
 
 SLICE_LOGITS = 1 << 23
 """Logits at a time, at most: 32 MiB of float32."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from struct import Struct
 
-from engine.kv.block_keys import KEY_BYTES
+from engine.block_keys import KEY_BYTES
 from engine.kv.tiers.slots import NamedBlock
 
 PAGE_BYTES = 4096

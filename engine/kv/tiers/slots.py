@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from engine.kv.block_keys import BlockKey
+from engine.block_keys import BlockKey
 
 
 @dataclass(frozen=True, slots=True)

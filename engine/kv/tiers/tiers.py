@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.kv.block_keys import KEY_BYTES, BlockKey
+from engine.block_keys import KEY_BYTES, BlockKey
 from engine.kv.block_pool import CacheEvent, Removed, Stored
 from engine.kv.tiers.disk import DiskTier
 from engine.kv.tiers.disk_format import SlotHeader

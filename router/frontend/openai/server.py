@@ -101,8 +101,8 @@ class _Protocol(HttpToolsProtocol):
             self._refusal = 431, f"path and headers may have {MAX_HEAD_BYTES} bytes at most"
             raise ValueError(self._refusal)  # uvicorn turns this into a refusal
         super().on_headers_complete()
-        # type: ignore[assignment] # uvicorn uses only these methods
-        self.cycle.transport = CoalescingTransport(self.transport, self.loop)
+        # uvicorn uses only these methods of a transport
+        self.cycle.transport = CoalescingTransport(self.transport, self.loop)  # type: ignore[assignment]
         if self.loop.time() >= self._old_at:
             self.cycle.keep_alive = False
 

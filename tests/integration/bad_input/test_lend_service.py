@@ -11,7 +11,7 @@ from google.rpc import status_pb2
 
 from cluster.error_status import from_proto
 from cluster.errors import Incompatible, InvalidRequest, Overloaded, ServiceError
-from engine.kv.block_keys import pack_tokens
+from engine.block_keys import pack_tokens
 from protos import lend_pb2, lend_pb2_grpc
 from support.overheard_site import BLOCK, GOOD, MALFORMED, POOL_TOKENS, VOCAB, Site, refusal
 

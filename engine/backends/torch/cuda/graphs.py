@@ -19,9 +19,9 @@ from engine.backends.torch.attention import PagedAttention
 from engine.backends.torch.cuda.step import GpuAttention, Step
 from engine.backends.torch.cuda.tables import POSITIONS, TOKENS, Sections, StepTables, host_buffer
 from engine.backends.torch.device import KvMemory
-from engine.core.core_types import Chunk
-from engine.core.model_runner import ModelInfo
+from engine.core_types import Chunk
 from engine.kv.layout import KvLayout
+from engine.model_runner import ModelInfo
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.backends.torch.attention import PagedAttention
 from engine.backends.torch.cuda.tables import Sections, StepTables, host_buffer
-from engine.core.core_types import Chunk
+from engine.core_types import Chunk
 from engine.kv.layout import KvLayout
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.core.core_types import Chunk
+from engine.core_types import Chunk
 from engine.kv.layout import KvLayout
 
 TOKENS, POSITIONS, ROWS, TABLE_STARTS, LAST_LENS = range(5)

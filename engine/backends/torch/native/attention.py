@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.backends.torch.attention import PagedAttention
 from engine.backends.torch.native.kernels import Kernels, attention_shape
-from engine.core.core_types import Chunk
+from engine.core_types import Chunk
 from engine.kv.layout import KvLayout
 
 ITEM_ROWS = 256

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from engine.backends.torch.attention import PagedAttention, use_attention
 from engine.backends.torch.native.kernels import Kernels
 from engine.backends.torch.native.modules import NativeRmsNorm, PackedGatedMlp, PackedLinear
-from engine.core.core_types import Chunk
+from engine.core_types import Chunk
 
 log = logging.getLogger(__name__)
 

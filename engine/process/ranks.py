@@ -258,7 +258,7 @@ def _start_process() -> tuple["subprocess.Popen[bytes]", Connection, Connection]
     pairs = [socket.socketpair() for _ in range(2)]
     theirs = [other.fileno() for _, other in pairs]
     process = subprocess.Popen(
-        [sys.executable, "-m", "cluster.launch", "engine.tensor_parallel.follower_process", *map(str, theirs)],
+        [sys.executable, "-m", "cluster.launch", "engine.process.follower_process", *map(str, theirs)],
         pass_fds=theirs,
         stdin=subprocess.DEVNULL,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core.core_types import Chunk, SampleResult
+from engine.core_types import Chunk, SampleResult
 from engine.kv.layout import KvLayout
 from kvtransfer.fingerprint import Fingerprints, Folding
 from kvtransfer.transport import AnyPool, Pool
@@ -42,7 +42,6 @@ class ModelRunner(ABC):
         """Layout of the part of a block that `pool` holds."""
         return self.layout
 
-    # noqa: B027 - most backends need nothing
     def bind(self, own_cores: Sequence[int], shared_cores: Sequence[int]) -> None:
         """Set the cores of the compute threads; called between steps on the thread that calls `execute`.
 

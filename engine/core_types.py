@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Literal
 
-from engine.kv.block_keys import BlockKey
+from engine.block_keys import BlockKey
 
 
 class FinishReason(Enum):
@@ -312,3 +312,17 @@ def verified(draft_tokens: tuple[int, ...], answers: Iterable[SampleResult | Non
         following.append(answer)
         last = answer
     return replace(first, num_draft_tokens=len(draft_tokens), following=tuple(following)) if draft_tokens else first
+
+
+@dataclass(frozen=True, slots=True)
+class StepBudget:
+    """Limits of one step, in tokens."""
+
+    max_tokens: int
+    max_prefill_tokens: int
+    """Largest number of prompt tokens; it bounds the inter-token latency of running streams."""
+
+    @property
+    def guaranteed_tokens(self) -> int:
+        """Share of the sequence that has waited longest for its next token."""
+        return max(1, min(self.max_tokens, self.max_prefill_tokens) // 4)
