@@ -100,7 +100,7 @@ def emitted_of(request: pb.DecodeRequest, choice: int) -> tuple[tuple[int, ...],
 
 
 def lead_tokens(request: pb.DecodeRequest) -> "array[int]":
-    """Return the tokens of the first unfinished choice, which computes and borrows the prefix that all choices share."""
+    """Return the tokens of the first unfinished choice, which borrows the prefix that all choices share."""
     choice = next(c for c in range(num_choices(request.sampling)) if c not in request.finished_choices)
     emitted = () if request.sampling.HasField("beam_width") else emitted_of(request, choice)[0]
     return token_array(request.prompt_token_ids) + array("I", emitted)

@@ -1,1 +1,1 @@
-"""What computes: block pool, prefix cache, scheduler, lending, and the engines themselves."""
+"""Inference engine: block pool, prefix cache, scheduler, lending, and the backends that compute."""

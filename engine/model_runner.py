@@ -42,7 +42,7 @@ class ModelRunner(ABC):
         """Layout of the part of a block that `pool` holds."""
         return self.layout
 
-    def bind(self, own_cores: Sequence[int], shared_cores: Sequence[int]) -> None:
+    def bind(self, own_cores: Sequence[int], shared_cores: Sequence[int]) -> None:  # noqa: B027 - most backends need nothing
         """Set the cores of the compute threads; called between steps on the thread that calls `execute`.
 
         An empty `own_cores` leaves them unchanged.

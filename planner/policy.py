@@ -8,7 +8,7 @@ Invariants of all desired sizes, whatever is observed (`tests/unit/test_planner_
 - A pool grows at once, to the size that the predicted load needs when a new worker would serve: by arrival rate and by
   waiting work, which rises before any request is late.
 - A pool shrinks only when fewer workers would have sufficed for `down_after_s` without interruption, even for a load
-  larger by `margin`; then one step each `down_every_s`. So a constant load, or one that varies by less, changes nothing.
+  larger by `margin`; then one step each `down_every_s`. A load that varies by less changes nothing.
 - A pool is empty only where `min_workers` allows it, nothing runs or waits, and no request came for `down_after_s`.
 - Where one pool lacks a worker and the other can spare one, that worker switches if this is faster than a start. A pool
   gets no worker that the other pool needs.

@@ -322,7 +322,6 @@ def learnt_by(measured: Calibration) -> Priors:
     They saw the same receipts, and keep their defaults for what they did not see. A loan's overhead includes the
     difference between a lender's step and others, since there is one figure for both.
     """
-
     decode, prefill = measured.decode, measured.prefill or measured.decode
     defaults = RouterConfig.model_construct().priors()
     return dataclasses.replace(

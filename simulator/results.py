@@ -91,8 +91,9 @@ class Results:
     kept: int
     """Number of requests that kept the SLO."""
     goodput_per_gpu: float
-    """Requests that kept the SLO per second and GPU, over `arrivals_s`: the tail of the last streams is excluded, since one long
-    output would decide."""
+    """Requests that kept the SLO per second and GPU, over `arrivals_s`.
+
+    The last streams' tail is excluded, since one long output would decide the figure."""
     usd_per_million_output_tokens: float
     hit_rate: float
     """Share of prompt tokens that were reused."""

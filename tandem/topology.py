@@ -47,7 +47,7 @@ class Topology:
         return len(self.prefill) + len(self.decode)
 
     def workers(self) -> list[tuple[str, WorkerConfig]]:
-        """Module to run and its configuration, decode workers first: without one nothing is served."""
+        """Return each worker's module and configuration, decode workers first, because serving needs one."""
         decode = [(MODULES["decode"], config) for config in self.decode]
         return decode + [(MODULES["prefill"], config) for config in self.prefill]
 

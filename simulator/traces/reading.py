@@ -112,7 +112,7 @@ class Trace:
         )
 
     def _windowed(self) -> Iterator[tuple[float, Row]]:
-        """Seconds since the window's start, and the row."""
+        """Yield each row of the window with its seconds since the window's start."""
         window, first_s, count = self.window, None, 0
         end_s = window.start_s + window.duration_s
         for row in self.rows():
@@ -130,14 +130,20 @@ class Trace:
             )
 
     def open(self) -> BinaryIO:
-        """To read bytes. Raises BadTrace."""
+        """Open the file for reading bytes.
+
+        Raises BadTrace.
+        """
         try:
             return self.path.open("rb")
         except OSError as error:
             raise BadTrace(self.path, 0, error.strerror or str(error)) from None
 
     def rows(self) -> Iterator[Row]:
-        """All of them, in order. Raises BadTrace."""
+        """Yield all rows in order.
+
+        Raises BadTrace.
+        """
         last_s = -math.inf
         with self.open() as file:
             for number, row in self._numbered(file):
@@ -159,7 +165,7 @@ class Trace:
                 raise BadTrace(self.path, number, str(error)) from None
 
     def lines(self, file: BinaryIO) -> Iterator[tuple[int, str]]:
-        """With their numbers; blank ones are passed over."""
+        """Yield the lines that are not blank, with their numbers."""
         number = 0
         while line := file.readline(MAX_LINE_BYTES + 1):
             number += 1
@@ -175,7 +181,7 @@ class Trace:
                 yield number, text
 
     def _reader(self, number: int, line: str) -> Callable[[str], Row]:
-        """By the first line."""
+        """Return the row reader for the format of the first line."""
         if not line.startswith("{"):
             try:
                 header = [name.strip() for name in _cells(line)]
@@ -199,7 +205,10 @@ class Trace:
 
 
 def _cells(line: str) -> list[str]:
-    """Raises BadRow."""
+    """Split a CSV line into cells.
+
+    Raises BadRow.
+    """
     try:
         return next(csv.reader([line]))
     except csv.Error as error:
@@ -207,7 +216,10 @@ def _cells(line: str) -> list[str]:
 
 
 def parse_object(line: str) -> dict[str, Any]:
-    """Raises BadRow."""
+    """Parse a line that must be a JSON object.
+
+    Raises BadRow.
+    """
     try:
         values = json.loads(line)
     except ValueError as error:

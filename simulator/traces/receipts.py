@@ -1,14 +1,14 @@
-"""Our own log of what was served, a JSON object a line, written by whoever has receipts:
+"""Tandem's own log of served requests: one JSON object a line, written by a client that has receipts.
 
-    arrived_s      when the request came, in seconds of any clock; never less than in the line before
+    arrived_s      time of arrival, in seconds of any clock; never less than in the line before
     prompt_tokens, completion_tokens
-    block_tokens   of `blocks`, and
-    blocks         one number for each full block of the prompt, and one for the rest: equal ones, equal prompts so far
+    block_tokens   size of a block in `blocks`, and
+    blocks         one number for each block of the prompt, also a partial last one: equal numbers, equal prompts
     tenant, priority
-    ttft_s, itl_s  as the client saw them: for `tandem calibrate`; a replay does not look at them
-    receipt        the receipt as protobuf's JSON has it: likewise
+    ttft_s, itl_s  latencies seen by the client: for `tandem calibrate`; a replay ignores them
+    receipt        the receipt in protobuf's JSON form: likewise
 
-The numbers are made by `Numbering` from prompt tokens, so that a log holds no text and no tokens.
+`Numbering` makes the numbers from prompt tokens, so that a log holds no text and no tokens.
 """
 
 import json
@@ -26,7 +26,7 @@ from simulator.traces.row import BadRow, Row, hash_ids_of, seconds_of, tokens_of
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """One request that was served."""
+    """Log entry of one served request."""
 
     arrived_s: float
     prompt_tokens: int
@@ -35,14 +35,14 @@ class ServedRequest:
     blocks: Sequence[int]
     ttft_s: float
     itl_s: float
-    """Mean of its gaps; 0 of a single token."""
+    """Mean gap between tokens; 0 for a single token."""
     receipt: pb.Receipt = field(default_factory=pb.Receipt)
     tenant: str = ""
     priority: int = 0
 
 
 class Numbering:
-    """Numbers of blocks: that of a key is the same for as long as this lives."""
+    """Numbers of blocks: a key keeps its number for as long as this object lives."""
 
     def __init__(self, block_tokens: int = 64) -> None:
         self.block_tokens = block_tokens
@@ -56,7 +56,7 @@ class Numbering:
 
 
 def write_served(file: TextIO, served: ServedRequest) -> None:
-    """One line. Call it in the order in which the requests came."""
+    """Write one line; call in order of arrival."""
     line = {
         "arrived_s": served.arrived_s,
         "prompt_tokens": served.prompt_tokens,
@@ -73,7 +73,10 @@ def write_served(file: TextIO, served: ServedRequest) -> None:
 
 
 def read_served(values: dict[str, Any]) -> ServedRequest:
-    """All of a line. Raises BadRow."""
+    """Return all fields of a line.
+
+    Raises BadRow.
+    """
     row = read_row(values)
     try:
         receipt = ParseDict(values.get("receipt") or {}, pb.Receipt(), ignore_unknown_fields=True)
@@ -94,7 +97,10 @@ def read_served(values: dict[str, Any]) -> ServedRequest:
 
 
 def read_row(values: dict[str, Any]) -> Row:
-    """Raises BadRow."""
+    """Return the row of a line.
+
+    Raises BadRow.
+    """
     prompt_tokens = tokens_of(values, "prompt_tokens")
     block_tokens = whole_of(values, "block_tokens", 1, 1 << 16, 64)
     return Row(

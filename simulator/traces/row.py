@@ -1,4 +1,4 @@
-"""A row of a trace before it is placed in time, and what is checked in every format."""
+"""Row of a trace before it is placed in time, and the checks common to every format."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,17 +7,17 @@ from simulator.errors import shown
 from simulator.request import MAX_HASH_ID
 
 MAX_TOKENS = 1 << 24
-"""Of a prompt or an output."""
+"""Largest length of a prompt or an output."""
 MAX_LINE_BYTES = 16 << 20
 
 
 class BadRow(Exception):
-    """Why."""
+    """Reason why a row cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Times are seconds of the trace's own clock."""
+    """Row of a trace; times are seconds of the trace's own clock."""
 
     at_s: float
     input_tokens: int
@@ -29,17 +29,26 @@ class Row:
 
 
 def tokens_of(values: dict[str, Any], name: str) -> int:
-    """A number of tokens, at least 1. Raises BadRow."""
+    """Return a number of tokens, at least 1.
+
+    Raises BadRow.
+    """
     return _whole(values, name, 1, MAX_TOKENS)
 
 
 def whole_of(values: dict[str, Any], name: str, least: int, most: int, default: int) -> int:
-    """A number that may be left out. Raises BadRow."""
+    """Return an optional whole number.
+
+    Raises BadRow.
+    """
     return default if values.get(name) is None else _whole(values, name, least, most)
 
 
 def seconds_of(values: dict[str, Any], name: str, unit_s: float) -> float:
-    """A time, at least 0. Raises BadRow."""
+    """Return a time in seconds, at least 0.
+
+    Raises BadRow.
+    """
     value = _present(values, name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e15:
         raise BadRow(f"{name} is {shown(value)}, not a time")
@@ -47,7 +56,10 @@ def seconds_of(values: dict[str, Any], name: str, unit_s: float) -> float:
 
 
 def hash_ids_of(values: dict[str, Any], name: str, input_tokens: int, hash_tokens: int) -> tuple[int, ...]:
-    """One for each `hash_tokens` of the prompt; may be left out. Raises BadRow."""
+    """Return one id for each `hash_tokens` of the prompt; the field is optional.
+
+    Raises BadRow.
+    """
     ids = values.get(name)
     if ids is None:
         return ()

@@ -1,4 +1,4 @@
-"""A trace whose rate swings as a day's does: the same requests in the same order, at other times."""
+"""Trace whose rate varies as over a day: the same requests in the same order, at other times."""
 
 import dataclasses
 import math
@@ -9,17 +9,20 @@ from simulator.request import TraceRequest
 
 
 class RateSwing:
-    """A request that came at u comes at t, where
+    """Trace whose request due at u is moved to t.
 
         u = t - c P / 2π sin(2π t / P),    c = (factor - 1) / (factor + 1).
 
-    So a trace of an even rate r gets the rate r (1 - c cos(2π t / P)): it begins at its lowest, r (1 - c), is at its
-    highest, `factor` times that, half a period later, and is r in the mean of every whole period. What bursts the trace
-    has by itself it keeps.
+    A trace of an even rate r gets the rate r (1 - c cos(2π t / P)): it begins at its lowest rate, r (1 - c), reaches
+    its highest, `factor` times as much, half a period later, and averages r over every whole period. Bursts of the
+    trace stay.
     """
 
     def __init__(self, trace: Iterable[TraceRequest], factor: float, period_s: float) -> None:
-        """Raises BadSetup."""
+        """Wrap `trace`.
+
+        Raises BadSetup.
+        """
         if not 1 <= factor < math.inf:
             raise BadSetup("swing", f"{factor} is not at least 1")
         if not 0 < period_s < math.inf:
@@ -33,7 +36,7 @@ class RateSwing:
             yield dataclasses.replace(request, arrival_s=self.at(request.arrival_s))
 
     def at(self, even_s: float) -> float:
-        """When what came then comes: t is never further from u than c P / 2π."""
+        """Return the time t of a request due at `even_s`; t is within c P / 2π of it."""
         reach = self._part * self._period_s / (2 * math.pi)
         low, high = max(0.0, even_s - reach), even_s + reach
         for _ in range(60):

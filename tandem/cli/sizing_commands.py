@@ -33,8 +33,7 @@ def plan_cluster(
     simulate: Annotated[int, typer.Option(help="try the plan with so many requests in virtual time")] = 0,
     json_path: JsonOut = None,
 ) -> None:
-    """Print the smallest cluster of each kind that keeps the SLO: how many GPUs, and should I disaggregate?
-
+    """Print the smallest cluster of each kind that keeps the SLO: how many GPUs, disaggregated or not.
 
     The SLO must hold for nine of ten requests; every figure comes with its formula. For a trace of your own use `tandem
     replay`.
@@ -101,11 +100,10 @@ def replay_trace(
     png: Annotated[Path | None, out_file(help="draw the comparison; needs matplotlib")] = None,
     log_decisions: Annotated[Path | None, out_file(help="append placement's decisions")] = None,
 ) -> None:
-    """Should I disaggregate?
+    """Replay a trace through simulated clusters with the real router and engine.
 
-    Replay a trace through simulated clusters with the real router and engine.
-
-    In virtual time: computing and links are modelled, everything that decides is real.
+    Answers whether to disaggregate. Time is virtual: computation and links are modelled, all decisions are made by the
+    real code.
     """
     from simulator.calibration import Calibration
     from simulator.gpus import gpu_named

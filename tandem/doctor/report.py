@@ -1,4 +1,4 @@
-"""What the doctor found, as tables and as JSON."""
+"""Report of the doctor's findings, as tables and as JSON."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,7 +19,7 @@ STYLES = {"ok": "green", "warning": "yellow", "broken": "bold red"}
 def as_json(
     machine: Machine, findings: Sequence[Finding], pairs: Sequence[PairResult], others: Sequence[HostReport] = ()
 ) -> dict[str, Any]:
-    """Everything, under `exit_code`, `findings`, `pairs`, `machine` and `hosts`, which are the others."""
+    """Return all findings as JSON: `exit_code`, `findings`, `pairs`, `machine`, and `hosts` for the other hosts."""
     return {
         "exit_code": exit_code([*findings, *(finding for host in others for finding in host.findings)]),
         "findings": [asdict(finding) for finding in findings],
@@ -32,7 +32,7 @@ def as_json(
 def show(
     console: Console, findings: Sequence[Finding], pairs: Sequence[PairResult], others: Sequence[HostReport] = ()
 ) -> None:
-    """Findings of each host, then the matrix."""
+    """Print the findings of each host, then the matrix."""
     for host in others:
         console.print(_table(f"{host.address} ({host.name})", host.findings))
     console.print(_table("this host", findings))
@@ -51,7 +51,7 @@ def _table(title: str, findings: Sequence[Finding]) -> Table:
 
 
 def matrix(pairs: Sequence[PairResult]) -> Table:
-    """Readers down, lenders across: GB/s and lanes."""
+    """Return the table of GB/s and lanes: readers down, lenders across."""
     names = list(dict.fromkeys(pair.reader for pair in pairs))
     by_names = {(pair.reader, pair.lender): pair for pair in pairs}
     table = Table(title="GB/s, readers down, lenders across", title_justify="left")

@@ -1,6 +1,6 @@
 """`tandem bench`: load for a live cluster, and measurements of its clients.
 
-    profile or trace ──▶ TraceRequests ──▶ drive.py ──▶ frontends.py ──▶ Outcomes ──▶ table, JSON, picture, log of receipts
+    profile or trace ──▶ TraceRequests ──▶ drive.py ──▶ frontends.py ──▶ Outcomes ──▶ table, JSON, picture, receipts
                      (lengths, sharing)    (when)      (gRPC, HTTP)
 
 Requests, outcomes and figures are the simulator's: a live cluster and `tandem replay` are measured alike.

@@ -260,7 +260,7 @@ class _Count:
 
 
 def _served(asked: SentRequest, begins_at: float) -> ServedRequest:
-    """Return the logged form of a request, with the intended lengths; prompts sent as text may differ by a few tokens."""
+    """Return a request's log entry with the intended lengths; prompts sent as text may differ by a few tokens."""
     outcome, request = asked.outcome, asked.outcome.request
     return ServedRequest(
         arrived_s=max(0.0, outcome.sent_at - begins_at),

@@ -245,8 +245,8 @@ class Engine:
                 self._wait(other)
 
     def _wait(self, stream: Stream) -> None:
-        """It waits for its next token; the bound on that is the one that `engine/core/preemption.py` states, with what the
-        scheduler's bound comes to in place of the most that it can."""
+        """Count a wait for the next token, bounded as `engine/core/preemption.py` states, with the scheduler's actual
+        bound."""
         older = [s for s in self.streams.values() if not s.over and s.arrival < stream.arrival]
         since = self.num_steps + self.core._kv_cache.in_step  # a step under way does not count
         forks = len({s.request.request_id for s in [*older, stream] if s.parts})
