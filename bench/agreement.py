@@ -1,8 +1,8 @@
-"""Is the simulator honest? The same requests through a live cluster and through virtual time.
+"""Comparison of the simulator with a live cluster, for the same requests.
 
-A live cluster is loaded once, and `tandem calibrate` learns from its receipts. Then it is loaded again, with other
-requests at another rate, and what its clients saw is held against what `tandem replay` says of them: with sim workers
-in real time, and with the torch engine and the demo model.
+A live cluster is loaded once, and `tandem calibrate` fits its receipts. Then it is loaded again, with other requests at
+another rate, and its clients' latencies are compared with those that `tandem replay` predicts: with sim workers in real
+time, and with the torch engine and the demo model.
 """
 
 import contextlib
@@ -43,12 +43,12 @@ SIM = {
     "sim_kv_token_ns": 200,
     "sim_reads": "last",
 }
-"""Of a worker: about what a small model takes on a small GPU."""
+"""Step times of a worker: about those of a small model on a small GPU."""
 
 
 @contextlib.asynccontextmanager
 async def sim_cluster() -> AsyncIterator[tuple[str, int, int]]:
-    """Its address, and its prefill and decode workers."""
+    """Start a sim cluster; yield its address and its numbers of prefill and decode workers."""
     async with sim_site({}, prefill=2, decode=2, worker=SIM) as site:
         yield site.router.address, 2, 2
 
@@ -65,12 +65,11 @@ SITES = {
     "sim workers": (sim_cluster, 0.5, (10.0, 12.0), 0.10),
     "torch, demo model": (demo_cluster, 1.0, (5.0, 6.0), 0.25),
 }
-"""The cluster; what the profile's lengths are multiplied by; rates of what is learnt from and of what is foretold; how
-far that may be off."""
+"""Per cluster: factor for the profile's lengths, request rates for fitting and for comparing, and the tolerance."""
 
 
 async def load(console: Console, name: str, folder: Path) -> tuple[Calibration, Results, int, int]:
-    """Live: to warm up, to learn from, to compare with."""
+    """Load the live cluster three times: to warm up, to fit, to compare."""
     site, scale, rates, _ = SITES[name]
     async with site() as (address, prefill, decode):
         for run, rate, seed in (("warmup", rates[0], 3), ("learn", rates[0], 1), ("compare", rates[1], 2)):

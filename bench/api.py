@@ -1,8 +1,10 @@
-"""The front doors, gRPC and HTTP, over the same sim workers, beside bare proxies of the same hops and sizes: gRPC in
-front of gRPC, and HTTP in front of gRPC. At saturation there is one of HTTP in front of HTTP, too, as a reference.
+"""Latency and throughput of the gRPC and HTTP frontends, beside bare proxies of the same hops and message sizes.
 
-Added latency of a first token with 100, 1,000 and 3,000 streams under way, all sides at the same rates of requests and
-tokens, in turns; and requests a second at saturation. `python -m bench.api [--quick]`: fewer streams, to try it out.
+The bare proxies are gRPC in front of gRPC, and HTTP in front of gRPC; at saturation also HTTP in front of HTTP.
+
+Measured are the added latency of a first token with 100, 1,000 and 3,000 streams in flight, all sides at the same rates
+of requests and tokens, in turns; and requests per second at saturation. `python -m bench.api [--quick]`: fewer streams,
+to try it out.
 """
 
 import asyncio
@@ -28,12 +30,12 @@ from cluster.rpc import channel
 from protos import inference_pb2 as pb
 
 ROUNDS_OF = {100: 4, 1000: 1, 3000: 1}
-"""By the streams under way. The machine's speed changes within seconds: where streams are short, sides take turns."""
+"""Rounds by number of streams. The machine's speed changes within seconds, so short streams take turns more often."""
 TOKENS = 30
 TOKENS_PER_S = 3000.0
-"""Of all streams together, whatever their number: so many more streams are so much slower."""
+"""Tokens per second of all streams together: more streams are each slower."""
 WINDOW_S = 10.0
-"""Of a round."""
+"""Seconds of a round."""
 PROMPT_TOKENS = 16
 WARM_ROUNDS, WARM_STREAMS = 3, 32
 SATURATING = 96
@@ -45,12 +47,12 @@ KINDS = ("grpc", "http")
 HTTP_ALONE = "HTTP, bare, in front of HTTP"
 
 Ask = Callable[[], Awaitable[float]]
-"""A request from its beginning to its end: what was added to its first token, in seconds."""
+"""Complete request that returns the seconds added to its first token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """By name."""
+    """Request functions by the name of their side."""
 
     asks: dict[str, Ask]
     references: dict[str, Ask]
@@ -58,15 +60,18 @@ class Sides:
 
 @contextlib.asynccontextmanager
 async def bare(role: str, *arguments: str) -> AsyncIterator[str]:
-    """The address of a process of `bench.bare_api`."""
+    """Run `bench.bare_api` in a process and yield its address."""
     async with process(sys.executable, "-m", "bench.bare_api", role, *arguments) as started:
         yield await first_line(started)
 
 
 @contextlib.asynccontextmanager
 async def sides(step_s: float, num_tokens: int, receipts: bool = True) -> AsyncIterator[Sides]:
-    """`receipts`: ask Tandem's HTTP for one, which says how long the engine took and is longer than all events of a few
-    tokens. Bare proxies send nothing like it."""
+    """Start all sides.
+
+    `receipts`: ask Tandem's HTTP frontend for a receipt, which tells the engine's time but is longer than all events of
+    a few tokens. Bare proxies send nothing like it.
+    """
     many = {"max_batch_tokens": 16384, "max_prefill_tokens": 16384, "kv_memory_mib": 512, "sim_reads": "last"}
     async with contextlib.AsyncExitStack() as stack:
         site = await stack.enter_async_context(
@@ -94,7 +99,7 @@ async def sides(step_s: float, num_tokens: int, receipts: bool = True) -> AsyncI
 
 
 def computed_s(receipt: pb.Receipt) -> float:
-    """The wait for the running step, and the request's own first one."""
+    """Return the wait for the running step plus the request's own first step, in seconds."""
     return sum(stage.duration_ms for stage in receipt.stages if stage.name in ("decode queue", "prompt tail")) / 1e3
 
 
@@ -130,7 +135,10 @@ def grpc_bare(link: Any) -> Ask:
 
 
 def tandem_http(session: aiohttp.ClientSession, url: str, num_tokens: int, receipts: bool) -> Ask:
-    """Without a receipt what it returns means nothing."""
+    """Return a request function.
+
+    Without receipts its result has no meaning.
+    """
     body: dict[str, Any] = {"model": "sim", "max_tokens": num_tokens, "temperature": 0, "stream": True}
     body["receipt"] = receipts
 
@@ -161,8 +169,10 @@ def http_bare(session: aiohttp.ClientSession, url: str) -> Ask:
 
 
 async def hold(ask: Ask, streams: int, lifetime_s: float) -> list[float]:
-    """Added latencies of what begins within the window, with so many streams under way all the time. They begin spread
-    over a lifetime."""
+    """Keep `streams` requests in flight and return the added latencies of those that begin within the window.
+
+    They begin spread over a lifetime.
+    """
     loop, added = asyncio.get_running_loop(), list[float]()
     began_at = loop.time()
     counts_from, ends_at = began_at + lifetime_s, began_at + lifetime_s + WINDOW_S
@@ -179,13 +189,13 @@ async def hold(ask: Ask, streams: int, lifetime_s: float) -> list[float]:
 
 
 async def warm_up(ask: Ask) -> None:
-    """Connections are opened, and what is learnt of workers is learnt."""
+    """Open connections and let the router learn the workers' rates."""
     for _ in range(WARM_ROUNDS):
         await asyncio.gather(*(ask() for _ in range(WARM_STREAMS)))
 
 
 async def saturate(ask: Ask) -> float:
-    """Requests a second."""
+    """Return requests per second at saturation."""
     loop, done = asyncio.get_running_loop(), 0
     ends_at = loop.time() + SATURATION_S
 

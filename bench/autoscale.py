@@ -1,15 +1,14 @@
-"""A day of the conversation trace, its rate swinging tenfold: pools that size themselves beside fixed ones.
+"""Autoscaled pools beside fixed ones, over a day of the conversation trace whose rate swings tenfold.
 
-`python -m bench.autoscale [--quick]`; with --quick a tenth of it, which is for trying the bench out.
+`python -m bench.autoscale [--quick]`; --quick runs a tenth of it, to try the benchmark out.
 
-The day: the first 2,000 requests of the trace in their own order, at such a rate that they take 1,726 s, and then moved
-so that the rate is a sine's (`simulator/traces/swing.py`): it begins and ends at its lowest, and is ten times that in
-the middle. A real day has 24 hours. This one turns 50 times as fast, while a worker takes 30 s to start, as 25
-minutes would be of a real one: that is harder on the planner.
+The day is the first 2,000 requests of the trace in their own order, scaled to 1,726 s, then moved so that the rate
+follows a sine (`simulator/traces/swing.py`): lowest at both ends, ten times that in the middle. The day is 50 times as
+fast as a real one, while a worker takes 30 s to start (25 minutes of a real day): that is harder on the planner.
 
-Both sides have the same routers, engines and GPUs. A worker is paid for from the moment it is asked for. The fixed
-fleet is the smallest, of any numbers of prefill and decode workers, that keeps the SLO for as large a share of the
-requests as the planner did; that one more worker makes a fleet no worse is taken for granted.
+Both sides have the same routers, engines and GPUs. A worker costs from the moment of its request. The fixed fleet is
+the smallest, of any numbers of prefill and decode workers, that keeps the SLO for as large a share of requests as the
+planner did. The search assumes that one more worker never makes a fleet worse.
 """
 
 import concurrent.futures
@@ -37,14 +36,16 @@ from simulator.traces.swing import RateSwing
 
 REQUESTS, QUICK = 2000, 200
 RATE = 0.39
-"""Times the trace's: the first 2,000 requests then take 1,726 s."""
+"""Factor on the trace's rate: the first 2,000 requests then take 1,726 s."""
 FACTOR = 10.0
 SLO = Slo(ttft_s=30.0, itl_s=0.1)
-"""Mooncake's bounds, for the service that the trace is of. The longest prompt of a hundred, 85,000 tokens, takes longer
-by itself; and by the routers' default every second prompt would be a long one here, which only half of the lenders may
-compute: so the limit of these is set to half of the SLO, for both sides."""
+"""Mooncake's SLO for the service that the trace is from.
+
+The longest prompt of a hundred, 85,000 tokens, takes longer by itself. By the routers' default every second prompt
+would be long here, and only half of the lenders may compute long prompts. So the limit for long prompts is half of
+the SLO, for both sides."""
 START_S = 30.0
-"""A worker's."""
+"""Seconds that a worker takes to start."""
 LLAMA_70B = shape_of(
     "Llama 3.1 70B",
     DEFAULT_CONFIG
@@ -53,22 +54,22 @@ LLAMA_70B = shape_of(
 TP = 4
 BLOCK_TOKENS = 256
 MOST = 24
-"""Workers of either pool."""
+"""Largest number of workers of either pool."""
 DECODES = (3, 2, 4, 1)
-"""Decode workers of fixed fleets: more than the most streams of the day would fill."""
+"""Decode workers of fixed fleets to try: more than the most streams of the day would fill."""
 
 
 class Hopeless(Exception):
-    """So many requests have missed the SLO that the share asked for is out of reach."""
+    """Signal that too many requests missed the SLO to reach the wanted share."""
 
 
 @dataclass(frozen=True, slots=True)
 class SloResult:
-    """What a cluster came to."""
+    """Result of one cluster."""
 
     name: str
     share: float
-    """Of requests within the SLO."""
+    """Share of requests within the SLO."""
     gpu_hours: float
     duration_s: float
     ttft_p95_s: float
@@ -97,9 +98,9 @@ def setup_of(workers: int) -> Setup:
 
 
 def planned(requests: int) -> tuple[SloResult, Run]:
-    """The pools size themselves, from two workers on."""
+    """Run the autoscaled cluster, from two workers on."""
     setup = setup_of(2)
-    prefill = PoolConfig(max_workers=MOST, headroom=0.3)  # a first token has 30 s: it may well wait
+    prefill = PoolConfig(max_workers=MOST, headroom=0.3)  # an SLO of 30 s lets first tokens wait
     patience = {"clear_s": SLO.ttft_s, "down_after_s": 30.0, "down_every_s": 10.0, "margin": 0.05}
     known = {"prefill": prefill, "prompt_tokens": 12_000.0} | patience
     autoscale = Autoscale(policy_of(setup, MOST, START_S).model_copy(update=known))
@@ -108,7 +109,7 @@ def planned(requests: int) -> tuple[SloResult, Run]:
 
 
 def fixed(requests: int, prefill: int, decode: int, least: float = 0.0) -> SloResult | None:
-    """None: it keeps less than the share `least`."""
+    """Run a fixed fleet; return None if it keeps less than the share `least`."""
     left = requests - least * requests + 1e-9
 
     def count(outcome: Outcome) -> None:
@@ -130,8 +131,10 @@ def kept_of(name: str, run: Run) -> SloResult:
 
 
 def smallest(pool: concurrent.futures.Executor, requests: int, least: float, most: int, console: Console) -> SloResult:
-    """The smallest fixed fleet that keeps the share `least`, looked for from `most` workers on. All fleets of a total
-    are tried until one does; where none of them does, none smaller would."""
+    """Return the smallest fixed fleet that keeps the share `least`, searching down from `most` workers.
+
+    All fleets of a total are tried until one keeps the share; where none does, the search ends.
+    """
     best: SloResult | None = None
     total = most
     while True:
@@ -153,13 +156,13 @@ def smallest(pool: concurrent.futures.Executor, requests: int, least: float, mos
 
 
 def alike(pool: concurrent.futures.Executor, requests: int, workers: int) -> SloResult:
-    """The best fixed fleet of so many."""
+    """Return the best fixed fleet of so many workers."""
     asked = [pool.submit(fixed, requests, workers - decode, decode) for decode in DECODES if decode < workers]
     return max((kept for task in asked if (kept := task.result()) is not None), key=lambda kept: kept.share)
 
 
 def hours(sizes: Sequence[Any], duration_s: float) -> list[dict[str, float]]:
-    """Pool sizes, at 25 moments."""
+    """Return the pool sizes at 25 moments."""
     step = max(1, len(sizes) // 24)
     return [
         {"share of the day": round(size.at_s / duration_s, 3), "prefill": size.prefill, "decode": size.decode}

@@ -1,10 +1,8 @@
-"""What `bench.api` holds the front doors against: a source of streams, and a proxy that passes their bytes on, with no
-logic in either.
+"""Reference for `bench.api`: a source of streams, and proxies that pass bytes on without any logic.
 
 `python -m bench.bare_api ROLE STEP_S NUM_TOKENS [SOURCE]` prints its address. Roles: grpc-source and http-source;
-grpc-proxy and http-proxy, each in front of a source of its own kind; http-to-grpc-proxy, which has the hops that
-Tandem's HTTP door has. Messages are as long as Tandem's are. The first of a stream says how long its request waited for
-a step.
+grpc-proxy and http-proxy, each in front of a source of its own kind; http-to-grpc-proxy, with the hops of Tandem's HTTP
+frontend. Messages are as long as Tandem's. A stream's first message tells how long its request waited for a step.
 """
 
 import asyncio
@@ -32,7 +30,7 @@ HEAD = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")
 
 
 class Source:
-    """Tokens, all streams' at once every `step_s`; without a step as fast as they are taken."""
+    """Source of tokens: all streams' at once every `step_s`, or without a step as fast as they are taken."""
 
     def __init__(self, step_s: float, num_tokens: int) -> None:
         self._ticks = Ticks(step_s)
@@ -40,7 +38,7 @@ class Source:
         self._num_tokens = num_tokens
 
     async def waits(self) -> AsyncIterator[float]:
-        """Of each token: how long it waited."""
+        """Yield for each token how long it waited, in seconds."""
         for _ in range(self._num_tokens):
             began_at = time.monotonic()
             if self._step_s:
@@ -71,7 +69,7 @@ async def serve_grpc(source: Source | None, upstream: str) -> str:
 
 
 servers: list[Any] = []
-"""Kept, or they would end."""
+"""Running servers: a server ends when it is garbage collected."""
 
 
 async def events_of(source: Source) -> AsyncIterator[bytes]:
@@ -82,7 +80,7 @@ async def events_of(source: Source) -> AsyncIterator[bytes]:
 
 
 async def events_by_http(session: aiohttp.ClientSession, upstream: str) -> AsyncIterator[bytes]:
-    """As the source wrote them, however many at a time."""
+    """Yield the source's bytes, however many arrive at a time."""
     async with session.post(f"http://{upstream}/", data=b"r") as answer:
         async for part in answer.content.iter_any():
             yield part
@@ -113,7 +111,7 @@ async def serve_http(events: Callable[[], AsyncIterator[bytes]]) -> str:
 
 
 async def serve(role: str, source: Source, upstream: str) -> str:
-    """Its address."""
+    """Serve the role and return its address."""
     match role:
         case "grpc-source":
             return await serve_grpc(source, "")

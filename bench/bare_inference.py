@@ -1,4 +1,7 @@
-"""A server of Tandem's API that answers at once: two tokens, and nothing behind it. It says its address, and serves."""
+"""Server of Tandem's API that answers at once with two tokens.
+
+It prints its address.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator

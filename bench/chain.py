@@ -31,9 +31,9 @@ TOKEN_BYTES = 12
 LAST_BYTES = 700
 NUM_TOKENS = 16
 STEP_S = 0.02
-"""Between tokens, which all streams get at once: what a new request meets are running streams of a batch."""
+"""Seconds between tokens, which all streams get at once: a new request meets running streams of a batch."""
 WAITED = struct.Struct("<d")
-"""The first token's message begins with the seconds its request waited for a step."""
+"""Prefix of the first token's message: seconds that the request waited for a step."""
 
 
 async def relay(address: str, request: bytes) -> AsyncIterator[bytes]:
@@ -60,7 +60,7 @@ async def decode(address: str, request: bytes) -> AsyncIterator[bytes]:
 
 
 class Ticks:
-    """Steps of a batching engine: what is ready leaves all at once, every `step_s`."""
+    """Steps of a batching engine: all ready tokens leave at once, every `step_s`."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
@@ -99,7 +99,7 @@ def _link(address: str) -> grpc.aio.Channel:
 
 
 async def serve(role: str, address: str) -> str:
-    """Its address."""
+    """Serve the role and return its address."""
     step = {"router": relay, "decode": decode}.get(role)
 
     async def generate(request: bytes, context: Any) -> AsyncIterator[bytes]:
@@ -118,7 +118,7 @@ async def serve(role: str, address: str) -> str:
 
 
 servers: list[Server] = []
-"""Kept, or they would end."""
+"""Running servers: a server ends when it is garbage collected."""
 
 
 async def main(role: str, address: str) -> None:

@@ -1,13 +1,13 @@
-"""A model that copies, its weights made by hand: random ones say nothing that anybody could guess.
+"""Model with hand-made weights that copies, because random weights give output that no draft can predict.
 
-Copying is what a language model does for most of a code edit or a summary, and it takes two of its layers:
+Copying is what a language model mostly does in a code edit or a summary, and two of its layers do it:
 
-    layer 0   each position attends to the one before it, and notes that token        (by rotary embedding alone)
-    layer 1   each position attends to those that noted its own token, and says theirs (an induction head)
+    layer 0   each position attends to the one before it, and notes that token (by rotary embedding alone)
+    layer 1   each position attends to those that noted its own token, and predicts theirs (an induction head)
 
-The other layers compute as they would, and what they find is multiplied by zero. So a step costs what a step of that
-shape costs, and the output is known: each token is the one that followed the last token before. Where it occurred more
-than once, what followed each time is equally likely; `logit_bias` says what shall not come, and so where to turn.
+The other layers compute as usual, and their result is multiplied by zero. So a step costs as much as any step of that
+shape, and the output is known: each token is the one that followed the last token before. Where that token occurred
+more than once, each continuation is equally likely; `logit_bias` excludes tokens, and so chooses the continuation.
 """
 
 import shutil
@@ -17,11 +17,12 @@ from typing import Any
 from bench.models import QWEN2_HALF_B
 
 CODE = 128
-"""Dimensions of the code of a token, +1 or -1 each: half of it goes through each of two KV heads."""
+"""Dimensions of a token's code, +1 or -1 each: half of it goes through each of two KV heads."""
 HEAD = 64
 PAIRS = HEAD // 2
 FAST = 10
-"""The first so many pairs of rotary dimensions tell places apart; the others hardly turn and tell codes apart."""
+"""Number of leading pairs of rotary dimensions that tell positions apart; the others barely turn and tell codes apart.
+"""
 THETA = 1e12
 SMALL = {
     "hidden_size": 256,
@@ -30,11 +31,11 @@ SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-"""What differs in the draft model: the same two layers and no others."""
+"""Changes of the draft model's config: the same two layers and no others."""
 
 
 def copying_model(path: Path, shape: dict[str, Any] | None = None) -> Path:
-    """The shape of Qwen2 0.5 B unless `shape` says otherwise, in bfloat16. Made once."""
+    """Make the model once, in bfloat16, with the shape of Qwen2 0.5 B or `shape`, and return its directory."""
     if (path / "model.safetensors").exists():
         return path
     import torch
@@ -58,7 +59,7 @@ def _make(model: Any, config: dict[str, Any]) -> None:
     codes = torch.randint(0, 2, (config["vocab_size"], CODE), generator=torch.Generator().manual_seed(1)) * 2.0 - 1
     model.model.embed_tokens.weight.zero_()
     model.model.embed_tokens.weight[:, :CODE] = codes
-    model.model.norm.weight.fill_(0.2)  # logits of some tens
+    model.model.norm.weight.fill_(0.2)  # gives logits of some tens
     for layer in model.model.layers:
         layer.mlp.down_proj.weight.zero_()
         layer.self_attn.o_proj.weight.zero_()
@@ -67,12 +68,15 @@ def _make(model: Any, config: dict[str, Any]) -> None:
 
 
 def _note_previous(attention: Any, group: int, scale: float) -> None:
-    """Dimensions [CODE, 2 * CODE) of each position: the code of the token before. `scale`: what undoes the norm."""
+    """Note the code of the token before in dimensions [CODE, 2 * CODE) of each position.
+
+    `scale` undoes the norm.
+    """
     import torch
 
     _clear(attention)
     turns = THETA ** (-torch.arange(FAST) / PAIRS)
-    strength = 17.0  # of a score, between the position before and its neighbours: exp(20)
+    strength = 17.0  # score difference between the position before and its neighbours: exp(20)
     for kv_head in range(2):
         key, query = kv_head * HEAD, kv_head * group * HEAD
         attention.k_proj.bias[key : key + FAST] = strength
@@ -84,7 +88,7 @@ def _note_previous(attention: Any, group: int, scale: float) -> None:
 
 
 def _say_following(attention: Any, group: int, scale: float) -> None:
-    """Adds to a position's own code that of the token which followed where it came before, eight times as strong."""
+    """Add the code of the token that followed the position's token before, eight times as strong as the own code."""
     _clear(attention)
     strength = 10.0 * scale * scale
     for kv_head in range(2):

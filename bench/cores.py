@@ -1,8 +1,8 @@
-"""`make bench-cores`: a prefill and a decode engine on the same machine that were told their cores, that find them by
-themselves, and that take all of them each.
+"""`make bench-cores`: a prefill and a decode engine on one machine, by how they choose their cores.
 
-Qwen2 0.5 B's shape; 8 running streams while a prompt of 1,024 tokens arrives every 3 s. One cluster after the other, in
-turns: engines of two at once would make room for each other.
+They are told their cores, find them by themselves, or take all of them each. The model has Qwen2 0.5 B's shape; 8
+running streams meet a prompt of 1,024 tokens every 3 s. One cluster runs at a time, in turns: engines of two at once
+would make room for each other.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ TOLD, BY_THEMSELVES, ALL = "told", "by themselves", "all of them each"
 
 
 async def compare(console: Console) -> dict[str, dict[str, float]]:
-    """Medians of the rounds, in milliseconds, by how engines come to their cores."""
+    """Return medians of the rounds, in milliseconds, by the way in which engines choose cores."""
     model, cores = qwen2_half_b(OUT / "qwen2-0.5b"), sorted(os.sched_getaffinity(0))
     ways = {TOLD: {}, BY_THEMSELVES: TOLD_NOTHING, ALL: TOLD_NOTHING | {"threads": len(cores)}}
     measured: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}

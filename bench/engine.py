@@ -41,18 +41,18 @@ STREAMS, STREAM_PROMPT = 8, 64
 LONG_PROMPT, LONG_OUTPUT, LONG_EVERY_S, LONG_PROMPTS = 1024, 4, 3.0, 8
 
 Generate = Callable[[Sequence[int], int], AsyncIterator[float]]
-"""(prompt, output tokens) to the moments at which tokens arrive."""
+"""Request of (prompt, output tokens) that yields the moments at which tokens arrive."""
 
 
 class Tandem:
-    """A cluster that was started for this benchmark, with its client."""
+    """Cluster started for this benchmark, with its client."""
 
     def __init__(self, model: Path, cores: Sequence[int], num_prefill: int, /, **settings: Any) -> None:
-        """`settings`: of the workers, in place of those here."""
-        # vLLM guesses nothing by default, and random weights repeat themselves, which would make guesses right.
+        """Start nothing yet; `settings` of the workers override the defaults here."""
+        # vLLM does not speculate by default, and random weights repeat themselves, which would make draft tokens right.
         worker: dict[str, Any] = {"model": model, "kv_memory_mib": KV_MIB, "speculation": "off"}
         if not num_prefill:
-            worker["max_prefill_tokens"] = 2048  # nobody's streams to protect: throughput, as vLLM's default
+            worker["max_prefill_tokens"] = 2048  # throughput, as vLLM's default: no streams to protect
         router = {"model": model, "port": 0}
         self._cluster = LocalCluster(plan_topology(num_prefill, 1, router, worker | settings, cores))
 
@@ -89,7 +89,7 @@ class Timed:
 
 
 def prompt(length: int, seed: int) -> list[int]:
-    """None is the beginning of another of a different length, or it would be found in a cache of prefixes."""
+    """Return a prompt that is no prefix of a prompt of another length, so that a prefix cache cannot serve it."""
     generator = random.Random(f"{length} {seed}")
     return [generator.randrange(FIRST_TOKEN, LAST_TOKEN) for _ in range(length)]
 
@@ -105,25 +105,28 @@ async def request(generate: Generate, length: int, output: int, seed: int, token
 
 
 async def batch(generate: Generate, length: int, output: int, seed: int) -> float:
-    """32 at once: output tokens per second."""
+    """Return output tokens per second of 32 requests at once."""
     started_at = time.monotonic()
     done = await asyncio.gather(*(request(generate, length, output, seed + i) for i in range(32)))
     return sum(len(timed.tokens) for timed in done) / (time.monotonic() - started_at)
 
 
 async def alone(generate: Generate, seed: int) -> float:
-    """Milliseconds per token at batch 1."""
+    """Return milliseconds per token at batch 1."""
     timed = await request(generate, 32, 128, seed)
     return 1e3 * (timed.tokens[-1] - timed.tokens[0]) / (len(timed.tokens) - 1)
 
 
 async def long_prompt(generate: Generate, seed: int) -> float:
-    """Milliseconds to the first token of 1024."""
+    """Return milliseconds to the first token after a prompt of 1024."""
     return 1e3 * (await request(generate, 1024, 1, seed)).ttft
 
 
 async def interference(generate: Generate, seed: int) -> dict[str, Any]:
-    """Inter-token latencies of running streams while long prompts arrive, and their TTFT, in milliseconds."""
+    """Return inter-token latencies of running streams while long prompts arrive, and those prompts' TTFT.
+
+    All are in milliseconds.
+    """
     moments: list[list[float]] = [[] for _ in range(STREAMS)]
     streams = [
         asyncio.ensure_future(request(generate, STREAM_PROMPT, 4000, seed + i, tokens))
@@ -162,7 +165,7 @@ def quiet(vllm: VllmServer) -> Iterator[None]:
 
 
 async def cold_starts(model: Path, cores: Sequence[int], scratch: Path, console: Console) -> dict[str, float]:
-    """Seconds from nothing to the first token of each, with no cache of compiled code or hashes."""
+    """Return each side's seconds from start to first token, with no cache of compiled code or hashes."""
     started_at = time.monotonic()
     async with VllmServer(VLLM, model, cores, scratch / "cold") as vllm:
         await request(vllm.generate, 16, 1, 0)

@@ -24,12 +24,12 @@ from engine.core_types import Chunk, SamplingParams, Sequence
 from engine.model.quantization import QuantizationConfig, Weights
 
 DECODES = ((1, 512), (8, 2048), (32, 2048), (16, 8192), (64, 4096))
-"""(batch size, context)"""
+"""Pairs of batch size and context."""
 QUANTISED_DECODES = ((1, 2048), (64, 4096))
 QUANTISED_WEIGHTS: dict[Weights, float] = {"int8": 0.65, "int4": 0.5, "fp8": 0.65}
-"""And the most of the time as saved that a step of one stream may take."""
+"""Largest time of a one-stream step with quantised weights, as a share of the time with the saved weights."""
 PREFILLS = ((2048, 0), (8192, 0), (2048, 8192))
-"""(tokens of the chunk, tokens before it)"""
+"""Pairs of a chunk's tokens and the tokens before it."""
 KV_BYTES = 36 << 30
 COPY_BYTES = 2 << 30
 MATRIX = 8192
@@ -39,7 +39,7 @@ DRAWN = SamplingParams(max_tokens=1 << 20, temperature=0.8, top_p=0.95, ignore_e
 
 
 def seconds_on_gpu(compute: Callable[[], object], rounds: int = 10) -> float:
-    """Median of each call by itself, after warming up."""
+    """Return the median duration of single calls, after warming up."""
     times = []
     for number in range(3 + rounds):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -53,20 +53,20 @@ def seconds_on_gpu(compute: Callable[[], object], rounds: int = 10) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes read and written per second."""
+    """Return bytes read and written per second."""
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     return 2 * COPY_BYTES / seconds_on_gpu(lambda: target.copy_(source))
 
 
 def matrix_rate() -> float:
-    """Floating point operations per second of a bfloat16 product, on random data (zeros draw less power)."""
+    """Return floating point operations per second of a bfloat16 product, on random data (zeros draw less power)."""
     a, b = (torch.randn(MATRIX, MATRIX, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     return 2 * MATRIX**3 / seconds_on_gpu(lambda: a @ b)
 
 
 def sequences(runner: TorchRunner, batch: int, length: int, sampling: SamplingParams) -> list[Sequence]:
-    """Each in blocks of its own; what the pool holds is its KV."""
+    """Return sequences in blocks of their own, with the pool's content as KV."""
     count = runner.layout.blocks_for(length)
     assert batch * count <= runner.pool.num_blocks, "the pool is too small for this case"
     tokens = torch.randint(0, LLAMA_8B["vocab_size"], (length,)).tolist()
@@ -86,18 +86,18 @@ def step_seconds(runner: TorchRunner, chunks: list[Chunk], rounds: int = ROUNDS)
 
 
 def decode(runner: TorchRunner, batch: int, context: int, sampling: SamplingParams = GREEDY) -> float:
-    """Seconds of one step."""
+    """Return the seconds of one decode step."""
     return step_seconds(runner, [Chunk(s, context - 1, 1) for s in sequences(runner, batch, context, sampling)])
 
 
 def prefill(runner: TorchRunner, count: int, before: int) -> float:
-    """Seconds of one chunk."""
+    """Return the seconds of one chunk."""
     [sequence] = sequences(runner, 1, before + count, GREEDY)
     return step_seconds(runner, [Chunk(sequence, before, count)], rounds=10)
 
 
 def linear_elements() -> int:
-    """Weights of all layers' linear parts."""
+    """Return the number of weights in all layers' linear parts."""
     hidden, inner, layers = (LLAMA_8B[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers"))
     kv = hidden // LLAMA_8B["num_attention_heads"] * LLAMA_8B["num_key_value_heads"]
     return int(layers * (2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inner))
@@ -108,20 +108,20 @@ def output_elements() -> int:
 
 
 def decode_bytes(runner: TorchRunner, batch: int, context: int) -> int:
-    """Read in one step: every weight but the embedding's, and the KV of every context."""
+    """Return the bytes read in one step: every weight but the embedding's, and the KV of every context."""
     kv = batch * context * runner.layout.block_bytes // runner.layout.block_tokens
     return 2 * (linear_elements() + output_elements()) + kv
 
 
 def prefill_operations(count: int, before: int) -> int:
-    """Of one chunk whose last token is sampled: products with weights, and scores and sums of causal attention."""
+    """Return the operations of one chunk whose last token is sampled: products with weights, and causal attention."""
     seen = count * before + count * (count + 1) // 2
     attention = 4 * LLAMA_8B["num_hidden_layers"] * LLAMA_8B["hidden_size"] * seen
     return int(2 * linear_elements() * count + 2 * output_elements() + attention)
 
 
 def fill(pool: Tensor) -> None:
-    """Random KV: zeros would be read faster than data are."""
+    """Fill the pool with random KV: zeros would be read faster than data."""
     for block in pool.split(256):
         block.normal_()
 
@@ -134,7 +134,7 @@ def decode_bars(
     of: str,
     least: float,
 ) -> list[Bar]:
-    """Each by its share of the time to read its bytes; `of` is what is said of all of them."""
+    """Measure decodes as shares of the time to read their bytes; `of` describes all of them."""
     bars = []
     for batch, context in cases:
         seconds = decode(runner, batch, context)
@@ -145,16 +145,16 @@ def decode_bars(
 
 
 def quantised_kv(bandwidth: float, figures: dict[str, Any]) -> list[Bar]:
-    """Decodes over fp8 blocks, by kernels of our own."""
+    """Measure decodes over fp8 blocks, by Tandem's own kernels."""
     quantization = QuantizationConfig(kv_dtype="fp8")
     runner = TorchRunner(llama_8b("cuda"), "bfloat16", 16, kv_bytes=KV_BYTES, device="cuda", quantization=quantization)
     for block in runner.pool.owner.split(256):  # type: ignore[union-attr]
-        block.random_(0, 64)  # as in `fill`; bytes that are NaN in neither float8 nor bfloat16
+        block.random_(0, 64)  # as in `fill`; larger bytes are NaN in float8 or bfloat16
     return decode_bars(runner, QUANTISED_DECODES, bandwidth, figures, ", fp8 KV", 0.6)
 
 
 def quantised_weights(figures: dict[str, Any]) -> list[Bar]:
-    """Each kind of weights that is made at load, against the weights as saved: a decode and a prompt."""
+    """Compare each kind of weights quantised at load with the saved weights: a decode and a prompt."""
     bars = []
     for kind, most in QUANTISED_WEIGHTS.items():
         built = llama_8b("cuda")

@@ -1,13 +1,13 @@
-"""Settings of the literature, and what was found in each: whether disaggregation gains.
+"""Settings of published papers, each with the paper's finding: whether disaggregation gains.
 
 DistServe (OSDI 24, table 1): OPT on A100, ShareGPT (chat) and LongBench (summaries), its SLOs; for chat the TPs and
-GPUs of its artifact (LLMServe/DistServe, evaluation/), and what its authors measured that steps take, of their engine
-and of vLLM of early 2024 (there, simdistserve/estimators/profile_data; KV moves by NVLink).
+GPUs of its artifact (LLMServe/DistServe, evaluation/), and the step times that its authors measured of their engine and
+of vLLM of early 2024 (there, simdistserve/estimators/profile_data; KV moves by NVLink).
 
 Splitwise (ISCA 24): Llama 2 70B on machines of 8 GPUs, the lengths of Azure's coding and conversation services, p90
 SLOs of 3 x the TTFT and 1.5 x the TBT of a request alone on a machine of 8 A100; prefill on H100, decode on A100 there.
 
-Lengths are lognormal by the means that they state, not their traces; ShareGPT's are `chat`'s.
+Lengths are lognormal with the papers' means, not their traces; ShareGPT's are those of `chat`.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from simulator.results import Slo
 from simulator.traces.reading import Trace, Window
 
 WHOLE = 8192
-"""Prompt tokens of a step: longer than the prompts."""
+"""Prompt tokens of a step, more than any prompt has."""
 OPT = {"model_type": "opt", "vocab_size": 50272, "torch_dtype": "float16"}
 
 
@@ -48,37 +48,40 @@ LLAMA_70B = shape_of(
 OPT_13B, OPT_66B = opt("OPT 13B", 40, 40, 5120), opt("OPT 66B", 64, 72, 9216)
 A100, H100, A10 = GPUS["A100"], GPUS["H100"], GPUS["A10"]
 CHAT = Load(1, 755, 200, variation=0.7)
-"""`chat`'s, for the formulas."""
+"""Lengths of `chat`, for the formulas."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A setting, and the sign that was found there."""
+    """Setting with the paper's finding."""
 
     name: str
     setup: Setup
-    """Of the split clusters, and of the aggregated one unless it has its own."""
+    """Setup of the split clusters, and of the aggregated one unless `own` is set."""
     load: Load
-    """Its rate is looked for, unless `fixed`."""
+    """Load whose rate is searched, unless `fixed`."""
     together: int
     """Workers of the aggregated cluster."""
     splits: tuple[tuple[int, int], ...]
     gains: bool | None
-    """Says the literature, over `gains_over`; where it says no gain, over chunks too. None: it does not say."""
+    """Whether the paper finds a gain over `gains_over`; where it finds none, also over chunks. None: no finding."""
     count: int = 400
-    """Requests, at least; more where streams last long."""
+    """Smallest number of requests; more where streams last long."""
     fixed: bool = False
     requests: Callable[[Load, int], Iterator[TraceRequest]] = requests_of
     own: Setup | None = None
-    """The aggregated cluster's."""
+    """Setup of the aggregated cluster."""
     gains_over: str = "whole prompts"
-    """What a gain is held against: "chunks" where no paper's baseline is meant."""
+    """Baseline of the gain: "chunks" where no paper's baseline is meant."""
 
 
 def chat(load: Load, count: int) -> Iterator[TraceRequest]:
-    """Conversations as DistServe's artifact cuts ShareGPT (0-prepare-dataset.py): the first messages of one are a
-    prompt, the next is its output, and both together have less than 2,048 tokens. Numbers and lengths of messages are
-    such that prompts have 755 tokens in the mean and outputs 200, as the paper's; `load` has the rate."""
+    """Yield conversations as DistServe's artifact cuts ShareGPT (0-prepare-dataset.py).
+
+    The first messages of a conversation are a prompt and the next message its output, together less than 2,048 tokens.
+    Numbers and lengths of messages give means of 755 prompt tokens and 200 output tokens, as in the paper; `load` has
+    the rate.
+    """
     rng, at_s = random.Random(0), 0.0
     sigma = math.sqrt(math.log(2))
 
@@ -94,8 +97,10 @@ def chat(load: Load, count: int) -> Iterator[TraceRequest]:
 
 
 def agents(load: Load, count: int) -> Iterator[TraceRequest]:
-    """Coding agents: 60 sessions, each turn 1,024 tokens longer than the last, from 6,144 to 22,528, then anew.
-    All of them are as large as the KV pools of two H100."""
+    """Yield coding agents: 60 sessions, each turn 1,024 tokens longer than the last, from 6,144 to 22,528, then anew.
+
+    All sessions together are as large as the KV pools of two H100.
+    """
     rng, at_s = random.Random(0), 0.0
     sessions = [(place, rng.randrange(6, 22)) for place in range(60)]
     for number in range(count):
@@ -108,13 +113,15 @@ def agents(load: Load, count: int) -> Iterator[TraceRequest]:
 
 
 def mooncake(load: Load, count: int) -> Iterator[TraceRequest]:
-    """The first of its chat service's real trace, at 0.7 of their rate; `load` only says what that is."""
+    """Yield the first requests of Mooncake's chat trace at 0.7 of their rate; `load` only states that rate."""
     return iter(Trace(CONVERSATION, Window(rate=0.7, most=count, spread_s=TICK_S)))
 
 
 def steps(prefill_ms: tuple[float, float, float], decode_ms: tuple[float, float, float]) -> StepTiming:
-    """Of an engine, milliseconds: of a prompt (constant, by token, by token squared), of decoding (constant, by token
-    of context, by stream; those of less than 95 streams). Decoding's constant stands for both: they are nearly equal.
+    """Return an engine's step times from milliseconds.
+
+    Prefill is (constant, by token, by token squared); decode is (constant, by token of context, by stream), for fewer
+    than 95 streams. Decode's constant serves both, as they are nearly equal.
     """
     constant, context, stream = (value / 1000 for value in decode_ms)
     _, token, squared = (value / 1000 for value in prefill_ms)
@@ -129,7 +136,10 @@ VLLM_66B_TP4 = steps((42.97, 0.2129, 4.60e-5), (39.58, 6.95e-4, 0.1358))
 
 
 def measured(setup: Setup, kv_tokens: int, decode: StepTiming, prefill: StepTiming | None = None) -> Setup:
-    """With those steps, and a decode worker's KV pool, in tokens, as that artifact has it (max_num_tokens.csv)."""
+    """Return the setup with these step times and a decode pool of `kv_tokens`.
+
+    The artifact's max_num_tokens.csv gives the pool's size.
+    """
     calibration = Calibration(
         decode=decode,
         prefill=prefill,
@@ -147,7 +157,7 @@ def measured(setup: Setup, kv_tokens: int, decode: StepTiming, prefill: StepTimi
 
 
 def with_whole_prompts(setup: Setup) -> Setup:
-    """In a decode worker's steps."""
+    """Return the setup with whole prompts in a decode worker's steps."""
     calibration = setup.calibration and setup.calibration.model_copy(update={"decode_chunk": WHOLE})
     return dataclasses.replace(setup, decode_chunk=WHOLE, calibration=calibration)
 

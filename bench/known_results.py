@@ -1,15 +1,16 @@
-"""What the literature found, in the simulator: where disaggregation gains, and where it gains nothing.
+"""Findings of published papers, repeated in the simulator: where disaggregation gains, and where it does not.
 
-`python -m bench.known_results [NAME]`: all cases, or those whose name has NAME in it.
+`python -m bench.known_results [NAME]`: all cases, or those whose name contains NAME.
 
 Goodput is DistServe's: the highest rate at which 90 % of the requests keep TTFT and ITL, for each GPU, or for each USD
-where the GPUs differ. It is found to within RATIO by halving what lies between a rate that is kept and one that is not,
-of one and the same trace, from where `tandem plan`'s formulas put it; of several splits the best counts. Clusters of
-both kinds are about equally large or dear, but for those that are as DistServe's artifact has them. Both sides have the
-same router and the same engine, but where the two engines' steps are those that DistServe's authors measured.
+where the GPUs differ. It is found to within RATIO by bisection between a rate that is kept and one that is not, of one
+trace, starting from the estimate of `tandem plan`'s formulas; the best of several splits counts. Both clusters are
+about equally large or expensive, unless DistServe's artifact fixes them. Both sides have the same router and the same
+engine, unless the two engines' step times are those that DistServe's authors measured.
 
-Two things called aggregated. The papers held theirs against engines that computed a prompt in one step, all running
-streams waiting (`whole prompts`); today's, ours too, compute it in chunks beside them (`chunks`).
+There are two aggregated baselines. The papers compared with engines that computed a prompt in one step, while all
+running streams waited (`whole prompts`); today's engines, Tandem's too, compute it in chunks beside the streams
+(`chunks`).
 """
 
 import dataclasses
@@ -31,11 +32,11 @@ from simulator.report import MARGIN
 
 RATIO = 1.1
 LEAST = 0.02
-"""Requests/s for each worker: who does not keep the SLO at that keeps it at no rate."""
+"""Requests/s for each worker; a cluster that misses the SLO at this rate has no goodput."""
 
 
 def goodput(case: Case, setup: Setup, scenario: Scenario) -> float:
-    """Requests/s that keep the SLO, at the highest rate at which GOAL of them do; 0: at none that was tried."""
+    """Return requests/s at the highest rate at which GOAL of them keep the SLO; 0 if no tried rate does."""
     if case.fixed:
         return case.load.rate * kept(case, setup, scenario, case.load.rate)
     workers = scenario.prefill + scenario.decode
@@ -59,14 +60,14 @@ def goodput(case: Case, setup: Setup, scenario: Scenario) -> float:
 
 
 def kept(case: Case, setup: Setup, scenario: Scenario, rate: float) -> float:
-    """Share of the requests, of a trace that lasts five times as long as a stream, or is of 800 requests."""
+    """Return the share of requests within the SLO, of a trace of five stream lifetimes or of 800 requests."""
     count = max(case.count, min(800, round(5 * rate * case.load.output * setup.slo.itl_s)))
     trace = case.requests(dataclasses.replace(case.load, rate=rate), count)
     return replay(setup, scenario, trace).results.kept_share
 
 
 def planned(setup: Setup, scenario: Scenario, load: Load) -> float:
-    """The rate by the formulas."""
+    """Return the rate by the formulas."""
     low, high = 0.01, 1000.0
     for _ in range(30):
         rate = math.sqrt(low * high)
@@ -78,7 +79,7 @@ def planned(setup: Setup, scenario: Scenario, load: Load) -> float:
 
 
 def measure(case: Case, advance: Callable[[], object]) -> dict[str, Any]:
-    """Goodput for each USD an hour, and for each GPU, of all clusters of a case."""
+    """Return goodput for each USD an hour, and for each GPU, of all clusters of a case."""
     own, together = case.own or case.setup, Scenario("aggregated", 0, case.together)
     clusters = {
         "whole prompts": (with_whole_prompts(own), together),
@@ -94,7 +95,7 @@ def measure(case: Case, advance: Callable[[], object]) -> dict[str, Any]:
         advance()
 
     def over(name: str) -> float:
-        """A cluster of no goodput counts as if it had that of the least rate tried."""
+        """Return the ratio to a cluster; one without goodput counts as having the lowest rate tried."""
         gpus, usd_per_hour = bill(*clusters[name])
         least = LEAST * case.together / (gpus if unit == "per_gpu" else usd_per_hour / 3600)
         return figures[best][unit] / max(least, figures[name][unit])
@@ -111,7 +112,7 @@ def measure(case: Case, advance: Callable[[], object]) -> dict[str, Any]:
 
 
 def bars_of(case: Case, measured: dict[str, Any]) -> Iterator[Bar]:
-    """The sign that the literature found."""
+    """Yield the bars for the papers' findings."""
     if case.gains is None:
         return
     if case.gains:
@@ -122,7 +123,7 @@ def bars_of(case: Case, measured: dict[str, Any]) -> Iterator[Bar]:
 
 
 def row_of(name: str, measured: dict[str, Any]) -> str:
-    """For a table: requests/s for each GPU, or for each 3600 USD an hour."""
+    """Return a table row: requests/s for each GPU, or for each 3600 USD an hour."""
     each = ", ".join(f"{cluster} {found[measured['unit']]:.3g}" for cluster, found in measured["clusters"].items())
     return f"| {name} | {each} | {measured['over whole prompts']:.2f} | {measured['over chunks']:.2f} |"
 

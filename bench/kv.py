@@ -1,8 +1,8 @@
-"""`make bench-kv`: the KV path against NIXL alone, a gRPC hop alone, and computing it anew.
+"""`make bench-kv`: the KV path against NIXL alone, a gRPC hop alone, and recomputation.
 
-Two workers of the sim engine, told by this benchmark who lends to whom, on a core each, as are the two processes of the
-bare NIXL loop; our loans and bare reads of the same spans take turns. What overlaps what, and what it costs the lender,
-is measured with the sim engine's steps and with a real model (Qwen2 0.5 B's shape, random weights).
+Two workers of the sim engine, told by this benchmark who lends to whom, run on a core each, as do the two processes of
+the bare NIXL loop; loans and bare reads of the same spans take turns. Overlap, and the cost to the lender, are measured
+with the sim engine's steps and with a real model (Qwen2 0.5 B's shape, random weights).
 """
 
 import asyncio
@@ -40,7 +40,7 @@ PREFIX, LONG = 4096, 2048
 
 
 class Bare:
-    """Two processes that do nothing but NIXL."""
+    """Two processes that only use NIXL."""
 
     def __init__(self, cores: Sequence[int]) -> None:
         self._cores = cores
@@ -61,7 +61,10 @@ class Bare:
             await process.wait()
 
     async def read(self, num_bytes: int) -> float:
-        """One contiguous span, each time where the last one ended: in a pool, too, nothing is in a cache already."""
+        """Read one contiguous span that starts where the last one ended.
+
+        So no read finds its bytes in a cache, as in a pool.
+        """
         if self._at + num_bytes > POOL_MIB << 20:
             self._at = 0
         at, self._at = self._at, self._at + num_bytes
@@ -106,12 +109,12 @@ def tokens(count: int, seeds: random.Random) -> list[int]:
 
 
 def stages(receipt: pb.Receipt) -> dict[str, float]:
-    """Seconds by name."""
+    """Return the receipt's stages, in seconds by name."""
     return {stage.name: stage.duration_ms / 1e3 for stage in receipt.stages}
 
 
 def loan_s(receipt: pb.Receipt) -> float:
-    """From asking the lender to the last block verified and bound."""
+    """Return the seconds from asking the lender to the last block verified and bound."""
     by_name = stages(receipt)
     assert receipt.kv.loan_failure == "", receipt.kv.loan_failure
     return sum(by_name[name] for name in ("lender queue", "lender prefill", "transfer of the last blocks"))
@@ -121,7 +124,7 @@ def loan_s(receipt: pb.Receipt) -> float:
 
 
 async def measure_bandwidth(model: Path, cores: Sequence[int], progress: Progress) -> dict[str, Any]:
-    """Loans of what the lender has, and bare reads of as many bytes, in turns."""
+    """Measure loans of cached blocks and bare reads of as many bytes, in turns."""
     settings = {"model": model, "engine": "sim", "sim_block_kib": BLOCK_KIB, "kv_memory_mib": POOL_MIB}
     settings |= {"max_batch_tokens": 65536, "max_prefill_tokens": 65536}
     seeds = random.Random(1)
@@ -168,7 +171,7 @@ def summary(size: int, ours: list[float], theirs: list[float], copies: list[floa
 async def measure_fixed_cost(
     workers: Workers, bare: Bare, seeds: random.Random, progress: Progress
 ) -> dict[str, float]:
-    """A loan of one block, less a bare read of it, beside a bare bidirectional hop."""
+    """Measure a loan of one block, less a bare read of it, beside a bare bidirectional hop."""
     process, said = await start_bare("hop", -1)
     ours, hops, reads = [], [], []
     task = progress.add_task("fixed cost", total=SMALL_ROUNDS)
@@ -195,7 +198,7 @@ async def measure_fixed_cost(
 
 
 async def measure_transports(cores: Sequence[int], progress: Progress) -> dict[str, Any]:
-    """64 MiB through each of our transports, in turns, beside memcpy."""
+    """Measure 64 MiB through each transport, in turns, beside memcpy."""
     num_bytes, rounds = 64 << 20, 15
     kinds = {
         "nixl": ("nixl", {}),
@@ -244,7 +247,7 @@ async def reader_of(
 
 
 async def measure_overlap(model: Path, cores: Sequence[int], progress: Progress) -> dict[str, Any]:
-    """What is left of a transfer when the lender has computed its last chunk."""
+    """Measure the remaining transfer time when the lender has computed its last chunk."""
     settings = {"model": model, "engine": "sim", "sim_block_kib": BLOCK_KIB, "kv_memory_mib": POOL_MIB}
     settings |= {"sim_step_ms": STEP_MS, "max_prefill_tokens": CHUNK_TOKENS}
     seeds, rounds = random.Random(2), 10
@@ -271,7 +274,7 @@ async def measure_overlap(model: Path, cores: Sequence[int], progress: Progress)
 
 
 async def measure_model(cores: Sequence[int], progress: Progress) -> dict[str, Any]:
-    """Slowdown of a lender's prefill by lending, and a fetched prefix against a computed one."""
+    """Measure the slowdown of a lender's prefill by lending, and a fetched prefix against a computed one."""
     model = qwen2_half_b(OUT / "qwen2-0.5b")
     settings = {"model": model, "kv_memory_mib": 512, "max_prefill_tokens": 512}
     seeds = random.Random(3)

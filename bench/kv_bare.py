@@ -1,11 +1,11 @@
-"""What the KV path is held against: NIXL alone, memcpy alone, and one gRPC hop with no logic.
+"""References for the KV path: NIXL alone, memcpy alone, and one gRPC hop with no logic.
 
 `python -m bench.kv_bare ROLE CORE ...` is one process, pinned to a core, that answers lines of JSON on standard input:
 
     lender NAME BYTES      memory to read from; prints {"metadata", "base"}
     reader NAME BYTES      {"metadata", "base"} once, then {"spans": [[local, remote, length], ...]} -> {"seconds"}
     hop                    a gRPC server; prints its address, which it serves until standard input ends
-    pool TRANSPORT BYTES   memory to read from through one of our transports; prints {"endpoint"}
+    pool TRANSPORT BYTES   memory to read from through one of Tandem's transports; prints {"endpoint"}
     reads TRANSPORT BYTES  {"endpoint"} once, then {"bytes"} -> {"seconds", "lanes"}
 """
 
@@ -36,7 +36,7 @@ def say(**fields: Any) -> None:
 
 
 def filled(num_bytes: int) -> NDArray[np.uint8]:
-    """Memory as an engine's pool has, of which every page is there."""
+    """Return memory like an engine's pool, with every page present."""
     memory = huge_memory(num_bytes)
     memory[:] = 1
     return memory
@@ -51,7 +51,7 @@ def lend(name: str, num_bytes: int) -> None:
 
 
 def read(name: str, num_bytes: int) -> None:
-    """Reads one after the other, each of spans of at most MAX_POSTED_BYTES; it polls without pause."""
+    """Read groups of spans of at most MAX_POSTED_BYTES, one group after the other, polling without pause."""
     memory = filled(num_bytes)
     copied = filled(num_bytes)
     agent = make_agent(name)
@@ -80,7 +80,7 @@ def read(name: str, num_bytes: int) -> None:
 
 
 def windows(spans: list[list[int]]) -> list[list[list[int]]]:
-    """Spans cut and grouped so that each group has at most MAX_POSTED_BYTES."""
+    """Cut and group spans so that each group has at most MAX_POSTED_BYTES."""
     groups: list[list[list[int]]] = [[]]
     room = MAX_POSTED_BYTES
     for local, remote, length in spans:
@@ -106,7 +106,7 @@ def pool(transport: str, num_bytes: int) -> None:
 
 
 def reads(transport: str, num_bytes: int) -> None:
-    """All reads of a request are queued at once, as the engine does."""
+    """Queue all reads of a request at once, as the engine does."""
     opened = open_transport(transport, f"bench-{os.getpid()}")
     opened.register(Pool(filled(num_bytes).reshape(1, -1)))
     say(ready=True)
@@ -136,7 +136,7 @@ async def hop() -> None:
 
 if __name__ == "__main__":
     role, core = sys.argv[1], int(sys.argv[2])
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # it logs to standard output
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # NIXL logs to standard output
     if core >= 0:
         os.sched_setaffinity(0, {core})
     if role == "hop":

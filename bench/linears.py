@@ -1,4 +1,4 @@
-"""How long the linear layers of a model take by themselves at batch 1: `python -m bench.linears MODEL THREADS`.
+"""Duration of a model's linear layers alone at batch 1: `python -m bench.linears MODEL THREADS`.
 
 Prints JSON: milliseconds for all of them once, by torch's nn.Linear and by the engine's kernels (null without them).
 """
@@ -26,7 +26,7 @@ def main() -> None:
     packed: list[Callable[[], object]] = []
     for outputs, inputs, count in linear_shapes(Path(sys.argv[1])):
         x = torch.randn(1, inputs).bfloat16()
-        for _ in range(count):  # each layer its own weights, or they would stay in the cache
+        for _ in range(count):  # each layer has its own weights, otherwise they would stay in the cache
             weights = torch.randn(outputs, inputs, dtype=torch.bfloat16)
             plain.append(lambda x=x, weights=weights: torch.nn.functional.linear(x, weights))
             if kernels.multiplies_bfloat16:

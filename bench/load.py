@@ -1,4 +1,4 @@
-"""How much load `tandem bench` can offer from one core: against a server that answers at once, on another core."""
+"""Load that `tandem bench` can offer from one core, against a server that answers at once on another core."""
 
 import os
 import sys

@@ -1,4 +1,7 @@
-"""Models of known shapes with random weights, made on the spot: nothing here depends on what they would say."""
+"""Models of known shapes with random weights, made on the spot.
+
+No benchmark depends on their output.
+"""
 
 import json
 import shutil
@@ -37,7 +40,7 @@ LLAMA_8B = {
 
 
 def llama_8b(device: str) -> "BuiltModel":
-    """The shape of Llama 3 8 B in bfloat16, made on the device: 16 GB, and no file."""
+    """Make the shape of Llama 3 8 B in bfloat16 on the device: 16 GB, and no file."""
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -56,7 +59,7 @@ def llama_8b(device: str) -> "BuiltModel":
 
 
 def qwen2_half_b(path: Path) -> Path:
-    """The shape of Qwen2 0.5 B in bfloat16, with a tokenizer of one word per token. Made once."""
+    """Make the shape of Qwen2 0.5 B in bfloat16 once, with a tokenizer of one word per token."""
     if (path / "tokenizer.json").exists():
         return path
     import torch
@@ -76,7 +79,7 @@ def qwen2_half_b(path: Path) -> Path:
 
 
 def sim_model(path: Path, context: int = 1 << 20) -> Path:
-    """A directory with what sim workers and a router read of a model; no weights, no tokenizer."""
+    """Make a directory with the files that sim workers and a router read of a model; no weights, no tokenizer."""
     path.mkdir(parents=True, exist_ok=True)
     config = {"model_type": "llama", "vocab_size": SIM_VOCAB, "max_position_embeddings": context}
     (path / "config.json").write_text(json.dumps(config))
@@ -84,12 +87,12 @@ def sim_model(path: Path, context: int = 1 << 20) -> Path:
 
 
 def weight_bytes(path: Path) -> int:
-    """Size of the weights as saved."""
+    """Return the size of the weights as saved."""
     return sum(file.stat().st_size for file in path.glob("*.safetensors"))
 
 
 def linear_shapes(path: Path) -> list[tuple[int, int, int]]:
-    """(outputs, inputs, how many) of every linear layer, the output layer included."""
+    """Return (outputs, inputs, count) of every kind of linear layer, the output layer included."""
     config = json.loads((path / "config.json").read_text())
     hidden, inner, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
     kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]

@@ -1,8 +1,8 @@
-"""`python -m bench.parallel`: a step of one rank on all cores beside one of two ranks on half of them each, in turns.
+"""`python -m bench.parallel`: one rank on all cores beside two ranks on half of them each, in turns.
 
-Engines in processes of their own, with no front and no gRPC. Decode: streams that run alone or eight at once. Prefill:
-a prompt of 512 tokens in one chunk, up to its first token. The weights are read by both ranks together as often as by
-one, so on one memory bus there is nothing to win by decoding; what is lost is what the sums cost.
+Engines run in processes of their own, without frontend and gRPC. Decode: streams that run alone or eight at once.
+Prefill: a prompt of 512 tokens in one chunk, up to its first token. Two ranks together read the weights as often as
+one, so on one memory bus decoding cannot gain; the sums cost time.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ DTYPES = ("bfloat16", "float32")
 
 
 class Measured(EngineListener):
-    """An engine, and when it said each token."""
+    """Engine with the times of its tokens."""
 
     def __init__(self, ranks: int, dtype: str, model: Any) -> None:
         cores = tuple(sorted(os.sched_getaffinity(0)))
@@ -69,15 +69,16 @@ class Measured(EngineListener):
             await self._news()
 
     async def step_ms(self, streams: int) -> float:
-        """Median gap between tokens while so many streams decode."""
+        """Return the median gap between tokens, in milliseconds, while so many streams decode."""
         names = [self._ask(random.Random(number).choices(range(1000), k=16), TOKENS) for number in range(streams)]
         while any(len(self.times[name]) < TOKENS for name in names):
             await self._news()
-        late = [pair for name in names for pair in list(pairwise(self.times[name]))[4:]]  # the first wait for prompts
+        # the first tokens wait for prompts
+        late = [pair for name in names for pair in list(pairwise(self.times[name]))[4:]]
         return statistics.median((b - a) * 1e3 for a, b in late)
 
     async def prompt_ms(self) -> float:
-        """From a new prompt to its first token."""
+        """Return milliseconds from a new prompt to its first token."""
         self._count += 1
         began = time.perf_counter()
         name = self._ask(random.Random(f"prompt {self._count}").choices(range(1000), k=PROMPT), 1)
@@ -98,7 +99,7 @@ class Measured(EngineListener):
 
 
 async def measure(dtype: str, console: Console) -> dict[str, dict[str, list[float]]]:
-    """Milliseconds by what was measured, then by ranks."""
+    """Return milliseconds by measurement, then by number of ranks."""
     model = qwen2_half_b(OUT / "qwen2-0.5b")
     engines = {ranks: Measured(ranks, dtype, model) for ranks in (1, 2)}
     await asyncio.gather(*(engine.start() for engine in engines.values()))

@@ -1,4 +1,4 @@
-"""How much of the allocated KV holds no token: the engine's own core over random lengths, without a model."""
+"""Share of the allocated KV that holds no token, by the engine's scheduler over random lengths, without a model."""
 
 import random
 
@@ -15,7 +15,7 @@ MAX_OUTPUT = 256
 
 
 def measure_waste() -> float:
-    """Share of the room in allocated blocks that holds no token, averaged over all steps."""
+    """Return the share of allocated slots that hold no token, averaged over all steps."""
     layout = KvLayout(layers=1, kv_heads=1, head_dim=4, block_tokens=16, dtype="float32")
     runner = SimRunner(layout, num_blocks=20_000)
     core = EngineCore(

@@ -1,9 +1,9 @@
-"""`make bench-quantised`: what quantised weights and quantised KV gain, and what they cost.
+"""`make bench-quantised`: gains and costs of quantised weights and quantised KV.
 
 Speed: a model of Qwen2 0.5 B's shape, served by clusters that differ in `weights` only, in turns, one idle while the
 other is measured. Quality: the demo model on held-out stories of its own kind (seeds that it was not trained on), all
-places of a text in one forward, as a prompt is computed. Room: requests that a pool of fixed size admits at once.
-Bytes: what receipts of a prefill and a decode worker say was moved.
+places of a text in one forward, as a prompt is computed. Capacity: requests that a pool of fixed size admits at once.
+Bytes: the bytes moved, by receipts of a prefill and a decode worker.
 """
 
 import asyncio
@@ -35,12 +35,12 @@ from tandem.cli.demo import STORYTELLER
 
 ROUNDS = 3
 HELD_OUT_SEED = 1_000_007
-"""As in the storyteller's train.py."""
+"""Seed of the held-out stories, as in the storyteller's train.py."""
 TEXTS = {512: 24, 1024: 12}
-"""How many rows of how many tokens."""
+"""Number of rows, by their length in tokens."""
 POOL_MIB = 64
 KV_MIB = 256
-"""Of each worker."""
+"""Pool size of each worker."""
 VARIANTS = {
     "bf16": AS_SAVED,
     "int8 weights": QuantizationConfig(weights="int8"),
@@ -57,7 +57,7 @@ TTFT_BARS = {"int8": 1.1, "int4": 1.25}
 
 
 async def speed(console: Console) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
-    """Medians, by workload and kind of weights; and the engines' peak memory in MiB."""
+    """Return medians, by workload and kind of weights, and the engines' peak memory in MiB."""
     model, cores = qwen2_half_b(OUT / "qwen2-0.5b"), sorted(os.sched_getaffinity(0))
     workloads: dict[str, tuple[int, Any]] = {
         "batch 1, ms per token": (ROUNDS, alone),
@@ -88,7 +88,7 @@ async def speed(console: Console) -> tuple[dict[str, dict[str, Any]], dict[str, 
 
 
 def held_out() -> list[list[int]]:
-    """Rows of token ids, as the demo model's training has them, of another seed."""
+    """Return rows of token ids as in the demo model's training, of another seed."""
     sys.path.insert(0, str(STORYTELLER.parent))
     from grammar import long_documents, short_documents  # type: ignore[import-not-found]
     from tokens import rows  # type: ignore[import-not-found]
@@ -103,18 +103,18 @@ def held_out() -> list[list[int]]:
 
 
 def logits_of(runner: TorchRunner, text: list[int]) -> Tensor:
-    """Of the places before each token but the first, [len(text) - 1, vocab]: what follows the first are guesses."""
+    """Return the logits before each token but the first, [len(text) - 1, vocab]."""
     blocks = list(range(runner.layout.blocks_for(len(text))))
     sequence = Sequence("text", text[:1], 1, b"", SamplingParams(1), 0, 0, blocks=blocks)
     return runner.logits([Chunk(sequence, 0, 1, draft_tokens=tuple(text[1:-1]))]).float()
 
 
 def quality(console: Console) -> dict[str, dict[str, float]]:
-    """Perplexity of each variant, and how often its likeliest token is that of the weights as saved."""
+    """Return each variant's perplexity, and how often its likeliest token is that of the saved weights."""
     texts, figures = held_out(), dict[str, dict[str, float]]()
     expected: list[Tensor] = []
     for name, quantization in VARIANTS.items():
-        backend: Backend = "sdpa" if quantization.kv_dtype == "fp8" else "auto"  # there are no CPU kernels for it
+        backend: Backend = "sdpa" if quantization.kv_dtype == "fp8" else "auto"  # there are no CPU kernels for fp8
         runner = TorchRunner(STORYTELLER, "auto", 16, POOL_MIB << 20, backend, quantization=quantization)
         loss, likeliest = 0.0, list[Tensor]()
         for text in texts:
@@ -137,7 +137,7 @@ def quality(console: Console) -> dict[str, dict[str, float]]:
 
 
 def admitted(quantization: QuantizationConfig) -> int:
-    """Requests of 200 tokens in and 100 out that a pool of POOL_MIB takes before it refuses one."""
+    """Return how many requests of 200 tokens in and 100 out a pool of POOL_MIB admits before it refuses one."""
     runner = TorchRunner(STORYTELLER, "auto", 16, POOL_MIB << 20, quantization=quantization)
     said: list[Any] = []
     limits = EngineLimits(StepBudget(2048, 512))
@@ -152,7 +152,7 @@ def admitted(quantization: QuantizationConfig) -> int:
 
 
 async def bytes_per_block(kv_dtype: str) -> float:
-    """Of a prompt that a prefill worker computed and a decode worker read."""
+    """Return the bytes per block of a prompt that a prefill worker computed and a decode worker read."""
     cores = sorted(os.sched_getaffinity(0))
     async with Tandem(STORYTELLER, cores, 1, kv_memory_mib=KV_MIB, kv_dtype=kv_dtype) as tandem:
         token_ids = torch.randint(3, 2000, (1000,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -188,7 +188,7 @@ async def main() -> None:
             one, prompt, many = (of[kind] / of["auto"] for of in fast.values())
             bars.append(Bar(f"batch 1: ms per token, {kind} weights / bf16", one, 0.65))
             bars.append(Bar(f"1024-token prompt: TTFT, {kind} weights / bf16", prompt, TTFT_BARS[kind]))
-            if kind == "int8":  # int4's groups cost many rows time, by design: that is printed, and has no bar
+            if kind == "int8":  # int4's groups make many rows slower, by design: that is printed, and has no bar
                 bars.append(Bar("32 at once: output tokens/s, int8 weights / bf16", many, 0.95, at_least=True))
     conclude("quantised", bars, figures, console)
 

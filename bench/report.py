@@ -1,4 +1,4 @@
-"""The end of every benchmark: bar, measured, met or short; and the same as JSON."""
+"""Report at the end of every benchmark: bar, measured, met or short; and the same as JSON."""
 
 import json
 import os
@@ -17,7 +17,7 @@ OUT = Path(".bench")
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """`measured` meets the bar when it is at most (or, with `at_least`, at least) `limit`."""
+    """Bar of a benchmark: `measured` is at most (or, with `at_least`, at least) `limit`."""
 
     what: str
     measured: float
@@ -30,14 +30,17 @@ class Bar:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Nearest rank; `share` in [0, 1]."""
+    """Return the value of nearest rank; `share` is in [0, 1]."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def of_rounds(rounds: Sequence[Sequence[float]], share: float) -> float:
-    """The median of rounds' percentiles. That of all values together would be of the moments in which the machine stood
-    still, which fall to one side of a comparison or the other."""
+    """Return the median of the rounds' percentiles.
+
+    A percentile of all values together would come from the moments when the machine stalled, which hit one side or the
+    other.
+    """
     return statistics.median(percentile(values, share) for values in rounds)
 
 

@@ -1,9 +1,9 @@
-"""`make bench`: the demo model through the whole cluster, and what the cluster itself adds to a request.
+"""`make bench`: the demo model through the whole cluster, and the latency that the cluster adds to a request.
 
-Added latency is time to first token less what engines compute: here the `sim` engine, whose prefill takes no time and
-whose decode steps take STEP_S without using a core, as a GPU's do. What remains is hops, handshake, transfer and
-bookkeeping. It is held against a bare grpc.aio chain of the same hops and messages, whose streams get their tokens at
-the same pace and, as those of a batch do, all at once; in turns, in one run.
+Added latency is time to first token less the engines' computing. Here the `sim` engine's prefill takes no time and its
+decode steps take STEP_S without using a core, as a GPU's do. Hops, handshake, transfer and scheduling remain. The
+reference is a bare grpc.aio chain of the same hops and messages. Its streams get their tokens at the same pace, all at
+once as those of a batch do; both sides take turns in one run.
 """
 
 import asyncio
@@ -81,7 +81,7 @@ async def serve_demo(console: Console) -> dict[str, Any]:
 
 
 async def run_stories(client: Client, count: int, advance: Callable[[], None] | None) -> list[Sample]:
-    """`count` requests, CONCURRENT at a time: half share a long prefix, half bring a long one of their own."""
+    """Run `count` requests, CONCURRENT at a time: half share a long prefix, half have a long one of their own."""
     gate = asyncio.Semaphore(CONCURRENT)
     seeds = random.Random(count)
 
@@ -136,7 +136,7 @@ def children(pid: int) -> list[int]:
 
 
 async def measure_added(console: Console) -> dict[str, Any]:
-    """What Tandem and the bare chain add to a request, CONCURRENT streams at a time, in turns."""
+    """Measure the latency added by Tandem and by the bare chain, CONCURRENT streams at a time, in turns."""
     ours: list[float] = []
     bare: list[float] = []
     async with contextlib.AsyncExitStack() as stack:
@@ -153,7 +153,7 @@ async def measure_added(console: Console) -> dict[str, Any]:
 
 
 async def one_round(request: Callable[[], Awaitable[float]], seconds: float) -> list[float]:
-    """CONCURRENT clients, each with one request after the other."""
+    """Run CONCURRENT clients, each with one request after the other."""
     results: list[float] = []
     end = time.monotonic() + seconds
 
@@ -166,7 +166,7 @@ async def one_round(request: Callable[[], Awaitable[float]], seconds: float) -> 
 
 
 async def tandem_added(client: Client) -> float:
-    """A prompt nobody has seen, so that every block of it is lent."""
+    """Send a prompt that no worker has cached, so that every block of it is lent."""
     prompt = [random.randrange(1000) for _ in range(PROMPT_TOKENS)]
     sampling = pb.Sampling(max_tokens=NUM_TOKENS)
     sample = await stream(client.generate(token_ids=prompt, sampling=sampling))
@@ -174,7 +174,10 @@ async def tandem_added(client: Client) -> float:
 
 
 def computed_s(receipt: pb.Receipt) -> float:
-    """Of its TTFT: the wait for the running step, and the request's own first one. All of its prompt was lent."""
+    """Return the computing part of the TTFT: the wait for the running step and the request's own first step.
+
+    All of its prompt was lent.
+    """
     assert receipt.kv.moved_blocks == (PROMPT_TOKENS - 1) // 16
     return sum(stage.duration_ms for stage in receipt.stages if stage.name in ("decode queue", "prompt tail")) / 1e3
 
@@ -203,7 +206,7 @@ async def sim_cluster(stack: contextlib.AsyncExitStack) -> AsyncIterator[LocalCl
 
 @contextlib.asynccontextmanager
 async def bare_chain() -> AsyncIterator[Any]:
-    """The chain's processes; the call that goes through them."""
+    """Start the chain's processes and yield the call through them."""
     processes: list[asyncio.subprocess.Process] = []
     address = ""
     try:

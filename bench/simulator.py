@@ -1,6 +1,6 @@
-"""The simulator: its speed, placement on a real trace in virtual time, and decisions made again from their log.
+"""Speed of the simulator, placement on a real trace in virtual time, and decisions replayed from their log.
 
-`python -m bench.simulator [--quick]`; with --quick the first 1,500 requests only, which is for trying the bench out.
+`python -m bench.simulator [--quick]`; --quick runs the first 1,500 requests only, to try the benchmark out.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ SIDES: dict[str, dict[str, Any]] = {
 
 
 def measure_speed(progress: Progress) -> tuple[list[Bar], dict[str, Any]]:
-    """100 H100 with Llama 3.1 8B, 40 of them prefill; virtual seconds for each second of this core's time."""
+    """Measure virtual seconds per second of this core's time: 100 H100 with Llama 3.1 8B, 40 of them prefill."""
     setup = Setup(open_shape(None), gpu_named("H100"), gpus=100)
     scenario = Scenario("conditional", 40, 60)
     figures: dict[str, Any] = {}
@@ -103,7 +103,7 @@ def measure_prefill(progress: Progress, trace: Sequence[TraceRequest]) -> tuple[
 
 
 def measure_decisions(progress: Progress, limit: int) -> tuple[list[Bar], dict[str, Any]]:
-    """Of a cluster that lends or does not, as placement likes: all made again."""
+    """Replay all decisions of a cluster that lends, or not, as placement chooses."""
     setup = Setup(open_shape(None), gpu_named("H100"), gpus=12, num_routers=2, event_lag_s=0.05)
     trace = list(Trace(CONVERSATION, Window(spread_s=TICK_S, most=limit, rate=2.0)))
     same = count = 0

@@ -1,9 +1,10 @@
-"""The prefill side alone, in the setting of the shared traces' README: N prefill workers of 10,000 blocks of 512 tokens
-each, sized for 0.8 utilisation without a cache, and the whole conversation trace, its 3 s ticks spread.
+"""Prefill side alone: the whole conversation trace on N prefill workers of 10,000 blocks of 512 tokens each.
 
-The decode side is to add nothing: all prompts are lent, a prompt's tail takes a decode worker as long as it would take
-another, moving KV takes no time to speak of, and the router hears nothing of what decode workers hold. The cost policy
-has perfect knowledge: it hears of everything at once, and nothing waits for it.
+N is sized for 0.8 utilisation without a cache, and arrivals are spread within the trace's 3 s ticks.
+
+The decode side adds nothing: all prompts are lent, a prompt's tail takes a decode worker as long as a prefill worker,
+moving KV takes almost no time, and the router learns nothing of decode workers' blocks. The cost policy has perfect
+knowledge: it receives everything at once, and nothing waits for it.
 """
 
 from collections import OrderedDict
@@ -39,11 +40,11 @@ UTILISATION = 0.8
 CHUNK = 2048
 SLOW_TOKENS_PER_S = 10.0
 EAGER = AdmissionConfig(max_lender_queue_s=1e9, long_prompt_lender_share=1.0, short_prompt_lenders=0)
-"""Everything starts at once."""
+"""Admission that starts everything at once."""
 
 
 class Deaf(Fleet):
-    """Hears nothing of what decode workers hold, and believes them slow: all prompts are lent."""
+    """Fleet that learns nothing of decode workers' blocks and assumes them slow, so that all prompts are lent."""
 
     @property
     def rates(self) -> Rates:
@@ -55,7 +56,7 @@ class Deaf(Fleet):
 
 
 class DeafAlone(Deaf):
-    """And believes that prefill workers cannot read from each other: what one lacks it computes."""
+    """Deaf fleet that also assumes that prefill workers cannot read from each other, so that they compute."""
 
     @property
     def rates(self) -> Rates:
@@ -74,7 +75,7 @@ class DeafLeastLoaded(Deaf, LeastLoaded):
 
 
 class CostPolicy(Deaf, PolicyFleet):
-    """The table's: queue + uncached prefill, of what it has placed itself, known exactly and at once."""
+    """Policy of the README's table: queue + uncached prefill of its own placements, known exactly and at once."""
 
     tokens_per_s: float
     clock: Callable[[], float]
@@ -90,7 +91,7 @@ class CostPolicy(Deaf, PolicyFleet):
             missing = len(keys) - self._held(name, keys)
             self._free_at[name] = max(now, self._free_at.get(name, 0.0)) + missing * BLOCK_TOKENS / self.tokens_per_s
             cached = self._cached.setdefault(name, OrderedDict())
-            for key in reversed(keys):  # the tail of a chain is evicted before what leads to it
+            for key in reversed(keys):  # the tail of a chain is evicted before its beginning
                 cached[key] = None
                 cached.move_to_end(key)
             while len(cached) > NUM_BLOCKS:
@@ -115,7 +116,7 @@ class CostPolicy(Deaf, PolicyFleet):
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """TTFT under one policy, and the part of all blocks that nobody computed anew."""
+    """TTFT under one policy, and the share of all blocks that no worker computed anew."""
 
     mean_s: float
     p50_s: float
@@ -137,7 +138,7 @@ def run(
     admission: AdmissionConfig | None = None,
     on_progress: Callable[[float], object] = lambda _: None,
 ) -> Side:
-    """TTFT of the whole trace; None: the cost policy."""
+    """Return the TTFT of the whole trace; without `make_fleet`, under the cost policy."""
     tokens_per_s = sum(r.input_tokens for r in trace) / trace[-1].arrival_s / num_workers / UTILISATION
     outcomes: list[Outcome] = []
     spec = ClusterSpec(
@@ -161,7 +162,7 @@ def run(
 
 
 def workers(num_workers: int, tokens_per_s: float) -> Iterator[tuple[str, WorkerSpec]]:
-    """N that prefill, and as many to decode as are never short of room."""
+    """Yield N prefill workers and as many decode workers that never run out of capacity."""
     timing = StepTiming(step_s=1e-4, prompt_token_s=1 / tokens_per_s)
     layout = KvLayout(layers=1, kv_heads=1, head_dim=4, block_tokens=BLOCK_TOKENS, dtype="bfloat16")
     limits = EngineLimits(StepBudget(CHUNK, CHUNK))
@@ -172,6 +173,6 @@ def workers(num_workers: int, tokens_per_s: float) -> Iterator[tuple[str, Worker
 
 
 def one_token(trace: Sequence[TraceRequest]) -> Iterator[TraceRequest]:
-    """Decoding is not what is measured."""
+    """Yield the requests with one output token, because decoding is not measured."""
     for r in trace:
         yield TraceRequest(r.number, r.arrival_s, r.input_tokens, 1, r.hash_ids, r.hash_tokens)

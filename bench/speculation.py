@@ -1,15 +1,15 @@
-"""`make bench-speculation`: milliseconds per token with guesses and without, of the same requests, in turns.
+"""`make bench-speculation`: milliseconds per token with and without speculation, of the same requests, in turns.
 
-Each cluster is a router and a decode worker on all cores, which differ in `speculation` only; one idles while the other
-is measured, and what both say is compared, token by token. Three kinds of text:
+Each cluster is a router and a decode worker on all cores; they differ in `speculation` only. One idles while the other
+is measured, and their outputs are compared token by token. There are three kinds of text:
 
-    the demo model     a chat: the stories told so far are in the prompt. Greedy, where much comes again; and sampled at
-                       0.7, where little does, alone and 16 at once: what speculation may not cost
-    code edits         a text of 500 words said again, one word in 16 replaced, as the prompt asks
-    summaries          a text of 500 words, of which ten pieces of 12 words are said, joined by new words
+    the demo model     a chat with the earlier stories in the prompt. Greedy, where much repeats; and sampled at 0.7,
+                       where little does, alone and 16 at once: the cost of speculation
+    code edits         a text of 500 words repeated with one word in 16 replaced, as the prompt asks
+    summaries          a text of 500 words, of which ten pieces of 12 words are repeated, joined by new words
 
-The latter two by a model of Qwen2 0.5 B's shape that copies (`bench/copying.py`): weights that are random say nothing
-that comes again, and the demo model has not learnt to edit. They are measured with n-grams and with a draft model.
+A model of Qwen2 0.5 B's shape that copies (`bench/copying.py`) serves the latter two: random weights repeat nothing,
+and the demo model has not learnt to edit. They are measured with n-grams and with a draft model.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ MAX_RATIO, MAX_COST = 0.6, 1.03
 
 @dataclass(slots=True)
 class BenchRequest:
-    """A request, by tokens or by messages."""
+    """Request, by tokens or by messages."""
 
     max_tokens: int
     token_ids: Sequence[int] = ()
@@ -50,7 +50,7 @@ class BenchRequest:
     temperature: float = 0.0
     never: Sequence[int] = ()
     expected: Sequence[int] = ()
-    """What is said, where that is known."""
+    """Expected output, where it is known."""
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ async def say(client: Client, ask: BenchRequest, seed: int = 0) -> BenchAnswer:
 
 
 async def chat(client: Client, temperature: float) -> list[BenchRequest]:
-    """The turns of a chat after the first, each with the stories told before it."""
+    """Return the turns of a chat after the first, each with the earlier stories in its prompt."""
     history: list[tuple[str, str]] = []
     asks: list[BenchRequest] = []
     for subject in SUBJECTS[: STORIES + 1]:
@@ -98,8 +98,11 @@ async def chat(client: Client, temperature: float) -> list[BenchRequest]:
 
 
 def told(text: Sequence[int], target: Sequence[int]) -> BenchRequest:
-    """Say `target`, which begins as `text` does. What follows otherwise than there stands in parts after the text; what
-    would follow there instead is never to come."""
+    """Return a request to output `target`, which begins as `text` does.
+
+    Where `target` continues otherwise than `text`, the prompt shows that continuation after the text, and a logit bias
+    excludes the text's own.
+    """
     following = dict(pairwise(text))
     parts: list[int] = []
     never = {END_OF_PART}
@@ -113,12 +116,13 @@ def told(text: Sequence[int], target: Sequence[int]) -> BenchRequest:
         open_part = True
         never |= {following[word]} if word in following else set()
     assert not never & set(target)
-    prompt = [END_OF_PART, *text, END_OF_PART, *parts, END_OF_PART, target[0]]  # the first has none before it to note
+    # the first part has no token before it to note
+    prompt = [END_OF_PART, *text, END_OF_PART, *parts, END_OF_PART, target[0]]
     return BenchRequest(len(target) - 1, prompt, never=sorted(never), expected=target[1:])
 
 
 def code_edit(seed: int) -> BenchRequest:
-    """No word comes twice, so that what follows a word is never in doubt; new ones neither."""
+    """Return a text in which no word repeats, new words included, so that a word determines the next."""
     words = random.Random(seed).sample(WORDS, 540)
     text, new = words[:500], iter(words[500:])
     target = [next(new) if place % 16 == 9 and place < 490 else word for place, word in enumerate(text[:200])]
@@ -139,14 +143,14 @@ def summary(seed: int) -> BenchRequest:
 
 
 def serving(model: Path, speculation: str) -> Tandem:
-    """A decode worker as users have it by default, but for its pool and `speculation`."""
+    """Start a decode worker with users' defaults, but for its pool and `speculation`."""
     cores = sorted(os.sched_getaffinity(0))
     return Tandem(model, cores, 0, kv_memory_mib=256, speculation=speculation, max_prefill_tokens=None)
 
 
 @dataclass(slots=True)
 class Compared:
-    """Of each request, in each round: milliseconds per token of both sides."""
+    """Milliseconds per token of both sides, for each request in each round."""
 
     off: list[float] = field(default_factory=list)
     on: list[float] = field(default_factory=list)
@@ -176,7 +180,7 @@ class Compared:
 
 
 async def alone(off: Client, on: Client, asks: Sequence[BenchRequest]) -> Compared:
-    """One request at a time."""
+    """Run one request at a time."""
     compared = Compared()
     for client in (off, on):
         await say(client, asks[0])
@@ -187,7 +191,7 @@ async def alone(off: Client, on: Client, asks: Sequence[BenchRequest]) -> Compar
 
 
 async def crowded(off: Client, on: Client, asks: Sequence[BenchRequest]) -> Compared:
-    """CROWD at once."""
+    """Run CROWD requests at once."""
     compared = Compared()
     for client in (off, on):
         await say(client, asks[0])

@@ -1,4 +1,4 @@
-"""`vllm serve` as a user would start it here: all cores, and the libraries its manual tells to preload."""
+"""`vllm serve` as a user would start it here: all cores, and the preloaded libraries of its manual."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ KV_GIB = 4
 
 
 class VllmServer:
-    """An async context manager; `pause` stops its processes while another system is measured."""
+    """Async context manager of a server; `pause` stops its processes while another system is measured."""
 
     def __init__(self, environment: Path, model: Path, cores: Sequence[int], cache: Path, *options: str) -> None:
         self._environment = environment
@@ -43,7 +43,8 @@ class VllmServer:
         )
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None),
-            connector=aiohttp.TCPConnector(limit=0, force_close=True),  # the server closes idle ones while stopped
+            # the server closes idle connections while stopped
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
         )
         try:
             await self._await_ready()
@@ -65,7 +66,7 @@ class VllmServer:
         os.killpg(self._process.pid, signal.SIGCONT)
 
     async def generate(self, token_ids: Sequence[int], max_tokens: int) -> AsyncIterator[float]:
-        """The moments at which tokens arrive, by the monotonic clock."""
+        """Yield the moments at which tokens arrive, by the monotonic clock."""
         request = {
             "model": "m",
             "prompt": list(token_ids),
@@ -110,5 +111,5 @@ class VllmServer:
                 async with asyncio.timeout(20):
                     await self._process.wait()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # whatever of its family is left
+            os.killpg(self._process.pid, signal.SIGKILL)  # kills what is left of its process group
         self._log.close()

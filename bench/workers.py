@@ -1,4 +1,4 @@
-"""Workers without a router: a benchmark that says itself who lends to whom."""
+"""Workers without a router: the benchmark decides who lends to whom."""
 
 import asyncio
 import itertools
@@ -18,7 +18,7 @@ from tandem.local.local_cluster import RoleProcess, start_role, stop_process
 
 
 class _Listener(membership_pb2_grpc.MembershipServicer):
-    """Hears who joins, and nothing else."""
+    """Membership service that records joins and nothing else."""
 
     def __init__(self) -> None:
         self.hellos: dict[str, membership_pb2.Hello] = {}
@@ -36,10 +36,10 @@ class _Listener(membership_pb2_grpc.MembershipServicer):
 
 
 class Workers:
-    """An async context manager: started workers by id."""
+    """Async context manager of started workers by id."""
 
     def __init__(self, **workers: dict[str, Any]) -> None:
-        """Settings by worker id; ids begin with the role."""
+        """Take settings by worker id; ids begin with the role."""
         self._settings = workers
         self._roles: list[RoleProcess] = []
         self._links: dict[str, grpc.aio.Channel] = {}
@@ -81,7 +81,7 @@ class Workers:
     async def decode(
         self, name: str, prompt: Sequence[int], lender: str | None, may_compute: bool = True
     ) -> tuple[pb.Receipt, float]:
-        """One token of `prompt` by worker `name`; its receipt, and seconds to the token."""
+        """Decode one token of `prompt` on worker `name`; return its receipt and the seconds to the token."""
         request = decode_pb2.DecodeRequest(
             request_id=f"bench-{next(self._numbers)}",
             worker_incarnation=self.hello(name).incarnation,
@@ -96,7 +96,7 @@ class Workers:
         return messages[-1].finish.receipt, time.perf_counter() - started_at
 
     async def lend(self, name: str, tokens: Sequence[int]) -> float:
-        """Borrow without reading anything: `name` computes what it lacks. Seconds from its start to its last block."""
+        """Borrow without reading, so that `name` computes missing blocks; return seconds from start to last block."""
         hello = self.hello(name)
         want = lend_pb2.Want(
             request_id=f"bench-{next(self._numbers)}",
@@ -123,7 +123,7 @@ class Workers:
         await asyncio.gather(beating, return_exceptions=True)
         await call.done_writing()
         while await call.read() is not grpc.aio.EOF:
-            pass  # a beat may have been under way
+            pass  # a heartbeat may have been in flight
         return seconds
 
     def _link(self, name: str) -> grpc.aio.Channel:
@@ -134,7 +134,7 @@ class Workers:
 
 
 async def _send_heartbeat(call: Any) -> None:
-    """A borrower that says nothing is given up."""
+    """Send heartbeats: a lender gives up a silent borrower."""
     while True:
         await asyncio.sleep(1.0)
         await call.write(lend_pb2.BorrowerFrame(engine_turned=True))

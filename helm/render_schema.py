@@ -1,7 +1,7 @@
-"""Writes the settings of routers, workers and planners into helm/tandem/values.schema.json, from the classes that read
-them: `render_schema.py [--check]`. A misspelt setting is then refused by helm, and not by a pod that starts and fails.
+"""Generator of the settings in helm/tandem/values.schema.json: `render_schema.py [--check]`.
 
-What it writes are the schema's `definitions`; all else in that file is written by hand.
+The settings of routers, workers and planners come from the classes that read them. So helm refuses a misspelt setting,
+before a pod fails to start. Only the schema's `definitions` are generated; the rest of the file is written by hand.
 """
 
 import json
@@ -22,7 +22,7 @@ KEPT = (
     "type", "enum", "const", "pattern", "minLength", "maxLength", "minimum", "maximum", "exclusiveMinimum",
     "exclusiveMaximum", "items", "additionalProperties", "required",
 )  # fmt: skip
-"""Of pydantic's schemas; titles, defaults and formats are left out."""
+"""Keywords of pydantic's schemas to keep; titles, defaults and formats are left out."""
 
 
 def main() -> None:
@@ -37,9 +37,12 @@ def main() -> None:
 
 
 def definitions() -> dict[str, Any]:
-    """By name; what templates set themselves is of any type there, so that they can say that they set it."""
+    """Return definitions by name.
+
+    A setting that a template sets has any type, so that the template can refuse it by name.
+    """
     serving = of_settings(ModelEntry, set())
-    for key in ("path", "name"):  # are what `source` and `name` beside it say
+    for key in ("path", "name"):  # `source` and `name` beside it replace these
         del serving["properties"][key]
     serving.pop("required")
     return {
@@ -51,13 +54,13 @@ def definitions() -> dict[str, Any]:
 
 
 def set_by(template: str) -> set[str]:
-    """Settings that this template refuses to be given."""
+    """Return the settings that this template refuses to take."""
     (names,) = re.findall(r"range \$key := list ((?:\"\w+\" ?)+)\}\}", (CHART / "templates" / template).read_text())
     return set(re.findall(r"\w+", names))
 
 
 def of_settings(settings: type[Config], set_by_chart: set[str]) -> dict[str, Any]:
-    """Of an object with these settings and no others."""
+    """Return the schema of an object with exactly these settings."""
     unknown = set_by_chart - set(settings.model_fields)
     assert not unknown, f"{settings.__name__} has no {unknown}"
     schema = settings.model_json_schema()
@@ -70,7 +73,7 @@ def of_settings(settings: type[Config], set_by_chart: set[str]) -> dict[str, Any
 
 
 def simplified(schema: dict[str, Any], named: dict[str, Any]) -> dict[str, Any]:
-    """With what it refers to in its place."""
+    """Return the schema with its references replaced by their targets."""
     if "$ref" in schema:
         return simplified(named[schema["$ref"].rpartition("/")[2]], named)
     if "anyOf" in schema:

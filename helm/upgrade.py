@@ -1,9 +1,10 @@
-"""What `helm upgrade` would change, and what it would break: `upgrade.py OLD NEW [-f VALUES]...`, charts as folders or
-packages (`helm/released`). Prints a unified diff of each manifest, then a line `breaks: ...` for each of these, and
-exits with 1 if there is one:
+"""Check of `helm upgrade` between two charts: what would change, and what would break.
 
-- a field that Kubernetes does not let anybody change
-- a claim or a Service that goes, or a port of the Service that clients use
+`upgrade.py OLD NEW [-f VALUES]...` takes charts as folders or packages (`helm/released`). It prints a unified diff of
+each manifest, then a line `breaks: ...` for each of these, and exits with 1 if there is one:
+
+- a changed field that Kubernetes does not allow to change
+- a removed claim or Service, or a removed Service port that clients use
 - a Service or NetworkPolicy that no longer selects the pods that run when the upgrade begins
 - routers whose addresses old workers do not know: until a pool is rolled, it must reach routers of both versions
 - a template that changed while the chart's version did not
@@ -32,7 +33,7 @@ CHANGEABLE = {
     },
     "PersistentVolumeClaim": {"resources"},
 }  # fmt: skip
-"""All else in their `spec` is fixed when they are made."""
+"""Fields of a `spec` that may change; all others are fixed at creation."""
 FIXED = {"Deployment": ("selector",), "Service": ("clusterIP",), "Job": ("template", "selector")}
 KEPT = ("PersistentVolumeClaim", "Service")
 
@@ -54,7 +55,7 @@ def main() -> None:
 
 
 def rendered(chart: Path, values: list[Path]) -> dict[Key, Manifest]:
-    """What a release consists of, without hooks: those live as long as what they do."""
+    """Return a release's manifests without hooks, which live only as long as their jobs."""
     files = [word for path in values for word in ("-f", str(path))]
     text = _helm("template", "demo", str(chart), *files)
     manifests = [manifest for manifest in yaml.safe_load_all(text) if manifest]
@@ -71,7 +72,7 @@ def version_of(chart: Path) -> str:
 
 
 def differences(old: dict[Key, Manifest], new: dict[Key, Manifest]) -> Iterator[str]:
-    """Lines of a unified diff, manifest by manifest."""
+    """Yield the lines of a unified diff, manifest by manifest."""
     for key in sorted({*old, *new}):
         before, after = ("" if key not in of else yaml.safe_dump(of[key]) for of in (old, new))
         yield from difflib.unified_diff(
@@ -80,7 +81,7 @@ def differences(old: dict[Key, Manifest], new: dict[Key, Manifest]) -> Iterator[
 
 
 def breaks(old: dict[Key, Manifest], new: dict[Key, Manifest]) -> Iterator[str]:
-    """Each in words that name the manifest."""
+    """Yield a sentence that names the manifest, for each break."""
     for key, before in old.items():
         name = "/".join(key)
         if key in new:
@@ -93,7 +94,7 @@ def breaks(old: dict[Key, Manifest], new: dict[Key, Manifest]) -> Iterator[str]:
 
 
 def changed_fixed(before: Manifest, after: Manifest) -> Iterator[str]:
-    """Paths of fields that are fixed and differ."""
+    """Yield the paths of fixed fields that differ."""
     kind, was, now = before["kind"], before.get("spec", {}), after.get("spec", {})
     changeable = CHANGEABLE.get(kind)
     fixed = FIXED.get(kind, ()) if changeable is None else sorted({*was, *now} - changeable)
@@ -103,7 +104,7 @@ def changed_fixed(before: Manifest, after: Manifest) -> Iterator[str]:
 
 
 def ports_gone(old: dict[Key, Manifest], new: dict[Key, Manifest]) -> Iterator[str]:
-    """Of Services with an address of their own, which are those that clients know."""
+    """Yield removed ports of Services with an address of their own, which are those that clients know."""
     for key, before in old.items():
         if key[0] == "Service" and key in new and before["spec"].get("clusterIP") != "None":
             there = {port["port"] for port in new[key]["spec"]["ports"]}
@@ -112,7 +113,7 @@ def ports_gone(old: dict[Key, Manifest], new: dict[Key, Manifest]) -> Iterator[s
 
 
 def pods_left_behind(old: dict[Key, Manifest], new: dict[Key, Manifest]) -> Iterator[str]:
-    """Old and new pods run side by side for a while, and both must be found and allowed."""
+    """Yield pods that no selector matches: old and new pods run side by side, and both must be found and allowed."""
     pods = {
         key[1]: manifest["spec"]["template"]["metadata"]["labels"]
         for key, manifest in old.items()
@@ -126,7 +127,7 @@ def pods_left_behind(old: dict[Key, Manifest], new: dict[Key, Manifest]) -> Iter
 
 
 def routers_out_of_reach(old: dict[Key, Manifest], new: dict[Key, Manifest]) -> Iterator[str]:
-    """By the settings in the workers' ConfigMaps."""
+    """Yield routers that old workers cannot reach, by the settings in the workers' ConfigMaps."""
     for key, before in old.items():
         known = _routers(before) if key[0] == "ConfigMap" and key in new else set()
         if known and (unknown := sorted(_routers(new[key]) - known)):

@@ -1,5 +1,7 @@
-"""Generate the Python code of every .proto beside it, and the manual of the public one; with --check, fail when what is
-checked in differs."""
+"""Generator of the Python code of every .proto beside it, and of the reference of the public API.
+
+With --check, it fails when the checked-in code differs.
+"""
 
 import difflib
 import os
@@ -40,7 +42,7 @@ def generate(root: Path, out: Path) -> None:
 
 
 def check(root: Path) -> list[str]:
-    """The unified diffs between the checked-in generated code and what protoc makes now."""
+    """Return the unified diffs between the checked-in generated code and protoc's present output."""
     diffs: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
         generate(root, Path(scratch))
@@ -57,7 +59,7 @@ def check(root: Path) -> list[str]:
 
 
 def main() -> None:
-    # protoc finds its mypy plugin by PATH; the one wanted is installed beside this interpreter.
+    # protoc finds its mypy plugin by PATH; the right one is installed beside this interpreter.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     root = Path(sys.argv[-1]).resolve()
     if "--check" not in sys.argv:

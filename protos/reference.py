@@ -1,4 +1,4 @@
-"""The reference manual of the public API, from the comments of inference.proto: docs/grpc.md."""
+"""Generator of docs/grpc.md, the reference of the public API, from the comments of inference.proto."""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -20,7 +20,7 @@ grpcurl -plaintext -d '{"text": "Once upon a time", "sampling": {"max_tokens": 8
 
 """
 FILE_SYNTAX, MESSAGE, ENUM, SERVICE = (12,), 4, 5, 6
-"""Numbers of the fields of FileDescriptorProto, of which paths of comments consist."""
+"""Field numbers of FileDescriptorProto, which make up the paths of comments."""
 FIELD, NESTED, METHOD, VALUE = 2, 3, 2, 2
 SCALARS = {
     getattr(pb.FieldDescriptorProto, name): name.removeprefix("TYPE_").lower()
@@ -29,7 +29,7 @@ SCALARS = {
 
 
 def render(descriptors: Path) -> str:
-    """Of a descriptor set with source info that holds one file."""
+    """Render a descriptor set with source info that holds one file."""
     (file,) = pb.FileDescriptorSet.FromString(descriptors.read_bytes()).file
     comments = {tuple(each.path): each.leading_comments for each in file.source_code_info.location}
     parts = [HEAD, prose(comments.get(FILE_SYNTAX, ""))]
@@ -50,7 +50,7 @@ def render(descriptors: Path) -> str:
 
 
 def prose(comment: str) -> str:
-    """A comment as paragraphs; what is indented in it stays as it is."""
+    """Return a comment as paragraphs; indented lines stay as they are."""
     lines = [each.removeprefix(" ") for each in comment.rstrip("\n").splitlines()]
     parts = []
     for indented, group in groupby(lines, lambda each: each.startswith("  ")):
@@ -60,7 +60,7 @@ def prose(comment: str) -> str:
 
 
 def line(comment: str) -> str:
-    """A comment as the cell of a table."""
+    """Return a comment as the cell of a table."""
     return " ".join(comment.split()).replace("|", "\\|")
 
 

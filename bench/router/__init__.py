@@ -1,1 +1,1 @@
-"""`make bench-router`: how good the router's decisions are and what they cost."""
+"""`make bench-router`: quality and cost of the router's decisions."""

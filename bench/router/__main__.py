@@ -1,4 +1,4 @@
-"""`python -m bench.router [PART ...]`: all parts, or those named."""
+"""`python -m bench.router [PART ...]`: all parts, or the named ones."""
 
 import argparse
 from collections.abc import Callable

@@ -1,9 +1,9 @@
-"""What the cluster adds to the time to first token at 200 requests a second, arriving at random.
+"""Latency that the cluster adds to the time to first token at 200 requests a second, arriving at random.
 
-Held against a bare grpc.aio chain of the same hops and messages, in turns; on both sides the router is one process and
-the workers, decode and lender, are another. Added latency is defined in `bench/serving.py`: TTFT less the wait for the
-running step and the request's own. Quantiles are medians of those of the rounds; those of all requests
-together are shown beside them.
+The reference is a bare grpc.aio chain of the same hops and messages, in turns; on both sides the router is one process,
+and decode and lender together are another. `bench/serving.py` defines added latency: TTFT less the wait for the running
+step and the request's own. Quantiles are medians of the rounds' quantiles; those of all requests together are shown
+beside them.
 """
 
 import asyncio
@@ -35,14 +35,16 @@ Asked = TypeVar("Asked")
 
 
 def arrivals(seeds: random.Random) -> list[float]:
-    """Of one round, in seconds from its start."""
+    """Return the arrivals of one round, in seconds from its start."""
     moments = list(accumulate(seeds.expovariate(RATE) for _ in range(int(2 * RATE * ROUND_S))))
     return [moment for moment in moments if moment < ROUND_S]
 
 
 async def one_round(ask: Callable[[bytes], Awaitable[Asked]], moments: Sequence[float]) -> list[Asked]:
-    """They do not wait for answers. What is asked was made before, and what came is read afterwards: what a client
-    does for itself is nothing that the cluster adds."""
+    """Send requests at the given moments without waiting for answers.
+
+    Requests are made before and answers are parsed afterwards: the client's own work is no latency of the cluster.
+    """
     prompts = [_request() for _ in moments]
     loop = asyncio.get_running_loop()
     running: list[asyncio.Task[Asked]] = []
@@ -60,7 +62,7 @@ def _request() -> bytes:
 
 
 async def tandem_asked(call: Any, request: bytes) -> tuple[float, bytes]:
-    """TTFT, and the last message."""
+    """Return the TTFT and the last message."""
     started_at, ttft_s, message = time.monotonic(), 0.0, b""
     async for message in call(request):  # noqa: B007
         ttft_s = ttft_s or time.monotonic() - started_at
@@ -87,11 +89,11 @@ async def compare(console: Console) -> dict[str, Any]:
         bare_workers = await stack.enter_async_context(bare("workers"))
         bare_router = await stack.enter_async_context(bare("router", bare_workers.address))
         call: Any = (await stack.enter_async_context(channel(bare_router.address))).unary_stream("/chain/Generate")
-        spare_the_started()  # or the client's own collections are part of both tails
+        spare_the_started()  # otherwise the client's own collections are part of both tails
         for number in track(range(1 + ROUNDS), "added latency", console=console):
             asked = await one_round(lambda request: tandem_asked(generate, request), arrivals(seeds))
             added = await one_round(lambda _: chain_added(call), arrivals(seeds))
-            if number:  # else to warm up
+            if number:  # round 0 warms up
                 ours.append([tandem_added(*each) for each in asked])
                 chain.append(added)
     return {name: _quantiles(rounds) for name, rounds in (("tandem", ours), ("bare", chain))}

@@ -1,4 +1,4 @@
-"""What `streams.py` holds the router against: a source of streams, and a grpc.aio proxy that passes their bytes on.
+"""Reference for `streams.py`: a source of streams, and a grpc.aio proxy that passes bytes on.
 
 `python -m bench.router.bare_streams ROLE [SOURCE ADDRESS]` prints its address.
 """

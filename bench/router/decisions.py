@@ -1,7 +1,7 @@
-"""The router's decisions and its index, in process and on one core.
+"""Duration of the router's decisions and index updates, in process and on one core.
 
-Fleet and index are the real ones, fed with serialised events as workers send them: 64 prefill and 64 decode workers,
-every kind of prompt as often as the others: known to nobody, to four workers, or to all of them up to some point.
+Fleet and index are the real ones, fed with serialised events as workers send them: 64 prefill and 64 decode workers.
+Prompts are equally often cached on no worker, on four workers, or on all of them up to some point.
 """
 
 import os
@@ -30,7 +30,7 @@ COPIES = 4
 """Workers that hold each chain; beside the chains there is a system prompt that all hold."""
 SYSTEM_BLOCKS = 128
 EVENT_BLOCKS = 32
-"""A chunk of 512 tokens."""
+"""Blocks of an event: a chunk of 512 tokens."""
 IN_FLIGHT = 128
 ROUNDS = 2000
 PRIORS = Priors(4000, 1000, 1e9, 0.003, 0.001, 0.001)
@@ -70,7 +70,10 @@ def make_fleet(seeds: random.Random) -> tuple[Fleet, list[Worker]]:
 def make_events(
     seeds: random.Random, chains: Sequence[bytes], sequences: list[int]
 ) -> tuple[list[tuple[int, bytes]], int]:
-    """(worker, serialised message) of chains stored, and how many keys they have; counts up each worker's sequence."""
+    """Return (worker, serialised message) for stored chains, and their number of keys.
+
+    Advances each worker's sequence.
+    """
     events, num_keys, width = [], 0, EVENT_BLOCKS * KEY_BYTES
     for chain in chains:
         for worker in seeds.sample(range(len(sequences)), COPIES):
@@ -88,7 +91,7 @@ def message(sequences: list[int], worker: int, event: pb.CacheEvent) -> bytes:
 
 
 def apply(fleet: Fleet, workers: Sequence[Worker], events: Sequence[tuple[int, bytes]]) -> float:
-    """Seconds."""
+    """Apply the events and return the seconds taken."""
     started_at = time.perf_counter()
     for worker, serialised in events:
         assert fleet.cache_changed(workers[worker], pb.WorkerMessage.FromString(serialised).cache)
@@ -111,7 +114,7 @@ def measure_index(progress: Progress) -> tuple[dict[str, Any], Fleet, list[Worke
     before = resident_bytes()
     for worker in range(len(workers)):
         apply(fleet, workers, [(worker, message(sequences, worker, pb.CacheEvent(stored=system)))])
-    for start in range(0, len(chains), 16):  # made as they go, so that what grows is the index alone
+    for start in range(0, len(chains), 16):  # made in slices, so that only the index grows
         part = chains[start : start + 16]
         events, keys = make_events(seeds, part, sequences)
         seconds, num_keys = seconds + apply(fleet, workers, events), num_keys + keys
@@ -128,7 +131,7 @@ def measure_index(progress: Progress) -> tuple[dict[str, Any], Fleet, list[Worke
 def measure_churn(
     seeds: random.Random, fleet: Fleet, workers: list[Worker], chains: list[bytes]
 ) -> dict[str, dict[str, float]]:
-    """Blocks evicted and others stored at full size; and a worker that goes, with the slowest of what follows."""
+    """Measure evictions and stores at full size, and the removal of a worker with the slowest event after it."""
     churn, num_keys = [], 0
     sequences = [worker.next_cache_sequence or 0 for worker in workers]
     width = EVENT_BLOCKS * KEY_BYTES
@@ -155,7 +158,7 @@ def measure_churn(
 def measure_placement(
     progress: Progress, fleet: Fleet, workers: list[Worker], chains: list[bytes], system: bytes
 ) -> dict[str, Any]:
-    """Between two decisions a placement begins, one ends, and a worker reports: the snapshot is never the same."""
+    """Measure decisions; between two a placement begins, one ends and a worker reports, so every snapshot is new."""
     seeds = random.Random(2)
     demand = Demand(
         PROMPT_TOKENS + 1, CHAIN_BLOCKS, CHAIN_BLOCKS + 17, BLOCK_TOKENS, BLOCK_BYTES, (PROMPT_TOKENS + 1,), 8449

@@ -1,8 +1,7 @@
-"""Simulated OpenAI-compatible workers, for routers that speak HTTP: `python -m bench.router.peer_workers COUNT` prints
-their ports.
+"""Simulated OpenAI-compatible workers, for routers that speak HTTP.
 
-Each has one FIFO prefill server and a prefix cache of blocks, the least recently used leaving first, as the sim workers
-of Tandem have.
+`python -m bench.router.peer_workers COUNT` prints their ports. Each has one FIFO prefill server and an LRU prefix cache
+of blocks, as Tandem's sim workers have.
 """
 
 import asyncio
@@ -21,13 +20,13 @@ MODEL = "sim"
 
 
 class PrefixCache:
-    """Of texts, in blocks; a block's name is all the text up to its end, by hash."""
+    """Prefix cache of texts, in blocks; a block's key is the hash of all text up to its end."""
 
     def __init__(self) -> None:
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def match(self, keys: list[int]) -> int:
-        """Leading blocks that are there; they count as used now."""
+        """Return the number of leading blocks in the cache and mark them as used."""
         held = 0
         for key in keys:
             if key not in self._blocks:
@@ -74,7 +73,7 @@ class PeerWorker:
         for start in range(0, len(prompt) - width + 1, width):
             so_far = hash((so_far, prompt[start : start + width]))
             keys.append(so_far)
-        usable = keys[: (num_tokens - 1) // BLOCK_TOKENS]  # the last token is computed at least
+        usable = keys[: (num_tokens - 1) // BLOCK_TOKENS]  # at least the last token is computed
         async with self._turn:
             held = self._cache.match(usable)
             await asyncio.sleep((num_tokens - held * BLOCK_TOKENS) / PREFILL_TOKENS_PER_S)

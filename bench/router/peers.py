@@ -1,7 +1,7 @@
 """Tandem's router beside sglang-router and vllm-router, both `cache_aware`: a real trace over four simulated workers.
 
-The same arrivals, prefixes, cache sizes and speed of prefill for all; each over its own transport, HTTP or gRPC. Every
-worker computes prompts, none decodes beyond the first token. In turns; every run begins with cold caches.
+All have the same arrivals, prefixes, cache sizes and prefill speed; each uses its own transport, HTTP or gRPC. Every
+worker computes prompts and decodes only the first token. Sides take turns; every run begins with cold caches.
 """
 
 import asyncio
@@ -33,12 +33,12 @@ REQUESTS = 3000
 SPEED = 20.0
 ROUNDS = 3
 CHUNK_TOKENS = 256
-"""Of chunked prefill: a prompt's first token comes with the end of a chunk."""
+"""Chunk of chunked prefill: a prompt's first token comes with the end of a chunk."""
 VENV = Path(".venv-routers/bin")
 MAX_MEAN, MAX_P99 = 0.85, 0.9
 
 Ask = Callable[[Arrival], Awaitable[int]]
-"""Until the first token has come: prompt tokens that were cached."""
+"""Request that returns, at its first token, the number of cached prompt tokens."""
 
 
 async def replay(ask: Ask, arrivals: Sequence[Arrival]) -> dict[str, float]:
@@ -89,7 +89,7 @@ async def tandem() -> AsyncIterator[Ask]:
 
 @contextlib.asynccontextmanager
 async def peer(*router: str) -> AsyncIterator[Ask]:
-    """A router that speaks HTTP, over workers that do."""
+    """Start a router that speaks HTTP, over workers that do."""
     async with contextlib.AsyncExitStack() as stack:
         workers = await stack.enter_async_context(process(sys.executable, "-m", PEERS, str(WORKERS)))
         urls = [f"http://127.0.0.1:{port}" for port in (await first_line(workers)).split()]

@@ -1,4 +1,4 @@
-"""What the live parts run on: a router, sim workers in one process, and bare grpc.aio processes beside them."""
+"""Processes of the live parts: a router, sim workers in one process, and bare grpc.aio processes beside them."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ class Site:
 
 @contextlib.asynccontextmanager
 async def sim_site(router: dict[str, Any], **pool: Any) -> AsyncIterator[Site]:
-    """Settings of the router, and of SimPoolConfig; entered when all workers have joined."""
+    """Start a router and a SimPool with these settings; enter when all workers have joined."""
     with tempfile.TemporaryDirectory() as folder:
         model = sim_model(Path(folder) / "sim")
         started: list[RoleProcess] = []
@@ -45,7 +45,7 @@ async def sim_site(router: dict[str, Any], **pool: Any) -> AsyncIterator[Site]:
 
 @dataclass(frozen=True, slots=True)
 class Bare:
-    """A process without any of Tandem in it."""
+    """Process without any of Tandem's code."""
 
     address: str
     pid: int
@@ -59,7 +59,10 @@ async def bare(role: str, *arguments: str, module: str = "bench.chain") -> Async
 
 @contextlib.asynccontextmanager
 async def process(*command: str, stderr: int | None = None) -> AsyncIterator[asyncio.subprocess.Process]:
-    """It does not outlive the block. `stderr`: as subprocess has it."""
+    """Run a process that ends with the block.
+
+    `stderr`: as in subprocess.
+    """
     started = await asyncio.create_subprocess_exec(
         *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=stderr
     )
@@ -72,12 +75,12 @@ async def process(*command: str, stderr: int | None = None) -> AsyncIterator[asy
 
 
 async def first_line(started: asyncio.subprocess.Process) -> str:
-    """What it says when it serves."""
+    """Return the line that the process prints when it serves."""
     assert started.stdout is not None
     return (await started.stdout.readline()).decode().strip()
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process so far."""
+    """Return the process's user and system time so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

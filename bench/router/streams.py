@@ -1,8 +1,7 @@
-"""5,000 streams at once: what the router's process spends on a token, beside a bare grpc.aio proxy of bytes.
+"""CPU time that the router spends on a token of 5,000 concurrent streams, beside a bare grpc.aio proxy of bytes.
 
-One client opens all streams on either side, in turns; some of its readers pause. Then fewer streams, whose workers say
-several times more tokens than router and client can pass on singly: they must come several in one message, and none may
-be lost.
+One client opens all streams on either side, in turns; some of its readers pause. Then fewer streams get several times
+more tokens than router and client can pass on singly. These tokens must be merged into messages, and none may be lost.
 """
 
 import asyncio
@@ -29,10 +28,10 @@ STREAMS = 5000
 OPEN_PER_S = 250.0
 ROUNDS = 2
 SLOW_EVERY = 25
-"""Each so many-th reader pauses after its first token."""
+"""Every so many-th reader pauses after its first token."""
 PAUSE_S = 12.0
 WINDOW_S = 15.0
-"""In which all streams run, and CPU and tokens are counted."""
+"""Seconds in which all streams run, and CPU and tokens are counted."""
 PROMPT_TOKENS = 16
 PRESSED_STREAMS = 1000
 PRESSED_TOKENS = 800
@@ -41,7 +40,7 @@ MAX_CPU = 1.3
 MAX_MEMORY_MIB = 1024.0
 
 OpenStream = Callable[[], AsyncIterator[int]]
-"""A new stream: the number of tokens in each message."""
+"""New stream, which yields the number of tokens in each message."""
 
 
 @dataclass(slots=True)
@@ -49,7 +48,7 @@ class Counted:
     tokens: int = 0
     messages: int = 0
     complete: int = 0
-    """Streams that brought all their tokens."""
+    """Streams that delivered all their tokens."""
 
 
 async def one_stream(open_stream: OpenStream, pauses: bool, counted: Counted, expected: int = NUM_TOKENS) -> None:
@@ -64,7 +63,7 @@ async def one_stream(open_stream: OpenStream, pauses: bool, counted: Counted, ex
 
 
 async def one_round(open_stream: OpenStream, pid: int, tick: Callable[[int], object]) -> dict[str, float]:
-    """Of the process `pid`, which the streams go through."""
+    """Run one round through the process `pid` and return its figures."""
     counted, loop, streams = Counted(), asyncio.get_running_loop(), []
     started_at = loop.time()
     for number in range(STREAMS):
@@ -136,7 +135,7 @@ def workers_of(step_s: float) -> contextlib.AbstractAsyncContextManager[Site]:
 
 
 async def press() -> dict[str, float]:
-    """More tokens than can be passed on one by one."""
+    """Send more tokens than can be passed on one by one."""
     async with workers_of(PRESSED_STEP_S) as site, channel(site.router.address) as link:
         counted, started_at = Counted(), time.monotonic()
         stream = tandem_stream(link, PRESSED_TOKENS)

@@ -1,4 +1,4 @@
-"""The first requests of the conversation trace, faster and smaller: the same arrivals and prefixes for every system."""
+"""First requests of the conversation trace, faster and smaller: the same arrivals and prefixes for every system."""
 
 import random
 from dataclasses import dataclass
@@ -13,11 +13,14 @@ class Arrival:
     at_s: float
     num_tokens: int
     blocks: tuple[int, ...]
-    """An id for each block of the prompt, the last, partial one included. Equal ids, equal prefix so far."""
+    """Id of each prompt block, the last, partial one included. Equal ids mean an equal prefix so far."""
 
 
 def read_arrivals(count: int, speed: float, block_tokens: int) -> list[Arrival]:
-    """Raises BadTrace. Lengths are scaled so that a block of the trace has `block_tokens`."""
+    """Read the first arrivals, with lengths scaled so that a block of the trace has `block_tokens`.
+
+    Raises BadTrace.
+    """
     arrivals = []
     for request in Trace(CONVERSATION, Window(rate=speed, most=count, spread_s=TICK_S, seed=1)):
         num_tokens = max(1, request.input_tokens * block_tokens // request.hash_tokens)
@@ -39,7 +42,7 @@ CHARS_PER_TOKEN = 4
 
 
 def text(arrival: Arrival, block_tokens: int) -> str:
-    """For routers that know text only: CHARS_PER_TOKEN characters for each token."""
+    """Return text for routers that take only text: CHARS_PER_TOKEN characters for each token."""
     width = block_tokens * CHARS_PER_TOKEN
     whole = "".join(f"{block:08d}" * (width // 8) for block in arrival.blocks)
     return whole[: arrival.num_tokens * CHARS_PER_TOKEN]

@@ -1,1 +1,4 @@
-"""The torch engine: a transformers model over paged KV. The only package that imports torch."""
+"""Torch engine: a transformers model over paged KV.
+
+The only package that imports torch.
+"""

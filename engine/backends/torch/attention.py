@@ -20,28 +20,33 @@ from engine.errors import ModelRefused
 HARMLESS_ARGUMENTS = frozenset(
     {"position_ids", "use_cache", "cache_position", "output_attentions", "output_router_logits", "layer_idx"}
 )
-"""Passed down by transformers for others; they change nothing in what attention computes."""
+"""Arguments that transformers passes for other attention kernels. They do not change what attention computes."""
 
 
 _names = (f"tandem_paged_{number}" for number in itertools.count())
 
 
 class PagedAttention(ABC):
-    """What transformers calls for each layer. `prepare` must be called before each forward."""
+    """Paged attention that transformers calls for each layer.
+
+    The caller runs `prepare` before each forward.
+    """
 
     @abstractmethod
     def prepare(self, chunks: Sequence[Chunk]) -> None:
-        """The next forward computes these, flattened one after the other."""
+        """Describe the chunks of the next forward, flattened one after the other."""
 
     @abstractmethod
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float
     ) -> Tensor:
-        """Write `key` and `value` [1, kv_heads, tokens, head_dim], then attend with `query` [1, heads, tokens,
-        head_dim] over what each token sees: all before it and itself, the last `window` of them if that is given.
+        """Write keys and values into the pool, then attend with the queries.
 
-        Scores are multiplied by `scaling` and, if `softcap` is not 0, bent into (-softcap, softcap). Returns
-        [1, tokens, heads, head_dim], contiguous.
+        `key` and `value` are [1, kv_heads, tokens, head_dim], `query` is [1, heads, tokens, head_dim]. A token sees
+        itself and all tokens before it, or the last `window` of them if `window` is given.
+
+        Scores are multiplied by `scaling`. If `softcap` is not 0, scores are bent into (-softcap, softcap). Returns [1,
+        tokens, heads, head_dim], contiguous.
         """
 
     def __call__(
@@ -58,7 +63,10 @@ class PagedAttention(ABC):
         is_causal: bool | None = None,
         **others: object,
     ) -> tuple[Tensor, None]:
-        """Raises ModelRefused for what it cannot honour."""
+        """Attend as transformers' attention interface asks.
+
+        Raises ModelRefused for an argument that paged attention cannot honour.
+        """
         refuse_unknown(module, attention_mask, is_causal, others)
         layer = int(module.layer_idx)  # type: ignore[arg-type]
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -68,8 +76,11 @@ class PagedAttention(ABC):
 def refuse_unknown(
     module: torch.nn.Module, attention_mask: object, is_causal: bool | None, others: dict[str, object]
 ) -> None:
-    """An argument that would change the result and is not known here makes the model unservable. No mask is made for
-    it (`use_attention`): one that comes all the same is the model's own."""
+    """Refuse a model that passes an unknown argument, because the argument could change the result.
+
+    No mask is made for the model (`use_attention`), so a mask that arrives here is the model's own. Raises
+    ModelRefused.
+    """
     if attention_mask is not None:
         raise ModelRefused("its attention makes a mask of its own, which paged attention does not know")
     unknown = {name for name, value in others.items() if value is not None and value is not False}
@@ -80,7 +91,7 @@ def refuse_unknown(
 
 
 def no_mask(*args: object, **options: object) -> None:
-    """Paged attention needs none."""
+    """Return no mask: paged attention needs none."""
 
 
 def use_attention(model: torch.nn.Module, attention: Any, mask: Callable[..., Tensor | None] = no_mask) -> None:

@@ -1,4 +1,4 @@
-"""Joins a model to its KV memory by the fastest kernels that can be had."""
+"""Attention backends: joins a model to its KV memory with the fastest kernels available."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -27,22 +27,28 @@ ON_GPU = ("flashinfer", "triton")
 
 @dataclass(frozen=True, slots=True)
 class BoundModel:
-    """What a runner computes with. The model's modules may have been replaced."""
+    """Model joined to its KV memory, ready for a runner.
+
+    Its modules may have been replaced.
+    """
 
     backend: Backend
-    """Never auto."""
+    """Attention backend in use, never auto."""
     attention: PagedAttention
     argmax: Callable[[Tensor], Tensor] = LIKELIEST
     last_rows: LastRows | None = None
     bind_threads: Callable[[Sequence[int]], None] | None = None
-    """Of the thread that computes, to one core each; None where it would not help."""
+    """Function that pins the computing thread's team to one core each; None where pinning would not help."""
 
 
 def join(model: nn.Module, pool: Tensor, layout: KvLayout, backend: Backend, ranks: int = 1) -> BoundModel:
-    """auto: `native` on a CPU, `flashinfer` or else `triton` on a GPU, and `sdpa` with a warning where they cannot be
-    had. Model and layout are one of so many tensor-parallel ranks'.
+    """Join a model to its KV memory.
 
-    Raises KernelsUnavailable when they were asked for by name, EngineStartError when they are another device's.
+    auto means `native` on a CPU, and `flashinfer` or else `triton` on a GPU. Where those are missing, auto means
+    `sdpa`, with a warning. Model and layout belong to one of `ranks` tensor-parallel ranks.
+
+    Raises KernelsUnavailable for missing kernels that were asked for by name, EngineStartError for another device's
+    kernels.
     """
     on_gpu = pool.is_cuda
     if backend not in ("auto", "sdpa") and on_gpu != (backend in ON_GPU):

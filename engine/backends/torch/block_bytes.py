@@ -1,4 +1,4 @@
-"""The bytes of KV blocks, out of the pool and into it: what goes to the tiers below the pool and comes back."""
+"""Bytes of KV blocks, copied out of the pool to the tiers below it and back."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,10 +10,11 @@ from torch import Tensor
 
 
 class BlockBytes:
-    """Of a pool on any device. From any thread; only of blocks that no running step writes or reads.
+    """Reader and writer of a pool's blocks, on any device.
 
-    On a GPU the copies have a stream of their own: what they touch was written by steps that are over, which their
-    caller has waited for, so they need not wait for the step that runs.
+    Safe from any thread, but only for blocks that no running step writes or reads. On a GPU the copies have a stream of
+    their own. The blocks were written by steps that are over and that the caller waited for, so the copies need not
+    wait for the running step.
     """
 
     def __init__(self, blocks: Tensor) -> None:
@@ -23,14 +24,14 @@ class BlockBytes:
 
     @torch.inference_mode()
     def read(self, blocks: Sequence[int]) -> list[NDArray[np.uint8]]:
-        """Copies, [block_bytes] each, in main memory when this returns."""
+        """Return copies of the blocks, [block_bytes] each, in main memory."""
         with self._own_stream():
             rows: NDArray[np.uint8] = self._blocks[list(blocks)].cpu().numpy()  # waits for this stream alone
         return list(rows)
 
     @torch.inference_mode()
     def write(self, block: int, content: NDArray[np.uint8]) -> None:
-        """The block has these bytes when this returns."""
+        """Write the block's bytes and return when they are there."""
         with self._own_stream():
             self._blocks[block].copy_(torch.from_numpy(np.ascontiguousarray(content)))
         if self._stream is not None:

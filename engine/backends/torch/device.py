@@ -1,7 +1,7 @@
-"""Where the torch engine computes, its KV memory there, and how small things get there and back.
+"""Device of the torch engine: its KV memory, and small transfers to and from it.
 
 On a GPU a copy from or to ordinary memory waits for everything that was started before it, and the GPU then waits for
-Python. So what a step needs crosses through pinned memory without waiting, and one copy brings back what it sampled.
+Python. So a step's inputs cross through pinned memory without waiting, and one copy brings back the sampled tokens.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,11 @@ Device = Literal["auto", "cpu", "cuda"]
 
 
 def choose_device(wanted: Device, rank: int | None = None) -> torch.device:
-    """auto: the GPU where there is one; of tensor-parallel ranks, each the one of its number. Raises EngineStartError
-    when one is asked for and there is none."""
+    """Return the device to compute on.
+
+    auto is the GPU where there is one. Each tensor-parallel rank takes the GPU of its own number. Raises
+    EngineStartError when a GPU is asked for and there is none.
+    """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -36,30 +39,34 @@ def choose_device(wanted: Device, rank: int | None = None) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class KvMemory:
-    """The memory of all KV blocks."""
+    """Memory of all KV blocks."""
 
     pool: AnyPool
-    """What the engine and the transports know of it."""
+    """Pool as the engine and the transports see it."""
     tensor: Tensor
-    """[blocks, kv_heads, layers, 2, block_tokens, head_dim]. On a GPU it has one block more than `pool` knows of. Where
-    KV is quantised, uint8 [blocks, kv_heads, layers, 2, block_tokens * vector_bytes]."""
+    """Tensor over the pool, [blocks, kv_heads, layers, 2, block_tokens, head_dim].
+
+    On a GPU it has one block more than `pool` knows. Where KV is quantised: uint8 [blocks, kv_heads, layers, 2,
+    block_tokens * vector_bytes]."""
 
     @property
     def scratch_block(self) -> int:
-        """On a GPU, a block that is nobody's: padding writes its KV there."""
+        """Number of a block on a GPU that belongs to no sequence: padding writes its KV there."""
         assert isinstance(self.pool, DevicePool)
         return self.pool.num_blocks
 
     @property
     def byte_blocks(self) -> Tensor:
-        """uint8 [num_blocks, block_bytes], without the scratch block."""
+        """Pool as uint8 [num_blocks, block_bytes], without the scratch block."""
         blocks: Tensor = self.tensor[: self.pool.num_blocks].view(self.pool.num_blocks, -1).view(torch.uint8)
         return blocks
 
 
 def allocate(layout: KvLayout, num_blocks: int, device: torch.device, in_file: bool = False) -> KvMemory:
-    """Zeroed memory for `num_blocks` blocks; main memory as `pool_memory` says. Raises EngineStartError when the GPU
-    has not that much."""
+    """Allocate zeroed memory for `num_blocks` blocks.
+
+    `pool_memory` decides where main memory comes from. Raises EngineStartError when the GPU's memory is too small.
+    """
     on_gpu = device.type == "cuda"
     count = num_blocks + on_gpu
     shape: tuple[int, ...] = (count, layout.kv_heads, layout.layers, 2, layout.block_tokens, layout.head_dim)
@@ -78,14 +85,17 @@ def allocate(layout: KvLayout, num_blocks: int, device: torch.device, in_file: b
 
 
 def staged(values: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of the values on the device, [len(values)]; to a GPU without waiting for it."""
+    """Return the values as a tensor [len(values)] on the device; a copy to a GPU does not wait for the GPU."""
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 def read_back(tokens: Tensor) -> list[int]:
-    """The values of an integer tensor. On a GPU this waits for everything that was started before."""
+    """Return the values of an integer tensor.
+
+    On a GPU this waits for everything that was started before.
+    """
     if not tokens.is_cuda:
         return [int(token) for token in tokens.tolist()]
     pinned = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)

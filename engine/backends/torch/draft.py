@@ -1,10 +1,13 @@
-"""A smaller model that guesses what the served one will say. What it says is verified, so it can cost time and no more.
+"""Draft model: a smaller model that proposes tokens for the served model to verify.
 
-It has a KV pool of its own, with a block for each block of the engine's: a sequence's KV lies in the blocks of the same
-numbers in both. So there is nothing to allocate, and nothing to free. What a block of it holds was written here only,
-never borrowed or restored, and who gets the block next has other tokens. So this keeps account of how much of each
-sequence the draft model has read (`_Reading`), and of which full block holds which tokens (`_keys`): what is cached
-for the engine is cached for it too, if it has read it. It reads what it lacks before it guesses, some of it each step.
+Wrong draft tokens cost time and never change the output.
+
+The draft model has its own KV pool with one block for each block of the engine's pool. A sequence's KV lies in blocks
+of the same numbers in both pools, so there is nothing to allocate or free. The draft pool's KV is always computed here,
+never borrowed or restored, and the next owner of a block has other tokens. So this module records how much of each
+sequence the draft model has read (`_Reading`), and which full block holds which tokens (`_keys`). A prefix cached for
+the engine is cached for the draft model too, if the draft model has read it. The draft model reads missing tokens
+before it drafts, a limited number in each step.
 """
 
 import time
@@ -26,26 +29,30 @@ from engine.model_runner import ModelInfo
 
 FIELD = "speculation"
 READ_TOKENS = 256
-"""Of prompts, that the draft model reads in one step: the step waits for it."""
+"""Prompt tokens that the draft model reads in one step, at most: the step waits for it."""
 WEIGHT = 0.1
-"""Of the newest pass in the mean of what one takes."""
+"""Weight of the newest pass in the moving average of a pass's duration."""
 _SAMPLES = SamplingParams(max_tokens=1, temperature=0)
 
 
 @dataclass(slots=True)
 class _Reading:
-    """What the draft model has of a sequence."""
+    """Draft model's progress on one sequence."""
 
     shadow: Sequence
-    """The sequence as the draft model sees it: its tokens and then guesses, in the sequence's own blocks, its KV as far
-    as the draft model has computed it."""
+    """Sequence as the draft model sees it: the served tokens, then draft tokens.
+
+    It uses the served sequence's block numbers. Its KV covers what the draft model has computed."""
     num_known: int = 0
-    """Leading tokens of the shadow that are the sequence's, not guesses."""
+    """Leading tokens of the shadow that are the sequence's own, not draft tokens."""
     num_preemptions: int = 0
 
 
 class DraftModel:
-    """Used by the thread that computes."""
+    """Draft model with its KV pool.
+
+    Only the computing thread uses it.
+    """
 
     def __init__(
         self,
@@ -56,8 +63,11 @@ class DraftModel:
         info: ModelInfo,
         quantization: QuantizationConfig = AS_SAVED,
     ) -> None:
-        """`quantization` is that of the served model: of its weights the draft's are of the same kind. Raises
-        EngineStartError for a model that cannot guess for `served`."""
+        """Load the draft model.
+
+        `quantization` is the served model's: the draft's weights get the same kind. Raises EngineStartError for a model
+        that cannot draft for `served`.
+        """
         try:
             model_dir = ModelDir.open(path)
             _check_vocabulary(model_dir, served_dir, info)
@@ -72,13 +82,16 @@ class DraftModel:
         self._paged = PagedModel(model, layout, own_info, served.num_blocks, served.backend, served.device)
         self._readings: WeakKeyDictionary[Sequence, _Reading] = WeakKeyDictionary()
         self._keys: dict[int, BlockKey] = {}
-        """By block: the tokens of which its KV is, where that is a full block."""
+        """Keys of full blocks, by block number: the tokens whose KV the block holds."""
         self.pass_s = 0.0
-        """What one guess of each sequence took lately."""
+        """Recent duration of one pass, which drafts one token for each sequence, in seconds."""
 
     def draft_token(self, batch: Seq[Chunk]) -> list[Chunk]:
-        """The same batch with guesses made: as many of `num_drafts` as the sequence's KV is ready for, and the context
-        of the draft model leaves room for."""
+        """Return the same batch with draft tokens added.
+
+        Each chunk gets as many of `num_drafts` as the sequence's KV is ready for and the draft model's context leaves
+        room for.
+        """
         wanted = {place: self._caught_up(chunk.sequence) for place, chunk in enumerate(batch) if chunk.num_drafts}
         left, guessing = READ_TOKENS, dict[int, _Reading]()
         for place, reading in wanted.items():
@@ -97,7 +110,7 @@ class DraftModel:
         ]
 
     def _draft_tokens(self, counts: dict[int, int], readings: dict[int, _Reading]) -> dict[int, list[int]]:
-        """One token further for all at once, until each has its count."""
+        """Draft one token per pass for all sequences at once, until each has its count."""
         draft_tokens: dict[int, list[int]] = {place: [] for place in readings}
         while places := [
             place for place, count in counts.items() if self._goes_on(draft_tokens[place], count, readings[place])
@@ -108,7 +121,8 @@ class DraftModel:
             for place, shadow, token in zip(places, shadows, self._compute(chunks), strict=True):
                 shadow.token_ids.append(token)
                 draft_tokens[place].append(token)
-            if all(chunk.count <= 2 for chunk in chunks):  # no reading: what was accepted of the last step, at most
+            # no prompt tokens to read: at most the tokens accepted in the last step
+            if all(chunk.count <= 2 for chunk in chunks):
                 taken_s = time.perf_counter() - began_at
                 self.pass_s += WEIGHT * (taken_s - self.pass_s) if self.pass_s else taken_s
         return draft_tokens
@@ -117,7 +131,7 @@ class DraftModel:
         return len(draft_tokens) < count and reading.shadow.num_tokens < self._max_context_tokens
 
     def _caught_up(self, sequence: Sequence) -> _Reading:
-        """The reading of a sequence, with the tokens that it has now and no guesses."""
+        """Return the sequence's reading, with its present tokens and no draft tokens."""
         reading = self._readings.get(sequence)
         if reading is None or reading.num_preemptions != sequence.num_preemptions:
             reading = self._readings[sequence] = self._begin(sequence)
@@ -149,7 +163,7 @@ class DraftModel:
         return _Reading(shadow, num_known=sequence.num_tokens, num_preemptions=sequence.num_preemptions)
 
     def _compute(self, chunks: Seq[Chunk]) -> list[int]:
-        """Read the chunks; the likeliest next token of each that reaches its sequence's end."""
+        """Compute the chunks and return the likeliest next token of each chunk that reaches its sequence's end."""
         width = self._paged.layout.block_tokens
         for chunk in chunks:
             shadow, end = chunk.sequence, chunk.start + chunk.count
@@ -165,7 +179,10 @@ class DraftModel:
 
 
 def _check_vocabulary(model_dir: ModelDir, served_dir: ModelDir | None, info: ModelInfo) -> None:
-    """Raises EngineStartError unless a token means the same to both."""
+    """Check that a token means the same to both models.
+
+    Raises EngineStartError.
+    """
     if model_dir.vocab_size != info.vocab_size:
         sizes = f"{model_dir.vocab_size} tokens, the served model's {info.vocab_size}"
         raise EngineStartError(FIELD, f"the vocabulary of {model_dir.path} has {sizes}")

@@ -1,8 +1,8 @@
-"""One token from each distribution of a batch: the inverse of the cumulated probabilities at a given number.
+"""Draws one token from each distribution of a batch by inverting the cumulative distribution.
 
 Sorting a whole vocabulary costs more than computing the logits did. So min-p, top-k and top-p look at the CANDIDATES
-likeliest tokens first; only rows whose cut may lie beyond those are sorted as a whole. All ways give the same tokens:
-equal logits are in order of their token ids.
+likeliest tokens first. Only rows whose cut may lie beyond the candidates are sorted as a whole. Both ways give the same
+tokens: equal logits are ordered by token id.
 """
 
 from collections.abc import Sequence as Seq
@@ -16,13 +16,18 @@ from engine.backends.torch.device import staged
 from engine.core_types import SamplingParams
 
 CANDIDATES = 1024, 16_384
-"""The second number for nearly flat distributions: looking at so many still takes a third of sorting 150,000."""
+"""Numbers of likeliest tokens to look at, one after the other.
+
+The second serves nearly flat distributions: it still takes a third of the time of sorting 150,000 tokens."""
 BLOCK = 512
-"""Weights are summed in blocks, so that the search for one token cumulates few of them."""
+"""Weights summed at a time, so that the search for one token cumulates few of them."""
 
 
 def draw(logits: Tensor, params: Seq[SamplingParams], targets: Seq[float]) -> Tensor:
-    """One token a row, int64 [rows]. `logits` is float32 [rows, vocab]; `targets` are numbers in [0, 1)."""
+    """Draw one token a row, int64 [rows].
+
+    `logits` is float32 [rows, vocab]; `targets` are numbers in [0, 1).
+    """
     device = logits.device
     temperatures = staged([sampling.temperature for sampling in params], torch.float32, device)
     scaled = logits / temperatures[:, None]
@@ -48,14 +53,14 @@ def _rows(scaled: Tensor, rows: Tensor) -> Tensor:
 
 
 def _weights(scaled: Tensor) -> Tensor:
-    """Probabilities times what the likeliest token's would have to be multiplied by to make 1."""
+    """Return unnormalised probabilities, in which the likeliest token has weight 1."""
     return (scaled - scaled.amax(-1, keepdim=True)).exp_()
 
 
 def _draw_filtered(
     scaled: Tensor, params: Seq[SamplingParams], target: Tensor, counts: Seq[int] | None = None
 ) -> Tensor:
-    """By so many candidates, and where they are too few by as many as come next in `counts`."""
+    """Draw from the likeliest candidates, and again from the next number in `counts` where those are too few."""
     count, *more = counts or CANDIDATES
     if scaled.is_cuda or scaled.shape[-1] <= count:  # a GPU sorts faster than it would answer which way to take
         return _draw_ordered(scaled, params, target)
@@ -66,7 +71,8 @@ def _draw_filtered(
     most = values[:, :1]
     total = (scaled - most).exp_().sum(-1, keepdim=True, dtype=torch.float64)
     probs, complete = _filter((values - most).double().exp(), total, params)
-    # The cut must lie before the last candidate, and before others that are as likely: who of them is one is chance.
+    # The cut must lie before the last candidate, and before other tokens as likely as it: which of equal tokens are
+    # candidates is arbitrary.
     kept = (probs > 0).sum(-1, keepdim=True).clamp(min=1)
     covered = complete & (values.gather(-1, kept - 1) > values[:, -1:])[:, 0]
     tokens = token_ids.gather(-1, _invert(probs, target)[:, None])[:, 0]
@@ -79,7 +85,7 @@ def _draw_filtered(
 
 
 def _draw_ordered(scaled: Tensor, params: Seq[SamplingParams], target: Tensor) -> Tensor:
-    """By sorting everything."""
+    """Draw after sorting the whole vocabulary."""
     values, token_ids = scaled.sort(dim=-1, descending=True, stable=True)
     weights = (values - values[:, :1]).double().exp()
     probs, _ = _filter(weights, weights.sum(-1, keepdim=True), params)
@@ -87,40 +93,40 @@ def _draw_ordered(scaled: Tensor, params: Seq[SamplingParams], target: Tensor) -
 
 
 def _filter(weights: Tensor, total: Tensor, params: Seq[SamplingParams]) -> tuple[Tensor, Tensor]:
-    """Zero what min-p, top-k and then top-p leave out.
+    """Zero the weights that min-p, top-k and then top-p leave out.
 
-    `weights` is [rows, n] in falling order, the first n of distributions whose weights sum to `total` [rows, 1]. Also
-    returns which rows need no weight beyond those, [rows].
+    `weights` is [rows, n] in falling order: the first n weights of distributions whose weights sum to `total` [rows,
+    1]. Also returns which rows need no weight beyond these n, [rows].
     """
     count, device = weights.shape[-1], weights.device
     min_p = staged([sampling.min_p for sampling in params], weights.dtype, device)[:, None]
     top_k = staged([sampling.top_k or 2**62 for sampling in params], torch.long, device)[:, None]
     top_p = staged([sampling.top_p for sampling in params], weights.dtype, device)[:, None]
     kept = (weights >= min_p * weights[:, :1]) & (torch.arange(count, device=device) < top_k)
-    whole = ~kept[:, -1:]  # what min-p and top-k keep ends before the last one
+    whole = ~kept[:, -1:]  # rows whose kept tokens, by min-p and top-k, end before the last candidate
     weights = weights.masked_fill(~kept, 0.0)
     total = torch.where(whole, weights.sum(-1, keepdim=True), total)
     before = weights.cumsum(-1) - weights
     cut = (top_p < 1) & (before >= top_p * total)
-    # With a limit beyond the last one, min-p or top-k would have kept others whose weight is not known.
+    # A min-p or top-k limit beyond the last candidate would also keep tokens whose weight is not known here.
     unlimited = (min_p == 0) & (top_k >= 2**62)
     complete = whole | (unlimited & cut[:, -1:])
     return weights.masked_fill(cut, 0.0), complete[:, 0]
 
 
 def _invert(weights: Tensor, target: Tensor) -> Tensor:
-    """The first index whose cumulated share exceeds `target` [rows], by row; never one of weight zero."""
+    """Return each row's first index whose cumulative share exceeds `target` [rows], never one of weight zero."""
     rows, count = weights.shape
     blocks = pad(weights, (0, -count % BLOCK)).view(rows, -1, BLOCK)
     sums = blocks.sum(-1, dtype=torch.float64)
     block, rest = _find(sums, target * sums.sum(-1))
     inside = blocks[torch.arange(rows, device=weights.device), block].double()
     place, _ = _find(inside, rest)
-    return (block * BLOCK + place).clamp(max=count - 1)  # of a row that is no numbers, any
+    return (block * BLOCK + place).clamp(max=count - 1)  # any valid index for a row of NaN
 
 
 def _find(weights: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """The first index at which the cumulated weights exceed `wanted` [rows], and what is wanted within it."""
+    """Return the first index at which the cumulative weights exceed `wanted` [rows], and the remainder within it."""
     cumulated = weights.cumsum(-1)
     found = torch.searchsorted(cumulated, wanted[:, None], right=True)
     last_possible = weights.shape[-1] - 1 - (weights > 0).flip(-1).int().argmax(-1, keepdim=True)

@@ -1,7 +1,9 @@
-"""Fingerprints of blocks that lie on a GPU, computed there: the values of `kvtransfer/fingerprint.py`.
+"""Fingerprints of blocks on a GPU, computed there.
 
-torch's int64 arithmetic wraps around modulo 2**64 just as numpy's uint64 does, and the sum of products is the same bits
-whichever sign they are read with.
+The values equal those of `kvtransfer/fingerprint.py`.
+
+torch's int64 arithmetic wraps around modulo 2**64 as numpy's uint64 does, and the sum of products has the same bits
+under either sign.
 """
 
 from collections.abc import Sequence
@@ -14,12 +16,17 @@ from torch import Tensor
 from kvtransfer.fingerprint import WORD_BYTES, constants
 
 BLOCKS_AT_ONCE = 64
-"""The products are as large as the blocks: so many at a time."""
+"""Blocks fingerprinted at a time, because the products are as large as the blocks."""
 
 
 class TensorFingerprints:
-    """Of a pool uint8 [num_blocks, block_bytes]. On a GPU it has a stream of its own, so that what has arrived from a
-    peer is checked while a step runs; the blocks asked for must be written by then. Safe from any thread."""
+    """Fingerprints of a pool's blocks, uint8 [num_blocks, block_bytes].
+
+    Safe from any thread.
+
+    On a GPU the computation has a stream of its own, so that blocks from a peer are checked while a step runs. The
+    caller ensures that the blocks are written by then.
+    """
 
     def __init__(self, pool: Tensor, kv_heads: int) -> None:
         head_words = pool.shape[1] // kv_heads // WORD_BYTES
@@ -29,10 +36,10 @@ class TensorFingerprints:
         self._zero = of.zero
         self._stream = torch.cuda.Stream(pool.device) if pool.is_cuda else None  # type: ignore[no-untyped-call]
         if pool.is_cuda:
-            torch.cuda.synchronize(pool.device)  # the multipliers are there for the other stream
+            torch.cuda.synchronize(pool.device)  # makes the multipliers visible to the other stream
 
     def of(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
-        """[len(blocks), kv_heads]"""
+        """Return the fingerprints, uint64 [len(blocks), kv_heads]."""
         if self._stream is None:
             return self._fold(blocks)
         with torch.cuda.stream(self._stream):
@@ -44,7 +51,7 @@ class TensorFingerprints:
             ids = torch.tensor(blocks[first : first + BLOCKS_AT_ONCE], device=self._words.device)
             words = self._words[ids]
             halves = words.view(torch.int32)
-            halves[..., 0::2] ^= halves[..., 1::2]  # the lower half is the first
+            halves[..., 0::2] ^= halves[..., 1::2]  # the lower half comes first
             folded[first : first + len(ids)] = words.mul_(self._multipliers).sum(-1)
         sums: NDArray[np.int64] = folded.cpu().numpy()
         return sums.view(np.uint64) + self._zero

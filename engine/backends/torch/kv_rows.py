@@ -1,7 +1,7 @@
-"""Keys and values in the pool, row by row: as they are computed, or quantised.
+"""Keys and values in the pool, row by row: as computed, or quantised.
 
-A row is those of one (block, KV head, layer, K or V), and a slot is one token's place in it: row * block_tokens +
-offset.
+A row holds the vectors of one (block, KV head, layer, K or V). A slot is one token's place in a row: row * block_tokens
++ offset.
 """
 
 from abc import ABC, abstractmethod
@@ -12,18 +12,18 @@ from torch import Tensor
 from engine.kv.layout import KvDtype, KvLayout
 
 TYPES: dict[KvDtype, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-"""One byte each."""
+"""Dtypes of quantised vectors, one byte per number."""
 LARGEST: dict[KvDtype, int] = {"int8": 127, "fp8": 448}
 
 
 class KvRows(ABC):
     @abstractmethod
     def write(self, slots: Tensor, vectors: Tensor) -> None:
-        """`vectors` [n, head_dim] into `slots` [n]."""
+        """Write `vectors` [n, head_dim] into `slots` [n]."""
 
     @abstractmethod
     def read(self, rows: Tensor) -> Tensor:
-        """Rows [n] as [n, block_tokens * head_dim], in the dtype that they were computed in."""
+        """Return rows [n] as [n, block_tokens * head_dim], in the dtype that they were computed in."""
 
 
 def kv_rows(pool: Tensor, layout: KvLayout) -> KvRows:
@@ -31,7 +31,7 @@ def kv_rows(pool: Tensor, layout: KvLayout) -> KvRows:
 
 
 class PlainRows(KvRows):
-    """Of a pool [num_blocks, kv_heads, layers, 2, block_tokens, head_dim]."""
+    """Rows of a pool [num_blocks, kv_heads, layers, 2, block_tokens, head_dim]."""
 
     def __init__(self, pool: Tensor, layout: KvLayout) -> None:
         self._rows = pool.view(-1, layout.block_tokens * layout.head_dim)
@@ -45,8 +45,10 @@ class PlainRows(KvRows):
 
 
 class QuantisedRows(KvRows):
-    """Of a pool uint8 [num_blocks, kv_heads, layers, 2, block_tokens * vector_bytes]. The reference for the kernels of
-    CPUs and of GPUs, which write the same to the bit."""
+    """Rows of a quantised pool, uint8 [num_blocks, kv_heads, layers, 2, block_tokens * vector_bytes].
+
+    The reference for the CPU and GPU kernels, which write the same bits.
+    """
 
     def __init__(self, pool: Tensor, layout: KvLayout) -> None:
         self._dtype: torch.dtype = getattr(torch, layout.dtype)
@@ -55,7 +57,7 @@ class QuantisedRows(KvRows):
         self._values_bytes = layout.block_tokens * layout.head_dim
         rows = pool.view(-1, layout.block_tokens * layout.vector_bytes)
         values = rows[:, : self._values_bytes]
-        self._values = values.view(len(rows), layout.block_tokens, layout.head_dim)  # torch moves no float8 by index
+        self._values = values.view(len(rows), layout.block_tokens, layout.head_dim)  # torch cannot move float8 by index
         self._scales = rows.view(torch.bfloat16)[:, self._values_bytes // 2 :]
 
     def write(self, slots: Tensor, vectors: Tensor) -> None:
@@ -71,10 +73,14 @@ class QuantisedRows(KvRows):
 
 
 def quantise_vectors(vectors: Tensor, kept: KvDtype) -> tuple[Tensor, Tensor]:
-    """[n, head_dim] to values [n, head_dim] of TYPES[kept] and bfloat16 scales [n]: each vector by itself, so that what
-    is kept of a token does not depend on any other. A scale is rounded up, or the largest value would be clipped."""
+    """Quantise [n, head_dim] to values [n, head_dim] of TYPES[kept] and bfloat16 scales [n].
+
+    Each vector is quantised by itself, so that a token's stored KV does not depend on other tokens. A scale is rounded
+    up, otherwise the largest value would be clipped.
+    """
     wide = vectors.float()
-    largest = torch.full((), float(LARGEST[kept]), device=wide.device)  # by a number GPUs do not divide, but multiply
+    # a tensor, because GPUs turn division by a number into multiplication
+    largest = torch.full((), float(LARGEST[kept]), device=wide.device)
     exact = wide.abs().amax(-1) / largest
     scales = ((exact.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
     multiples = wide / torch.where(scales > 0, scales, 1.0)[:, None]

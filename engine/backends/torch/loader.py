@@ -1,4 +1,7 @@
-"""Loads a model of transformers for paged serving, or refuses it with the reason."""
+"""Loader of transformers models for paged serving.
+
+It refuses a model that cannot be served, with the reason.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +27,7 @@ from kvtransfer.fingerprint import WORD_BYTES
 
 SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
-"""These choose frequencies by the longest sequence of the batch, so one request would change another's output."""
+"""Rope types that choose frequencies by the longest sequence of the batch, so that one request would change another."""
 
 transformers_logging.disable_progress_bar()
 
@@ -36,8 +39,11 @@ def load_model(
     quantization: QuantizationConfig = AS_SAVED,
     group: RankGroup | None = None,
 ) -> torch.nn.Module:
-    """The model in evaluation mode, in `dtype` ("auto": as saved), on a device; with a `group`, this rank's shard of
-    it, whose weights are as saved. Raises ModelRefused, or EngineStartError for what cannot be made of it."""
+    """Load a model in evaluation mode, in `dtype` ("auto": as saved), on a device.
+
+    With a `group`, load this rank's shard, with weights as saved. Raises ModelRefused for a model that cannot be
+    served, EngineStartError for options that the model does not allow.
+    """
     _refuse_by_device(quantization, device)
     config = _read_config(model_dir)
     _refuse_by_config(config)
@@ -70,7 +76,10 @@ def load_model(
 
 
 def _makers(device: torch.device) -> list[Callable[[torch.nn.Linear, Weights], torch.nn.Module]]:
-    """Of quantised layers: on a GPU they are made there one by one, so that only what they become must fit."""
+    """Return functions that make quantised layers.
+
+    On a GPU the layers are made there one by one, so that only the quantised weights must fit.
+    """
     if device.type != "cuda":
         return []
     from engine.backends.torch.cuda.quantised import gpu_linear
@@ -83,7 +92,10 @@ def _no_room(error: torch.cuda.OutOfMemoryError) -> EngineStartError:
 
 
 def _refuse_by_device(quantization: QuantizationConfig, device: torch.device) -> None:
-    """Raises EngineStartError for weights that are not computed with there."""
+    """Check that the device can compute with the quantised weights.
+
+    Raises EngineStartError.
+    """
     if quantization.weights == "auto":
         return
     if device.type == "cuda":
@@ -95,8 +107,11 @@ def _refuse_by_device(quantization: QuantizationConfig, device: torch.device) ->
 
 
 def kv_layout(model: torch.nn.Module, block_tokens: int, kv_dtype: KvDtype = "auto") -> KvLayout:
-    """The shape of this model's KV. Raises ModelRefused, also for what paged attention cannot honour, and
-    EngineStartError where its KV cannot be kept in `kv_dtype`."""
+    """Return the shape of this model's KV.
+
+    Raises ModelRefused for a model whose attention cannot be paged, EngineStartError where its KV cannot be kept in
+    `kv_dtype`.
+    """
     layout = _layout_of(model, layers_of(model), block_tokens)
     return layout if kv_dtype == "auto" else _quantised(layout, kv_dtype)
 
@@ -112,8 +127,10 @@ def _quantised(layout: KvLayout, kv_dtype: KvDtype) -> KvLayout:
 
 
 def whole_layout(model: torch.nn.Module, part: KvLayout, ranks: int) -> KvLayout:
-    """Of the whole block, of which each of so many ranks has `part`. Raises ModelRefused when its plan leaves more than
-    its share on each."""
+    """Return the layout of the whole block, of which each of `ranks` ranks has `part`.
+
+    Raises ModelRefused when the model's plan leaves more than its share on each rank.
+    """
     text = model.config.get_text_config()  # type: ignore[union-attr,operator]
     kv_heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     if part.kv_heads * ranks != kv_heads:
@@ -132,7 +149,7 @@ def _read_config(model_dir: ModelDir) -> Any:
 
 
 def _refuse_by_config(config: Any) -> None:
-    """What can be told before gigabytes are loaded."""
+    """Refuse a model by its config alone, before gigabytes are loaded."""
     names = ", ".join(config.architectures or [config.model_type])
     if config.is_encoder_decoder:
         raise ModelRefused(f"{names} is an encoder-decoder; Tandem serves decoder-only models")
@@ -148,8 +165,11 @@ def _refuse_by_config(config: Any) -> None:
 
 
 def _refuse_by_quantisation(config: Any, quantization: QuantizationConfig) -> PackedScheme | None:
-    """How its layers are packed, where this project unpacks them itself. transformers ignores a method that it does not
-    know, and computes with what it finds."""
+    """Return the packing of the model's layers where this package unpacks it, otherwise None.
+
+    transformers ignores a quantisation method that it does not know, and computes with the packed numbers; so unknown
+    methods are refused here.
+    """
     saved = getattr(config, "quantization_config", None)
     if saved is None:
         return None

@@ -1,6 +1,6 @@
-"""Merges a LoRA adapter, as PEFT saves it, into a model's own weights: W + scale * B A, once, at load.
+"""LoRA adapters, as PEFT saves them, merged into a model's weights once at load: W + scale * B A.
 
-What of an adapter's config would change the result and is not known here makes it refused.
+An adapter is refused if its config has an unknown setting that would change the result.
 """
 
 import json
@@ -28,16 +28,19 @@ HARMLESS = frozenset(
     | {"init_lora_weights", "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core", "peft_version"}
     | {"qalora_group_size", "revision", "runtime_config", "target_modules", "task_type"}
 )
-"""They say how the adapter was trained, or where, which its weights' names say too."""
+"""Settings that describe training, or repeat what the names of the weights say."""
 KNOWN = HARMLESS | {"peft_type", "r", "lora_alpha", "use_rslora", "bias"}
 STARTS_FROM_SAVED = (None, True, False, "gaussian", "orthogonal")
-"""Of `init_lora_weights`: others change the saved weights before training."""
+"""Values of `init_lora_weights` that keep the saved weights. Others change the saved weights before training."""
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 
 
 @torch.inference_mode()
 def merge_lora(model: nn.Module, adapter: Path) -> None:
-    """Into the linear layers of a model as it was saved. Raises EngineStartError."""
+    """Merge the adapter into the linear layers of a model with its saved weights.
+
+    Raises EngineStartError.
+    """
     config = _read_config(adapter)
     scale = _scale(config)
     pairs = _read_pairs(adapter)
@@ -77,7 +80,7 @@ def _scale(config: dict[str, Any]) -> float:
 
 
 def _read_pairs(adapter: Path) -> dict[str, dict[str, Tensor]]:
-    """By the name of a module: its `A` [r, inputs] and `B` [outputs, r]."""
+    """Return, for each module's name, its `A` [r, inputs] and `B` [outputs, r]."""
     try:
         tensors = load_file(adapter / WEIGHTS)
     except (OSError, SafetensorError) as error:

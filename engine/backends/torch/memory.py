@@ -17,24 +17,25 @@ from engine.host.memory import huge_memory
 _CHUNK = 64 << 20
 _POPULATED_AT_ONCE = 4 << 20
 _POPULATING = 0.1
-"""The share of a core that taking memory ahead has while requests are served."""
+"""Share of a core that `populate` uses while requests are served."""
 _MADV_DONTNEED, _MADV_POPULATE_WRITE = 4, 23
 
 log = logging.getLogger(__name__)
 
 
 def huge_tensor(num_bytes: int) -> Tensor:
-    """uint8 [num_bytes], as `huge_memory` says."""
+    """Return uint8 [num_bytes], allocated as by `huge_memory`."""
     return torch.from_numpy(huge_memory(num_bytes))
 
 
 def populate(tensor: Tensor, busy: Callable[[], bool]) -> threading.Thread:
-    """Take the physical memory of a contiguous tensor now, by a thread that is returned, and leave what it holds. While
-    `busy()`, slowly.
+    """Take the physical memory of a contiguous tensor ahead of use, on a thread that is returned.
 
-    Memory that is first written in a step is found, zeroed and mapped in that step; in a virtual machine whose host has
-    yet to find it, that was 1.6 ms for each MiB. In pieces, since nothing else of the process can be mapped while one
-    is taken.
+    The tensor's content stays. While `busy()`, the thread works slowly.
+
+    Memory that is first written in a step is found, zeroed and mapped in that step, which is slow in a virtual machine
+    whose host has yet to find the page. The memory is taken in pieces, since the process can map nothing else
+    meanwhile.
     """
     thread = threading.Thread(target=_populate, args=(tensor, busy), name="populate", daemon=True)
     thread.start()
@@ -48,7 +49,7 @@ def _populate(tensor: Tensor, busy: Callable[[], bool]) -> None:
         length = piece.data_ptr() + piece.numel() - begin
         began_at = time.monotonic()
         if advise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _MADV_POPULATE_WRITE):
-            # Older than Linux 5.14, or another system: memory is taken as it is written.
+            # A system other than Linux 5.14 or newer: memory is taken when it is written.
             log.debug("memory is not taken ahead: %s", os.strerror(ctypes.get_errno()))
             return
         if busy():
@@ -56,13 +57,16 @@ def _populate(tensor: Tensor, busy: Callable[[], bool]) -> None:
 
 
 class Arena:
-    """Zeroed pieces of shared huge pages, so that a small piece does not cost a page of its own. Never shrinks."""
+    """Allocator of zeroed pieces of shared huge pages, so that a small piece does not cost a whole page.
+
+    Never shrinks.
+    """
 
     def __init__(self) -> None:
         self._chunk = torch.empty(0, dtype=torch.uint8)
 
     def take(self, num_bytes: int) -> Tensor:
-        """uint8, aligned to 64 bytes."""
+        """Return uint8 memory, aligned to 64 bytes."""
         if num_bytes > self._chunk.numel():
             if num_bytes > _CHUNK // 2:
                 return huge_tensor(num_bytes)
@@ -73,8 +77,11 @@ class Arena:
 
 
 def forget_file_pages(tensor: Tensor) -> None:
-    """Drop the physical pages of a tensor that is mapped from a .safetensors file and was not changed; nothing for
-    any other. Reading it again reads the file: what is not used any more stops counting as this process's memory."""
+    """Drop the physical pages of an unchanged tensor that is mapped from a .safetensors file.
+
+    Other tensors stay as they are. Reading the tensor again reads the file, so weights that are no longer used stop
+    counting as this process's memory.
+    """
     first, end = tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
     first, end = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
     if first < end and _mapped_from_weights(first, end):

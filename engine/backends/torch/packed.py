@@ -35,14 +35,14 @@ log = logging.getLogger(__name__)
 
 WORD_BITS = 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of eight outputs each place of a word holds, from the lowest bits on."""
+"""Output held by each place of an AWQ word, from the lowest bits on."""
 PARTS = ("qweight", "qzeros", "scales", "g_idx", "bias", "weight", "weight_scale_inv", "weight_scale")
-"""Of a layer, in a file."""
+"""Tensors that a file may have for one layer."""
 MARKS = {"gptq": "qweight", "awq": "qweight", "fp8": "weight_scale_inv", "compressed-tensors": "weight_scale"}
-"""By method, the part that packed layers have and others have not."""
+"""Tensor that only packed layers have, by method."""
 _FLOAT8 = {"num_bits": 8, "type": "float"}
 _SAVED_BY = "tandem-packed"
-"""What transformers is told, so that it leaves packed layers to this module."""
+"""Quantisation method reported to transformers, so that it leaves packed layers to this module."""
 _IDLE: dict[str, tuple[Any, ...]] = {
     "dynamic": (None, {}),
     "rotation": (None, ""),
@@ -51,23 +51,23 @@ _IDLE: dict[str, tuple[Any, ...]] = {
     "pack_dtype": (None, "int32", "torch.int32"),
     "quant_type": (None, ""),
 }
-"""Settings which, at other values than these, mean layers of several kinds, or other numbers in the files."""
+"""Settings which, at other values, mean mixed kinds of layers or another encoding of the files."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedScheme:
-    """How a checkpoint says that its layers are packed."""
+    """Packing of a checkpoint's layers, read from its config."""
 
     method: Literal["gptq", "awq", "fp8", "compressed-tensors"]
     bits: Literal[4, 8]
     group_size: int
-    """Inputs; -1: all of a layer."""
+    """Inputs that share a scale; -1: all inputs of a layer."""
     zeros_less_one: bool = False
-    """GPTQ's first format."""
+    """Whether zero points are stored less one, as in GPTQ's first format."""
     block_rows: int = 1
-    """Outputs that share a scale, of fp8."""
+    """Outputs that share an fp8 scale."""
     float8_inputs: bool = False
-    """Activations are meant to become float8 too, each row with a scale of its own."""
+    """Whether activations also become float8, with a scale for each row."""
 
     @property
     def per_word(self) -> int:
@@ -75,8 +75,10 @@ class PackedScheme:
 
 
 def packed_scheme(settings: Mapping[str, Any]) -> PackedScheme | None:
-    """Of config.json's quantization_config; None for what is left to transformers. Raises ModelRefused for what is not
-    understood of GPTQ and AWQ."""
+    """Read the packing from config.json's quantization_config; None for a method that transformers handles.
+
+    Raises ModelRefused for settings of GPTQ and AWQ that are not supported.
+    """
     method = settings.get("quant_method")
     if method == "fp8":
         return _blocks_scheme(settings)
@@ -130,7 +132,10 @@ def _rows_scheme(settings: Mapping[str, Any]) -> PackedScheme | None:
 
 
 def _text(settings: Mapping[str, Any], *names: str) -> str:
-    """Of the first that is set. Raises ModelRefused where two say different things."""
+    """Return the first of the settings that is set.
+
+    Raises ModelRefused where two of them differ.
+    """
     said = {str(settings[name]).lower() for name in names if settings.get(name) is not None}
     if len(said) > 1:
         raise ModelRefused(f"its {' and '.join(names)} disagree: {', '.join(sorted(said))}")
@@ -141,13 +146,16 @@ def _text(settings: Mapping[str, Any], *names: str) -> str:
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """int32 [a, b] to uint8 [a, b, 32 / bits], the lowest bits first."""
+    """Unpack int32 [a, b] to uint8 [a, b, 32 / bits], the lowest bits first."""
     places = [(words >> shift & (1 << bits) - 1).to(torch.uint8) for shift in range(0, WORD_BITS, bits)]
     return torch.stack(places, -1)
 
 
 def layer_of(parts: Mapping[str, Tensor], scheme: PackedScheme, dtype: torch.dtype) -> QuantisedLinear:
-    """A layer of the `PARTS` that a file has of it, where they are. Raises ValueError for parts that do not fit."""
+    """Make a layer from its tensors, named as in `PARTS`.
+
+    Raises ValueError for tensors whose shapes do not match.
+    """
     if scheme.method in ("fp8", "compressed-tensors"):
         return _float8_layer(parts, scheme, dtype)
     return _integer_layer(parts, scheme, dtype)
@@ -173,7 +181,8 @@ def _integer_layer(parts: Mapping[str, Tensor], scheme: PackedScheme, dtype: tor
     if not scales.is_floating_point() or qweight.dtype != torch.int32 or qzeros.dtype != torch.int32:
         raise ValueError(f"dtypes are {qweight.dtype}, {qzeros.dtype}, {scales.dtype}")
     if scheme.zeros_less_one:
-        # As its writers take one off: of the word, so that what is below zero borrows of the next one.
+        # The writers subtract one from the whole word, so a place below zero borrows from the next. Adding the word
+        # undoes it.
         ones = sum(1 << shift for shift in range(0, WORD_BITS, scheme.bits))
         qzeros = qzeros + ones  # wraps around
     values, zeros = unpack(qweight, scheme.bits), unpack(qzeros, scheme.bits)
@@ -206,7 +215,7 @@ def _integer_layer(parts: Mapping[str, Tensor], scheme: PackedScheme, dtype: tor
 
 
 def _signed(values: Tensor, middle: int) -> Tensor:
-    """uint8 to int8 with `middle` at 0, which changes no difference."""
+    """Convert uint8 to int8 with `middle` at 0, which changes no difference."""
     return (values - middle).contiguous().view(torch.int8)  # wraps around
 
 
@@ -225,7 +234,7 @@ def _bias(bias: Tensor | None, n: int, dtype: torch.dtype) -> Tensor | None:
 
 
 def _order(group_of: Tensor | None, k: int, groups: int) -> Tensor | None:
-    """Inputs by their groups, int64 [k]; None where they are in order."""
+    """Return the inputs ordered by group, int64 [k]; None where they are already in order."""
     if group_of is None:
         return None
     group_of = group_of.long()
@@ -241,10 +250,13 @@ def _order(group_of: Tensor | None, k: int, groups: int) -> Tensor | None:
 
 
 class PackedFiles:
-    """The packed layers of a model directory, read one by one."""
+    """Packed layers of a model directory, read one by one."""
 
     def __init__(self, path: Path, scheme: PackedScheme) -> None:
-        """Raises ModelRefused."""
+        """Open the directory's files.
+
+        Raises ModelRefused.
+        """
         mark = f".{MARKS[scheme.method]}"
         self._stack = ExitStack()
         self._where: dict[str, Any] = {}
@@ -267,7 +279,7 @@ class PackedFiles:
 
 
 class PackedPlaceholder(nn.Module):
-    """In the place of a packed layer, until the rest of the model is loaded."""
+    """Placeholder of a packed layer until the rest of the model is loaded."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -283,7 +295,7 @@ class _PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 @register_quantizer(_SAVED_BY)
 class _PackedQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Takes the packed layers out of a model before transformers loads the others, and does nothing else."""
+    """Hook of transformers' loader that takes the packed layers out of a model before the other layers are loaded."""
 
     def _process_model_before_weight_loading(self, model: Any, **_: object) -> None:
         for name in self.quantization_config.layers:
@@ -311,10 +323,12 @@ class _PackedQuantizer(HfQuantizer):  # type: ignore[misc]
 def load_packed(
     path: Path, config: Any, dtype: Any, scheme: PackedScheme, device: torch.device
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The model, its packed layers unpacked on `device` one after the other, all others in main memory, and what
-    transformers says of its loading. Raises ModelRefused, and what `from_pretrained` does.
+    """Load a model and unpack its packed layers on `device` one after the other; all other layers go to main memory.
 
-    Where there are kernels for it a layer stays quantised; else its weights are rounded to the model's dtype."""
+    Also returns transformers' loading report. Raises ModelRefused, and the errors of `from_pretrained`.
+
+    A layer stays quantised where the device has kernels for it; otherwise its weights are rounded to the model's dtype.
+    """
     stays = stays_quantised(scheme, device)
     files = PackedFiles(path, scheme)
     try:
@@ -346,7 +360,7 @@ def load_packed(
 
 
 def stays_quantised(scheme: PackedScheme, device: torch.device) -> bool:
-    """Whether this device has kernels for it."""
+    """Return whether this device has kernels for the packing."""
     if device.type != "cuda":
         return False
     from engine.backends.torch.cuda.quantised import FLOAT8_CAPABILITY, load_kernels

@@ -1,4 +1,4 @@
-"""A model joined to its paged KV memory: chunks in, logits out."""
+"""Model joined to its paged KV memory: chunks in, logits out."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -18,11 +18,11 @@ from engine.kv.layout import KvLayout
 from engine.model_runner import ModelInfo
 
 WARM_UP_TOKENS = (24, 48, 96, 512)
-"""One for each size of tile that a kernel may choose."""
+"""Prompt lengths of the warm-up, one for each tile size that a kernel may choose."""
 
 
 class PagedModel:
-    """Over `num_blocks` KV blocks of its own. Raises EngineStartError."""
+    """Model over `num_blocks` KV blocks of its own."""
 
     def __init__(
         self,
@@ -35,8 +35,11 @@ class PagedModel:
         ranks: int = 1,
         in_file: bool = False,
     ) -> None:
-        """`model` and `layout` are what one of so many tensor-parallel ranks has of them. `in_file`: see
-        `pool_memory`."""
+        """Join `model` to a new pool.
+
+        `model` and `layout` are one rank's part, of `ranks` tensor-parallel ranks. `in_file`: see `pool_memory`. Raises
+        EngineStartError.
+        """
         self.model = model
         self.layout = layout
         self.num_blocks = num_blocks
@@ -47,22 +50,26 @@ class PagedModel:
         self.argmax, self._last_rows = joined.argmax, joined.last_rows
         self.bind_threads: Callable[[Seq[int]], None] | None = joined.bind_threads
         self.device = device
-        if device.type == "cpu":  # what the weights were read from is given back by now: both at once are a peak
+        # by now the memory that the weights were read from is free: both at once would be a peak
+        if device.type == "cpu":
             populate(self.memory.byte_blocks, lambda: self._computing)
         use_attention(model, self._attention)
         self.graphs = None
-        if ranks == 1:  # a sum over ranks within a graph was never tried
+        if ranks == 1:  # a sum over ranks inside a CUDA graph is not supported
             self.graphs = decode_graphs(self._attention, layout, self._forward_all, self.memory, info)
         if device.type == "cuda":
             self.warm_up(self.memory.scratch_block, info.max_context_tokens)
 
     @property
     def last_layer_trimmed(self) -> bool:
-        """The CPU kernels multiply its weights, and compute of the last layer only what is read."""
+        """Whether the last layer computes only the rows that are sampled.
+
+        The CPU kernels do so.
+        """
         return self._last_rows is not None
 
     def logits(self, batch: Seq[Chunk]) -> Tensor:
-        """Compute the chunks; the logits of every place of those that sample, in order: [places, vocab]."""
+        """Compute the chunks and return logits [places, vocab]: every place of the chunks that sample, in order."""
         self._computing = True
         try:
             return self._logits(batch)
@@ -100,8 +107,11 @@ class PagedModel:
 
     @torch.inference_mode()
     def warm_up(self, scratch_block: int, max_tokens: int) -> None:
-        """Compute prompts of several lengths, as far as the context goes, into one block that is nobody's: what is
-        compiled at its first use is no request's wait. Raises EngineStartError when there is no room for it."""
+        """Compute prompts of several lengths, as far as the context goes, in a block that belongs to no sequence.
+
+        So no request waits for code that is compiled at its first use. Raises EngineStartError when memory is too
+        small.
+        """
         try:
             for num_tokens in WARM_UP_TOKENS:
                 count = min(num_tokens, max_tokens)
@@ -112,6 +122,9 @@ class PagedModel:
             raise EngineStartError("kv_memory_mib", f"beside it the GPU has no room to compute: {error}") from error
 
     def _forward_all(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """Logits of every token: [tokens, vocab]. The attention is prepared for them."""
+        """Return logits of every token, [tokens, vocab].
+
+        The caller has prepared the attention for these tokens.
+        """
         logits: Tensor = self.model(input_ids=token_ids, position_ids=positions, use_cache=False).logits[0]
         return logits

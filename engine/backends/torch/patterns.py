@@ -1,4 +1,4 @@
-"""Known bytes in a GPU's memory, and back: what `tandem doctor` moves where there is a GPU."""
+"""Test patterns in a GPU's memory, moved by `tandem doctor` where there is a GPU."""
 
 import numpy as np
 import torch
@@ -8,19 +8,19 @@ from kvtransfer.transport import DevicePool
 
 
 def put_on_gpu(contents: NDArray[np.uint8]) -> DevicePool:
-    """A pool of one block, [1, len(contents)], on the first GPU that the process sees."""
+    """Return a pool of one block, [1, len(contents)], on the first GPU that the process sees."""
     tensor = torch.from_numpy(contents).cuda()
     torch.cuda.synchronize()
     return DevicePool(tensor.data_ptr(), 1, len(contents), tensor.get_device(), owner=tensor)
 
 
 def fetch_from_gpu(pool: DevicePool) -> NDArray[np.uint8]:
-    """The bytes of such a pool."""
+    """Return the bytes of a pool that `put_on_gpu` made."""
     fetched: NDArray[np.uint8] = pool.owner.cpu().numpy()
     return fetched
 
 
 def clear_on_gpu(pool: DevicePool, start: int) -> None:
-    """Zero from byte `start` to the end."""
+    """Zero the pool from byte `start` to the end."""
     pool.owner[start:].zero_()
     torch.cuda.synchronize()

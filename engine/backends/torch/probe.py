@@ -1,8 +1,10 @@
-"""What a model asks of attention, seen by running a few tokens through it: whether paged attention can honour it.
+"""Probe of a model's attention: a few tokens run through the model show whether paged attention can serve it.
 
-Attention sees keys and values, a scale, a window and a softcap, and nothing else of a model. So a model is refused
-whose tokens reach each other in another way, or lie elsewhere than at the positions they are given; whose layers make
-masks that are neither causal nor of the window that they name; and whose attention has arguments that are not known.
+Paged attention knows keys, values, a scale, a window and a softcap. So these models are refused:
+
+- tokens affect each other by another way than attention, or sit at other positions than those given;
+- layers make masks that are neither causal nor of the window that they name;
+- attention takes unknown arguments.
 """
 
 from dataclasses import dataclass
@@ -15,29 +17,29 @@ from engine.backends.torch.attention import refuse_unknown, use_attention
 from engine.errors import ModelRefused
 
 FAR = 64
-"""Positions beyond a window, up to which a mask is looked at."""
+"""Positions beyond a window at which a mask is checked."""
 TOLERANCE = 0.02
-"""By which keys of equal tokens may differ, of their size: what different rows of one product may in bfloat16."""
+"""Relative difference allowed between keys of equal tokens: rows of one bfloat16 product may differ so much."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one layer gave its attention."""
+    """Arguments that one layer gave its attention."""
 
     layer: int
     key: Tensor
-    """[1, kv_heads, tokens, head_dim], as the value."""
+    """Keys, [1, kv_heads, tokens, head_dim]; the values have the same shape."""
     value: Tensor
     window: int | None
 
 
 class _Spy:
-    """In the place of attention, which computes nothing but zeros."""
+    """Attention that records its arguments and returns zeros."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self._windows: list[tuple[Tensor, int | None]] = []
-        """Masks that were made, and of which window."""
+        """Masks made so far, each with its window."""
 
     def mask(
         self,
@@ -49,7 +51,10 @@ class _Spy:
         local_size: int | None = None,
         **others: object,
     ) -> Tensor:
-        """bool [1, 1, q_length, kv_length]. Raises ModelRefused for one that is not causal, or not of its window."""
+        """Return the mask, bool [1, 1, q_length, kv_length].
+
+        Raises ModelRefused for a mask that is neither causal nor of its window.
+        """
         last = torch.tensor((local_size or 0) + FAR)
         positions = torch.arange(int(last) + 2)
         wanted = positions <= last
@@ -90,7 +95,10 @@ class _Spy:
 
 
 def layers_of(model: torch.nn.Module) -> list[Call]:
-    """What each layer gives its attention for two tokens. Raises ModelRefused."""
+    """Run two tokens and return each layer's call.
+
+    Raises ModelRefused.
+    """
     spy = _Spy()
     use_attention(model, spy.attention, spy.mask)
     _run(model, [0, 0], [0, 1])
@@ -100,7 +108,10 @@ def layers_of(model: torch.nn.Module) -> list[Call]:
 
 
 def _refuse_windows_of_caches(model: torch.nn.Module, calls: list[Call]) -> None:
-    """Without `layer_types`, transformers' own caches forget all beyond the window, whatever layers ask for."""
+    """Refuse windows that only the cache applies.
+
+    Without `layer_types`, transformers' caches drop all positions beyond the window, whatever the layers ask for.
+    """
     config = model.config.get_text_config()  # type: ignore[union-attr,operator]
     window = getattr(config, "sliding_window", None)
     if window is not None and getattr(config, "layer_types", None) is None and any(c.window is None for c in calls):
@@ -108,7 +119,10 @@ def _refuse_windows_of_caches(model: torch.nn.Module, calls: list[Call]) -> None
 
 
 def _refuse_other_ways(model: torch.nn.Module) -> None:
-    """The same token at the same position is the same to attention, wherever in a batch it is and after whom."""
+    """Refuse a model in which a token depends on its place in the batch.
+
+    The same token at the same position must give the same attention inputs, whatever its neighbours are.
+    """
     spy = _Spy()
     use_attention(model, spy.attention)
     _run(model, [1, 1, 2, 1], [0, 1, 1, 1])
@@ -130,5 +144,6 @@ def _run(model: torch.nn.Module, token_ids: list[int], positions: list[int]) -> 
                 position_ids=torch.tensor([positions], device=device),
                 use_cache=False,
             )
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:  # whatever its code raises
+    # any error that the model's code may raise
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise ModelRefused(f"{len(token_ids)} tokens cannot be run through it: {error}") from error

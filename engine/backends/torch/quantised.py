@@ -1,10 +1,10 @@
-"""Linear layers whose weights are quantised; their `forward` is the reference for the kernels.
+"""Linear layers with quantised weights; their `forward` is the reference for the kernels.
 
-What is quantised at load is weight-only and symmetric. int8: row i of the matrix is `values[i] * scales[i]`, the scale
-the row's largest magnitude over 127. int4: each GROUP of a row has a scale, and its element of the largest magnitude is
-the lowest value, -8. So every value is exact in bfloat16, and the only rounding is that of the weight to its nearest
-multiple. What was saved quantised (`packed.py`) may have groups of other sizes, zero points, and its inputs in another
-order. fp8: float8 values with a scale for each row, of weights and of activations, for GPUs only.
+Weights quantised at load are weight-only and symmetric. int8: row i of the matrix is `values[i] * scales[i]`, the scale
+the row's largest magnitude over 127. int4: each GROUP of a row has a scale, and its element of the largest magnitude
+gets the lowest value, -8. So every value is exact in bfloat16, and the only rounding is that of the weight to its
+nearest multiple. Weights saved quantised (`packed.py`) may have groups of other sizes, zero points, and inputs in
+another order. fp8: float8 values with a scale for each row, of weights and of activations, for GPUs only.
 """
 
 import logging
@@ -26,28 +26,30 @@ LOWEST_INT4, HIGHEST_INT4 = -8, 7
 GROUP = 32
 """Inputs that share a scale of int4 weights; the kernels have the same number."""
 FLOAT8_MAX = 448.0
-"""The largest float8_e4m3fn."""
+"""Largest float8_e4m3fn."""
 FLOAT8_SMALLEST_SCALE = 1e-12
-"""That a row of zeros has."""
+"""Scale of a row of zeros."""
 ROWS_AT_ONCE = 4096
-"""Of a matrix that is quantised or multiplied: what it takes in float32 is as large as these."""
+"""Rows quantised or multiplied at a time, to limit the float32 memory."""
 MIN_SHARE = 0.5
-"""Of a model's weights, without its embeddings, that must be in linear layers: else little would be gained by it."""
+"""Share of a model's weights, without embeddings, that must be in linear layers for quantisation to pay."""
 
 
 class QuantisedLinear(nn.Module):
-    """[..., in_features] to [..., out_features], computed in float32 and rounded to the input's dtype."""
+    """Linear layer, [..., in_features] to [..., out_features], computed in float32 and rounded to the input's dtype."""
 
     values: Tensor
-    """int8 [out_features, in_features], from -127 to 127, or from -8 to 7, two of which the kernels pack in a byte; or
-    float8_e4m3fn, as it was saved."""
+    """Quantised weights [out_features, in_features].
+
+    int8 from -127 to 127; int8 from -8 to 7, which the kernels pack two to a byte; or float8_e4m3fn as saved."""
     scales: Tensor
-    """float32 [out_features], or a floating-point [out_features, groups]: in bfloat16, with GROUP inputs in a group,
-    where it was quantised here."""
+    """Scales: float32 [out_features], or floating-point [out_features, groups].
+
+    Groups quantised here are of GROUP inputs, with bfloat16 scales."""
     zeros: Tensor | None
-    """int8 [out_features, groups], what is taken off the values of each group first; None: nothing."""
+    """Zero points, int8 [out_features, groups], subtracted from each group's values; None: no subtraction."""
     order: Tensor | None
-    """int64 [in_features]: which input each column is of; None: that of its number."""
+    """Input of each column, int64 [in_features]; None: columns are in the inputs' order."""
 
     def __init__(
         self,
@@ -62,7 +64,7 @@ class QuantisedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = values.shape
         self.dtype = dtype
-        """Of the layer that this was, and so of what it is given."""
+        """Dtype of the original layer, and so of the inputs."""
         self.bits = bits
         self.bias = bias
         for name, buffer in (("values", values), ("scales", scales), ("zeros", zeros), ("order", order)):
@@ -70,7 +72,10 @@ class QuantisedLinear(nn.Module):
 
     @classmethod
     def of(cls, layer: nn.Linear, kind: Weights = "int8", device: torch.device | None = None) -> "QuantisedLinear":
-        """int4 only where the inputs can be divided into groups. On `device`, to which the weights are moved first."""
+        """Quantise a layer, int4 only where the inputs divide into groups.
+
+        The weights are first moved to `device`.
+        """
         grouped = kind == "int4" and layer.in_features % GROUP == 0
         weight = layer.weight.data if device is None else layer.weight.data.to(device)
         values, scales = (quantise_groups if grouped else quantise)(weight)
@@ -79,17 +84,20 @@ class QuantisedLinear(nn.Module):
 
     @property
     def grouped(self) -> bool:
-        """A scale for each group of inputs, and not for all."""
+        """Whether each group of inputs has its own scale."""
         return self.scales.dim() == 2
 
     @property
     def group(self) -> int:
-        """Inputs that share a scale."""
+        """Number of inputs that share a scale."""
         return self.in_features // self.scales.shape[1] if self.grouped else self.in_features
 
     @property
     def made_here(self) -> bool:
-        """int8 or int4 as `quantise` and `quantise_groups` make them, which is what the CPU's kernels know."""
+        """Whether `quantise` or `quantise_groups` made the weights.
+
+        The CPU kernels know only these formats.
+        """
         if self.zeros is not None or self.order is not None or self.values.dtype is not torch.int8:
             return False
         return not self.grouped or (self.bits, self.group, self.scales.dtype) == (4, GROUP, torch.bfloat16)
@@ -106,7 +114,7 @@ class QuantisedLinear(nn.Module):
         return (out if self.bias is None else out + self.bias.float()).to(x.dtype)
 
     def dequantised(self) -> nn.Linear:
-        """Its weights rounded to its dtype."""
+        """Return a plain layer with the weights rounded to the layer's dtype."""
         layer = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         weight = torch.empty(self.out_features, self.in_features, dtype=self.dtype, device=self.values.device)
         for first in range(0, self.out_features, ROWS_AT_ONCE):
@@ -121,7 +129,7 @@ class QuantisedLinear(nn.Module):
         return layer
 
     def _rows(self, rows: slice) -> Tensor:
-        """float32 [rows, in_features], without the scale where there is one for the whole row."""
+        """Return rows of the weights, float32 [rows, in_features], without a scale that belongs to a whole row."""
         values = self.values[rows].float()
         if not self.grouped:
             return values
@@ -132,10 +140,11 @@ class QuantisedLinear(nn.Module):
 
 
 def quantise(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """[n, k] of any float dtype to values int8 [n, k] and scales float32 [n]."""
+    """Quantise [n, k] of any float dtype to int8 values [n, k] and float32 scales [n]."""
     values = torch.empty(weights.shape, dtype=torch.int8, device=weights.device)
     scales = torch.empty(weights.shape[0], device=weights.device)
-    largest = torch.tensor(float(LARGEST), device=weights.device)  # by a number GPUs do not divide, but multiply
+    # a tensor, because GPUs turn division by a number into multiplication
+    largest = torch.tensor(float(LARGEST), device=weights.device)
     for first in range(0, len(weights), ROWS_AT_ONCE):
         rows = slice(first, first + ROWS_AT_ONCE)
         wide = weights[rows].float()
@@ -146,7 +155,7 @@ def quantise(weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantise_groups(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """[n, k] of any float dtype to values int8 [n, k] and scales bfloat16 [n, k / GROUP]."""
+    """Quantise [n, k] of any float dtype to int8 values [n, k] and bfloat16 scales [n, k / GROUP]."""
     n, k = weights.shape
     values = torch.empty(n, k, dtype=torch.int8, device=weights.device)
     scales = torch.empty(n, k // GROUP, dtype=torch.bfloat16, device=weights.device)
@@ -162,8 +171,11 @@ def quantise_groups(weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def float8_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """[n, k] of any float dtype to float8_e4m3fn [n, k] and scales float32 [n]: row i is `values[i] * scales[i]`, its
-    largest magnitude the largest float8. Weights are made so, and it is the reference of what activations become."""
+    """Quantise [n, k] of any float dtype to float8_e4m3fn values [n, k] and float32 scales [n].
+
+    Row i is `values[i] * scales[i]`, and its largest magnitude becomes the largest float8. Weights are quantised so;
+    activations are tested against it.
+    """
     values = torch.empty(rows.shape, dtype=torch.float8_e4m3fn, device=rows.device)
     scales = torch.empty(rows.shape[0], device=rows.device)
     largest = torch.tensor(FLOAT8_MAX, device=rows.device)
@@ -176,7 +188,10 @@ def float8_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def float8_product(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
-    """In float32, of x [m, k] and float8 weights [n, k] with the scales [n]: the reference of `Float8Linear`."""
+    """Return the float32 product of x [m, k] and float8 weights [n, k] with scales [n].
+
+    The reference of `Float8Linear`.
+    """
     rows, row_scales = float8_rows(x)
     return linear(rows.float(), values.float()) * row_scales[:, None] * scales
 
@@ -185,10 +200,12 @@ def float8_product(x: Tensor, values: Tensor, scales: Tensor) -> Tensor:
 def quantise_linears(
     model: nn.Module, kind: Weights, make: Callable[[nn.Linear, Weights], nn.Module] = QuantisedLinear.of
 ) -> None:
-    """Replace the linear layers of a model on the CPU, one after the other, by what `make` makes of each and a kind, so
-    that both kinds of weights are never there at once. Embeddings stay, also one that shared its matrix with the output
-    layer. Where others get int4 or fp8, the output layer gets int8: it says what comes next with no layer after it to
-    mend an error. Raises EngineStartError."""
+    """Replace the linear layers of a model on the CPU, one after the other, by the results of `make`.
+
+    One at a time, so that both copies of the weights never exist at once. Embeddings stay, also an embedding that
+    shared its matrix with the output layer. Where other layers get int4 or fp8, the output layer gets int8: no later
+    layer could mend its error. Raises EngineStartError.
+    """
     if kind == "auto":
         return
     layers = [

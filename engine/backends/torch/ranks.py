@@ -1,7 +1,7 @@
-"""The tensor-parallel ranks of one engine, and the sums by which they agree. gloo on a CPU, NCCL on GPUs.
+"""Tensor-parallel ranks of one engine, and the sums between them: gloo on a CPU, NCCL on GPUs.
 
-Every value that all ranks have is the same to the bit on all of them: a sum is computed once and handed to everybody,
-and what follows is computed alike. So a mixture's router chooses the same experts everywhere.
+A value that all ranks hold has the same bits on all of them: one sum is computed and distributed, and later computation
+is identical. So a mixture-of-experts router chooses the same experts on every rank.
 """
 
 import os
@@ -16,24 +16,31 @@ from torch import Tensor
 from engine.errors import EngineStartError
 
 SKEW_S = 600
-"""How much later than another a rank may come to a sum: the first steps compile kernels."""
+"""Seconds that a rank may come later than another to a sum: the first steps compile kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """Which rank this process is."""
+    """Rank of this process within its engine."""
 
     rank: int
     size: int
     meeting: Path
-    """A file that does not exist yet, in a folder that only this user reads: by it the ranks find each other."""
+    """File by which the ranks find each other. It does not exist yet, and lies in a folder that only this user reads.
+    """
 
 
 class RankGroup:
-    """The ranks of this engine, from inside one of them. All ranks call the same methods in the same order."""
+    """Communicator of one rank.
+
+    All ranks call the same methods in the same order.
+    """
 
     def __init__(self, place: RankInfo, device: torch.device) -> None:
-        """Waits until all ranks are there. Raises EngineStartError."""
+        """Wait until all ranks have joined.
+
+        Raises EngineStartError.
+        """
         self.rank, self.size = place.rank, place.size
         backend = "nccl" if device.type == "cuda" else "gloo"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks of a worker share a host
@@ -51,12 +58,15 @@ class RankGroup:
             raise EngineStartError("tensor_parallel", f"the ranks do not find each other: {error}") from error
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum of all ranks' `part`, in its place."""
+        """Replace `part` by the sum over all ranks, and return it."""
         dist.all_reduce(part)
         return part
 
     def gather(self, part: Tensor) -> list[Tensor]:
-        """All ranks' `part`, in order, on rank 0; nothing on the others. Equal shapes."""
+        """Return all ranks' `part`, in order, on rank 0 and an empty list on the others.
+
+        Shapes are equal.
+        """
         part = part.contiguous()
         parts = [torch.empty_like(part) for _ in range(self.size)] if self.rank == 0 else None
         dist.gather(part, parts)

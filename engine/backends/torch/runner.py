@@ -1,4 +1,4 @@
-"""The torch engine: a transformers model over a paged KV pool."""
+"""Torch model runner: a transformers model over a paged KV pool."""
 
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
@@ -30,14 +30,17 @@ from engine.sampling.grammar import Grammars
 
 @dataclass(frozen=True, slots=True)
 class BuiltModel:
-    """A model that was made rather than loaded, where it shall compute. It serves no structured output."""
+    """Model built by a caller instead of loaded, and its device.
+
+    It serves no structured output.
+    """
 
     model: torch.nn.Module
     info: ModelInfo
 
 
 class TorchRunner(ModelRunner):
-    """One model on one device. Raises EngineStartError (or ModelRefused) when it cannot serve."""
+    """Runner of one model on one device."""
 
     def __init__(
         self,
@@ -52,10 +55,15 @@ class TorchRunner(ModelRunner):
         place: RankInfo | None = None,
         pool_in_file: bool = False,
     ) -> None:
-        """`source` is a model directory; of a built model `dtype` is what it has, and its weights stay as they are.
-        `draft`: the directory of a model that guesses for it. `place`: this is one of several tensor-parallel ranks,
-        with its shard of the model and its part of each KV block; `kv_bytes` are of all of them together.
-        `pool_in_file`: see `belongs_in_file`."""
+        """Load or take the model and allocate its KV pool.
+
+        `source` is a model directory or a built model, whose dtype is `dtype` and whose weights stay as they are.
+        `draft` is the directory of a draft model. `place` makes this one of several tensor-parallel ranks, with its
+        shard of the model and its part of each KV block; `kv_bytes` count all ranks together. `pool_in_file`: see
+        `belongs_in_file`.
+
+        Raises EngineStartError, or ModelRefused, for a model that cannot be served.
+        """
         self.device = choose_device(device, place.rank if place is not None else None)
         group = RankGroup(place, self.device) if place is not None else None
         self._grammars: Grammars | None = None
@@ -91,15 +99,18 @@ class TorchRunner(ModelRunner):
             self._draft = DraftModel(draft, dtype, paged, model_dir, self.info, quantization)
 
     def bind(self, own_cores: Seq[int], shared_cores: Seq[int]) -> None:
-        """Cores of others only for the kernels, which give work to threads as they become free: torch's operators
-        deal it out in equal parts, and would wait for the thread that gets the least of its core."""
+        """Bind the kernels to all given cores, torch's operators to `own_cores`.
+
+        The kernels hand out work to threads as they become free. torch's operators split work into equal parts, and
+        would wait for the thread with the smallest share of a core.
+        """
         if not own_cores:
             return
         if self.paged.bind_threads is None:
             torch.set_num_threads(len(own_cores))
             return
         cores = [*own_cores, *shared_cores]
-        torch.set_num_threads(len(cores))  # of teams that this thread begins
+        torch.set_num_threads(len(cores))  # size of the thread teams that this thread starts
         self.paged.bind_threads(cores)
 
     @property
@@ -129,7 +140,10 @@ class TorchRunner(ModelRunner):
 
     @torch.inference_mode()
     def follow(self, batch: Seq[Chunk]) -> None:
-        """As `execute`, of a rank that does not sample: what it says of logits is its part, and read by nobody."""
+        """Compute the batch on a rank that does not sample.
+
+        Its part of the logits is not read.
+        """
         scores = wants_scores(batch)
         with self._scorer.reservations() if scores else nullcontext():
             self.logits(batch)
@@ -140,11 +154,11 @@ class TorchRunner(ModelRunner):
 
     @torch.inference_mode()
     def logits(self, batch: Seq[Chunk]) -> torch.Tensor:
-        """Compute the chunks; the logits of every place of those that sample, in order: [places, vocab]."""
+        """Compute the chunks and return logits [places, vocab]: every place of the chunks that sample, in order."""
         return self.paged.logits(batch)
 
     def fingerprints(self, blocks: Seq[int]) -> NDArray[np.uint64]:
-        """Of one of several ranks: of its part."""
+        """Return the blocks' fingerprints; one of several ranks returns those of its part."""
         if self._device_fingerprints is None:
             return super().fingerprints(blocks)
         return self._device_fingerprints.of(blocks)
@@ -167,7 +181,7 @@ class TorchRunner(ModelRunner):
 
 
 def _info_of(model_dir: ModelDir, quantization: QuantizationConfig, known: bool) -> ModelInfo:
-    """With the weights' fingerprint if it is to be `known`: it takes reading them all."""
+    """Read the model's description; with `known` also the weights' fingerprint, which takes reading all weights."""
     return ModelInfo(
         weights_fingerprint=quantization.fingerprint(model_dir.weights_fingerprint()) if known else b"",
         vocab_size=model_dir.vocab_size,
@@ -177,5 +191,5 @@ def _info_of(model_dir: ModelDir, quantization: QuantizationConfig, known: bool)
 
 
 def set_threads(threads: int) -> None:
-    """Compute threads of this process."""
+    """Set the number of compute threads of this process."""
     torch.set_num_threads(threads)

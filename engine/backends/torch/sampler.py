@@ -1,15 +1,15 @@
 """Sampling: one uniform number per token, keyed by (seed, choice, position), and the inverse of the distribution.
 
-The same seed, choice, tokens and options give the same next token on any worker, whoever else is in the batch.
-Everything that depends on what came before (penalties, min_tokens) is derived from the tokens themselves, so a request
-that moves to another worker goes on as if nothing had happened.
+The same seed, choice, tokens and options give the same next token on any worker, whatever else is in the batch.
+Penalties and min_tokens are derived from the tokens themselves, so a request that moves to another worker continues
+identically.
 
-In order: the grammar of a structured output; logit bias, penalties, min_tokens; then temperature, min-p, top-k, top-p.
-Log probabilities are of the model itself, before all of them.
+The order is: the grammar of a structured output; logit bias, penalties, min_tokens; then temperature, min-p, top-k,
+top-p. Log probabilities are the model's own, before all of these.
 
-What the grammar forbids is impossible and nothing later brings it back: minus infinity stays that under a bias or a
-penalty. It allows the model's end tokens only where the output is complete. min_tokens and ignore_eos hold an end back
-while anything else may follow; where nothing may, it is sampled all the same, and the request finishes by it.
+A token that the grammar forbids stays at minus infinity under any bias or penalty. The grammar allows the model's end
+tokens only where the output is complete. min_tokens and ignore_eos hold an end back while another token may follow;
+where none may, the end is sampled and the request finishes.
 """
 
 import struct
@@ -36,16 +36,17 @@ from engine.core_types import (
 from engine.sampling.grammar import Grammars, TokenMasks
 
 LEAST_TEMPERATURE = 1e-5
-"""Below it the likeliest token is taken: nothing else would be drawn, and quotients would leave float32."""
+"""Temperature below which the likeliest token is taken: sampling would draw nothing else, and quotients would leave
+float32."""
 LEAST_REPETITION_PENALTY = 1e-6
-"""What divides by less is no number any more in float32, and what is multiplied by less is none either."""
+"""Smallest repetition penalty: dividing or multiplying by less leaves float32."""
 NO_NUMBERS = RequestFailure("model", "its logits are no finite numbers; dtype float16 may be too small for it")
 _WORD = 32
 LIKELIEST: Callable[[Tensor], Tensor] = partial(torch.argmax, dim=-1)
 
 
 def uniform(seed: int, position: int, choice: int = 0, purpose: bytes = b"token") -> float:
-    """A number in [0, 1) that depends on nothing else."""
+    """Return a number in [0, 1) that depends only on the arguments."""
     keyed = struct.pack("<QQ", seed, position) if choice == 0 else struct.pack("<QQQ", seed, position, choice)
     digest = blake2b(keyed, key=purpose, digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
@@ -58,11 +59,13 @@ def sample_chunks(
     grammars: Grammars | None = None,
     argmax: Callable[[Tensor], Tensor] = LIKELIEST,
 ) -> list[SampleResult]:
-    """The answer to each of these chunks, which all sample: the token at its end, and those after guesses that were
-    right. `logits` is [places, vocab], of all their places in order; the rest as for `sample`.
+    """Return the result of each chunk; all chunks sample.
 
-    What is sampled after a guess is what would be sampled after the token itself, by the same number: so guesses change
-    how soon tokens come, and not which.
+    A result has the token at the chunk's end, and the tokens after correct draft tokens. `logits` is [places, vocab],
+    all places of the chunks in order; the other arguments are as for `sample`.
+
+    The token after a draft token is sampled with the same number as after the token itself. So draft tokens change how
+    soon tokens come, and not which.
     """
     places = [place for chunk in chunks for place in chunk.places]
     answers = iter(sample(logits, places, eos_token_ids, grammars, argmax))
@@ -78,10 +81,11 @@ def sample(
     grammars: Grammars | None = None,
     argmax: Callable[[Tensor], Tensor] = LIKELIEST,
 ) -> list[SampleResult | None]:
-    """The next token at each place, or why there is none. `logits` is [places, vocab] in any float dtype.
+    """Return the next token at each place, or the reason why there is none.
 
-    `grammars` holds the states of structured outputs; without it no sequence may ask for one. `argmax` gives
-    the first largest of each contiguous row. None: at a place after a guess that the grammar did not allow.
+    `logits` is [places, vocab] in any float dtype. `grammars` holds the states of structured outputs; without it no
+    sequence may ask for one. `argmax` gives the first largest of each contiguous row. The result is None at a place
+    after a draft token that the grammar did not allow.
     """
     params = [_params(place) for place in places]
     if all(_plain(place, sampling) for place, sampling in zip(places, params, strict=True)):
@@ -121,7 +125,7 @@ def _greedy(sampling: SamplingParams) -> bool:
 
 
 def _finite(tokens: Tensor, logits: Tensor) -> Tensor:
-    """The likeliest tokens of rows, [rows]; -1 where the logit of one is no finite number."""
+    """Return the likeliest token of each row, [rows]; -1 where its logit is not finite."""
     return torch.where(logits.gather(-1, tokens[:, None])[:, 0].isfinite(), tokens, -1)
 
 
@@ -130,7 +134,7 @@ def _of_token(token: int) -> SampleResult:
 
 
 def _plain(place: AnyPlace, sampling: SamplingParams) -> bool:
-    """Nothing but the likeliest token is wanted, and nothing changes which that is."""
+    """Return whether the likeliest token is wanted and no option changes which one that is."""
     changed = sampling.logit_bias or sampling.repetition_penalty != 1 or sampling.structured is not None
     penalised = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
     early = place.num_sampled < sampling.min_tokens
@@ -145,12 +149,15 @@ def _masks(places: Seq[AnyPlace], params: Seq[SamplingParams], grammars: Grammar
 
 
 def _mask(logits: Tensor, masks: TokenMasks) -> Tensor:
-    """A copy in which tokens that a row's grammar forbids are impossible; rows without one are as they were."""
+    """Return a copy in which tokens that a row's grammar forbids are impossible.
+
+    Rows without a grammar are unchanged.
+    """
     packed = torch.from_numpy(masks.bits).to(logits.device)
     bits = packed[:, :, None] >> torch.arange(_WORD, dtype=torch.int32, device=logits.device) & 1
     width = logits.shape[-1]
     allowed = torch.zeros(len(masks.rows), width, dtype=torch.bool, device=logits.device)
-    known = bits.flatten(1)[:, :width]  # of more logits than there are tokens, the rest is padding
+    known = bits.flatten(1)[:, :width]  # logits beyond the vocabulary are padding
     allowed[:, : known.shape[-1]] = known.bool()
     masked = logits.clone()
     masked[masks.rows] = logits[masks.rows].masked_fill(~allowed, -torch.inf)
@@ -158,7 +165,7 @@ def _mask(logits: Tensor, masks: TokenMasks) -> Tensor:
 
 
 class _Edits:
-    """Single logits that are to be changed: of which rows, of which tokens, and by what."""
+    """Changes of single logits: row, token and value of each."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
@@ -167,14 +174,14 @@ class _Edits:
         self._values: list[float] = []
 
     def add(self, row: int, tokens: Collection[int], values: Seq[float]) -> None:
-        """One value for all of the tokens, or one for each; the same kind in every call."""
+        """Add one value for all of the tokens, or one value for each; every call must use the same form."""
         self.rows.append(row)
         self._counts.append(len(tokens))
         self._tokens += tokens
         self._values += values
 
     def on(self, device: torch.device) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Where, and by what."""
+        """Return the indices (rows, tokens) and the values, on the device."""
         counts, total = staged(self._counts, torch.long, device), len(self._tokens)
         rows = staged(self.rows, torch.long, device).repeat_interleave(counts, output_size=total)
         values = staged(self._values, torch.float32, device)
@@ -186,7 +193,7 @@ class _Edits:
 def _adjust(
     logits: Tensor, places: Seq[AnyPlace], params: Seq[SamplingParams], eos_token_ids: frozenset[int]
 ) -> Tensor:
-    """Bias, penalties and min_tokens; `logits` itself when nobody asks for any."""
+    """Apply bias, penalties and min_tokens; return `logits` itself when no row asks for any."""
     biased, repeated, penalised, held_back = _Edits(), _Edits(), _Edits(), _Edits()
     for row, (place, sampling) in enumerate(zip(places, params, strict=True)):
         if sampling.logit_bias:
@@ -208,7 +215,7 @@ def _adjust(
         adjusted[where] += values
     if repeated.rows:
         where, values = repeated.on(logits.device)
-        before = adjusted[where]  # of a token that was seen twice, twice the same
+        before = adjusted[where]  # a token that was seen twice gets the same value twice
         adjusted[where] = torch.where(before > 0, before / values, before * values)
     if penalised.rows:
         where, values = penalised.on(logits.device)
@@ -219,7 +226,7 @@ def _adjust(
 
 
 def _hold_back(adjusted: Tensor, ends: _Edits, params: Seq[SamplingParams]) -> None:
-    """Not where a grammar allows nothing but an end."""
+    """Make the held-back ends impossible, except where a grammar allows only an end."""
     structured = sorted(row for row in set(ends.rows) if params[row].structured is not None)
     before = adjusted[structured]
     where, values = ends.on(adjusted.device)
@@ -231,7 +238,10 @@ def _hold_back(adjusted: Tensor, ends: _Edits, params: Seq[SamplingParams]) -> N
 
 
 def _held_back(place: AnyPlace, sampling: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
-    """Ends that may not come yet, by min_tokens, or while there is a choice, by ignore_eos with a grammar."""
+    """Return the ends that may not come yet.
+
+    Ends are held back by min_tokens, and by ignore_eos with a grammar that still allows other tokens.
+    """
     early = sampling.stop_token_ids if place.num_sampled < sampling.min_tokens else frozenset()
     if sampling.structured is not None and sampling.ignore_eos:
         return early | eos_token_ids
@@ -239,8 +249,11 @@ def _held_back(place: AnyPlace, sampling: SamplingParams, eos_token_ids: frozens
 
 
 def _logprobs(logits: Tensor, tokens: Seq[int], params: Seq[SamplingParams]) -> dict[int, TokenLogprobs]:
-    """Of the rows that want them and have a token. How many of the likeliest others want changes no row's: equal ones
-    could come in another order."""
+    """Return the log probabilities of the rows that ask for them and have a token.
+
+    Rows that ask for the same number of top tokens are computed together. So another row's number cannot change the
+    order of equal logits.
+    """
     by_count: dict[int, list[int]] = {}
     for row, (token, sampling) in enumerate(zip(tokens, params, strict=True)):
         if sampling.logprobs is not None and token >= 0:

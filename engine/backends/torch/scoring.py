@@ -1,8 +1,7 @@
-"""Log probabilities of prompt tokens: logits of whole chunks, a slice of them at a time.
+"""Log probabilities of prompt tokens: logits of whole chunks, computed a slice at a time.
 
-A step's forward gives the logits of the tokens that are sampled from. For every prompt token as well they would be, at
-a vocabulary of 150,000, 600 KB a token. So the hidden states of the step are kept, and what the model does after its
-layers is done to a few rows of them at a time.
+A step's forward gives logits only for the sampled tokens. Logits for every prompt token would take 600 KB each at a
+vocabulary of 150,000. So the step's hidden states are kept, and the output layer is applied to a few rows at a time.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,22 +17,22 @@ from engine.backends.torch.device import staged
 from engine.core_types import Chunk, SampleResult, TokenLogprobs
 
 SLICE_LOGITS = 1 << 23
-"""Logits at a time, at most: 32 MiB of float32."""
+"""Logits computed at a time, at most: 32 MiB of float32."""
 
 
 def wants_scores(batch: Seq[Chunk]) -> bool:
-    """Some of its prompt tokens' log probabilities were asked for."""
+    """Return whether any chunk asks for log probabilities of its prompt tokens."""
     return any(len(chunk.scored) > 0 for chunk in batch)
 
 
 def scored_rows(chunk: Chunk, first_row: int) -> range:
-    """The rows of `chunk.scored` in a flattened batch where the chunk begins at `first_row`."""
+    """Return the rows of `chunk.scored` in a flattened batch where the chunk begins at `first_row`."""
     shift = first_row - chunk.start
     return range(chunk.scored.start + shift, chunk.scored.stop + shift)
 
 
 class PromptScorer:
-    """Scores the prompt tokens of one forward of a causal language model of transformers."""
+    """Scorer of prompt tokens for one forward of a causal language model of transformers."""
 
     def __init__(self, model: nn.Module, vocab_size: int) -> None:
         self._model = model
@@ -43,7 +42,7 @@ class PromptScorer:
 
     @contextmanager
     def reservations(self) -> Iterator[None]:
-        """The forward within the block keeps the hidden states that `score` reads."""
+        """Keep the hidden states of the forward that runs within the block, for `score` to read."""
         forward = self._body.forward
 
         def keep(*args: Any, **options: Any) -> Any:
@@ -54,7 +53,10 @@ class PromptScorer:
             yield
 
     def score(self, batch: Seq[Chunk], sampled: Seq[SampleResult]) -> list[SampleResult]:
-        """One for each chunk that `answers`: what was sampled, one for each chunk that `samples`, and the scores."""
+        """Return one result for each chunk that `answers`: its sampled result with the prompt scores.
+
+        `sampled` has one result for each chunk that `samples`.
+        """
         answers: list[SampleResult] = []
         tokens, first_row = iter(sampled), 0
         with self._replaced(lambda *args, **options: self._hidden):
@@ -68,7 +70,7 @@ class PromptScorer:
         return answers
 
     def follow(self, batch: Seq[Chunk]) -> None:
-        """Of a rank that has a part of the output layer: take part in what rank 0 scores."""
+        """Take part in rank 0's scoring, on a rank that holds a part of the output layer."""
         first_row = 0
         with self._replaced(lambda *args, **options: self._hidden):
             for chunk in batch:
@@ -86,7 +88,7 @@ class PromptScorer:
             yield from _logprobs(logits, targets, num_top)
 
     def _slices(self, rows: range) -> Iterator[tuple[int, Tensor]]:
-        """Logits [rows, vocab] of a few rows at a time, and which is the first of them."""
+        """Yield logits [rows, vocab] of a few rows at a time, with the number of the first row."""
         device = self._hidden.last_hidden_state.device
         for first in range(0, len(rows), self._slice_rows):
             part = staged(list(rows[first : first + self._slice_rows]), torch.long, device)
@@ -94,7 +96,7 @@ class PromptScorer:
 
     @contextmanager
     def _replaced(self, forward: Callable[..., Any]) -> Iterator[None]:
-        """Let the layers of the model be something else, within the block."""
+        """Replace the forward of the model's layers within the block."""
         self._body.forward = forward
         try:
             yield
@@ -103,7 +105,7 @@ class PromptScorer:
 
 
 def _logprobs(logits: Tensor, targets: Tensor, num_top: int) -> Iterator[TokenLogprobs]:
-    """`logits` [rows, vocab] of the model itself, `targets` [rows] the tokens that came."""
+    """Yield the log probabilities of `targets` [rows] under the model's `logits` [rows, vocab]."""
     logprobs = logits.float().log_softmax(-1)
     chosen: list[float] = logprobs.gather(-1, targets[:, None])[:, 0].tolist()
     values, token_ids = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)

@@ -1,8 +1,10 @@
-"""The `sdpa` backend: paged attention by torch's own kernel, on any device. The reference for the others.
+"""The `sdpa` backend: paged attention by torch's own kernel, on any device.
+
+The reference for the other backends.
 
 The pool [num_blocks, kv_heads, layers, 2, block_tokens, head_dim] is read as rows, one per (block, head, layer, K or
-V), each [block_tokens * head_dim]: gathering whole rows gives keys in the order SDPA wants, and is eight times as
-fast as indexing the strided view of a layer. What a row is made of is known by `kv_rows.py` only.
+V), each [block_tokens * head_dim]. Gathering whole rows gives keys in the order SDPA wants, and is eight times as fast
+as indexing the strided view of a layer. Only `kv_rows.py` knows the content of a row.
 """
 
 from collections.abc import Sequence
@@ -22,7 +24,7 @@ from engine.kv.layout import KvLayout
 
 @dataclass(slots=True)
 class _Span:
-    """One chunk of the flattened batch: tokens [offset, offset + count) are positions [start, end)."""
+    """Chunk of the flattened batch: tokens [offset, offset + count) are positions [start, end)."""
 
     offset: int
     start: int
@@ -37,14 +39,14 @@ class _Span:
 
 @dataclass
 class PagedBatch:
-    """Where each token of a flattened batch goes and what it may see. Made once per step, used by every layer."""
+    """Slots and masks of a flattened batch's tokens, made once per step and used by every layer."""
 
     layout: KvLayout
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     prefills: list[_Span] = field(default_factory=list)
     decodes: list[_Span] = field(default_factory=list)
     slots: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.long))
-    """[tokens * kv_heads]: where each token's key goes in layer 0, in units of head_dim."""
+    """Slot of each token's key in layer 0, [tokens * kv_heads], in units of head_dim."""
 
     @classmethod
     def of(cls, layout: KvLayout, chunks: Sequence[Chunk], device: torch.device) -> "PagedBatch":
@@ -70,12 +72,12 @@ class PagedBatch:
 
     @cached_property
     def decode_tables(self) -> Tensor:
-        """Their block tables, padded with block 0, [decodes, blocks]."""
+        """Block tables of the single-token chunks, padded with block 0, [decodes, blocks]."""
         return torch.nn.utils.rnn.pad_sequence([span.table for span in self.decodes], batch_first=True)
 
     @cached_property
     def decode_rows(self) -> Tensor:
-        """Where their keys of layer 0 are, [decodes, kv_heads, blocks]."""
+        """Rows of the single-token chunks' keys in layer 0, [decodes, kv_heads, blocks]."""
         return _rows(self.layout, self.decode_tables)
 
     @cached_property
@@ -83,7 +85,7 @@ class PagedBatch:
         return {}
 
     def decode_mask(self, window: int | None) -> Tensor:
-        """Which positions each single token sees, [decodes, 1, 1, positions]."""
+        """Return the positions that each single token sees, [decodes, 1, 1, positions]."""
         if (mask := self._masks.get(("decode", window))) is None:
             positions = torch.arange(self.decode_tables.shape[1] * self.layout.block_tokens, device=self.device)
             own = torch.tensor([span.start for span in self.decodes], device=self.device)[:, None]
@@ -91,7 +93,7 @@ class PagedBatch:
         return mask
 
     def prefill_mask(self, span: _Span, window: int | None) -> Tensor:
-        """Which positions each token of a chunk sees, [count, positions]."""
+        """Return the positions that each token of a chunk sees, [count, positions]."""
         if (mask := self._masks.get((span.offset, window))) is None:
             positions = torch.arange(span.end, device=self.device)
             mask = self._masks[(span.offset, window)] = _visible(positions[span.start :, None], positions, window)
@@ -99,13 +101,13 @@ class PagedBatch:
 
 
 def _visible(own: Tensor, positions: Tensor, window: int | None) -> Tensor:
-    """Causal, and within `window` positions (its own included) where there is one."""
+    """Return the causal mask; with `window`, a token sees only so many last positions, its own included."""
     mask = positions <= own
     return mask if window is None else mask & (positions > own - window)
 
 
 class SdpaPagedAttention(PagedAttention):
-    """Over a pool as `KvMemory.tensor`."""
+    """Paged attention over a pool shaped as `KvMemory.tensor`."""
 
     def __init__(self, pool: Tensor, layout: KvLayout) -> None:
         self.batch = PagedBatch(layout, pool.device)
@@ -130,14 +132,14 @@ class SdpaPagedAttention(PagedAttention):
         return out.transpose(1, 2).contiguous()
 
     def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """New keys and values, [1, kv_heads, tokens, head_dim], into their slots."""
+        """Write new keys and values, [1, kv_heads, tokens, head_dim], into their slots."""
         slots = self.batch.slots + 2 * layer * self._layout.block_tokens
         self._rows.write(slots, key[0].transpose(0, 1).reshape(-1, key.shape[-1]))
         slots = slots + self._layout.block_tokens
         self._rows.write(slots, value[0].transpose(0, 1).reshape(-1, value.shape[-1]))
 
     def _gather(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of `rows` [n, kv_heads, blocks], each [n, kv_heads, positions, head_dim]."""
+        """Return keys and values of `rows` [n, kv_heads, blocks], each [n, kv_heads, positions, head_dim]."""
         n, kv_heads, blocks = rows.shape
         shape = (n, kv_heads, blocks * self._layout.block_tokens, self._layout.head_dim)
         flat = rows.reshape(-1) + 2 * layer
@@ -152,7 +154,10 @@ class SdpaPagedAttention(PagedAttention):
         window: int | None,
         softcap: float,
     ) -> Tensor:
-        """`query` is [1, heads, count, head_dim], and so is what returns."""
+        """Attend for one chunk.
+
+        `query` and the result are [1, heads, count, head_dim].
+        """
         keys, values = self._gather(layer, span.rows)
         keys, values = keys[:, :, : span.end], values[:, :, : span.end]
         if softcap:
@@ -164,13 +169,16 @@ class SdpaPagedAttention(PagedAttention):
         return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling, enable_gqa=True)
 
     def _decode(self, layer: int, query: Tensor, scaling: float, window: int | None, softcap: float) -> Tensor:
-        """`query` is [heads, decodes, head_dim], and so is what returns. All single tokens in one call."""
+        """Attend for all single tokens in one call.
+
+        `query` and the result are [heads, decodes, head_dim].
+        """
         heads, count, head_dim = query.shape
         keys, values = self._gather(layer, self.batch.decode_rows)
         mask = self.batch.decode_mask(window)
-        # Masking adds to scores, and what lies there may be NaN: of whoever had the block, or, in padding, of another.
+        # A mask is added to scores, so NaN in unseen slots (of the block's former owner, or of padding) would spread.
         unseen = ~mask.transpose(2, 3)
-        keys.masked_fill_(unseen, 0)  # copies
+        keys.masked_fill_(unseen, 0)  # these are copies
         values.masked_fill_(unseen, 0)
         # The heads that share a KV head become its query positions, so that no key is repeated.
         grouped = query.transpose(0, 1).reshape(count, self._layout.kv_heads, -1, head_dim)
@@ -182,16 +190,16 @@ class SdpaPagedAttention(PagedAttention):
 
 
 def _rows(layout: KvLayout, tables: Tensor) -> Tensor:
-    """Rows of the pool that hold keys of layer 0: [n, blocks] to [n, kv_heads, blocks].
+    """Return the rows of the pool that hold keys of layer 0: [n, blocks] to [n, kv_heads, blocks].
 
-    Keys of layer l are 2 * l rows further on, its values one more.
+    Keys of layer l are 2 * l rows further, and its values one row more.
     """
     heads = torch.arange(layout.kv_heads, device=tables.device)[None, :, None]
     return (tables[:, None, :] * layout.kv_heads + heads) * (layout.layers * 2)
 
 
 def _softcapped(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float, softcap: float) -> Tensor:
-    """Attention whose scores are bent to (-softcap, softcap); SDPA has no such thing."""
+    """Attend with scores bent to (-softcap, softcap), which torch's SDPA does not offer."""
     groups = query.shape[1] // keys.shape[1]
     keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
     scores = torch.matmul(query, keys.transpose(2, 3)) * scaling

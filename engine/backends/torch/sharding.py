@@ -1,14 +1,14 @@
-"""One rank's shard of a model, as the model's own tensor-parallel plan (`tp_plan` of transformers) says.
+"""One rank's shard of a model, cut by the model's own tensor-parallel plan (`tp_plan` of transformers).
 
-transformers cuts the weights while it reads them, so that no rank holds more than its own. What it would do at each
-forward (DTensors and hooks around modules) is replaced by plain modules around plain layers: a sum over the ranks, or
-a gathering on rank 0. So whatever serves a whole layer, CPU kernels or fused ones, serves a shard of it.
+transformers cuts the weights while it reads them, so that no rank holds more than its own. Its work at each forward
+(DTensors and hooks around modules) is replaced by plain modules around plain layers: a sum over the ranks, or a gather
+on rank 0. So a kernel that serves a whole layer, on a CPU or fused, also serves a shard.
 
     colwise                 rows of the weights: each rank has a part of the outputs
     rowwise                 columns: each rank has a term of every output          SummedOutput
     colwise_gather_output   rows, of the output layer only: rank 0 has all         GatheredLinear
     embedding_rowwise       a run of the vocabulary                                ShardedEmbedding
-    packed_colwise          as colwise, of gate and up in one matrix
+    packed_colwise          as colwise, with gate and up in one matrix
     moe_tp_experts          a slice of every expert                                summed after
 """
 
@@ -28,16 +28,16 @@ from engine.backends.torch.ranks import RankGroup
 from engine.errors import ModelRefused
 
 WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce"})
-"""Styles of what every rank has whole. The second differs in training only."""
+"""Styles of weights that every rank holds whole. The second differs in training only."""
 WITHIN = frozenset({"colwise", "packed_colwise"}) | WHOLE
-"""Styles after which nothing is summed or gathered."""
+"""Styles after which no sum or gather follows."""
 KNOWN = WITHIN | {"rowwise", "colwise_gather_output", "embedding_rowwise", "moe_tp_experts"}
 VOCABULARY = frozenset({"embedding_rowwise", "colwise_gather_output"})
 """Styles whose parts may differ in size: the last ranks may have less."""
 
 
 class SummedOutput(nn.Module):
-    """A module of which each rank computes a term."""
+    """Module of which each rank computes one term of the sum."""
 
     def __init__(self, local: nn.Module, group: RankGroup) -> None:
         super().__init__()
@@ -49,8 +49,10 @@ class SummedOutput(nn.Module):
 
 
 class GatheredLinear(nn.Module):
-    """A linear layer of which each rank computes some outputs: [..., width] on rank 0, a part of that on the others,
-    which read none."""
+    """Linear layer of which each rank computes some outputs.
+
+    Rank 0 returns [..., width]. The other ranks return their part, which is not read.
+    """
 
     def __init__(self, local: nn.Linear, width: int, group: RankGroup) -> None:
         super().__init__()
@@ -70,10 +72,10 @@ class GatheredLinear(nn.Module):
 
 
 class ShardedEmbedding(nn.Module):
-    """Each rank looks up the tokens of its run of the vocabulary: int64 [...] to [..., hidden]."""
+    """Embedding of which each rank holds a run of the vocabulary: int64 [...] to [..., hidden]."""
 
     def __init__(self, local: nn.Embedding, first: int, group: RankGroup) -> None:
-        """`first`: the token of the first row."""
+        """Wrap the rank's rows; `first` is the token of the first row."""
         super().__init__()
         self.local = local
         self._first = first
@@ -89,10 +91,12 @@ class ShardedEmbedding(nn.Module):
 
 
 def load_shard(path: Any, config: Any, dtype: Any, group: RankGroup) -> nn.Module:
-    """This rank's part of the model in a directory, in evaluation mode. Raises ModelRefused for a model that cannot be
-    cut into so many."""
+    """Load this rank's part of the model in a directory, in evaluation mode.
+
+    Raises ModelRefused for a model that cannot be cut for so many ranks.
+    """
     refuse_by_plan(config, group.size)
-    os.environ["LOCAL_RANK"] = str(group.rank)  # by which transformers chooses a GPU
+    os.environ["LOCAL_RANK"] = str(group.rank)  # transformers chooses a GPU by it
     with _in_main_memory():
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
             path,
@@ -108,8 +112,10 @@ def load_shard(path: Any, config: Any, dtype: Any, group: RankGroup) -> nn.Modul
 
 @contextmanager
 def _in_main_memory() -> Iterator[None]:
-    """Within the block transformers reads shards into main memory, from where they are moved as any model is. To place
-    them itself it asks for another package, `accelerate`."""
+    """Make transformers read shards into main memory within the block; they move to the device as any model does.
+
+    To place shards itself, transformers needs the `accelerate` package.
+    """
     prepare = PreTrainedModel.prepare_distribute_model.__func__
 
     def stay(cls: Any, distributed_config: Any, device_map: Any = None) -> Any:
@@ -120,11 +126,14 @@ def _in_main_memory() -> Iterator[None]:
     try:
         yield
     finally:
-        del PreTrainedModel.prepare_distribute_model  # what it inherits is left
+        del PreTrainedModel.prepare_distribute_model  # the inherited method is in effect again
 
 
 def refuse_by_plan(config: Any, size: int) -> None:
-    """What can be told before gigabytes are loaded. Raises ModelRefused."""
+    """Refuse a model by its plan alone, before gigabytes are loaded.
+
+    Raises ModelRefused.
+    """
     if getattr(config, "quantization_config", None) is not None:
         raise ModelRefused("its weights are quantised, and are not cut: tensor_parallel must be 1")
     text = config.get_text_config()
@@ -147,7 +156,10 @@ def refuse_by_plan(config: Any, size: int) -> None:
 
 
 def _refuse_cut(model: Any, name: str, style: str, output: nn.Module, size: int) -> None:
-    """Of one module or parameter that the plan names."""
+    """Refuse a cut of one module or parameter of the plan that cannot be made.
+
+    Raises ModelRefused.
+    """
     found = model.get_submodule(name) if name in dict(model.named_modules()) else model.get_parameter(name)
     if style in WHOLE or style == "moe_tp_experts":
         return
@@ -165,7 +177,7 @@ def _refuse_cut(model: Any, name: str, style: str, output: nn.Module, size: int)
 
 
 def _planned(model: Any) -> list[tuple[str, str]]:
-    """(name, style) of every module, and of every bare parameter, that the plan names."""
+    """Return (name, style) of every module, and of every bare parameter, that the plan names."""
     plan: dict[str, str] = model.tp_plan
     named = [name for name, _ in [*model.named_modules(), *model.named_parameters()]]
     styles = ((name, plan.get(replace_layer_number_by_wildcard(name))) for name in named)
@@ -173,13 +185,13 @@ def _planned(model: Any) -> list[tuple[str, str]]:
 
 
 def _make_local(model: nn.Module, group: RankGroup) -> None:
-    """Plain tensors and plain modules, for DTensors and hooks."""
+    """Replace DTensors and hooks by plain tensors and plain modules."""
     modules = dict(model.named_modules())
     planned = [(name, modules[name], style) for name, style in _planned(model) if name in modules]
     whole = {name: _rows(module) for name, module, _ in planned}
     local: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        module.__dict__.pop("forward", None)  # the hook; the class's own is left
+        module.__dict__.pop("forward", None)  # removes the hook and leaves the class's own method
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[name] = local.setdefault(id(parameter), _local(parameter))
@@ -194,14 +206,14 @@ def _make_local(model: nn.Module, group: RankGroup) -> None:
 
 
 def _joined(module: nn.Module, style: str, rows: int, group: RankGroup) -> nn.Module | None:
-    """What goes in the place of a module whose weights had so many rows; None where nothing has to."""
+    """Return the replacement of a module whose whole weights have `rows` rows; None where none is needed."""
     if style == "embedding_rowwise":
         assert isinstance(module, nn.Embedding)
         return ShardedEmbedding(module, min(rows, group.rank * -(-rows // group.size)), group)
     if style == "rowwise":
         assert isinstance(module, nn.Linear)
         if group.rank and module.bias is not None:
-            module.register_parameter("bias", None)  # it counts once
+            module.register_parameter("bias", None)  # the bias counts once in the sum
         return SummedOutput(module, group)
     if style == "colwise_gather_output":
         assert isinstance(module, nn.Linear)
@@ -210,7 +222,7 @@ def _joined(module: nn.Module, style: str, rows: int, group: RankGroup) -> nn.Mo
 
 
 def _rows(module: nn.Module) -> int:
-    """Of its weights on all ranks together."""
+    """Return the number of rows of the module's weights on all ranks together."""
     weight = getattr(module, "weight", None)
     return weight.shape[0] if isinstance(weight, Tensor) else 0
 
@@ -221,8 +233,10 @@ def _local(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _sum_after_mlps(model: nn.Module, group: RankGroup) -> None:
-    """Of a gated MLP that ends with its rowwise layer, the sum is as well taken after the whole: so it is an MLP as any
-    other to those who have a kernel for one. Only where it is seen to make no difference."""
+    """Move the sum of each gated MLP from its rowwise layer to the end of the MLP.
+
+    The MLP then looks like any other to a fused kernel. Only where a check shows that the result is equal.
+    """
     agrees: dict[type[nn.Module], bool] = {}
     for name, mlp in list(model.named_modules()):
         gate, down = getattr(mlp, "gate_proj", None), getattr(mlp, "down_proj", None)
@@ -241,6 +255,6 @@ def _sum_after_mlps(model: nn.Module, group: RankGroup) -> None:
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:
-    """In the place of the module of that name."""
+    """Replace the module of that name."""
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, module)

@@ -1,1 +1,1 @@
-"""What runs on NVIDIA GPUs only."""
+"""Kernels and modules for NVIDIA GPUs."""

@@ -1,17 +1,17 @@
-"""Paged attention in Triton: new keys and values into their blocks, and attention over blocks as they are kept.
+"""Triton kernels of paged attention: write new keys and values into their blocks, and attend over the blocks.
 
-The pool is seen as a flat array of what it keeps (numbers, or one byte each of a quantised vector), and where it is
-quantised as a flat array of scales besides. A row is `engine/backends/torch/kv_rows.py`'s: [block_tokens, head_dim], then its scales.
+The pool is a flat array of stored elements (numbers, or one byte each of a quantised vector). A quantised pool is also
+seen as a flat array of scales. A row, as in `engine/backends/torch/kv_rows.py`, is [block_tokens, head_dim], then its
+scales.
 
-Imports Triton, so it is imported only where that is there.
+This module imports Triton, so it is imported only where Triton is installed.
 """
 
 import triton
 import triton.language as tl
 
 ROUNDING = tl.constexpr(12582912.0)
-"""1.5 * 2**23: added to a float32 of less than 2**22 and subtracted again, it leaves the nearest integer, ties to
-even."""
+"""1.5 * 2**23. Added to a float32 below 2**22 and subtracted again, it leaves the nearest integer, ties to even."""
 
 
 @triton.jit
@@ -35,9 +35,11 @@ def write_kv(
     SCALE_ROW: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """One vector of one token and KV head, of grid (tokens, kv_heads), into row `part` of its head. LARGEST is 0 where
-    nothing is quantised; WIDTH is HEAD_DIM up to a power of two; ROW and SCALE_ROW are lengths of a row in elements of
-    either array."""
+    """Write one vector of one token and KV head into row `part` of its head.
+
+    The grid is (tokens, kv_heads). LARGEST is 0 for a pool that is not quantised. WIDTH is HEAD_DIM rounded up to a
+    power of two. ROW and SCALE_ROW are lengths of a row in elements of either array.
+    """
     token, head = tl.program_id(0), tl.program_id(1)
     position = tl.load(positions_ptr + token)
     start = tl.load(starts_ptr + tl.load(rows_ptr + token))
@@ -100,11 +102,15 @@ def attend(
     SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile of query rows and one KV head, of grid (tiles, kv_heads, SPLITS); a query row is a token and a head of
-    the group. A tile is one token (tile i is token `first_token` + i), or where TILED those from tiles_ptr[i] on that
-    are of the same chunk, QUERY_ROWS // GROUP_WIDTH at most. A tile's keys are split among SPLITS programs: of more
-    than one, each leaves what it has in float32 in out_ptr [tokens, HEADS, SPLITS, HEAD_DIM], and its largest score (of
-    base 2) and its sum of weights in sums_ptr [tokens, HEADS, SPLITS, 2]."""
+    """Attend for one tile of query rows and one KV head; the grid is (tiles, kv_heads, SPLITS).
+
+    A query row is a token and a head of the group. A tile is one token: tile i is token `first_token` + i. If TILED, a
+    tile is the tokens from tiles_ptr[i] on that belong to the same chunk, QUERY_ROWS // GROUP_WIDTH at most.
+
+    SPLITS programs share a tile's keys. With more than one split, each program writes its partial result in float32 to
+    out_ptr [tokens, HEADS, SPLITS, HEAD_DIM], and its largest score (base 2) and sum of weights to sums_ptr [tokens,
+    HEADS, SPLITS, 2].
+    """
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first = tl.load(tiles_ptr + tile) if TILED else first_token + tile
     chunk = tl.load(rows_ptr + first)
@@ -156,7 +162,7 @@ def attend(
             value = (value.to(tl.float32) * value_scale[:, None]).to(query.dtype)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
         if SOFTCAP:
-            bent = scores * (scaling / softcap)  # tanh of it, by what every platform has
+            bent = scores * (scaling / softcap)  # tanh of the argument, by operations that every platform has
             scores = (1.0 - 2.0 / (tl.exp(2.0 * bent) + 1.0)) * (softcap * 1.4426950408889634)
         else:
             scores *= base_two
@@ -165,7 +171,7 @@ def attend(
             seen &= keys[None, :] > positions[:, None] - WINDOW
         scores = tl.where(seen, scores, float("-inf"))
         now_largest = tl.maximum(largest, tl.max(scores, axis=1))
-        against = tl.where(now_largest == float("-inf"), 0.0, now_largest)  # a row that sees nothing here
+        against = tl.where(now_largest == float("-inf"), 0.0, now_largest)  # for a row that sees no key here
         weights = tl.exp2(scores - against[:, None])
         shrunk = tl.exp2(largest - against)
         total = total * shrunk + tl.sum(weights, axis=1)
@@ -197,7 +203,10 @@ def join_splits(
     WIDTH: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """What the splits of one token and head have to one result, of grid (tokens, HEADS): [tokens, HEADS, HEAD_DIM]."""
+    """Combine the splits of one token and head into [tokens, HEADS, HEAD_DIM].
+
+    The grid is (tokens, HEADS).
+    """
     spot = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
     splits, columns = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
     inside = columns < HEAD_DIM

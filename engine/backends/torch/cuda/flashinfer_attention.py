@@ -1,15 +1,16 @@
 """The `flashinfer` backend: paged attention on NVIDIA GPUs.
 
-The blocks are read where they are: per layer, K and V are strided views of the pool, [blocks, kv_heads, block_tokens,
-head_dim], and flashinfer takes the strides of pages, heads and tokens ("HND"; those of K and of V must be equal, and
-are). One kernel writes the new keys and values.
+flashinfer reads the blocks in place. Per layer, K and V are strided views of the pool, [blocks, kv_heads, block_tokens,
+head_dim]. flashinfer takes the strides of pages, heads and tokens ("HND"), which are equal for K and V as it requires.
+One kernel writes the new keys and values.
 
-Single tokens and prompts go to different kernels. The one for prompts picks one tile size for all its rows, and on
-Hopper it does not split a long context among thread blocks: decodes in the company of a prompt would be computed on
-tiles of 128 rows, one thread block a KV head, and the step would wait for them.
+Single tokens and prompts go to different kernels. The prompt kernel picks one tile size for all its rows, and on Hopper
+it does not split a long context among thread blocks. Decodes batched with a prompt would be computed on tiles of 128
+rows, one thread block a KV head, and the step would wait for them.
 
-A plan holds for one (scale, window, softcap), which is the same for all layers of most models; where it is not, each
-has wrappers and plans of its own. Plans are made on the CPU, from arrays that are there, so they wait for nothing.
+A plan holds for one (scale, window, softcap), the same for all layers of most models. Where layers differ, each
+combination has wrappers and plans of its own. Plans are made on the CPU from host arrays, so they do not wait for the
+GPU.
 """
 
 from array import array
@@ -25,25 +26,29 @@ from engine.backends.torch.cuda.tables import LAST_LENS, POSITIONS, ROWS, TABLE_
 from engine.kv.layout import KvLayout
 
 WORKSPACE_BYTES = 384 << 20
-"""For partial results of contexts that are split. flashinfer asks for 128 MiB, and overflows that with 256 decodes of
-many heads; shared by all wrappers, whose kernels run one after the other."""
+"""Bytes for partial results of split contexts, shared by all wrappers, whose kernels run one after the other.
+
+flashinfer asks for 128 MiB, and overflows that with 256 decodes of many heads."""
 TENSOR_CORE_GROUP = 4
-"""Query heads per KV head from which on decoding is faster on tensor cores."""
+"""Query heads per KV head from which decoding is faster on tensor cores."""
 PLAIN_GROUPS = (1, 2, 3)
-"""Smaller groups that the decode kernel without them is compiled for."""
+"""Group sizes that the decode kernel without tensor cores is compiled for."""
 HND = "HND"
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What a plan is made for besides the tables."""
+    """Attention parameters that a plan is made for, besides the tables."""
 
     scaling: float
     window: int | None
     softcap: float
 
     def options(self) -> dict[str, Any]:
-        """In flashinfer's words: its window does not count the token itself."""
+        """Return flashinfer's options.
+
+        Its window does not count the token itself.
+        """
         return {
             "sm_scale": self.scaling,
             "window_left": -1 if self.window is None else self.window - 1,
@@ -63,7 +68,10 @@ QUERY_STARTS, PREFILL_STARTS = LAST_LENS + 1, LAST_LENS + 2
 
 
 class FlashInferPagedAttention(GpuAttention):
-    """Over a pool [blocks, kv_heads, layers, 2, block_tokens, head_dim] of `heads` query heads."""
+    """Paged attention by flashinfer, for `heads` query heads.
+
+    The pool is [blocks, kv_heads, layers, 2, block_tokens, head_dim].
+    """
 
     def __init__(self, flashinfer: Any, pool: Tensor, layout: KvLayout, heads: int, prefill_kernel: str) -> None:
         super().__init__(layout, pool.device)
@@ -168,7 +176,8 @@ class FlashInferPagedAttention(GpuAttention):
         )
         wrapper.plan(
             step.host[TABLE_STARTS],
-            step.device[TABLES][: step.num_blocks].clone(),  # it is copied to where it came from
+            # a clone, because flashinfer copies it back to the same memory
+            step.device[TABLES][: step.num_blocks].clone(),
             step.host[LAST_LENS],
             *self._shape(),
             **self._types(),
@@ -177,7 +186,10 @@ class FlashInferPagedAttention(GpuAttention):
         return Planned(decode=wrapper)
 
     def _decode_wrapper(self, **options: Any) -> Any:
-        """Its kernel is named: left to choose, newer versions may take another library's, which was not tried."""
+        """Make a decode wrapper with a named kernel.
+
+        Left to choose, newer versions would take another library's kernel, which is untested.
+        """
         return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace, HND, use_tensor_cores=self._tensor_cores, backend="fa2", **options
         )
@@ -190,5 +202,5 @@ class FlashInferPagedAttention(GpuAttention):
 
 
 def _last_contiguous(heads: Tensor) -> Tensor:
-    """[tokens, heads, head_dim] whose last dimension is contiguous."""
+    """Return [tokens, heads, head_dim] with a contiguous last dimension."""
     return heads if heads.stride(-1) == 1 else heads.contiguous()

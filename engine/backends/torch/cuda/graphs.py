@@ -1,10 +1,11 @@
-"""Decode-only steps as CUDA graphs: hundreds of small kernels start by one call.
+"""Decode-only steps as CUDA graphs: one call starts hundreds of small kernels.
 
-One graph for each number of decodes in BATCHES; a step is padded up to the next. Padding is single tokens whose KV goes
-into the scratch block, which is nobody's. A graph reads its inputs from one buffer, which is filled by one copy, and
-whose arrays lie where they lay when it was captured. Graphs share memory, since they never run at the same time.
+There is one graph for each number of decodes in BATCHES; a step is padded up to the next. Padding is single tokens
+whose KV goes into the scratch block, which belongs to no sequence. A graph reads its inputs from one buffer, filled by
+one copy. The buffer's arrays stay where they lay at capture. Graphs share memory, since they never run at the same
+time.
 
-The plain path stays beside it: `tests/gpu` holds both equal.
+`tests/gpu` checks that graphs give the same results as the plain path.
 """
 
 import logging
@@ -28,12 +29,12 @@ log = logging.getLogger(__name__)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 Forward = Callable[[Tensor, Tensor], Tensor]
-"""Token ids and positions, [1, tokens], to the logits of all of them, [tokens, vocab]."""
+"""Forward of a model: token ids and positions, [1, tokens], to the logits of all tokens, [tokens, vocab]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A computation that can be repeated: `replay` reads what its inputs hold then, and overwrites `output`."""
+    """Captured computation: `replay` reads the present content of its inputs and overwrites `output`."""
 
     output: Tensor
     replay: Callable[[], None]
@@ -43,15 +44,18 @@ Capture = Callable[[Callable[[], Tensor]], Captured]
 
 
 class CudaCapture:
-    """Captures into one pool of memory."""
+    """Capturer of computations, all into one pool of memory."""
 
     def __init__(self) -> None:
         self._memory = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, compute: Callable[[], Tensor]) -> Captured:
-        """Runs `compute` first, so that what it makes or compiles at its first call is no part of the graph. Raises
-        RuntimeError when it does what cannot be captured."""
+        """Run `compute` once, then capture it.
+
+        The first run compiles and allocates, so that neither is part of the graph. Raises RuntimeError for operations
+        that cannot be captured.
+        """
         before = torch.cuda.current_stream()
         self._stream.wait_stream(before)
         with torch.cuda.stream(self._stream):
@@ -62,7 +66,7 @@ class CudaCapture:
         try:
             return self._capture(compute)
         except RuntimeError:
-            torch.cuda.set_stream(before)  # torch does not, when a capture fails
+            torch.cuda.set_stream(before)  # torch does not restore it when a capture fails
             raise
 
     def _capture(self, compute: Callable[[], Tensor]) -> Captured:
@@ -81,7 +85,7 @@ class _Bucket:
 
 
 class DecodeGraphs:
-    """Captured at construction, largest first: the others then fit into its memory."""
+    """Graphs of decode-only steps, captured at construction, largest first: the others then fit into its memory."""
 
     def __init__(
         self,
@@ -93,7 +97,10 @@ class DecodeGraphs:
         max_blocks: int,
         batches: Sequence[int] = BATCHES,
     ) -> None:
-        """`max_blocks`: the most blocks of one sequence."""
+        """Capture all sizes.
+
+        `max_blocks` is the largest number of blocks of one sequence.
+        """
         self._attention = attention
         self._layout = layout
         self._forward = forward
@@ -106,11 +113,11 @@ class DecodeGraphs:
         self._buckets = {size: self._capture(size, capture) for size in reversed(self._batches)}
 
     def takes(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether a step of these can be a graph."""
+        """Return whether a graph can compute a step of these chunks."""
         return 0 < len(chunks) <= self._batches[-1] and all(chunk.num_rows == 1 for chunk in chunks)
 
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Compute them: [len(chunks), vocab], overwritten by the next call."""
+        """Compute the chunks and return [len(chunks), vocab], which the next call overwrites."""
         bucket = self._buckets[self._batches[bisect_left(self._batches, len(chunks))]]
         self._load(bucket.step, bucket.sections, chunks)
         bucket.captured.replay()
@@ -136,7 +143,7 @@ class DecodeGraphs:
 def decode_graphs(
     attention: PagedAttention, layout: KvLayout, forward: Forward, memory: KvMemory, info: ModelInfo
 ) -> DecodeGraphs | None:
-    """None where there are none: another backend, or a model that looks at its own results while it computes."""
+    """Return the graphs, or None for another backend or a model whose computation depends on its own results."""
     if not isinstance(attention, GpuAttention):
         return None
     max_blocks = min(layout.blocks_for(info.max_context_tokens), memory.pool.num_blocks)
@@ -148,5 +155,5 @@ def decode_graphs(
 
 
 def _sections(size: int, max_blocks: int) -> Sections:
-    """Of a bucket: token ids, positions, rows, table starts, last lengths, tables."""
+    """Return a bucket's sections: token ids, positions, rows, table starts, last lengths, tables."""
     return Sections([size, size, size, size + 1, size, size * max_blocks])

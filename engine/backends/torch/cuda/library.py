@@ -1,4 +1,4 @@
-"""flashinfer: whether it is here, and whether it can serve a model."""
+"""Loader of flashinfer, which checks whether it is installed and can serve a model."""
 
 import os
 from typing import Any
@@ -13,7 +13,10 @@ DTYPES = ("float16", "bfloat16")
 
 
 def load_flashinfer(layout: KvLayout) -> Any:
-    """The module. Raises KernelsUnavailable with the reason when it cannot be had, or not for KV of this layout."""
+    """Return flashinfer's module.
+
+    Raises KernelsUnavailable, with the reason, when it is missing or does not support KV of this layout.
+    """
     if layout.dtype not in DTYPES:
         raise KernelsUnavailable(f"flashinfer computes in {' and '.join(DTYPES)}, not {layout.dtype}")
     if layout.head_dim not in HEAD_DIMS:
@@ -24,16 +27,19 @@ def load_flashinfer(layout: KvLayout) -> Any:
 
 
 def import_flashinfer() -> Any:
-    """Raises KernelsUnavailable."""
-    # Its norms else come from a second compiler (CuTe DSL), which takes seconds for each shape.
+    """Import flashinfer.
+
+    Raises KernelsUnavailable.
+    """
+    # Otherwise its norms come from a second compiler (CuTe DSL), which takes seconds for each shape.
     os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
     try:
         import flashinfer
-    except Exception as error:  # importing it loads CUDA libraries, which fail in ways of their own
+    except Exception as error:  # importing it loads CUDA libraries, whose errors are of any type
         raise KernelsUnavailable(f"flashinfer cannot be imported: {error}") from error
     return flashinfer
 
 
 def prefill_kernel() -> str:
-    """Of flashinfer's kernels for prompts the one for this GPU: those with Hopper's instructions, or any GPU's."""
+    """Return flashinfer's prompt kernel for this GPU: the one with Hopper's instructions, or the one for any GPU."""
     return "fa3" if torch.cuda.get_device_capability() == (9, 0) else "fa2"

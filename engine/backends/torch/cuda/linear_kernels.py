@@ -1,9 +1,9 @@
-"""Triton kernels of linear layers: products with quantised weights, and rows of activations as float8.
+"""Triton kernels of linear layers: products with quantised weights, and conversion of activations to float8.
 
-A tile of the weight is read as it is kept, becomes the activation's dtype, exactly, and is multiplied there; sums are
-in float32, and scales come after them. What few rows take is the time to read the weight: programs share the reduction,
-and a second kernel adds up what they found. Nothing waits for the GPU and every size is known from shapes, so that all
-of it can be captured in CUDA graphs.
+A tile of the weight is read as stored, converted exactly to the activation's dtype and multiplied. Sums are in float32,
+and scales are applied after them. With few rows the time is that of reading the weight, so programs share the
+reduction, and a second kernel adds their results. No kernel waits for the host and every size is known from shapes, so
+that all of it can be captured in CUDA graphs.
 """
 
 import functools
@@ -15,13 +15,13 @@ from torch import Tensor
 
 MAX_SPLITS = 16
 PROGRAMS_PER_PROCESSOR = 4
-"""So many programs of each of the GPU's processors read the weight at once, where there are few rows."""
+"""Programs of each processor (SM) that read the weight at once, where there are few rows."""
 REDUCED_AT_ONCE = 1024
 
 
 @triton.jit
 def _weights(values, zeros, rows, block, n, k, GROUP: tl.constexpr, BITS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Of a block of the reduction, the values of the rows: int4's two halves, or others twice; less zero points."""
+    """Return the weights of one block of the reduction, less zero points: int4's two halves, or other values twice."""
     valid = rows < n
     if BITS == 4:
         inner = tl.arange(0, BLOCK_K // 2)
@@ -41,7 +41,7 @@ def _weights(values, zeros, rows, block, n, k, GROUP: tl.constexpr, BITS: tl.con
 
 @triton.jit
 def _dot(x, values, to):
-    """x [tokens, inputs] times values [rows, inputs], exact in x's dtype, added to float32 [tokens, rows]."""
+    """Add x [tokens, inputs] times values [rows, inputs], exact in x's dtype, to float32 [tokens, rows]."""
     return tl.dot(x, tl.trans(values.to(x.dtype)), to, input_precision="ieee")
 
 
@@ -67,7 +67,8 @@ def _linear(
 ):
     tiles_m = tl.cdiv(m, BLOCK_M)
     tile, split = tl.program_id(0), tl.program_id(1)
-    tokens = (tile % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)  # side by side in time: they read the same weights
+    # programs that run at the same time read the same weights
+    tokens = (tile % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     rows = (tile // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
     x_rows = x + tokens.to(tl.int64)[:, None] * x_stride
     present = (tokens < m)[:, None]
@@ -104,7 +105,7 @@ def _linear(
 
 @triton.jit
 def _add_up(parts, scales, bias, out, m, n, GROUP: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """`out` [m, n] of `parts` [SPLITS, m, n]: always in the same order."""
+    """Add `parts` [SPLITS, m, n], always in the same order, into `out` [m, n]."""
     token, rows = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for split in tl.static_range(SPLITS):
@@ -137,11 +138,12 @@ def quantised_linear(
     block_k: int,
     n: int,
 ) -> Tensor:
-    """[..., k] times quantised weights: [..., n], in the dtype of `x`.
+    """Multiply [..., k] by quantised weights; returns [..., n] in the dtype of `x`.
 
-    `values`: of 8 bits int8 or float8_e4m3fn [n, k]; of 4 uint8 [k / block_k, n, block_k / 2], in a byte the elements
-    i (low) and i + block_k / 2 of the block, each plus 8. `scales` [n] float32, or [groups, n], `zeros` int8
-    [groups, n], where `block_k` divides the inputs of a group."""
+    `values` of 8 bits are int8 or float8_e4m3fn [n, k]. `values` of 4 bits are uint8 [k / block_k, n, block_k / 2]: a
+    byte holds the elements i (low) and i + block_k / 2 of the block, each plus 8. `scales` are float32 [n], or [groups,
+    n]; `zeros` are int8 [groups, n]. `block_k` divides the inputs of a group.
+    """
     k = x.shape[-1]
     flat = x.reshape(-1, k)
     if flat.stride(-1) != 1:
@@ -185,7 +187,7 @@ def quantised_linear(
 
 
 def num_splits(tiles: int, blocks: int, processors: int) -> int:
-    """Programs that share each tile's reduction, equally: until the GPU is busy."""
+    """Return the number of programs that share each tile's reduction equally, enough to keep the GPU busy."""
     splits = 1
     while splits < MAX_SPLITS and blocks % (2 * splits) == 0 and tiles * splits < PROGRAMS_PER_PROCESSOR * processors:
         splits *= 2
@@ -193,7 +195,7 @@ def num_splits(tiles: int, blocks: int, processors: int) -> int:
 
 
 def rows_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[m, k] to float8_e4m3fn [m, k], and the scale of each row, float32 [m]."""
+    """Quantise [m, k] to float8_e4m3fn [m, k] with one scale for each row, float32 [m]."""
     m, k = x.shape
     if x.stride(-1) != 1:
         x = x.contiguous()
@@ -206,8 +208,10 @@ def rows_to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def tiles_of(m: int, bits: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Rows of the activations and of the weights in a tile, and warps for it: what registers and shared memory of all
-    GPUs since Ampere have room for, by what the compiler says of it."""
+    """Return a tile's rows of activations, its rows of weights, and its warps.
+
+    The sizes fit the registers and shared memory of all GPUs since Ampere, by the compiler's report.
+    """
     if m <= 16:
         return 16, 32, 4
     if dtype is torch.float32:
@@ -218,12 +222,15 @@ def tiles_of(m: int, bits: int, dtype: torch.dtype) -> tuple[int, int, int]:
 
 
 def block_of(block_k: int, bits: int, m: int) -> int:
-    """Inputs taken at once, of a layer whose groups `block_k` divides. Only int4 is kept in blocks."""
+    """Return the inputs taken at once for a layer whose group size `block_k` divides.
+
+    Only int4 is stored in blocks.
+    """
     return min(block_k, 64) if bits == 8 and m > 16 else block_k
 
 
 def stages_of(dtype: torch.dtype) -> int:
-    """How many tiles are read ahead: as many as shared memory has room for."""
+    """Return the number of tiles read ahead: as many as fit in shared memory."""
     return 2 if dtype is torch.float32 else 3
 
 

@@ -1,8 +1,8 @@
-"""Puts fused kernels in the place of a model's norms, gated MLPs, query-key-value projections and rotary embedding.
+"""Replaces a model's norms, gated MLPs, query-key-value projections and rotary embedding by fused kernels.
 
 A decode of an 8 B model reads its weights in about 5 ms; the thousand small kernels that transformers starts for it
-take half as long again. As on the CPU (`native/modules.py`) a module is replaced only where it is seen to compute the
-same on random input, and what is not recognised stays as transformers made it.
+take half as long again. A module is replaced only where a check on random input gives the same result, as on the CPU
+(`native/modules.py`). An unknown module stays as transformers made it.
 """
 
 import functools
@@ -20,13 +20,13 @@ from engine.backends.torch.cuda.quantised import Float8Linear, WeightOnlyLinear
 log = logging.getLogger(__name__)
 
 ROTARY = "apply_rotary_pos_emb"
-"""transformers' name for the rotary embedding of queries and keys, in each model's own module."""
+"""Name in transformers of the rotary embedding of queries and keys, in each model's own module."""
 TOLERANCE = 0.03
 """Largest difference of a replaced module, relative to its largest output: bfloat16 has 8 bits, and sums differ."""
 
 
 class FusedRmsNorm(nn.Module):
-    """weight * x / rms(x), of the last dimension."""
+    """RMS norm, weight * x / rms(x) of the last dimension."""
 
     def __init__(self, flashinfer: Any, norm: nn.Module) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class FusedRmsNorm(nn.Module):
 
 
 class FusedGatedMlp(nn.Module):
-    """down(silu(gate(x)) * up(x)), with gate and up as one product."""
+    """Gated MLP, down(silu(gate(x)) * up(x)), with gate and up as one product."""
 
     def __init__(self, flashinfer: Any, mlp: nn.Module) -> None:
         super().__init__()
@@ -57,8 +57,11 @@ class FusedGatedMlp(nn.Module):
 
 
 class SharedProduct:
-    """Several linear layers of one input as one product. It is computed for the first of them and given up with the
-    last: they are called in order, with the same tensor."""
+    """Product of several linear layers that share an input.
+
+    It is computed at the first layer's call and dropped after the last's: the layers are called in order, with one
+    tensor.
+    """
 
     def __init__(self, joined: nn.Module, sizes: list[int]) -> None:
         self.joined = joined
@@ -67,7 +70,7 @@ class SharedProduct:
         self._outputs: tuple[Tensor, ...] = ()
 
     def part(self, x: Tensor, number: int) -> Tensor:
-        """The output of layer `number`, a view with the rows of the whole product."""
+        """Return the output of layer `number`, a view with the rows of the whole product."""
         if x is not self._input:
             self._input, self._outputs = x, torch.split(self.joined(x), self._sizes, dim=-1)
         output = self._outputs[number]
@@ -77,7 +80,7 @@ class SharedProduct:
 
 
 class ProductPart(nn.Module):
-    """In the place of one of the layers."""
+    """Replacement of one layer of a shared product."""
 
     def __init__(self, product: SharedProduct, number: int) -> None:
         super().__init__()
@@ -89,7 +92,7 @@ class ProductPart(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """What `fuse` replaced."""
+    """Counts of the modules that `fuse` replaced."""
 
     norms: int
     mlps: int
@@ -99,7 +102,7 @@ class Fused:
 
 @torch.inference_mode()
 def fuse(model: nn.Module, flashinfer: Any) -> Fused:
-    """Replace what can be replaced, in place; the replaced weights are freed as it goes."""
+    """Replace the known modules in place; the replaced weights are freed one by one."""
     fused = Fused(
         norms=_replace(model, _is_rms_norm, functools.partial(FusedRmsNorm, flashinfer), _width_of_norm),
         mlps=_replace(model, _is_gated_mlp, functools.partial(FusedGatedMlp, flashinfer), _width_of_mlp),
@@ -120,7 +123,10 @@ def _replace(
     make: Callable[[nn.Module], nn.Module],
     width: Callable[[nn.Module], tuple[int, Tensor]],
 ) -> int:
-    """`width` gives the elements of a module's input, and one of its weights."""
+    """Replace the recognised modules whose replacement computes the same.
+
+    `width` gives a module's input size and one of its weights.
+    """
     agrees: dict[type[nn.Module], bool] = {}
     count = 0
     for parent, name, module in _children(model):
@@ -137,7 +143,10 @@ def _replace(
 
 
 def _same(module: nn.Module, replacement: nn.Module, width: int, weight: Tensor) -> bool:
-    """Whether both compute the same. A kernel that cannot be compiled or does not take the shape differs."""
+    """Return whether both compute the same.
+
+    A kernel that fails to compile or refuses the shape counts as different.
+    """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 5, width, generator=generator).to(weight.dtype).to(weight.device)
     try:
@@ -170,14 +179,14 @@ def _is_gated_mlp(module: nn.Module) -> bool:
 
 
 def _width_of_mlp(mlp: nn.Module) -> tuple[int, Tensor]:
-    """The tensor is one of the layer's dtype, where the layer is."""
+    """Return the MLP's input size and a tensor with the layer's dtype and device."""
     gate: Any = mlp.gate_proj
     own = gate.weight if type(gate) is nn.Linear else gate.values
     return gate.in_features, torch.empty(0, dtype=dtype_of(gate), device=own.device)
 
 
 def _share_projections(model: nn.Module) -> int:
-    """q, k and v of each attention; exact, so nothing is compared."""
+    """Share the product of q, k and v in each attention; the result is exact, so it is not compared."""
     count = 0
     for module in list(model.modules()):
         layers = [getattr(module, name, None) for name in ("q_proj", "k_proj", "v_proj")]
@@ -191,21 +200,24 @@ def _share_projections(model: nn.Module) -> int:
 
 
 def is_linear(layer: object) -> bool:
-    """One that is known here. A layer whose weight is a tensor of some other class (torchao's, say) only looks like a
-    plain one, and what transformers or others put in its place computes something else."""
+    """Return whether the layer is a known linear layer.
+
+    A layer whose weight is a tensor of another class (torchao's, say) only looks like a plain one. Replacements by
+    transformers or others may compute something else.
+    """
     if type(layer) is nn.Linear:
         return type(layer.weight) is nn.Parameter and layer.weight.is_floating_point()
     return type(layer) in (WeightOnlyLinear, Float8Linear)
 
 
 def dtype_of(layer: Any) -> torch.dtype:
-    """What a layer that `is_linear` is given, and gives."""
+    """Return the dtype of inputs and outputs of a layer that `is_linear`."""
     dtype: torch.dtype = layer.weight.dtype if type(layer) is nn.Linear else layer.dtype
     return dtype
 
 
 def can_join(layers: Sequence[Any]) -> bool:
-    """Layers that `is_linear` are of one kind, input and dtype, so that their outputs can be one product's."""
+    """Return whether one product can give all outputs: the layers have one kind, input size and dtype."""
     first = layers[0]
     if len({(type(each), each.in_features, each.bias is None, dtype_of(each)) for each in layers}) != 1:
         return False
@@ -213,7 +225,7 @@ def can_join(layers: Sequence[Any]) -> bool:
 
 
 def join_layers(layers: Sequence[Any]) -> nn.Module | None:
-    """One layer with the outputs of all; None where they cannot be."""
+    """Return one layer with the outputs of all; None where the layers cannot be joined."""
     if not can_join(layers):
         return None
     if type(layers[0]) is not nn.Linear:
@@ -228,7 +240,7 @@ def join_layers(layers: Sequence[Any]) -> nn.Module | None:
 
 
 class FusedRotary:
-    """In the place of a model's `apply_rotary_pos_emb`: rotates queries and keys where they are, in one kernel."""
+    """Replacement of a model's `apply_rotary_pos_emb`, which rotates queries and keys in place in one kernel."""
 
     handles_cuda = True
 
@@ -245,20 +257,27 @@ class FusedRotary:
         return q, k
 
     def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """`q` and `k` [1, heads, tokens, head_dim]; `cos` and `sin` [1, tokens, head_dim], their halves equal."""
+        """Rotate `q` and `k` [1, heads, tokens, head_dim] in place.
+
+        `cos` and `sin` are [1, tokens, head_dim], with equal halves.
+        """
         if cos is not self._cos:  # the same for all layers of a forward
             half = cos.shape[-1] // 2
             self._cos = cos
             self._table = torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=-1).float()
             self._rows = torch.arange(cos.shape[1], device=cos.device)
-        flat = [heads[0].transpose(0, 1).flatten(1) for heads in (q, k)]  # views: `_rotatable` said so
+        flat = [heads[0].transpose(0, 1).flatten(1) for heads in (q, k)]  # views, as `_rotatable` ensured
         self._flashinfer.apply_rope_with_cos_sin_cache_inplace(
             self._rows, *flat, q.shape[-1], self._table, is_neox=True
         )
 
 
 def _rotatable(heads: Tensor, cos: Tensor) -> bool:
-    """[1, heads, tokens, head_dim] on a GPU, all of whose dimensions are rotated, with a token's heads side by side."""
+    """Return whether the fused kernel can rotate the heads.
+
+    The heads are [1, heads, tokens, head_dim] on a GPU, all dimensions are rotated, and each token's heads are
+    adjacent.
+    """
     if not heads.is_cuda or heads.dtype not in (torch.float16, torch.bfloat16) or heads.dim() != 4:
         return False
     head_dim = heads.shape[-1]
@@ -280,7 +299,7 @@ def _replace_rotary(model: nn.Module, flashinfer: Any) -> bool:
 
 
 def _same_rotary(model: nn.Module, fused: FusedRotary) -> bool:
-    """Asked with float16 heads of 64, whatever the model's: the rule is the same for all."""
+    """Check with float16 heads of 64, whatever the model's heads are: the rule is the same for all."""
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
 
@@ -301,5 +320,5 @@ def _same_rotary(model: nn.Module, fused: FusedRotary) -> bool:
 
 
 def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """(parent, name, child) of every module but the model itself."""
+    """Yield (parent, name, child) of every module but the model itself."""
     yield from [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]

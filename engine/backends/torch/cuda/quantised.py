@@ -1,7 +1,8 @@
-"""Linear layers with quantised weights on a GPU: the integers and scales of `engine/backends/torch/quantised.py`, multiplied by
-Triton's kernels, and float8 weights, multiplied by torch's.
+"""Linear layers with quantised weights on a GPU.
 
-Triton is imported when the first layer is made: a machine without it serves everything else.
+Triton's kernels multiply the integers and scales of `engine/backends/torch/quantised.py`; torch's multiply float8.
+
+Triton is imported when the first layer is made, so a machine without Triton serves everything else.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,22 +16,25 @@ from engine.errors import EngineStartError
 from engine.model.quantization import Weights
 
 BLOCKS = (128, 64, 32, 16)
-"""Inputs that a kernel takes at once. All of them are in one group; int4 needs 32, whose halves are multiplied."""
+"""Inputs that a kernel takes at once, all of one group. int4 needs at least 32, whose halves are multiplied."""
 FLOAT8_MULTIPLE = 16
-"""Of inputs and outputs, which torch's product of float8 asks for."""
+"""Multiple that torch's float8 product requires of inputs and outputs."""
 FLOAT8_CAPABILITY = (8, 9)
-"""GPUs since Ada multiply float8, and Triton converts it there."""
+"""Smallest compute capability (Ada) that multiplies float8, and for which Triton converts it."""
 
 
 def gpu_linear(layer: nn.Linear, kind: Weights, device: torch.device) -> nn.Module:
-    """The layer with weights of this kind on the device, quantised there; as it is if they cannot be of this kind."""
+    """Quantise the layer on the device; a layer that cannot have weights of this kind stays as it is."""
     if kind == "fp8":
         return Float8Linear.of(layer, device) if _fits_float8(layer) else layer
     return WeightOnlyLinear.of(QuantisedLinear.of(layer, kind, device))
 
 
 def of_checkpoint(layer: QuantisedLinear, float8_inputs: bool) -> nn.Module:
-    """A layer that was saved quantised, where its values are. `float8_inputs`: its activations may become float8."""
+    """Wrap a layer that was saved quantised, on the device of its values.
+
+    `float8_inputs`: activations may become float8.
+    """
     if float8_inputs and _fits_float8(layer):
         return Float8Linear(layer.values, layer.scales, layer.bias, layer.dtype)
     return WeightOnlyLinear.of(layer)
@@ -41,7 +45,10 @@ def _fits_float8(layer: nn.Linear | QuantisedLinear) -> bool:
 
 
 def check_gpu(kind: Weights, device: torch.device) -> None:
-    """Raises EngineStartError where such weights cannot be computed with."""
+    """Check that the device can compute with such weights.
+
+    Raises EngineStartError.
+    """
     load_kernels()
     if kind != "fp8":
         return
@@ -50,12 +57,15 @@ def check_gpu(kind: Weights, device: torch.device) -> None:
         raise EngineStartError("weights", f"fp8 needs {needed}, this one has {found[0]}.{found[1]}: int8 does without")
     try:
         Float8Linear.of(nn.Linear(32, 32, bias=False), device)(torch.ones(3, 32, dtype=torch.bfloat16, device=device))
-    except RuntimeError as error:  # of torch's kernels, some are for some GPUs
+    except RuntimeError as error:  # some of torch's kernels exist for some GPUs only
         raise EngineStartError("weights", f"torch does not multiply float8 on this GPU: {error}") from error
 
 
 def load_kernels() -> Any:
-    """The module of kernels. Raises EngineStartError."""
+    """Import the module of kernels.
+
+    Raises EngineStartError.
+    """
     try:
         from engine.backends.torch.cuda import linear_kernels
     except ImportError as error:
@@ -64,8 +74,10 @@ def load_kernels() -> Any:
 
 
 class WeightOnlyLinear(nn.Module):
-    """[..., in_features] to [..., out_features] in the input's dtype: what QuantisedLinear computes, its sums in
-    another order."""
+    """Weight-only quantised layer, [..., in_features] to [..., out_features] in the input's dtype.
+
+    It computes the same as QuantisedLinear, with sums in another order.
+    """
 
     values: Tensor
     scales: Tensor
@@ -83,7 +95,7 @@ class WeightOnlyLinear(nn.Module):
         block: int,
         dtype: torch.dtype,
     ) -> None:
-        """`values`, `scales`, `zeros`, `bits` and `block` as the kernel takes them (`linear_kernels.py`)."""
+        """Take `values`, `scales`, `zeros`, `bits` and `block` as the kernel does (`linear_kernels.py`)."""
         super().__init__()
         self.out_features = values.shape[1] if bits == 4 else values.shape[0]
         self.in_features = values.shape[0] * block if bits == 4 else values.shape[1]
@@ -95,7 +107,10 @@ class WeightOnlyLinear(nn.Module):
 
     @classmethod
     def of(cls, layer: QuantisedLinear) -> "WeightOnlyLinear":
-        """Where its values are. Raises EngineStartError for groups that no kernel takes."""
+        """Convert a layer on the device of its values.
+
+        Raises EngineStartError for a group size that no kernel takes.
+        """
         scales, zeros = layer.scales, layer.zeros
         bits, block = layer.bits, BLOCKS[0]
         if layer.grouped:
@@ -111,7 +126,7 @@ class WeightOnlyLinear(nn.Module):
 
     @classmethod
     def joined(cls, layers: Sequence["WeightOnlyLinear"]) -> "WeightOnlyLinear":
-        """One layer with all outputs, of layers that agree."""
+        """Join layers that agree into one with all outputs."""
         first, zeros = layers[0], None
         if any(each.zeros is not None for each in layers):
             zeros = torch.cat([_zeros_of(each) for each in layers], -1)
@@ -120,7 +135,7 @@ class WeightOnlyLinear(nn.Module):
         return cls(values, scales, zeros, first.order, _biases(layers), first.bits, first.block, first.dtype)
 
     def agrees_with(self, others: Sequence["WeightOnlyLinear"]) -> bool:
-        """Layers of the same inputs, in the same order, and of one kind."""
+        """Return whether the layers have the same inputs, in the same order, and one kind."""
         return all(
             (self.bits, self.block, self.scales.dtype, self.scales.shape[:-1], self.bias is None)
             == (other.bits, other.block, other.scales.dtype, other.scales.shape[:-1], other.bias is None)
@@ -138,14 +153,17 @@ class WeightOnlyLinear(nn.Module):
 
 
 class Float8Linear(nn.Module):
-    """[..., in_features] to [..., out_features]. Weights are float8_e4m3fn with a scale for each output; so become
-    activations, with a scale for each row. The product is rounded to bfloat16, then to the input's dtype."""
+    """Float8 layer, [..., in_features] to [..., out_features].
+
+    Weights are float8_e4m3fn with a scale for each output; activations become float8 with a scale for each row. The
+    product is rounded to bfloat16, then to the input's dtype.
+    """
 
     values: Tensor
     scales: Tensor
 
     def __init__(self, values: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
-        """`values` float8_e4m3fn [out_features, in_features], `scales` float32 [out_features]."""
+        """Take float8_e4m3fn `values` [out_features, in_features] and float32 `scales` [out_features]."""
         super().__init__()
         self.out_features, self.in_features = values.shape
         self.dtype, self.bias = dtype, bias
@@ -160,8 +178,8 @@ class Float8Linear(nn.Module):
 
     @classmethod
     def joined(cls, layers: Sequence["Float8Linear"]) -> "Float8Linear":
-        """One layer with all outputs."""
-        # Bytes: not every version of torch concatenates float8.
+        """Join the layers into one with all outputs."""
+        # As bytes: not every version of torch concatenates float8.
         values = torch.cat([each.values.view(torch.uint8) for each in layers]).view(torch.float8_e4m3fn)
         return cls(values, torch.cat([each.scales for each in layers]), _biases(layers), layers[0].dtype)
 
@@ -175,8 +193,11 @@ class Float8Linear(nn.Module):
 
 
 def pack_int4(values: Tensor, block: int) -> Tensor:
-    """int8 [n, k], from -8 to 7, to uint8 [k / block, n, block / 2]: in a byte the elements i (low) and i + block / 2
-    of a block, each plus 8. So what a tile of rows has of a block lies side by side."""
+    """Pack int8 [n, k], from -8 to 7, into uint8 [k / block, n, block / 2].
+
+    A byte holds the elements i (low) and i + block / 2 of a block, each plus 8. So a tile's rows of a block are
+    contiguous.
+    """
     n, k = values.shape
     halves = (values + 8).view(torch.uint8).view(n, k // block, 2, block // 2)
     return (halves[:, :, 0] | halves[:, :, 1] << 4).transpose(0, 1).contiguous()

@@ -1,4 +1,4 @@
-"""A step's chunks on the GPU, as all attention there wants them."""
+"""Chunks of a step on the GPU, in the form that all attention backends there use."""
 
 from abc import abstractmethod
 from array import array
@@ -17,23 +17,23 @@ from engine.kv.layout import KvLayout
 
 @dataclass(slots=True)
 class Step:
-    """Arrays of `StepTables` as views on the CPU, to plan by, and the same on the device."""
+    """Arrays of `StepTables`: CPU views to plan by, and the same arrays on the device."""
 
     num_decodes: int
     num_tokens: int
     host: list[Tensor]
     device: list[Tensor]
     fixed: bool = False
-    """It is a bucket: its device views stay where they are."""
+    """Whether the step is a bucket, whose device views stay where they are."""
     num_blocks: int = 0
     """Entries of `tables` in use."""
     num_decode_blocks: int = 0
     planned: dict[Any, Any] = field(default_factory=dict)
-    """What a backend planned for it."""
+    """Plans that a backend made for the step."""
 
 
 class GpuAttention(PagedAttention):
-    """Whose decodes may be captured in graphs (`graphs.py`)."""
+    """Paged attention whose decodes may be captured in graphs (`graphs.py`)."""
 
     def __init__(self, layout: KvLayout, device: torch.device) -> None:
         self._layout = layout
@@ -52,15 +52,20 @@ class GpuAttention(PagedAttention):
         self.step.num_decode_blocks = tables.table_starts[tables.num_decodes]
 
     def bucket(self, num_decodes: int, device_buffer: Tensor, sections: Sections) -> Step:
-        """A step for graphs: `num_decodes` single tokens, their arrays (up to LAST_LENS, then TABLES) in a buffer that
-        stays where it is. `refill` it, then forward it once before it is captured."""
+        """Return a step for graphs: `num_decodes` single tokens, with arrays in a buffer that stays where it is.
+
+        The arrays are those up to LAST_LENS, then TABLES. `refill` the step and forward it once before capture.
+        """
         return Step(num_decodes, num_decodes, [], sections.views(device_buffer), fixed=True)
 
     def refill(self, step: Step, host: list[Tensor], num_blocks: int) -> None:
-        """The bucket's arrays changed. `host` holds them on the CPU, in the order of the buffer."""
+        """Plan a bucket again after its arrays changed.
+
+        `host` holds the arrays on the CPU, in the order of the buffer.
+        """
         step.host = host
         step.num_blocks = step.num_decode_blocks = num_blocks
 
     @abstractmethod
     def _of_prompts(self, tables: StepTables) -> "list[array[int]]":
-        """Arrays of the chunks from `num_decodes` on."""
+        """Return the arrays that the backend needs for the chunks from `num_decodes` on."""

@@ -1,4 +1,4 @@
-"""What the kernels must know of a step's chunks: int32 arrays that cross to the GPU in one copy."""
+"""Tables of a step's chunks for the kernels: int32 arrays that cross to the GPU in one copy."""
 
 from array import array
 from collections.abc import Sequence
@@ -12,11 +12,10 @@ from engine.core_types import Chunk
 from engine.kv.layout import KvLayout
 
 TOKENS, POSITIONS, ROWS, TABLE_STARTS, LAST_LENS = range(5)
-"""Order of `StepTables.arrays`. Then come what a backend has for prompts, in steps that are no buckets, and the
-tables."""
+"""Order of `StepTables.arrays`. A backend's arrays for prompts (not in buckets) and the tables follow."""
 TABLES = -1
 ALIGNMENT = 16
-"""Arrays begin at multiples of so many elements: 64 bytes."""
+"""Alignment of the arrays, in elements: 64 bytes."""
 
 
 def _ints() -> "array[int]":
@@ -25,21 +24,23 @@ def _ints() -> "array[int]":
 
 @dataclass(slots=True)
 class StepTables:
-    """Chunk i has tokens `query_starts[i:i+2]` of the flattened batch and blocks `tables[table_starts[i:i+2]]`.
+    """Tables of one step.
 
-    The chunks before `num_decodes` are one token each; what follows goes to the kernel for prompts, a single token
-    among them as well. Decoding sequences come first in a batch, those with guesses after those without.
+    Chunk i has tokens `query_starts[i:i+2]` of the flattened batch and blocks `tables[table_starts[i:i+2]]`.
+
+    The chunks before `num_decodes` are one token each. Later chunks, single tokens among them as well, go to the prompt
+    kernel. Decoding sequences come first in a batch, those with draft tokens after those without.
     """
 
     num_decodes: int = 0
     token_ids: "array[int]" = field(default_factory=_ints)
     positions: "array[int]" = field(default_factory=_ints)
     rows: "array[int]" = field(default_factory=_ints)
-    """Of each token, the number of its chunk."""
+    """Number of each token's chunk."""
     query_starts: "array[int]" = field(default_factory=lambda: array("i", [0]))
     table_starts: "array[int]" = field(default_factory=lambda: array("i", [0]))
     last_lens: "array[int]" = field(default_factory=_ints)
-    """Of each chunk, how many slots of its last block are filled once the step is done."""
+    """Filled slots of each chunk's last block after the step."""
     tables: "array[int]" = field(default_factory=_ints)
 
     @classmethod
@@ -56,7 +57,7 @@ class StepTables:
 
     @property
     def arrays(self) -> "list[array[int]]":
-        """All but the tables, in the order in which they cross to the GPU."""
+        """All arrays but the tables, in the order in which they cross to the GPU."""
         return [self.token_ids, self.positions, self.rows, self.table_starts, self.last_lens]
 
     @property
@@ -68,7 +69,7 @@ class StepTables:
         return len(self.token_ids)
 
     def pad(self, layout: KvLayout, num_chunks: int, block: int) -> None:
-        """Add decodes of one token at position 0, whose KV is in `block`, until there are `num_chunks`."""
+        """Add decodes of one token at position 0, with KV in `block`, until there are `num_chunks`."""
         for _ in range(num_chunks - self.num_chunks):
             self.num_decodes += 1
             self.token_ids.append(0)
@@ -76,7 +77,7 @@ class StepTables:
             self._end_chunk(layout, [block], 1, 1)
 
     def prefill_starts(self) -> tuple["array[int]", "array[int]"]:
-        """`query_starts` and `table_starts` of the chunks from `num_decodes` on, counted from the first of them."""
+        """Return `query_starts` and `table_starts` of the chunks from `num_decodes` on, counted from there."""
         first = self.num_decodes
         queries, tables = self.query_starts[first:], self.table_starts[first:]
         return array("i", [q - queries[0] for q in queries]), array("i", [t - tables[0] for t in tables])
@@ -90,7 +91,7 @@ class StepTables:
 
 
 class Sections:
-    """Arrays of given lengths side by side in one int32 buffer."""
+    """Layout of arrays of given lengths side by side in one int32 buffer."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = list(lengths)
@@ -103,11 +104,11 @@ class Sections:
         return self.offsets[-1]
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """One view of the buffer for each array."""
+        """Return one view of the buffer for each array."""
         return [buffer[first : first + n] for first, n in zip(self.offsets, self.lengths, strict=False)]
 
     def fill(self, buffer: Tensor, arrays: Sequence["array[int]"]) -> int:
-        """Write the arrays, which may be shorter than their sections. Returns how much of the buffer is in use."""
+        """Write the arrays, which may be shorter than their sections, and return the length of the buffer in use."""
         target = buffer.numpy()
         for first, values in zip(self.offsets, arrays, strict=False):
             target[first : first + len(values)] = np.frombuffer(values, np.int32)
@@ -115,5 +116,5 @@ class Sections:
 
 
 def host_buffer(num_elements: int, device: torch.device) -> Tensor:
-    """int32, in memory from which `device` can copy without waiting."""
+    """Return int32 memory from which `device` can copy without waiting."""
     return torch.empty(num_elements, dtype=torch.int32, pin_memory=device.type == "cuda")

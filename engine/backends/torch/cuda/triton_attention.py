@@ -1,8 +1,8 @@
-"""The `triton` backend: paged attention on GPUs by kernels of our own, for KV that flashinfer does not read.
+"""The `triton` backend: paged attention on GPUs by Tandem's own kernels, for KV that flashinfer cannot read.
 
-That is quantised KV, whose scales lie in the blocks, and heads and dtypes that flashinfer does not know. A tile of
-blocks is dequantised where it is multiplied, so that memory is read once and at its smaller size. Nothing is planned
-ahead: a step's tables are all that kernels need, also in graphs.
+It serves quantised KV, whose scales lie in the blocks, and heads and dtypes that flashinfer lacks. A tile of blocks is
+dequantised where it is multiplied, so memory is read once and at the smaller size. There is no planning: kernels need
+only a step's tables, also in graphs.
 """
 
 import itertools
@@ -20,31 +20,38 @@ from engine.errors import KernelsUnavailable
 from engine.kv.layout import KvLayout
 
 PROMPT_ROWS, PROMPT_WARPS = 64, 8
-"""Query rows (tokens times heads of a KV head) of a tile of a prompt, and warps. With 4 warps registers spill, and on
-Ampere with 128 rows of int8 (`tests/support/compiled_attention.py`)."""
+"""Query rows (tokens times heads of a KV head) of a prompt's tile, and its warps.
+
+With 4 warps registers spill, and on Ampere also with 128 rows of int8 (`tests/support/compiled_attention.py`)."""
 LEAST_ROWS = 16
-"""Of a tile: what tensor cores multiply at once."""
+"""Smallest number of rows of a tile: tensor cores multiply as many at once."""
 KEYS = 64
-"""Keys at a time."""
+"""Keys read at a time."""
 MAX_SPLITS = 32
-"""Of a tile's keys, when there are too few tiles to keep all processors busy."""
+"""Largest number of programs that share a tile's keys, used when few tiles would leave processors idle."""
 TILES = LAST_LENS + 1
 """Place of the array of tiles in a step."""
 
 
 def load_kernels(layout: KvLayout, device: torch.device) -> Any:
-    """The module. Raises KernelsUnavailable with the reason when it cannot be had, or not for this GPU."""
+    """Return the module of kernels.
+
+    Raises KernelsUnavailable, with the reason, when Triton is missing or does not support this GPU.
+    """
     if layout.kept == "fp8" and torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:
         raise KernelsUnavailable(f"fp8 needs a GPU of compute capability {'.'.join(map(str, FLOAT8_CAPABILITY))}")
     try:
         from engine.backends.torch.cuda import attention_kernels
-    except Exception as error:  # importing Triton looks for drivers and compilers, which fail in ways of their own
+    except Exception as error:  # importing Triton looks for drivers and compilers, whose errors are of any type
         raise KernelsUnavailable(f"Triton cannot be imported: {error}") from error
     return attention_kernels
 
 
 class TritonPagedAttention(GpuAttention):
-    """Over a pool as `KvMemory.tensor`, of `heads` query heads, on a GPU of so many `processors` (SMs)."""
+    """Paged attention over a pool shaped as `KvMemory.tensor`, for `heads` query heads.
+
+    `processors` is the GPU's number of SMs.
+    """
 
     def __init__(self, kernels: Any, pool: Tensor, layout: KvLayout, heads: int, processors: int) -> None:
         super().__init__(layout, pool.device)
@@ -55,9 +62,7 @@ class TritonPagedAttention(GpuAttention):
         self._group_width = _power_of_two(self._group)
         self._tile_tokens = max(1, PROMPT_ROWS // self._group_width)
         self._kept = pool.view(TYPES[layout.kept]) if layout.quantised else pool
-        self._scales = (
-            pool.view(torch.bfloat16) if layout.quantised else pool
-        )  # without scales, whatever has an address
+        self._scales = pool.view(torch.bfloat16) if layout.quantised else pool  # without scales, any valid pointer
         row_bytes = layout.block_tokens * layout.vector_bytes
         self._of_pool = {
             "HEAD_DIM": layout.head_dim,
@@ -93,14 +98,14 @@ class TritonPagedAttention(GpuAttention):
         return out[None]
 
     def _of_prompts(self, tables: StepTables) -> "list[array[int]]":
-        """The first token of each tile."""
+        """Return the first token of each tile."""
         tiles = array("i")
         for first, end in itertools.pairwise(tables.query_starts[tables.num_decodes :]):
             tiles.extend(range(first, end, self._tile_tokens))
         return [tiles]
 
     def _write(self, new: Tensor, part: int) -> None:
-        """`new` [kv_heads, tokens, head_dim], into row `part` of each head."""
+        """Write `new` [kv_heads, tokens, head_dim] into row `part` of each head."""
         new = new if new.stride(-1) == 1 else new.contiguous()
         device = self.step.device
         self._kernels.write_kv[(new.shape[1], new.shape[0])](
@@ -133,7 +138,7 @@ class TritonPagedAttention(GpuAttention):
         tiled: bool = False,
         **chosen: Any,
     ) -> None:
-        """For tokens [first_token, end_token) of the step, in so many tiles, into `out`."""
+        """Attend for tokens [first_token, end_token) of the step, in `tiles` tiles, into `out`."""
         step, layout = self.step, self._layout
         splits = self._splits(tiles)
         tokens = end_token - first_token
@@ -184,11 +189,14 @@ class TritonPagedAttention(GpuAttention):
             )
 
     def _splits(self, tiles: int) -> int:
-        """A power of two. It depends on the number of tiles only, so that a graph has the same as the plain path."""
+        """Return the number of splits, a power of two.
+
+        It depends only on the number of tiles, so that a graph computes exactly as the plain path does.
+        """
         wanted = 2 * self._processors // (tiles * self._layout.kv_heads)
         return min(MAX_SPLITS, _power_of_two(wanted + 1) // 2) if wanted > 1 else 1
 
 
 def _power_of_two(number: int) -> int:
-    """The least that is not smaller."""
+    """Return the smallest power of two that is not below the number."""
     return 1 << max(0, number - 1).bit_length()

@@ -1,1 +1,1 @@
-"""The CPU path: kernels compiled once for this machine, and the modules of a model that use them."""
+"""CPU kernels, compiled once for this machine, and the model modules that use them."""

@@ -1,4 +1,7 @@
-"""Paged attention by the CPU kernels: blocks are read where they are, each once per group of query heads."""
+"""Paged attention by the CPU kernels.
+
+They read blocks in place, each once per group of query heads.
+"""
 
 from collections.abc import Sequence
 
@@ -59,7 +62,7 @@ class NativePagedAttention(PagedAttention):
         self._sampled = self._work(sampled)
 
     def trim_last_layer(self) -> None:
-        """In the last layer, attend only for the tokens whose logits are wanted."""
+        """Attend in the last layer only for the tokens whose logits are wanted."""
         self._last_only_samples = True
 
     def attend(
@@ -75,12 +78,15 @@ class NativePagedAttention(PagedAttention):
         return self._kernels.attention(shape, query, self._pool, self._tables, items, max_rows)
 
     def _work(self, items: list[tuple[int, int, int, int]]) -> tuple[Tensor, int]:
-        """Items with the most work first, so that no thread is left with it in the end; and their most rows."""
+        """Return the work items, largest first, and the largest number of rows of one.
+
+        The order keeps the threads equally busy until the end.
+        """
         items.sort(key=lambda item: -item[1] * (item[2] + item[1]))
         max_rows = max((count for _, count, *_ in items), default=1) * self._group
         return torch.tensor(items, dtype=torch.long).reshape(-1, 4), max_rows
 
 
 def _dense(heads: Tensor) -> Tensor:
-    """[1, heads, tokens, head_dim] whose last dimension is contiguous."""
+    """Return [1, heads, tokens, head_dim] with a contiguous last dimension."""
     return heads if heads.stride(-1) == 1 else heads.contiguous()

@@ -1,7 +1,7 @@
-"""Whole decoder layers of one common kind, computed by the kernels without transformers' Python between them.
+"""Whole decoder layers of the Llama kind, computed by the kernels without transformers' Python in between.
 
-The kind is Llama's: a norm, attention with rotary embedding, a residual sum, a norm, a gated MLP, a residual sum. That
-a layer is of it is not told by its name: it is computed both ways, and what is replaced gave the same to the bit.
+The Llama kind is: a norm, attention with rotary embedding, a residual sum, a norm, a gated MLP, a residual sum. A
+layer's name does not decide: it is computed both ways, and replaced only if the results are equal to the bit.
 """
 
 import logging
@@ -24,12 +24,12 @@ LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
 PROBED_POSITIONS = (0, 1, 17)
-"""Of the tokens by which layers are compared."""
+"""Positions of the tokens by which layers are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """What a layer says to its attention besides queries, keys and values."""
+    """Arguments that a layer gives its attention besides queries, keys and values."""
 
     layer: int
     scaling: float
@@ -38,13 +38,16 @@ class AttentionCall:
 
 
 class Probe(PagedAttention):
-    """Stands in for attention while layers are compared: what it returns depends on every element that it is given."""
+    """Stand-in for attention while layers are compared.
+
+    Its result depends on every element of its inputs.
+    """
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
 
     def prepare(self, chunks: Sequence[Chunk]) -> None:
-        """There is no pool."""
+        """Do nothing: there is no pool."""
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, softcap: float
@@ -56,7 +59,7 @@ class Probe(PagedAttention):
 
 
 class NativeDecoderLayer(nn.Module):
-    """Computes a layer `is_of_kind` in place of the hidden states that it is given."""
+    """Layer of the known kind, computed in place of its input's hidden states."""
 
     def __init__(self, kernels: Kernels, attention: PagedAttention, layer: Any, call: AttentionCall) -> None:
         super().__init__()
@@ -69,7 +72,7 @@ class NativeDecoderLayer(nn.Module):
         self._head_dim: int = mixer.head_dim
 
     def forward(self, hidden: Tensor, position_embeddings: tuple[Tensor, Tensor], **others: object) -> Tensor:
-        """`hidden` [1, tokens, width] becomes the layer's output; cos and sin are [1, tokens, head_dim]."""
+        """Overwrite `hidden` [1, tokens, width] with the layer's output; cos and sin are [1, tokens, head_dim]."""
         kernels, call = self._kernels, self._call
         cos, sin = position_embeddings
         normed = self._before_attention(hidden)
@@ -84,16 +87,18 @@ class NativeDecoderLayer(nn.Module):
         return hidden
 
     def _heads(self, linear: PackedLinear, norm: NativeRmsNorm | None, x: Tensor) -> Tensor:
-        """[1, heads, tokens, head_dim]."""
+        """Return the layer's heads, [1, heads, tokens, head_dim]."""
         heads = self._kernels.linear(x, linear.packed, linear.bias).view(1, x.shape[1], -1, self._head_dim)
         return (heads if norm is None else norm(heads)).transpose(1, 2)
 
 
 @torch.inference_mode()
 def use_native_layers(model: Any, kernels: Kernels, attention: PagedAttention) -> int:
-    """Replace, in place, the layers that are of the kind; how many. Their parts must have been replaced before.
+    """Replace the layers of the known kind in place and return their number.
 
-    The model is left with an attention that computes nothing, for `use_attention` to be called again.
+    Their parts must have been replaced before.
+
+    The model is left with an attention that computes nothing; the caller calls `use_attention` again.
     """
     layers = getattr(getattr(model, "model", None), "layers", None)
     if not isinstance(layers, nn.ModuleList) or not any(map(is_of_kind, layers)):
@@ -111,7 +116,10 @@ def use_native_layers(model: Any, kernels: Kernels, attention: PagedAttention) -
 
 
 def is_of_kind(layer: Any) -> bool:
-    """Its parts are those of the kind, and the kernels'. What it makes of them is another question."""
+    """Return whether the layer has the known parts, as kernels.
+
+    Whether it computes the same is checked separately.
+    """
     if {name for name, _ in layer.named_children()} != {"self_attn", "mlp", *LAYER_NORMS}:
         return False
     names = {name for name, _ in layer.self_attn.named_children()}
@@ -130,7 +138,7 @@ def is_of_kind(layer: Any) -> bool:
 
 @dataclass(slots=True)
 class Seen:
-    """One layer's part in a forward of the model."""
+    """One layer's inputs and output in a forward of the model."""
 
     calls: list[AttentionCall] = field(default_factory=list)
     arguments: tuple[Any, ...] = ()
@@ -138,7 +146,7 @@ class Seen:
     output: Any = None
 
     def can_be_asked_of(self, layer: Any) -> bool:
-        """It was called as `NativeDecoderLayer.forward` can be."""
+        """Return whether the layer was called in a way that `NativeDecoderLayer.forward` supports."""
         cos_and_sin = self.options.get("position_embeddings")
         if len(self.calls) != 1 or len(self.arguments) != 1 or not isinstance(cos_and_sin, tuple):
             return False
@@ -152,13 +160,13 @@ class Seen:
         )
 
     def is_what(self, native: NativeDecoderLayer) -> bool:
-        """It returns the same to the bit."""
+        """Return whether the native layer returns the same to the bit."""
         output = native(self.arguments[0].clone(), **self.options)
         return isinstance(self.output, Tensor) and torch.equal(output, self.output)
 
 
 def _observe(model: Any, layers: nn.ModuleList) -> list[Seen]:
-    """What each layer did in a forward of a few tokens."""
+    """Run a forward of a few tokens and return each layer's inputs and output."""
     probe, seen, hooks = Probe(), [Seen() for _ in layers], []
     use_attention(model, probe)
 

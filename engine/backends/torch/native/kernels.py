@@ -1,7 +1,9 @@
-"""Typed calls into the compiled kernels. Shapes are checked by the callers; strides are in elements.
+"""Typed calls into the compiled kernels.
 
-All results are computed row by row in an order that depends on the row alone, so a token's result is the same to the
-bit whoever else is in the batch and however its prompt was cut into chunks.
+Callers check shapes; strides are in elements.
+
+Each row is computed in an order that depends on the row alone. So a token's result has the same bits whatever else is
+in the batch and however its prompt was cut into chunks.
 """
 
 import ctypes
@@ -20,9 +22,9 @@ from kvtransfer.native.compiler import NotCompiled, Source, load_libraries
 
 FOLDER = Path(__file__).parent
 PANEL = 64
-"""Columns of a matrix that lie together once it is packed."""
+"""Columns of a packed matrix that are stored together."""
 FLAGS = ("-fopenmp", "-fno-math-errno")
-"""The libraries share torch's OpenMP runtime, and with it torch's threads."""
+"""Compiler flags. The libraries share torch's OpenMP runtime, and with it torch's threads."""
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _CPP_TYPES = {"float32": "float", "bfloat16": "bfloat16"}
 
@@ -58,13 +60,16 @@ _LAYERS: _Signatures = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """A library of kernels: a source, and for what it is compiled. There is one object for each."""
+    """Library of kernels: a source file and its compile-time parameters.
+
+    There is one shared object for each.
+    """
 
     source: str
     computed: str = ""
-    """Type that is computed in, where the source is for one."""
+    """Dtype of the computation, where the source has one."""
     kept: str = ""
-    """`_int8` where what it reads is kept so."""
+    """Dtype suffix of the stored input: `_int8`, or empty."""
 
     def compiled(self) -> Source:
         defined = []
@@ -85,12 +90,12 @@ _ATTENTION_PARTS = {
 
 
 def attention_part(dtype: torch.dtype, quantised: bool) -> Part:
-    """Attention computed in `dtype`, over a pool of the same or of int8."""
+    """Return the attention library that computes in `dtype`, over a pool of the same dtype or of int8."""
     return _ATTENTION_PARTS[dtype, quantised]
 
 
 class AttentionShape(ctypes.Structure):
-    """Mirrors the struct of the same name in attention.cpp."""
+    """Mirror of the struct of the same name in attention.cpp."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "head_dim", "block_tokens", "layers", "layer")),
@@ -103,41 +108,45 @@ class AttentionShape(ctypes.Structure):
 
 
 class PackedMatrix:
-    """Weights [n, k] in the order in which they are read: bfloat16, int8 with a scale for each of the n, or int4 with
-    scales among them."""
+    """Weights [n, k] in the order in which the kernels read them.
+
+    They are bfloat16, int8 with a scale for each of the n, or int4 with scales between the weights.
+    """
 
     __slots__ = ("k", "kind", "n", "pointer", "scales", "storage")
 
     def __init__(self, n: int, k: int, storage: Tensor, kind: str = "", scales: Tensor | None = None) -> None:
         self.n, self.k, self.storage, self.scales = n, k, storage, scales
         self.kind = kind
-        """What the functions that read it end in."""
+        """Suffix of the functions that read the matrix."""
         self.pointer = storage.data_ptr()
 
     @property
     def arguments(self) -> tuple[int, ...]:
-        """By which they are told where it is."""
+        """Pointers that the kernels take for the matrix."""
         return (self.pointer,) if self.scales is None else (self.pointer, self.scales.data_ptr())
 
 
 class Kernels:
-    """The libraries, loaded. Whatever loads them raises KernelsUnavailable when they cannot be had."""
+    """Loaded libraries.
+
+    Methods raise KernelsUnavailable when their library cannot be compiled or loaded.
+    """
 
     def __init__(self, *parts: Part) -> None:
-        """`parts` are those that will be needed besides the ones that always are: all are compiled at the same time,
-        and others when they are first asked for."""
+        """Compile `parts` and the libraries that are always needed at the same time; others compile at first use."""
         self._arena = Arena()
         self._loaded: dict[Part, dict[str, Callable[..., Any]]] = {}
         self._load([LAYERS, LINEAR, *parts])
 
     @property
     def multiplies_bfloat16(self) -> bool:
-        """The CPU has bfloat16 dot products, and with them `pack`, `linear`, `gated` and `embed`."""
+        """Whether the CPU has bfloat16 dot products, which `pack`, `linear`, `gated` and `embed` need."""
         return self._level >= 1
 
     @property
     def multiplies_int8(self) -> bool:
-        """It also permutes bytes, and with that there are the functions of int8 and int4 weights."""
+        """Whether the CPU also permutes bytes, which the functions of int8 and int4 weights need."""
         return self._level >= 2
 
     def _load(self, parts: Sequence[Part]) -> None:
@@ -154,7 +163,7 @@ class Kernels:
                 function.argtypes, function.restype = types, _LONG if "_bytes" in name else None
 
     def _signatures(self, part: Part) -> _Signatures:
-        """What the library has on this CPU."""
+        """Return the signatures of the functions that the library has on this CPU."""
         if part == LAYERS:
             typed = {f"{name}_{kind}": types for name, types in _LAYERS.items() for kind in TYPES.values()}
             return typed | {"tandem_bind": [_POINTER, ctypes.c_int]}
@@ -170,18 +179,21 @@ class Kernels:
         return self._loaded[part][name]
 
     def _of_kind(self, name: str, kind: str) -> Callable[..., Any]:
-        """Of weights as saved, or of a quantised kind."""
+        """Return the function for bfloat16 weights, or for a quantised kind."""
         return self._function(QUANTISED if kind else LINEAR, name + kind)
 
     def bind_threads(self, cores: Sequence[int]) -> None:
-        """Bind the calling thread to the first core, and each thread of the teams it will begin to one of the others.
+        """Bind the calling thread to the first core, and each thread of its later teams to one of the others.
 
-        Left to itself the system puts two of them on one core as soon as another process is busy on the other.
+        Without binding the system puts two threads on one core as soon as another process is busy on the other.
         """
         self._function(LAYERS, "tandem_bind")((ctypes.c_int * len(cores))(*cores), len(cores))
 
     def pack(self, weights: Tensor) -> PackedMatrix:
-        """bfloat16 [n, k], which is not to be used any more."""
+        """Pack bfloat16 [n, k].
+
+        The original must not be used after this.
+        """
         weights = weights.contiguous()
         n, k = weights.shape
         packed = self._empty_matrix(n, k)
@@ -190,7 +202,7 @@ class Kernels:
         return packed
 
     def pack_gated(self, gate: Tensor, up: Tensor) -> PackedMatrix:
-        """Two bfloat16 [n, k] whose products are taken together; n must be a multiple of 32."""
+        """Pack two bfloat16 [n, k] whose products are taken together; n must be a multiple of 32."""
         n, k = gate.shape
         half = PANEL // 2
         packed = self._empty_matrix(2 * n, k)
@@ -200,7 +212,7 @@ class Kernels:
         return packed
 
     def pack_int8(self, values: Tensor, scales: Tensor) -> PackedMatrix:
-        """int8 [n, k] from -127 to 127, row i of which is to be multiplied by scales[i], float32 [n]."""
+        """Pack int8 [n, k] from -127 to 127 with float32 scales [n], one for each row."""
         n, k = values.shape
         packed = self._empty_matrix(n, k, "_int8", scales)
         pack = self._function(QUANTISED, "tandem_pack_int8")
@@ -208,7 +220,7 @@ class Kernels:
         return packed
 
     def pack_gated_int8(self, gate: tuple[Tensor, Tensor], up: tuple[Tensor, Tensor]) -> PackedMatrix:
-        """Two such pairs of values and scales, whose products are taken together; n must be a multiple of 32."""
+        """Pack two pairs of int8 values and scales whose products are taken together; n must be a multiple of 32."""
         n, k = gate[0].shape
         half = PANEL // 2
         scales = torch.stack([gate[1].view(-1, half), up[1].view(-1, half)], 1).reshape(-1)
@@ -218,14 +230,14 @@ class Kernels:
         return packed
 
     def pack_int4(self, values: Tensor, scales: Tensor) -> PackedMatrix:
-        """int8 [n, k] from -8 to 7, each 32 of a row with a scale, bfloat16 [n, k / 32]; k is a multiple of 32."""
+        """Pack int8 [n, k] from -8 to 7; each 32 of a row have a scale, bfloat16 [n, k / 32], so 32 divides k."""
         n, k = values.shape
         packed = self._empty_matrix(n, k, "_int4")
         self._pack_int4(values, scales, packed, (n, 0, 0))
         return packed
 
     def pack_gated_int4(self, gate: tuple[Tensor, Tensor], up: tuple[Tensor, Tensor]) -> PackedMatrix:
-        """As `pack_gated_int8`."""
+        """Pack two pairs of int4 values and scales, as `pack_gated_int8` does."""
         n, k = gate[0].shape
         packed = self._empty_matrix(2 * n, k, "_int4")
         for shift, weights in ((0, gate), (PANEL // 2, up)):
@@ -239,13 +251,19 @@ class Kernels:
         pack(values.data_ptr(), scales.data_ptr(), *values.shape, to.pointer, *columns)
 
     def linear(self, x: Tensor, weights: PackedMatrix, bias: Tensor | None) -> Tensor:
-        """[..., k] @ weights.T + bias: [..., n]. `x` is contiguous bfloat16."""
+        """Return [..., k] @ weights.T + bias: [..., n].
+
+        `x` is contiguous bfloat16.
+        """
         out = torch.empty((*x.shape[:-1], weights.n), dtype=torch.bfloat16)
         self._linear(x, weights, bias, out, False)
         return out
 
     def add_linear(self, to: Tensor, x: Tensor, weights: PackedMatrix, bias: Tensor | None) -> None:
-        """to += what `linear` returns. Both are contiguous bfloat16."""
+        """Add the result of `linear` to `to`.
+
+        Both are contiguous bfloat16.
+        """
         self._linear(x, weights, bias, to, True)
 
     def _linear(self, x: Tensor, weights: PackedMatrix, bias: Tensor | None, out: Tensor, adds: bool) -> None:
@@ -263,7 +281,10 @@ class Kernels:
         )
 
     def gated(self, x: Tensor, weights: PackedMatrix) -> Tensor:
-        """silu(x @ gate.T) * (x @ up.T): [..., n]. `x` is contiguous bfloat16."""
+        """Return silu(x @ gate.T) * (x @ up.T): [..., n].
+
+        `x` is contiguous bfloat16.
+        """
         n = weights.n // 2
         out = torch.empty((*x.shape[:-1], n), dtype=torch.bfloat16)
         rows = x.numel() // weights.k
@@ -272,14 +293,17 @@ class Kernels:
         return out
 
     def embed(self, token_ids: Tensor, weights: PackedMatrix) -> Tensor:
-        """Rows `token_ids` (int64, contiguous) of bfloat16 weights: [..., k]."""
+        """Return rows `token_ids` (int64, contiguous) of bfloat16 weights: [..., k]."""
         out = torch.empty((*token_ids.shape, weights.k), dtype=torch.bfloat16)
         embed = self._function(LINEAR, "tandem_embed")
         embed(token_ids.data_ptr(), token_ids.numel(), weights.pointer, weights.k, out.data_ptr())
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """weight * x / rms(x) over the last dimension. `x` is contiguous."""
+        """Return weight * x / rms(x) over the last dimension.
+
+        `x` is contiguous.
+        """
         out = torch.empty_like(x)
         n = x.shape[-1]
         function = self._function(LAYERS, f"tandem_rms_norm_{TYPES[x.dtype]}")
@@ -287,23 +311,28 @@ class Kernels:
         return out
 
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Rotary embedding, in place: `heads` [1, heads, tokens, head_dim] with a contiguous last dimension, `cos`
-        and `sin` contiguous [1, tokens, head_dim]."""
+        """Apply the rotary embedding in place.
+
+        `heads` is [1, heads, tokens, head_dim] with a contiguous last dimension; `cos` and `sin` are contiguous [1,
+        tokens, head_dim].
+        """
         _, count, tokens, head_dim = heads.shape
         function = self._function(LAYERS, f"tandem_rotate_{TYPES[heads.dtype]}")
         strides = heads.stride(1), heads.stride(2)
         function(heads.data_ptr(), count, *strides, cos.data_ptr(), sin.data_ptr(), tokens, head_dim)
 
     def argmax(self, rows: Tensor) -> Tensor:
-        """The first largest element of each contiguous row: int64 [rows]."""
+        """Return the first largest element of each contiguous row, int64 [rows]."""
         out = torch.empty(rows.shape[0], dtype=torch.long)
         function = self._function(LAYERS, f"tandem_argmax_{TYPES[rows.dtype]}")
         function(rows.data_ptr(), rows.shape[0], rows.shape[1], out.data_ptr())
         return out
 
     def write_kv(self, shape: AttentionShape, pool: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """`key` and `value` [1, kv_heads, tokens, head_dim] to `slots`, int64 [tokens]: block * block_tokens +
-        offset."""
+        """Write `key` and `value` [1, kv_heads, tokens, head_dim] into the pool.
+
+        `slots` is int64 [tokens]: block * block_tokens + offset.
+        """
         self._function(_part_of(key, pool), "tandem_write_kv")(
             ctypes.addressof(shape),
             pool.data_ptr(),
@@ -320,10 +349,10 @@ class Kernels:
     def attention(
         self, shape: AttentionShape, query: Tensor, pool: Tensor, tables: Tensor, items: Tensor, max_rows: int
     ) -> Tensor:
-        """Attention of `query` [1, heads, tokens, head_dim] over the pool: [1, tokens, heads, head_dim].
+        """Attend with `query` [1, heads, tokens, head_dim] over the pool: returns [1, tokens, heads, head_dim].
 
-        `tables` int32, `items` int64 [n, 4]: see AttentionItem in attention.cpp. `max_rows`: the most query rows of an
-        item, tokens times query heads per KV head. Tokens in no item are left undefined.
+        `tables` is int32, `items` int64 [n, 4]: see AttentionItem in attention.cpp. `max_rows` is the largest number of
+        query rows of an item: tokens times query heads per KV head. Tokens in no item are left undefined.
         """
         out = torch.empty((1, query.shape[2], query.shape[1], query.shape[3]), dtype=query.dtype)
         self._function(_part_of(query, pool), "tandem_attention")(
@@ -348,12 +377,12 @@ class Kernels:
 
 
 def _part_of(computed: Tensor, pool: Tensor) -> Part:
-    """Quantised KV is bytes."""
+    """Return the attention library for the pool: quantised KV is bytes."""
     return attention_part(computed.dtype, pool.dtype is torch.uint8)
 
 
 def attention_shape(layout: KvLayout, heads: int) -> AttentionShape:
-    """What does not change from call to call."""
+    """Return the parameters of attention that stay the same from call to call."""
     return AttentionShape(
         heads=heads,
         kv_heads=layout.kv_heads,

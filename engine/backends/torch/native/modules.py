@@ -1,7 +1,7 @@
-"""Puts the kernels in the place of a model's own linear layers, MLPs and norms.
+"""Replaces a model's linear layers, MLPs and norms by the CPU kernels.
 
-A module is replaced only where it is seen to do what the kernel does: by its type and, for what is known by its shape
-alone, by comparing both on random input. What is not recognised stays as transformers made it.
+A module is replaced only if it does what the kernel does. Its type decides, and for a module known by its shape alone,
+a comparison on random input. An unknown module stays as transformers made it.
 """
 
 import functools
@@ -22,22 +22,25 @@ from engine.backends.torch.quantised import QuantisedLinear
 log = logging.getLogger(__name__)
 
 ROTARY = "apply_rotary_pos_emb"
-"""transformers' name for the rotary embedding of queries and keys, in each model's own module."""
+"""Name in transformers of the rotary embedding of queries and keys, in each model's own module."""
 TOLERANCE = 0.02
 """Largest difference of a replaced module, relative to its largest output: bfloat16 has 8 bits."""
 
 
 class LastRows:
-    """Which rows of the flattened batch, in order, somebody will read after the last layer's attention; None: all.
+    """Rows of the flattened batch, in order, that are read after the last layer's attention; None: all.
 
-    In the last layer only they are computed: the others' keys and values are still needed, what follows is not.
+    The last layer computes only these rows after attention. It still computes the keys and values of all rows.
     """
 
     def __init__(self) -> None:
         self.rows: Tensor | None = None
 
     def only(self, x: Tensor, compute: Callable[[Tensor], Tensor], width: int) -> Tensor:
-        """`compute` on the rows needed of x [1, tokens, k]; [1, tokens, width] with zeros in the others."""
+        """Run `compute` on the needed rows of x [1, tokens, k].
+
+        Returns [1, tokens, width] with zeros in the other rows.
+        """
         if self.rows is None or self.rows.numel() == x.shape[1]:
             return compute(x)
         out = x.new_zeros(1, x.shape[1], width)
@@ -47,7 +50,7 @@ class LastRows:
 
 
 class PackedLinear(nn.Module):
-    """bfloat16 [..., k] to [..., n]."""
+    """Linear layer over packed weights: bfloat16 [..., k] to [..., n]."""
 
     def __init__(self, kernels: Kernels, packed: PackedMatrix, bias: Tensor | None) -> None:
         super().__init__()
@@ -70,7 +73,7 @@ class PackedLinear(nn.Module):
 
 
 class PackedEmbedding(nn.Module):
-    """Reads token embeddings from the packed output layer, where the two are one matrix."""
+    """Token embedding read from the packed output layer, where the two share one matrix."""
 
     def __init__(self, kernels: Kernels, packed: PackedMatrix) -> None:
         super().__init__()
@@ -82,7 +85,7 @@ class PackedEmbedding(nn.Module):
 
 
 class PackedGatedMlp(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """Gated MLP, down(silu(gate(x)) * up(x))."""
 
     def __init__(self, kernels: Kernels, mlp: nn.Module) -> None:
         super().__init__()
@@ -102,7 +105,7 @@ class PackedGatedMlp(nn.Module):
 
 
 class NativeRmsNorm(nn.Module):
-    """weight * x / rms(x), of the last dimension."""
+    """RMS norm, weight * x / rms(x) of the last dimension."""
 
     def __init__(self, kernels: Kernels, norm: nn.Module) -> None:
         super().__init__()
@@ -117,19 +120,19 @@ class NativeRmsNorm(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """What `use_kernels` did."""
+    """Counts of the modules that `use_kernels` replaced."""
 
     linears: int
     mlps: int
     norms: int
     rotary: bool
     last_rows: LastRows | None
-    """Set when the last layer computes only what is asked for."""
+    """Rows to compute, set when the last layer computes only the rows that are read."""
 
 
 @torch.inference_mode()
 def use_kernels(model: nn.Module, kernels: Kernels) -> Replaced:
-    """Replace what can be replaced, in place; the replaced weights are freed as it goes."""
+    """Replace the known modules in place; the replaced weights are freed one by one."""
     norms = _replace_norms(model, kernels)
     mlps = linears = 0
     if kernels.multiplies_bfloat16:
@@ -145,8 +148,10 @@ def use_kernels(model: nn.Module, kernels: Kernels) -> Replaced:
 
 
 def _leave_file(model: nn.Module) -> None:
-    """What was not replaced moves to memory of its own, or it would keep the whole file of weights mapped. Not tensors
-    of other classes, as torchao's: what they are made of is theirs."""
+    """Copy the remaining weights to memory of their own, otherwise they keep the whole file of weights mapped.
+
+    Tensors of other classes, as torchao's, stay: their storage is unknown here.
+    """
     for tensor in [*model.parameters(), *model.buffers()]:
         mapped = tensor.data
         if type(mapped) is not Tensor:
@@ -196,7 +201,7 @@ def _is_gated_mlp(module: nn.Module, kernels: Kernels) -> bool:
 
 
 def _replace_linears(model: nn.Module, kernels: Kernels) -> int:
-    """The output layer last, since the embedding may be the same matrix."""
+    """Replace the linear layers, the output layer last, since the embedding may be the same matrix."""
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     count = 0
     for parent, name, module in _children(model):
@@ -213,7 +218,7 @@ def _replace_linears(model: nn.Module, kernels: Kernels) -> int:
 
 
 def _replace_rotary(model: nn.Module, kernels: Kernels) -> bool:
-    """The rotary embedding is a function of the module that defines the model's attention."""
+    """Replace the rotary embedding, a function of the module that defines the model's attention."""
     homes = {type(module).__module__ for module in model.modules() if hasattr(module, "layer_idx")}
     original = {home: getattr(sys.modules[home], ROTARY, None) for home in homes}
     if len(homes) != 1 or not callable(function := original[home := homes.pop()]):
@@ -251,7 +256,7 @@ def _same_rotary(function: Callable[..., Any], native: Callable[..., Any]) -> bo
 
 
 def _trim_last_layer(model: nn.Module) -> LastRows | None:
-    """Let the last layer skip rows, if it is seen to change nothing for the others."""
+    """Let the last layer skip rows, if that changes nothing for the other rows."""
     layers = getattr(getattr(model, "model", None), "layers", None)
     if not isinstance(layers, nn.ModuleList):
         return None
@@ -262,7 +267,7 @@ def _trim_last_layer(model: nn.Module) -> LastRows | None:
         if isinstance(module, PackedLinear | PackedGatedMlp) and name.rsplit(".")[-1] not in ("k_proj", "v_proj")
     ]
     if {type(module) for module in trimmed} != {PackedLinear, PackedGatedMlp}:
-        return None  # a mixture of experts, say: its rows are sorted by expert
+        return None  # for example a mixture of experts, which sorts its rows by expert
     for module in trimmed:
         module.last_rows = last_rows
     return last_rows
@@ -271,7 +276,7 @@ def _trim_last_layer(model: nn.Module) -> LastRows | None:
 def _same(
     agrees: dict[type[nn.Module], bool], module: nn.Module, native: nn.Module, width: int, dtype: torch.dtype
 ) -> bool:
-    """Whether both compute the same; asked once for each type."""
+    """Return whether both compute the same; compared once for each type."""
     if type(module) not in agrees:
         x = torch.randn(1, 5, width, generator=torch.Generator().manual_seed(0)).to(dtype)
         wanted, got = module(x).float(), native(x).float()
@@ -282,7 +287,7 @@ def _same(
 
 
 def _children(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    """(parent, name, child) of every module but the model itself."""
+    """Return (parent, name, child) of every module but the model itself."""
     return [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
 
 

@@ -1,4 +1,4 @@
-"""Which layers the kernels can multiply, and their weights in the kernels' order."""
+"""Packing of linear layers: which layers the kernels can multiply, and their weights in the kernels' order."""
 
 from typing import TypeGuard
 
@@ -10,13 +10,15 @@ from engine.backends.torch.quantised import QuantisedLinear
 
 
 def is_packable(module: object) -> TypeGuard[nn.Linear | QuantisedLinear]:
-    """A linear layer of whatever dtype; subclasses compute something else."""
+    """Return whether the module is exactly a linear layer, of any dtype: subclasses may compute something else."""
     return type(module) in (nn.Linear, QuantisedLinear)
 
 
 def can_pack(kernels: Kernels, module: object) -> bool:
-    """Exactly a linear layer of bfloat16, saved so or quantised here. One whose weight is a tensor of some other class
-    (torchao's, say) only looks like one."""
+    """Return whether the module is a linear layer of bfloat16, saved so or quantised here.
+
+    A layer whose weight is a tensor of another class (torchao's, say) only looks like one.
+    """
     if not is_packable(module) or module.in_features % 2:
         return False
     if isinstance(module, QuantisedLinear):
@@ -25,14 +27,17 @@ def can_pack(kernels: Kernels, module: object) -> bool:
 
 
 def pack(kernels: Kernels, linear: nn.Linear | QuantisedLinear) -> PackedMatrix:
-    """The weights of a layer that `can_pack`, which is not to be used any more."""
+    """Pack the weights of a layer that `can_pack`.
+
+    The layer must not be used after this.
+    """
     if isinstance(linear, QuantisedLinear):
         return (kernels.pack_int4 if linear.grouped else kernels.pack_int8)(linear.values, linear.scales)
     return kernels.pack(linear.weight.data)
 
 
 def pack_gated(kernels: Kernels, gate: nn.Linear | QuantisedLinear, up: nn.Linear | QuantisedLinear) -> PackedMatrix:
-    """Two layers of one type and size, whose products are taken together; outputs must be a multiple of 32."""
+    """Pack two layers of one type and size whose products are taken together; outputs must be a multiple of 32."""
     if isinstance(gate, QuantisedLinear):
         assert isinstance(up, QuantisedLinear)
         pack_both = kernels.pack_gated_int4 if gate.grouped else kernels.pack_gated_int8
