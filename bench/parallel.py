@@ -40,11 +40,11 @@ class Measured(EngineListener):
         config = WorkerConfig.parse(settings | {"tensor_parallel": ranks, "kv_memory_mib": 128})
         self.host = ChildEngine(EngineSpec(config, "prefill", f"bench-{os.getpid()}-{ranks}-{dtype}"))
         self.times: dict[str, list[float]] = {}
-        self._said = asyncio.Event()
+        self._messages = asyncio.Event()
         self._ready = self._stopping = False
         self._count = 0
 
-    def heard(self, messages: Sequence[FromEngine]) -> None:
+    def on_messages(self, messages: Sequence[FromEngine]) -> None:
         for message in messages:
             match message:
                 case Token(request_id):
@@ -53,7 +53,7 @@ class Measured(EngineListener):
                     self._ready = True
                 case StartFailed(reason):
                     raise SystemExit(reason)
-        self._said.set()
+        self._messages.set()
 
     def ended(self, how: str) -> None:
         if not self._stopping:
@@ -66,13 +66,13 @@ class Measured(EngineListener):
     async def start(self) -> None:
         self.host.start(self)
         while not self._ready:
-            await self._news()
+            await self._changed()
 
     async def step_ms(self, streams: int) -> float:
         """Return the median gap between tokens, in milliseconds, while so many streams decode."""
         names = [self._ask(random.Random(number).choices(range(1000), k=16), TOKENS) for number in range(streams)]
         while any(len(self.times[name]) < TOKENS for name in names):
-            await self._news()
+            await self._changed()
         # the first tokens wait for prompts
         late = [pair for name in names for pair in list(pairwise(self.times[name]))[4:]]
         return statistics.median((b - a) * 1e3 for a, b in late)
@@ -83,7 +83,7 @@ class Measured(EngineListener):
         began = time.perf_counter()
         name = self._ask(random.Random(f"prompt {self._count}").choices(range(1000), k=PROMPT), 1)
         while not self.times[name]:
-            await self._news()
+            await self._changed()
         return (self.times[name][0] - began) * 1e3
 
     def _ask(self, prompt: list[int], max_tokens: int) -> str:
@@ -93,9 +93,9 @@ class Measured(EngineListener):
         self.host.send([Generate(name, tuple(prompt), (), sampling, name, 0, borrow=False)])
         return name
 
-    async def _news(self) -> None:
-        self._said.clear()
-        await self._said.wait()
+    async def _changed(self) -> None:
+        self._messages.clear()
+        await self._messages.wait()
 
 
 async def measure(dtype: str, console: Console) -> dict[str, dict[str, list[float]]]:

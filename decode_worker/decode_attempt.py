@@ -48,13 +48,13 @@ class DecodeAttempt:
         self._engine = context.engine
         self._engine_id = engine_id
         self._request_id = request.request_id
-        self._on_news = on_news
+        self._on_change = on_news
         self._generation = OutputStream(request, tokenizer, context.worker_id, ready.block_tokens)
         self._loan = Borrowing(context.lenders, engine_id, request.lender.worker, lambda: _chain(request))
         self._open = True
         self.failure: ServiceError | None = None
         self._engine.send(engine_request(engine_id, request))
-        self._engine.listen(engine_id, self._heard)
+        self._engine.listen(engine_id, self._on_message)
         self._held = ExitStack()
         stopped = Draining(f"worker {context.worker_id} was told to stop and hands the request over")
         self._held.enter_context(context.requests.holding(lambda: self.fail(stopped)))
@@ -76,7 +76,7 @@ class DecodeAttempt:
         """End the attempt on this worker with `failure`."""
         if not self.over:
             self.failure = failure
-            self._on_news()
+            self._on_change()
 
     def close(self) -> None:
         """Cancel the attempt in whatever state it is and free its blocks.
@@ -90,7 +90,7 @@ class DecodeAttempt:
             self._engine.send(Cancel(self._engine_id))
             self._engine.forget(self._engine_id)
 
-    def _heard(self, message: EngineMessage) -> None:
+    def _on_message(self, message: EngineMessage) -> None:
         if self._loan.handle(message) or self.over:
             return
         try:
@@ -102,7 +102,7 @@ class DecodeAttempt:
             self.failure = ServiceError(f"the decode worker failed: {error!r}")
         for choice in self._generation.take_stopped():
             self._engine.send(Cancel(self._engine_id, choice))
-        self._on_news()
+        self._on_change()
 
 
 def _chain(request: pb.DecodeRequest) -> LoanChain:

@@ -88,7 +88,7 @@ class OutputStream:
         self._num_drafted = 0
         self._num_accepted = 0
         self._prompt_logprobs: list[pb.TokenLogprobs] = []
-        self._news: dict[int, None] = {}
+        self._changed: dict[int, None] = {}
         """Indices of choices with something to send, in sending order."""
         self._stopped: list[int] = []
         self._choices = [self._choice(tokenizer, index) for index in range(num_choices(request.sampling))]
@@ -122,12 +122,12 @@ class OutputStream:
             scored = self._prompt_logprobs[:MAX_PROMPT_LOGPROBS]
             del self._prompt_logprobs[:MAX_PROMPT_LOGPROBS]
             return pb.GenerateResponse(prompt_logprobs=scored)
-        if not self._news:
+        if not self._changed:
             return None
-        index = next(iter(self._news))
+        index = next(iter(self._changed))
         message, more = self._choices[index].take()
         if not more:  # otherwise the choice keeps its place, since the last finish must be sent last
-            del self._news[index]
+            del self._changed[index]
         return message
 
     def take_stopped(self) -> list[int]:
@@ -145,7 +145,7 @@ class OutputStream:
         choice = _Choice(index, stream, len(token_ids), num_known, index in request.finished_choices)
         if not choice.finished and (rest := text[num_chars:]):
             choice.pieces.append(rest)
-            self._news[index] = None
+            self._changed[index] = None
         return choice
 
     def _token(self, token: Token) -> None:
@@ -159,7 +159,7 @@ class OutputStream:
             choice.num_known -= 1
             return
         choice.num_completion += 1
-        self._news[choice.index] = None
+        self._changed[choice.index] = None
         choice.token_ids.append(token.token_id)
         choice.pieces.append(choice.text.push(token.token_id))
         if token.logprobs is not None:
@@ -183,8 +183,8 @@ class OutputStream:
         finish.usage.completion_tokens = choice.num_completion
         if self.finished:
             self._add_shared(finish)
-        del self._news[choice.index]
-        self._news[choice.index] = None  # move behind all others: the last finish is the last message
+        del self._changed[choice.index]
+        self._changed[choice.index] = None  # move behind all others: the last finish is the last message
 
     def _add_shared(self, finish: pb.Finish) -> None:
         account = self._account

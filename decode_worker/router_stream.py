@@ -50,7 +50,7 @@ class RouterStream:
     def __init__(self, begin: Begin) -> None:
         self._begin = begin
         self._served: dict[int, _ActiveRequest] = {}
-        self._news: dict[int, _ActiveRequest] = {}
+        self._changed: dict[int, _ActiveRequest] = {}
         """Requests with pending messages that are not paused, oldest pending first."""
         self._highest = -1
         self._ended = False
@@ -70,21 +70,21 @@ class RouterStream:
             self._place(placed)
         for number in frame.cancelled:
             if (served := self._served.pop(number, None)) is not None:  # otherwise the request is already over
-                self._news.pop(number, None)
+                self._changed.pop(number, None)
                 served.close()
         for number in frame.paused:
             if (served := self._served.get(number)) is not None:
                 served.paused = True
-                self._news.pop(number, None)
+                self._changed.pop(number, None)
         for number in frame.resumed:
             if (served := self._served.get(number)) is not None:
                 served.paused = False
-                self._has_news(served)
+                self._has_changed(served)
 
     async def frames(self) -> AsyncIterator[pb.DecodeFrame]:
         """Yield frames until `end`."""
         while True:
-            while not self._news and not self._ended:
+            while not self._changed and not self._ended:
                 await self._waker.sleep()
             if self._ended:
                 return
@@ -100,7 +100,7 @@ class RouterStream:
         for served in self._served.values():
             served.close()
         self._served.clear()
-        self._news.clear()
+        self._changed.clear()
 
     def _place(self, placed: pb.PlacedRequest) -> None:
         if placed.number <= self._highest:
@@ -108,37 +108,37 @@ class RouterStream:
         self._highest = placed.number
         served = self._served[placed.number] = _ActiveRequest(placed.number)
         try:
-            served.attempt = self._begin(placed.request, lambda: self._has_news(served))
+            served.attempt = self._begin(placed.request, lambda: self._has_changed(served))
         except ServiceError as refusal:
             served.refusal = refusal
         except Exception as error:  # a bug here ends this request only, not the whole stream
             log.exception("a request failed", extra=of(placed.request.request_id))
             served.refusal = ServiceError(f"the decode worker failed: {error!r}")
         if served.attempt is None:
-            self._has_news(served)
+            self._has_changed(served)
             return
         if placed.timeout_ms > 0:
             failure = DeadlineExceeded("the deadline passed before the request was done")
             served.timer = asyncio.get_running_loop().call_later(placed.timeout_ms / 1e3, served.attempt.fail, failure)
 
-    def _has_news(self, served: _ActiveRequest) -> None:
+    def _has_changed(self, served: _ActiveRequest) -> None:
         if served.paused or served.number not in self._served:
             return
-        self._news[served.number] = served
+        self._changed[served.number] = served
         self._waker.wake()
 
     def _frame(self) -> pb.DecodeFrame:
         parts: list[pb.Part] = []
         num_bytes = 0
-        while self._news and num_bytes < MAX_FRAME_BYTES:
-            served = self._news.pop(next(iter(self._news)))
+        while self._changed and num_bytes < MAX_FRAME_BYTES:
+            served = self._changed.pop(next(iter(self._changed)))
             part = pb.Part(number=served.number)
             failure = served.refusal
             if served.attempt is not None:
                 if _take_some(served.attempt, part):
                     part.ended, failure = served.attempt.over, served.attempt.failure
                 else:
-                    self._news[served.number] = served
+                    self._changed[served.number] = served
             if failure is not None:
                 part.ended, part.status = True, to_proto(failure).SerializeToString()
             if part.ended:

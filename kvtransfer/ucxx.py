@@ -148,11 +148,11 @@ class UcxxTransport(Transport):
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._turn()
+                self._poll_once()
         finally:
             self._end()
 
-    def _turn(self) -> None:
+    def _poll_once(self) -> None:
         for key, _ in self._selector.select(self._pause()):
             if key.fileobj == self._wake_fd:
                 os.eventfd_read(self._wake_fd)
@@ -184,7 +184,7 @@ class UcxxTransport(Transport):
         if is_end and link.end is not None:
             link.end.armed = False
         elif not is_end and link.control is not None:
-            self._guarded(link, link.hear)
+            self._guarded(link, link.receive)
 
     def _guarded(self, link: Link, action: Callable[[], None]) -> None:
         """Run an action; its failure ends that link only."""

@@ -70,7 +70,7 @@ class Control:
     def has_unsent(self) -> bool:
         return bool(self._unsent)
 
-    def say(self, kind: Kind, body: bytes = b"") -> None:
+    def send(self, kind: Kind, body: bytes = b"") -> None:
         """Queue a frame; `flush` sends it."""
         self._unsent += pack_frame(kind, body)
 
@@ -84,7 +84,7 @@ class Control:
         except OSError as error:
             raise PeerGone(f"the connection broke: {error.strerror}") from error
 
-    def hear(self) -> list[tuple[Kind, bytes]]:
+    def receive(self) -> list[tuple[Kind, bytes]]:
         """Return the frames that have arrived.
 
         Raises PeerGone when the peer has closed the connection, Malformed as `FrameReader.feed` does.

@@ -69,12 +69,12 @@ class Link:
         self.end: UcxEnd | None = None
         self.give_up_at: float | None = None
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         """Handle a control connection that is readable or writable."""
         assert self.control is not None
         self.control.flush()
-        for kind, body in self.control.hear():
-            self._heard(kind, body)
+        for kind, body in self.control.receive():
+            self._on_message(kind, body)
         if self.control is not None:
             self.control.flush()
 
@@ -102,7 +102,7 @@ class Link:
     def fail(self, error: TransferError) -> None:
         raise NotImplementedError
 
-    def _heard(self, kind: Kind, body: bytes) -> None:
+    def _on_message(self, kind: Kind, body: bytes) -> None:
         raise NotImplementedError
 
     def _progressed(self, end: UcxEnd) -> None:
@@ -143,7 +143,7 @@ class BorrowLink(Link):
         endpoint = self._peer.endpoint
         self.control = Control(start_connecting(endpoint.host, endpoint.port), MAX_BODY_BYTES)
         self.end = UcxEnd(self._ucx)
-        self.control.say(Kind.HELLO, pack_greeting(endpoint, self.end.address))
+        self.control.send(Kind.HELLO, pack_greeting(endpoint, self.end.address))
         self.give_up_at = time.monotonic() + GREETING_S
         self._number = 0
 
@@ -181,7 +181,7 @@ class BorrowLink(Link):
         self._posted = job
         for span, tag in zip(job.spans, request.tags(), strict=True):
             self.end.receive(self._memory.piece(span.local_offset, span.length), tag)
-        self.control.say(Kind.READ, request.pack())
+        self.control.send(Kind.READ, request.pack())
         self.control.flush()
 
     def _progressed(self, end: UcxEnd) -> None:
@@ -197,7 +197,7 @@ class BorrowLink(Link):
         self._seen = True
         job.future.set_result(None)
 
-    def _heard(self, kind: Kind, body: bytes) -> None:
+    def _on_message(self, kind: Kind, body: bytes) -> None:
         if kind == Kind.WELCOME and not self._ready and self.end is not None:
             self.end.connect(unpack_greeting(body, self._peer.endpoint.incarnation, self._peer.endpoint.secret))
             self._ready, self.give_up_at = True, None
@@ -224,12 +224,12 @@ class LendLink(Link):
     def fail(self, error: TransferError) -> None:
         """End the link and send the reason to a borrower that still listens."""
         if self.control is not None and not isinstance(error, PeerGone):
-            self.control.say(Kind.REFUSED, str(error).encode())
+            self.control.send(Kind.REFUSED, str(error).encode())
             with contextlib.suppress(PeerGone):  # then the borrower is gone
                 self.control.flush()
         self.disconnect()
 
-    def _heard(self, kind: Kind, body: bytes) -> None:
+    def _on_message(self, kind: Kind, body: bytes) -> None:
         if kind == Kind.HELLO and self.end is None:
             self._welcome(unpack_greeting(body, self._endpoint.incarnation, self._endpoint.secret))
         elif kind == Kind.READ and self.end is not None:
@@ -242,7 +242,7 @@ class LendLink(Link):
         self.end = UcxEnd(self._ucx)
         self.end.connect(address)
         self.control.reader.max_body_bytes = MAX_BODY_BYTES
-        self.control.say(Kind.WELCOME, pack_greeting(self._endpoint, self.end.address))
+        self.control.send(Kind.WELCOME, pack_greeting(self._endpoint, self.end.address))
         self.give_up_at = None
 
     def _send(self, request: ReadRequest, end: UcxEnd) -> None:

@@ -47,7 +47,7 @@ class Ratio:
     def value(self) -> float:
         return self.amount / self.units
 
-    def seen(self, amount: float, units: float) -> "Ratio":
+    def updated(self, amount: float, units: float) -> "Ratio":
         """Return the ratio with a new observation; neither argument is below 0."""
         kept = math.exp(-units / self.memory)
         return replace(self, amount=self.amount * kept + amount, units=self.units * kept + units)
@@ -62,7 +62,7 @@ class ArrivalForecast:
     """Change of the rate per second."""
     seen_s: float = 0.0
 
-    def seen(self, count: float, over_s: float) -> "ArrivalForecast":
+    def updated(self, count: float, over_s: float) -> "ArrivalForecast":
         """Return the forecast after `count` arrivals within `over_s` > 0.
 
         Early observations weigh equally.
@@ -121,7 +121,7 @@ class Estimates:
             itl=LinearFit(config.step_s, config.stream_delay_s),
         )
 
-    def seen(self, before: Observation, now: Observation) -> "Estimates":
+    def updated(self, before: Observation, now: Observation) -> "Estimates":
         """Return the estimates after the time between two observations."""
         over_s = now.at_s - before.at_s
         new: Counters = now.counters.since(before.counters)
@@ -130,16 +130,16 @@ class Estimates:
         computed = min(new.ended_tokens, new.lent_tokens + new.own_tokens)
         return replace(
             self,
-            arrivals=self.arrivals.seen(new.arrived, over_s),
-            prompt_tokens=self.prompt_tokens.seen(new.arrived_tokens, new.arrived),
-            computed_share=self.computed_share.seen(computed, new.ended_tokens),
-            prefill_tokens_per_s=self.prefill_tokens_per_s.seen(new.lent_tokens, busy_s),
-            prefill_s=self.prefill_s.seen(busy_s, new.first_tokens),
-            stream_blocks=self.stream_blocks.seen(now.decode.used_blocks, now.decode.running),
+            arrivals=self.arrivals.updated(new.arrived, over_s),
+            prompt_tokens=self.prompt_tokens.updated(new.arrived_tokens, new.arrived),
+            computed_share=self.computed_share.updated(computed, new.ended_tokens),
+            prefill_tokens_per_s=self.prefill_tokens_per_s.updated(new.lent_tokens, busy_s),
+            prefill_s=self.prefill_s.updated(busy_s, new.first_tokens),
+            stream_blocks=self.stream_blocks.updated(now.decode.used_blocks, now.decode.running),
             itl=_itl_seen(self.itl, before, now, new),
             running=self.running + weight * (now.decode.running - self.running),
-            ttft_missed=self.ttft_missed.seen(new.ttft_missed + new.refused, new.first_tokens + new.refused),
-            itl_missed=self.itl_missed.seen(new.itl_missed, new.streams),
+            ttft_missed=self.ttft_missed.updated(new.ttft_missed + new.refused, new.first_tokens + new.refused),
+            itl_missed=self.itl_missed.updated(new.itl_missed, new.streams),
         )
 
 

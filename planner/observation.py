@@ -89,7 +89,7 @@ class Tallies:
         self._last: dict[str, Counters] = {}
         """Last counters per router, most recent answer last."""
 
-    def heard(self, router: str, counters: Counters) -> None:
+    def record(self, router: str, counters: Counters) -> None:
         """Add one router's counters.
 
         `router` differs for each start of the process.
@@ -151,7 +151,7 @@ def missed(latencies: pb.Latencies, limit_s: float) -> float:
 
 
 def _pool(role: Role, workers: Iterable[pb.WorkerStatus], starting: Mapping[Role, int]) -> PoolObservation:
-    heard = [worker for worker in workers if worker.role == role and worker.heard and not worker.draining]
+    heard = [worker for worker in workers if worker.role == role and worker.has_reported and not worker.draining]
     return PoolObservation(
         serving=len(heard),
         starting=starting.get(role, 0),

@@ -125,7 +125,7 @@ def _begin(seen: Observation, config: PolicyConfig) -> PolicyState:
 
 def _remember(state: PolicyState, seen: Observation, config: PolicyConfig) -> PolicyState:
     over_s = seen.at_s - state.seen.at_s
-    learned = state.learned.seen(state.seen, seen)
+    learned = state.learned.updated(state.seen, seen)
     asked = seen.counters.arrived != state.seen.counters.arrived or seen.waiting or seen.decode.running
     state = replace(state, learned=learned, seen=seen, asked_at=seen.at_s if asked else state.asked_at)
     pools = {}

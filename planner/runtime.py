@@ -125,7 +125,7 @@ class RouterPoller:
         statuses = [self._status(reply) for reply in replies]
         for reply, status in zip(replies, statuses, strict=True):
             counters = counters_of(status, self._config.ttft_s, self._config.itl_s)
-            self._tallies.heard(f"{reply.router_id}/{reply.incarnation.hex()}", counters)
+            self._tallies.record(f"{reply.router_id}/{reply.incarnation.hex()}", counters)
         self.workers = {worker.worker_id: worker for status in statuses for worker in status.workers}
         seen = observe(now, statuses, {}, self._tallies.total)
         starting = {role: max(0, size - seen.pool(role).serving) for role, size in sizes.items()}
@@ -174,7 +174,7 @@ class Planner:
         executor: Executor,
         discovery: Discovery,
         metrics: MetricsServer,
-        told: PlannerMetrics,
+        planner_metrics: PlannerMetrics,
         parts: AsyncExitStack,
     ) -> None:
         """Create the planner; `parts` holds what `stop` closes."""
@@ -183,7 +183,7 @@ class Planner:
         self._executor = executor
         self._discovery = discovery
         self._parts = parts
-        self._told = told
+        self._planner_metrics = planner_metrics
         self._watch = RouterPoller(config, member_of(config))
         self._state: PolicyState | None = None
         self._looked_at = -math.inf
@@ -223,10 +223,10 @@ class Planner:
 
     async def _run(self) -> None:
         while True:
-            await self.turn(time.monotonic())
+            await self.run_round(time.monotonic())
             await asyncio.sleep(self._config.every_s)
 
-    async def turn(self, now: float) -> None:
+    async def run_round(self, now: float) -> None:
         """Observe, decide and act once.
 
         Failures are logged, counted and retried in the next round.
@@ -242,7 +242,7 @@ class Planner:
             there = sum(seen.pool(role).serving for role in ROLES)
             policy = policy.model_copy(update={"max_total": max(1, there)})
         self._state, desired = decide(before, seen, policy)
-        self._told.decided(self._state, desired)
+        self._planner_metrics.decided(self._state, desired)
         if before is None or (before.prefill.wanted, before.decode.wanted) != (desired.prefill, desired.decode):
             log.info("prefill %d, decode %d: %s", desired.prefill, desired.decode, _why(self._state))
         try:
@@ -259,7 +259,7 @@ class Planner:
                 chosen = self._idlest(giver, min(short, spare))
                 log.info("%s: to be %s workers", ", ".join(worker.worker_id for worker in chosen), taker)
                 await self._executor.switch(chosen, taker)
-                self._told.switched(taker, len(chosen))
+                self._planner_metrics.switched(taker, len(chosen))
         for role in ROLES:
             await self._executor.scale(role, desired.pool(role))
 
@@ -269,7 +269,7 @@ class Planner:
 
     def _failed(self, what: str, error: Exception) -> None:
         log.warning("%s: %s", what, error)
-        self._told.failed(what)
+        self._planner_metrics.failed(what)
 
 
 async def start_planner(config: PlannerConfig, executor: Executor | None = None) -> Planner:

@@ -29,7 +29,7 @@ class BorrowerStream:
     def __init__(self, begin: Begin, engine: EngineClient, silence_s: float) -> None:
         self._begin = begin
         self._loans: dict[int, Loan] = {}
-        self._news: dict[int, ServiceError | None] = {}
+        self._changed: dict[int, ServiceError | None] = {}
         """Loans with pending messages, oldest first, with the error of those that were refused."""
         self._highest = 0
         self._due = False
@@ -50,7 +50,7 @@ class BorrowerStream:
         Raises InvalidRequest for a malformed one; the stream is unusable afterwards.
         """
         if frame.engine_turned:
-            self._heartbeat.heard()
+            self._heartbeat.record_received()
         for request in frame.requests:
             match request.WhichOneof("message"):
                 case "want":
@@ -59,7 +59,7 @@ class BorrowerStream:
                     if (loan := self._loans.get(request.number)) is not None:  # otherwise the loan is already over
                         loan.release(request.release.first, request.release.count)
                 case "close":
-                    self._news.pop(request.number, None)
+                    self._changed.pop(request.number, None)
                     self._forget(request.number)
                 case _:
                     raise InvalidRequest("message", f"nothing is said of loan {request.number}")
@@ -67,7 +67,7 @@ class BorrowerStream:
     async def frames(self) -> AsyncIterator[pb.LenderFrame]:
         """Yield frames until `end`."""
         while True:
-            while not (self._news or self._due or self._ended):
+            while not (self._changed or self._due or self._ended):
                 await self._waker.sleep()
             if self._ended:
                 return
@@ -80,7 +80,7 @@ class BorrowerStream:
         """
         self._ended = True
         self.failure = self.failure or failure
-        self._news.clear()
+        self._changed.clear()
         for number in tuple(self._loans):
             self._forget(number)
         self._waker.wake()
@@ -90,7 +90,7 @@ class BorrowerStream:
             raise InvalidRequest("number", f"must grow: {number} came after {self._highest}")
         self._highest = number
         try:
-            loan = self._begin(want, lambda: self._has_news(number))
+            loan = self._begin(want, lambda: self._has_changed(number))
         except ServiceError as refusal:
             self._refuse(number, refusal)
         except Exception as error:  # a bug here ends this loan only, not the whole stream
@@ -102,11 +102,11 @@ class BorrowerStream:
             self._loans[number] = loan
 
     def _refuse(self, number: int, refusal: ServiceError) -> None:
-        self._news[number] = refusal
+        self._changed[number] = refusal
         self._waker.wake()
 
-    def _has_news(self, number: int) -> None:
-        self._news[number] = None
+    def _has_changed(self, number: int) -> None:
+        self._changed[number] = None
         self._waker.wake()
 
     def _send_heartbeat(self) -> None:
@@ -127,16 +127,16 @@ class BorrowerStream:
         self._due = False
         frame = pb.LenderFrame(engine_turned=self._heartbeat.take())
         num_bytes = 0
-        while self._news and num_bytes < MAX_FRAME_BYTES:
-            number = next(iter(self._news))
-            refusal = self._news.pop(number)
+        while self._changed and num_bytes < MAX_FRAME_BYTES:
+            number = next(iter(self._changed))
+            refusal = self._changed.pop(number)
             if (loan := self._loans.get(number)) is not None:
                 while num_bytes < MAX_FRAME_BYTES and (response := loan.take()) is not None:
                     response.number = number
                     num_bytes += response.ByteSize()
                     frame.responses.append(response)
                 if num_bytes >= MAX_FRAME_BYTES:  # the loan may have more
-                    self._news[number] = None
+                    self._changed[number] = None
                     break
                 refusal = loan.failure
             if refusal is not None:

@@ -36,20 +36,20 @@ class Loan:
         lend = _lend(context, loan_id, want)
         self._context = context
         self._loan_id = loan_id
-        self._on_news = on_news
-        self._news: deque[pb.LoanResponse] = deque()
+        self._on_change = on_news
+        self._changed: deque[pb.LoanResponse] = deque()
         self._open = True
         self.failure: ServiceError | None = None
         """Reason why the loan is over, or None."""
         self._source = Borrowing(context.lenders, loan_id, want.source, functools.partial(_chain, want))
         context.engine.send(lend)
-        context.engine.listen(loan_id, self._heard)
+        context.engine.listen(loan_id, self._on_message)
         self._held = ExitStack()
         self._held.enter_context(context.loans.holding(lambda: self._fail(Overloaded("this worker was told to stop"))))
 
     def take(self) -> pb.LoanResponse | None:
         """Return the next pending response without its loan number, or None."""
-        return self._news.popleft() if self._news else None
+        return self._changed.popleft() if self._changed else None
 
     def release(self, first: int, count: int) -> None:
         self._context.engine.send(LendReleased(self._loan_id, first, count))
@@ -66,7 +66,7 @@ class Loan:
             self._context.engine.send(LendClosed(self._loan_id))
             self._context.engine.forget(self._loan_id)
 
-    def _heard(self, message: EngineMessage) -> None:
+    def _on_message(self, message: EngineMessage) -> None:
         if self._source.handle(message) or self.failure is not None:
             return
         match message:
@@ -78,11 +78,11 @@ class Loan:
                     cached_end_block=cached_end_block,
                     queued_ms=queued_ms,
                 )
-                self._news.append(pb.LoanResponse(starting=starting))
-                self._on_news()
+                self._changed.append(pb.LoanResponse(starting=starting))
+                self._on_change()
             case LendReady():
-                self._news += (pb.LoanResponse(blocks_ready=ready) for ready in announcements(message))
-                self._on_news()
+                self._changed += (pb.LoanResponse(blocks_ready=ready) for ready in announcements(message))
+                self._on_change()
             case LendRefused(_, reason, bad_request):
                 self._fail(InvalidRequest("release", reason) if bad_request else Overloaded(reason))
             case None:
@@ -93,7 +93,7 @@ class Loan:
     def _fail(self, failure: ServiceError) -> None:
         if self.failure is None:
             self.failure = failure
-            self._on_news()
+            self._on_change()
 
 
 def announcements(message: LendReady) -> Iterator[pb.BlocksReady]:

@@ -51,16 +51,16 @@ class DecodeServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Serve(self, request_iterator, context):
-        """All requests that one router has here: what a step gave to all of them comes as one message. When the stream ends,
-        all of them do.
+        """Serve all of one router's requests on this worker. The results of a step for all of them are one message. When the
+        stream ends, all of its requests end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request, context):
-        """One placed request alone: for tools. The responses are the client's own messages. RESOURCE_EXHAUSTED at once when
-        the projected KV does not fit now.
+        """Serve a single placed request, for tools. The responses are the client's own messages. RESOURCE_EXHAUSTED at once
+        when the projected KV does not fit now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

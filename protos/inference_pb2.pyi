@@ -47,7 +47,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
     """The model's end token, a stop token or a stop string."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
-    """max_tokens reached."""
+    """Generation reached max_tokens."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
 
@@ -55,7 +55,7 @@ FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
 """The model's end token, a stop token or a stop string."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
-"""max_tokens reached."""
+"""Generation reached max_tokens."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -78,53 +78,54 @@ class GenerateRequest(_message.Message):
     TOOLS_FIELD_NUMBER: _builtins.int
     CHAT_TEMPLATE_KWARGS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Name of a served model, or "auto": the router's rules choose the cheapest one that is fit. Empty: the only one served,
-    or the router's default.
+    """Name of a served model, or "auto": the router's rules choose the cheapest suitable model. Empty: the only served
+    model, or the router's default.
     """
     text: _builtins.str
     """The prompt: exactly one of `text`, `messages`, `token_ids`. (Not a oneof: with a oneof the last
     one on the wire would win silently; here giving two is an error.)
     """
     priority: _builtins.int
-    """Higher runs first. Default 0. Below 0 is batch work, which leaves room for the rest."""
+    """Priority class; higher runs first. Default 0. Below 0 is batch work, which leaves capacity for the other classes."""
     tenant: _builtins.str
-    """Whose fair share, limits and quota it counts against. Empty: nobody's in particular.
-    With API keys it is the key's: leave it empty, or say the same.
+    """Tenant whose fair share, limits and quota the request counts against. Empty: no tenant. With API keys it is the
+    key's tenant: leave it empty, or set the same.
     """
     session_id: _builtins.str
-    """Groups the turns of one conversation. Informative."""
+    """Name that groups the turns of one conversation. Informative."""
     request_id: _builtins.str
-    """Appears in receipts and logs. Drawn by the router when empty."""
+    """Id in receipts and logs. The router draws one when it is empty."""
     cache_salt: _builtins.str
     """Requests share cached KV only with requests of the same salt."""
     max_ttft_ms: _builtins.float
-    """The first token is worthless after so many milliseconds, counted from the request's arrival: a time limit for it,
-    beside the call's deadline. Above 0. A request that is predicted to miss it behind others is refused at once; where
-    no prompt is queued it is served, whatever is predicted.
+    """Time limit for the first token in milliseconds from the request's arrival, beside the call's deadline. Above 0. A
+    request that is predicted to miss it behind others is refused at once. Where no prompt is queued the request is
+    served, whatever the prediction.
     """
     task: _builtins.str
-    """What it is for, such as "code". The model must be said to be good at it, or at anything. Empty: nothing in particular."""
+    """Task, such as "code". The chosen model must list this task, or no task. Empty: no particular task."""
     min_quality: _builtins.float
-    """The model must be said to have at least this quality, in [0, 1]."""
+    """Smallest quality that the chosen model must have, in [0, 1]."""
     chat_template_kwargs: _builtins.str
-    """With `messages` only. A JSON object of further variables of the chat template, such as {"enable_thinking": false}, of
-    at most 16,384 characters. One that the template does not use changes nothing.
+    """With `messages` only. A JSON object of further variables of the chat template, such as {"enable_thinking": false},
+    of at most 16,384 characters. A variable that the template does not use has no effect.
     """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """Rendered with the model's chat template."""
+        """Messages, rendered with the model's chat template."""
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Each below the model's vocabulary size. Used as they are: no special token is added."""
+        """Token ids, each below the model's vocabulary size. They are used as given: no special token is added."""
 
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
     @_builtins.property
     def tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """With `messages` only. Functions that the model may call: each a JSON object as the chat template expects it, which is
-        OpenAI's {"type": "function", "function": {"name", "description", "parameters"}}. At most 128, of at most 262,144
-        characters together. Refused where the template has no place for them. A call comes as text, in the model's own form.
+        """With `messages` only. Functions that the model may call. Each is a JSON object as the chat template expects it,
+        which is OpenAI's {"type": "function", "function": {"name", "description", "parameters"}}. At most 128, of at most
+        262,144 characters together. Refused where the template does not use tools. A call is returned as text, in the
+        model's own form.
         """
 
     def __init__(
@@ -171,17 +172,17 @@ class ChatMessage(_message.Message):
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """"system", "user", "assistant", "tool", or what else the model's chat template knows. "developer" is "system" to a
-    template that does not know it.
+    """"system", "user", "assistant", "tool", or another role that the chat template knows. "developer" becomes "system"
+    for a template that does not know it.
     """
     content: _builtins.str
     name: _builtins.str
-    """Of who speaks, or of the tool whose answer this is. Templates may use it."""
+    """Name of the speaker, or of the tool that answers. Templates may use it."""
     tool_call_id: _builtins.str
-    """Of an answer of a tool: the `id` of the call that it answers."""
+    """For a tool's answer: the `id` of the call that it answers."""
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
-        """Of an assistant's message: the calls it made."""
+        """For an assistant's message: the calls that it made."""
 
     def __init__(
         self,
@@ -209,9 +210,9 @@ class ToolCall(_message.Message):
     ARGUMENTS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     name: _builtins.str
-    """Of the function."""
+    """Name of the function."""
     arguments: _builtins.str
-    """A JSON object. Templates see the object, not its text."""
+    """Arguments as a JSON object. Templates get the object, not its text."""
     def __init__(
         self,
         *,
@@ -229,8 +230,8 @@ Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
-    """Where temperature, top_p, top_k, min_p or repetition_penalty is absent, it is what the model's generation_config.json
-    says, as with vLLM, and the default below where that says nothing. (Not with beam search.)
+    """Sampling options. Where temperature, top_p, top_k, min_p or repetition_penalty is absent, the model's
+    generation_config.json decides, as with vLLM, and then the default below. (Not with beam search.)
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -277,9 +278,9 @@ class Sampling(_message.Message):
     LENGTH_PENALTY_FIELD_NUMBER: _builtins.int
     EARLY_STOPPING_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Most tokens to generate. Default 256, or what the context leaves when that is less."""
+    """Largest number of tokens to generate. Default 256, or the rest of the context if that is less."""
     temperature: _builtins.float
-    """0 is greedy. Default 1."""
+    """Temperature; 0 is greedy. Default 1."""
     top_p: _builtins.float
     """Keep the fewest tokens whose probability reaches this, in (0, 1]. Default 1."""
     top_k: _builtins.int
@@ -287,63 +288,64 @@ class Sampling(_message.Message):
     seed: _builtins.int
     """The same seed, prompt and options give the same tokens. Drawn by the router when absent."""
     logprobs: _builtins.int
-    """Return log probabilities of each sampled token and of this many likeliest ones, at most 20. They
-    are the model's own, before temperature, top-k and top-p.
+    """Return log probabilities of each sampled token and of this many likeliest tokens, at most 20. They are the model's
+    own, before temperature, top-k and top-p.
     """
     ignore_eos: _builtins.bool
-    """Go on after the model's end-of-sequence token."""
+    """Continue after the model's end-of-sequence token."""
     min_p: _builtins.float
     """Keep tokens at least this likely compared with the likeliest, in [0, 1]. Default 0, off."""
     repetition_penalty: _builtins.float
-    """Divide the positive logits of tokens seen in prompt or output by this, multiply the negative ones. Above 1 repeats
-    less. In (0, 10]. Default 1, off.
+    """Divide the positive logits of tokens seen in prompt or output by this number, multiply the negative ones. Above 1
+    repeats less. In (0, 10]. Default 1, off.
     """
     presence_penalty: _builtins.float
     """Subtract this from the logits of tokens seen in the output. In [-2, 2]. Default 0."""
     frequency_penalty: _builtins.float
     """Subtract this times how often a token was seen in the output. In [-2, 2]. Default 0."""
     min_tokens: _builtins.int
-    """Neither the model's end token nor a stop token is sampled before so many tokens, unless `structured` leaves nothing
-    else, and no stop string is looked for in them. Default 0.
+    """Number of tokens before which neither the model's end token nor a stop token is sampled, unless `structured` leaves
+    nothing else, and in which no stop string is searched. Default 0.
     """
     prompt_logprobs: _builtins.int
-    """Return log probabilities of each prompt token but the first, and of this many likeliest ones at its place, at most
-    20. They are the model's own. The whole prompt is computed for it: nothing cached is used.
+    """Return log probabilities of each prompt token but the first, and of this many likeliest tokens at its place, at
+    most 20. They are the model's own. The whole prompt is computed for this: no cached block is used.
     """
     n: _builtins.int
-    """Completions to generate, 1 to 64. Default 1. They share the prompt's computation and memory. Of the same seed choice
-    0 is what n = 1 gives; the others draw other numbers. With temperature 0 they are all the same.
+    """Completions to generate, 1 to 64. Default 1. They share the prompt's computation and memory. With the same seed,
+    choice 0 equals the result of n = 1; the other choices draw other numbers. With temperature 0 all choices are
+    equal.
     """
     beam_width: _builtins.int
-    """Beam search of so many beams, 1 to 64: the `n` (at most `beam_width`) completions of the highest score are returned
-    at the end, best first. Temperature, if given, is 0. Not together with other options that change what is sampled
-    (top_p, top_k, min_p, penalties, logit_bias, min_tokens), with `stop`, `structured` or `logprobs`.
+    """Number of beams for beam search, 1 to 64. The `n` (at most `beam_width`) completions of the highest score are
+    returned at the end, best first. Temperature must be 0 or absent. Beam search excludes the options that change
+    sampling (top_p, top_k, min_p, penalties, logit_bias, min_tokens), and `stop`, `structured` and `logprobs`.
     """
     length_penalty: _builtins.float
-    """A beam's score is its cumulative log probability divided by its number of tokens to this power, in [-10, 10]. Above
-    0 favours longer ones. Default 1.
+    """Exponent in a beam's score: its cumulative log probability divided by its number of tokens to this power, in [-10,
+    10]. Above 0 favours longer beams. Default 1.
     """
     early_stopping: _builtins.bool
-    """End the beam search once `beam_width` completions are finished. Else it goes on while the best unfinished one scores
-    higher, as it stands, than the worst finished one.
+    """End the beam search once `beam_width` completions are finished. Otherwise it continues while the best unfinished
+    beam scores higher than the worst finished one.
     """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Generation ends before the first of these strings; it is not part of the text. At most 16. Not of a model without a
-        tokenizer.
+        """Strings before the first of which generation ends; the text does not include it. At most 16. Only for a model with
+        a tokenizer.
         """
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Generation ends after any of these tokens."""
+        """Tokens after any of which generation ends."""
 
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Added to the logits of single tokens, in [-100, 100]. At most 1024 tokens."""
+        """Values added to the logits of single tokens, in [-100, 100]. At most 1024 tokens."""
 
     @_builtins.property
     def structured(self) -> Global___StructuredOutput:
-        """The form the output must have. Tokens that would break it are never sampled, whatever the other options say."""
+        """Required form of the output. Tokens that would break it are never sampled, whatever the other options say."""
 
     def __init__(
         self,
@@ -439,12 +441,12 @@ Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
 
 @_typing.final
 class StructuredOutput(_message.Message):
-    """Exactly one field is set. (Not a oneof, as with the prompt: giving two is an error.) Of each at most 65,536
-    characters. The output ends with FINISH_REASON_STOP only where it is complete; it can still be cut off by max_tokens,
-    for which the end token counts, and by stop strings or tokens of the request. The end token is sampled as soon as
-    nothing else may follow, with `ignore_eos` and before `min_tokens` too; where more may follow, these two hold it back.
-    A grammar that turns out too complex on the way ends the request with INVALID_ARGUMENT.
-    The dialects are those of llguidance, https://github.com/guidance-ai/llguidance/tree/main/docs.
+    """Required form of an output; exactly one field is set. (Not a oneof, as with the prompt: giving two is an error.) Each
+    field has at most 65,536 characters. The output ends with FINISH_REASON_STOP only where it is complete. max_tokens,
+    which counts the end token, and the request's stop strings or tokens can still cut it off. The end token is sampled
+    as soon as nothing else may follow, also with `ignore_eos` and before `min_tokens`; where more may follow, these two
+    hold it back. A grammar that becomes too complex during the output ends the request with INVALID_ARGUMENT. The
+    dialects are those of llguidance, https://github.com/guidance-ai/llguidance/tree/main/docs.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -455,11 +457,13 @@ class StructuredOutput(_message.Message):
     GRAMMAR_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
-    """JSON Schema, as JSON. What of it cannot be honoured is refused, not ignored. Properties come in the schema's order."""
+    """JSON Schema, as JSON. Unsupported parts are refused, not ignored. Properties come in the schema's order."""
     json_object: _builtins.bool
     """Any JSON object."""
     regex: _builtins.str
-    """The whole output matches. Rust's regex syntax: no look-around, no back references; `.` is no newline."""
+    """Regular expression that the whole output matches. Rust's regex syntax: no look-around, no back references; `.` does
+    not match a newline.
+    """
     grammar: _builtins.str
     """A context-free grammar in llguidance's variant of Lark; its first rule is `start`."""
     @_builtins.property
@@ -505,18 +509,18 @@ class GenerateResponse(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """Text that became certain since the last message. Lags the tokens where a character or a possible
-    stop string is still incomplete.
+    """Text completed since the last message. It lags the tokens where a character or a possible stop string is still
+    incomplete.
     """
     index: _builtins.int
-    """Which choice all of this is of but `prompt_logprobs`, from 0. Of beam search: its rank, 0 is the best."""
+    """Choice that all other fields but `prompt_logprobs` belong to, from 0. For beam search: its rank, 0 is the best."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens sampled since the last message."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """One per token of `token_ids`, when asked for."""
+        """Log probabilities, one for each of `token_ids`, when asked for."""
 
     @_builtins.property
     def finish(self) -> Global___Finish:
@@ -524,8 +528,8 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """When asked for: of the prompt's tokens from the second on, in order, each once. They come before the first token, a
-        part in each message while a long prompt is computed.
+        """Log probabilities of the prompt's tokens from the second on, in order, each once, when asked for. They come before
+        the first token, a part in each message while a long prompt is computed.
         """
 
     def __init__(
@@ -586,9 +590,9 @@ class Finish(_message.Message):
     CUMULATIVE_LOGPROB_FIELD_NUMBER: _builtins.int
     reason: Global___FinishReason.ValueType
     stop_match: _builtins.str
-    """The stop string or token that ended it, when one did."""
+    """Stop string or token that ended the choice, if one did."""
     cumulative_logprob: _builtins.float
-    """Of beam search: the sum of the log probabilities of the choice's tokens."""
+    """For beam search: the sum of the log probabilities of the choice's tokens."""
     @_builtins.property
     def usage(self) -> Global___Usage: ...
     @_builtins.property
@@ -616,7 +620,7 @@ Global___Finish: _TypeAlias = Finish  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
-    """What the choice it is of used. What the choices share is counted once, in the `finish` that ends the stream."""
+    """Tokens used by a choice. Tokens that the choices share are counted once, in the `finish` that ends the stream."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -626,7 +630,7 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
     cached_tokens: _builtins.int
-    """Prompt tokens whose KV was not computed for this request by anybody."""
+    """Prompt tokens whose KV no worker computed for this request."""
     def __init__(
         self,
         *,
@@ -644,7 +648,7 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Receipt(_message.Message):
-    """What happened to one request, as the decode worker that finished it saw it."""
+    """Report on one request, by the decode worker that finished it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -660,7 +664,7 @@ class Receipt(_message.Message):
     request_id: _builtins.str
     seed: _builtins.int
     model: _builtins.str
-    """Name of the model that was used, and why it was, in words."""
+    """Name of the model used, and the reason for its choice."""
     model_reason: _builtins.str
     @_builtins.property
     def placement(self) -> Global___Placement: ...
@@ -670,11 +674,11 @@ class Receipt(_message.Message):
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Stage]: ...
     @_builtins.property
     def price(self) -> Global___Price:
-        """Where the router has prices."""
+        """Price, where the router has prices."""
 
     @_builtins.property
     def speculation(self) -> Global___Speculation:
-        """Where tokens were guessed."""
+        """Speculation, where draft tokens were used."""
 
     def __init__(
         self,
@@ -699,9 +703,7 @@ Global___Receipt: _TypeAlias = Receipt  # noqa: Y015
 
 @_typing.final
 class Speculation(_message.Message):
-    """Tokens of all choices that were guessed before they were sampled, and verified, on the worker that finished the
-    request. What was sampled does not depend on it.
-    """
+    """Draft tokens of all choices, on the worker that finished the request. Speculation does not change the output."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -709,7 +711,7 @@ class Speculation(_message.Message):
     ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     draft_tokens: _builtins.int
     accepted_tokens: _builtins.int
-    """Of those, the ones that were what was sampled: each saved a step."""
+    """Draft tokens that matched the sampled tokens: each saved a step."""
     def __init__(
         self,
         *,
@@ -726,7 +728,7 @@ Global___Speculation: _TypeAlias = Speculation  # noqa: Y015
 
 @_typing.final
 class Price(_message.Message):
-    """What the tokens of one request cost, in the unit of the router's prices."""
+    """Price of one request's tokens, in the unit of the router's prices."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -735,12 +737,12 @@ class Price(_message.Message):
     INPUT_FIELD_NUMBER: _builtins.int
     OUTPUT_FIELD_NUMBER: _builtins.int
     input_per_million: _builtins.float
-    """For a million tokens."""
+    """Price for a million tokens."""
     output_per_million: _builtins.float
     input: _builtins.float
-    """Of all prompt tokens, cached ones too."""
+    """Price of all prompt tokens, cached ones included."""
     output: _builtins.float
-    """Of the completion tokens of all choices."""
+    """Price of the completion tokens of all choices."""
     def __init__(
         self,
         *,
@@ -771,19 +773,19 @@ class Placement(_message.Message):
     PREDICTED_HIT_BLOCKS_FIELD_NUMBER: _builtins.int
     decode_worker: _builtins.str
     lender: _builtins.str
-    """Empty when the decode worker computed the prompt itself."""
+    """Lender of the prompt's blocks. Empty when the decode worker computed the prompt itself."""
     reason: _builtins.str
-    """Why this pair, in words."""
+    """Reason for this pair, for display."""
     candidates: _builtins.int
-    """Pairs that were compared."""
+    """Number of pairs compared."""
     predicted_ttft_ms: _builtins.float
     attempt: _builtins.int
-    """1 when the first placement succeeded."""
+    """Number of the placement; 1 when the first one succeeded."""
     source: _builtins.str
-    """The worker from which the lender was to read what it lacked; empty when it computed it."""
+    """Worker from which the lender was to read its missing blocks; empty when the lender computed them."""
     predicted_hit_blocks: _builtins.int
-    """Blocks of the prompt that nobody would have to compute, as the router knew the caches. What it came to:
-    reused + restored + lender_cached + lender_fetched of KvReceipt.
+    """Blocks of the prompt that no worker would have to compute, by the router's index. The actual number is reused +
+    restored + lender_cached + lender_fetched of KvReceipt.
     """
     def __init__(
         self,
@@ -807,8 +809,8 @@ Global___Placement: _TypeAlias = Placement  # noqa: Y015
 
 @_typing.final
 class KvReceipt(_message.Message):
-    """Where the KV of the prompt (and of tokens resumed after a failover) came from. Blocks of one kind
-    add up: reused + restored + moved + computed = all blocks of the prompt, the last, partial one included.
+    """Origin of the prompt's KV (and of the tokens resumed after a failover). These kinds add up: reused + restored + moved
+    + computed = all blocks of the prompt, the last, partial one included.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -833,39 +835,39 @@ class KvReceipt(_message.Message):
     RESTORE_FAILURE_FIELD_NUMBER: _builtins.int
     block_tokens: _builtins.int
     reused_blocks: _builtins.int
-    """Found in the decode worker's own cache."""
+    """Blocks found in the decode worker's own cache."""
     moved_blocks: _builtins.int
-    """Read from the lender, checked and bound."""
+    """Blocks read from the lender, verified and bound."""
     computed_blocks: _builtins.int
-    """Computed by the decode worker, at least the last one."""
+    """Blocks computed by the decode worker, at least the last one."""
     computed_tokens: _builtins.int
     """Tokens the decode worker ran through the model before the first sample."""
     moved_bytes: _builtins.int
     verified_blocks: _builtins.int
     """Moved blocks whose fingerprints matched, all of those counted in moved_blocks."""
     mismatched_blocks: _builtins.int
-    """Blocks that arrived with a wrong fingerprint, from the lender, host memory or disk. None of them was used."""
+    """Blocks from the lender, host memory or disk that had a wrong fingerprint. None of them was used."""
     lender_cached_blocks: _builtins.int
-    """Of the moved blocks: those the lender had already, and those it computed for this request."""
+    """Moved blocks that the lender had cached, and those that it computed for this request."""
     lender_computed_blocks: _builtins.int
     transport: _builtins.str
     """"nixl", "local", or empty when nothing moved."""
     loan_failure: _builtins.str
-    """Why the lender's loan ended before all wanted blocks were bound; empty when it did not."""
+    """Reason why the loan ended before all wanted blocks were bound; empty when it did not."""
     preemptions: _builtins.int
-    """How often blocks of the request were taken back for others while it ran."""
+    """Number of times that the running request lost its blocks to others."""
     recomputed_tokens: _builtins.int
-    """Tokens computed again because of that; computed_tokens leaves them out."""
+    """Tokens recomputed after preemptions; computed_tokens excludes them."""
     restored_blocks: _builtins.int
-    """Evicted from the pool before, and brought back from host memory or disk."""
+    """Blocks restored from host memory or disk after their eviction from the pool."""
     lender_fetched_blocks: _builtins.int
-    """Of the moved blocks: those the lender read from another worker, or brought back from its host memory or disk."""
+    """Moved blocks that the lender read from another worker, or restored from its host memory or disk."""
     restore_failure: _builtins.str
-    """Why less was brought back from host memory or disk than they held; empty when it was not."""
+    """Reason why fewer blocks were restored than host memory or disk held; empty when all were."""
     @_builtins.property
     def ucx_transports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The lanes that reads from this lender use, by UCX's own account and in its names, such as "rc_mlx5/mlx5_0:1";
-        "posix/memory" and "cma/memory" also where `nixl` itself read from main memory of the same host.
+        """Lanes of the reads from this lender, by UCX's own names, such as "rc_mlx5/mlx5_0:1"; "posix/memory" and
+        "cma/memory" also where `nixl` itself read from main memory of the same host.
         """
 
     def __init__(
@@ -900,8 +902,8 @@ Global___KvReceipt: _TypeAlias = KvReceipt  # noqa: Y015
 
 @_typing.final
 class Stage(_message.Message):
-    """One span of a request's time. Spans of one `where` follow its own clock; `start_ms` counts from
-    the request's arrival at the router.
+    """Span of a request's time. Spans of one `where` follow its own clock; `start_ms` counts from the request's arrival at
+    the router.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -943,21 +945,21 @@ class Explanation(_message.Message):
     MODELS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     usable_blocks: _builtins.int
-    """Full blocks of the prompt that may come from elsewhere."""
+    """Full blocks of the prompt that may come from another worker or a cache."""
     num_candidates: _builtins.int
-    """Of which `candidates` are the cheapest."""
+    """Number of all candidates, of which `candidates` are the cheapest."""
     model: _builtins.str
-    """The model it would go to, of which all of the above is, and why."""
+    """Model of all fields above, and the reason for its choice."""
     model_reason: _builtins.str
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacementCandidate]:
-        """All ways to start it now, the one that would be chosen first; no more than the 256 cheapest. Empty: no decode worker
-        can start it, and it would wait.
+        """Candidates for starting the request now, the best first; at most the 256 cheapest. Empty: no decode worker can
+        start it, and it would wait.
         """
 
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelCandidate]:
-        """What was compared, when the model was "auto"."""
+        """Models compared, when the request's model was "auto"."""
 
     def __init__(
         self,
@@ -980,7 +982,7 @@ Global___Explanation: _TypeAlias = Explanation  # noqa: Y015
 
 @_typing.final
 class ModelCandidate(_message.Message):
-    """One model that a request for "auto" might go to."""
+    """Model that a request for "auto" might go to."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -993,15 +995,17 @@ class ModelCandidate(_message.Message):
     TTFT_MS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     fit: _builtins.bool
-    """It could serve the request, as far as was looked: dearer ones are not when a cheaper one is chosen."""
+    """Whether the model could serve the request, as far as it was checked: models dearer than the chosen one are not."""
     verdict: _builtins.str
-    """Why it was chosen, passed over or not looked at."""
+    """Reason why it was chosen, rejected or not checked."""
     prompt_tokens: _builtins.int
-    """By its own tokenizer if `counted`, else estimated. At the price of max_tokens for each choice."""
+    """Prompt tokens, by the model's own tokenizer if `counted`, otherwise estimated. The price assumes max_tokens for
+    each choice.
+    """
     counted: _builtins.bool
     price: _builtins.float
     ttft_ms: _builtins.float
-    """Predicted, with the wait in the queue; absent where it was not looked at."""
+    """Predicted time to first token, queue included; absent where it was not checked."""
     def __init__(
         self,
         *,
@@ -1025,7 +1029,7 @@ Global___ModelCandidate: _TypeAlias = ModelCandidate  # noqa: Y015
 
 @_typing.final
 class PlacementCandidate(_message.Message):
-    """One way to start a request: who decodes it, and who gives it what."""
+    """Candidate for starting a request: the decode worker, and the lender and source of its blocks."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1048,18 +1052,18 @@ class PlacementCandidate(_message.Message):
     HIT_BLOCKS_FIELD_NUMBER: _builtins.int
     decode_worker: _builtins.str
     lender: _builtins.str
-    """Empty: the decode worker computes all it lacks."""
+    """Empty: the decode worker computes all missing blocks."""
     lender_computes: _builtins.bool
-    """What it lacks; else it lends what it holds."""
+    """Whether the lender computes its missing blocks; otherwise it lends only its cached blocks."""
     source: _builtins.str
-    """From whom the lender reads before it computes the rest; empty: from nobody."""
+    """Worker from which the lender reads before it computes the rest; empty: none."""
     blocks: _builtins.int
-    """Leading blocks of the prompt that the decode worker has after the loan."""
+    """Leading blocks of the prompt on the decode worker after the loan."""
     lender_tokens: _builtins.int
-    """What lender and decode worker compute."""
+    """Tokens that the lender and the decode worker compute."""
     decode_tokens: _builtins.int
     source_read_ms: _builtins.float
-    """The terms of ttft_ms, their sum."""
+    """Terms of ttft_ms, which is their sum."""
     lender_queue_ms: _builtins.float
     lender_compute_ms: _builtins.float
     transfer_ms: _builtins.float
@@ -1067,11 +1071,11 @@ class PlacementCandidate(_message.Message):
     prompt_tail_ms: _builtins.float
     ttft_ms: _builtins.float
     delay_ms: _builtins.float
-    """What all running streams of the decode worker together wait longer."""
+    """Delay of the decode worker's running streams, added up over all of them."""
     cost_ms: _builtins.float
-    """ttft_ms + delay_ms: the least is chosen."""
+    """ttft_ms + delay_ms: the lowest cost is chosen."""
     hit_blocks: _builtins.int
-    """Blocks of the prompt that nobody computes."""
+    """Blocks of the prompt that no worker computes."""
     def __init__(
         self,
         *,
@@ -1107,7 +1111,7 @@ class DecisionsRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """As in the receipt, and in `x-request-id` of HTTP."""
+    """Request id as in the receipt, and in HTTP's `x-request-id`."""
     def __init__(
         self,
         *,
@@ -1123,7 +1127,7 @@ Global___DecisionsRequest: _TypeAlias = DecisionsRequest  # noqa: Y015
 
 @_typing.final
 class DecisionsResponse(_message.Message):
-    """How a request was placed, as often as it was. Of several with one id, the last."""
+    """Placements of one request. If several requests have this id, the last of them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1139,21 +1143,21 @@ class DecisionsResponse(_message.Message):
     request_id: _builtins.str
     tenant: _builtins.str
     arrived_at: _builtins.float
-    """Seconds since 1970."""
+    """Arrival, in seconds since 1970."""
     model: _builtins.str
-    """Empty: it was refused before it had one."""
+    """Empty: the request was refused before a model was chosen."""
     model_reason: _builtins.str
     ended: _builtins.bool
-    """However it ended."""
+    """Whether the request has ended, in any way."""
     error: _builtins.str
-    """What its client was told where it was refused, or failed."""
+    """Error returned to the client, if the request was refused or failed."""
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelCandidate]:
-        """What was compared, when the model was "auto"."""
+        """Models compared, when the request's model was "auto"."""
 
     @_builtins.property
     def placements(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacementDecision]:
-        """In order; of more than 16 the last ones."""
+        """Placements in order, at most the last 16."""
 
     def __init__(
         self,
@@ -1190,26 +1194,28 @@ class PlacementDecision(_message.Message):
     HIT_BLOCKS_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     attempt: _builtins.int
-    """As in the receipt. A worker that had no room after all, or was told to stop, makes another placement."""
+    """Number of the placement, as in the receipt. A worker without capacity, or one that drains, makes another placement
+    necessary.
+    """
     placed_after_ms: _builtins.float
-    """From the arrival to this placement."""
+    """Milliseconds from the arrival to this placement."""
     reason: _builtins.str
-    """Why this pair, in words."""
+    """Reason for this pair, for display."""
     usable_blocks: _builtins.int
     num_candidates: _builtins.int
     ttft_ms: _builtins.float
-    """From the placement to the first token of it, to be compared with the first candidate's ttft_ms; absent where none
-    came.
+    """Milliseconds from the placement to its first token, to compare with the first candidate's ttft_ms; absent without a
+    token.
     """
     hit_blocks: _builtins.int
-    """Blocks of the prompt that nobody computed, to be compared with the first candidate's hit_blocks; absent unless it
-    ended well here.
+    """Blocks of the prompt that no worker computed, to compare with the first candidate's hit_blocks; absent unless the
+    request completed here.
     """
     failure: _builtins.str
-    """Why it did not end here: what the worker said, or that it is gone."""
+    """Reason why the request did not complete here: the worker's error, or its disappearance."""
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacementCandidate]:
-        """All that was compared, as it stood then; the chosen one first, no more than the 256 cheapest."""
+        """Candidates as they stood then; the chosen one first, at most the 256 cheapest."""
 
     def __init__(
         self,
@@ -1292,15 +1298,15 @@ class Model(_message.Message):
     max_context_tokens: _builtins.int
     vocab_size: _builtins.int
     prefill_workers: _builtins.int
-    """Workers that have joined, report, and are not about to leave."""
+    """Workers that have joined, send reports and do not drain."""
     decode_workers: _builtins.int
     has_tokenizer: _builtins.bool
-    """The workers can render text for this model; without it only token ids go in and out."""
+    """Whether the workers can render text for this model; otherwise only token ids go in and out."""
     input_per_million: _builtins.float
-    """For a million tokens, in the unit of the router's prices; absent where it has none."""
+    """Price for a million tokens, in the unit of the router's prices; absent where it has none."""
     output_per_million: _builtins.float
     quality: _builtins.float
-    """What the router is told of it: its quality, in [0, 1], and what it is good at; no task: anything."""
+    """Configured quality, in [0, 1], and tasks of the model; no task: any."""
     @_builtins.property
     def tasks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -1339,10 +1345,12 @@ class GenerateBatchRequest(_message.Message):
     REQUESTS_FIELD_NUMBER: _builtins.int
     MAX_CONCURRENT_FIELD_NUMBER: _builtins.int
     max_concurrent: _builtins.int
-    """How many are under way at a time, 1 to 256. Default 32. The rest waits in this call, in order, and nowhere else."""
+    """Requests in flight at a time, 1 to 256. Default 32. The others wait in this call, in order, and hold no place in
+    the router's queue.
+    """
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerateRequest]:
-        """1 to 4096, all of them checked by themselves: a bad one ends with its own error."""
+        """Requests, 1 to 4096, each checked by itself: a bad one ends with its own error."""
 
     def __init__(
         self,
@@ -1360,7 +1368,7 @@ Global___GenerateBatchRequest: _TypeAlias = GenerateBatchRequest  # noqa: Y015
 
 @_typing.final
 class BatchResult(_message.Message):
-    """Of one request, once it is over."""
+    """Result of one request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1369,16 +1377,16 @@ class BatchResult(_message.Message):
     FINISH_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """Which of `requests`."""
+    """Index in `requests`."""
     status: _builtins.bytes
-    """Why it failed: a serialised google.rpc.Status, with the details that Generate would have had. Empty: it did not."""
+    """Error as a serialised google.rpc.Status, with the details that Generate would have had. Empty: no error."""
     @_builtins.property
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___BatchChoice]:
-        """Of each choice, by its index; empty where it failed."""
+        """Choices by their index; empty where the request failed."""
 
     @_builtins.property
     def finish(self) -> Global___Finish:
-        """Of the request as a whole: the `finish` that ended its stream, with the completion tokens of all choices."""
+        """The `finish` that ended the request's stream, with the completion tokens of all choices."""
 
     def __init__(
         self,
@@ -1439,7 +1447,7 @@ class TokenizeRequest(_message.Message):
     TOOLS_FIELD_NUMBER: _builtins.int
     CHAT_TEMPLATE_KWARGS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """As in GenerateRequest, but never "auto"."""
+    """Model as in GenerateRequest, but never "auto"."""
     text: _builtins.str
     """Exactly one of `text` and `messages`."""
     chat_template_kwargs: _builtins.str
@@ -1447,7 +1455,7 @@ class TokenizeRequest(_message.Message):
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
     @_builtins.property
     def tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """As in GenerateRequest, with `messages`."""
+        """Tools as in GenerateRequest, with `messages`."""
 
     def __init__(
         self,
@@ -1477,7 +1485,7 @@ class TokenizeResponse(_message.Message):
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     max_context_tokens: _builtins.int
-    """The longest prompt and output together that the model takes."""
+    """Largest number of prompt and output tokens together."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -1520,7 +1528,7 @@ class ClusterStatusResponse(_message.Message):
     UPTIME_S_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     draining: _builtins.bool
-    """It was told to stop."""
+    """Whether the router was told to stop."""
     uptime_s: _builtins.float
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelStatus]: ...
@@ -1576,26 +1584,26 @@ class ModelStatus(_message.Message):
     TRAFFIC_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     waiting: _builtins.int
-    """Requests in the router's line."""
+    """Requests in the router's queue."""
     requests: _builtins.int
-    """Requests that are over, and their tokens, since the router started."""
+    """Ended requests, and their tokens, since the router started."""
     input_tokens: _builtins.int
     output_tokens: _builtins.int
     prediction_ratio: _builtins.float
-    """Predicted over actual time to first token: the median; absent before the first."""
+    """Median ratio of predicted to actual time to first token; absent before the first."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     @_builtins.property
     def refused(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Refused since the router started, by reason."""
+        """Refused requests since the router started, by reason."""
 
     @_builtins.property
     def links(self) -> _containers.RepeatedCompositeFieldContainer[Global___LinkStatus]:
-        """As placement assumes them, learnt from receipts. At most 1024, of workers that have reported."""
+        """Links as placement assumes them, learned from receipts. At most 1024, of workers that have reported."""
 
     @_builtins.property
     def traffic(self) -> Global___Traffic:
-        """What a planner sizes the pools by."""
+        """Traffic, by which a planner sizes the pools."""
 
     def __init__(
         self,
@@ -1623,7 +1631,7 @@ Global___ModelStatus: _TypeAlias = ModelStatus  # noqa: Y015
 
 @_typing.final
 class Traffic(_message.Message):
-    """Of one model, since the router started, but for what waits."""
+    """Traffic of one model since the router started, except the waiting tokens."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1636,19 +1644,17 @@ class Traffic(_message.Message):
     TTFT_FIELD_NUMBER: _builtins.int
     ITL_FIELD_NUMBER: _builtins.int
     arrived: _builtins.int
-    """Requests that were accepted as such, whatever became of them, and the tokens of their prompts."""
+    """Well-formed requests, whatever became of them, and the tokens of their prompts."""
     arrived_tokens: _builtins.int
     waiting_tokens: _builtins.int
-    """Tokens of the prompts in the router's line, now."""
+    """Tokens of the prompts that wait in the router's queue now."""
     ended_tokens: _builtins.int
-    """Of requests that ended well: tokens of their prompts; of these, such as a lender computed, and such as the decode
-    worker did.
-    """
+    """Prompt tokens of completed requests, in total, computed by a lender, and computed by the decode worker."""
     lent_tokens: _builtins.int
     own_tokens: _builtins.int
     @_builtins.property
     def ttft(self) -> Global___Latencies:
-        """From arrival to the first token; and the mean of a request's tokens after it."""
+        """Time from arrival to the first token, and each request's mean time of the tokens after it."""
 
     @_builtins.property
     def itl(self) -> Global___Latencies: ...
@@ -1674,7 +1680,7 @@ Global___Traffic: _TypeAlias = Traffic  # noqa: Y015
 
 @_typing.final
 class Latencies(_message.Message):
-    """A histogram."""
+    """Histogram of latencies."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1684,7 +1690,9 @@ class Latencies(_message.Message):
     sum_s: _builtins.float
     @_builtins.property
     def bounds_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Ascending: counts[i] are at most bounds_s[i], and above the one before; the last count is of those above all."""
+        """Upper bounds, ascending: counts[i] has values up to bounds_s[i] and above the bound before; the last count has the
+        values above all bounds.
+        """
 
     @_builtins.property
     def counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -1723,7 +1731,7 @@ class WorkerStatus(_message.Message):
     TRANSPORT_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     DECODE_PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
-    HEARD_FIELD_NUMBER: _builtins.int
+    HAS_REPORTED_FIELD_NUMBER: _builtins.int
     ASKED_BLOCKS_FIELD_NUMBER: _builtins.int
     HIT_BLOCKS_FIELD_NUMBER: _builtins.int
     FAILING_FIELD_NUMBER: _builtins.int
@@ -1735,30 +1743,34 @@ class WorkerStatus(_message.Message):
     draining: _builtins.bool
     running: _builtins.int
     decoding: _builtins.int
-    """Of the running ones: those past their prompt."""
+    """Running requests past their prompt."""
     loans: _builtins.int
     queued_loans: _builtins.int
     queued_prefill_tokens: _builtins.int
     num_blocks: _builtins.int
     available_blocks: _builtins.int
-    """That new requests could reserve; cached blocks are among them."""
+    """Blocks that new requests could reserve, cached blocks included."""
     cached_blocks: _builtins.int
-    """That the router's index has of it: cached, in its pool or below."""
+    """Blocks that the router's index has for the worker: cached in its pool or in the tiers below."""
     block_tokens: _builtins.int
     transport: _builtins.str
     prefill_tokens_per_s: _builtins.float
-    """Prompt tokens a second: as a lender, and beside running streams. Learnt."""
+    """Prompt tokens per second, learned: as a lender, and beside running streams."""
     decode_prefill_tokens_per_s: _builtins.float
-    heard: _builtins.bool
-    """Its engine has reported: what a report says is known."""
+    has_reported: _builtins.bool
+    """Whether the worker's engine has sent a load report."""
     asked_blocks: _builtins.int
-    """Blocks of prompts that this router had it compute or lend, since it joined; and those of them that it had already."""
+    """Prompt blocks that this router had the worker compute or lend since it joined, and the part that the worker had
+    already.
+    """
     hit_blocks: _builtins.int
     failing: _builtins.bool
-    """What was placed on it failed, though it speaks: this router tries it only now and then."""
+    """Whether the router's circuit breaker for the worker is open: requests placed on it failed, and only probes go
+    there.
+    """
     @_builtins.property
     def failing_lenders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Workers from which its loans fail, of whom it borrows only now and then."""
+        """Lenders for which the circuit breaker is open: the worker's loans from them failed."""
 
     def __init__(
         self,
@@ -1779,7 +1791,7 @@ class WorkerStatus(_message.Message):
         transport: _builtins.str = ...,
         prefill_tokens_per_s: _builtins.float = ...,
         decode_prefill_tokens_per_s: _builtins.float = ...,
-        heard: _builtins.bool = ...,
+        has_reported: _builtins.bool = ...,
         asked_blocks: _builtins.int = ...,
         hit_blocks: _builtins.int = ...,
         failing: _builtins.bool = ...,
@@ -1787,7 +1799,7 @@ class WorkerStatus(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "asked_blocks", b"asked_blocks", "available_blocks", b"available_blocks", "block_tokens", b"block_tokens", "cached_blocks", b"cached_blocks", "decode_prefill_tokens_per_s", b"decode_prefill_tokens_per_s", "decoding", b"decoding", "draining", b"draining", "failing", b"failing", "failing_lenders", b"failing_lenders", "heard", b"heard", "hit_blocks", b"hit_blocks", "loans", b"loans", "num_blocks", b"num_blocks", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_loans", b"queued_loans", "queued_prefill_tokens", b"queued_prefill_tokens", "role", b"role", "running", b"running", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "asked_blocks", b"asked_blocks", "available_blocks", b"available_blocks", "block_tokens", b"block_tokens", "cached_blocks", b"cached_blocks", "decode_prefill_tokens_per_s", b"decode_prefill_tokens_per_s", "decoding", b"decoding", "draining", b"draining", "failing", b"failing", "failing_lenders", b"failing_lenders", "has_reported", b"has_reported", "hit_blocks", b"hit_blocks", "loans", b"loans", "num_blocks", b"num_blocks", "prefill_tokens_per_s", b"prefill_tokens_per_s", "queued_loans", b"queued_loans", "queued_prefill_tokens", b"queued_prefill_tokens", "role", b"role", "running", b"running", "transport", b"transport", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1795,7 +1807,7 @@ Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
 
 @_typing.final
 class LinkStatus(_message.Message):
-    """Reading KV of one worker by another."""
+    """Link over which one worker reads another's KV."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1825,7 +1837,7 @@ Global___LinkStatus: _TypeAlias = LinkStatus  # noqa: Y015
 
 @_typing.final
 class FeedbackRequest(_message.Message):
-    """One of the three beside the id, at least. Kept with the tenant and the name of the key that it came with."""
+    """Feedback on an answer: at least one field beside the id. It is kept with the tenant and the name of the API key."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1834,11 +1846,11 @@ class FeedbackRequest(_message.Message):
     CORRECTED_TEXT_FIELD_NUMBER: _builtins.int
     COMMENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """As in the receipt."""
+    """Request id, as in the receipt."""
     rating: _builtins.float
-    """-1 to 1."""
+    """Rating from -1 to 1."""
     corrected_text: _builtins.str
-    """What the answer should have been."""
+    """Text that the answer should have been."""
     comment: _builtins.str
     def __init__(
         self,

@@ -80,57 +80,58 @@ class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Generates a completion, or several of one prompt, and streams them.
+        """Generate one or several completions of a prompt and stream them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Where the request would go now and what else was compared, predicted term by term. Nothing is started.
+        """Return where the request would go now, with all compared candidates and their predicted terms. It starts nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Decisions(self, request, context):
-        """How a request that this router had lately was placed: what was compared each time, as it stood then, and what came
-        of it. NOT_FOUND: it had none of that id, or has forgotten it.
+        """Return how a recent request of this router was placed: the candidates of each placement, as they stood then, and
+        the result. NOT_FOUND: the router never had this id, or no longer keeps it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateBatch(self, request, context):
-        """Many prompts in one call; each result comes, whole, when it is finished. What goes wrong with one is its own matter.
+        """Generate many prompts in one call. Each result is sent whole when it is finished; a failed request does not affect
+        the others.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """A prompt as the model reads it: its tokens, after the chat template where there are messages.
+        """Return a prompt's tokens, after the chat template for messages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """The models this router can serve now.
+        """Return the models that this router can serve now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ClusterStatus(self, request, context):
-        """What this router knows of its workers, its lines and the links between workers, as it stands now.
+        """Return the router's present view of its workers, its queues and the links between workers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Feedback(self, request, context):
-        """What somebody thinks of an answer. Kept with the router's samples; UNIMPLEMENTED where it keeps none.
+        """Record a rating of an answer, with the router's samples. UNIMPLEMENTED where the router keeps no samples.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

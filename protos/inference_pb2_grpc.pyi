@@ -33,23 +33,25 @@ GRPC_VERSION: str
 class InferenceStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
-    """Generates a completion, or several of one prompt, and streams them."""
+    """Generate one or several completions of a prompt and stream them."""
     Explain: _aio.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.Explanation]
-    """Where the request would go now and what else was compared, predicted term by term. Nothing is started."""
+    """Return where the request would go now, with all compared candidates and their predicted terms. It starts nothing."""
     Decisions: _aio.UnaryUnaryMultiCallable[_inference_pb2.DecisionsRequest, _inference_pb2.DecisionsResponse]
-    """How a request that this router had lately was placed: what was compared each time, as it stood then, and what came
-    of it. NOT_FOUND: it had none of that id, or has forgotten it.
+    """Return how a recent request of this router was placed: the candidates of each placement, as they stood then, and
+    the result. NOT_FOUND: the router never had this id, or no longer keeps it.
     """
     GenerateBatch: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateBatchRequest, _inference_pb2.BatchResult]
-    """Many prompts in one call; each result comes, whole, when it is finished. What goes wrong with one is its own matter."""
+    """Generate many prompts in one call. Each result is sent whole when it is finished; a failed request does not affect
+    the others.
+    """
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
-    """A prompt as the model reads it: its tokens, after the chat template where there are messages."""
+    """Return a prompt's tokens, after the chat template for messages."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
-    """The models this router can serve now."""
+    """Return the models that this router can serve now."""
     ClusterStatus: _aio.UnaryUnaryMultiCallable[_inference_pb2.ClusterStatusRequest, _inference_pb2.ClusterStatusResponse]
-    """What this router knows of its workers, its lines and the links between workers, as it stands now."""
+    """Return the router's present view of its workers, its queues and the links between workers."""
     Feedback: _aio.UnaryUnaryMultiCallable[_inference_pb2.FeedbackRequest, _inference_pb2.FeedbackResponse]
-    """What somebody thinks of an answer. Kept with the router's samples; UNIMPLEMENTED where it keeps none."""
+    """Record a rating of an answer, with the router's samples. UNIMPLEMENTED where the router keeps no samples."""
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -58,7 +60,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _aio.ServicerContext[_inference_pb2.GenerateRequest, _abc.AsyncIterator[_inference_pb2.GenerateResponse]],
     ) -> _abc.AsyncIterator[_inference_pb2.GenerateResponse]:
-        """Generates a completion, or several of one prompt, and streams them."""
+        """Generate one or several completions of a prompt and stream them."""
 
     @_abc_1.abstractmethod
     def Explain(
@@ -66,7 +68,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _aio.ServicerContext[_inference_pb2.GenerateRequest, _abc.Awaitable[_inference_pb2.Explanation]],
     ) -> _abc.Awaitable[_inference_pb2.Explanation]:
-        """Where the request would go now and what else was compared, predicted term by term. Nothing is started."""
+        """Return where the request would go now, with all compared candidates and their predicted terms. It starts nothing."""
 
     @_abc_1.abstractmethod
     def Decisions(
@@ -74,8 +76,8 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.DecisionsRequest,
         context: _aio.ServicerContext[_inference_pb2.DecisionsRequest, _abc.Awaitable[_inference_pb2.DecisionsResponse]],
     ) -> _abc.Awaitable[_inference_pb2.DecisionsResponse]:
-        """How a request that this router had lately was placed: what was compared each time, as it stood then, and what came
-        of it. NOT_FOUND: it had none of that id, or has forgotten it.
+        """Return how a recent request of this router was placed: the candidates of each placement, as they stood then, and
+        the result. NOT_FOUND: the router never had this id, or no longer keeps it.
         """
 
     @_abc_1.abstractmethod
@@ -84,7 +86,9 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateBatchRequest,
         context: _aio.ServicerContext[_inference_pb2.GenerateBatchRequest, _abc.AsyncIterator[_inference_pb2.BatchResult]],
     ) -> _abc.AsyncIterator[_inference_pb2.BatchResult]:
-        """Many prompts in one call; each result comes, whole, when it is finished. What goes wrong with one is its own matter."""
+        """Generate many prompts in one call. Each result is sent whole when it is finished; a failed request does not affect
+        the others.
+        """
 
     @_abc_1.abstractmethod
     def Tokenize(
@@ -92,7 +96,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.TokenizeRequest,
         context: _aio.ServicerContext[_inference_pb2.TokenizeRequest, _abc.Awaitable[_inference_pb2.TokenizeResponse]],
     ) -> _abc.Awaitable[_inference_pb2.TokenizeResponse]:
-        """A prompt as the model reads it: its tokens, after the chat template where there are messages."""
+        """Return a prompt's tokens, after the chat template for messages."""
 
     @_abc_1.abstractmethod
     def ListModels(
@@ -100,7 +104,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.ListModelsRequest,
         context: _aio.ServicerContext[_inference_pb2.ListModelsRequest, _abc.Awaitable[_inference_pb2.ListModelsResponse]],
     ) -> _abc.Awaitable[_inference_pb2.ListModelsResponse]:
-        """The models this router can serve now."""
+        """Return the models that this router can serve now."""
 
     @_abc_1.abstractmethod
     def ClusterStatus(
@@ -108,7 +112,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.ClusterStatusRequest,
         context: _aio.ServicerContext[_inference_pb2.ClusterStatusRequest, _abc.Awaitable[_inference_pb2.ClusterStatusResponse]],
     ) -> _abc.Awaitable[_inference_pb2.ClusterStatusResponse]:
-        """What this router knows of its workers, its lines and the links between workers, as it stands now."""
+        """Return the router's present view of its workers, its queues and the links between workers."""
 
     @_abc_1.abstractmethod
     def Feedback(
@@ -116,6 +120,6 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.FeedbackRequest,
         context: _aio.ServicerContext[_inference_pb2.FeedbackRequest, _abc.Awaitable[_inference_pb2.FeedbackResponse]],
     ) -> _abc.Awaitable[_inference_pb2.FeedbackResponse]:
-        """What somebody thinks of an answer. Kept with the router's samples; UNIMPLEMENTED where it keeps none."""
+        """Record a rating of an answer, with the router's samples. UNIMPLEMENTED where the router keeps no samples."""
 
 def add_InferenceServicer_to_server(servicer: InferenceServicer, server: _aio.Server) -> None: ...

@@ -35,8 +35,8 @@ class BorrowerFrame(_message.Message):
     REQUESTS_FIELD_NUMBER: _builtins.int
     ENGINE_TURNED_FIELD_NUMBER: _builtins.int
     engine_turned: _builtins.bool
-    """Since the last frame the step loop has turned. While there are loans, this is said now and then even if nothing
-    else is, so that a borrower that hangs, or is cut off unnoticed, is not lent to for ever.
+    """Heartbeat: whether the engine's step loop has run since the last frame. While there are loans a frame is sent
+    regularly, even with nothing else in it, so that a lender gives up a borrower that hangs or is cut off.
     """
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoanRequest]: ...
@@ -56,7 +56,7 @@ Global___BorrowerFrame: _TypeAlias = BorrowerFrame  # noqa: Y015
 
 @_typing.final
 class LoanRequest(_message.Message):
-    """Something of one loan."""
+    """Message of one loan."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -65,16 +65,16 @@ class LoanRequest(_message.Message):
     RELEASE_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
     number: _builtins.int
-    """Of this stream. Those of loans begun grow."""
+    """Number of the loan within this stream. Numbers of new loans increase."""
     @_builtins.property
     def want(self) -> Global___Want:
-        """Begins the loan."""
+        """Begin the loan."""
 
     @_builtins.property
     def release(self) -> Global___Release: ...
     @_builtins.property
     def close(self) -> Global___Close:
-        """Ends it. There is no answer, and what was said meanwhile concerns nobody."""
+        """End the loan. There is no answer, and later messages of the loan are ignored."""
 
     def __init__(
         self,
@@ -112,29 +112,30 @@ class Want(_message.Message):
     FAST_PATH_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     lender_incarnation: _builtins.bytes
-    """The lender this was meant for; another process at the same address refuses."""
+    """Incarnation of the intended lender; another process at the same address refuses."""
     model_fingerprint: _builtins.bytes
-    """Weights + layout + dtype. Unequal ones refuse before any byte moves."""
+    """Fingerprint of weights, layout and dtype. A lender with another fingerprint refuses before any byte moves."""
     cache_salt: _builtins.str
     token_ids: _builtins.bytes
-    """Tokens of the chain, up to the end of the last block wanted: little-endian uint32. As numbers, tens of thousands of
-    them would be converted six times on their way from engine to engine.
+    """Tokens of the chain up to the end of the last wanted block: little-endian uint32. As repeated integers, tens of
+    thousands of tokens would be converted six times between the engines.
     """
     first_block: _builtins.int
-    """Blocks [first_block, tokens / block_tokens) are wanted."""
+    """First wanted block: blocks [first_block, tokens / block_tokens) are wanted."""
     may_compute: _builtins.bool
-    """False: lend only what is cached, at once or not at all."""
+    """Whether the lender may compute missing blocks. False: it lends only cached blocks, at once or not at all."""
     priority: _builtins.int
     router_id: _builtins.str
-    """The placement that caused this; echoed in the lender's load reports."""
+    """Placement that caused the loan; the lender's load reports return it."""
     placement_sequence: _builtins.int
     fast_path: _builtins.bytes
-    """16 bytes that name the borrower's engine to others of its host, and 16 of a secret of this loan: the lender's engine
-    may say Starting and BlocksReady there too, at once, one of its messages for one here. What is said here counts.
+    """Fast path: 16 bytes that name the borrower's engine to other engines of its host, and 16 bytes of a secret of this
+    loan. The lender's engine may announce Starting and BlocksReady there too, one fast-path message for each message
+    here. The messages here are authoritative.
     """
     @_builtins.property
     def source(self) -> Global___Holder:
-        """Somebody who holds more of the chain: a lender that computes reads from there what it lacks, before it computes."""
+        """Worker that holds more of the chain: a lender that computes first reads its missing blocks from there."""
 
     def __init__(
         self,
@@ -162,7 +163,7 @@ Global___Want: _TypeAlias = Want  # noqa: Y015
 
 @_typing.final
 class Holder(_message.Message):
-    """A worker, as one that wants something of it must know it."""
+    """Address and identity of a worker, for a peer that calls it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -189,7 +190,7 @@ Global___Holder: _TypeAlias = Holder  # noqa: Y015
 
 @_typing.final
 class Release(_message.Message):
-    """Blocks [first, first + count) of the chain have been read and checked, or will not be read."""
+    """Blocks [first, first + count) of the chain, which the borrower has read and checked, or will not read."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -233,7 +234,7 @@ class LenderFrame(_message.Message):
     RESPONSES_FIELD_NUMBER: _builtins.int
     ENGINE_TURNED_FIELD_NUMBER: _builtins.int
     engine_turned: _builtins.bool
-    """As the borrower's."""
+    """Heartbeat, as the borrower's."""
     @_builtins.property
     def responses(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoanResponse]: ...
     def __init__(
@@ -260,7 +261,7 @@ class LoanResponse(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     refused: _builtins.bytes
-    """The loan is over: a serialised google.rpc.Status."""
+    """Error that ends the loan: a serialised google.rpc.Status."""
     @_builtins.property
     def starting(self) -> Global___Starting: ...
     @_builtins.property
@@ -294,11 +295,11 @@ class Starting(_message.Message):
     QUEUED_MS_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.bytes
     endpoint: _builtins.bytes
-    """Opaque bytes for the borrower's transport."""
+    """Transport endpoint: opaque bytes for the borrower's transport."""
     end_block: _builtins.int
-    """Blocks [first_block, end_block) will be announced. Fewer than wanted when may_compute is false."""
+    """End of the blocks [first_block, end_block) to be announced. Fewer than wanted when may_compute is false."""
     cached_end_block: _builtins.int
-    """Of those, blocks below this index were cached already."""
+    """End of the blocks that were cached already."""
     queued_ms: _builtins.float
     def __init__(
         self,
@@ -326,14 +327,14 @@ class BlocksReady(_message.Message):
     FINGERPRINTS_FIELD_NUMBER: _builtins.int
     FETCHED_FIELD_NUMBER: _builtins.int
     first: _builtins.int
-    """Index in the chain of the first block announced; announcements are in order, without gaps."""
+    """Chain index of the first announced block; announcements are in order, without gaps."""
     fingerprints: _builtins.bytes
-    """Little-endian uint64, [len(block_ids), kv_heads]."""
+    """Fingerprints: little-endian uint64, [len(block_ids), kv_heads]."""
     fetched: _builtins.bool
-    """Read from the lender's source or brought back from its tiers, not computed."""
+    """Whether the blocks were read from the lender's source or restored from its tiers, not computed."""
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Indices into the lender's pool."""
+        """Block numbers in the lender's pool."""
 
     def __init__(
         self,

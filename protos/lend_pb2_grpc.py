@@ -45,7 +45,7 @@ class LendServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Lend(self, request_iterator, context):
-        """All loans that one borrower has here: what there is to say of any of them goes together.
+        """Carry all loans between one borrower and this lender. Messages of several loans share a frame.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

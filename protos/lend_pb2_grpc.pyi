@@ -25,7 +25,7 @@ GRPC_VERSION: str
 class LendStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Lend: _aio.StreamStreamMultiCallable[_lend_pb2.BorrowerFrame, _lend_pb2.LenderFrame]
-    """All loans that one borrower has here: what there is to say of any of them goes together."""
+    """Carry all loans between one borrower and this lender. Messages of several loans share a frame."""
 
 class LendServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -34,6 +34,6 @@ class LendServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _abc.AsyncIterator[_lend_pb2.BorrowerFrame],
         context: _aio.ServicerContext[_abc.AsyncIterator[_lend_pb2.BorrowerFrame], _abc.AsyncIterator[_lend_pb2.LenderFrame]],
     ) -> _abc.AsyncIterator[_lend_pb2.LenderFrame]:
-        """All loans that one borrower has here: what there is to say of any of them goes together."""
+        """Carry all loans between one borrower and this lender. Messages of several loans share a frame."""
 
 def add_LendServicer_to_server(servicer: LendServicer, server: _aio.Server) -> None: ...

@@ -61,14 +61,15 @@ class MembershipServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Members(self, request, context):
-        """Who has joined: what launchers wait for. They have no API key, but are members.
+        """Return the numbers of joined workers, for launchers. Launchers have no API key but are members.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Loads(self, request, context):
-        """What a planner sizes pools by: of each model its workers, what waits and what came, without links and costs.
+        """Return the load that a planner sizes pools by: of each model its workers, its queue and its traffic, without links
+        and costs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -186,7 +187,7 @@ class Membership:
 
 
 class WorkerStub:
-    """On every worker: what operators and tests ask.
+    """Service of every worker for operators and tests.
     """
 
     def __init__(self, channel):
@@ -213,26 +214,26 @@ class WorkerStub:
 
 
 class WorkerServicer:
-    """On every worker: what operators and tests ask.
+    """Service of every worker for operators and tests.
     """
 
     def Audit(self, request, context):
-        """Holds the block pool's books against everyone who claims a block.
+        """Check the KV cache manager's accounting against every owner of a block.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Take nothing more, finish or hand over what is under way, then leave and end: as SIGTERM. Answers at once.
+        """Stop taking requests, finish or hand over those in flight, then leave and exit, as after SIGTERM. Answers at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SwitchRole(self, request, context):
-        """Take nothing more, finish or hand over what is under way, and join again in this role, with the same weights and the
-        same cache. Answers when routers know it so; at once where it has that role.
+        """Stop taking requests, finish or hand over those in flight, and join again in the given role, with the same weights
+        and the same cache. Answers when the routers know the new role; at once if the worker has it already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -265,7 +266,7 @@ def add_WorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Worker:
-    """On every worker: what operators and tests ask.
+    """Service of every worker for operators and tests.
     """
 
     @staticmethod

@@ -59,19 +59,19 @@ class Autoscaler:
         """Start, before the cluster runs."""
         for role in ROLES:
             self._numbers[role] = sum(worker.role == role for worker in self.cluster.workers.values())
-        self.cluster.clock.at(START_S, self._turn)
+        self.cluster.clock.at(START_S, self._run_round)
 
-    def _turn(self) -> None:
+    def _run_round(self) -> None:
         cluster, policy = self.cluster, self.settings.policy
         now = cluster.clock.now
         said = [load_status(MODEL, router.fleet, router.admission) for router in cluster.routers]
         for router, status in zip(cluster.routers, said, strict=True):
-            self._tallies.heard(router.fleet.router_id, counters_of(status, policy.ttft_s, policy.itl_s))
+            self._tallies.record(router.fleet.router_id, counters_of(status, policy.ttft_s, policy.itl_s))
         seen = observe(now, said, {role: self._on_their_way(role) for role in ROLES}, self._tallies.total)
         self._state, desired = decide(self._state, seen, policy)
         self._perform(desired)
         self._note(desired)
-        cluster.clock.after(self.settings.every_s, self._turn)
+        cluster.clock.after(self.settings.every_s, self._run_round)
 
     def _on_their_way(self, role: Role) -> int:
         """Return the workers of a role that are starting or switching."""

@@ -167,7 +167,7 @@ class SimCluster:
             hello = hello_of(worker, worker.start())
             for router in self.routers:
                 self.clock.after(self.spec.event_lag_s, self._join, router, worker, hello)
-            worker.tell(TakeSnapshot())
+            worker.send(TakeSnapshot())
 
     def _turn_into(self, worker: SimWorker, role: Role, budget: StepBudget) -> None:
         """Change the role; earlier messages arrive before it has left, and its cache is sent again."""
@@ -179,7 +179,7 @@ class SimCluster:
         for router in self.routers:
             self.clock.after(self.spec.event_lag_s, router.left, worker)
             self.clock.after(self.spec.event_lag_s, self._join, router, worker, hello)
-        worker.tell(SetBudget(budget), TakeSnapshot())
+        worker.send(SetBudget(budget), TakeSnapshot())
 
     def _join(self, router: SimRouter, worker: SimWorker, hello: pb.Hello) -> None:
         """Let a worker join a router, unless it died meanwhile."""

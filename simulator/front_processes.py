@@ -137,7 +137,7 @@ class FrontProcesses(Listener):
     def hand_over(self, worker: SimWorker) -> None:
         """Hand a worker's requests over to others."""
         for attempt in [a for a in self._attempts.values() if a.worker is worker]:
-            worker.tell(Cancel(attempt.engine_id))
+            worker.send(Cancel(attempt.engine_id))
             if self._attempts.pop(attempt.engine_id, None) is not None:
                 self._clock.after(self._message_s, attempt.on_handed_over, attempt)
 
@@ -145,11 +145,11 @@ class FrontProcesses(Listener):
         """End all loans that a worker gives."""
         for stream in [s for s in self._given.values() if s.lender is worker]:
             self._end(stream, TOLD)
-            worker.tell(LendClosed(stream.lender_id))
+            worker.send(LendClosed(stream.lender_id))
 
     # ------------------------------------------------------------------ what engines say
 
-    def hear(self, worker: SimWorker, message: FromEngine) -> None:
+    def receive(self, worker: SimWorker, message: FromEngine) -> None:
         match message:
             case Token():
                 self._token(message)
@@ -194,7 +194,7 @@ class FrontProcesses(Listener):
             return
         attempt.received_at = self._clock.now
         self._attempts[attempt.engine_id] = attempt
-        attempt.worker.tell(attempt.generate)
+        attempt.worker.send(attempt.generate)
 
     def _lose(self, attempt: Attempt) -> None:
         self._attempts.pop(attempt.engine_id, None)
@@ -227,7 +227,7 @@ class FrontProcesses(Listener):
         elif stream.lender.draining and lend.may_compute:
             self._end(stream, TOLD)
         else:
-            stream.lender.tell(lend)
+            stream.lender.send(lend)
 
     def _answer(self, message: LendStarting | LendReady | LendRefused) -> None:
         stream = self._given.get(message.loan_id)
@@ -249,7 +249,7 @@ class FrontProcesses(Listener):
         if not stream.closed:
             if isinstance(message, LoanFailed):
                 self._forget(stream)
-            stream.borrower.tell(message)
+            stream.borrower.send(message)
 
     def _end(self, stream: LoanStream, reason: str) -> None:
         """End a stream from the lender's side."""
@@ -268,4 +268,4 @@ class FrontProcesses(Listener):
             del self._taken[stream.borrower_id]
 
     def _send(self, worker: SimWorker, message: LendReleased | LendClosed) -> None:
-        self._clock.after(self._message_s, worker.tell, message)
+        self._clock.after(self._message_s, worker.send, message)

@@ -50,7 +50,7 @@ class Listener(ABC):
     """Listener to a worker."""
 
     @abstractmethod
-    def hear(self, worker: "SimWorker", message: FromEngine) -> None:
+    def receive(self, worker: "SimWorker", message: FromEngine) -> None:
         """Process a message at the time the engine sends it."""
 
     @abstractmethod
@@ -91,12 +91,14 @@ class SimWorker:
         self._listener = listener
         self._skip = skip
         self._runner = BytelessRunner(spec.layout, spec.num_blocks, spec.max_context_tokens)
-        self._said: list[FromEngine] = []
-        self.core = EngineCore(self._runner, transport, spec.limits, self._said.append, self._wake, clock=clock.time)
-        self._turning: ScheduledEvent | None = None
+        self._outgoing: list[FromEngine] = []
+        self.core = EngineCore(
+            self._runner, transport, spec.limits, self._outgoing.append, self._wake, clock=clock.time
+        )
+        self._turn_event: ScheduledEvent | None = None
         self._stepping: ScheduledEvent | None = None
         self._idling: ScheduledEvent | None = None
-        self._turned_at = 0.0
+        self._last_turn_at = 0.0
         self._run: list[float] = []
         """End of each step of the present run."""
 
@@ -106,7 +108,7 @@ class SimWorker:
         self._wake()
         return self.ready
 
-    def tell(self, *messages: Input) -> None:
+    def send(self, *messages: Input) -> None:
         """Deliver messages that arrive together; lost when the worker is gone."""
         if self.alive:
             self._interrupt()
@@ -118,26 +120,26 @@ class SimWorker:
         """Kill the worker, as by a loss of power."""
         self._interrupt()
         self.alive = False
-        for event in (self._turning, self._stepping, self._idling):
+        for event in (self._turn_event, self._stepping, self._idling):
             if event is not None:
                 event.cancel()
         self.core.close()
 
     def _wake(self) -> None:
-        if self._turning is None and self.alive:
-            self._turning = self._clock.after(0.0, self._turn)
+        if self._turn_event is None and self.alive:
+            self._turn_event = self._clock.after(0.0, self._turn)
 
     def _turn(self) -> None:
-        if self._turning is not None:
-            self._turning.cancel()
-            self._turning = None
+        if self._turn_event is not None:
+            self._turn_event.cancel()
+            self._turn_event = None
         self._interrupt()
         self.core.handle_posted()
         if self._stepping is None and not (self._skip and self._begin_run()):
             self._begin_step()
         self.core.report()
         self._speak()
-        self._turned_at = self._clock.now
+        self._last_turn_at = self._clock.now
         if self._idling is None and not self._run:
             self._idling = self._clock.after(IDLE_TURN_S, self._idle)
 
@@ -146,18 +148,18 @@ class SimWorker:
         self._idling = None
         if self._run:
             return
-        due = self._turned_at + IDLE_TURN_S
+        due = self._last_turn_at + IDLE_TURN_S
         if due > self._clock.now:
             self._idling = self._clock.at(due, self._idle)
         else:
             self._turn()
 
     def _speak(self) -> None:
-        if self._said:
-            said = self._said[:]
-            self._said.clear()
-            for message in said:
-                self._listener.hear(self, message)
+        if self._outgoing:
+            outgoing = self._outgoing[:]
+            self._outgoing.clear()
+            for message in outgoing:
+                self._listener.receive(self, message)
 
     # ------------------------------------------------------------------ one step
 

@@ -29,7 +29,7 @@ async def workers_at(address: str, trust: TlsIdentity | None, timeout_s: float) 
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
     workers = (worker for model in loads.models for worker in model.workers)
-    return {worker.address for worker in workers if worker.heard and not worker.draining}
+    return {worker.address for worker in workers if worker.has_reported and not worker.draining}
 
 
 async def await_members(

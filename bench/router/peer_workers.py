@@ -46,7 +46,7 @@ class PrefixCache:
 class PeerWorker:
     def __init__(self) -> None:
         self._cache = PrefixCache()
-        self._turn = asyncio.Lock()  # FIFO
+        self._lock = asyncio.Lock()  # FIFO
 
     def application(self) -> web.Application:
         application = web.Application(client_max_size=64 << 20)
@@ -74,7 +74,7 @@ class PeerWorker:
             so_far = hash((so_far, prompt[start : start + width]))
             keys.append(so_far)
         usable = keys[: (num_tokens - 1) // BLOCK_TOKENS]  # at least the last token is computed
-        async with self._turn:
+        async with self._lock:
             held = self._cache.match(usable)
             await asyncio.sleep((num_tokens - held * BLOCK_TOKENS) / PREFILL_TOKENS_PER_S)
             self._cache.add(keys)

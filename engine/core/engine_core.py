@@ -239,7 +239,7 @@ class EngineCore:
                 self._lender_manager.computed(sequence, full)
             elif token is not None:
                 if self._speculator is not None:
-                    self._speculator.heard(chunk, token)
+                    self._speculator.record_result(chunk, token)
                 self._requests.computed(sequence, token, chunk.samples)
         self._requests.part()
         self._reports.changed |= self._requests.num_requests != num_requests

@@ -28,14 +28,14 @@ class LoadReporter:
 
     def __init__(
         self,
-        books: KVCacheManager,
+        kv_cache: KVCacheManager,
         requests: RequestManager,
         lender_manager: LenderManager,
         times: ReportSchedule,
         emit: Callable[[FromEngine], None],
         speculator: Speculator | None = None,
     ) -> None:
-        self._kv_cache = books
+        self._kv_cache = kv_cache
         self._requests = requests
         self._lender_manager = lender_manager
         self._times = times
@@ -43,7 +43,7 @@ class LoadReporter:
         self._speculator = speculator
         self._cache_sequence = 0
         self._placements_seen: dict[str, int] = {}
-        self._kv_said: KvUse | None = None
+        self._kv_reported: KvUse | None = None
         self._reported_at = 0.0
         self._step_began_at = 0.0
         self._step_count = 0
@@ -117,22 +117,22 @@ class LoadReporter:
                 preemptions=running_set.num_preemptions,
                 drafted=self._speculator.num_draft_tokens if self._speculator else 0,
                 accepted=self._speculator.num_right if self._speculator else 0,
-                kv=self._news_of_kv(now),
+                kv=self._changed_kv_use(now),
             )
         )
 
-    def _news_of_kv(self, now: float) -> KvUse | None:
+    def _changed_kv_use(self, now: float) -> KvUse | None:
         """Return the use of KV tiers since the last report, or None where it is unchanged."""
-        books, counts = self._kv_cache, self._kv_cache.counts
-        room: dict[str, tuple[int, int]] = {POOL: (books.pool.num_blocks, books.pool.num_filled)}
-        if books.tiers is not None:
-            room |= books.tiers.occupancy
+        kv_cache, counts = self._kv_cache, self._kv_cache.counts
+        room: dict[str, tuple[int, int]] = {POOL: (kv_cache.pool.num_blocks, kv_cache.pool.num_filled)}
+        if kv_cache.tiers is not None:
+            room |= kv_cache.tiers.occupancy
         tiers = tuple(
             TierUse(tier, *room.get(tier, (0, 0)), counts.queries.get(tier, 0), counts.hits.get(tier, 0))
             for tier in (*room, REMOTE)
         )
         use = KvUse(tiers, counts.read_bytes, counts.read_s(now), counts.num_mismatched)
-        if use == self._kv_said:
+        if use == self._kv_reported:
             return None
-        self._kv_said = use
+        self._kv_reported = use
         return use

@@ -62,7 +62,7 @@ class RequestManager:
 
     def __init__(
         self,
-        books: KVCacheManager,
+        kv_cache: KVCacheManager,
         borrower_manager: BorrowerManager,
         model_fingerprint: bytes,
         eos_token_ids: frozenset[int],
@@ -77,8 +77,8 @@ class RequestManager:
 
         `copy_block(source, target)` is called between steps.
         """
-        self.running_set = RunningSet(books, reserve_output_tokens, next_arrival, copy_block)
-        self._kv_cache = books
+        self.running_set = RunningSet(kv_cache, reserve_output_tokens, next_arrival, copy_block)
+        self._kv_cache = kv_cache
         self._borrower_manager = borrower_manager
         self._model_fingerprint = model_fingerprint
         self._eos_token_ids = eos_token_ids
@@ -198,7 +198,7 @@ class RequestManager:
         news = (sequence.num_preemptions > 0 and request.count_preemptions()) or first
         if request.search is not None:
             assert sampled.logprobs is not None
-            request.search.hear(sequence.choice, sampled.logprobs)
+            request.search.add_logprobs(sequence.choice, sampled.logprobs)
             sequence.heard = True
             return
         sequence.token_ids.append(sampled.token_id)

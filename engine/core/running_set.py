@@ -33,7 +33,7 @@ class RunningSet:
 
     def __init__(
         self,
-        books: KVCacheManager,
+        kv_cache: KVCacheManager,
         reserve_output_tokens: int,
         next_turn: Callable[[], int],
         copy_block: Callable[[int, int], None],
@@ -42,7 +42,7 @@ class RunningSet:
 
         `reserve_output_tokens`: output tokens for which a starting sequence reserves blocks, at most.
         """
-        self._kv_cache = books
+        self._kv_cache = kv_cache
         self._copy_block = copy_block
         self._reserve_output_tokens = reserve_output_tokens
         self._next_turn = next_turn

@@ -24,7 +24,7 @@ class UniformDecode:
 
     def __init__(
         self,
-        books: KVCacheManager,
+        kv_cache: KVCacheManager,
         requests: RequestManager,
         lender_manager: LenderManager,
         reports: LoadReporter,
@@ -35,7 +35,7 @@ class UniformDecode:
 
         `take_turns(n)` draws n of the engine's arrival numbers and returns the first.
         """
-        self._kv_cache = books
+        self._kv_cache = kv_cache
         self._requests = requests
         self._lender_manager = lender_manager
         self._reports = reports

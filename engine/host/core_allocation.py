@@ -47,7 +47,7 @@ class CoreAllocation:
         Raises OSError where there are no such sockets, or no list of them.
         """
         self._role = role
-        self._told = self._apart = bool(told)
+        self._explicit = self._apart = bool(told)
         """Whether others are to make room for it, and whether it need not for them."""
         self._niceness = os.getpriority(os.PRIO_PROCESS, os.getpid())
         self._since = time.monotonic_ns()
@@ -89,7 +89,7 @@ class CoreAllocation:
         return own_share(self._own, _read_claims(), self._in_order)
 
     def _claim(self, cores: tuple[int, ...]) -> None:
-        claim = CoreClaim(self._since, os.getpid(), self._role, self._told, cores)
+        claim = CoreClaim(self._since, os.getpid(), self._role, self._explicit, cores)
         claimed = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             claimed.bind(f"\0{NAME}{claim}".encode())

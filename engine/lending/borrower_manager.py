@@ -106,7 +106,7 @@ class BorrowerManager:
 
     def __init__(
         self,
-        books: KVCacheManager,
+        kv_cache: KVCacheManager,
         transport_name: str,
         emit: Callable[[FromEngine], None],
         post: Callable[[ReadCompletion], None],
@@ -121,7 +121,7 @@ class BorrowerManager:
 
         Loans whose reads make no progress for `read_silence_s` fail.
         """
-        self._kv_cache = books
+        self._kv_cache = kv_cache
         self._transport_name = transport_name
         self._emit = emit
         self._post = post
@@ -129,10 +129,10 @@ class BorrowerManager:
         self._fast_path = fast_path
         self._read_silence_s = read_silence_s
         self._looked_at = 0.0
-        self._below = ReadProgress(books.clock)
+        self._below = ReadProgress(kv_cache.clock)
         """Progress of reads from the tiers."""
         self._loans: dict[str, Loan] = {}
-        self._landing_blocks = max(1, BLOCK_READ_BYTES // books.layout.block_bytes)
+        self._blocks_per_read = max(1, BLOCK_READ_BYTES // kv_cache.layout.block_bytes)
 
     @property
     def num_loans(self) -> int:
@@ -160,11 +160,11 @@ class BorrowerManager:
 
     def started(self, message: LoanStarted) -> None:
         self._fast_path.met(message.endpoint)
-        if (found := self._of_lender(message.request_id)) is not None and not self._was_said(*found, message):
+        if (found := self._of_lender(message.request_id)) is not None and not self._was_announced(*found, message):
             self._start(*found, message)
 
     def announced(self, message: LoanBlocks) -> None:
-        if (found := self._of_lender(message.request_id)) is not None and not self._was_said(*found, message):
+        if (found := self._of_lender(message.request_id)) is not None and not self._was_announced(*found, message):
             self._announce(*found, message)
 
     def handle_fast_path(self) -> None:
@@ -181,7 +181,7 @@ class BorrowerManager:
                     lender.fast_path.append(word)
                     self._announce(loan, lender, word)
 
-    def _was_said(self, loan: Loan, lender: LenderSource, message: Word) -> bool:
+    def _was_announced(self, loan: Loan, lender: LenderSource, message: Word) -> bool:
         """Check a lease message against its fast-path announcement; a difference ends the loan."""
         if not lender.fast_path:
             return False
@@ -299,7 +299,7 @@ class BorrowerManager:
 
     def _open(self, wanted: BorrowRequest, source: LoanSource, first: int, end: int, may_be_part: bool = False) -> Loan:
         ranks = 1 + len(self._others) if isinstance(source, LenderSource) else 1
-        machine = Borrower(first, end, self._landing_blocks, may_be_part, ranks)
+        machine = Borrower(first, end, self._blocks_per_read, may_be_part, ranks)
         loan = self._loans[wanted.sequence.request_id] = Loan(wanted, machine, source)
         return loan
 
@@ -362,7 +362,7 @@ class BorrowerManager:
             if writing:
                 unsafe = dict.fromkeys(block for each in writing.values() for block in each)
                 loan.quarantined[first] = _Quarantined(list(unsafe), set(writing))
-                target = sequence.blocks[first : first + self._landing_blocks]
+                target = sequence.blocks[first : first + self._blocks_per_read]
                 lost += [index for index, block in enumerate(target, first) if block in unsafe]
         loan.block_reads.clear()
         return not lost or self._kv_cache.quarantine_unbound(sequence, lost, replace=needed)

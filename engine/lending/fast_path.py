@@ -81,7 +81,7 @@ class FastPath:
         """Set the endpoint that this engine's front announces."""
         self._own_digest = _digest(endpoint)
 
-    def tell(self, address: bytes, said: LendStarting | LendReady) -> None:
+    def announce(self, address: bytes, said: LendStarting | LendReady) -> None:
         """Send an announcement to the borrower at `address`, as OpenLoan gave it; to no engine if it is empty."""
         if self._link is None or not address:
             return

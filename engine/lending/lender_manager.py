@@ -50,7 +50,7 @@ class LenderManager:
 
     def __init__(
         self,
-        books: KVCacheManager,
+        kv_cache: KVCacheManager,
         borrowing: BorrowerManager,
         model_fingerprint: bytes,
         emit: Callable[[FromEngine], None],
@@ -62,7 +62,7 @@ class LenderManager:
 
         `next_arrival` numbers loans and requests alike, since the scheduler orders them together.
         """
-        self._kv_cache = books
+        self._kv_cache = kv_cache
         self._borrower_manager = borrowing
         self._model_fingerprint = model_fingerprint
         self._emit = emit
@@ -258,7 +258,7 @@ class LenderManager:
                 self._kv_cache.pool.touch(loan.keys)
 
     def _say(self, loan: _Loan, message: LendStarting | LendReady) -> None:
-        self._fast_path.tell(loan.request.fast_path, message)
+        self._fast_path.announce(loan.request.fast_path, message)
         self._emit(message)
 
     def _root(self, request: Lend) -> BlockKey:

@@ -75,7 +75,7 @@ class ChildEngine(EngineHost):
             self._ending = asyncio.ensure_future(self._await_death())
             return
         for batch in batches:
-            self._listener.heard(batch)
+            self._listener.on_messages(batch)
 
     async def _await_death(self) -> None:
         code = await asyncio.to_thread(self._process.wait)

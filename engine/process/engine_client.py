@@ -47,7 +47,7 @@ class EngineListener(ABC):
     """Receiver of an engine's messages, on the event loop."""
 
     @abstractmethod
-    def heard(self, messages: Sequence[FromEngine]) -> None: ...
+    def on_messages(self, messages: Sequence[FromEngine]) -> None: ...
 
     @abstractmethod
     def ended(self, how: str) -> None:
@@ -67,7 +67,7 @@ class EngineClient(EngineListener):
         self.last_load: Load | None = None
         """The engine's last load report."""
         self.last_kv: KvUse | None = None
-        self._heard_at = -math.inf
+        self._last_report_at = -math.inf
         self._ready: asyncio.Future[Ready]
         self.died: asyncio.Future[TandemError]
 
@@ -88,7 +88,7 @@ class EngineClient(EngineListener):
     @property
     def silent_s(self) -> float:
         """Seconds since the last report; infinite before the first."""
-        return time.monotonic() - self._heard_at
+        return time.monotonic() - self._last_report_at
 
     def send(self, *messages: ToEngine) -> None:
         """Send to the engine.
@@ -132,8 +132,8 @@ class EngineClient(EngineListener):
         number = self._audit_count
         answer = self._audits[number] = asyncio.get_running_loop().create_future()
         self.send(Audit(number))
-        books: Audited = await answer
-        return books
+        audited: Audited = await answer
+        return audited
 
     async def stop(self) -> None:
         """End the engine: orderly first, by force after 5 s."""
@@ -141,14 +141,14 @@ class EngineClient(EngineListener):
 
     # ------------------------------------------------------------------ from the engine
 
-    def heard(self, messages: Sequence[FromEngine]) -> None:
+    def on_messages(self, messages: Sequence[FromEngine]) -> None:
         for message in messages:
             match message:
                 case Token(request_id):  # first, since most messages are tokens
                     self._deliver(request_id, message)
                 case Load() | CacheChanged():
                     if isinstance(message, Load):
-                        self.last_load, self._heard_at = message, time.monotonic()
+                        self.last_load, self._last_report_at = message, time.monotonic()
                         self.last_kv = message.kv or self.last_kv
                     for watcher in tuple(self._watchers):
                         watcher(message)

@@ -47,17 +47,17 @@ class _Front:
     def __init__(self, link: MessageSocket) -> None:
         self._link = link
         self._waiter = SocketWaiter(link)
-        self._said: list[FromEngine] = []
+        self._outgoing: list[FromEngine] = []
         self.wake = self._waiter.wake
         self.watch = self._waiter.watch
 
-    def say(self, message: FromEngine) -> None:
-        self._said.append(message)
+    def send(self, message: FromEngine) -> None:
+        self._outgoing.append(message)
 
-    def send(self) -> None:
-        if self._said:
-            said, self._said = self._said, []
-            self._link.send(said)
+    def flush(self) -> None:
+        if self._outgoing:
+            outgoing, self._outgoing = self._outgoing, []
+            self._link.send(outgoing)
 
     def listen(self, timeout_s: float) -> list[ToEngine]:
         """Wait up to `timeout_s` and return the messages that arrived, in order.
@@ -70,7 +70,7 @@ class _Front:
 
     def finish(self, timeout_s: float = 5.0) -> None:
         """Send the remaining messages, for as long as the front reads."""
-        self.send()
+        self.flush()
         give_up_at = time.monotonic() + timeout_s
         while self._link.has_unsent and time.monotonic() < give_up_at:
             self._waiter.wait(0.1)
@@ -91,7 +91,7 @@ def main() -> None:
         prepare(spec.config.of_rank(0))
         core, computer = _start(spec, front, ranks)
     except (EngineStartError, TransportUnavailable, RankLost) as error:
-        front.say(StartFailed(str(error) if isinstance(error, EngineStartError) else _start_failure(error)))
+        front.send(StartFailed(str(error) if isinstance(error, EngineStartError) else _start_failure(error)))
         front.finish()
         _leave(ranks)
         return
@@ -208,12 +208,12 @@ def _loop(core: EngineCore, computer: _ComputeThread, front: _Front, ranks: Rank
         if (computed := computer.take()) is not None:
             core.end_step(*computed)  # its messages wait until the next step has begun
         else:
-            front.send()  # a caller waits for an answer
+            front.flush()  # a caller waits for an answer
         if not computer.running and (batch := core.begin_step()):
             computer.start(batch)
         if ranks is None or not ranks.silent:
             core.report()
-        front.send()
+        front.flush()
 
 
 def _receive_spec(link: MessageSocket) -> EngineSpec:
@@ -231,9 +231,9 @@ def _start(spec: EngineSpec, front: _Front, ranks: Ranks | None) -> tuple[Engine
     others = ranks.followers if ranks is not None else ()
     if (fast_path := open_fast_path_socket()) is not None:
         front.watch(fast_path.fileno())
-    core = open_core(spec, runner, transport, front.say, front.wake, others, fast_path)
-    front.say(core.start())
-    front.send()
+    core = open_core(spec, runner, transport, front.send, front.wake, others, fast_path)
+    front.send(core.start())
+    front.flush()
     return core, computer
 
 

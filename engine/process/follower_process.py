@@ -57,7 +57,7 @@ class _Rank0:
         self._reads = reads
         self._lock = threading.Lock()
 
-    def say(self, message: FromFollower) -> None:
+    def send(self, message: FromFollower) -> None:
         try:
             with self._lock:
                 self._reads.send(message)
@@ -116,14 +116,14 @@ def main() -> None:
         endpoint = transport.register(runner.pool)
     except (EngineStartError, TransportUnavailable) as error:
         field, reason = (error.field, error.reason) if isinstance(error, EngineStartError) else ("transport", error)
-        rank0.say(NotJoined(field, str(reason)))
+        rank0.send(NotJoined(field, str(reason)))
         os._exit(1)  # other threads may wait for ranks that never come
     part = BlockPart(runner.layout.block_bytes, spec.rank, spec.ranks)
     rank = LocalRank(transport, part, runner.fingerprints, runner.folding)
-    rank0.say(Joined(endpoint))
+    rank0.send(Joined(endpoint))
     spare_the_started()
     try:
-        _serve(reads, rank0.say, rank, runner.copy_block)
+        _serve(reads, rank0.send, rank, runner.copy_block)
     except (EOFError, OSError):
         os._exit(0)  # readers of the pool see a process that ended, as with rank 0
 

@@ -25,8 +25,8 @@ class LocalEngine(EngineHost):
     def __init__(self, spec: EngineSpec, network: LocalNetwork) -> None:
         self._spec = spec
         self._network = network
-        self._said: list[FromEngine] = []
-        self._turning: asyncio.Handle | None = None
+        self._outgoing: list[FromEngine] = []
+        self._turn_event: asyncio.Handle | None = None
         """Handle of the next turn, when one is due before the idle turn."""
         self._stepping: asyncio.TimerHandle | None = None
         self._idling: asyncio.TimerHandle | None = None
@@ -45,8 +45,8 @@ class LocalEngine(EngineHost):
         self._spec.config.refuse_parallel(self._spec.role)
         self._runner = open_sim_runner(self._spec.config)
         transport = LocalTransport(self._network, self._spec.agent_name)
-        self._core = open_core(self._spec, self._runner, transport, self._said.append, self._wake)
-        self._said.append(self._core.start())
+        self._core = open_core(self._spec, self._runner, transport, self._outgoing.append, self._wake)
+        self._outgoing.append(self._core.start())
         self._wake()
 
     def send(self, messages: Sequence[ToEngine]) -> None:
@@ -64,7 +64,7 @@ class LocalEngine(EngineHost):
         """End as if the engine's process had died; for tests."""
         if not self._gone:
             self._gone = True
-            for handle in (self._turning, self._stepping, self._idling):
+            for handle in (self._turn_event, self._stepping, self._idling):
                 if handle is not None:
                     handle.cancel()
             self._core.close()
@@ -74,11 +74,11 @@ class LocalEngine(EngineHost):
         self.kill()
 
     def _wake(self) -> None:
-        if self._turning is None and not self._gone:
-            self._turning = self._loop.call_soon(self._turn)
+        if self._turn_event is None and not self._gone:
+            self._turn_event = self._loop.call_soon(self._turn)
 
     def _turn(self) -> None:
-        self._turning = None
+        self._turn_event = None
         if self._hung:
             return
         self._core.handle_posted()
@@ -103,7 +103,7 @@ class LocalEngine(EngineHost):
             self._turn()
 
     def _speak(self) -> None:
-        if self._said:
-            said = self._said[:]
-            self._said.clear()
-            self._listener.heard(said)
+        if self._outgoing:
+            outgoing = self._outgoing[:]
+            self._outgoing.clear()
+            self._listener.on_messages(outgoing)

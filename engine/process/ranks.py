@@ -70,7 +70,7 @@ class Follower(RemoteRank, FollowingRank):
         self._num_block_reads = 0
         self._stuck_s: dict[int, float] = {}
         """Seconds without progress, by number of the block read, as last reported."""
-        self._heard_at = time.monotonic()
+        self._last_message_at = time.monotonic()
         self._process, self._reads, self._steps = _start_process()
         self._reads.send(spec)
         threading.Thread(target=self._listen, name=f"rank-{self.rank}", daemon=True).start()
@@ -78,7 +78,7 @@ class Follower(RemoteRank, FollowingRank):
     @property
     def is_silent(self) -> bool:
         """Whether it has joined and its heartbeat is missing."""
-        return time.monotonic() - self._heard_at >= SILENT_S
+        return time.monotonic() - self._last_message_at >= SILENT_S
 
     def stuck_s(self, number: int) -> float:
         """Return the seconds without progress of a block read."""
@@ -173,7 +173,7 @@ class Follower(RemoteRank, FollowingRank):
             self._joined.set_exception(lost)
 
     def _hear(self, message: FromFollower) -> None:
-        self._heard_at = time.monotonic()
+        self._last_message_at = time.monotonic()
         match message:
             case Heartbeat(stuck_s):
                 self._stuck_s = stuck_s

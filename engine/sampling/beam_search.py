@@ -64,7 +64,7 @@ class BeamSearch:
         self._max_tokens = max_tokens
         self._ends = end_token_ids
         self._live = dict.fromkeys(range(params.width), Beam())
-        self._heard: dict[int, TokenLogprobs] = {}
+        self._logprobs: dict[int, TokenLogprobs] = {}
         self._found: list[FinishedBeam] = []
         self.over = False
 
@@ -76,15 +76,15 @@ class BeamSearch:
     @property
     def ready(self) -> bool:
         """Whether `advance` has all candidates it needs."""
-        return len(self._heard) == len(self._live) and not self.over
+        return len(self._logprobs) == len(self._live) and not self.over
 
-    def hear(self, slot: int, logprobs: TokenLogprobs) -> None:
+    def add_logprobs(self, slot: int, logprobs: TokenLogprobs) -> None:
         """Set a slot's candidates, likeliest first.
 
         A recomputed sequence may report them again.
         """
         assert slot in self._live
-        self._heard[slot] = logprobs
+        self._logprobs[slot] = logprobs
 
     def advance(self) -> list[BeamMove]:
         """Choose the continuing beams.
@@ -103,7 +103,7 @@ class BeamSearch:
             elif rank < self._params.width:
                 self._finish(candidate, length, stops)
         going_on = going_on[: self._params.width]
-        self._heard.clear()
+        self._logprobs.clear()
         self.over = not going_on or self._cannot_improve(going_on[0].logprob, length)
         moves = [] if self.over else self._seat(going_on)
         chosen = {(move.parent, move.token_id): move.slot for move in moves}
@@ -124,7 +124,9 @@ class BeamSearch:
         candidates = [
             _Candidate(slot, token_id, beam.logprob + logprob)
             for slot, beam in sorted(self._live.items())
-            for token_id, logprob in zip(self._heard[slot].top_token_ids, self._heard[slot].top_logprobs, strict=True)
+            for token_id, logprob in zip(
+                self._logprobs[slot].top_token_ids, self._logprobs[slot].top_logprobs, strict=True
+            )
             if slot == 0 or not first_round  # in the first round all slots hold the same sequence
         ]
         best = sorted(candidates, key=lambda candidate: -candidate.logprob)[: self.num_candidates]

@@ -31,7 +31,7 @@ class Proposer(Protocol):
     def pass_s(self) -> float:
         """Seconds of proposing one more token for all sequences at once."""
 
-    def wish(self, sequence: Sequence, most: int) -> DraftBudget | None:
+    def propose_budget(self, sequence: Sequence, most: int) -> DraftBudget | None:
         """Return the drafts that the sequence could use now, or None.
 
         Called at every step.
@@ -72,7 +72,7 @@ class NgramProposer:
         self._texts: WeakKeyDictionary[Sequence, _Text] = WeakKeyDictionary()
         self._chances = AcceptanceRates()
 
-    def wish(self, sequence: Sequence, most: int) -> DraftBudget | None:
+    def propose_budget(self, sequence: Sequence, most: int) -> DraftBudget | None:
         text = self._texts.get(sequence)
         if text is None:
             text = self._texts[sequence] = _Text(NgramIndex(), SequenceAcceptance(self._chances))
@@ -91,7 +91,7 @@ class NgramProposer:
         return replace(chunk, draft_tokens=self._texts[chunk.sequence].draft_tokens[:count])
 
     def verified(self, sequence: Sequence, sampled: SampleResult) -> None:
-        """Do nothing: the next `wish` sees the result in the sequence's tokens."""
+        """Do nothing: the next `propose_budget` sees the result in the sequence's tokens."""
 
 
 class DraftModelProposer:
@@ -106,7 +106,7 @@ class DraftModelProposer:
     def pass_s(self) -> float:
         return self._runner.draft_pass_s
 
-    def wish(self, sequence: Sequence, most: int) -> DraftBudget | None:
+    def propose_budget(self, sequence: Sequence, most: int) -> DraftBudget | None:
         own = self._own.get(sequence)
         if own is None:
             own = self._own[sequence] = SequenceAcceptance(self._chances)
@@ -127,44 +127,48 @@ class Speculator:
     def __init__(self, source: Proposer, max_guesses: int = MAX_GUESSES, cost: StepCost | None = None) -> None:
         assert max_guesses >= 1
         self.source = source
-        self._max_guesses = max_guesses
+        self._max_drafts = max_guesses
         self._cost = cost or StepCost()
         self.num_draft_tokens = 0
         """Draft tokens verified since the engine started."""
         self.num_right = 0
 
-    def add_draft_tokens(self, batch: list[Chunk], books: KVCacheManager, max_tokens: int, short: bool) -> list[Chunk]:
+    def add_draft_tokens(
+        self, batch: list[Chunk], kv_cache: KVCacheManager, max_tokens: int, short: bool
+    ) -> list[Chunk]:
         """Return the batch with draft tokens, and reserve their blocks.
 
         `max_tokens` is the step's budget; `short`: whether any sequence waits for blocks.
         """
-        wishes: dict[int, DraftBudget] = {}
+        budgets: dict[int, DraftBudget] = {}
         num_tokens = num_rows = 0
         for place, chunk in enumerate(batch):
             num_rows += chunk.count
             num_tokens += chunk.samples
-            if (most := self._most(chunk, books, short)) and (wish := self.source.wish(chunk.sequence, most)):
-                wishes[place] = wish
-        if not wishes:
+            if (most := self._most(chunk, kv_cache, short)) and (
+                budget := self.source.propose_budget(chunk.sequence, most)
+            ):
+                budgets[place] = budget
+        if not budgets:
             return batch
         left, pass_s = max_tokens - num_rows, self.source.pass_s
-        counts = allot(list(wishes.values()), num_tokens, num_rows, left, self._cost, pass_s)
+        counts = allot(list(budgets.values()), num_tokens, num_rows, left, self._cost, pass_s)
         if not any(counts):
             self._cost.forgive()
             return batch
         batch = list(batch)
-        for place, count in zip(wishes, counts, strict=True):
+        for place, count in zip(budgets, counts, strict=True):
             # Blocks that were available above may be another sequence's by now.
-            if kept := min(count, self._room(batch[place], books, short)):
+            if kept := min(count, self._room(batch[place], kv_cache, short)):
                 batch[place] = chunk = self.source.drafted(batch[place], kept)
-                if lacking := books.num_lacking(chunk.sequence, chunk.end):
-                    books.extend(chunk.sequence, lacking)
+                if lacking := kv_cache.num_lacking(chunk.sequence, chunk.end):
+                    kv_cache.extend(chunk.sequence, lacking)
         batch.sort(
             key=lambda chunk: (not chunk.sequence.decoding, chunk.num_draft_tokens > 0)
         )  # the order that GPU kernels need
         return batch
 
-    def heard(self, chunk: Chunk, sampled: SampleResult) -> None:
+    def record_result(self, chunk: Chunk, sampled: SampleResult) -> None:
         """Learn from the runner's result of a chunk."""
         if sampled.num_draft_tokens:
             self.num_draft_tokens += sampled.num_draft_tokens
@@ -182,17 +186,17 @@ class Speculator:
             depth = max(chunk.num_drafts for chunk in batch)
             self._cost.learn(num_draft_tokens + sum(c.count for c in batch), seconds - depth * self.source.pass_s)
 
-    def _most(self, chunk: Chunk, books: KVCacheManager, short: bool) -> int:
+    def _most(self, chunk: Chunk, kv_cache: KVCacheManager, short: bool) -> int:
         """Return the number of drafts for which the sequence has use and blocks."""
         sequence = chunk.sequence
         if not sequence.decoding or sequence.sampling is None or sequence.sampling.beam is not None:
             return 0
         # the token sampled after the drafts is the last one then
         useful = sequence.max_num_tokens - sequence.num_tokens - 1
-        return max(0, min(self._max_guesses, useful, self._room(chunk, books, short)))
+        return max(0, min(self._max_drafts, useful, self._room(chunk, kv_cache, short)))
 
-    def _room(self, chunk: Chunk, books: KVCacheManager, short: bool) -> int:
+    def _room(self, chunk: Chunk, kv_cache: KVCacheManager, short: bool) -> int:
         sequence = chunk.sequence
-        spare = 0 if short else max(0, books.pool.num_available)
+        spare = 0 if short else max(0, kv_cache.pool.num_available)
         num_blocks = len(sequence.blocks) + sequence.num_reserved + spare
-        return max(0, num_blocks * books.layout.block_tokens - chunk.start - chunk.count)
+        return max(0, num_blocks * kv_cache.layout.block_tokens - chunk.start - chunk.count)

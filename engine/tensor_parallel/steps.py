@@ -77,7 +77,7 @@ class StepWriter:
     """
 
     def __init__(self) -> None:
-        self._told: weakref.WeakKeyDictionary[Sequence, _KnownSequence] = weakref.WeakKeyDictionary()
+        self._sent: weakref.WeakKeyDictionary[Sequence, _KnownSequence] = weakref.WeakKeyDictionary()
         self._over: deque[int] = deque()
         self._count = 0
 
@@ -98,27 +98,27 @@ class StepWriter:
         return Step(tuple(changes), tuple(chunks), over)
 
     def _change(self, sequence: Sequence) -> tuple[int, SequenceUpdate | None]:
-        told = self._told.get(sequence)
-        if told is None:
+        sent = self._sent.get(sequence)
+        if sent is None:
             return self._begin(sequence)
-        kept_tokens = told.num_tokens if told.tokens is sequence.token_ids else 0
-        kept_blocks = _num_equal(told.blocks, sequence.blocks)
+        kept_tokens = sent.num_tokens if sent.tokens is sequence.token_ids else 0
+        kept_blocks = _num_equal(sent.blocks, sequence.blocks)
         tokens, blocks = sequence.token_ids[kept_tokens:], sequence.blocks[kept_blocks:]
-        same = not tokens and not blocks and kept_blocks == len(told.blocks) and kept_tokens == told.num_tokens
-        if same and told.num_scored == sequence.num_scored:
-            return told.number, None
-        told.tokens, told.num_tokens, told.num_scored = sequence.token_ids, sequence.num_tokens, sequence.num_scored
-        told.blocks = list(sequence.blocks)
+        same = not tokens and not blocks and kept_blocks == len(sent.blocks) and kept_tokens == sent.num_tokens
+        if same and sent.num_scored == sequence.num_scored:
+            return sent.number, None
+        sent.tokens, sent.num_tokens, sent.num_scored = sequence.token_ids, sequence.num_tokens, sequence.num_scored
+        sent.blocks = list(sequence.blocks)
         change = SequenceUpdate(
-            told.number, kept_tokens, tuple(tokens), kept_blocks, tuple(blocks), sequence.num_scored
+            sent.number, kept_tokens, tuple(tokens), kept_blocks, tuple(blocks), sequence.num_scored
         )
-        return told.number, change
+        return sent.number, change
 
     def _begin(self, sequence: Sequence) -> tuple[int, SequenceUpdate]:
         self._count += 1
         number = self._count
         tokens, blocks = sequence.token_ids, list(sequence.blocks)
-        self._told[sequence] = _KnownSequence(number, tokens, len(tokens), blocks, sequence.num_scored)
+        self._sent[sequence] = _KnownSequence(number, tokens, len(tokens), blocks, sequence.num_scored)
         weakref.finalize(sequence, self._over.append, number).atexit = False
         beginning = NewSequence(sequence.num_prompt, sequence.num_emitted_before, sequence.sampling)
         return number, SequenceUpdate(number, 0, tuple(tokens), 0, tuple(blocks), sequence.num_scored, beginning)

@@ -27,15 +27,15 @@ class WorkerService(pb_grpc.WorkerServicer):
         self._roles = roles
 
     async def Audit(self, request: pb.AuditRequest, context: Any) -> pb.AuditReport:
-        books = await self._engine.audit()
+        audited = await self._engine.audit()
         return pb.AuditReport(
             worker_id=self._worker_id,
-            fault=books.fault,
-            held_blocks=books.held_blocks,
-            reserved_blocks=books.reserved_blocks,
-            quarantined_blocks=books.quarantined_blocks,
-            requests=books.sequences,
-            loans=books.loans,
+            fault=audited.fault,
+            held_blocks=audited.held_blocks,
+            reserved_blocks=audited.reserved_blocks,
+            quarantined_blocks=audited.quarantined_blocks,
+            requests=audited.sequences,
+            loans=audited.loans,
         )
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainReply:

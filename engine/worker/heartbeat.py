@@ -35,12 +35,12 @@ class Heartbeat:
         self._loop = asyncio.get_running_loop()
         self._running = ExitStack()
         self._timer: asyncio.TimerHandle | None = None
-        self._turned = False
-        self._said_at = self._heard_at = self._loop.time()
+        self._stepped = False
+        self._sent_at = self._received_at = self._loop.time()
 
     def start(self) -> None:
         """Start: the stream has loans now."""
-        self._heard_at = self._loop.time()
+        self._received_at = self._loop.time()
         self._running.enter_context(self._engine.watching(self._watch))
         self._timer = self._loop.call_later(self._silence_s, self._check)
 
@@ -50,23 +50,23 @@ class Heartbeat:
         if self._timer is not None:
             self._timer.cancel()
 
-    def heard(self) -> None:
+    def record_received(self) -> None:
         """Record a heartbeat of the other end's engine."""
-        self._heard_at = self._loop.time()
+        self._received_at = self._loop.time()
 
     def take(self) -> bool:
         """Return whether this end's engine loop ran since the last frame; called when a frame leaves."""
-        turned, self._turned = self._turned, False
-        self._said_at = self._loop.time()
-        return turned
+        stepped, self._stepped = self._stepped, False
+        self._sent_at = self._loop.time()
+        return stepped
 
     def _watch(self, _: object) -> None:
-        self._turned = True
-        if self._loop.time() - self._said_at >= self._heartbeat_s:
+        self._stepped = True
+        if self._loop.time() - self._sent_at >= self._heartbeat_s:
             self._on_due()
 
     def _check(self) -> None:
-        silent_s = self._loop.time() - self._heard_at
+        silent_s = self._loop.time() - self._received_at
         if silent_s >= self._silence_s:
             self.stop()
             self._on_silent()

@@ -100,10 +100,10 @@ class LoanStream:
             if not self._loans:
                 self._heartbeat.start()
             self._loans[loan.number] = told
-            self.say(pb.LoanRequest(number=loan.number, want=want))
+            self.send(pb.LoanRequest(number=loan.number, want=want))
         return loan
 
-    def say(self, request: pb.LoanRequest) -> None:
+    def send(self, request: pb.LoanRequest) -> None:
         """Send a message of a loan; nothing is sent for a loan that is over."""
         if request.number in self._loans:
             if request.HasField("want"):
@@ -120,7 +120,7 @@ class LoanStream:
         if number in self._loans:
             unsaid = self._leaving.pop(number, None)
             if unsaid is None or not unsaid[0].HasField("want"):  # otherwise the lender has never received this loan
-                self.say(pb.LoanRequest(number=number, close=pb.Close()))
+                self.send(pb.LoanRequest(number=number, close=pb.Close()))
             self._forget(number)
 
     def break_off(self, failure: str) -> None:
@@ -192,7 +192,7 @@ class LoanStream:
 
     def _absorb(self, frame: pb.LenderFrame) -> None:
         if frame.engine_turned:
-            self._heartbeat.heard()
+            self._heartbeat.record_received()
         told: list[ToEngine] = []
         for response in frame.responses:
             if (loan := self._loans.get(response.number)) is None:
@@ -227,7 +227,7 @@ class Loan:
 
     def release(self, first: int, count: int) -> None:
         """Release blocks that have been read."""
-        self._link.say(pb.LoanRequest(number=self.number, release=pb.Release(first=first, count=count)))
+        self._link.send(pb.LoanRequest(number=self.number, release=pb.Release(first=first, count=count)))
 
     def close(self) -> None:
         """Close the loan."""

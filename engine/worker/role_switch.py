@@ -35,7 +35,7 @@ class RoleSwitch:
         self._config = config
         self._engine = engine
         self._on_role = on_role
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._memberships: Memberships | None = None
         self._empty: Callable[[], Awaitable[int]]
         self._resume: Callable[[], bool]
@@ -58,7 +58,7 @@ class RoleSwitch:
 
         Raises Draining when a stop was requested, and Unavailable before the worker has joined.
         """
-        async with self._turn:
+        async with self._lock:
             if role == self.role:
                 return 0
             if (memberships := self._memberships) is None:

@@ -399,7 +399,7 @@ class Admission:
         self.num_refused[refusal.reason] += 1
         outcomes.append(Refused(waiting, refusal))
 
-    # ------------------------------------------------------------------ books
+    # ------------------------------------------------------------------ accounting
 
     def _measure_all(self, now: float) -> None:
         """Measure all requests after a change of workers: needed blocks, and whether any worker could hold them."""

@@ -18,7 +18,7 @@ from protos import inference_pb2 as pb
 from router.frontend.batch import generate_batch
 from router.membership.status import cluster_status
 from router.models.model_runtime import ModelRuntime, ModelRuntimes
-from router.observability.explanations import MAX_EXPLAINED, candidate_of, compared, told
+from router.observability.explanations import MAX_EXPLAINED, candidate_of, compared, to_response
 from router.observability.samples import Samples
 from router.request_path.request_handler import RequestHandler
 from router.security.api_keys import ApiKeys, Principal
@@ -136,7 +136,7 @@ class InferenceService:
 
     async def Decisions(self, request: pb.DecisionsRequest, context: Any) -> pb.DecisionsResponse:
         past = self._handler.decisions(request.request_id, self._principal(context))
-        return await asyncio.to_thread(told, past)
+        return await asyncio.to_thread(to_response, past)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         return await self._handler.tokenize(request, self._principal(context))

@@ -29,7 +29,7 @@ class MembershipService(pb_grpc.MembershipServicer):
         self._router_id = router_id
         self._incarnation = incarnation
         self._silence_s = silence_s
-        self._heard_at: dict[Worker, float] = {}
+        self._last_report_at: dict[Worker, float] = {}
         """Time of the last message in seconds of the monotonic clock, by joined worker."""
 
     async def Join(
@@ -60,7 +60,7 @@ class MembershipService(pb_grpc.MembershipServicer):
 
     def _left(self, model: ModelRuntime, worker: Worker) -> None:
         log.info("%s left", worker.worker_id)
-        self._heard_at.pop(worker, None)
+        self._last_report_at.pop(worker, None)
         model.fleet.left(worker)
         if worker.hello.address not in [other.hello.address for other in model.fleet.workers]:
             model.links.departed(worker.hello.address)
@@ -82,7 +82,7 @@ class MembershipService(pb_grpc.MembershipServicer):
         if said := _strangers(hello, model.fleet.workers):
             log.warning("%s", said)
         worker = model.fleet.joined(hello)
-        self._heard_at[worker] = time.monotonic()
+        self._last_report_at[worker] = time.monotonic()
         return model, worker
 
     def _replace(self, old: Worker, hello: pb.Hello) -> None:
@@ -94,7 +94,7 @@ class MembershipService(pb_grpc.MembershipServicer):
         """
         if old.hello.incarnation == hello.incarnation:
             return
-        silent_s = time.monotonic() - self._heard_at[old]
+        silent_s = time.monotonic() - self._last_report_at[old]
         if silent_s < ALIVE_S:
             raise AlreadyExists(
                 f"a worker {hello.worker_id!r} at {old.hello.address} is there, and not the one at {hello.address} "
@@ -117,7 +117,7 @@ class MembershipService(pb_grpc.MembershipServicer):
     async def _absorb(self, model: ModelRuntime, worker: Worker, message: pb.WorkerMessage) -> bool:
         if model.fleet.worker(worker.worker_id) is not worker:
             raise AlreadyExists(f"another stream of {worker.worker_id!r} has taken the place of this one", "worker_id")
-        self._heard_at[worker] = time.monotonic()
+        self._last_report_at[worker] = time.monotonic()
         if message.HasField("hello"):
             raise InvalidRequest("hello", "came twice")
         if not (message.HasField("cache") or message.HasField("load")):
@@ -129,7 +129,7 @@ class MembershipService(pb_grpc.MembershipServicer):
             in_step = worker.next_cache_sequence is not None
         if message.HasField("load"):
             model.fleet.reported(worker, message.load)
-            model.heard()
+            model.on_worker_report()
         model.dispatcher.kick()
         return in_step
 

@@ -46,7 +46,7 @@ def load_status(name: str, fleet: Fleet, admission: Admission) -> pb.ModelStatus
         workers=[_worker(fleet, worker) for worker in sorted(fleet.workers, key=lambda worker: worker.worker_id)],
         waiting=admission.num_waiting,
         refused={str(reason): count for reason, count in admission.num_refused.items()},
-        traffic=fleet.traffic.said(admission.waiting_tokens),
+        traffic=fleet.traffic.to_proto(admission.waiting_tokens),
     )
 
 
@@ -67,7 +67,7 @@ def _worker(fleet: Fleet, worker: Worker) -> pb.WorkerStatus:
         failing_lenders=fleet.failing_lenders(worker),
     )
     if load is not None:
-        status.heard = True
+        status.has_reported = True
         status.running, status.decoding = load.running, load.decoding
         status.loans, status.queued_loans = load.loans, load.queued_loans
         status.queued_prefill_tokens = load.queued_prefill_tokens

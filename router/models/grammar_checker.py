@@ -63,7 +63,7 @@ class GrammarChecker:
     def __init__(self, model_dir: ModelDir, limit_s: float) -> None:
         self._model_dir = model_dir
         self._limit_s = limit_s
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._process: GrammarProcess | None = None
         self._refusal: InvalidRequest | None = None
         """Refusal of every grammar, for a model that cannot have any."""
@@ -78,7 +78,7 @@ class GrammarChecker:
             self._remembered.move_to_end(structured)
             fault = self._remembered[structured]
         else:
-            async with self._turn:
+            async with self._lock:
                 fault = self._refusal or await self._ask(structured)
         if fault is not None:
             raise InvalidRequest(fault.field, fault.message)

@@ -109,7 +109,7 @@ class ModelRuntime:
         self.grammars = GrammarChecker(files.model_dir, grammar_limit_s)
         self.links = DecodeStreams(fleet, trust)
         self.costs = Costs(files.entry)
-        self._heard = asyncio.Event()
+        self._reported = asyncio.Event()
         """Event set when a decode worker reports, for requests that wait for the first one."""
 
     async def close(self) -> None:
@@ -126,17 +126,17 @@ class ModelRuntime:
         Raises Unavailable at `give_up_at`, of the monotonic clock.
         """
         while not self.decode_workers():
-            self._heard.clear()
+            self._reported.clear()
             try:
                 async with asyncio.timeout(give_up_at - time.monotonic()):
-                    await self._heard.wait()
+                    await self._reported.wait()
             except TimeoutError:
                 raise Unavailable(f"no decode worker of {self.name!r} has joined") from None
 
-    def heard(self) -> None:
+    def on_worker_report(self) -> None:
         """Process a report of one of its workers."""
-        if not self._heard.is_set() and self.decode_workers():
-            self._heard.set()
+        if not self._reported.is_set() and self.decode_workers():
+            self._reported.set()
 
     def needs(
         self,

@@ -63,7 +63,7 @@ def candidate_of(candidate: Candidate) -> pb.PlacementCandidate:
     )
 
 
-def told(entry: Entry) -> pb.DecisionsResponse:
+def to_response(entry: Entry) -> pb.DecisionsResponse:
     """Convert an entry; tenths of a second per placement for a large fleet, so not on an event loop."""
     return pb.DecisionsResponse(
         request_id=entry.request_id,

@@ -55,7 +55,7 @@ class Fleet:
         self._parted: set[tuple[Worker, Worker]] = set()
         """Borrower and lender pairs that the circuit breaker separates."""
         self._sequence = 0
-        self.keeps_situations = False
+        self.keeps_snapshots = False
         """Whether placements keep the snapshot of their decision."""
         self._decided: tuple[Demand, Hits, Ints | None] | None = None
         """Inputs of the last decision that found a route."""
@@ -165,7 +165,7 @@ class Fleet:
         """Count a placement from now on, with no event since its decision; `ended` must follow."""
         self._sequence += 1
         placement_snapshot = None
-        if self.keeps_situations and self._decided is not None and self._decided[0] is demand:
+        if self.keeps_snapshots and self._decided is not None and self._decided[0] is demand:
             _, hits, available = self._decided
             rates = self._learner.rates_as_they_are()
             placement_snapshot = PlacementSnapshot.of(demand, self._snapshot, hits, rates, available)

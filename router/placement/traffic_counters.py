@@ -17,7 +17,7 @@ class Latencies:
         self._counts[bisect_left(LATENCY_S, seconds)] += 1
         self._sum_s += seconds
 
-    def said(self) -> pb.Latencies:
+    def to_proto(self) -> pb.Latencies:
         return pb.Latencies(bounds_s=LATENCY_S, counts=self._counts, sum_s=self._sum_s)
 
 
@@ -48,7 +48,7 @@ class TrafficCounters:
             decode_ms = sum(stage.duration_ms for stage in finish.receipt.stages if stage.name == "decode")
             self._itl.add(decode_ms / 1e3 / (usage.completion_tokens - 1))
 
-    def said(self, waiting_tokens: int) -> pb.Traffic:
+    def to_proto(self, waiting_tokens: int) -> pb.Traffic:
         return pb.Traffic(
             arrived=self._arrived,
             arrived_tokens=self._arrived_tokens,
@@ -56,6 +56,6 @@ class TrafficCounters:
             ended_tokens=self._ended_tokens,
             lent_tokens=self._lent_tokens,
             own_tokens=self._own_tokens,
-            ttft=self._ttft.said(),
-            itl=self._itl.said(),
+            ttft=self._ttft.to_proto(),
+            itl=self._itl.to_proto(),
         )

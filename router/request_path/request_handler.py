@@ -90,7 +90,7 @@ class RequestHandler:
         """Requests that ended recently, for the console."""
         self._history = DecisionHistory(int(config.decisions_memory_mib * (1 << 20)))
         for model in models:
-            model.fleet.keeps_situations = self._history.on or decisions_file.on
+            model.fleet.keeps_snapshots = self._history.on or decisions_file.on
         self._arriving: set[Entry] = set()
         """Requests that are being preprocessed or wait for a first worker, before the queue."""
         self._tenant_limits = tenant_limits

@@ -9,7 +9,7 @@ from rich.console import Console
 from cluster.errors import UnknownRequest
 from protos import inference_pb2 as pb
 from router.observability.decision_log import read_decisions
-from router.observability.explanations import told
+from router.observability.explanations import to_response
 from tandem.cli.tables import NamesTable, uncut
 from tandem.client import Target
 
@@ -69,7 +69,7 @@ async def show_decisions(console: Console, target: Target, request_id: str, most
             entry = read_decisions(lines, request_id)
         if entry is None:
             raise UnknownRequest(f"{log} says nothing of {request_id!r}", "request_id")
-        past = told(entry)
+        past = to_response(entry)
     if past.model:
         console.print(f"model {past.model}: {past.model_reason}", markup=False)
     if past.models:

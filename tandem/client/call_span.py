@@ -46,7 +46,7 @@ class CallSpan:
         said = {key for key, _ in self.metadata}
         self.metadata += tuple((key.lower(), value) for key, value in carrier.items() if key.lower() not in said)
 
-    def heard(self, response: pb.GenerateResponse) -> None:
+    def record(self, response: pb.GenerateResponse) -> None:
         """Record a response of the stream."""
         if self._span is None:
             return

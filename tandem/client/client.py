@@ -128,7 +128,7 @@ class Client:
         try:
             async with contextlib.aclosing(self._send(request, timeout_s, span.metadata)) as responses:
                 async for response in responses:
-                    span.heard(response)
+                    span.record(response)
                     yield response
         except BaseException as error:
             span.end(error)

@@ -94,7 +94,7 @@ class DoctorService:
 
 async def _heard(peer: PeerLink) -> dict[str, Any]:
     try:
-        return await peer.hear()
+        return await peer.receive()
     except PeerGone as error:
         return {"error": str(error), "gone": True}
 
@@ -153,7 +153,7 @@ class HostLink(PeerLink):
         """
         try:
             async with asyncio.timeout(REACH_S):
-                told = await self.hear()
+                told = await self.receive()
                 rounds = [await self._ask_clock() for _ in range(CLOCK_ROUNDS)]
         except TimeoutError:
             raise PeerGone(f"{self.address} did not answer within {REACH_S:g} s") from None
@@ -166,7 +166,7 @@ class HostLink(PeerLink):
         """Return accuracy and lead of the other clock, in seconds."""
         asked_at = time.time()
         await self.send({"clock": True})
-        theirs = (await self.hear())["clock"]
+        theirs = (await self.receive())["clock"]
         half_s = (time.time() - asked_at) / 2
         return half_s, theirs - asked_at - half_s
 
@@ -176,7 +176,7 @@ class HostLink(PeerLink):
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             raise PeerGone(self._why(error)) from None
 
-    async def hear(self) -> dict[str, Any]:
+    async def receive(self) -> dict[str, Any]:
         try:
             raw = await self._call.read()
         except grpc.aio.AioRpcError as error:

@@ -28,7 +28,7 @@ class PeerLink(ABC):
         """
 
     @abstractmethod
-    async def hear(self) -> dict[str, Any]:
+    async def receive(self) -> dict[str, Any]:
         """Return the peer's next message.
 
         Raises PeerGone.
@@ -63,7 +63,7 @@ class ProcessLink(PeerLink):
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(said).encode() + b"\n")
 
-    async def hear(self) -> dict[str, Any]:
+    async def receive(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
             with suppress(ValueError):  # a library's output

@@ -83,7 +83,7 @@ class Peer:
         """Return the peer's next message; a failure becomes its `error`."""
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._link.hear()
+                return await self._link.receive()
         except PeerGone as error:
             self._error = str(error)
         except TimeoutError:  # a later answer would belong to this pair

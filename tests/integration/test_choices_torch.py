@@ -54,7 +54,7 @@ def test_a_tiny_pool_changes_nothing(tiny_model: Path, length: int) -> None:
     shared = (length - 1) // 16
     fewest = shared + 3 * (-(-(length + 30) // 16) - shared)
     engine = engine_of(tiny_model, num_blocks=fewest + 1)
-    engine.tell(request("other", PROMPT[1:18], replace(SAMPLING, max_tokens=60), priority=1))
+    engine.send(request("other", PROMPT[1:18], replace(SAMPLING, max_tokens=60), priority=1))
     got = ask(engine, sampling, PROMPT[:length])
     assert engine.num_preemptions > 0
     assert [ids(got[choice]) for choice in range(3)] == [ids(expected[choice]) for choice in range(3)]
@@ -128,7 +128,7 @@ def test_beams_in_a_tiny_pool(tiny_model: Path) -> None:
     sampling = SamplingParams(max_tokens=40, temperature=0, n=2, beam=BeamParams(4))
     expected = ask(engine_of(tiny_model), sampling)
     engine = engine_of(tiny_model, num_blocks=2 + 4 * 3)
-    engine.tell(request("other", PROMPT[1:18], replace(SAMPLING, max_tokens=180), priority=1))
+    engine.send(request("other", PROMPT[1:18], replace(SAMPLING, max_tokens=180), priority=1))
     for _ in range(90):
         engine.step()
     got = ask(engine, sampling)

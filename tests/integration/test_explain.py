@@ -11,7 +11,7 @@ from rich.console import Console
 from cluster.errors import InvalidRequest, NotConfigured, ServiceError, UnknownRequest
 from protos import inference_pb2 as pb
 from router.observability.decision_log import read_decisions
-from router.observability.explanations import told
+from router.observability.explanations import to_response
 from router.placement.decision_codec import decided_again, read_recorded
 from router.security.api_keys import PREFIX, hash_of
 from support.processes import LENDER_ALWAYS, Stream, kill_worker, named, running, until
@@ -128,7 +128,7 @@ async def test_decisions_are_written_down_and_made_again(model: Path, cluster_of
     assert decision.decode_id == served.receipt.placement.decode_worker
     entry = read_decisions(["not ours", "[]", *lines, lines[0][:50]], "served")
     assert entry is not None
-    (placement,) = told(entry).placements
+    (placement,) = to_response(entry).placements
     assert placement.candidates[0].lender == served.receipt.placement.lender == "prefill-0"
     assert (placement.ttft_ms > 0, placement.HasField("hit_blocks")) == (True, True)
     refused = read_decisions(lines, "refused")

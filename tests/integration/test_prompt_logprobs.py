@@ -99,7 +99,7 @@ def test_a_preempted_or_moved_request_gives_each_once(tiny_model: Path) -> None:
     expected = scores(alone, "a")
     crowded = engine_of(tiny_model, chunk=16, num_blocks=9)
     other = SamplingParams(max_tokens=100, temperature=0)
-    crowded.tell(request("old", (1, 2, 3), other))
+    crowded.send(request("old", (1, 2, 3), other))
     for _ in range(20):
         crowded.step()
     crowded.ask(scored("a", replace(SAMPLING, max_tokens=40)))

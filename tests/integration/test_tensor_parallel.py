@@ -84,7 +84,7 @@ async def test_two_ranks_answer_as_one_does(make_model, family: str) -> None:  #
             assert mine.logprob == pytest.approx(other.logprob, abs=1e-4)
         assert sum(token.followed_draft for token in two.tokens["guessed"]) > 0, "guesses are verified by all ranks"
         for engine in (one, two):
-            await engine.books()
+            await engine.audited()
 
 
 async def test_ranks_of_unlike_numbers_lend_to_each_other(make_model) -> None:  # type: ignore[no-untyped-def]
@@ -122,7 +122,7 @@ async def test_ranks_of_unlike_numbers_lend_to_each_other(make_model) -> None:  
         moved = await named["both"].answer(request, named["one"])
         assert account_of(moved).lender_cached_blocks == account_of(moved).moved_blocks == 12
         for engine in named.values():
-            await engine.books()
+            await engine.audited()
         await _a_rank_is_stopped(named["both"], named["one"], prompt_of(2, 12 * BLOCK + 5))
         await _dies_whole(named["two"], victim=0)
         await _dies_whole(named["both"], victim=1)
@@ -154,7 +154,7 @@ async def test_four_ranks(tmp_path: Path) -> None:
                 for size in (1, 4):
                     assert chosen(await of[size].answer(alone)) == chosen(moved)
             for engine in of.values():
-                await engine.books()
+                await engine.audited()
 
 
 async def _a_rank_is_stopped(lender: RealEngine, borrower: RealEngine, held: list[int]) -> None:
@@ -173,7 +173,7 @@ async def _a_rank_is_stopped(lender: RealEngine, borrower: RealEngine, held: lis
     os.kill(rank, signal.SIGCONT)
     await lender.until(lambda: lender._said(Load))
     for engine in (borrower, lender):
-        await engine.books()
+        await engine.audited()
 
 
 async def _dies_whole(engine: RealEngine, victim: int) -> None:

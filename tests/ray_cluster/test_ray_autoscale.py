@@ -19,7 +19,7 @@ QUICK = {"every_s": 0.3, "down_after_s": 2.0, "down_every_s": 0.3, "start_s": 5.
 
 async def decode_workers(client: Client) -> int:
     (model,) = (await client.cluster_status()).models
-    return sum(worker.role == "decode" and worker.heard and not worker.draining for worker in model.workers)
+    return sum(worker.role == "decode" and worker.has_reported and not worker.draining for worker in model.workers)
 
 
 async def test_a_cluster_on_ray_sizes_itself(model: Path, tmp_path: Path, free_port: int) -> None:

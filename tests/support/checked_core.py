@@ -51,14 +51,14 @@ class CheckedCore:
         )
         self.ready = self.core.start()
 
-    def tell(self, *messages: ToEngine) -> None:
+    def send(self, *messages: ToEngine) -> None:
         for message in messages:
             self.core.handle(message)
         self.core.handle_posted()
         self.check()
 
     def step(self) -> bool:
-        self.tell()
+        self.send()
         worked = self.core.step()
         self.check()
         return worked
@@ -67,7 +67,7 @@ class CheckedCore:
         while self.step():
             pass
 
-    def hear(self, *kinds: type[M]) -> list[M]:
+    def receive(self, *kinds: type[M]) -> list[M]:
         """Messages of these kinds, in order; the others are dropped."""
         heard = of_kinds(self.said, *kinds)
         self.said.clear()

@@ -49,18 +49,18 @@ class Pair:
 
     def submit(self, request_id: str, prompt: tuple[int, ...], max_tokens: int = 2) -> None:
         self.prompts[request_id] = prompt
-        self.borrower.tell(generate(request_id, prompt, max_tokens, borrow=True))
+        self.borrower.send(generate(request_id, prompt, max_tokens, borrow=True))
 
     def carry(self) -> bool:
         """What each said so far, to the other; False when that was nothing."""
         to_lender, to_borrower = self.from_borrower(), self.from_lender()
-        self.lender.tell(*to_lender)
-        self.borrower.tell(*to_borrower)
+        self.lender.send(*to_lender)
+        self.borrower.send(*to_borrower)
         return bool(to_lender or to_borrower)
 
     def from_borrower(self) -> list[ToEngine]:
         out: list[ToEngine] = []
-        for message in self.borrower.hear(OpenLoan, ReleaseLoan, CloseLoan, Token, Rejected):
+        for message in self.borrower.receive(OpenLoan, ReleaseLoan, CloseLoan, Token, Rejected):
             match message:
                 case OpenLoan(request_id, first, end, _, fast_path):
                     tokens = self.prompts[request_id][: end * 4]
@@ -78,7 +78,7 @@ class Pair:
 
     def from_lender(self) -> list[ToEngine]:
         out: list[ToEngine] = []
-        for message in self.lender.hear(LendStarting, LendReady, LendRefused):
+        for message in self.lender.receive(LendStarting, LendReady, LendRefused):
             match message:
                 case LendStarting(loan_id, end, cached_end, queued_ms):
                     out.append(LoanStarted(loan_id, self.lender.ready.endpoint, end, cached_end, queued_ms))

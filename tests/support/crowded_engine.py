@@ -128,7 +128,7 @@ class Engine:
         params = SamplingParams(max_tokens, **sampling)
         request = Generate(request_id, tuple(prompt), (), params, "", priority, borrow)
         num_rejected = len(self.rejected)
-        self.tell(request)
+        self.send(request)
         if len(self.rejected) > num_rejected:
             return False
         for choice in range(params.n):
@@ -137,7 +137,7 @@ class Engine:
             self._wait(self.streams[name])
         return True
 
-    def tell(self, *messages: ToEngine) -> None:
+    def send(self, *messages: ToEngine) -> None:
         for message in messages:
             self.core.handle(message)
             if isinstance(message, Cancel) and message.request_id in self.streams:
@@ -192,11 +192,11 @@ class Engine:
                 self.others.append(message)
         self.said.clear()
 
-    def books(self) -> tuple[int, int, int, int, int]:
+    def block_counts(self) -> tuple[int, int, int, int, int]:
         """Blocks held, reserved and quarantined; requests; loans given."""
         return held(self.core)
 
-    def hear(self, *kinds: type[M]) -> list[M]:
+    def receive(self, *kinds: type[M]) -> list[M]:
         heard = of_kinds(self.others, *kinds)
         self.others.clear()
         return heard
@@ -210,7 +210,7 @@ class Engine:
             assert stream.over
             if stream.request.sampling.beam is None:
                 assert stream.tokens == self._expected(stream)[: len(stream.tokens)]
-        assert self.books() == NOTHING_LEFT
+        assert self.block_counts() == NOTHING_LEFT
 
     def _on_token(self, message: Token) -> None:
         stream = self.streams[name_of(message.request_id, message.choice)]

@@ -28,7 +28,7 @@ class Oracle:
         self._random = random.Random(seed)
         self._draft_tokens: dict[Sequence, tuple[int, ...]] = {}
 
-    def wish(self, sequence: Sequence, most: int) -> DraftBudget | None:
+    def propose_budget(self, sequence: Sequence, most: int) -> DraftBudget | None:
         truth = self.truth(sequence, most)
         self._draft_tokens[sequence] = tuple(
             self._random.randrange(self._vocab_size) if self._random.random() < self._mistakes else token

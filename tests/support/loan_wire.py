@@ -56,16 +56,16 @@ class GivenLoan:
         self.failure: ServiceError | None = None
         self.released: list[tuple[int, int]] = []
         self.closed = False
-        self._news: deque[pb.LoanResponse] = deque()
+        self._changed: deque[pb.LoanResponse] = deque()
 
     def start(self) -> None:
-        self._news.append(pb.LoanResponse(starting=pb.Starting(end_block=99)))
+        self._changed.append(pb.LoanResponse(starting=pb.Starting(end_block=99)))
         self.on_news()
 
     def say(self, count: int, num_bytes: int = 0) -> None:
         blocks = range(self.said, self.said + count)
         ready = pb.BlocksReady(first=self.said, block_ids=blocks, fingerprints=bytes(num_bytes))
-        self._news.append(pb.LoanResponse(blocks_ready=ready))
+        self._changed.append(pb.LoanResponse(blocks_ready=ready))
         self.said += count
         self.on_news()
 
@@ -74,7 +74,7 @@ class GivenLoan:
         self.on_news()
 
     def take(self) -> pb.LoanResponse | None:
-        return self._news.popleft() if self._news else None
+        return self._changed.popleft() if self._changed else None
 
     def release(self, first: int, count: int) -> None:
         self.released.append((first, count))

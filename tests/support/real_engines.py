@@ -72,7 +72,7 @@ class RealEngine(EngineListener):
                 self.ready = message
         return self
 
-    def heard(self, messages: Sequence[FromEngine]) -> None:
+    def on_messages(self, messages: Sequence[FromEngine]) -> None:
         for message in messages:
             match message:
                 case Token(request_id):
@@ -141,7 +141,7 @@ class RealEngine(EngineListener):
         found = [message for message in self.said if isinstance(message, PromptScored)]
         return [each for message in found if message.request_id == request_id for each in message.logprobs]
 
-    async def books(self) -> Audited:
+    async def audited(self) -> Audited:
         """Once nothing is held."""
         async with asyncio.timeout(PATIENCE_S):
             while True:

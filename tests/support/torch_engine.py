@@ -36,7 +36,7 @@ class TorchEngine(CheckedCore):
         """Serve them all, beside whom it serves already: what is said of each choice meanwhile. One that fails at once
         has no entry. `said` holds all messages, until the next `ask`."""
         self.said.clear()
-        self.tell(*requests)
+        self.send(*requests)
         self.run()
         assert self.held() == NOTHING_LEFT
         said: Said = {}

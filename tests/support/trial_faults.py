@@ -38,7 +38,7 @@ class Faults(Front):
                     self.cells.note(fault, stream)
             self.cells.note_restoring(fault, node, request_id)
             self.forsaken.add(request_id)
-            node.tell(Cancel(request_id))
+            node.send(Cancel(request_id))
             assert node.stopped or request_id not in node.core._requests._requests, "a request outlives its client"
             self.route(node)
         client.state = state
@@ -61,7 +61,7 @@ class Faults(Front):
         if node.core._requests.num_requests:
             request_id = self.rng.choice(sorted(node.core._requests._requests))
             self.num_duplicates += 1
-            node.tell(self.generate(request_id))
+            node.send(self.generate(request_id))
             self.route(node)
             assert self.num_duplicates == 0, "a request was accepted twice"
 
@@ -123,7 +123,7 @@ class Faults(Front):
                 self.forsaken.add(client.attempt)
                 client.state = "new"
                 if node.alive:
-                    node.tell(Cancel(client.attempt))
+                    node.send(Cancel(client.attempt))
 
     def _note_process(self, node: Node, what: str) -> None:
         for stream in self.streams:
@@ -161,7 +161,7 @@ class Faults(Front):
         stream.to_lender.clear()
         stream.withheld = LoanFailed(stream.request_id, "the stream broke a while ago")
         lender = stream.lender
-        lender.tell(LendClosed(stream.loan_id))
+        lender.send(LendClosed(stream.loan_id))
         self.route(lender)
         self.exhaust(lender)
         for _ in range(8):

@@ -52,7 +52,7 @@ class Front:
         client.state = "running"
         client.attempt = request_id = f"request-{len(self.attempts)}"
         self.attempts[request_id] = Attempt(client, node, client.chain())
-        node.tell(self.generate(request_id))
+        node.send(self.generate(request_id))
         self.route(node)
 
     def generate(self, request_id: str) -> Generate:

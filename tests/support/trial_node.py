@@ -110,7 +110,7 @@ class Node:
         """Being computed: `end_step` is still to come."""
         self.sampled: list[SampleResult] | None = None
 
-    def tell(self, message: ToEngine) -> None:
+    def send(self, message: ToEngine) -> None:
         """It is handled now, after what arrived before; by a stopped process, when it wakes."""
         self.inbox.append(message)
         if not self.stopped:
@@ -127,7 +127,7 @@ class Node:
         return request_id in self.core._requests._requests or request_id in self.core._lender_manager._loans
 
     def check(self) -> None:
-        """The books balance, and nothing is anybody's that a read may still write into."""
+        """The accounting balances, and nothing is anybody's that a read may still write into."""
         audited = self.core.audit()
         assert audited.fault == "", f"{self.name}: {audited.fault}"
         if self.tiers is not None:
@@ -160,10 +160,10 @@ class Node:
 
     def check_contents(self) -> None:
         """A named block never changes after its fingerprint was taken."""
-        books = self.core._kv_cache
-        blocks = sorted(books.pool._name_of)
+        kv_cache = self.core._kv_cache
+        blocks = sorted(kv_cache.pool._name_of)
         now = fingerprint_blocks(self.runner.pool.memory, blocks, LAYOUT.kv_heads)
-        assert now.tobytes() == books.fingerprints_of(blocks), f"{self.name}: a named block has changed"
+        assert now.tobytes() == kv_cache.fingerprints_of(blocks), f"{self.name}: a named block has changed"
 
     def check_at_rest(self) -> None:
         """Nothing is held for anybody, in the pool or below it."""
@@ -247,7 +247,7 @@ class Stream:
 def searched(client: Client) -> dict[int, list[int]]:
     """The beams that an engine finds which has room for all, and nobody beside it."""
     node = Node({}, "alone", 200, StepBudget(64, 64))
-    node.tell(Generate("r", client.prompt, (), client.sampling, "", 0, borrow=False))
+    node.send(Generate("r", client.prompt, (), client.sampling, "", 0, borrow=False))
     while node.core.step():
         pass
     found: dict[int, list[int]] = {}

@@ -77,7 +77,7 @@ def test_all_that_a_request_may_say_can_be_said() -> None:
 @pytest.mark.usefixtures("no_telemetry")
 def test_without_opentelemetry_a_span_is_nothing() -> None:
     span = CallSpan([pb.GenerateRequest()], ["a:1"], [("x-mine", "1")])
-    span.heard(pb.GenerateResponse(finish=pb.Finish()))
+    span.record(pb.GenerateResponse(finish=pb.Finish()))
     span.end(ValueError())
     assert span.metadata == (("x-mine", "1"),)
 

@@ -28,10 +28,10 @@ from support.sim_model import LAYOUT, undisturbed
 @pytest.mark.parametrize("budget", [WIDE, StepBudget(4, 3), StepBudget(1, 1), StepBudget(5, 4)])
 def test_the_tokens_do_not_depend_on_the_chunks(budget: StepBudget) -> None:
     engine = Engine(budget=budget)
-    engine.tell(generate("a", TEN, max_tokens=7))
+    engine.send(generate("a", TEN, max_tokens=7))
     assert engine.held() == (0, 5, 0, 1, 0)
     engine.run()
-    heard = engine.hear(Token)
+    heard = engine.receive(Token)
     assert tokens_of(heard, "a") == undisturbed(TEN, 7)
     assert [message.finish for message in heard] == [None] * 6 + [FinishReason.LENGTH]
     account = account_of(heard)
@@ -43,9 +43,9 @@ def test_the_tokens_do_not_depend_on_the_chunks(budget: StepBudget) -> None:
 def test_requests_together_answer_as_alone() -> None:
     engine = Engine(num_blocks=16, budget=StepBudget(6, 4))
     prompts = {"a": TEN, "b": TEN[:3], "c": TWELVE, "d": (7,)}
-    engine.tell(*(generate(name, prompt, 5) for name, prompt in prompts.items()))
+    engine.send(*(generate(name, prompt, 5) for name, prompt in prompts.items()))
     engine.run()
-    heard = engine.hear(Token)
+    heard = engine.receive(Token)
     for name, prompt in prompts.items():
         assert tokens_of(heard, name) == undisturbed(prompt, 5)
     assert engine.held() == NOTHING_LEFT
@@ -56,12 +56,12 @@ def test_a_known_prefix_is_reused_but_for_the_block_of_the_last_token(
     prompt: tuple[int, ...], reused: int, computed_tokens: int
 ) -> None:
     engine = Engine()
-    engine.tell(generate("first", TWELVE))
+    engine.send(generate("first", TWELVE))
     engine.run()
-    engine.hear()
-    engine.tell(generate("again", prompt))
+    engine.receive()
+    engine.send(generate("again", prompt))
     engine.run()
-    heard = engine.hear(Token)
+    heard = engine.receive(Token)
     assert tokens_of(heard, "again") == undisturbed(prompt, 2)
     account = account_of(heard)
     assert (account.reused_blocks, account.computed_tokens) == (reused, computed_tokens)
@@ -70,22 +70,22 @@ def test_a_known_prefix_is_reused_but_for_the_block_of_the_last_token(
 
 def test_generated_blocks_are_cached_too() -> None:
     engine = Engine()
-    engine.tell(generate("a", TEN, max_tokens=8))
+    engine.send(generate("a", TEN, max_tokens=8))
     engine.run()
     said = undisturbed(TEN, 8)
-    engine.hear()
-    engine.tell(generate("b", [*TEN, *said], max_tokens=1))
+    engine.receive()
+    engine.send(generate("b", [*TEN, *said], max_tokens=1))
     engine.run()
-    assert account_of(engine.hear(Token)).reused_blocks == 4
+    assert account_of(engine.receive(Token)).reused_blocks == 4
 
 
 def test_a_request_resumed_elsewhere_goes_on_with_the_same_tokens() -> None:
     whole = undisturbed(TEN, 6)
     for num_emitted in range(6):
         engine = Engine()
-        engine.tell(generate("a", TEN, max_tokens=6, emitted=whole[:num_emitted]))
+        engine.send(generate("a", TEN, max_tokens=6, emitted=whole[:num_emitted]))
         engine.run()
-        heard = engine.hear(Token)
+        heard = engine.receive(Token)
         assert tokens_of(heard, "a") == whole[num_emitted:]
         assert heard[-1].finish is FinishReason.LENGTH
         assert engine.held() == NOTHING_LEFT
@@ -95,9 +95,9 @@ def test_a_stop_token_ends_the_request() -> None:
     whole = undisturbed(TEN, 6)
     engine = Engine()
     stop = SamplingParams(max_tokens=6, stop_token_ids=frozenset({whole[2]}))
-    engine.tell(generate("a", TEN, sampling=stop))
+    engine.send(generate("a", TEN, sampling=stop))
     engine.run()
-    heard = engine.hear(Token)
+    heard = engine.receive(Token)
     assert [message.token_id for message in heard] == whole[:3]
     assert [message.finish for message in heard] == [None, None, FinishReason.STOP]
     assert engine.held() == NOTHING_LEFT
@@ -105,12 +105,12 @@ def test_a_stop_token_ends_the_request() -> None:
 
 def test_salts_do_not_see_each_other() -> None:
     engine = Engine()
-    engine.tell(generate("a", TEN, salt="one"))
+    engine.send(generate("a", TEN, salt="one"))
     engine.run()
-    engine.hear()
-    engine.tell(generate("b", TEN, salt="two"))
+    engine.receive()
+    engine.send(generate("b", TEN, salt="two"))
     engine.run()
-    heard = engine.hear(Token)
+    heard = engine.receive(Token)
     assert account_of(heard).reused_blocks == 0
     assert tokens_of(heard, "b") == undisturbed(TEN, 2)
 
@@ -119,17 +119,17 @@ def test_what_is_cached_makes_room_for_what_runs() -> None:
     engine = Engine(num_blocks=4)
     for base in range(0, 100, 20):
         prompt = range(base, base + 12)
-        engine.tell(generate(f"r{base}", prompt))
+        engine.send(generate(f"r{base}", prompt))
         engine.run()
-        assert tokens_of(engine.hear(Token), f"r{base}") == undisturbed(prompt, 2)
+        assert tokens_of(engine.receive(Token), f"r{base}") == undisturbed(prompt, 2)
     assert engine.held() == NOTHING_LEFT
 
 
 def test_a_higher_priority_prompt_is_computed_first() -> None:
     engine = Engine(budget=StepBudget(4, 4))
-    engine.tell(generate("low", TEN, 1), generate("high", TEN[::-1], 1, priority=1))
+    engine.send(generate("low", TEN, 1), generate("high", TEN[::-1], 1, priority=1))
     engine.run()
-    assert [token.request_id for token in engine.hear(Token)] == ["high", "low"]
+    assert [token.request_id for token in engine.receive(Token)] == ["high", "low"]
 
 
 # ------------------------------------------------------------------------------------------- admission
@@ -137,35 +137,35 @@ def test_a_higher_priority_prompt_is_computed_first() -> None:
 
 def test_what_can_never_fit_is_rejected_for_good() -> None:
     engine = Engine()
-    engine.tell(generate("a", TEN, max_tokens=23))
-    assert engine.hear(Rejected) == [
+    engine.send(generate("a", TEN, max_tokens=23))
+    assert engine.receive(Rejected) == [
         Rejected("a", "prompt + max_tokens need 9 KV blocks, the pool has 8", permanent=True)
     ]
-    engine.tell(generate("a", TEN, max_tokens=22))
-    assert engine.hear(Rejected) == []
+    engine.send(generate("a", TEN, max_tokens=22))
+    assert engine.receive(Rejected) == []
 
 
 def test_what_does_not_fit_now_is_rejected_at_once() -> None:
     engine = Engine()
-    engine.tell(generate("a", TEN, max_tokens=10), generate("b", TEN, max_tokens=3))
-    assert engine.hear(Rejected) == [Rejected("b", "4 KV blocks needed, 3 available now", permanent=False)]
+    engine.send(generate("a", TEN, max_tokens=10), generate("b", TEN, max_tokens=3))
+    assert engine.receive(Rejected) == [Rejected("b", "4 KV blocks needed, 3 available now", permanent=False)]
     engine.run()
-    assert tokens_of(engine.hear(Token), "a") == undisturbed(TEN, 10)
+    assert tokens_of(engine.receive(Token), "a") == undisturbed(TEN, 10)
 
 
 def test_an_id_that_is_running_is_rejected_and_the_first_goes_on() -> None:
     engine = Engine()
-    engine.tell(generate("a", TEN), generate("a", TEN[::-1]))
-    assert engine.hear(Rejected) == [Rejected("a", "a request of this id is running here", permanent=True)]
+    engine.send(generate("a", TEN), generate("a", TEN[::-1]))
+    assert engine.receive(Rejected) == [Rejected("a", "a request of this id is running here", permanent=True)]
     engine.run()
-    assert tokens_of(engine.hear(Token), "a") == undisturbed(TEN, 2)
+    assert tokens_of(engine.receive(Token), "a") == undisturbed(TEN, 2)
 
 
 @pytest.mark.parametrize(("prompt", "emitted"), [((), ()), (TEN, (1, 2)), (TEN, tuple(range(30)))])
 def test_a_request_with_nothing_to_compute_is_rejected(prompt: tuple[int, ...], emitted: tuple[int, ...]) -> None:
     engine = Engine()
-    engine.tell(generate("a", prompt, max_tokens=2, emitted=emitted))
-    (rejected,) = engine.hear(Rejected)
+    engine.send(generate("a", prompt, max_tokens=2, emitted=emitted))
+    (rejected,) = engine.receive(Rejected)
     assert rejected.permanent
     assert engine.held() == NOTHING_LEFT
     engine.run()
@@ -174,14 +174,14 @@ def test_a_request_with_nothing_to_compute_is_rejected(prompt: tuple[int, ...], 
 @pytest.mark.parametrize("steps", range(6))
 def test_cancel_at_any_step_frees_everything(steps: int) -> None:
     engine = Engine(budget=StepBudget(4, 4))
-    engine.tell(generate("a", TEN, max_tokens=4))
+    engine.send(generate("a", TEN, max_tokens=4))
     for _ in range(steps):
         engine.step()
-    engine.hear()
-    engine.tell(Cancel("a"), Cancel("a"), Cancel("unknown"))
+    engine.receive()
+    engine.send(Cancel("a"), Cancel("a"), Cancel("unknown"))
     assert engine.held() == NOTHING_LEFT
     assert not engine.step()
-    assert engine.hear(Token, Rejected) == []
+    assert engine.receive(Token, Rejected) == []
 
 
 # --------------------------------------------------------------------------------------------- reports
@@ -190,10 +190,10 @@ def test_cancel_at_any_step_frees_everything(steps: int) -> None:
 def test_cache_events_are_numbered_without_gaps_and_tell_what_the_snapshot_tells() -> None:
     engine = Engine(num_blocks=4)
     for base in (0, 20, 0):
-        engine.tell(generate("a", range(base, base + 12)))
+        engine.send(generate("a", range(base, base + 12)))
         engine.run()
-    engine.tell(TakeSnapshot())
-    *changes, snapshot = engine.hear(CacheChanged)
+    engine.send(TakeSnapshot())
+    *changes, snapshot = engine.receive(CacheChanged)
     assert snapshot.snapshot
     index: set[bytes] = set()
     expected = 0
@@ -212,19 +212,19 @@ def test_cache_events_are_numbered_without_gaps_and_tell_what_the_snapshot_tells
 def test_load_tells_of_the_latest_placement_of_each_router() -> None:
     engine = Engine()
     first = Generate("a", TEN, (), SamplingParams(2), "", 0, False, PlacementMark("r1", 5))
-    engine.tell(first, Lend("l", TWELVE, 0, "", True, 0, PlacementMark("r2", 1)))
-    engine.tell(Generate("b", (), (), SamplingParams(2), "", 0, False, PlacementMark("r1", 4)))
+    engine.send(first, Lend("l", TWELVE, 0, "", True, 0, PlacementMark("r2", 1)))
+    engine.send(Generate("b", (), (), SamplingParams(2), "", 0, False, PlacementMark("r1", 4)))
     engine.step()
-    load = engine.hear(Load)[-1]
+    load = engine.receive(Load)[-1]
     assert load.placements_seen == {"r1": 5, "r2": 1}
     assert (load.running, load.loans, load.queued_loans, load.num_blocks) == (1, 1, 0, 8)
 
 
 def test_load_counts_prompts_and_waiting_loans() -> None:
     engine = Engine(budget=StepBudget(4, 4))
-    engine.tell(generate("a", TEN, 2), lend("l", TWELVE), lend("m", range(40, 60)))
+    engine.send(generate("a", TEN, 2), lend("l", TWELVE), lend("m", range(40, 60)))
     engine.step()
-    load = engine.hear(Load)[-1]
+    load = engine.receive(Load)[-1]
     assert load.queued_loans == 1
     assert load.queued_prefill_tokens == (10 - 4) + 12 + 20
     assert load.available_blocks == 8 - 3 - 3
@@ -232,21 +232,21 @@ def test_load_counts_prompts_and_waiting_loans() -> None:
 
 def test_an_audit_is_answered() -> None:
     engine = Engine()
-    engine.tell(generate("a", TEN), Audit(7))
-    assert engine.hear(Audited) == [Audited(7, "", 0, 3, 0, 1, 0)]
+    engine.send(generate("a", TEN), Audit(7))
+    assert engine.receive(Audited) == [Audited(7, "", 0, 3, 0, 1, 0)]
     engine.core._kv_cache.pool._reserved += 1
     engine.core.handle(Audit(8))
-    (audited,) = engine.hear(Audited)
+    (audited,) = engine.receive(Audited)
     assert audited.fault == "4 blocks are promised, 3 expected"
 
 
 def test_siblings_that_arrive_together_compute_once() -> None:
     """The second was admitted before anything was cached; its turn comes when the first has computed."""
     engine = Engine(num_blocks=16, budget=StepBudget(4, 4))
-    engine.tell(generate("a", TWELVE, 1), generate("b", (*TWELVE, 1), 1))
+    engine.send(generate("a", TWELVE, 1), generate("b", (*TWELVE, 1), 1))
     assert engine.held()[1] == 8, "room for both as if nothing were shared"
     engine.run()
-    heard = engine.hear(Token)
+    heard = engine.receive(Token)
     assert tokens_of(heard, "b") == undisturbed((*TWELVE, 1), 1)
     account = account_of([token for token in heard if token.request_id == "b"])
     assert (account.reused_blocks, account.computed_blocks, account.computed_tokens) == (3, 1, 1)

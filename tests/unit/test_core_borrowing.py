@@ -59,12 +59,12 @@ def test_a_loan_brings_all_but_the_tail(eager: bool, lender_budget: StepBudget) 
 
 def test_only_what_is_missing_is_borrowed_and_what_was_borrowed_is_lent_on() -> None:
     pair = Pair()
-    pair.borrower.tell(generate("warm", TEN, 1))
+    pair.borrower.send(generate("warm", TEN, 1))
     pair.borrower.run()
-    pair.borrower.hear()
-    pair.lender.tell(generate("warm", TWELVE, 1))
+    pair.borrower.receive()
+    pair.lender.send(generate("warm", TWELVE, 1))
     pair.lender.run()
-    pair.lender.hear()
+    pair.lender.receive()
     pair.submit("r", (*TWELVE, 1, 2, 3, 4, 5))
     assert pair.borrower.said == [OpenLoan("r", 2, 4, may_compute=True)]
     pair.run()
@@ -72,8 +72,8 @@ def test_only_what_is_missing_is_borrowed_and_what_was_borrowed_is_lent_on() -> 
     account = account_of(pair.tokens)
     assert moved(account) == (2, 2, 1, 1, 0)
     assert (account.lender_cached_blocks, account.lender_computed_blocks) == (1, 1)
-    pair.borrower.tell(lend("on", (*TWELVE, 1, 2, 3, 4), compute=False))
-    start, ready = pair.borrower.hear(LendStarting, LendReady)
+    pair.borrower.send(lend("on", (*TWELVE, 1, 2, 3, 4), compute=False))
+    start, ready = pair.borrower.receive(LendStarting, LendReady)
     assert isinstance(start, LendStarting)
     assert starting(start) == ("on", 4, 4)
     assert isinstance(ready, LendReady)
@@ -82,19 +82,19 @@ def test_only_what_is_missing_is_borrowed_and_what_was_borrowed_is_lent_on() -> 
 
 def test_nothing_is_borrowed_when_all_that_could_be_is_here() -> None:
     engine = Engine()
-    engine.tell(generate("a", TEN, 1), generate("short", (1, 2, 3, 4), 1, borrow=True))
+    engine.send(generate("a", TEN, 1), generate("short", (1, 2, 3, 4), 1, borrow=True))
     engine.run()
-    engine.tell(generate("b", TEN, 1, borrow=True))
+    engine.send(generate("b", TEN, 1, borrow=True))
     engine.run()
-    assert engine.hear(OpenLoan) == []
+    assert engine.receive(OpenLoan) == []
     assert engine.held() == NOTHING_LEFT
 
 
 def test_a_lender_that_has_a_part() -> None:
     pair = Pair(may_compute=False)
-    pair.lender.tell(generate("warm", TEN, 1))
+    pair.lender.send(generate("warm", TEN, 1))
     pair.lender.run()
-    pair.lender.hear()
+    pair.lender.receive()
     pair.submit("r", (*TWELVE, 1, 2))
     pair.run()
     pair.check_served("r")
@@ -143,13 +143,13 @@ def test_the_end_at_any_moment(moves: int, end: str) -> None:
             pair.borrower.transport.step()
     match end:
         case "cancel":
-            pair.borrower.tell(Cancel("r"))
+            pair.borrower.send(Cancel("r"))
             assert pair.borrower.held() == NOTHING_LEFT
         case "loan fails":
-            pair.borrower.tell(LoanFailed("r", "broken"))
+            pair.borrower.send(LoanFailed("r", "broken"))
         case "lender is gone":
             pair.lender.transport.close()
-            pair.borrower.tell(LoanFailed("r", "gone"))
+            pair.borrower.send(LoanFailed("r", "gone"))
     assert pair.borrower.held()[2] == 0
     pair.run()
     if end == "cancel":
@@ -163,7 +163,7 @@ def test_the_end_at_any_moment(moves: int, end: str) -> None:
 def test_an_endpoint_of_another_transport_fails_the_loan_only() -> None:
     pair = Pair()
     pair.submit("r", TEN)
-    pair.borrower.tell(LoanStarted("r", b"elsewhere", 2, 0, 0.0))
+    pair.borrower.send(LoanStarted("r", b"elsewhere", 2, 0, 0.0))
     pair.run()
     pair.check_served("r")
     assert account_of(pair.tokens).loan_failure == "not an endpoint of the local transport"
@@ -172,7 +172,7 @@ def test_an_endpoint_of_another_transport_fails_the_loan_only() -> None:
 def test_announced_blocks_outside_the_lenders_pool_fail_the_loan_only() -> None:
     pair = Pair()
     pair.submit("r", TEN)
-    pair.borrower.tell(LoanStarted("r", pair.lender.ready.endpoint, 2, 0, 0.0), LoanBlocks("r", 0, (7, 8), bytes(32)))
+    pair.borrower.send(LoanStarted("r", pair.lender.ready.endpoint, 2, 0, 0.0), LoanBlocks("r", 0, (7, 8), bytes(32)))
     pair.run()
     pair.check_served("r")
     assert account_of(pair.tokens).loan_failure == "the read failed"
@@ -182,7 +182,7 @@ def test_announced_blocks_outside_the_lenders_pool_fail_the_loan_only() -> None:
 def test_fingerprints_of_another_shape_or_value_fail_the_loan_only(fingerprints: bytes) -> None:
     pair = Pair()
     pair.submit("r", TEN)
-    pair.borrower.tell(
+    pair.borrower.send(
         LoanStarted("r", pair.lender.ready.endpoint, 2, 0, 0.0), LoanBlocks("r", 0, (0, 1), fingerprints)
     )
     pair.run()
@@ -194,29 +194,29 @@ def test_messages_of_a_loan_that_is_over_are_ignored() -> None:
     pair = Pair()
     pair.submit("r", TEN, 1)
     pair.run()
-    pair.borrower.tell(
+    pair.borrower.send(
         LoanStarted("r", pair.lender.ready.endpoint, 2, 0, 0.0),
         LoanBlocks("r", 0, (0, 1), bytes(32)),
         LoanFailed("r", "late"),
         LoanFailed("never heard of", "late"),
     )
-    assert pair.borrower.hear(Token, Rejected, CloseLoan) == []
+    assert pair.borrower.receive(Token, Rejected, CloseLoan) == []
     pair.check_served("r", 1)
 
 
 def _uses(engine: LandingCore) -> list[KvUse | None]:
-    return [load.kv for load in engine.hear(Load)]
+    return [load.kv for load in engine.receive(Load)]
 
 
 def test_what_was_found_where_is_counted_and_said_once() -> None:
     pair = Pair()
     engine = pair.borrower
-    engine.tell(generate("warm", TEN, 1))
+    engine.send(generate("warm", TEN, 1))
     engine.run()
     pair.submit("r", (*TWELVE, 1, 2))
     pair.run()
     pair.check_served("r")
-    engine.tell(generate("again", TEN, 1))
+    engine.send(generate("again", TEN, 1))
     engine.run()
     *_, last = filter(None, _uses(engine))
     # Of 2 + 3 + 2 blocks that may come from elsewhere 0 + 2 + 2 were here, and one came; of the pool's, 3 are named.

@@ -34,7 +34,7 @@ def early_pair(budget: StepBudget = WIDE) -> Pair:
 def test_all_is_read_before_the_lease_has_said_anything(budget: StepBudget) -> None:
     pair = early_pair(budget)
     pair.submit("r", PROMPT)
-    pair.lender.tell(*pair.from_borrower())
+    pair.lender.send(*pair.from_borrower())
     pair.lender.run()
     pair.borrower.run()
     assert any(isinstance(message, Token) for message in pair.borrower.said), "nothing was carried to it"
@@ -49,7 +49,7 @@ def test_a_lender_that_was_not_met_is_waited_for() -> None:
     pair = early_pair()
     pair.borrower.core._fast_path._endpoints.clear()
     pair.submit("r", PROMPT)
-    pair.lender.tell(*pair.from_borrower())
+    pair.lender.send(*pair.from_borrower())
     pair.lender.run()
     pair.borrower.run()
     assert not any(isinstance(message, Token) for message in pair.borrower.said)
@@ -61,13 +61,13 @@ def test_a_lender_that_was_not_met_is_waited_for() -> None:
 def test_what_comes_by_the_lease_first_is_not_heard_again() -> None:
     pair = early_pair(StepBudget(5, 5))
     pair.submit("r", PROMPT)
-    pair.lender.tell(*pair.from_borrower())
+    pair.lender.send(*pair.from_borrower())
     words = pair.borrower.core._fast_path._link.boxes  # type: ignore[union-attr]
     held: list[bytes] = []
     while pair.lender.step():
         held += words.pop(b"b" * NAME_BYTES)
         words[b"b" * NAME_BYTES] = []
-    pair.borrower.tell(*pair.from_lender())
+    pair.borrower.send(*pair.from_lender())
     words[b"b" * NAME_BYTES] += held
     pair.run()
     pair.check_served("r")
@@ -79,11 +79,11 @@ def test_a_lease_that_says_something_else_ends_the_loan(kind: type) -> None:
     """Nothing is answered wrong even then."""
     pair = early_pair(StepBudget(5, 5))
     pair.submit("r", PROMPT)
-    pair.lender.tell(*pair.from_borrower())
-    pair.borrower.tell()
+    pair.lender.send(*pair.from_borrower())
+    pair.borrower.send()
     while not any(isinstance(message, LendReady) for message in pair.lender.said):
         pair.lender.step()
-        pair.borrower.tell()
+        pair.borrower.send()
     changed: list[ToEngine] = []
     for message in pair.from_lender():
         if isinstance(message, kind):
@@ -93,7 +93,7 @@ def test_a_lease_that_says_something_else_ends_the_loan(kind: type) -> None:
                 case LoanBlocks():
                     message = replace(message, fingerprints=bytes(len(message.fingerprints)))
         changed.append(message)
-    pair.borrower.tell(*changed)
+    pair.borrower.send(*changed)
     pair.run()
     pair.check_served("r")
     assert account_of(pair.tokens).loan_failure == "protocol error: the lender said something else early"
@@ -102,9 +102,9 @@ def test_a_lease_that_says_something_else_ends_the_loan(kind: type) -> None:
 def test_a_loan_that_was_cancelled_hears_nothing() -> None:
     pair = early_pair()
     pair.submit("r", PROMPT)
-    pair.lender.tell(*pair.from_borrower())
-    pair.borrower.tell(Cancel("r"))
+    pair.lender.send(*pair.from_borrower())
+    pair.borrower.send(Cancel("r"))
     pair.lender.run()
-    assert len(pair.lender.hear(LendStarting)) == 1
+    assert len(pair.lender.receive(LendStarting)) == 1
     pair.run()
     assert pair.borrower.held() == pair.lender.held() == (0, 0, 0, 0, 0)

@@ -49,11 +49,11 @@ class Silence:
         network = self._network = dict[bytes, Pool]()
         budget = StepBudget(64, 64)
         self.node = Node(network, "borrower", num_blocks, budget, read_silence_s=5.0, clock=lambda: self.now)
-        self.node.tell(Lend("warm", tuple(range(100, 100 + num_blocks * WIDTH)), 0, "", True, 0))  # fills the pool
+        self.node.send(Lend("warm", tuple(range(100, 100 + num_blocks * WIDTH)), 0, "", True, 0))  # fills the pool
         self.node.core.step()
-        self.node.tell(LendClosed("warm"))
+        self.node.send(LendClosed("warm"))
         lender = Node(network, "lender", 8, budget)
-        lender.tell(Lend("l", PROMPT, 0, "", True, 0))
+        lender.send(Lend("l", PROMPT, 0, "", True, 0))
         lender.core.step()
         (ready,) = [message for message in lender.said if isinstance(message, LendReady)]
         self.transport = self.node.transport
@@ -63,9 +63,9 @@ class Silence:
 
     def borrow(self, request_id: str) -> None:
         """Its lender has announced all that it wants."""
-        self.node.tell(Generate(request_id, PROMPT, (), SamplingParams(2), "", 0, borrow=True))
-        self.node.tell(LoanStarted(request_id, self._lender, 3, 0, 0.0))
-        self.node.tell(LoanBlocks(request_id, 0, self._ready.block_ids, self._ready.fingerprints))
+        self.node.send(Generate(request_id, PROMPT, (), SamplingParams(2), "", 0, borrow=True))
+        self.node.send(LoanStarted(request_id, self._lender, 3, 0, 0.0))
+        self.node.send(LoanBlocks(request_id, 0, self._ready.block_ids, self._ready.fingerprints))
 
     def lender_dies(self) -> None:
         del self._network[self._lender]
@@ -75,7 +75,7 @@ class Silence:
         self.now = now
         self.node.core.report()
 
-    def books(self) -> tuple[int, int, int]:
+    def block_counts(self) -> tuple[int, int, int]:
         """Blocks held, reserved and quarantined."""
         self.node.check()
         audited = self.node.core.audit()
@@ -91,18 +91,18 @@ class Silence:
 
 def test_a_silent_lender_keeps_one_window_and_the_request_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     silence = Silence(monkeypatch)
-    assert silence.books() == (3, 1, 0)
-    silence.node.tell(LoanFailed("r", "silent"))
-    assert silence.books() == (3, 1, 1), "one block for another; the reads behind it were withdrawn"
+    assert silence.block_counts() == (3, 1, 0)
+    silence.node.send(LoanFailed("r", "silent"))
+    assert silence.block_counts() == (3, 1, 1), "one block for another; the reads behind it were withdrawn"
     rng = random.Random(1)
     while silence.node.core.step():
         silence.transport.scribble("lender", rng)
         silence.node.check()
         silence.node.check_contents()
     assert [message.token_id for message in silence.node.said if isinstance(message, Token)] == undisturbed(PROMPT, 2)
-    assert silence.books() == (0, 0, 1)
+    assert silence.block_counts() == (0, 0, 1)
     silence.finish_the_read()
-    assert silence.books() == (0, 0, 0)
+    assert silence.block_counts() == (0, 0, 0)
     assert silence.transport.busy() == ["lender"]
     silence.transport.post("lender")
     assert silence.transport.posted == {}, "nothing is read any more"
@@ -116,15 +116,15 @@ def test_a_lender_that_turns_while_its_bytes_do_not_come_is_given_up_as_a_silent
     assert silence.said(CloseLoan) == []
     silence.look_at(105.2)
     assert silence.said(CloseLoan) == [CloseLoan("r")]
-    assert silence.books() == (3, 1, 1)
-    silence.node.tell(Cancel("r"))
+    assert silence.block_counts() == (3, 1, 1)
+    silence.node.send(Cancel("r"))
     silence.borrow("s")  # its reads wait behind the one that hangs
     silence.look_at(105.5)
     assert silence.said(CloseLoan) == [CloseLoan("r"), CloseLoan("s")]
-    silence.node.tell(Cancel("s"))
-    assert silence.books() == (0, 0, 1)
+    silence.node.send(Cancel("s"))
+    assert silence.block_counts() == (0, 0, 1)
     silence.finish_the_read()
-    assert silence.books() == (0, 0, 0)
+    assert silence.block_counts() == (0, 0, 0)
     silence.borrow("t")
     silence.transport.post("lender")
     for now in range(106, 120, 4):
@@ -161,24 +161,24 @@ def test_a_cancel_leaves_one_window_behind_and_evicts_nothing_for_it(monkeypatch
     silence = Silence(monkeypatch, num_blocks=5)
     named = dict(silence.node.core._kv_cache.pool._name_of)
     assert len(named) == 2
-    silence.node.tell(Cancel("r"))
-    assert silence.books() == (0, 0, 1)
+    silence.node.send(Cancel("r"))
+    assert silence.block_counts() == (0, 0, 1)
     assert silence.node.core._kv_cache.pool._name_of == named
     silence.finish_the_read()
-    assert silence.books() == (0, 0, 0)
+    assert silence.block_counts() == (0, 0, 0)
 
 
 def test_a_request_that_lost_blocks_and_finds_no_others_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     silence = Silence(monkeypatch, num_blocks=4)
-    silence.node.tell(LoanFailed("r", "silent"))
+    silence.node.send(LoanFailed("r", "silent"))
     (rejected,) = silence.said(Rejected)
     assert isinstance(rejected, Rejected)
     assert (rejected.request_id, rejected.permanent) == ("r", False)
     assert silence.said(CloseLoan) == [CloseLoan("r")]
-    assert silence.books() == (0, 0, 1)
+    assert silence.block_counts() == (0, 0, 1)
     assert not silence.node.core.step()
     silence.finish_the_read()
-    assert silence.books() == (0, 0, 0)
+    assert silence.block_counts() == (0, 0, 0)
 
 
 @pytest.mark.parametrize("how", ["land", "fail"])
@@ -187,11 +187,11 @@ def test_a_read_that_ends_before_the_loan_fails_leaves_nothing_behind(
 ) -> None:
     silence = Silence(monkeypatch, num_blocks=4)
     silence.transport.land("lender") if how == "land" else silence.transport.fail("lender")
-    silence.node.tell(LoanFailed("r", "silent"))
+    silence.node.send(LoanFailed("r", "silent"))
     while silence.node.core.step():
         silence.node.check()
     assert [message.token_id for message in silence.node.said if isinstance(message, Token)] == undisturbed(PROMPT, 2)
-    assert silence.books() == (0, 0, 0)
+    assert silence.block_counts() == (0, 0, 0)
 
 
 def test_a_loan_that_fails_before_its_landed_read_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +200,7 @@ def test_a_loan_that_fails_before_its_landed_read_was_seen(monkeypatch: pytest.M
     silence.transport.land("lender")
     silence.node.core.handle(LoanFailed("r", "silent"))
     silence.node.core.handle_posted()
-    assert silence.books() == (3, 1, 0)
+    assert silence.block_counts() == (3, 1, 0)
     assert silence.said(Rejected) == []
 
 

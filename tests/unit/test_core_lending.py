@@ -30,89 +30,89 @@ from support.sim_model import undisturbed
 
 def test_a_loan_is_computed_and_announced_chunk_by_chunk() -> None:
     engine = Engine(budget=StepBudget(6, 6))
-    engine.tell(lend("l", (*TWELVE, 1)))
-    (message,) = engine.hear(LendStarting)
+    engine.send(lend("l", (*TWELVE, 1)))
+    (message,) = engine.receive(LendStarting)
     assert starting(message) == ("l", 3, 0)
     assert engine.held() == (0, 3, 0, 0, 1)
     engine.step()
-    assert engine.hear(LendReady) == [LendReady("l", 0, (0,), prints(engine, [0]))]
+    assert engine.receive(LendReady) == [LendReady("l", 0, (0,), prints(engine, [0]))]
     engine.step()
-    assert engine.hear(LendReady) == [LendReady("l", 1, (1, 2), prints(engine, [1, 2]))]
+    assert engine.receive(LendReady) == [LendReady("l", 1, (1, 2), prints(engine, [1, 2]))]
     assert engine.held() == (3, 0, 0, 0, 1), "the loan alone holds them now"
     assert not engine.step()
-    engine.tell(LendReleased("l", 0, 2))
+    engine.send(LendReleased("l", 0, 2))
     assert engine.held() == (1, 0, 0, 0, 1)
-    engine.tell(LendClosed("l"), LendClosed("l"), LendReleased("l", 2, 1))
+    engine.send(LendClosed("l"), LendClosed("l"), LendReleased("l", 2, 1))
     assert engine.held() == NOTHING_LEFT
-    assert engine.hear(LendRefused) == []
+    assert engine.receive(LendRefused) == []
 
 
 def test_what_is_cached_is_lent_at_once_and_only_what_was_wanted() -> None:
     engine = Engine()
-    engine.tell(generate("a", TWELVE, 1))
+    engine.send(generate("a", TWELVE, 1))
     engine.run()
-    engine.hear()
-    engine.tell(lend("l", (*TWELVE, 1, 2, 3, 4), first=1))
-    start, ready = engine.hear(LendStarting, LendReady)
+    engine.receive()
+    engine.send(lend("l", (*TWELVE, 1, 2, 3, 4), first=1))
+    start, ready = engine.receive(LendStarting, LendReady)
     assert isinstance(start, LendStarting)
     assert starting(start) == ("l", 4, 3)
     assert ready == LendReady("l", 1, (1, 2), prints(engine, [1, 2]))
     engine.step()
-    (ready,) = engine.hear(LendReady)
+    (ready,) = engine.receive(LendReady)
     assert (ready.first, len(ready.block_ids)) == (3, 1)
-    engine.tell(LendClosed("l"))
+    engine.send(LendClosed("l"))
     assert engine.held() == NOTHING_LEFT
 
 
 def test_blocks_before_the_wanted_ones_are_computed_and_not_announced() -> None:
     engine = Engine(budget=StepBudget(64, 6))
-    engine.tell(lend("l", range(16), first=3))
-    assert [starting(message) for message in engine.hear(LendStarting)] == [("l", 4, 3)]
+    engine.send(lend("l", range(16), first=3))
+    assert [starting(message) for message in engine.receive(LendStarting)] == [("l", 4, 3)]
     for _ in range(2):
         engine.step()
-        assert engine.hear(LendReady) == []
+        assert engine.receive(LendReady) == []
     engine.step()
-    assert engine.hear(LendReady) == [LendReady("l", 3, (3,), prints(engine, [3]))]
+    assert engine.receive(LendReady) == [LendReady("l", 3, (3,), prints(engine, [3]))]
     assert engine.held() == (1, 0, 0, 0, 1)
 
 
 @pytest.mark.parametrize(("first", "end"), [(0, 3), (2, 3), (3, 3), (4, 4)])
 def test_a_loan_that_may_not_compute_is_of_what_is_cached(first: int, end: int) -> None:
     engine = Engine()
-    engine.tell(generate("a", TWELVE, 1))
+    engine.send(generate("a", TWELVE, 1))
     engine.run()
-    engine.hear()
-    engine.tell(lend("l", range(10, 30), first=first, compute=False))
-    said = engine.hear(LendStarting, LendReady)
+    engine.receive()
+    engine.send(lend("l", range(10, 30), first=first, compute=False))
+    said = engine.receive(LendStarting, LendReady)
     assert isinstance(said[0], LendStarting)
     assert starting(said[0]) == ("l", end, end)
     assert [message.first for message in said[1:] if isinstance(message, LendReady)] == [first] * (first < 3)
     assert not engine.step()
-    engine.tell(LendClosed("l"))
+    engine.send(LendClosed("l"))
     assert engine.held() == NOTHING_LEFT
 
 
 def test_loans_are_refused() -> None:
     engine = Engine(num_blocks=4)
-    engine.tell(lend("far", TWELVE, first=3), lend("large", range(20)), lend("short", (1, 2, 3)))
-    refused = {message.loan_id: message for message in engine.hear(LendRefused)}
+    engine.send(lend("far", TWELVE, first=3), lend("large", range(20)), lend("short", (1, 2, 3)))
+    refused = {message.loan_id: message for message in engine.receive(LendRefused)}
     assert refused["far"].bad_request
     assert refused["short"].bad_request
     assert not refused["large"].bad_request
-    engine.tell(*(lend(f"l{i}", range(i * 20, i * 20 + 12)) for i in range(4)))
-    assert engine.hear(LendRefused) == [LendRefused("l3", "2 loans wait already", bad_request=False)]
-    engine.tell(*(LendClosed(f"l{i}") for i in range(4)))
+    engine.send(*(lend(f"l{i}", range(i * 20, i * 20 + 12)) for i in range(4)))
+    assert engine.receive(LendRefused) == [LendRefused("l3", "2 loans wait already", bad_request=False)]
+    engine.send(*(LendClosed(f"l{i}") for i in range(4)))
     assert engine.held() == NOTHING_LEFT
 
 
 @pytest.mark.parametrize("started", [True, False])
 def test_a_borrower_that_breaks_the_protocol_loses_its_loan(started: bool) -> None:
     engine = Engine(num_blocks=4)
-    engine.tell(lend("other", range(100, 112)) if not started else Audit(0), lend("l", TWELVE))
-    engine.tell(LendReleased("l", 0, 1))
-    (refused,) = engine.hear(LendRefused)
+    engine.send(lend("other", range(100, 112)) if not started else Audit(0), lend("l", TWELVE))
+    engine.send(LendReleased("l", 0, 1))
+    (refused,) = engine.receive(LendRefused)
     assert (refused.loan_id, refused.bad_request) == ("l", True)
-    engine.tell(LendClosed("l"), LendClosed("other"))
+    engine.send(LendClosed("l"), LendClosed("other"))
     assert engine.held() == NOTHING_LEFT
     assert not engine.step()
 
@@ -120,13 +120,13 @@ def test_a_borrower_that_breaks_the_protocol_loses_its_loan(started: bool) -> No
 def test_a_loan_waits_for_room_and_starts_in_the_step_that_makes_it() -> None:
     """Not in the next one, before which an idle loop sleeps."""
     engine = Engine(num_blocks=4)
-    engine.tell(generate("a", TEN, 2), lend("l", range(40, 52)))
+    engine.send(generate("a", TEN, 2), lend("l", range(40, 52)))
     assert engine.held() == (0, 3, 0, 1, 1)
-    assert engine.hear(LendStarting) == []
+    assert engine.receive(LendStarting) == []
     assert engine.step()
-    assert engine.hear(Token, LendStarting)[0].__class__ is Token
+    assert engine.receive(Token, LendStarting)[0].__class__ is Token
     assert engine.step()
-    token, start = engine.hear(Token, LendStarting)
+    token, start = engine.receive(Token, LendStarting)
     assert isinstance(token, Token)
     assert token.finish is FinishReason.LENGTH
     assert isinstance(start, LendStarting)
@@ -134,82 +134,82 @@ def test_a_loan_waits_for_room_and_starts_in_the_step_that_makes_it() -> None:
 
 def test_waiting_loans_go_by_priority_then_arrival_and_nobody_jumps_the_queue() -> None:
     engine = Engine(num_blocks=4, max_queued_loans=8)
-    engine.tell(lend("holder", range(12)))
-    engine.tell(lend("first", range(20, 32)), lend("small", range(40, 44)), lend("urgent", range(60, 72), priority=1))
+    engine.send(lend("holder", range(12)))
+    engine.send(lend("first", range(20, 32)), lend("small", range(40, 44)), lend("urgent", range(60, 72), priority=1))
     engine.run()
-    engine.hear()
+    engine.receive()
     order = []
     for loan_id in ("holder", "urgent", "first"):
-        engine.tell(LendClosed(loan_id))
+        engine.send(LendClosed(loan_id))
         engine.run()
-        order.append([message.loan_id for message in engine.hear(LendStarting)])
+        order.append([message.loan_id for message in engine.receive(LendStarting)])
     assert order == [["urgent"], ["first", "small"], []]
-    engine.tell(LendClosed("small"))
+    engine.send(LendClosed("small"))
     assert engine.held() == NOTHING_LEFT
 
 
 def test_a_loan_closed_while_it_waits_or_while_it_is_computed_holds_nothing() -> None:
     engine = Engine(num_blocks=4, budget=StepBudget(4, 4))
-    engine.tell(lend("l", TWELVE), lend("waits", range(40, 52)))
+    engine.send(lend("l", TWELVE), lend("waits", range(40, 52)))
     engine.step()
-    engine.tell(LendClosed("waits"))
+    engine.send(LendClosed("waits"))
     assert engine.held() == (1, 2, 0, 0, 1)
-    engine.tell(LendClosed("l"))
+    engine.send(LendClosed("l"))
     assert engine.held() == NOTHING_LEFT
     assert not engine.step()
 
 
 def test_loans_and_requests_take_turns_by_arrival() -> None:
     engine = Engine(num_blocks=16, budget=StepBudget(4, 4))
-    engine.tell(lend("warm up", (1, 2, 3, 4)), LendClosed("warm up"))
-    engine.tell(generate("a", TEN, 1), lend("l", range(40, 44)), generate("b", range(60, 64), 1))
+    engine.send(lend("warm up", (1, 2, 3, 4)), LendClosed("warm up"))
+    engine.send(generate("a", TEN, 1), lend("l", range(40, 44)), generate("b", range(60, 64), 1))
     engine.run()
-    assert [type(message).__name__ for message in engine.hear(Token, LendReady)] == ["Token", "LendReady", "Token"]
+    assert [type(message).__name__ for message in engine.receive(Token, LendReady)] == ["Token", "LendReady", "Token"]
 
 
 def test_a_waiting_loan_keeps_its_place_among_the_prompts() -> None:
     engine = Engine(num_blocks=8, budget=StepBudget(4, 4))
-    engine.tell(generate("big", range(100, 112), 9), lend("l", range(40, 52)))
+    engine.send(generate("big", range(100, 112), 9), lend("l", range(40, 52)))
     for _ in range(5):
         engine.step()
-    assert engine.hear(LendStarting) == []
-    engine.tell(generate("b", range(60, 64), 1), Cancel("big"))
+    assert engine.receive(LendStarting) == []
+    engine.send(generate("b", range(60, 64), 1), Cancel("big"))
     engine.run()
-    said = engine.hear(Token, LendReady)
+    said = engine.receive(Token, LendReady)
     assert [type(message).__name__ for message in said] == ["LendReady"] * 3 + ["Token"]
 
 
 def test_a_loan_released_head_first_is_evicted_tail_first() -> None:
     engine = Engine(num_blocks=4)
-    engine.tell(lend("l", range(12)))
+    engine.send(lend("l", range(12)))
     engine.run()
-    engine.tell(LendReleased("l", 0, 1), LendReleased("l", 1, 1), LendReleased("l", 2, 1), LendClosed("l"))
-    engine.tell(generate("a", range(50, 55), 1))  # one free block, and one more
+    engine.send(LendReleased("l", 0, 1), LendReleased("l", 1, 1), LendReleased("l", 2, 1), LendClosed("l"))
+    engine.send(generate("a", range(50, 55), 1))  # one free block, and one more
     engine.run()
-    engine.hear()
-    engine.tell(lend("again", range(12), compute=False))
-    assert [starting(message) for message in engine.hear(LendStarting)] == [("again", 2, 2)]
+    engine.receive()
+    engine.send(lend("again", range(12), compute=False))
+    assert [starting(message) for message in engine.receive(LendStarting)] == [("again", 2, 2)]
 
 
 def test_a_loan_and_a_request_of_the_same_id_do_not_mix() -> None:
     engine = Engine(num_blocks=16)
-    engine.tell(generate("x", TEN, 2), lend("x", range(40, 52)))
+    engine.send(generate("x", TEN, 2), lend("x", range(40, 52)))
     engine.run()
-    said = engine.hear(Token, LendReady)
+    said = engine.receive(Token, LendReady)
     assert tokens_of([message for message in said if isinstance(message, Token)], "x") == undisturbed(TEN, 2)
-    engine.tell(Cancel("x"))
+    engine.send(Cancel("x"))
     assert engine.held() == (3, 0, 0, 0, 1)
-    engine.tell(LendClosed("x"))
+    engine.send(LendClosed("x"))
     assert engine.held() == NOTHING_LEFT
 
 
 def test_two_loans_of_one_chain_at_once_compute_it_once() -> None:
     engine = Engine(budget=StepBudget(4, 4))
-    engine.tell(lend("l", TWELVE), lend("m", [*TWELVE[:8], 90, 91, 92, 93]), lend("n", [70, 71, 72, 73]))
+    engine.send(lend("l", TWELVE), lend("m", [*TWELVE[:8], 90, 91, 92, 93]), lend("n", [70, 71, 72, 73]))
     heard: list[tuple[str, int, tuple[int, ...]]] = []
     for _ in range(5):
         engine.step()
-        heard += [(ready.loan_id, ready.first, ready.block_ids) for ready in engine.hear(LendReady)]
+        heard += [(ready.loan_id, ready.first, ready.block_ids) for ready in engine.receive(LendReady)]
     # "m" waits while "l" computes what they share, then gets both blocks and its turn, which came before that of "n".
     assert heard == [
         ("l", 0, (0,)),
@@ -224,25 +224,25 @@ def test_two_loans_of_one_chain_at_once_compute_it_once() -> None:
 
 def test_a_loan_whose_sibling_goes_away_computes_itself() -> None:
     engine = Engine(budget=StepBudget(4, 4))
-    engine.tell(lend("l", TWELVE), lend("m", TWELVE))
+    engine.send(lend("l", TWELVE), lend("m", TWELVE))
     engine.step()
-    engine.tell(LendClosed("l"))
-    engine.hear(LendReady)
+    engine.send(LendClosed("l"))
+    engine.receive(LendReady)
     engine.run()
-    blocks = [block for ready in engine.hear(LendReady) for block in ready.block_ids]
+    blocks = [block for ready in engine.receive(LendReady) for block in ready.block_ids]
     assert len(set(blocks)) == 3
-    engine.tell(LendClosed("m"))
+    engine.send(LendClosed("m"))
     assert engine.held() == NOTHING_LEFT
 
 
 def test_a_loan_and_a_request_of_one_chain_at_once() -> None:
     """Both compute; the later one's blocks stay private, are lent all the same, and are free afterwards."""
     engine = Engine(budget=StepBudget(64, 64))
-    engine.tell(generate("r", [*TWELVE, 5], max_tokens=1), lend("l", TWELVE))
+    engine.send(generate("r", [*TWELVE, 5], max_tokens=1), lend("l", TWELVE))
     engine.step()
-    (ready,) = engine.hear(LendReady)
+    (ready,) = engine.receive(LendReady)
     assert ready.block_ids == (4, 5, 6)
-    engine.tell(LendClosed("l"))
+    engine.send(LendClosed("l"))
     assert engine.held() == NOTHING_LEFT
     assert engine.core._kv_cache.pool.match(block_keys(root_key(engine.ready.model_fingerprint, ""), TWELVE, 4)) == [
         0,

@@ -79,10 +79,10 @@ def test_a_block_is_bound_with_the_last_rank_only() -> None:
     pair.carry()
     first, second = pair.borrower.ranks  # type: ignore[attr-defined]
     assert second.step()
-    pair.borrower.tell()
+    pair.borrower.send()
     assert pair.borrower.core._kv_cache.cache_snapshot() == []
     assert first.step()
-    pair.borrower.tell()
+    pair.borrower.send()
     assert pair.borrower.core._kv_cache.cache_snapshot() != []
     pair.run()
     pair.check_served("r")
@@ -107,9 +107,9 @@ def test_a_part_that_arrives_wrong_ends_the_loan_before_its_block(rank: int) -> 
 def test_choices_are_copied_on_every_rank() -> None:
     engine = pair_of(2, 1).borrower
     sampling = SamplingParams(3, n=3)
-    engine.tell(generate("r", TEN, sampling=sampling))
+    engine.send(generate("r", TEN, sampling=sampling))
     engine.run()
-    tokens = engine.hear(Token)
+    tokens = engine.receive(Token)
     for choice in range(3):
         assert [t.token_id for t in tokens if t.choice == choice] == undisturbed(TEN, 3, choice)
 
@@ -133,7 +133,7 @@ class Slow:
 
     def land(self, rank: int) -> None:
         self._rank(rank).land("lender-0")
-        self.borrower.tell()
+        self.borrower.send()
 
     def _rank(self, rank: int) -> SlowTransport:
         transport = self.borrower.ranks[rank]
@@ -147,7 +147,7 @@ def test_blocks_are_nobodys_until_the_last_rank_that_writes_them_is_quiet(posted
     slow = Slow()
     for rank in posted:
         slow.post(rank)
-    slow.borrower.tell(Cancel("r") if fault == "cancel" else LoanFailed("r", "broken"))
+    slow.borrower.send(Cancel("r") if fault == "cancel" else LoanFailed("r", "broken"))
     assert slow.borrower.held()[2] == (2 if posted else 0)
     for rank in posted:
         assert slow.borrower.held()[2] == 2

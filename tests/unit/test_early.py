@@ -31,8 +31,8 @@ class Two:
 def test_what_a_lender_says_is_what_the_lease_would_say() -> None:
     two = Two()
     assert len(two.address) == ADDRESS_BYTES
-    two.lender.tell(two.address, STARTING)
-    two.lender.tell(two.address, READY)
+    two.lender.announce(two.address, STARTING)
+    two.lender.announce(two.address, READY)
     assert two.borrower.take() == [
         LoanStarted("request", ENDPOINT, 7, 3, 1.25),
         LoanBlocks("request", 3, (5, 2, 9), bytes(range(24)), fetched=True),
@@ -49,17 +49,17 @@ def test_what_a_lender_says_is_what_the_lease_would_say() -> None:
 def test_any_announcement(first: int, ids: list[int], heads: int, fetched: bool) -> None:
     two = Two()
     prints = struct.pack(f"<{len(ids) * heads}Q", *range(len(ids) * heads))
-    two.lender.tell(two.address, LendReady("loan", first, tuple(ids), prints, fetched))
+    two.lender.announce(two.address, LendReady("loan", first, tuple(ids), prints, fetched))
     assert two.borrower.take() == [LoanBlocks("request", first, tuple(ids), prints, fetched)]
 
 
 def test_nobody_is_told_of_what_has_no_address_or_too_much_of_it() -> None:
     two = Two()
-    two.lender.tell(b"", READY)
+    two.lender.announce(b"", READY)
     count = MAX_BLOCKS_BYTES // 12
-    two.lender.tell(two.address, LendReady("loan", 0, tuple(range(count + 1)), bytes(8 * count + 8)))
+    two.lender.announce(two.address, LendReady("loan", 0, tuple(range(count + 1)), bytes(8 * count + 8)))
     assert two.borrower.take() == []
-    two.lender.tell(two.address, LendReady("loan", 0, tuple(range(count)), bytes(8 * count)))
+    two.lender.announce(two.address, LendReady("loan", 0, tuple(range(count)), bytes(8 * count)))
     assert len(two.borrower.take()) == 1
 
 
@@ -76,13 +76,13 @@ def test_a_loan_that_is_over_and_a_lender_that_was_never_met() -> None:
     assert other != two.address
     two.borrower.forget("request")
     two.borrower.forget("request")
-    two.lender.tell(two.address, READY)
+    two.lender.announce(two.address, READY)
     assert two.borrower.take() == []
     two.lender.lends_from(b"another endpoint")
-    two.lender.tell(other, STARTING)
+    two.lender.announce(other, STARTING)
     assert two.borrower.take() == []
     two.borrower.met(b"another endpoint")
-    two.lender.tell(other, STARTING)
+    two.lender.announce(other, STARTING)
     assert two.borrower.take() == [LoanStarted("other", b"another endpoint", 7, 3, 1.25)]
 
 
@@ -90,10 +90,10 @@ def test_so_many_lenders_are_remembered() -> None:
     two = Two()
     for number in range(MAX_ENDPOINTS - 1):
         two.borrower.met(b"%d" % number)
-    two.lender.tell(two.address, STARTING)
+    two.lender.announce(two.address, STARTING)
     assert len(two.borrower.take()) == 1
     two.borrower.met(b"one more")
-    two.lender.tell(two.address, STARTING)
+    two.lender.announce(two.address, STARTING)
     assert two.borrower.take() == []
 
 
@@ -101,7 +101,7 @@ def test_without_a_link_nothing_is_said_or_expected() -> None:
     words = FastPath(None)
     words.met(ENDPOINT)
     assert words.expect("request") == b""
-    words.tell(b"x" * ADDRESS_BYTES, STARTING)
+    words.announce(b"x" * ADDRESS_BYTES, STARTING)
     words.forget("request")
     assert words.take() == []
 
@@ -126,7 +126,7 @@ def test_who_knows_the_secret_may_say_nonsense(kind: bytes, rest: bytes) -> None
 @pytest.mark.parametrize("said", [STARTING, READY])
 def test_a_word_that_is_not_whole_is_dropped(said: LendStarting | LendReady) -> None:
     two = Two()
-    two.lender.tell(two.address, said)
+    two.lender.announce(two.address, said)
     (word,) = two.box.take()
     for changed in [*(word[:length] for length in range(len(word))), word + b"x"]:
         two.box.boxes[two.box.name].append(changed)

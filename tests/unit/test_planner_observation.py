@@ -19,7 +19,7 @@ def finish(prompt: int, lent_blocks: int, own_tokens: int, output: int, decode_m
 
 
 def worker(name: str, role: str, **load: int) -> pb.WorkerStatus:
-    return pb.WorkerStatus(worker_id=name, role=role, heard=True, num_blocks=100, **load)  # type: ignore[arg-type]
+    return pb.WorkerStatus(worker_id=name, role=role, has_reported=True, num_blocks=100, **load)  # type: ignore[arg-type]
 
 
 def test_traffic_is_counted_exactly() -> None:
@@ -29,7 +29,7 @@ def test_traffic_is_counted_exactly() -> None:
     traffic.first_token(0.5)
     traffic.finished(finish(100, lent_blocks=5, own_tokens=20, output=11, decode_ms=400))
     traffic.finished(finish(60, lent_blocks=0, own_tokens=60, output=1, decode_ms=0))  # one token has no gaps
-    said = traffic.said(waiting_tokens=7)
+    said = traffic.to_proto(waiting_tokens=7)
     assert (said.arrived, said.arrived_tokens, said.waiting_tokens) == (2, 160, 7)
     assert (said.ended_tokens, said.lent_tokens, said.own_tokens) == (160, 80, 80)
     assert (sum(said.ttft.counts), said.ttft.sum_s) == (1, 0.5)
@@ -45,15 +45,15 @@ def test_what_missed_a_limit_that_is_a_bound_is_exact(seconds: list[float], limi
     latencies = Latencies()
     for each in seconds:
         latencies.add(each)
-    assert missed(latencies.said(), limit_s) == sum(each > limit_s for each in seconds)
+    assert missed(latencies.to_proto(), limit_s) == sum(each > limit_s for each in seconds)
 
 
 def test_within_a_bucket_misses_go_by_its_part() -> None:
     latencies = Latencies()
     for _ in range(8):
         latencies.add(1.2)  # between 1.0 and 1.5
-    assert missed(latencies.said(), 1.25) == 4
-    assert missed(latencies.said(), 10_000.0) == 0
+    assert missed(latencies.to_proto(), 1.25) == 4
+    assert missed(latencies.to_proto(), 10_000.0) == 0
 
 
 def test_workers_are_the_same_to_all_routers_and_lines_are_their_own() -> None:
@@ -92,7 +92,7 @@ def test_each_arrival_counts_once_whatever_routers_answer_or_start_again(seed: i
                 if told[router] is not None:
                     expected += counts[router] - told[router]
                 told[router] = counts[router]  # type: ignore[call-overload]
-                tallies.heard(f"{router}/{starts[router]}", Counters(arrived=counts[router]))
+                tallies.record(f"{router}/{starts[router]}", Counters(arrived=counts[router]))
             case _:
                 if rng.random() < 0.2:
                     starts[router] += 1

@@ -41,11 +41,11 @@ def test_square_root_staffing_exactly() -> None:
 def test_a_forecast_knows_a_steady_rise_and_never_promises_less_than_there_is() -> None:
     forecast = ArrivalForecast()
     for at_s in range(0, 1200, 5):
-        forecast = forecast.seen(5 * (1 + at_s / 600), 5)
+        forecast = forecast.updated(5 * (1 + at_s / 600), 5)
     now = 1 + 1195 / 600
     assert forecast.at(60) == pytest.approx(now + 60 / 600, rel=0.05)
     for _ in range(60):
-        forecast = forecast.seen(0, 5)
+        forecast = forecast.updated(0, 5)
     assert forecast.trend < 0
     assert forecast.at(60) == forecast.level
 
@@ -53,9 +53,9 @@ def test_a_forecast_knows_a_steady_rise_and_never_promises_less_than_there_is() 
 def test_a_ratio_begins_with_its_prior_and_goes_to_what_is_seen() -> None:
     ratio = Ratio.prior(1000.0, memory=300)
     assert ratio.value == pytest.approx(1000)
-    assert ratio.seen(0, 0) == ratio
+    assert ratio.updated(0, 0) == ratio
     for _ in range(200):
-        ratio = ratio.seen(10 * 4000, 10)
+        ratio = ratio.updated(10 * 4000, 10)
     assert ratio.value == pytest.approx(4000, rel=0.01)
 
 

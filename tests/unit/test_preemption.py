@@ -59,11 +59,11 @@ def test_only_what_is_more_urgent_than_all_that_wait_is_admitted_before_them() -
 def test_a_request_is_promised_its_prompt_and_some_output_and_takes_the_rest_as_it_goes() -> None:
     engine = Engine(reserve=3)
     engine.ask("a", tokens(10, 10), 20)
-    assert engine.books() == (0, 4, 0, 1, 0)
+    assert engine.block_counts() == (0, 4, 0, 1, 0)
     engine.run(7)
-    assert engine.books() == (4, 0, 0, 1, 0)
+    assert engine.block_counts() == (4, 0, 0, 1, 0)
     engine.step()
-    assert engine.books() == (5, 0, 0, 1, 0)
+    assert engine.block_counts() == (5, 0, 0, 1, 0)
     engine.run()
     engine.check_finished()
     (account,) = engine.streams["a"].accounts
@@ -84,7 +84,7 @@ def test_the_younger_gives_its_blocks_back_and_goes_on_where_it_was() -> None:
     engine.ask("a", tokens(10, 7), 12)
     engine.ask("b", tokens(50, 7), 16)
     engine.run(6)
-    assert engine.books() == (6, 0, 0, 2, 0)
+    assert engine.block_counts() == (6, 0, 0, 2, 0)
     engine.run(4)
     assert engine.preempted() == ["b"]
     engine.run()
@@ -106,13 +106,13 @@ def test_load_tells_of_preemptions_and_that_nothing_is_available() -> None:
     engine.run(10)
     engine.core.report()
     engine.check()
-    load = engine.hear(Load)[-1]
+    load = engine.receive(Load)[-1]
     assert (load.running, load.preempted, load.preemptions, load.available_blocks) == (2, 1, 1, 0)
     assert load.queued_prefill_tokens == len(engine.streams["b"].tokens) + 7
     engine.run()
     engine.core.report()
     engine.check()
-    load = engine.hear(Load)[-1]
+    load = engine.receive(Load)[-1]
     assert (load.running, load.preempted, load.preemptions, load.available_blocks) == (0, 0, 1, 6)
 
 
@@ -153,7 +153,7 @@ def test_cancelling_one_that_waits_leaves_nothing() -> None:
     engine.ask("b", tokens(50, 7), 16)
     engine.run(10)
     assert engine.preempted() == ["b"]
-    engine.tell(Cancel("b"))
+    engine.send(Cancel("b"))
     assert engine.preempted() == []
     assert engine.ask("c", tokens(90, 3), 1)
     engine.run()
@@ -224,16 +224,16 @@ def lend(loan_id: str, chain_tokens: Sequence[int], priority: int = 0) -> Lend:
 
 def test_lent_blocks_are_never_taken_and_the_oldest_waits_for_them() -> None:
     engine = Engine(num_blocks=6, bounded=False)
-    engine.tell(lend("l", tokens(100, 12)))
+    engine.send(lend("l", tokens(100, 12)))
     engine.ask("a", tokens(10, 7), 16)
     engine.run()
-    assert engine.books() == (6, 0, 0, 1, 1)
+    assert engine.block_counts() == (6, 0, 0, 1, 1)
     assert len(engine.streams["a"].tokens) == 6, "twelve computed, and one that has no slot"
     assert not engine.core.busy, "nothing to do until somebody gives back"
     assert not engine.ask("b", tokens(50, 1), 1, priority=9)
-    engine.tell(lend("m", tokens(200, 4), priority=9))
-    assert [refused.loan_id for refused in engine.hear(LendRefused)] == ["m"]
-    engine.tell(LendClosed("l"))
+    engine.send(lend("m", tokens(200, 4), priority=9))
+    assert [refused.loan_id for refused in engine.receive(LendRefused)] == ["m"]
+    engine.send(LendClosed("l"))
     engine.run()
     engine.check_finished()
     assert engine.streams["a"].accounts[0].preemptions == 0
@@ -244,13 +244,13 @@ def test_a_loan_that_would_have_to_wait_behind_a_preempted_request_is_refused() 
     engine.ask("a", tokens(10, 7), 16)
     engine.ask("b", tokens(50, 7), 16)
     engine.run(6)
-    engine.tell(lend("waits", tokens(100, 8)))
-    assert engine.hear(LendRefused, LendStarting) == []
+    engine.send(lend("waits", tokens(100, 8)))
+    assert engine.receive(LendRefused, LendStarting) == []
     engine.run(4)
     assert engine.preempted() == ["b"]
-    assert [refused.loan_id for refused in engine.hear(LendRefused, LendStarting)] == ["waits"]
-    engine.tell(lend("now", tokens(100, 4)))
-    assert [refused.loan_id for refused in engine.hear(LendRefused)] == ["now"]
+    assert [refused.loan_id for refused in engine.receive(LendRefused, LendStarting)] == ["waits"]
+    engine.send(lend("now", tokens(100, 4)))
+    assert [refused.loan_id for refused in engine.receive(LendRefused)] == ["now"]
     engine.run()
     engine.check_finished()
 
@@ -259,11 +259,11 @@ def test_who_is_borrowing_is_never_a_victim() -> None:
     engine = Engine(num_blocks=6, bounded=False)
     engine.ask("a", tokens(10, 7), 16)
     engine.ask("b", tokens(50, 9), 4, priority=-1, borrow=True)
-    assert engine.hear(OpenLoan) == [OpenLoan("b", 0, 2, may_compute=True)]
+    assert engine.receive(OpenLoan) == [OpenLoan("b", 0, 2, may_compute=True)]
     engine.run()
     assert engine.preempted() == []
-    assert engine.books() == (3, 3, 0, 2, 0)
-    engine.tell(LoanFailed("b", "refused"))
+    assert engine.block_counts() == (3, 3, 0, 2, 0)
+    engine.send(LoanFailed("b", "refused"))
     assert engine.step()
     assert engine.preempted() == ["b"], "now it runs, and a is the oldest"
     engine.run()
@@ -272,14 +272,14 @@ def test_who_is_borrowing_is_never_a_victim() -> None:
 
 def test_a_cancel_of_the_one_that_waits_for_lent_blocks_lets_others_in() -> None:
     engine = Engine(num_blocks=6, bounded=False)
-    engine.tell(lend("l", tokens(100, 12)))
+    engine.send(lend("l", tokens(100, 12)))
     engine.ask("a", tokens(10, 7), 16)
     engine.run()
     assert not engine.ask("b", tokens(50, 1), 1)
-    engine.tell(Cancel("a"))
+    engine.send(Cancel("a"))
     assert engine.ask("c", tokens(50, 1), 1)
     engine.run()
-    engine.tell(LendClosed("l"))
+    engine.send(LendClosed("l"))
     engine.check_finished()
 
 
@@ -295,7 +295,7 @@ def test_nobody_is_preempted_in_vain_for_the_oldest() -> None:
     assert engine.streams["old"].over
     assert engine.preempted() == ["low"]
     assert not engine.core.busy
-    engine.tell(LoanFailed("high", "refused"))
+    engine.send(LoanFailed("high", "refused"))
     engine.step()
     assert engine.preempted() == ["high"]
     engine.run()
@@ -310,7 +310,7 @@ def test_what_a_preempted_request_computed_is_lent_from_the_cache() -> None:
     assert engine.preempted() == ["b"]
     engine.run()
     engine.check_finished()
-    engine.tell(lend("l", tokens(50, 12)))
+    engine.send(lend("l", tokens(50, 12)))
     engine.run()
-    assert sum(len(ready.block_ids) for ready in engine.hear(LendReady)) == 3
-    engine.tell(LendClosed("l"))
+    assert sum(len(ready.block_ids) for ready in engine.receive(LendReady)) == 3
+    engine.send(LendClosed("l"))

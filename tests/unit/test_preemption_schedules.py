@@ -88,7 +88,7 @@ def run_schedule(engine: Engine, moves: list[New | Abort | None]) -> None:
                     stream = streams[place % len(streams)]
                     begun = stream.tokens and stream.request.sampling.beam is None
                     choice = stream.choice if only_one and begun else None
-                    engine.tell(Cancel(stream.request.request_id, choice))
+                    engine.send(Cancel(stream.request.request_id, choice))
                 if batch:
                     engine.end_step(batch)
         engine.step()
@@ -100,9 +100,9 @@ def run_schedule(engine: Engine, moves: list[New | Abort | None]) -> None:
 def test_choices_share_the_prompt_and_nothing_else() -> None:
     engine = Engine(num_blocks=12, reserve=3)
     assert engine.ask("a", tokens(10, 11), 3, n=3)
-    assert engine.books() == (0, 2 + 3 * 2, 0, 1, 0), "two full blocks of the prompt, once"
+    assert engine.block_counts() == (0, 2 + 3 * 2, 0, 1, 0), "two full blocks of the prompt, once"
     engine.step()
-    assert engine.books() == (5, 3, 0, 1, 0), "ten tokens are shared: two blocks, and three copies of the third"
+    assert engine.block_counts() == (5, 3, 0, 1, 0), "ten tokens are shared: two blocks, and three copies of the third"
     engine.run()
     engine.check_finished()
     assert [len(stream.tokens) for stream in engine.streams.values()] == [3, 3, 3]

@@ -18,7 +18,7 @@ KEYS = [bytes([number]) * 16 for number in range(10)]
 
 def fleet_of(num_decode: int, num_prefill: int) -> Fleet:
     fleet = Fleet("router", PRIORS)
-    fleet.keeps_situations = True
+    fleet.keeps_snapshots = True
     for number in range(num_decode + num_prefill):
         role = pb.ROLE_DECODE if number < num_decode else pb.ROLE_PREFILL
         hello = pb.Hello(worker_id=f"w{number}", role=role, model_fingerprint=b"model")

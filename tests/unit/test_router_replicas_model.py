@@ -143,7 +143,7 @@ class Replicas(RuleBasedStateMachine):
             there.reports[router].append((there.report(), frozenset(there.running)))
 
     @rule(worker=st.sampled_from([*DECODES, *PREFILLS]), router=st.sampled_from(ROUTERS))
-    def hear(self, worker: str, router: str) -> None:
+    def receive(self, worker: str, router: str) -> None:
         reports = self.workers[worker].reports[router]
         if reports:
             load, counted = reports.popleft()
@@ -171,7 +171,7 @@ class Replicas(RuleBasedStateMachine):
             self.report(name)
             for router in ROUTERS:
                 while worker.reports[router]:
-                    self.hear(name, router)
+                    self.receive(name, router)
 
     def agree(self) -> None:
         for fleet in self.fleets.values():

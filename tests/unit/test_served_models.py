@@ -170,11 +170,11 @@ async def test_who_waits_for_a_first_worker_hears_of_it_at_once(byte_model: Path
     _, models = served([{"path": byte_model}])
     (model,) = models
     waits = [asyncio.ensure_future(model.await_decode_workers(time.monotonic() + 60)) for _ in range(3)]
-    model.heard()
+    model.on_worker_report()
     await asyncio.sleep(0)
     assert not any(each.done() for each in waits)
     join(model)
-    model.heard()
+    model.on_worker_report()
     await asyncio.gather(*waits)
 
 

@@ -249,7 +249,7 @@ def test_a_crowd_with_guesses_gets_what_it_would_get_without(seed: int, data: st
         for _ in range(data.draw(st.integers(0, 6))):
             batch = engine.begin_step()
             if data.draw(st.integers(0, 9)) == 0:
-                engine.tell(Cancel(str(data.draw(st.integers(0, number)))))
+                engine.send(Cancel(str(data.draw(st.integers(0, number)))))
             if batch:
                 engine.end_step(batch)
     engine.run()
@@ -267,7 +267,7 @@ def test_a_text_in_which_nothing_comes_again_gets_no_guesses_whether_they_were_u
     source, text = NgramProposer(), text_of([1, 2])
     for new in range(100, 140):  # 1, 2 is followed by another token each time
         text.token_ids += [new, 1, 2]
-        wish = source.wish(text, 4)
+        wish = source.propose_budget(text, 4)
     assert wish is not None
     assert wish.chance < 0.05
     cost = line(0.030, 0.003)
@@ -277,12 +277,12 @@ def test_a_text_in_which_nothing_comes_again_gets_no_guesses_whether_they_were_u
 def test_a_text_that_repeats_is_guessed_on_and_another_one_begins_with_what_was_learnt() -> None:
     source, text = NgramProposer(), text_of([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2])
     for token in (3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6):
-        wish = source.wish(text, 4)
+        wish = source.propose_budget(text, 4)
         assert wish is not None
         chunk = source.drafted(Chunk(text, text.num_tokens - 1, 1), 3)
         assert chunk.draft_tokens == tuple((text.token_ids[-1] + step - 1) % 9 + 1 for step in (1, 2, 3))
         text.token_ids.append(token)
     assert wish.chance > 0.7
-    other = source.wish(text_of([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6, 7]), 4)
+    other = source.propose_budget(text_of([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6, 7]), 4)
     assert other is not None
     assert 0.5 < other.chance < wish.chance

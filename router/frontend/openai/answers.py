@@ -94,7 +94,7 @@ class Answer(ABC):
             if first := self.first(choice):
                 events = choice.head + first + self._only_text(choice)
         if message.token_ids or message.text:
-            events += self._news(choice, message)
+            events += self._changed(choice, message)
         if message.HasField("finish"):
             if choice.parser is not None:
                 events += self._pieces(choice, choice.parser.finish(), self._only_text(choice))
@@ -107,7 +107,7 @@ class Answer(ABC):
         """Whether the finish of every choice was seen."""
         return not self._num_open
 
-    def _news(self, choice: ChoiceAnswer, message: pb.GenerateResponse) -> bytes:
+    def _changed(self, choice: ChoiceAnswer, message: pb.GenerateResponse) -> bytes:
         choice.num_tokens += len(message.token_ids)
         detailed = message.logprobs or self._asked.token_ids or self._asked.continuous_usage
         after = self._detailed(choice, message) if detailed else self._plain
