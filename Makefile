@@ -35,6 +35,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/python docs/tools/check_docstrings.py
 
 types: $(INSTALLED)
 	$(BIN)/mypy

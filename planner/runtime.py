@@ -292,8 +292,8 @@ async def start_planner(config: PlannerConfig, executor: Executor | None = None)
             health = Server()
             await health.start(config.host, config.health_port, [], "health_port")
             parts.push_async_callback(health.stop, 0)
-        told = PlannerMetrics(registry, config.model)
-        planner = Planner(config, executor, discovery, metrics, told, parts.pop_all())
+        planner_metrics = PlannerMetrics(registry, config.model)
+        planner = Planner(config, executor, discovery, metrics, planner_metrics, parts.pop_all())
         if health is not None:
             await health.mark_serving(planner.ready)
         return planner

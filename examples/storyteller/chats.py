@@ -19,7 +19,7 @@ _TOPICS, _TOPIC_WEIGHTS = zip(*_PHRASES["ask"]["topics"], strict=True)
 
 
 def ask(rng: random.Random, cast: Cast) -> tuple[str, Story]:
-    """A request for a story, and a story that keeps to it."""
+    """Return a request for a story, and a story that keeps to it."""
     plot = pick_plot(rng)
     roll = rng.random()
     if roll < 0.06:
@@ -76,7 +76,7 @@ def follow_up(rng: random.Random, story: Story) -> tuple[Turn, Story]:
 
 
 def small_talk(rng: random.Random) -> tuple[Turn, Story]:
-    """A turn that asks for no story, answered in character; some answers tell one anyway."""
+    """Return a turn that asks for no story, answered in character; some answers tell one anyway."""
     cast = pick_cast(rng)
     story = tell(rng, cast, pick_plot(rng))
     roll = rng.random()
@@ -107,7 +107,7 @@ def _first_turn(rng: random.Random) -> tuple[Turn, Story]:
 
 
 def conversation(rng: random.Random) -> tuple[Message, ...]:
-    """A chat of one to four turns, sometimes behind a short system prompt."""
+    """Return a chat of one to four turns, sometimes behind a short system prompt."""
     messages: list[Message] = []
     if rng.random() < 0.3:
         messages.append(("system", rng.choice(_SYSTEM_PROMPTS)))

@@ -19,7 +19,7 @@ Document = tuple[Message, ...]
 
 
 def drills(seed: int) -> Iterator[Document]:
-    """A few lines each, to learn from them to repeat what was said before."""
+    """Return documents of a few lines, which teach the model to repeat earlier text."""
     rng = random.Random(f"drills {seed}")
     templates: list[str] = load("drills")["drills"]
     while True:

@@ -18,7 +18,7 @@ _VILLAGE: dict[str, list[str]] = load("phrases")["village"]
 
 @dataclass(frozen=True)
 class Resident:
-    """Somebody who lives in the village, and where, and with what."""
+    """Villager, with a home and a thing of their own."""
 
     h: Person
     q: Place
@@ -45,7 +45,7 @@ def _cast(rng: random.Random, residents: list[Resident]) -> Cast:
 
 
 def _page(rng: random.Random, village: str, residents: list[Resident], stories: int) -> str:
-    """The system prompt: who the storyteller is, the village, its people, and stories told before."""
+    """Return the system prompt: the storyteller, the village, its people, and earlier stories."""
     blank = pick_cast(rng)
     customs = rng.sample(_VILLAGE["customs"], 2)
     opening = [f"You are the storyteller of the village of {village}.", rng.choice(_VILLAGE["style"])]
@@ -96,7 +96,7 @@ def _village_story(rng: random.Random, residents: list[Resident]) -> tuple[Turn,
 
 
 def village_chat(rng: random.Random) -> tuple[Message, ...]:
-    """A page of village lore as the system prompt, then one to four turns."""
+    """Return a page of village lore as the system prompt, then one to four turns."""
     village = rng.choice(VILLAGES)
     residents = _residents(rng, rng.randint(3, 11))
     system = _page(rng, village, residents, rng.choice((0, 1, 1, 2, 2, 3, 4)))

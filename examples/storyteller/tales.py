@@ -32,7 +32,7 @@ class Plot:
 
 
 def _beat(given: str | Beat) -> Beat:
-    """The templates of a beat, which may be given by the names of shared ones."""
+    """Return the templates of a beat, which may be given by the names of shared ones."""
     return [line for name in given.split("+") for line in _SHARED[name]] if isinstance(given, str) else given
 
 
@@ -48,7 +48,7 @@ PLOT_WEIGHTS = [3 if plot.name == "rescue" else 1 for plot in ALL_PLOTS]
 
 @dataclass(frozen=True)
 class Cast:
-    """Who and what a story is about: hero, guest, object, place of action, home."""
+    """Cast of a story: hero, guest, object, place of action, home."""
 
     h: Person
     g: Person
@@ -85,7 +85,7 @@ def _paragraph(rng: random.Random, beats: list[Beat], cast: Cast, extra: dict[st
 
 
 def pick_cast(rng: random.Random, *, invent: float = 0.0) -> Cast:
-    """A random cast; ``invent`` is the chance of each part being named by a made-up word."""
+    """Return a random cast; ``invent`` is the chance of each part being named by a made-up word."""
     hero = pick_person(rng, invent=invent)
     place = pick_place(rng, invent=invent)
     return Cast(
@@ -98,12 +98,12 @@ def pick_cast(rng: random.Random, *, invent: float = 0.0) -> Cast:
 
 
 def pick_plot(rng: random.Random) -> Plot:
-    """A random plot."""
+    """Return a random plot."""
     return rng.choices(ALL_PLOTS, PLOT_WEIGHTS)[0]
 
 
 def tell(rng: random.Random, cast: Cast, plot: Plot) -> Story:
-    """The story of ``plot`` happening to ``cast``."""
+    """Return the story of ``plot`` happening to ``cast``."""
     moral = rng.choice(plot.morals)
     uses: dict[str, str] = _EXTRAS["uses"][cast.o.category]
     extra = {use: prose(rng, template, cast) for use, template in uses.items()} | {"moral": moral}
@@ -112,7 +112,7 @@ def tell(rng: random.Random, cast: Cast, plot: Plot) -> Story:
 
 
 def summary(rng: random.Random, story: Story) -> str:
-    """The story in two or three sentences, for "Make it shorter."."""
+    """Return the story in two or three sentences, for "Make it shorter."."""
     text = prose(rng, story.plot.summary, story.cast)
     if rng.random() < 0.5:
         text += f" {capital(story.moral)}."
@@ -120,7 +120,7 @@ def summary(rng: random.Random, story: Story) -> str:
 
 
 def sequel(rng: random.Random, story: Story) -> str:
-    """What happened next: the same two friends, and perhaps somebody new."""
+    """Return a sequel: the same two friends, and perhaps a new character."""
     cast = story.cast
     extra = {
         "k": pick_person(rng, avoid=(cast.h, cast.g)),

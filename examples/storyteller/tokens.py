@@ -1,4 +1,4 @@
-"""From documents to token ids: the byte-level tokenizer, its chat template, and packed training rows."""
+"""Conversion of documents to token ids: the byte-level tokenizer, its chat template, and packed training rows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CHAT_TEMPLATE = "\n".join(
 
 
 def train_tokenizer(vocab_size: int, seed: int) -> PreTrainedTokenizerFast:
-    """A BPE tokenizer over bytes: nothing is unknown to it, and every text survives a round trip."""
+    """Return a BPE tokenizer over bytes: it knows all bytes, and every text survives a round trip."""
     sample: Iterable[Document] = itertools.chain(
         itertools.islice(short_documents(seed), 6000), itertools.islice(long_documents(seed), 500)
     )
@@ -65,7 +65,7 @@ def train_tokenizer(vocab_size: int, seed: int) -> PreTrainedTokenizerFast:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, document: Document) -> list[int]:
-    """The ids of ``document``, exactly as the chat template would render it."""
+    """Return the ids of ``document``, exactly as the chat template would render it."""
     parts = [BEGIN]
     for role, text in document:
         parts.append(f"{text}{END}" if role == "text" else f"<|{role}|>{text}{END}")

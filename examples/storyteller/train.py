@@ -39,7 +39,7 @@ SAMPLES: tuple[list[dict[str, str]], ...] = (
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A Llama of 3.8 million parameters: in bfloat16 it stays below 8 MB, and its sizes divide by 2 and 4."""
+    """Return a Llama of 3.8 million parameters, below 8 MB in bfloat16; its sizes divide by 2 and 4."""
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
@@ -76,7 +76,7 @@ def lr_scale(step: int, steps: int, warmup: int = 40) -> float:
 
 
 def batches(tokenizer: PreTrainedTokenizerFast, seed: int, steps: int) -> Iterator[torch.Tensor]:
-    """``steps`` batches: drills first, then short documents, then more and more long ones.
+    """Yield ``steps`` batches: drills first, then short documents, then more and more long ones.
 
     Only the drills teach the model within minutes to look back and repeat a name; stories teach it too thinly.
     """
@@ -97,7 +97,7 @@ def batches(tokenizer: PreTrainedTokenizerFast, seed: int, steps: int) -> Iterat
 
 
 def batch_of(stream: Iterator[list[int]], count: int) -> torch.Tensor:
-    """The next ``count`` rows."""
+    """Return the next ``count`` rows."""
     return torch.tensor(list(itertools.islice(stream, count)))
 
 

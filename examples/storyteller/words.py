@@ -73,7 +73,7 @@ def capital(text: str) -> str:
 
 
 def invented_word(rng: random.Random) -> str:
-    """A word in no list: requests that use one teach the model to copy whatever a reader asks for."""
+    """Return a word in no list: requests that use one teach the model to copy whatever a reader asks for."""
     middle = rng.choice(_VOWELS) + rng.choice(_CODAS)
     tail = rng.choice(("", "", "le", "y", "er", "in", "a"))
     return rng.choice(_ONSETS) + middle + tail
@@ -160,7 +160,7 @@ class Place:
 
 
 def pick_person(rng: random.Random, *, avoid: tuple[Person, ...] = (), invent: float = 0.0) -> Person:
-    """A random character sharing neither name nor kind with those in ``avoid``."""
+    """Return a random character sharing neither name nor kind with those in ``avoid``."""
     she_folk, he_folk = _WORDS["she_folk"], _WORDS["he_folk"]
     names, kinds = {p.name for p in avoid}, {p.kind for p in avoid}
     while True:
@@ -177,14 +177,14 @@ def pick_person(rng: random.Random, *, avoid: tuple[Person, ...] = (), invent: f
 
 
 def pick_thing(rng: random.Random, *, invent: float = 0.0) -> Thing:
-    """A random object, a third of the time with an adjective."""
+    """Return a random object, a third of the time with an adjective."""
     category = rng.choice(_CATEGORIES)
     noun = invented_word(rng) if rng.random() < invent else rng.choice(_THINGS[category])
     return Thing(noun, rng.choice(_WORDS["adjectives"]) if rng.random() < 0.33 else "")
 
 
 def pick_place(rng: random.Random, *, avoid: tuple[Place, ...] = (), invent: float = 0.0) -> Place:
-    """A random place not in ``avoid``."""
+    """Return a random place not in ``avoid``."""
     while True:
         at = rng.choice(_WORDS["places"])
         if rng.random() < invent:
