@@ -15,7 +15,7 @@ from typing import NamedTuple
 from cluster.roles import ROLES, Role
 
 DECODE_NICENESS = 3
-"""Niceness that gives a decode engine a third of a core shared with a prefill engine. Measured: docs/benchmarks.md."""
+"""Niceness that gives a decode engine a third of a core shared with a prefill engine. Measured: docs/log.md."""
 MAX_CORE = 8191
 """Largest core number that is accepted; more than Linux supports."""
 _RANGE = re.compile(r"([0-9]{1,4})(?:-([0-9]{1,4})(?:/([0-9]{1,4}))?)?")
