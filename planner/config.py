@@ -48,16 +48,10 @@ class PolicyConfig(Config):
     """Seconds without interruption for which fewer workers must have sufficed before a pool shrinks."""
     down_every_s: NonNegativeFloat = 30.0
     """Shortest time between two shrink steps, in seconds."""
-    down_share: float = Field(default=0.2, gt=0, le=1)
-    """Size of a shrink step as a share of the pool, rounded down, at least one worker."""
     margin: float = Field(default=0.1, ge=0, le=1)
     """Share by which the load may grow without needing the workers that are removed. A load that varies by less changes
     nothing."""
 
-    kv_share: float = Field(default=0.85, gt=0, le=1)
-    """Share of a decode worker's KV blocks that should be in use."""
-    itl_share: float = Field(default=0.8, gt=0, le=1)
-    """Share of `itl_s` that the mean inter-token latency should reach."""
     prefill_tokens_per_s: PositiveFloat = 4000.0
     """Prompt tokens per second of a busy prefill worker, assumed until measured; likewise the three below."""
     prompt_tokens: PositiveFloat = 2000.0

@@ -27,6 +27,8 @@ BUSY = 0.6
 """Busy share below which more workers would not help, whatever misses the SLO."""
 RAISE_S, LOWER_S = 600.0, 1800.0
 """Seconds in which headroom grows by 1, and shrinks by 1."""
+DOWN_SHARE = 0.2
+"""Size of a shrink step as a share of the pool, rounded down, at least one worker."""
 MOST_HEADROOM = 2.0
 
 
@@ -209,6 +211,6 @@ def _shrink(wanted: dict[Role, int], state: PolicyState, needs: dict[Role, _Need
         pool = state.pool(role)
         spare = min(needs[role].spare, wanted[role] - pool.most_needed)  # some of the spare workers may have switched
         if spare > 0 and state.seen.at_s - pool.shrunk_at >= config.down_every_s:
-            wanted[role] -= min(spare, max(1, int(config.down_share * wanted[role])))
+            wanted[role] -= min(spare, max(1, int(DOWN_SHARE * wanted[role])))
             shrunk.append(role)
     return shrunk

@@ -12,6 +12,10 @@ from planner.estimates import Estimates
 from planner.observation import Observation
 
 LEAST_STREAMS = 1.0
+KV_SHARE = 0.85
+"""Share of a decode worker's KV blocks that should be in use: the rest takes the variation of outputs."""
+ITL_SHARE = 0.8
+"""Share of the ITL's SLO that the mean should reach, so that most requests keep it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +47,10 @@ def load_of(role: Role, learned: Estimates, seen: Observation, config: PolicyCon
 def streams_per_worker(learned: Estimates, seen: Observation, config: PolicyConfig) -> float:
     """Return the streams that a decode worker may have within the ITL target and within its blocks."""
     itl, pool = learned.itl, seen.decode
-    by_itl = (config.itl_share * config.itl_s - itl.fixed_s) / itl.unit_s
+    by_itl = (ITL_SHARE * config.itl_s - itl.fixed_s) / itl.unit_s
     by_kv = math.inf
     if pool.serving and learned.stream_blocks.value > 0:
-        by_kv = config.kv_share * pool.num_blocks / pool.serving / learned.stream_blocks.value
+        by_kv = KV_SHARE * pool.num_blocks / pool.serving / learned.stream_blocks.value
     return max(LEAST_STREAMS, min(by_itl, by_kv))
 
 
@@ -56,7 +60,7 @@ def decode_is_full(learned: Estimates, seen: Observation, config: PolicyConfig) 
     True when too many blocks are in use, or too few are free on each worker for one more typical stream.
     """
     pool = seen.decode
-    if pool.serving == 0 or pool.used_blocks >= config.kv_share * pool.num_blocks:
+    if pool.serving == 0 or pool.used_blocks >= KV_SHARE * pool.num_blocks:
         return True
     return (pool.num_blocks - pool.used_blocks) / pool.serving < learned.stream_blocks.value
 

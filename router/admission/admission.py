@@ -156,7 +156,7 @@ class Admission:
         needed = placed.demand.num_promised_blocks(worker.hello.reserve_output_tokens)
         self._at(self._backoff.add(worker, needed, now), None)
         if info.num_refusals > self._config.max_refusals:
-            refusal = refusals.too_often_refused(info.num_refusals, self._config.default_retry_after_s)
+            refusal = refusals.too_often_refused(info.num_refusals, refusals.DEFAULT_RETRY_AFTER_S)
             self.refuse(refusal)
             raise refusal.error
 
@@ -357,7 +357,7 @@ class Admission:
 
     def _retry_after(self, waiting: QueuedRequest) -> float:
         """Return the predicted seconds until all requests before it have started."""
-        return self._wait_s(waiting) or self._config.default_retry_after_s
+        return self._wait_s(waiting) or refusals.DEFAULT_RETRY_AFTER_S
 
     def _misses(self, waiting: QueuedRequest, decision: Decision, now: float, outcomes: list[Outcome]) -> bool:
         """Refuse a request that could start, but whose first token would be late behind queued prompts.

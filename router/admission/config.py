@@ -1,6 +1,6 @@
 """Settings of queues, admission and tenant limits."""
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from cluster.config import Config
 
@@ -35,8 +35,6 @@ class AdmissionConfig(Config):
     preparation: their prompts are being tokenised, or no worker has joined yet."""
     max_queued_per_tenant: PositiveInt = 2048
     """Queued requests per model and tenant."""
-    max_tenants: PositiveInt = 10_000
-    """Tenants without an entry in `tenants` that are remembered: running, waiting, or with a rate not yet recovered."""
     no_worker_grace_s: PositiveFloat = 10.0
     """Seconds for which a request may wait while no decode worker is there, or none that could ever hold it."""
     lower_class_share: float = Field(default=0.05, ge=0, le=0.5)
@@ -45,8 +43,6 @@ class AdmissionConfig(Config):
     """Share of a decode worker's blocks that may be in use when a request of a class below 0 starts."""
     max_lender_queue_s: PositiveFloat = 2.0
     """Seconds of predicted work beyond which a lender gets no further request; requests wait in the router instead."""
-    max_batch_lender_queue_s: PositiveFloat = 0.5
-    """Seconds of predicted work beyond which a lender gets no further request of a class below 0."""
     long_prompt_s: PositiveFloat = 4.0
     """Predicted seconds of computing from which a prompt counts as long."""
     long_prompt_lender_share: float = Field(default=0.75, ge=0, le=1)
@@ -60,8 +56,6 @@ class AdmissionConfig(Config):
     max_refusals: PositiveInt = 64
     """Refusals of one request by workers without capacity, after which it fails; each is followed by a pause, 10 ms at
     first, up to 500 ms."""
-    default_retry_after_s: NonNegativeFloat = 1.0
-    """Seconds in the retry advice of refusals without a prediction."""
     tenants: dict[str, TenantPolicy] = Field(default_factory=dict)
     """Limits by tenant name."""
     default_tenant: TenantPolicy = TenantPolicy()

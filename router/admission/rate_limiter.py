@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 from cluster.errors import Overloaded
 from router.admission.config import AdmissionConfig, TenantPolicy
-from router.admission.refusals import Reason, Refusal, over_limit
+from router.admission.refusals import DEFAULT_RETRY_AFTER_S, Reason, Refusal, over_limit
 from router.admission.token_bucket import TokenBucket
 
+MAX_TENANTS = 10_000
+"""Tenants without settings of their own that are remembered: running, waiting, or with a rate not yet recovered."""
 _TRIED = 8
 """States examined for one that can be forgotten, whenever a new one is needed."""
 
@@ -99,7 +101,7 @@ class RateLimiter:
         Raises Refusal when too many tenants are remembered.
         """
         if (state := self._states.get(tenant)) is None:
-            if len(self._states) >= self._config.max_tenants + len(self._config.tenants):
+            if len(self._states) >= MAX_TENANTS + len(self._config.tenants):
                 self._forget_some(now)
             state = self._states[tenant] = _State.of(self._config.policy(tenant))
         self._states.move_to_end(tenant)
@@ -115,6 +117,6 @@ class RateLimiter:
         if not fresh:
             error = Overloaded(
                 f"{len(self._states)} tenants are served already, the limit of those not named in `tenants`",
-                retry_after_s=self._config.default_retry_after_s,
+                retry_after_s=DEFAULT_RETRY_AFTER_S,
             )
             raise Refusal(Reason.TOO_MANY_TENANTS, error)

@@ -15,6 +15,9 @@ from router.admission.reservations import Queues, Reservations
 from router.placement.fleet import Fleet
 from router.placement.rates import Ints
 
+BATCH_LENDER_QUEUE_S = 0.5
+"""Seconds of predicted work beyond which a lender gets no further request of a class below 0. It is below the default
+of `max_lender_queue_s`, so that a request of a higher class finds a short queue."""
 NOTED = 8
 """Tenants of a class without any capacity, next in turn, that count as overtaken in one round."""
 
@@ -60,7 +63,7 @@ class SchedulingRound:
         batch = queue.priority < 0
         self._block_share = config.batch_block_share if batch else 1.0
         # A class that overtakes a higher one waits no longer at a lender than that class.
-        self.lender_limit_s = config.max_batch_lender_queue_s if batch and not early else config.max_lender_queue_s
+        self.lender_limit_s = BATCH_LENDER_QUEUE_S if batch and not early else config.max_lender_queue_s
         self._closed = parts.reservations.rows_closed_to(queue.priority, queues, parts.fleet.snapshot)
         self._capacity = self._without(self._closed)
 

@@ -88,8 +88,6 @@ class ModelsConfig(Config):
     refused."""
     model_rules: tuple[ModelRule, ...] = ()
     """Rules for `auto`."""
-    max_counted_models: PositiveInt = 8
-    """Largest number of tokenizers that may read one request for `auto`, cheapest models first."""
 
     @field_validator("model")
     @classmethod

@@ -27,6 +27,8 @@ from router.models.prompts import prompt_kind
 from router.placement.request_demand import chains_of
 from router.validation import DEFAULT_MAX_TOKENS
 
+MAX_COUNTED_MODELS = 8
+"""Largest number of models whose tokenisers read the prompt of one request for "auto"."""
 NO_WORKER = "no decode worker"
 POLL_S, MOST_POLL_S = 0.02, 0.25
 """Seconds between looks for a decode worker that joins, growing, since thousands of requests may wait."""
@@ -64,7 +66,7 @@ class ModelSelector:
         prompt_kind(request)
         first_token_s = request.max_ttft_ms / 1e3 if request.HasField("max_ttft_ms") else math.inf
         criteria = ModelCriteria(request.task, request.min_quality, request.tenant, request.priority, first_token_s)
-        looking = _Selection(request, cache_salt, self._config.max_counted_models)
+        looking = _Selection(request, cache_salt, MAX_COUNTED_MODELS)
         rule, rule_name = await self._rule(criteria, looking)
         self._check_vocabulary(request, rule)
         predict |= ttft_limit_s(criteria, rule) < math.inf

@@ -20,7 +20,7 @@ from cluster.errors import (
 )
 from engine.block_keys import BlockKey
 from protos import inference_pb2 as pb
-from router.admission.refusals import queue_full
+from router.admission.refusals import DEFAULT_RETRY_AFTER_S, queue_full
 from router.admission.tenant_limits import TenantLimits
 from router.config import RouterConfig
 from router.decode_client.decode_stream import DecodeStream
@@ -172,7 +172,7 @@ class RequestHandler:
         Raises Overloaded while too many are being preprocessed, the same bound as the queue's.
         """
         if len(self._arriving) >= self._config.max_queued:
-            refusal = queue_full(len(self._arriving), self._config.default_retry_after_s)
+            refusal = queue_full(len(self._arriving), DEFAULT_RETRY_AFTER_S)
             self._tenant_limits.num_refused[refusal.reason] += 1
             raise refusal.error
         self._arriving.add(past)

@@ -142,9 +142,10 @@ def test_unnamed_tenants_have_the_default_policy_each() -> None:
             limits.check(name, 1, 0)
 
 
-def test_fresh_states_are_forgotten_and_others_are_not() -> None:
+def test_fresh_states_are_forgotten_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten names at most: nobody escapes a limit by the state being dropped, and names alone cost nothing."""
-    limits = tenants(default_tenant={"requests_per_s": 1, "burst": 1}, max_tenants=10)
+    monkeypatch.setattr("router.admission.rate_limiter.MAX_TENANTS", 10)
+    limits = tenants(default_tenant={"requests_per_s": 1, "burst": 1})
     for number in range(1000):
         limits.check(f"looks {number}", 1, 0)
     assert len(limits) <= 10
@@ -161,8 +162,9 @@ def test_fresh_states_are_forgotten_and_others_are_not() -> None:
     limits.check("one more", 1, 1.0)
 
 
-def test_who_is_in_the_router_is_never_forgotten() -> None:
-    limits = tenants(max_tenants=2)
+def test_who_is_in_the_router_is_never_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.admission.rate_limiter.MAX_TENANTS", 2)
+    limits = tenants()
     for name in ("a", "b"):
         limits.check(name, 1, 0)
         limits.enter(name, 1, 0)

@@ -23,7 +23,9 @@ def counted(choice: SelectedModel) -> list[str]:
     return [verdict.option.name for verdict in choice.verdicts if verdict.option.counted]
 
 
-async def test_only_the_tokenizers_that_matter_read_the_prompt(byte_model: Path, word_model: Path) -> None:
+async def test_only_the_tokenizers_that_matter_read_the_prompt(
+    byte_model: Path, word_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same 40 words are 230 tokens of the one and 40 of the other: a price a token says little of a prompt's."""
     cheap_token = {"path": byte_model, "input_price": 1, "output_price": 1}
     config, models = served([cheap_token, {"path": word_model, "input_price": 100, "output_price": 100}])
@@ -48,9 +50,8 @@ async def test_only_the_tokenizers_that_matter_read_the_prompt(byte_model: Path,
         choice = await choose(config, models, text=TEXT)
     assert counted(choice) == ["words"]
 
-    config, models = served(
-        [cheap_token, {"path": word_model, "input_price": 2, "output_price": 1}], max_counted_models=1
-    )
+    monkeypatch.setattr("router.models.model_selector.MAX_COUNTED_MODELS", 1)
+    config, models = served([cheap_token, {"path": word_model, "input_price": 2, "output_price": 1}])
     for model in models:
         join(model)
     choice = await choose(config, models, text=TEXT)
@@ -126,12 +127,13 @@ async def test_a_busy_model_is_passed_over_for_one_that_is_in_time(byte_model: P
         assert "bytes (first token predicted in 5231 ms, the limit is 1000 ms)" in choice.reason
 
 
-async def test_models_of_one_tokenizer_read_token_ids_alike_and_text_once(byte_model: Path, tmp_path: Path) -> None:
+async def test_models_of_one_tokenizer_read_token_ids_alike_and_text_once(
+    byte_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     larger = write_sim_model(tmp_path / "larger", 600, context=3000)
     write_tokenizer(larger, 600)
-    config, models = served(
-        [{"path": byte_model, "quality": 0.1}, {"path": larger, "quality": 0.9}], max_counted_models=1
-    )
+    monkeypatch.setattr("router.models.model_selector.MAX_COUNTED_MODELS", 1)
+    config, models = served([{"path": byte_model, "quality": 0.1}, {"path": larger, "quality": 0.9}])
     for model in models:
         join(model)
     assert (await choose(config, models, token_ids=[1, 2], min_quality=0.5)).model.name == "larger"
