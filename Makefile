@@ -7,8 +7,8 @@ PROTOC_VENV := .venv-protoc
 VLLM_VENV := .venv-vllm
 ROUTERS_VENV := .venv-routers
 HELM := .helm/helm
-# Most tests wait for processes of theirs: two at a time, each file in one process.
-TWO := -n 2 --dist loadfile -m "not long" --durations 15 --durations-min 5
+# Each file runs in one process. Integration tests wait for processes of theirs, so more of them run at a time.
+FILES := --dist loadfile -m "not long" --durations 15 --durations-min 5
 SEVERAL := tests/integration tests/helm tests/e2e/test_right.py tests/e2e/test_structured.py
 PROTOS := $(wildcard protos/*.proto)
 
@@ -41,13 +41,13 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 unit: $(INSTALLED)
-	$(BIN)/pytest $(TWO) tests/unit
+	$(BIN)/pytest -n 2 $(FILES) tests/unit
 
 integration: $(INSTALLED) $(HELM)
-	$(BIN)/pytest $(TWO) $(SEVERAL)
+	$(BIN)/pytest -n 3 $(FILES) $(SEVERAL)
 
 e2e: $(INSTALLED)
-	$(BIN)/pytest tests/e2e/test_up.py tests/e2e/test_by_hand.py
+	$(BIN)/pytest -n 2 $(FILES) tests/e2e/test_up.py tests/e2e/test_by_hand.py
 
 # A process of its own: Ray's test cluster leaves its traces in the one that it is made in.
 ray: $(INSTALLED)

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported, by 
 from cluster.rpc import channel
 from protos import inference_pb2 as pb
 from protos import membership_pb2, membership_pb2_grpc
+from support.fork_server import ForkServer
 from support.sim_directories import write_sim_model, write_tokenizer
 from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster
@@ -109,6 +110,21 @@ def sim_model(tmp_path_factory: pytest.TempPathFactory) -> ModelFactory:
 def model(sim_model: ModelFactory) -> Path:
     """One that the sim engine stands for, where a test needs no other."""
     return sim_model(1000)
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    """Server that forks the role processes of the tests that use it."""
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def forked_roles(fork_server: ForkServer) -> Iterator[None]:
+    """Role processes of a file's tests are forks of one process."""
+    with fork_server.used():
+        yield
 
 
 ClusterFactory = Callable[..., Any]

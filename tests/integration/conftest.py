@@ -7,6 +7,11 @@ import pytest
 from support.transport_worlds import ProcessLender, start_lenders
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forked(forked_roles: None) -> None:
+    """Role processes of all these tests are forks of one process."""
+
+
 @pytest.fixture(scope="module")
 def lenders() -> Iterator[list[ProcessLender]]:
     yield from start_lenders("nixl")

@@ -29,7 +29,7 @@ from support.sim_cluster_model import SimClusterModel
 from tandem.client import Client
 from tandem.local.sim_workers import SimPool
 
-STORM_S = float(os.environ.get("TANDEM_CHAOS_S", "15"))
+STORM_S = float(os.environ.get("TANDEM_CHAOS_S", "10"))
 NUM_STORMS = int(os.environ.get("TANDEM_CHAOS_STORMS", "1"))
 RATE = 25.0
 DEADLINE_S = 12.0

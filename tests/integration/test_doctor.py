@@ -64,7 +64,7 @@ def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=HERE.parents[1])
 
 
-@pytest.mark.parametrize("transport", ["nixl", "ucxx"])
+@pytest.mark.parametrize("transport", mostly_long(["nixl", "ucxx"], "nixl"))
 def test_a_host_that_is_all_right(transport: str) -> None:
     done = doctor("--json", "--workers", "3", "--set", "engine=sim", "--set", f"transport={transport}")
     assert done.returncode == 0, done.stderr
@@ -224,7 +224,7 @@ def test_tables_for_people() -> None:
         assert expected in done.stdout
 
 
-@pytest.mark.parametrize("transport", ["nixl", "ucxx"])
+@pytest.mark.parametrize("transport", mostly_long(["nixl", "ucxx"], "ucxx"))
 def test_a_lender_whose_bytes_are_others_is_named(monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
     monkeypatch.setattr("tandem.doctor.pairs.PEER_COMMAND", broken("corrupt:2"))
     shown = io.StringIO()

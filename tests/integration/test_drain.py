@@ -19,7 +19,7 @@ from openai import AsyncOpenAI
 from cluster.errors import Draining, ServiceError
 from cluster.rpc import channel
 from protos import membership_pb2, membership_pb2_grpc
-from support.long_runs import long
+from support.long_runs import long, mostly_long
 from support.processes import (
     LENDER_ALWAYS,
     Asking,
@@ -146,7 +146,7 @@ async def test_an_idle_worker_and_one_that_finishes_leave_at_once(model, cluster
         await ended(busy, 5)
 
 
-@pytest.mark.parametrize("drain_s", [30.0, 0.2])
+@pytest.mark.parametrize("drain_s", mostly_long([30.0, 0.2], 0.2))
 async def test_a_lender_is_drained_under_load(model, cluster_of, audit, drain_s: float) -> None:  # type: ignore[no-untyped-def]
     """Loans under way end well if there is time, and otherwise cost a recompute; new ones go elsewhere."""
     async with running(

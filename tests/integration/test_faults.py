@@ -76,7 +76,7 @@ def prompt_of(seed: int, num_tokens: int) -> list[int]:
 
 async def test_streams_survive_their_decode_workers(speaking_model, cluster_of, audit) -> None:  # type: ignore[no-untyped-def]
     """The whole worker, its front alone, its engine alone: what ran there goes on elsewhere, token by token."""
-    shapes = [(number, 40 + 37 * number, 60 + 5 * number) for number in range(6)]
+    shapes = [(number, 40 + 37 * number, 160 + 5 * number) for number in range(6)]
     async with running(cluster_of(speaking_model, decode=2, router={}, **SIM)) as (cluster, client):
 
         def start(salt: str) -> list[Stream]:

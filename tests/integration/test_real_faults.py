@@ -20,6 +20,7 @@ import pytest
 from cluster.errors import DeadlineExceeded, Overloaded, Unavailable
 from support.cut_link import CutLink
 from support.fault_rounds import BLOCK, ROUNDS, VOCAB, Asked, Memory, Rounds
+from support.long_runs import mostly_long
 from support.processes import LENDER_ALWAYS, Stream, engine_of, kill_worker, pause, report_of, until
 from tandem.local.local_cluster import RoleProcess
 
@@ -107,7 +108,7 @@ async def test_a_borrower_is_killed(model: Path, cluster_of: Any) -> None:
 # ------------------------------------------------------------------------------------- peers that fall silent
 
 
-@pytest.mark.parametrize("who", ["engine", "worker"])
+@pytest.mark.parametrize("who", mostly_long(["engine", "worker"], "engine"))
 async def test_a_lender_is_stopped_and_wakes(who: str, model: Path, cluster_of: Any) -> None:
     """It is given up after its silence, and goes on with what it thinks it lends when it wakes."""
     rounds = Rounds(f"lender's {who} stopped", model)
@@ -131,7 +132,7 @@ async def test_a_lender_is_stopped_and_wakes(who: str, model: Path, cluster_of: 
             await rounds.all_here()
 
 
-@pytest.mark.parametrize("who", ["engine", "worker"])
+@pytest.mark.parametrize("who", mostly_long(["engine", "worker"], "worker"))
 async def test_a_borrower_is_stopped_and_wakes(who: str, model: Path, cluster_of: Any) -> None:
     """What is lent to it is free after the silence, and when it wakes it reads nothing that is wrong."""
     rounds = Rounds(f"borrower's {who} stopped", model)

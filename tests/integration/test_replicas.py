@@ -16,7 +16,7 @@ import pytest
 from cluster.errors import StartError, Unavailable
 from engine.config import WorkerConfig
 from router.config import RouterConfig
-from support.long_runs import long
+from support.long_runs import long, mostly_long
 from support.processes import (
     Stream,
     alive,
@@ -266,7 +266,7 @@ async def test_a_worker_of_a_taken_name_is_refused_and_one_whose_predecessor_is_
         assert stream.receipt.placement.attempt == 1
 
 
-@pytest.mark.parametrize("kind", ["router", "decode_worker"])
+@pytest.mark.parametrize("kind", mostly_long(["router", "decode_worker"], "router"))
 async def test_settings_of_redis_that_cannot_work_are_named_at_start(model, tmp_path, kind: str) -> None:  # type: ignore[no-untyped-def]
     def config(**settings: Any) -> RouterConfig | WorkerConfig:
         made: RouterConfig | WorkerConfig = (

@@ -19,6 +19,7 @@ from engine.core_types import Chunk, SamplingParams, Sequence
 from engine.kv.layout import KvDtype, KvLayout
 from engine.model.model_dir import ModelDir
 from support import triton_cpu
+from support.long_runs import long
 from support.triton_compiler import in_a_process
 
 CPU = torch.device("cpu")
@@ -50,12 +51,12 @@ def spread(layout: KvLayout) -> tuple[list[Chunk], int]:
 @pytest.mark.parametrize(
     ("kept", "dtype", "heads", "kv_heads", "head_dim", "block_tokens", "window", "softcap", "processors"),
     [
-        ("auto", "float32", 4, 2, 16, 64, 60, 20.0, 1),
+        pytest.param("auto", "float32", 4, 2, 16, 64, 60, 20.0, 1, marks=long),
         ("auto", "bfloat16", 6, 1, 80, 7, None, 0.0, 40),
         ("int8", "float16", 14, 2, 64, 16, None, 0.0, 40),
-        ("int8", "bfloat16", 2, 1, 6, 7, 24, 20.0, 10),
+        pytest.param("int8", "bfloat16", 2, 1, 6, 7, 24, 20.0, 10, marks=long),
         ("fp8", "bfloat16", 4, 4, 80, 16, 24, 0.0, 1),
-        ("fp8", "float32", 6, 1, 128, 7, None, 30.0, 40),
+        pytest.param("fp8", "float32", 6, 1, 128, 7, None, 30.0, 40, marks=long),
     ],
 )
 def test_attention_equals_the_reference(
