@@ -70,15 +70,15 @@ import asyncio, json, sys, ray
 ray.init(sys.argv[1], log_to_driver=False)
 """
 LEAVES_NOTHING = """
-from tandem.ray.placement_group import Group
+from tandem.ray.placement_group import WorkerGroup
 from tandem.ray.settings import RaySettings
 settings = RaySettings.parse({"prefill": {"num_gpus": 1.5}, "decode": {"num_gpus": 0.5}})
-group = Group(settings, [])
+group = WorkerGroup(settings, [])
 assert asyncio.run(group.spare("prefill_worker")) is None
 room = asyncio.run(group.spare("decode_worker"))
 assert room["num_gpus"] == 0.5
 group.give_back(room)
-of_one = Group(settings, ["decode_worker"])
+of_one = WorkerGroup(settings, ["decode_worker"])
 asyncio.run(of_one.reserve(print))
 of_one.give_back(of_one.take("decode_worker"))
 """
