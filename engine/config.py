@@ -37,6 +37,7 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
     """Host at which others reach this worker, when it is not `host`."""
 
     engine: Literal["torch", "sim"] = "torch"
+    """Engine. torch: a transformers model. sim: a simulated model whose tokens are hashes, for tests and for sizing."""
     sim_step_ms: NonNegativeFloat = 0.0
     """Milliseconds that a step of the sim engine takes; the four terms below are added."""
     sim_prompt_token_us: NonNegativeFloat = 0.0
@@ -77,6 +78,7 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
     is found; on a GPU flashinfer, or triton where KV is quantised or flashinfer is missing; sdpa with a warning
     where these do not know the dtype."""
     block_tokens: int = Field(default=16, ge=1, le=1024)
+    """Tokens of a KV block, equal for all workers of a model."""
     kv_memory_mib: PositiveInt = 256
     """Size of the KV pool in MiB. Raise it until the device's memory is used."""
     kv_host_memory_mib: NonNegativeInt = 0
@@ -133,6 +135,7 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
     """UCX transports that KV must travel over, such as rc_mlx5 or cuda_ipc, or groups of them: rdma, shm. Where UCX
     would fall back to others, the worker does not start, or its loans fail. Default: UCX chooses."""
     max_queued_loans: PositiveInt = 256
+    """Largest number of loans that wait in a lender; further loans are refused."""
     peer_silence_s: PositiveFloat = 8.0
     """Seconds of silence after which a lender or a borrower is given up, and seconds without progress after which a
     loan fails, whether it reads from a lender, host memory or disk. Keep it below 10 s, including the second that it

@@ -14,6 +14,7 @@ class PoolConfig(Config):
     the next one. A router lets requests wait for a decode worker for `no_worker_grace_s`, which should then exceed
     `start_s`."""
     max_workers: NonNegativeInt = 8
+    """Largest number of workers."""
     headroom: NonNegativeFloat = 1.0
     """Spare workers beyond the mean load N, in units of √N (square-root staffing). It grows while requests miss the SLO
     for lack of it, and returns slowly."""
@@ -23,7 +24,9 @@ class PolicyConfig(Config):
     """Settings that say when a pool grows and shrinks."""
 
     prefill: PoolConfig = PoolConfig()
+    """Settings of the prefill pool."""
     decode: PoolConfig = PoolConfig()
+    """Settings of the decode pool."""
     max_total: PositiveInt | None = None
     """Largest number of workers of both pools together, where they share GPUs."""
 

@@ -50,6 +50,7 @@ class PlannerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySetti
     """Executor of the desired sizes. none: they are metrics only. switch: workers change roles in place, and their
     number stays. On Ray the planner is part of `tandem up --autoscale`."""
     kubernetes: KubernetesConfig = KubernetesConfig()
+    """Settings of the kubernetes executor."""
     every_s: PositiveFloat = 5.0
     """Seconds between two decisions."""
     host: str = Field(default="127.0.0.1")

@@ -24,6 +24,7 @@ class RouterConfig(
     router_id: str = ""
     """Name of the router, unique among routers. Default: host and process id."""
     host: str = "127.0.0.1"
+    """Address to listen on."""
     port: int = Field(default=50051, ge=0, le=65535)
     """gRPC port; 0 lets the system choose."""
     http_port: int | None = Field(default=None, ge=0, le=65535)

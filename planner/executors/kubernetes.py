@@ -35,7 +35,9 @@ class KubernetesConfig(Config):
     prefill: str = ""
     """Name of the prefill Deployment; empty leaves that pool alone."""
     decode: str = ""
+    """Name of the decode Deployment; empty leaves that pool alone."""
     kind: str = Field(default="deployments", pattern=r"^(deployments|statefulsets)$")
+    """Kind of the pools."""
     namespace: str = ""
     """Namespace. Default: the planner's own."""
     api_server: str = ""

@@ -15,6 +15,7 @@ class TenantPolicy(Config):
     weight: float = Field(default=1.0, ge=0.001, le=1000)
     """Weight beside other tenants of a class."""
     requests_per_s: PositiveFloat | None = None
+    """Requests per second."""
     burst: PositiveInt | None = None
     """Requests allowed at once; default: those of one second of `requests_per_s`, at least one."""
     tokens_per_minute: PositiveInt | None = None

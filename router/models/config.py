@@ -58,6 +58,7 @@ class ModelRule(Config):
     min_prompt_tokens: NonNegativeInt = 0
     """Condition: at least so many prompt tokens, counted by the first model of `models` that can read the prompt."""
     max_prompt_tokens: PositiveInt | None = None
+    """Condition: at most so many prompt tokens."""
     tasks: tuple[str, ...] = ()
     """Condition: the request names one of these tasks."""
     min_quality: Share = 0.0
@@ -65,6 +66,7 @@ class ModelRule(Config):
     tenants: tuple[str, ...] = ()
     """Condition: the request belongs to one of these tenants."""
     min_priority: int | None = None
+    """Condition: the request has at least this priority."""
 
     models: tuple[str, ...] = ()
     """Models that the request may use. Empty: all."""

@@ -41,6 +41,7 @@ class SecuritySettings(TlsSettings):
     """Certificate for clients of gRPC and HTTP, instead of tls_cert: with its key, from an authority that clients
     trust."""
     tls_public_key: Path | None = None
+    """Private key of `tls_public_cert`."""
     client_certificates: Literal["none", "required"] = "none"
     """Client certificates. required: clients must have one signed by tls_client_ca."""
     tls_client_ca: Path | None = None

@@ -31,7 +31,9 @@ class RaySettings(Config):
     wait_s: PositiveFloat = 120.0
     """Seconds to wait for resources for all workers. A Ray cluster that autoscales needs as long as that takes."""
     prefill: RoleResources = RoleResources()
+    """Resources of each prefill worker."""
     decode: RoleResources = RoleResources()
+    """Resources of each decode worker."""
 
     def check(self, autoscale: bool) -> None:
         """Check the settings.

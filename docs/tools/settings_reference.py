@@ -1,0 +1,135 @@
+"""Generator of docs/settings.md from the configuration classes: `settings_reference.py [--check]`.
+
+With --check, it fails when the page differs from the classes.
+"""
+
+import ast
+import inspect
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from engine.config import WorkerConfig
+from planner.config import PoolConfig
+from planner.executors.kubernetes import KubernetesConfig
+from planner.runtime import PlannerConfig
+from router.admission.config import TenantPolicy
+from router.config import RouterConfig
+from router.models.config import ModelEntry, ModelRule
+from router.security.config import ApiKey
+from tandem.ray.settings import RaySettings, RoleResources
+
+PAGE = Path(__file__).parents[1] / "settings.md"
+HEAD = """# Settings
+
+```
+python -m router --config router.yaml --set max_queued=1000
+```
+
+A role reads a YAML file (`--config`) and overrides (`--set key=value`). `tandem up` takes the same keys as `--router
+key=value` and `--worker key=value`, and in a cluster file below `router` and `worker`; the Helm chart has them below
+`router.config`, `worker.config` and `planner.config`. An unknown key or a value out of range stops the start with an error that names
+the key.
+
+*Basic* settings are those that most clusters change. *Advanced* settings have defaults that fit nearly always.
+"""
+BASIC: dict[type[BaseModel], tuple[str, ...]] = {
+    RouterConfig: (
+        *("model", "models", "port", "http_port", "host", "redis_url", "tenants", "default_tenant", "api_keys_file"),
+        *("default_deadline_s", "metrics_port", "log_level"),
+    ),
+    WorkerConfig: (
+        *("model", "routers", "redis_url", "kv_memory_mib", "kv_host_memory_mib", "kv_disk_dir", "weights", "kv_dtype"),
+        *("device", "tensor_parallel", "speculation", "metrics_port"),
+    ),
+    PlannerConfig: (
+        *("routers", "model", "executor", "prefill", "decode", "max_total", "ttft_s", "itl_s", "goal", "start_s"),
+        *("switch", "metrics_port"),
+    ),
+}
+"""Basic settings, at most 12 for each role."""
+PARTS: dict[type[BaseModel], str] = {
+    ModelEntry: "An entry of the router's `models`",
+    ModelRule: "An entry of the router's `model_rules`",
+    TenantPolicy: "A tenant: the router's `tenants.NAME` and `default_tenant`",
+    ApiKey: "An API key: an entry of `api_keys`, or of the file",
+    PoolConfig: "A pool of the planner: `prefill` and `decode`",
+    KubernetesConfig: "The planner's `kubernetes`",
+    RaySettings: "The key `ray` of a cluster file",
+    RoleResources: "A role's resources: `ray.prefill` and `ray.decode`",
+}
+
+
+def main() -> None:
+    text = "".join(page())
+    if "--check" not in sys.argv:
+        PAGE.write_text(text)
+    elif not PAGE.exists() or PAGE.read_text() != text:
+        sys.exit(f"{PAGE} does not match the configuration classes: run docs/tools/settings_reference.py")
+
+
+def page() -> Iterator[str]:
+    """Yield the parts of the page."""
+    yield HEAD
+    for title, settings in (("Router", RouterConfig), ("Worker", WorkerConfig), ("Planner", PlannerConfig)):
+        basic = BASIC[settings]
+        assert len(basic) <= 12, title
+        rest = [name for name in settings.model_fields if name not in basic]
+        yield f"\n## {title}: basic\n\n" + table(settings, basic)
+        yield f"\n## {title}: advanced\n\n" + table(settings, rest)
+    for settings, title in PARTS.items():
+        yield f"\n## {title}\n\n" + table(settings, list(settings.model_fields))
+
+
+def table(settings: type[BaseModel], names: Sequence[str]) -> str:
+    """Return a table of the named settings."""
+    described = descriptions(settings)
+    rows = [f"| `{name}` | {default_of(settings.model_fields[name])} | {described[name]} |\n" for name in names]
+    return "| key | default | meaning |\n| --- | --- | --- |\n" + "".join(rows)
+
+
+def descriptions(settings: type[BaseModel]) -> dict[str, str]:
+    """Return the text below each field, of the class and its bases.
+
+    Fails for a field without a text.
+    """
+    found: dict[str, str] = {}
+    for base in reversed(settings.__mro__):
+        if issubclass(base, BaseModel) and base is not BaseModel:
+            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+            assert isinstance(tree, ast.ClassDef)
+            for field, below in zip(tree.body, tree.body[1:], strict=False):
+                match field, below:
+                    case (
+                        ast.AnnAssign(target=ast.Name(id=name)),
+                        ast.Expr(value=ast.Constant(value=str() as text)),
+                    ):
+                        found[name] = re.sub(r"\s+", " ", text).strip().replace("|", "\\|")
+    missing = [name for name in settings.model_fields if name not in found]
+    assert not missing, f"{settings.__name__}: no text below {', '.join(missing)}"
+    return found
+
+
+def default_of(field: FieldInfo) -> str:
+    """Return the default for display; a dash for none."""
+    default: Any = field.get_default(call_default_factory=True)  # type: ignore[call-arg]
+    if field.is_required():
+        return "required"
+    if default is None or default in ("", (), {}):
+        return "-"
+    if isinstance(default, BaseModel):
+        return "see below"
+    return f"`{json.dumps(default, default=str)}`"
+
+
+if __name__ == "__main__":
+    main()
