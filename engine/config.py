@@ -179,7 +179,7 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
         """
         if self.engine == "sim":
             if self.speculation not in (None, "off"):
-                raise EngineStartError("speculation", "the sim engine's tokens are hashes, which nobody can guess")
+                raise EngineStartError("speculation", "the sim engine cannot speculate: its tokens are hashes")
             return "off"
         chosen = self.speculation or NGRAM
         return NGRAM if role == "prefill" and chosen != "off" else chosen
@@ -194,7 +194,7 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
         if self.engine == "sim" and self.lora is not None:
             raise EngineStartError("lora", "the sim engine has no weights")
         if self.engine == "sim" and self.kv_dtype != "auto":
-            raise EngineStartError("kv_dtype", "what KV of the sim engine is made of is not to be chosen")
+            raise EngineStartError("kv_dtype", "the sim engine has one KV format")
         return QuantizationConfig(weights=self.weights, kv_dtype=self.kv_dtype, lora=self.lora)
 
     def refuse_parallel(self, role: Role) -> None:
@@ -213,7 +213,7 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
             "a draft model in speculation": self.speculates(role) not in ("off", NGRAM),
         }
         if found := [name for name, is_set in others.items() if is_set]:
-            raise EngineStartError("tensor_parallel", f"{self.tensor_parallel} does not go with {', '.join(found)}")
+            raise EngineStartError("tensor_parallel", f"{self.tensor_parallel} cannot be combined with {', '.join(found)}")
 
     def of_rank(self, rank: int) -> "WorkerConfig":
         """Return the settings of one rank, with its share of cores and threads.

@@ -94,7 +94,7 @@ class Worker:
         self._leaving = leaving
         config = context.config
         if not config.routers and not config.redis_url:
-            log.warning("neither routers nor redis_url is set: this worker joins nobody")
+            log.warning("neither routers nor redis_url is set: this worker joins no router")
         self._memberships = Memberships(
             _hello(context, address),
             context.engine,

@@ -88,7 +88,7 @@ def test_what_does_not_go_with_tensor_parallelism_is_named(settings: dict[str, o
     WorkerConfig.parse({"model": "m"} | settings).refuse_parallel(role)
     with pytest.raises(StartError) as caught:
         WorkerConfig.parse({"model": "m", "tensor_parallel": 2} | settings).refuse_parallel(role)
-    assert str(caught.value) == f"tensor_parallel: 2 does not go with {named}"
+    assert str(caught.value) == f"tensor_parallel: 2 cannot be combined with {named}"
 
 
 def test_what_goes_with_it() -> None:

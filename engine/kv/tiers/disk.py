@@ -195,6 +195,6 @@ def _remove_stale(disk_dir: Path, own: Path) -> None:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
-                log.info("%s is removed: nobody has used it for %.0f days", path, STALE_S / 86400)
+                log.info("%s is removed: it was not used for %.0f days", path, STALE_S / 86400)
             finally:
                 os.close(fd)
