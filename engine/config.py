@@ -213,7 +213,8 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
             "a draft model in speculation": self.speculates(role) not in ("off", NGRAM),
         }
         if found := [name for name, is_set in others.items() if is_set]:
-            raise EngineStartError("tensor_parallel", f"{self.tensor_parallel} cannot be combined with {', '.join(found)}")
+            reason = f"{self.tensor_parallel} cannot be combined with {', '.join(found)}"
+            raise EngineStartError("tensor_parallel", reason)
 
     def of_rank(self, rank: int) -> "WorkerConfig":
         """Return the settings of one rank, with its share of cores and threads.

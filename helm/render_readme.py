@@ -12,11 +12,11 @@ import yaml
 CHART = Path(__file__).parent / "tandem"
 HEAD = """# The chart `tandem`
 
-Routers, prefill and decode workers of one or several models. [docs/kubernetes.md](../../docs/kubernetes.md) explains how to
-deploy it; examples are in [helm/examples](../examples).
+Routers, prefill and decode workers of one or several models. [docs/kubernetes.md](../../docs/kubernetes.md) explains
+how to deploy it; examples are in [helm/examples](../examples).
 
-`values.schema.json` refuses an unknown key by its name, also within a `config`. This table is generated from the comments
-of `values.yaml`.
+`values.schema.json` refuses an unknown key by its name, also within a `config`. This table is generated from the
+comments of `values.yaml`.
 
 | value | default | what |
 | --- | --- | --- |

@@ -37,8 +37,8 @@ python -m router --config router.yaml --set max_queued=1000
 
 A role reads a YAML file (`--config`) and overrides (`--set key=value`). `tandem up` takes the same keys as `--router
 key=value` and `--worker key=value`, and in a cluster file below `router` and `worker`; the Helm chart has them below
-`router.config`, `worker.config` and `planner.config`. An unknown key or a value out of range stops the start with an error that names
-the key.
+`router.config`, `worker.config` and `planner.config`. An unknown key or a value out of range stops the start with an
+error that names the key.
 
 *Basic* settings are those that most clusters change. *Advanced* settings have defaults that fit nearly always.
 """

@@ -68,7 +68,7 @@ class SecuritySettings(TlsSettings):
         """
         member, public = member_of(self), self._public()
         if self.guarded and self.internal_port is None:
-            raise StartError("internal_port", "is needed with TLS or API keys: on the public port any process could join")
+            raise StartError("internal_port", "is required with TLS or API keys: a public port lets any process join")
         return public, member
 
     def _public(self) -> Credentials | None:

@@ -11,6 +11,8 @@ from support.long_runs import mostly_long
 from support.processes import LENDER_ALWAYS, until
 from tandem.client import Client
 
+pytestmark = pytest.mark.usefixtures("forked_roles")
+
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "mixtral", "qwen3_moe")
 CHUNK = 32
 BLOCK = 16

@@ -13,6 +13,8 @@ from cluster.errors import InvalidRequest
 from protos import inference_pb2 as pb
 from tandem.client import Client
 
+pytestmark = pytest.mark.usefixtures("forked_roles")
+
 STORYTELLER = Path(__file__).parents[2] / "examples" / "storyteller" / "model"
 HERO = {
     "type": "object",

@@ -4,7 +4,7 @@ Within `ForkServer.used()` `subprocess.Popen` forks `python -m ROLE` and two com
 The fork is a child of the caller, as a started process would be: same pid, pipes, environment, session and command
 line. A worker's engine process is forked too, and is a child of its worker. Other commands are started as ever.
 
-TANDEM_PLAIN_START=1 turns this off. tests/e2e and tests/helm do not use it.
+TANDEM_PLAIN_START=1 turns this off. Tests of the start itself do not use it: tests/helm, `tandem up`, roles by hand.
 """
 
 import atexit
@@ -26,6 +26,10 @@ from typing import Any
 ROLES = {name: f"{name}.program" for name in ("router", "decode_worker", "prefill_worker")}
 COMMANDS = ROLES | {"tandem.cli": "tandem.cli.main", "tandem.doctor.peer": "tandem.doctor.peer"}
 """Modules that are run by `python -m`, and the module with the `main` of each."""
+WORKERS = (ROLES["prefill_worker"], ROLES["decode_worker"])
+SIM = 'engine="sim"'
+"""Setting of a worker that needs no torch."""
+TORCH = "engine.backends.torch.runner"
 ENGINE = "engine.process.engine_process"
 SPACE = 1 << 15
 """Bytes of the fork server's command line, which the forks overwrite with their own."""
@@ -41,10 +45,10 @@ Fork = Callable[[dict[str, Any], list[int]], int]
 
 
 class ForkServer:
-    """Process that has imported the roles; it starts with the first use."""
+    """Processes that have imported the roles, one with torch and one without; each starts with its first use."""
 
     def __init__(self) -> None:
-        self._link: socket.socket | None = None
+        self._servers: dict[bool, tuple[socket.socket, subprocess.Popen[bytes]]] = {}
         self._lock = threading.Lock()
         supported = os.uname().machine in SYS_CLONE and sys.version_info < (3, 14)
         self._on = supported and not os.environ.get("TANDEM_PLAIN_START")
@@ -63,23 +67,24 @@ class ForkServer:
             subprocess.Popen._execute_child = before  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        if self._link is not None:
-            self._link.close()
-            self._process.wait()
+        for link, process in self._servers.values():
+            link.close()
+            process.wait()
 
     def _fork(self, request: dict[str, Any], fds: list[int]) -> int:
+        with_torch = request["program"] in WORKERS and SIM not in request["arguments"]
         with self._lock:
-            if self._link is None:
-                self._link = self._start()
-            return _ask(self._link, request, fds)
+            if with_torch not in self._servers:
+                self._servers[with_torch] = self._start(with_torch)
+            return _ask(self._servers[with_torch][0], request, fds)
 
-    def _start(self) -> socket.socket:
+    def _start(self, with_torch: bool) -> "tuple[socket.socket, subprocess.Popen[bytes]]":
         own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, __file__, str(other.fileno()), "x" * SPACE]
+        command = [sys.executable, __file__, str(other.fileno()), TORCH if with_torch else "", "x" * SPACE]
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "OPENBLAS_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(command, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, env=environment)
+        process = subprocess.Popen(command, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL, env=environment)
         other.close()
-        return own
+        return own, process
 
 
 def _program_of(args: Sequence[str]) -> str | None:
@@ -121,10 +126,11 @@ def _forking(otherwise: Any, program_of: Callable[[Sequence[str]], str | None], 
 # -------------------------------------------------------------------------------------------------- server's side
 
 
-def serve(link: socket.socket) -> None:
-    """Import the roles, then fork one process for each request until the caller is gone."""
-    for program in (*COMMANDS.values(), ENGINE):
-        import_module(program)
+def serve(link: socket.socket, more: str) -> None:
+    """Import the roles and `more`, then fork one process for each request until the caller is gone."""
+    for program in (*COMMANDS.values(), ENGINE, more):
+        if program:
+            import_module(program)
     gc.collect()
     gc.freeze()
     while True:
@@ -136,7 +142,7 @@ def serve(link: socket.socket) -> None:
         if pid == 0:
             link.close()
             _become(request, fds)
-            if request["program"] in (ROLES["prefill_worker"], ROLES["decode_worker"]):
+            if request["program"] in WORKERS:
                 _prestart_engine()
             _run(request["program"], request["arguments"][3:])
         for fd in fds:
@@ -239,4 +245,4 @@ def _prestart_engine() -> None:
 if __name__ == "__main__":
     sys.path[0] = os.getcwd()
     with socket.socket(fileno=int(sys.argv[1])) as control:
-        serve(control)
+        serve(control, sys.argv[2])
