@@ -22,7 +22,7 @@ from engine.core_types import Chunk, SamplingParams, Sequence, StepBudget
 from engine.errors import EngineStartError
 from engine.kv.layout import KvDtype, KvLayout
 from engine.model.quantization import AS_SAVED, QuantizationConfig
-from support.guessing import Recording, always
+from support.drafting import Recording, always
 from support.long_runs import long
 from support.torch_engine import TorchEngine, all_ids, ids, request, requests
 from support.torch_models import VOCAB, logits_after, random_prompts, runner_of

@@ -11,7 +11,7 @@ from engine.core_types import SamplingParams, StepBudget
 from engine.errors import EngineStartError
 from engine.model.model_dir import ModelDir
 from engine.speculation.speculator import DraftModelProposer, NgramProposer, Speculator
-from support.guessing import FreeRows, Recording, always
+from support.drafting import FreeRows, Recording, always
 from support.long_runs import long
 from support.torch_engine import Said, TorchEngine, all_ids, ids, request, requests
 from support.torch_models import VOCAB, copy_with, random_prompts, runner_of

@@ -18,7 +18,7 @@ from engine.model.model_dir import ModelDir
 from engine.sampling.grammar import Grammars
 from engine.speculation.speculator import Speculator
 from support.checked_core import of_kinds
-from support.guessing import Recording, always
+from support.drafting import Recording, always
 from support.long_runs import mostly_long
 from support.torch_engine import TorchEngine, ids, request
 from support.torch_models import copy_with, runner_of

@@ -20,7 +20,7 @@ from engine.speculation.speculation_policy import (
 )
 from engine.speculation.speculator import NgramProposer, Speculator
 from support.crowded_engine import Engine, tokens
-from support.guessing import Oracle, always
+from support.drafting import Oracle, always
 
 # ------------------------------------------------------------------------------------------------ prompt lookup
 

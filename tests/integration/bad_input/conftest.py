@@ -11,7 +11,7 @@ import pytest_asyncio
 from engine.config import WorkerConfig
 from protos import membership_pb2_grpc
 from router.config import RouterConfig
-from support.overheard_site import CONTEXT, GOOD, VOCAB, OverhearingRouter, Site
+from support.observed_cluster import CONTEXT, GOOD, VOCAB, OverhearingRouter, Site
 from support.sim_directories import write_sim_model, write_tokenizer
 from tandem.client import Client
 from tandem.local.local_cluster import RoleProcess, start_role, stop_process

@@ -21,7 +21,7 @@ from protos import decode_pb2, lend_pb2, membership_pb2
 from protos import inference_pb2 as pb
 from support.fuzz_http import Malformed, malformed
 from support.fuzz_messages import fill, mutated, text
-from support.overheard_site import Site
+from support.observed_cluster import Site
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(3600)]
 

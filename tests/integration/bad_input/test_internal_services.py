@@ -18,7 +18,7 @@ from cluster.errors import (
 from cluster.protocol import PROTOCOL
 from protos import decode_pb2, decode_pb2_grpc, lend_pb2, membership_pb2, membership_pb2_grpc
 from protos import inference_pb2 as pb
-from support.overheard_site import GOOD, POOL_TOKENS, VOCAB, Site, refusal
+from support.observed_cluster import GOOD, POOL_TOKENS, VOCAB, Site, refusal
 from tandem.client import Client
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

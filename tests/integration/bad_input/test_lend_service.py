@@ -13,7 +13,7 @@ from cluster.error_status import from_proto
 from cluster.errors import Incompatible, InvalidRequest, Overloaded, ServiceError
 from engine.block_keys import pack_tokens
 from protos import lend_pb2, lend_pb2_grpc
-from support.overheard_site import BLOCK, GOOD, MALFORMED, POOL_TOKENS, VOCAB, Site, refusal
+from support.observed_cluster import BLOCK, GOOD, MALFORMED, POOL_TOKENS, VOCAB, Site, refusal
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -20,7 +20,7 @@ from cluster.errors import (
 from cluster.rpc import channel
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc as pb_grpc
-from support.overheard_site import CONTEXT, GOOD, MALFORMED, POOL_TOKENS, VOCAB, Site, generate, refusal
+from support.observed_cluster import CONTEXT, GOOD, MALFORMED, POOL_TOKENS, VOCAB, Site, generate, refusal
 from tandem.client import Client
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

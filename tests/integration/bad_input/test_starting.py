@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.overheard_site import CONTEXT, VOCAB, Site
+from support.observed_cluster import CONTEXT, VOCAB, Site
 from support.sim_directories import write_sim_model
 from tandem.local.local_cluster import stop_process
 

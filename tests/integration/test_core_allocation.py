@@ -1,4 +1,4 @@
-"""Processes that claim cores, one after the other, with the kernel's list of sockets between them."""
+"""Processes that allocate cores one after the other, with the kernel's list of sockets between them."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The socket between a front and its engine: whole messages, in order, and nobody blocks."""
+"""The socket between a front and its engine: whole messages, in order, and no side blocks."""
 
 import socket
 import threading

@@ -1,4 +1,4 @@
-"""Workers that fail what is placed on them, and pairs whose loans fail: left alone for a while, then tried by one."""
+"""Circuit breaker: workers and lender pairs that fail get no requests for a while, then one probe."""
 
 from protos import inference_pb2 as public_pb
 from router.admission.circuit_breaker import FIRST_S, MOST_S

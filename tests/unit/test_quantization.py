@@ -1,4 +1,4 @@
-"""What is made of saved weights has a name of its own."""
+"""Quantised weights have fingerprints of their own."""
 
 from pathlib import Path
 from typing import Any, get_args

@@ -1,4 +1,4 @@
-"""Sources of guesses for tests, and a price for them that is no chance."""
+"""Sources of draft tokens for tests, and a price for them without chance."""
 
 import random
 from collections.abc import Mapping

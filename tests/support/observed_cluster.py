@@ -1,4 +1,4 @@
-"""A cluster, and a router of the test's own that overhears what a peer must know to speak to its workers."""
+"""A cluster, and a router of the test that observes what a peer must know to call its workers."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""What a process that serves leaves out of its collections."""
+"""Objects that a serving process leaves out of its garbage collections."""
 
 import gc
 import subprocess

@@ -1,4 +1,4 @@
-"""Engines of one host tell each other early, over real processes: what is lent is read though a front stands still."""
+"""Engines of one host use the fast path between real processes: a read starts although a front stands still."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""What the router remembers of a stream, for the next attempt."""
+"""Stream state that the router keeps for the next attempt."""
 
 from protos import inference_pb2 as pb
 from router.request_path.stream_state import MAX_UNREAD_BYTES, StreamState

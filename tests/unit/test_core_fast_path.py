@@ -1,4 +1,4 @@
-"""Two engines whose lender says early what it announces: what a loan gains by it, and that the lease is what counts."""
+"""Two engine cores with a fast path: the gain for a loan, and that the lease alone decides."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from engine.messages import Cancel, LendReady, LendStarting, LoanBlocks, LoanSta
 from kvtransfer.local import LocalNetwork
 from support.core_engine import TWELVE, WIDE, Engine, account_of
 from support.core_pair import Pair, moved
-from support.early_post import Post
+from support.fast_path_post import Post
 
 PROMPT = (*TWELVE, 1, 2)
 OTHER = (*range(100, 112), 1, 2)

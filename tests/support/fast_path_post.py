@@ -1,4 +1,4 @@
-"""Early words within a process."""
+"""Fast-path links within a process."""
 
 from engine.lending.fast_path import KEY_BYTES, FastPathLink
 

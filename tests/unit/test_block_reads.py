@@ -1,4 +1,4 @@
-"""Reads of one rank over the local transport: whom it stays connected to, and what is left of them."""
+"""Block reads of one rank over the local transport: its peers, and the end of every read."""
 
 import gc
 import weakref

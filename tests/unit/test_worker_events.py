@@ -1,4 +1,4 @@
-"""What a router is told at once is what it would have been told one by one."""
+"""Worker events sent at once equal those sent one by one."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""What is said early: to whom it gets, and what becomes of everything else that may arrive."""
+"""Fast-path announcements: which engine receives them, and how other datagrams are treated."""
 
 import struct
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from engine.lending.fast_path import ADDRESS_BYTES, MAX_BLOCKS_BYTES, MAX_ENDPOINTS, NAME_BYTES, FastPath
 from engine.messages import LendReady, LendStarting, LoanBlocks, LoanStarted
 from prefill_worker.loan import announcements
-from support.early_post import Post
+from support.fast_path_post import Post
 
 ENDPOINT = b"the lender's endpoint"
 STARTING = LendStarting("loan", 7, 3, 1.25)
