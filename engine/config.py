@@ -4,7 +4,7 @@ import os
 import re
 import socket
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
@@ -36,8 +36,15 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
     advertise_host: str = ""
     """Host at which others reach this worker, when it is not `host`."""
 
-    engine: Literal["torch", "sim"] = "torch"
-    """Engine. torch: a transformers model. sim: a simulated model whose tokens are hashes, for tests and for sizing."""
+    engine: Literal["torch", "vllm", "sim"] = "torch"
+    """Engine. torch: a transformers model, computed by Tandem. vllm: vLLM in an environment of its own. sim: a
+    simulated model whose tokens are hashes, for tests and for sizing. Only workers of one engine exchange KV."""
+    vllm_python: Path | None = None
+    """Python interpreter of the environment with vLLM 0.32, Tandem and nixl, as `make vllm` sets it up. Default: this
+    process's interpreter where vLLM is installed beside it, else .venv-vllm beside its environment."""
+    vllm_options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM's EngineArgs by name, such as quantization, max_model_len, max_num_seqs, enforce_eager,
+    kv_cache_dtype and attention_backend."""
     sim_step_ms: NonNegativeFloat = 0.0
     """Milliseconds that a step of the sim engine takes; the four terms below are added."""
     sim_prompt_token_us: NonNegativeFloat = 0.0
@@ -180,6 +187,8 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
         if self.engine == "sim":
             if self.speculation not in (None, "off"):
                 raise EngineStartError("speculation", "the sim engine cannot speculate: its tokens are hashes")
+            return "off"
+        if self.engine == "vllm":
             return "off"
         chosen = self.speculation or NGRAM
         return NGRAM if role == "prefill" and chosen != "off" else chosen

@@ -104,6 +104,29 @@ class Fingerprints:
         return folded
 
 
+class PlaneFingerprints:
+    """Fingerprints of the blocks of a pool of several planes, see `kvtransfer/ranks.py`.
+
+    A block's fingerprint is the sum of those of its spans, each times an odd multiplier of its plane. So it changes
+    with every change of one span, and exchanged spans do not cancel each other.
+    """
+
+    def __init__(self, pool: NDArray[np.uint8], num_blocks: int, planes: int, kv_heads: int) -> None:
+        """Create it for a contiguous uint8 pool [planes, num_blocks, span_bytes] of any shape."""
+        flat = pool.reshape(planes, num_blocks, -1)
+        rng = np.random.Generator(np.random.PCG64(0x51A9E5))
+        self._multipliers = _random(rng, planes) | np.uint64(1)
+        self._kv_heads = kv_heads
+        self._planes = [Fingerprints(plane, kv_heads) for plane in flat]
+
+    def of(self, blocks: Sequence[int]) -> NDArray[np.uint64]:
+        """Return the fingerprints of `blocks`, [len(blocks), kv_heads]."""
+        total = np.zeros((len(blocks), self._kv_heads), np.uint64)
+        for plane, multiplier in zip(self._planes, self._multipliers, strict=True):
+            total += plane.of(blocks) * multiplier
+        return total
+
+
 def fingerprint_blocks(pool: NDArray[np.uint8], block_ids: Sequence[int], kv_heads: int) -> NDArray[np.uint64]:
     """Return the fingerprints of some blocks of a pool, [len(block_ids), kv_heads]."""
     return Fingerprints(pool, kv_heads).of(block_ids)

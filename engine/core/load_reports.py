@@ -1,9 +1,11 @@
 """Reports of an engine: changes of its cache, and its load, which also shows that its loop runs."""
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Protocol
 
-from engine.core.request_manager import RequestManager
+from engine.core_types import Sequence
 from engine.kv.kv_cache_manager import KVCacheManager
 from engine.kv.kv_stats import POOL, REMOTE
 from engine.lending.lender_manager import LenderManager
@@ -23,13 +25,39 @@ class ReportSchedule:
     """Seconds after which a step counts as hung and reports stop."""
 
 
+class RunningSequences(Protocol):
+    """Running and preempted sequences, as load reports need them."""
+
+    num_preemptions: int
+
+    @property
+    def running(self) -> Seq[Sequence]: ...
+
+    @property
+    def preempted(self) -> Seq[Sequence]: ...
+
+    @property
+    def short(self) -> bool:
+        """Whether any sequence is waiting for blocks."""
+
+
+class ReportedRequests(Protocol):
+    """Requests of an engine, as load reports need them."""
+
+    @property
+    def running_set(self) -> RunningSequences: ...
+
+    @property
+    def num_sequences(self) -> int: ...
+
+
 class LoadReporter:
     """Reporter driven by the engine's loop; sends nothing by itself."""
 
     def __init__(
         self,
         kv_cache: KVCacheManager,
-        requests: RequestManager,
+        requests: ReportedRequests,
         lender_manager: LenderManager,
         times: ReportSchedule,
         emit: Callable[[FromEngine], None],

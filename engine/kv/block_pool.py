@@ -76,6 +76,11 @@ class BlockPool:
         self._events: list[CacheEvent] = []
 
     @property
+    def num_ids(self) -> int:
+        """One more than the largest block id."""
+        return self.num_blocks
+
+    @property
     def num_available(self) -> int:
         """Number of blocks that a new reservation could get."""
         return len(self._free) + len(self._cached) - self._reserved

@@ -50,15 +50,17 @@ class KVCacheManager:
         tiers: Tiers | None = None,
         rates: RestorePolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
+        pool: BlockPool | None = None,
     ) -> None:
         """Create the manager.
 
-        Evicted blocks go to `tiers` and are restored where `rates` favour it over computing.
+        Evicted blocks go to `tiers` and are restored where `rates` favour it over computing. `pool` replaces a pool of
+        `num_blocks` blocks.
 
         `clock` returns seconds, also for users of this manager.
         """
         self.clock = clock
-        self.pool = BlockPool(num_blocks, self._demote if tiers is not None else None)
+        self.pool = pool or BlockPool(num_blocks, self._demote if tiers is not None else None)
         self.layout = layout
         self.tiers = tiers
         self.rates = rates or RestorePolicy()
@@ -66,7 +68,7 @@ class KVCacheManager:
         self._memory = memory
         self.compute_fingerprints = memory.fingerprints
         self.write_block = memory.write_block
-        self._fingerprints = np.zeros((self.pool.num_blocks, layout.kv_heads), np.uint64)
+        self._fingerprints = np.zeros((self.pool.num_ids, layout.kv_heads), np.uint64)
         self._in_step: set[Sequence] = set()
         self.lingering: list[Sequence] = []
         """Sequences that finished while a step was writing into their blocks; they keep these until the step ends."""

@@ -13,9 +13,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.errors import PeerGone, TransferError
+from kvtransfer.errors import EndpointMismatch, PeerGone, TransferError
 from kvtransfer.fingerprint import Folding
-from kvtransfer.ranks import BlockPart, part_spans, parts_of, split_endpoint
+from kvtransfer.ranks import BlockPart, part_spans, parts_of, split_endpoint, without_planes
 from kvtransfer.transport import Found, Peer, Read, Transport
 
 MAX_PEERS = 1024
@@ -232,8 +232,11 @@ class LocalRank(Rank):
         if (known := self._peers.get(endpoint)) is not None:
             self._peers.move_to_end(endpoint)
             return known
-        endpoints = split_endpoint(endpoint)
-        theirs = parts_of(self._part.block_bytes, len(endpoints))
+        planes, num_blocks, ranks = without_planes(endpoint)
+        if planes != self._part.planes:
+            raise EndpointMismatch(f"the lender's blocks lie in {planes} planes, the borrower's in {self._part.planes}")
+        endpoints = split_endpoint(ranks)
+        theirs = parts_of(self._part.block_bytes, len(endpoints), planes, num_blocks)
         peers = self._peers[endpoint] = [
             (part, self._transport.connect(own), ReadProgress(self._clock))
             for part, own in zip(theirs, endpoints, strict=True)
@@ -284,7 +287,8 @@ class LocalRank(Rank):
 
     def _read(self, peers: Peers, block_ids: Seq[int], blocks: Seq[int], flow: str) -> list[Read]:
         reads: list[Read] = []
-        folding = self._folding if len(peers) == 1 else None  # with several peers a read brings only pieces of blocks
+        # with several peers or planes a read brings only pieces of blocks
+        folding = self._folding if len(peers) == self._part.planes == 1 else None
         for theirs, peer, progress in peers:
             spans = part_spans(self._part, theirs, zip(blocks, block_ids, strict=True))
             try:

@@ -2,13 +2,17 @@
 
 import asyncio
 import contextlib
+import importlib.util
 import logging
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from engine.config import WorkerConfig
+from engine.errors import EngineStartError
 from engine.messages import ToEngine
 from engine.process.engine_client import EngineHost, EngineListener
 from engine.process.message_socket import MessageSocket
@@ -30,7 +34,7 @@ class ChildEngine(EngineHost):
         self._link = MessageSocket(own)
         with other:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "cluster.launch", "engine.process.engine_process", str(other.fileno())],
+                [*_program(self._spec.config), str(other.fileno())],
                 pass_fds=[other.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONUNBUFFERED": "1"},
@@ -80,3 +84,23 @@ class ChildEngine(EngineHost):
     async def _await_death(self) -> None:
         code = await asyncio.to_thread(self._process.wait)
         self._listener.ended(f"its process ended with code {code}")
+
+
+def _program(config: WorkerConfig) -> list[str]:
+    """Return the command line of the engine's program, without its descriptor.
+
+    Raises EngineStartError when there is no interpreter for it.
+    """
+    if config.engine != "vllm":
+        return [sys.executable, "-m", "cluster.launch", "engine.process.engine_process"]
+    return [str(_vllm_python(config)), "-m", "cluster.launch", "engine.process.vllm_process"]
+
+
+def _vllm_python(config: WorkerConfig) -> Path:
+    if config.vllm_python is None and importlib.util.find_spec("vllm") is not None:
+        return Path(sys.executable)
+    chosen = config.vllm_python or Path(sys.prefix).parent / ".venv-vllm" / "bin" / "python"
+    if not chosen.exists():
+        reason = f"no {chosen}, and vLLM is not installed beside {sys.executable}; `make vllm` sets up an environment"
+        raise EngineStartError("vllm_python", reason)
+    return chosen

@@ -24,11 +24,12 @@ from engine.core_types import Chunk, SampleResult
 from engine.errors import EngineStartError, RankLost
 from engine.host.core_allocation import LOOK_EVERY_S, CoreAllocation
 from engine.host.memory import belongs_in_file
-from engine.messages import FromEngine, StartFailed, ToEngine
+from engine.messages import StartFailed
 from engine.model_runner import ModelRunner
 from engine.process.assembly import IDLE_TURN_S, draft_of, open_core
 from engine.process.fast_path_socket import open_fast_path_socket
-from engine.process.message_socket import MessageSocket, SocketWaiter
+from engine.process.front_link import FrontLink, receive_spec
+from engine.process.message_socket import MessageSocket
 from engine.process.ranks import Ranks
 from engine.process.runners import open_core_allocation, open_sim_runner, open_torch_runner
 from engine.process.spec import EngineSpec, RankSpec
@@ -41,47 +42,12 @@ log = logging.getLogger(__name__)
 JOIN_POLL_S = 0.02
 
 
-class _Front:
-    """The front as the engine sees it; messages of one loop turn leave together."""
-
-    def __init__(self, link: MessageSocket) -> None:
-        self._link = link
-        self._waiter = SocketWaiter(link)
-        self._outgoing: list[FromEngine] = []
-        self.wake = self._waiter.wake
-        self.watch = self._waiter.watch
-
-    def send(self, message: FromEngine) -> None:
-        self._outgoing.append(message)
-
-    def flush(self) -> None:
-        if self._outgoing:
-            outgoing, self._outgoing = self._outgoing, []
-            self._link.send(outgoing)
-
-    def listen(self, timeout_s: float) -> list[ToEngine]:
-        """Wait up to `timeout_s` and return the messages that arrived, in order.
-
-        Raises EOFError when the front is gone.
-        """
-        if timeout_s or self._link.has_unsent:
-            self._waiter.wait(timeout_s)
-        return [message for batch in self._link.receive() for message in batch]
-
-    def finish(self, timeout_s: float = 5.0) -> None:
-        """Send the remaining messages, for as long as the front reads."""
-        self.flush()
-        give_up_at = time.monotonic() + timeout_s
-        while self._link.has_unsent and time.monotonic() < give_up_at:
-            self._waiter.wait(0.1)
-
-
 def main() -> None:
     """Serve the front at the other end of the socket whose descriptor is the argument."""
     become_child()
     link = MessageSocket(socket.socket(fileno=int(sys.argv[1])))
-    spec = _receive_spec(link)
-    front = _Front(link)
+    spec = receive_spec(link)
+    front = FrontLink(link)
     ranks: Ranks | None = None
     set_up(spec.role, f"{spec.worker_id}/engine", spec.config)
     try:
@@ -198,7 +164,7 @@ class _ComputeThread:
         return self._batches.get()
 
 
-def _loop(core: EngineCore, computer: _ComputeThread, front: _Front, ranks: Ranks | None) -> None:
+def _loop(core: EngineCore, computer: _ComputeThread, front: FrontLink, ranks: Ranks | None) -> None:
     while True:
         if ranks is not None:
             ranks.check()
@@ -216,15 +182,7 @@ def _loop(core: EngineCore, computer: _ComputeThread, front: _Front, ranks: Rank
         front.flush()
 
 
-def _receive_spec(link: MessageSocket) -> EngineSpec:
-    waiter = SocketWaiter(link)
-    while not (messages := link.receive()):
-        waiter.wait(1.0)
-    spec: EngineSpec = messages[0]
-    return spec
-
-
-def _start(spec: EngineSpec, front: _Front, ranks: Ranks | None) -> tuple[EngineCore, _ComputeThread]:
+def _start(spec: EngineSpec, front: FrontLink, ranks: Ranks | None) -> tuple[EngineCore, _ComputeThread]:
     transport = own_transport(spec.config, spec.agent_name)
     computer = _ComputeThread(spec, ranks, front.wake)
     runner = computer.runner()

@@ -54,7 +54,7 @@ def own_transport(config: WorkerConfig, agent_name: str) -> Transport:
 
     Raises TransportUnavailable.
     """
-    on_gpu = config.engine == "torch" and config.device != "cpu"
+    on_gpu = config.engine != "sim" and config.device != "cpu"
     if on_gpu and (chosen := use_nearest_nics(os.environ)) is not None:
         log.info(chosen)
     host = config.advertise_host or config.host

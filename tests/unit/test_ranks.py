@@ -7,8 +7,19 @@ from hypothesis import strategies as st
 
 from engine.kv.layout import KvLayout
 from kvtransfer.errors import EndpointMismatch
-from kvtransfer.fingerprint import fingerprint_blocks
-from kvtransfer.ranks import MAGIC, MAX_RANKS, BlockPart, join_endpoints, part_spans, parts_of, split_endpoint
+from kvtransfer.fingerprint import PlaneFingerprints, fingerprint_blocks
+from kvtransfer.ranks import (
+    MAGIC,
+    MAX_RANKS,
+    PLANES_MAGIC,
+    BlockPart,
+    join_endpoints,
+    part_spans,
+    parts_of,
+    split_endpoint,
+    with_planes,
+    without_planes,
+)
 from kvtransfer.transport import Span
 
 HEADS = 12
@@ -114,3 +125,64 @@ def test_a_rank_has_its_heads_of_a_block() -> None:
     assert part.kv_heads == 2
     assert part.head_bytes == layout.head_bytes
     assert part.block_bytes == BlockPart(layout.block_bytes, 1, 3).num_bytes
+
+
+@given(
+    planes=st.sampled_from([1, 2, 5]),
+    lenders=sizes,
+    readers=sizes,
+    lender_blocks=st.integers(5, 9),
+    pairing=pairings,
+    count=st.integers(1, 5),
+    seed=st.integers(0, 99),
+)
+def test_blocks_in_several_planes_arrive_whole_in_pools_of_unlike_sizes(
+    planes: int,
+    lenders: int,
+    readers: int,
+    lender_blocks: int,
+    pairing: tuple[list[int], list[int]],
+    count: int,
+    seed: int,
+) -> None:
+    size = planes * BLOCK
+    rng = np.random.Generator(np.random.PCG64(seed))
+    whole = rng.integers(0, 256, (planes, lender_blocks, BLOCK), np.uint8)
+    expected = np.zeros((planes, 5, BLOCK), np.uint8)
+    pairs = list(zip(*pairing, strict=True))[:count]
+    for own in parts_of(size, readers, planes, 5):
+        pool = np.zeros(5 * own.num_bytes, np.uint8)
+        for theirs in parts_of(size, lenders, planes, lender_blocks):
+            source = whole[:, :, theirs.start : theirs.end].reshape(-1)
+            for span in part_spans(own, theirs, pairs):
+                target = pool[span.local_offset :][: span.length]
+                assert not target.any(), "nothing is read twice"
+                target[:] = source[span.remote_offset :][: span.length]
+        expected[:, :, own.start : own.end] = pool.reshape(planes, 5, -1)
+    for local, remote in pairs:
+        np.testing.assert_array_equal(expected[:, local], whole[:, remote])
+
+
+def test_a_change_in_any_plane_changes_the_fingerprint_of_its_head_alone() -> None:
+    pool = np.random.Generator(np.random.PCG64(1)).integers(0, 256, 3 * 4 * BLOCK, np.uint8)
+    before = PlaneFingerprints(pool, 4, 3, HEADS).of([2])
+    for plane in range(3):
+        changed = pool.copy()
+        changed[(plane * 4 + 2) * BLOCK + 5 * HEAD_BYTES] ^= 1
+        after = PlaneFingerprints(changed, 4, 3, HEADS).of([2])
+        assert np.nonzero(before != after)[1].tolist() == [5]
+    exchanged = pool.reshape(3, 4, BLOCK).copy()
+    exchanged[[0, 1], 2] = exchanged[[1, 0], 2]
+    assert (PlaneFingerprints(exchanged, 4, 3, HEADS).of([2]) != before).all()
+
+
+def test_an_endpoint_names_its_planes() -> None:
+    assert without_planes(with_planes(JOINED, 24, 1000)) == (24, 1000, JOINED)
+    assert with_planes(b"alone", 1, 1000) == b"alone"
+    assert without_planes(b"alone") == (1, 0, b"alone")
+
+
+@pytest.mark.parametrize("broken", [b"", b"1234567", (0).to_bytes(8, "little"), b"\xff" * 8, b"\x02\0\0\0\0\0\0\0"])
+def test_a_malformed_header_of_planes_is_refused(broken: bytes) -> None:
+    with pytest.raises(EndpointMismatch):
+        without_planes(PLANES_MAGIC + broken)

@@ -133,8 +133,12 @@ def _of_token(token: int) -> SampleResult:
     return SampleResult(token) if token >= 0 else SampleResult(-1, failure=NO_NUMBERS)
 
 
-def _plain(place: AnyPlace, sampling: SamplingParams) -> bool:
+def is_plain(place: AnyPlace) -> bool:
     """Return whether the likeliest token is wanted and no option changes which one that is."""
+    return _plain(place, _params(place))
+
+
+def _plain(place: AnyPlace, sampling: SamplingParams) -> bool:
     changed = sampling.logit_bias or sampling.repetition_penalty != 1 or sampling.structured is not None
     penalised = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
     early = place.num_sampled < sampling.min_tokens

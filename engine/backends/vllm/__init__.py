@@ -1,0 +1,1 @@
+"""vLLM under Tandem's loans: an engine program that runs vLLM's own EngineCore, in vLLM's own environment."""

@@ -1,0 +1,172 @@
+"""Tandem's view of vLLM's block pool.
+
+vLLM's `BlockPool` owns the blocks: reference counts, the free queue and the hashes of its prefix cache, which are
+Tandem's block keys here. This adapter adds what loans need:
+
+- *reservations*, counted only: a promise that so many blocks are free when an admitted sequence asks for them;
+- an index of *filled* blocks. vLLM names a block when it schedules the step that will fill it; a block may be lent
+  only once that step has ended and its fingerprint is taken;
+- *quarantined* blocks, which a read that cannot be stopped may still write.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from vllm.v1.core.block_pool import BlockPool as VllmPool
+from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
+
+from engine.block_keys import BlockKey
+from engine.kv.block_pool import BlockPool, Removed, Stored
+
+GROUP = 0
+"""The only KV cache group: an engine with several is refused at start."""
+
+
+class _AllocationWatcher:
+    """Receiver of vLLM's pool events, in place of its metrics collector: forgets the names of reused blocks."""
+
+    def __init__(self, pool: "VllmBlockPool") -> None:
+        self._pool = pool
+
+    def on_block_allocated(self, block: KVCacheBlock) -> None:
+        self._pool.forget(block.block_id)
+
+    def on_block_accessed(self, block: KVCacheBlock) -> None: ...
+
+    def on_block_evicted(self, block: KVCacheBlock) -> None: ...
+
+    def reset(self) -> None: ...
+
+
+class VllmBlockPool(BlockPool):
+    """Adapter with the interface of `engine/kv/block_pool.py`. Block 0 is vLLM's null block and never appears."""
+
+    def __init__(self, pool: VllmPool) -> None:
+        super().__init__(1)  # its records stay empty: vLLM's pool has them
+        self._pool = pool
+        self.num_blocks = pool.num_gpu_blocks - 1
+        assert pool.enable_caching
+        pool.metrics_collector = _AllocationWatcher(self)
+
+    # ------------------------------------------------------------------ counts
+
+    @property
+    def num_ids(self) -> int:
+        return int(self._pool.num_gpu_blocks)
+
+    @property
+    def num_available(self) -> int:
+        return max(0, int(self._pool.get_num_free_blocks()) - self._reserved)
+
+    @property
+    def num_filled(self) -> int:
+        """Number of blocks in use or cached."""
+        cached = sum(1 for block in self._name_of if self._pool.blocks[block].ref_cnt == 0)
+        return self.num_blocks - int(self._pool.get_num_free_blocks()) + cached
+
+    @property
+    def num_held(self) -> int:
+        return self.num_blocks - int(self._pool.get_num_free_blocks()) - len(self._quarantined)
+
+    # ------------------------------------------------------------------ names
+
+    def match(self, keys: Iterable[BlockKey]) -> list[int]:
+        blocks: list[int] = []
+        for key in keys:
+            if (block := self._block_of.get(key)) is None or not self._is_named(block, key):
+                break
+            blocks.append(block)
+        return blocks
+
+    def filled(self, parent: BlockKey, key: BlockKey, block: int) -> bool:
+        """Record that `block` holds the KV of `key`; return False when it was known already."""
+        if self._name_of.get(block) == (parent, key):
+            return False
+        present = self._block_of.get(key)
+        if present is not None and self._is_named(present, key):
+            return True  # a duplicate, which stays private to its holder
+        self._block_of[key] = block
+        self._name_of[block] = (parent, key)
+        self._events.append(Stored(parent, (key,)))
+        return True
+
+    def publish_at(self, first: int, parent: BlockKey, keys: Sequence[BlockKey], blocks: Sequence[int]) -> None:
+        """Name held blocks that arrived from elsewhere, chain indices `first` and up; vLLM's prefix cache gets them."""
+        for index, (key, number) in enumerate(zip(keys, blocks, strict=True), first):
+            block = self._pool.blocks[number]
+            assert block.ref_cnt > 0
+            num_tokens = (index + 1) * self._pool.hash_block_size
+            self._pool._insert_block_hash(make_block_hash_with_group_id(BlockHash(key), GROUP), block, num_tokens)
+            self.filled(parent, key, number)
+            parent = key
+
+    def forget(self, block: int) -> None:
+        """Forget the name of a block that is reused."""
+        if (name := self._name_of.pop(block, None)) is not None:
+            del self._block_of[name[1]]
+            self._events.append(Removed((name[1],)))
+
+    def _is_named(self, block: int, key: BlockKey) -> bool:
+        """Return whether vLLM still has the block under this key; forget the name otherwise."""
+        if self._pool.blocks[block].block_hash == make_block_hash_with_group_id(BlockHash(key), GROUP):
+            return True
+        self.forget(block)
+        return False
+
+    # ------------------------------------------------------------------ ownership
+
+    def reserve_with(self, hits: Sequence[int], num_new: int) -> bool:
+        newly_pinned = sum(1 for block in set(hits) if self._pool.blocks[block].ref_cnt == 0)
+        if int(self._pool.get_num_free_blocks()) - self._reserved - newly_pinned < num_new:
+            return False
+        self.acquire(hits)
+        self._reserved += num_new
+        return True
+
+    def allocate(self, count: int) -> list[int]:
+        assert 0 <= count <= self._reserved
+        self._reserved -= count
+        return sorted(block.block_id for block in self._pool.get_new_blocks(count))
+
+    def acquire(self, blocks: Iterable[int]) -> None:
+        self._pool.touch([self._pool.blocks[block] for block in blocks])
+
+    def release(self, blocks: Sequence[int]) -> None:
+        assert all(self._pool.blocks[block].ref_cnt > 0 for block in blocks)
+        self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        found = self.match(keys)
+        unused = [block for block in found if self._pool.blocks[block].ref_cnt == 0]
+        self.acquire(unused)
+        self.release(unused)  # to the end of vLLM's free queue, the tail of the chain first
+
+    def quarantine(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            assert self._pool.blocks[block].ref_cnt == 1
+            assert block not in self._name_of
+            self._quarantined.add(block)
+
+    def unquarantine(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._quarantined.remove(block)
+            self.release([block])
+
+    # ------------------------------------------------------------------ checks
+
+    def check_integrity(self, holders: Iterable[Sequence[int]] | None = None) -> None:
+        """Check vLLM's records against each other and, with `holders`, against the block lists of all holders."""
+        blocks = self._pool.blocks[1:]
+        free = [block.block_id for block in self._pool.free_block_queue.get_all_free_blocks()]
+        assert len(free) == len(set(free)) == self._pool.get_num_free_blocks(), "a block is free twice"
+        unused = {block.block_id for block in blocks if block.ref_cnt == 0}
+        assert unused == set(free), "blocks without a holder and free blocks disagree"
+        assert all(block.ref_cnt >= 0 for block in blocks)
+        assert {block: key for key, block in self._block_of.items()} == {
+            block: key for block, (_, key) in self._name_of.items()
+        }, "names and blocks disagree"
+        assert not set(self._name_of) & self._quarantined, "a quarantined block has a name"
+        if holders is not None:
+            claimed = Counter(block for held in [*holders, list(self._quarantined)] for block in held)
+            counts = {block.block_id: block.ref_cnt for block in blocks if block.ref_cnt}
+            assert dict(claimed) == counts, f"claimed {dict(claimed)}, counted {counts}"

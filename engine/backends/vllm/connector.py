@@ -1,0 +1,72 @@
+"""KV connector through which vLLM hands its KV memory and block pool to Tandem.
+
+Blocks are borrowed before vLLM schedules a request, straight into blocks of its pool, and verified blocks enter its
+prefix cache. So vLLM sees a prefix-cache hit, and the connector neither loads nor saves: it is the public place where
+vLLM offers its memory, its pool, and the room for another allocation.
+"""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
+
+from engine.backends.vllm.kv_memory import pool_allocation
+from kvtransfer.transport import Pool
+
+
+@dataclass(slots=True)
+class Offered:
+    """Things that vLLM offered its connectors in this process."""
+
+    in_file: bool = False
+    """Whether KV memory should be a memory file."""
+    pools: list[Pool] = field(default_factory=list)
+    caches: dict[str, Tensor] = field(default_factory=dict)
+    """KV tensors by layer name."""
+    block_pool: Any = None
+    """vLLM's `BlockPool`."""
+
+
+offered = Offered()
+
+
+class TandemConnector(KVConnectorBase_V1):
+    """Connector of both roles, in one process with the scheduler and the worker."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Whether a preempted request must be computed again before it may finish: loans hold their own blocks."""
+        return False
+
+    def get_mem_pool_context(self) -> AbstractContextManager[None]:
+        """Return the context in which vLLM allocates KV memory."""
+        return pool_allocation(offered.in_file, offered.pools)
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        offered.caches.update(kv_caches)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        offered.block_pool = gpu_block_pool
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Return that nothing is left to load: borrowed blocks are cached by now."""
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        assert num_external_tokens == 0
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return KVConnectorMetadata()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
+
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None: ...
+
+    def wait_for_save(self) -> None: ...

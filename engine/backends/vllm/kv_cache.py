@@ -1,0 +1,105 @@
+"""KV cache manager over vLLM's block pool.
+
+A sequence is first Tandem's: it holds cached blocks and a reservation, and takes blocks for borrowed KV. When nothing
+is left to borrow it is *submitted*: vLLM schedules it, finds the same blocks in its prefix cache, and holds them.
+
+    admitted ──borrows──▶ hardened ──loan is over──▶ submitted ──▶ finished
+        └──────────nothing to borrow──────────────────┘
+
+A reservation is a count, and vLLM takes blocks beyond a request's reservation when its output is long. So a sequence
+that waits for a lender hardens its reservation: it takes the blocks, and vLLM cannot use them meanwhile.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+from engine.backends.vllm.block_pool import VllmBlockPool
+from engine.backends.vllm.kv_memory import VllmKvMemory
+from engine.block_keys import BlockKey
+from engine.core_types import Sequence
+from engine.kv.kv_cache_manager import KVCacheManager
+
+
+class VllmKVCache(KVCacheManager):
+    """Blocks of sequences before they are submitted, and reservations of all sequences."""
+
+    pool: VllmBlockPool
+
+    def __init__(
+        self,
+        memory: VllmKvMemory,
+        pool: VllmBlockPool,
+        clock: Callable[[], float],
+        on_finish: Callable[[Sequence], None],
+    ) -> None:
+        """Create the manager; `on_finish` is called with each sequence that gives its blocks back."""
+        super().__init__(pool.num_blocks, memory.layout, memory, clock=clock, pool=pool)
+        self._on_finish = on_finish
+        self._hardened: dict[Sequence, list[int]] = {}
+        """Blocks taken for a reservation and not used yet."""
+        self.stepping = False
+        """Whether vLLM computes a step."""
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step is writing into blocks."""
+        return self.stepping
+
+    @property
+    def hardened(self) -> list[list[int]]:
+        """Block lists of hardened reservations."""
+        return list(self._hardened.values())
+
+    def harden(self, sequence: Sequence) -> None:
+        """Take the blocks of a reservation that was made just now."""
+        count, sequence.num_reserved = sequence.num_reserved, 0
+        self._hardened[sequence] = self.pool.allocate(count)
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> None:
+        missing = self.layout.blocks_for(num_tokens) - len(sequence.blocks)
+        if missing > 0:
+            taken = self._hardened[sequence]
+            assert missing <= len(taken), "a block is taken that was not promised"
+            sequence.blocks += taken[:missing]
+            del taken[:missing]
+
+    def soften(self, sequence: Sequence) -> None:
+        """Return the blocks of a hardened reservation to the pool, as a reservation again."""
+        if taken := self._hardened.pop(sequence, None):
+            self.pool.release(taken)
+            reserved = self.pool.reserve_with((), len(taken))
+            assert reserved, "blocks given back just now are free"
+            sequence.num_reserved += len(taken)
+
+    def hand_over(self, sequence: Sequence) -> None:
+        """Drop the sequence's references: vLLM holds the same blocks by now."""
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+
+    def promise(self, sequence: Sequence, num_blocks: int) -> None:
+        """Lower the sequence's reservation to `num_blocks`."""
+        if sequence.num_reserved > num_blocks:
+            self.pool.unreserve(sequence.num_reserved - num_blocks)
+            sequence.num_reserved = num_blocks
+
+    def finish(self, sequence: Sequence) -> None:
+        if taken := self._hardened.pop(sequence, None):
+            self.pool.release(taken)
+        super().finish(sequence)
+        self._on_finish(sequence)
+
+    def filled(self, parent: BlockKey, keys: Seq[BlockKey], blocks: Seq[int]) -> None:
+        """Name and fingerprint blocks that a step filled; `keys` are a chain that follows `parent`."""
+        parents = [parent, *keys[:-1]]
+        new = [
+            block
+            for before, key, block in zip(parents, keys, blocks, strict=True)
+            if self.pool.filled(before, key, block)
+        ]
+        if new:
+            self._fingerprints[new] = self.compute_fingerprints(new)
+
+    def _publish(self, sequence: Sequence, keys: Seq[BlockKey]) -> None:
+        first = len(sequence.keys)
+        self.pool.publish_at(first, self._last_key(sequence), keys, sequence.blocks[first : first + len(keys)])
+        sequence.keys += keys

@@ -1,0 +1,153 @@
+"""KV memory of a vLLM engine: where vLLM allocates it, how a block lies in it, and its fingerprints."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from engine.backends.torch.fingerprint import TensorFingerprints
+from engine.errors import EngineStartError
+from engine.host.memory import pool_memory
+from engine.kv.layout import KV_FORMAT, KvLayout
+from kvtransfer.fingerprint import Fingerprints, PlaneFingerprints
+from kvtransfer.ranks import MAX_PLANES
+from kvtransfer.transport import AnyPool, DevicePool, Pool
+
+
+@dataclass(frozen=True, slots=True)
+class VllmLayout(KvLayout):
+    """Layout of a block in vLLM's memory.
+
+    A block is one span per plane. Each span is [kv_heads, block_tokens, elements], with keys and values as vLLM's
+    attention packs them.
+    """
+
+    planes: int = 1
+    """Spans per block: 1 where all layers of a block lie together (`BHLNC`), or the number of layers (`LBHNC`)."""
+    span_bytes: int = 0
+    backend: str = ""
+    """Attention backend and vLLM version, which decide how keys and values are packed."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a whole block."""
+        return self.planes * self.span_bytes
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one KV head within a block, all planes together."""
+        return self.block_bytes // self.kv_heads
+
+    def fingerprint(self, weights: bytes) -> bytes:
+        """Return the fingerprint that workers must share to exchange blocks: weights, layout, backend and dtype.
+
+        32 bytes.
+        """
+        shape = f"vllm,{self.backend},{self.planes},{self.span_bytes},{self.layers},{self.kv_heads}"
+        shape += f",{self.block_tokens},{self.dtype},{KV_FORMAT}"
+        return blake2b(shape.encode() + weights, digest_size=32).digest()
+
+
+class PoolAllocation(TorchFunctionMode):
+    """Context in which vLLM's allocation of KV memory on a CPU is served from `pool_memory`.
+
+    Other engines of the host can then map it. vLLM allocates all layers as one tensor of bytes.
+    """
+
+    def __init__(self, in_file: bool) -> None:
+        super().__init__()
+        self._in_file = in_file
+        self.pools: list[Pool] = []
+        """Memory handed out, each uint8 [1, num_bytes]."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        is_pool = func is torch.zeros and len(args) == 1 and isinstance(args[0], int)
+        on_cpu = torch.device(named.get("device") or "cpu").type == "cpu"
+        if not is_pool or not on_cpu or named.get("dtype") is not torch.int8:
+            return func(*args, **named)
+        pool = pool_memory(1, args[0], self._in_file)
+        self.pools.append(pool)
+        return torch.from_numpy(pool.memory.reshape(-1).view(np.int8))
+
+
+@contextlib.contextmanager
+def pool_allocation(in_file: bool, pools: list[Pool]) -> Iterator[None]:
+    """Serve vLLM's KV memory from `pool_memory` within the block; what was handed out is appended to `pools`."""
+    with PoolAllocation(in_file) as allocation:
+        yield
+    pools += allocation.pools
+
+
+class VllmKvMemory:
+    """KV memory of one rank after vLLM has allocated it."""
+
+    def __init__(
+        self, caches: Mapping[str, Tensor], num_blocks: int, block_tokens: int, backend: str, pools: Sequence[Pool]
+    ) -> None:
+        """Read the layout off the tensors that vLLM gives its attention layers, [num_blocks, ...] each.
+
+        Raises EngineStartError for a layout in which a block is not one span per layer, or one span in all.
+        """
+        tensors = list({tensor.data_ptr(): tensor for tensor in caches.values()}.values())
+        first = tensors[0]
+        storage = first.untyped_storage()
+        if any(tensor.untyped_storage().data_ptr() != storage.data_ptr() for tensor in tensors):
+            raise EngineStartError("model", "vLLM keeps the KV of its layers in several allocations; Tandem needs one")
+        if any(tensor.shape != first.shape or tensor.dtype != first.dtype for tensor in tensors):
+            raise EngineStartError("model", "its layers have KV of unlike shapes; Tandem moves blocks of one shape")
+        step = first.stride(0) * first.element_size()
+        total = storage.nbytes()
+        planes = 1 if step * num_blocks == total else len(tensors)
+        offsets = sorted(tensor.storage_offset() * first.element_size() for tensor in tensors)
+        apart = all(offset == plane * step * num_blocks for plane, offset in enumerate(offsets))
+        if planes * step * num_blocks != total or planes > MAX_PLANES or not (planes == 1 or apart):
+            raise EngineStartError("model", f"an unknown layout of KV memory: {tuple(first.shape)}, {first.stride()}")
+        self.layout = VllmLayout(
+            layers=len(tensors),
+            kv_heads=first.shape[1] if first.dim() == 4 else 1,  # MLA: [blocks, block_tokens, elements]
+            head_dim=first.shape[-1],
+            block_tokens=block_tokens,
+            dtype=str(first.dtype).removeprefix("torch."),
+            planes=planes,
+            span_bytes=step,
+            backend=backend,
+        )
+        self.num_blocks = num_blocks
+        self.pool = self._pool_of(first, total, pools)
+
+    def _pool_of(self, tensor: Tensor, num_bytes: int, pools: Sequence[Pool]) -> AnyPool:
+        heads, planes = self.layout.kv_heads, self.layout.planes
+        address, block_bytes = tensor.untyped_storage().data_ptr(), self.layout.block_bytes
+        if tensor.device.type != "cpu":
+            if planes > 1:
+                raise EngineStartError("model", "on a GPU a block must be one span (BHLNC)")
+            raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            raw.set_(tensor.untyped_storage(), 0, (self.num_blocks, block_bytes))  # type: ignore[call-overload]
+            self.fingerprints = TensorFingerprints(raw, heads).of
+            return DevicePool(address, self.num_blocks, block_bytes, tensor.device.index or 0, owner=tensor)
+        if len(pools) != 1 or pools[0].memory.ctypes.data != address or pools[0].num_bytes != num_bytes:
+            raise EngineStartError("model", f"vLLM allocated KV memory in {len(pools)} parts; Tandem needs one")
+        memory = pools[0].memory.reshape(self.num_blocks, block_bytes)
+        if planes == 1:
+            self.fingerprints = Fingerprints(memory, heads).of
+        else:
+            self.fingerprints = PlaneFingerprints(memory, self.num_blocks, planes, heads).of
+        return Pool(memory, file=pools[0].file)
+
+    def read_blocks(self, blocks: Sequence[int]) -> Sequence[NDArray[np.uint8]]:
+        """Refuse: a vLLM engine has no tiers below its pool."""
+        raise NotImplementedError
+
+    def write_block(self, block: int, content: NDArray[np.uint8]) -> None:
+        """Refuse: a vLLM engine has no tiers below its pool."""
+        raise NotImplementedError

@@ -1,0 +1,110 @@
+"""Sampling of a vLLM engine: Tandem's own, as a logits processor.
+
+Tandem's sampler is keyed by (seed, choice, position) and derives grammars and penalties from the tokens themselves. So
+a stream that continues on another worker draws the same tokens, of whichever engine. The processor leaves one possible
+token in each row that it samples, and vLLM, asked for the likeliest token, takes it. Rows of requests that want the
+likeliest token, with no option that changes it, are left to vLLM.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm import SamplingParams as VllmParams
+from vllm.v1.sample.logits_processor.interface import LogitsProcessor, MoveDirectionality
+
+from engine.backends.torch.sampler import is_plain, sample
+from engine.core_types import SampleResult, Sequence
+from engine.sampling.grammar import Grammars
+
+ARGUMENT = "tandem"
+"""Name of vLLM's extra argument with a request's id in `Sampling.sequences`."""
+
+
+class Sampling:
+    """Sequences that this process samples, and the samples of the last step.
+
+    Written by the main thread between steps, and by the compute thread during one.
+    """
+
+    def __init__(self) -> None:
+        self.sequences: dict[str, Sequence] = {}
+        """Sequences by vLLM's request id."""
+        self.results: dict[str, SampleResult] = {}
+        self.eos_token_ids: frozenset[int] = frozenset()
+        self.grammars: Grammars | None = None
+
+
+sampling = Sampling()
+"""Of this process: vLLM constructs the processor itself."""
+
+
+def vllm_params(sequence: Sequence, request_id: str, eos_token_ids: frozenset[int]) -> VllmParams:
+    """Return vLLM's parameters for a sequence: its length and its ends; all else is `TandemSampling`'s."""
+    wanted = sequence.sampling
+    if wanted is None:  # the job of a loan: vLLM ends it with a token that nobody reads
+        return VllmParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+    ends = wanted.stop_token_ids
+    if not wanted.ignore_eos or wanted.structured is not None:
+        ends |= eos_token_ids
+    num_to_score = sequence.num_to_score - sequence.num_scored
+    return VllmParams(
+        temperature=0.0,
+        max_tokens=wanted.max_tokens - sequence.num_sampled,
+        stop_token_ids=sorted(ends),
+        ignore_eos=True,
+        detokenize=False,
+        prompt_logprobs=wanted.prompt_logprobs if num_to_score > 0 else None,
+        extra_args={ARGUMENT: request_id},
+    )
+
+
+class TandemSampling(LogitsProcessor):
+    """Processor of one model runner's batch."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self._rows: dict[int, str] = {}
+        """Request id by row of the batch."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: VllmParams) -> None: ...
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: Any) -> None:
+        if batch_update is None:
+            return
+        for row in batch_update.removed:
+            self._rows.pop(row, None)
+        for row, params, _, _ in batch_update.added:
+            request_id = (params.extra_args or {}).get(ARGUMENT)
+            if request_id is None:
+                self._rows.pop(row, None)
+            else:
+                self._rows[row] = request_id
+        for source, target, direction in batch_update.moved:
+            moved, replaced = self._rows.pop(source, None), self._rows.pop(target, None)
+            if moved is not None:
+                self._rows[target] = moved
+            if replaced is not None and direction == MoveDirectionality.SWAP:
+                self._rows[source] = replaced
+
+    def apply(self, logits: Tensor) -> Tensor:
+        rows, places = list[int](), list[Sequence]()
+        for row, request_id in self._rows.items():
+            sequence = sampling.sequences.get(request_id)
+            if sequence is not None and row < len(logits) and not is_plain(sequence):
+                rows.append(row)
+                places.append(sequence)
+        if not rows:
+            return logits
+        at = torch.tensor(rows, device=logits.device)
+        found = sample(logits[at], places, sampling.eos_token_ids, sampling.grammars)
+        for row, result in zip(rows, found, strict=True):
+            assert result is not None  # only a place after a draft token has none
+            sampling.results[self._rows[row]] = result
+        tokens = torch.tensor([max(0, result.token_id) for result in found if result], device=logits.device)
+        logits[at] = float("-inf")
+        logits[at, tokens] = 0.0
+        return logits

@@ -1,0 +1,178 @@
+"""Sequences that vLLM schedules: requests, and the jobs of loans."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import BlockHash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from engine.backends.vllm.kv_cache import VllmKVCache
+from engine.backends.vllm.sampling import sampling, vllm_params
+from engine.block_keys import block_keys
+from engine.core_types import Sequence
+
+
+@dataclass(slots=True, eq=False)
+class Submitted:
+    """One vLLM request, and the sequence it computes."""
+
+    sequence: Sequence
+    request: Any
+    """vLLM's `Request`."""
+    promised: int
+    """Blocks that the sequence was admitted with."""
+    blocks: list[int] = field(default_factory=list)
+    """Blocks that vLLM holds for it, in order; empty while it waits."""
+    num_filled: int = 0
+    """Leading `blocks` that are named and fingerprinted."""
+
+    @property
+    def request_id(self) -> str:
+        """Id of the vLLM request, never used twice."""
+        return str(self.request.request_id)
+
+    @property
+    def is_preempted(self) -> bool:
+        return bool(self.request.status == RequestStatus.PREEMPTED)
+
+
+class Submissions:
+    """Sequences in vLLM's scheduler. No sequence is removed from it while a step computes."""
+
+    def __init__(
+        self,
+        scheduler: Any,
+        kv_cache: VllmKVCache,
+        eos_token_ids: frozenset[int],
+        on_scheduled: Callable[[Submitted, int], None],
+        on_filled: Callable[[Submitted, int], None],
+    ) -> None:
+        """Create it.
+
+        `on_scheduled` is called with the blocks found in the cache when vLLM starts to compute a sequence, `on_filled`
+        with the number of full blocks that the sequence had before a step filled more.
+        """
+        self._scheduler = scheduler
+        self._kv_cache = kv_cache
+        self._eos_token_ids = eos_token_ids
+        self._on_scheduled = on_scheduled
+        self._on_filled = on_filled
+        self._by_id: dict[str, Submitted] = {}
+        self._of_sequence: dict[Sequence, Submitted] = {}
+        self._to_abort: list[str] = []
+        self._count = 0
+
+    @property
+    def of_requests(self) -> Iterable[Submitted]:
+        return (each for each in self._by_id.values() if each.sequence.sampling is not None)
+
+    @property
+    def num_decoding(self) -> int:
+        return sum(each.sequence.decoding for each in self.of_requests)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._of_sequence
+
+    def holdings(self) -> list[list[int]]:
+        """Return the block lists that vLLM holds, aborted requests included whose step has not ended."""
+        manager = self._scheduler.kv_cache_manager
+        return [list(manager.get_block_ids(request_id)[0]) for request_id in self._scheduler.requests]
+
+    def get(self, request_id: str) -> Submitted | None:
+        return self._by_id.get(request_id)
+
+    def add(self, sequence: Sequence, promised: int) -> None:
+        """Let vLLM compute the sequence."""
+        self._kv_cache.soften(sequence)
+        self._count += 1
+        request_id = str(self._count)
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=list(sequence.token_ids),
+            sampling_params=vllm_params(sequence, request_id, self._eos_token_ids),
+            pooling_params=None,
+            arrival_time=float(sequence.arrival),
+            priority=-sequence.priority,
+            block_hasher=_hasher(sequence, self._kv_cache.layout.block_tokens),
+        )
+        submitted = Submitted(sequence, request, promised)
+        self._by_id[request_id] = self._of_sequence[sequence] = submitted
+        if sequence.sampling is not None:
+            sampling.sequences[request_id] = sequence
+        self._scheduler.add_request(request)
+
+    def remove(self, sequence: Sequence) -> None:
+        """End the vLLM request of a sequence that is over, if it has one; after the step, if one computes."""
+        if (submitted := self._of_sequence.pop(sequence, None)) is None:
+            return
+        del self._by_id[submitted.request_id]
+        sampling.sequences.pop(submitted.request_id, None)
+        sampling.results.pop(submitted.request_id, None)
+        self._to_abort.append(submitted.request_id)
+        if not self._kv_cache.stepping:
+            self.abort_removed()
+
+    def abort_removed(self) -> None:
+        """Have vLLM end removed requests; those that it has ended itself are skipped by it."""
+        if self._to_abort:
+            removed, self._to_abort = self._to_abort, []
+            self._scheduler.finish_requests(removed, RequestStatus.FINISHED_ABORTED)
+
+    def after_schedule(self, output: SchedulerOutput) -> None:
+        """Record which blocks vLLM gave to the sequences of a step, and lower their reservations by these."""
+        width = self._kv_cache.layout.block_tokens
+        for new in output.scheduled_new_reqs:
+            submitted = self._by_id[new.req_id]
+            submitted.blocks = list(new.block_ids[0])
+            self._started(submitted, new.num_computed_tokens // width)
+        cached = output.scheduled_cached_reqs
+        for request_id, block_ids, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            submitted = self._by_id[request_id]
+            if request_id in cached.resumed_req_ids:
+                assert block_ids is not None
+                submitted.blocks, submitted.num_filled = list(block_ids[0]), 0
+                self._started(submitted, computed // width)
+            elif block_ids is not None and block_ids[0]:
+                submitted.blocks += block_ids[0]
+                self._lower(submitted)
+
+    def after_step(self, output: SchedulerOutput) -> None:
+        """Name and fingerprint the blocks that the step filled; called before vLLM frees any of them."""
+        width = self._kv_cache.layout.block_tokens
+        for request_id in output.num_scheduled_tokens:
+            if (submitted := self._by_id.get(request_id)) is None:
+                continue  # cancelled meanwhile
+            sequence, request = submitted.sequence, submitted.request
+            sequence.num_computed = request.num_computed_tokens
+            first, end = submitted.num_filled, request.num_computed_tokens // width
+            if end > first:
+                parent = request.block_hashes[first - 1] if first else sequence.root
+                self._kv_cache.filled(parent, request.block_hashes[first:end], submitted.blocks[first:end])
+                submitted.num_filled = end
+                known = len(sequence.keys)
+                sequence.keys += request.block_hashes[known:end]
+                self._on_filled(submitted, known)
+
+    def _started(self, submitted: Submitted, num_hits: int) -> None:
+        self._kv_cache.hand_over(submitted.sequence)
+        self._lower(submitted)
+        self._on_scheduled(submitted, num_hits)
+
+    def _lower(self, submitted: Submitted) -> None:
+        self._kv_cache.promise(submitted.sequence, max(0, submitted.promised - len(submitted.blocks)))
+
+
+def _hasher(sequence: Sequence, width: int) -> Callable[[Any], list[BlockHash]]:
+    """Return the function that names the next full blocks of a vLLM request by Tandem's block keys."""
+
+    def keys(request: Any) -> list[BlockHash]:
+        known = request.block_hashes
+        parent = known[-1] if known else sequence.root
+        tokens = request.all_token_ids[len(known) * width :]
+        return [BlockHash(key) for key in block_keys(parent, tokens, width)]
+
+    return keys

@@ -1,0 +1,68 @@
+"""Arguments of vLLM's EngineArgs, from a worker's settings."""
+
+from typing import Any
+
+from cluster.roles import Role
+from engine.config import WorkerConfig
+from engine.errors import EngineStartError
+
+VERSION = "0.32"
+"""The minor version of vLLM whose scheduler and connector interface this backend uses."""
+OWN = (
+    "model",
+    "block_size",
+    "dtype",
+    "kv_cache_memory_bytes",
+    "max_num_batched_tokens",
+    "tensor_parallel_size",
+    "kv_transfer_config",
+    "logits_processors",
+    "enable_prefix_caching",
+    "async_scheduling",
+    "scheduling_policy",
+    "skip_tokenizer_init",
+    "disable_log_stats",
+)
+"""Arguments that Tandem sets itself."""
+
+
+def check_version(version: str) -> None:
+    """Raise EngineStartError unless vLLM is of the supported minor version."""
+    if not version.startswith(f"{VERSION}."):
+        raise EngineStartError("vllm_python", f"vLLM {version} is installed there; this Tandem needs {VERSION}")
+
+
+def engine_arguments(config: WorkerConfig, role: Role) -> dict[str, Any]:
+    """Return the arguments.
+
+    Raises EngineStartError for settings that this engine does not have, and for options that Tandem sets itself.
+    """
+    others = {
+        "weights": (config.weights != "auto", "set vllm_options.quantization"),
+        "kv_dtype": (config.kv_dtype != "auto", "set vllm_options.kv_cache_dtype"),
+        "lora": (config.lora is not None, "the vllm engine does not merge adapters"),
+        "backend": (config.backend != "auto", "set vllm_options.attention_backend"),
+        "speculation": (config.speculation not in (None, "off"), "the vllm engine does not speculate under Tandem"),
+        "kv_host_memory_mib": (config.kv_host_memory_mib > 0, "the vllm engine has no tiers below its pool"),
+        "kv_disk_dir": (config.kv_disk_dir is not None, "the vllm engine has no tiers below its pool"),
+        "tensor_parallel": (config.tensor_parallel > 1, "the vllm engine lends from one rank only"),
+    }
+    for name, (is_set, reason) in others.items():
+        if is_set:
+            raise EngineStartError(name, reason)
+    if reserved := sorted(set(OWN) & set(config.vllm_options)):
+        raise EngineStartError("vllm_options", f"{reserved[0]} is set by Tandem")
+    return {
+        "model": str(config.model),
+        "block_size": config.block_tokens,
+        "dtype": config.dtype,
+        "kv_cache_memory_bytes": config.kv_bytes,
+        "max_num_batched_tokens": config.max_batch_tokens,
+        "tensor_parallel_size": 1,
+        "enable_prefix_caching": True,
+        "async_scheduling": False,
+        "scheduling_policy": "priority",
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        **config.vllm_options,
+    }

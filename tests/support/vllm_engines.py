@@ -1,0 +1,52 @@
+"""vLLM engines for tests, where `make vllm` has set up an environment for them."""
+
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.roles import Role
+from engine.messages import Token
+from support.real_engines import RealEngine
+
+ROOT = Path(__file__).parent.parent.parent
+PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+STORYTELLER = ROOT / "examples" / "storyteller" / "model"
+BLOCK = 32
+need_vllm = pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-vllm: `make vllm` sets it up")
+OPTIONS = {"enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 16}
+
+
+def vllm_engine(name: str, role: Role = "decode", model: Path = STORYTELLER, **settings: Any) -> RealEngine:
+    """An engine that is not started yet; float32, so that tokens can be compared."""
+    options = OPTIONS | settings.pop("vllm_options", {})
+    common = {
+        "engine": "vllm",
+        "vllm_python": PYTHON,
+        "block_tokens": BLOCK,
+        "kv_memory_mib": 64,
+        "dtype": "float32",
+        "max_prefill_tokens": 64,
+        "vllm_options": options,
+    }
+    return RealEngine(name, model, role, **(common | settings))
+
+
+def ids(tokens: Sequence[Token]) -> list[int]:
+    return [token.token_id for token in tokens]
+
+
+def flip_a_byte(engine: RealEngine, block: int) -> None:
+    """Change one byte of a block in the second layer of the engine's KV memory."""
+    found = [entry for entry in Path(f"/proc/{engine.pid}/fd").iterdir() if "memfd:tandem-kv" in os.readlink(entry)]
+    assert len({entry.stat().st_ino for entry in found}) == 1
+    descriptor = found[0]
+    ready = engine.ready
+    planes = int.from_bytes(ready.endpoint.removeprefix(b"tandem-planes-1\n")[:4], "little")
+    span = ready.block_bytes // planes
+    offset = (ready.num_blocks + 1) * span + block * span + 77
+    with descriptor.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        memory[offset] ^= 0x40
