@@ -40,6 +40,8 @@ def check_request(request: pb.DecodeRequest, vocab_size: int, engine: str) -> No
     if sampling.max_tokens < 1 or (longest >= sampling.max_tokens and not sampling.HasField("beam_width")):
         left = sampling.max_tokens - longest
         raise InvalidRequest("sampling.max_tokens", f"nothing to generate: {left} tokens are left")
+    if sampling.HasField("beam_width") and engine == "vllm":
+        raise InvalidRequest("sampling.beam_width", "this model runs on vLLM, which has no beam search here")
     if read_structured(sampling) is not None and engine == "sim":
         raise InvalidRequest(FIELD, "the sim engine's tokens are hashes of its KV blocks and keep to no grammar")
 

@@ -6,7 +6,15 @@ import socket
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from cluster.config import Config
 from cluster.roles import Role
@@ -18,6 +26,9 @@ from engine.kv.layout import KvDtype
 from engine.model.quantization import QuantizationConfig, Weights
 from engine.speculation.speculator import MAX_GUESSES, NGRAM
 from kvtransfer.ranks import MAX_RANKS
+
+VLLM_BLOCK_TOKENS = 32
+"""Tokens of a KV block of the vllm engine, where none are set."""
 
 
 class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettings, Config):
@@ -85,7 +96,8 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
     is found; on a GPU flashinfer, or triton where KV is quantised or flashinfer is missing; sdpa with a warning
     where these do not know the dtype."""
     block_tokens: int = Field(default=16, ge=1, le=1024)
-    """Tokens of a KV block, equal for all workers of a model."""
+    """Tokens of a KV block, equal for all workers of a model. Default: 16; with the vllm engine 32, since vLLM's CPU
+    attention takes multiples of 32."""
     kv_memory_mib: PositiveInt = 256
     """Size of the KV pool in MiB. Raise it until the device's memory is used."""
     kv_host_memory_mib: NonNegativeInt = 0
@@ -163,6 +175,13 @@ class WorkerConfig(HealthSettings, MetricsSettings, LogSettings, DiscoverySettin
             stream_s=self.sim_stream_us * 1e-6,
             kv_token_s=self.sim_kv_token_ns * 1e-9,
         )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _blocks_of_vllm(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("engine") == "vllm":
+            return {"block_tokens": VLLM_BLOCK_TOKENS} | values
+        return values
 
     @field_validator("routers")
     @classmethod

@@ -8,8 +8,10 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 from engine.config import WorkerConfig
 from engine.errors import EngineStartError
@@ -26,6 +28,9 @@ class ChildEngine(EngineHost):
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
+        self._keeps_log = spec.config.engine == "vllm"
+        self._last_line = ""
+        """Last line of the engine's log, where it is kept."""
 
     def start(self, listener: EngineListener) -> None:
         self._listener = listener
@@ -37,8 +42,11 @@ class ChildEngine(EngineHost):
                 [*_program(self._spec.config), str(other.fileno())],
                 pass_fds=[other.fileno()],
                 stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE if self._keeps_log else None,
                 env=os.environ | {"PYTHONUNBUFFERED": "1"},
             )
+        if self._process.stderr is not None:
+            threading.Thread(target=self._relay, args=(self._process.stderr,), daemon=True).start()
         self._loop.add_reader(self._link.fileno(), self._on_readable)
         self._transmit(self._spec)
 
@@ -83,7 +91,15 @@ class ChildEngine(EngineHost):
 
     async def _await_death(self) -> None:
         code = await asyncio.to_thread(self._process.wait)
-        self._listener.ended(f"its process ended with code {code}")
+        said = f": {self._last_line}" if self._last_line else ""
+        self._listener.ended(f"its process ended with code {code}{said}")
+
+    def _relay(self, log_lines: IO[bytes]) -> None:
+        """Forward the engine's log, and keep its last line."""
+        for line in log_lines:
+            sys.stderr.buffer.write(line)
+            sys.stderr.buffer.flush()
+            self._last_line = line.decode(errors="replace").strip() or self._last_line
 
 
 def _program(config: WorkerConfig) -> list[str]:

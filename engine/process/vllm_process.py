@@ -200,6 +200,9 @@ def _start_vllm(spec: EngineSpec) -> _Started:
     except TypeError as error:
         raise EngineStartError("vllm_options", str(error)) from None
     vllm_config = options.create_engine_config()
+    if not vllm_config.cache_config.enable_prefix_caching:
+        reason = "vLLM turns its prefix cache off for this model here (so it does for MLA on CPUs), and loans need it"
+        raise EngineStartError("model", reason)
     engine = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
     groups = engine.scheduler.kv_cache_config.kv_cache_groups
     if len(groups) != 1:

@@ -29,6 +29,7 @@ def up(
     ] = None,
     http_port: Annotated[int | None, typer.Option(help="of the OpenAI-compatible API, likewise; default: 8000")] = None,
     no_http: Annotated[bool, typer.Option("--no-http", help="serve gRPC only")] = False,
+    engine: Annotated[str | None, typer.Option(help="of every worker: torch, vllm or sim; default: torch")] = None,
     worker: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="setting of every worker")] = None,
     router: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="setting of every router")] = None,
     config: Annotated[
@@ -47,7 +48,8 @@ def up(
     cluster = read_cluster(config, model, prefill, decode)
     listen = {key: value for key, value in (("host", host), ("port", port)) if value is not None}
     settings = listen | cluster.http_settings(http_port, no_http) | parse_overrides(router or [])
-    serve_cluster(cluster, settings, parse_overrides(worker or []), routers, autoscale)
+    chosen = {"engine": engine} if engine is not None else {}
+    serve_cluster(cluster, settings, chosen | parse_overrides(worker or []), routers, autoscale)
 
 
 @app.command()

@@ -150,7 +150,8 @@ def children_running(pid: int, module: str) -> list[int]:
 
 def engine_of(role: RoleProcess) -> int:
     """The engine process behind a worker's front."""
-    (engine,) = children_running(role.pid, "engine.process.engine_process")
+    programs = ("engine.process.engine_process", "engine.process.vllm_process")
+    (engine,) = [pid for program in programs for pid in children_running(role.pid, program)]
     return engine
 
 

@@ -1,0 +1,91 @@
+"""A whole cluster of vLLM workers: router, fronts and engines as processes, KV over NIXL between them."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from cluster.errors import InvalidRequest
+from protos import inference_pb2 as pb
+from support.processes import LENDER_ALWAYS, Stream, finished, kill_engine, running
+from support.vllm_engines import BLOCK, OPTIONS, PYTHON, STORYTELLER, need_vllm
+from tandem.client import Client
+from tandem.local.local_cluster import LocalCluster
+from tandem.topology import plan_topology
+
+pytestmark = [need_vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("vllm")]
+VLLM: dict[str, Any] = {
+    "engine": "vllm",
+    "vllm_python": PYTHON,
+    "vllm_options": OPTIONS,
+    "dtype": "float32",
+    "kv_memory_mib": 64,
+    "max_prefill_tokens": 64,
+}
+
+
+def prompt_of(seed: int, num_tokens: int) -> list[int]:
+    return random.Random(seed).choices(range(3, 2048), k=num_tokens)
+
+
+class Site:
+    """A cluster of one prefill and two decode workers, and a client of it."""
+
+    def __init__(self, cluster: LocalCluster, client: Client) -> None:
+        self.cluster, self.client = cluster, client
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def site() -> AsyncIterator[Site]:
+    settings = {"model": STORYTELLER} | VLLM
+    router = {"model": STORYTELLER, "port": 0} | LENDER_ALWAYS
+    topology = plan_topology(1, 2, router, settings, [0, 1], 1)
+    async with running(LocalCluster(topology)) as (cluster, client):
+        yield Site(cluster, client)
+
+
+async def test_kv_moves_and_is_found_again(site: Site, ask, audit) -> None:  # type: ignore[no-untyped-def]
+    prompt = prompt_of(1, 300)
+    first = await ask(site.client, prompt, max_tokens=20, ignore_eos=True)
+    assert (first.kv.moved_blocks, first.kv.transport) == ((len(prompt) - 1) // BLOCK, "nixl")
+    assert first.kv.lender_computed_blocks == first.kv.moved_blocks
+    await asyncio.sleep(0.5)  # the router learns what the decode worker holds
+    second = await ask(site.client, prompt, max_tokens=20, ignore_eos=True)
+    assert second.token_ids == first.token_ids
+    assert second.kv.reused_blocks == first.kv.moved_blocks
+    salted = await ask(site.client, prompt, max_tokens=20, ignore_eos=True, cache_salt="another tenant")
+    assert salted.token_ids == first.token_ids
+    assert salted.kv.reused_blocks == salted.kv.lender_cached_blocks == 0
+    await audit([worker.address for worker in site.cluster.workers])
+
+
+async def test_what_vllm_cannot_do_is_refused_with_the_field(site: Site, ask) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(InvalidRequest, match="beam_width"):
+        await ask(site.client, prompt_of(2, 40), beam_width=2)
+
+
+async def test_text_stops_and_structure_follow_the_request(site: Site, ask) -> None:  # type: ignore[no-untyped-def]
+    prompt = prompt_of(3, 40)
+    digits = pb.StructuredOutput(regex="[0-9]{12}")
+    answer = await ask(site.client, prompt, max_tokens=40, structured=digits)
+    assert answer.text.isdecimal()
+    assert len(answer.text) == 12
+    whole = await ask(site.client, prompt, max_tokens=30, ignore_eos=True)
+    word = whole.text[5:9]
+    stopped = await ask(site.client, prompt, max_tokens=30, ignore_eos=True, stop=[word])
+    assert stopped.text == whole.text[: whole.text.index(word)]
+
+
+async def test_streams_survive_a_decode_engine_and_a_decode_worker(site: Site) -> None:
+    """The last test of this cluster: afterwards only one worker of each kind is left."""
+    shapes = [(number, 60 + 41 * number, 120) for number in range(4)]
+    whole = [Stream(site.client, prompt_of(seed, size), count, cache_salt="w") for seed, size, count in shapes]
+    undisturbed = [stream.token_ids for stream in await finished(whole)]
+    streams = [Stream(site.client, prompt_of(seed, size), count, cache_salt="d") for seed, size, count in shapes]
+    await asyncio.gather(*(stream.reached(5) for stream in streams))
+    kill_engine(site.cluster.decode[0])
+    assert [stream.token_ids for stream in await finished(streams)] == undisturbed
+    assert {stream.receipt.placement.decode_worker for stream in streams} == {"decode-1"}

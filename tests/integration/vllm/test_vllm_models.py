@@ -1,0 +1,68 @@
+"""Models of every kind of KV cache: prefill and decode on two vLLM engines give the tokens of one alone."""
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from cluster.errors import StartError
+from support.long_runs import mostly_long
+from support.real_engines import engines, greedy
+from support.vllm_engines import BLOCK, ids, need_vllm, vllm_engine
+from support.vllm_models import KINDS, VOCAB, write_model
+
+pytestmark = [need_vllm, pytest.mark.xdist_group("vllm")]
+LENGTHS = (33, 64, 100, 300)
+
+
+@pytest.mark.parametrize("kind", mostly_long([kind for kind in KINDS if kind != "deepseek"], "gemma3"))
+async def test_prefill_and_decode_give_the_tokens_of_one_engine(kind: str, tmp_path: Path) -> None:
+    model = write_model(kind, tmp_path)
+    cores = sorted(os.sched_getaffinity(0))
+    lender = vllm_engine("lender", "prefill", model, cores=(cores[0],))
+    borrower = vllm_engine("borrower", model=model, cores=(cores[-1],))
+    generator = random.Random(5)
+    async with engines(lender, borrower):
+        for number, length in enumerate(LENGTHS):
+            prompt = [generator.randrange(3, VOCAB) for _ in range(length)]
+            borrowed = await borrower.answer(greedy(f"b{number}", prompt, ignore_eos=True), lender)
+            alone = await lender.answer(greedy(f"a{number}", prompt, ignore_eos=True))
+            assert ids(borrowed) == ids(alone)
+            account = borrowed[0].account
+            assert account is not None
+            assert account.moved_blocks == (length - 1) // BLOCK
+            assert account.mismatched_blocks == 0
+        for engine in (lender, borrower):
+            assert (await engine.audited()).reserved_blocks == 0
+
+
+async def test_what_an_engine_cannot_do_is_refused_at_start_by_name(tmp_path: Path) -> None:
+    refused = {
+        "tensor_parallel": {"tensor_parallel": 2},
+        "kv_host_memory_mib": {"kv_host_memory_mib": 64},
+        "speculation": {"speculation": "ngram"},
+        "lora": {"lora": tmp_path},
+        "vllm_options": {"vllm_options": {"block_size": 16}},
+    }
+    for field, settings in refused.items():
+        engine = vllm_engine("refused", **settings)  # type: ignore[arg-type]
+        try:
+            with pytest.raises(StartError) as raised:
+                await engine.start()
+            assert raised.value.field == field
+        finally:
+            await engine.host.stop()
+
+
+async def test_a_model_without_a_prefix_cache_is_refused_at_start(tmp_path: Path) -> None:
+    """MLA on a CPU without AMX."""
+    if "amx_tile" in Path("/proc/cpuinfo").read_text():
+        pytest.skip("vLLM has a prefix cache for MLA on this CPU")
+    engine = vllm_engine("mla", model=write_model("deepseek", tmp_path), block_tokens=16)
+    try:
+        with pytest.raises(StartError, match="prefix cache") as raised:
+            await engine.start()
+        assert raised.value.field == "model"
+    finally:
+        await engine.host.stop()
