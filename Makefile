@@ -12,7 +12,7 @@ FILES := --dist loadfile -m "not long" --durations 15 --durations-min 5
 SEVERAL := tests/integration tests/helm tests/e2e/test_right.py tests/e2e/test_structured.py
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test vllm docs test-long test-faults fuzz lint types unit integration helm e2e ray gpu bench bench-engine bench-kv bench-router bench-gpu bench-simulator bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel bench-cores protos check-protos install clean
+.PHONY: demo test vllm docs test-long test-faults fuzz lint types unit integration helm e2e ray gpu bench bench-engine bench-vllm bench-kv bench-router bench-gpu bench-simulator bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel bench-cores protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -88,6 +88,9 @@ bench: $(INSTALLED)
 
 bench-engine: $(INSTALLED) $(VLLM_VENV)/.installed
 	@$(BIN)/python -m bench.engine
+
+bench-vllm: $(INSTALLED) $(VLLM_VENV)/.installed
+	@$(BIN)/python -m bench.vllm
 
 bench-kv: $(INSTALLED)
 	@$(BIN)/python -m bench.kv

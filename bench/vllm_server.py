@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,12 +21,32 @@ KV_GIB = 4
 class VllmServer:
     """Async context manager of a server; `pause` stops its processes while another system is measured."""
 
-    def __init__(self, environment: Path, model: Path, cores: Sequence[int], cache: Path, *options: str) -> None:
+    def __init__(
+        self,
+        environment: Path,
+        model: Path,
+        cores: Sequence[int],
+        cache: Path,
+        *options: str,
+        port: int = PORT,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self._environment = environment
+        self._port = port
+        self._more_variables = variables or {}
         self._model = model
         self._cores = cores
         self._cache = cache
         self._options = options
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def pid(self) -> int:
+        """Leader of the server's process group."""
+        return self._process.pid
 
     async def __aenter__(self) -> Self:
         self._cache.mkdir(parents=True, exist_ok=True)
@@ -35,7 +55,7 @@ class VllmServer:
             str(self._environment / "bin" / "vllm"),
             "serve",
             str(self._model),
-            *("--port", str(PORT), "--served-model-name", "m", "--no-enable-prefix-caching", *self._options),
+            *("--port", str(self._port), "--served-model-name", "m", "--no-enable-prefix-caching", *self._options),
             env=self._variables(),
             stdout=self._log,
             stderr=self._log,
@@ -59,6 +79,10 @@ class VllmServer:
         self.resume()
         await self._stop()
 
+    def signal(self, how: signal.Signals) -> None:
+        """Send a signal to all processes of the server."""
+        os.killpg(self._process.pid, how)
+
     def pause(self) -> None:
         os.killpg(self._process.pid, signal.SIGSTOP)
 
@@ -75,7 +99,7 @@ class VllmServer:
             "ignore_eos": True,
             "stream": True,
         }
-        async with self._session.post(f"http://127.0.0.1:{PORT}/v1/completions", json=request) as answer:
+        async with self._session.post(f"{self.url}/v1/completions", json=request) as answer:
             answer.raise_for_status()
             async for line in answer.content:
                 if line.startswith(b"data: {") and json.loads(line[6:])["choices"]:
@@ -91,13 +115,14 @@ class VllmServer:
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "LD_PRELOAD": ":".join(map(str, libraries)),
+            **self._more_variables,
         }
 
     async def _await_ready(self) -> None:
         give_up_at = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < give_up_at and self._process.returncode is None:
             with contextlib.suppress(aiohttp.ClientError):
-                async with self._session.get(f"http://127.0.0.1:{PORT}/health") as answer:
+                async with self._session.get(f"{self.url}/health") as answer:
                     if answer.status == 200:
                         return
             await asyncio.sleep(0.25)

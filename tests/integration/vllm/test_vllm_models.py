@@ -16,6 +16,10 @@ pytestmark = [need_vllm, pytest.mark.xdist_group("vllm")]
 LENGTHS = (33, 64, 100, 300)
 
 
+def has_amx() -> bool:
+    return "amx_tile" in Path("/proc/cpuinfo").read_text()
+
+
 @pytest.mark.parametrize("kind", mostly_long([kind for kind in KINDS if kind != "deepseek"], "gemma3"))
 async def test_prefill_and_decode_give_the_tokens_of_one_engine(kind: str, tmp_path: Path) -> None:
     model = write_model(kind, tmp_path)
@@ -57,7 +61,7 @@ async def test_what_an_engine_cannot_do_is_refused_at_start_by_name(tmp_path: Pa
 
 async def test_a_model_without_a_prefix_cache_is_refused_at_start(tmp_path: Path) -> None:
     """MLA on a CPU without AMX."""
-    if "amx_tile" in Path("/proc/cpuinfo").read_text():
+    if has_amx():
         pytest.skip("vLLM has a prefix cache for MLA on this CPU")
     engine = vllm_engine("mla", model=write_model("deepseek", tmp_path), block_tokens=16)
     try:

@@ -1,0 +1,78 @@
+"""`make bench-vllm`, or `python -m bench.vllm PART ...` for some parts: alone, pair, transfer."""
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from rich.console import Console
+
+from bench.models import qwen2_half_b
+from bench.report import OUT, Bar, conclude
+from bench.vllm.compared import VLLM, compare_alone, compare_pairs
+from bench.vllm.transfer import measure_transfer
+
+PARTS = ("alone", "pair", "transfer")
+
+
+def bars_of(figures: dict[str, Any]) -> list[Bar]:
+    """Return the bars of the parts that ran."""
+    bars: list[Bar] = []
+
+    def add(part: str, what: str, name: str, limit: float, at_least: bool = False) -> None:
+        if part in figures:
+            sides = figures[part][name]
+            bars.append(Bar(what, sides["tandem"] / sides["vllm"], limit, at_least))
+
+    add("alone", "one worker, 32 x (256 in, 64 out): output tokens/s, / vllm serve", "tokens_per_s", 0.95, True)
+    add("alone", "one worker, one 1,024-token prompt: TTFT, / vllm serve", "ttft_ms", 1.05)
+    add("alone", "one worker, 8 streams: ITL p50, / vllm serve", "itl_ms", 1.05)
+    add("pair", "pair, 512-token prompts at random: TTFT p50, / NixlConnector", "ttft_p50_ms", 1.0)
+    add("pair", "the same: TTFT p99", "ttft_p99_ms", 1.0)
+    add("pair", "pair, 32 x (256 in, 64 out): output tokens/s, / NixlConnector", "tokens_per_s", 1.0, True)
+    add("pair", "pair, 8 streams beside long prompts: ITL p99, / NixlConnector", "itl_p99_ms", 1.0)
+    if "transfer" in figures:
+        bars.append(Bar("fingerprints on both sides / TTFT of 1,024 tokens", figures["transfer"]["fingerprints"], 0.03))
+        what = "4 chunks: last chunk computed to last block bound / whole transfer"
+        bars.append(Bar(what, figures["transfer"]["overlap"], 0.3))
+    return bars
+
+
+async def main(parts: list[str]) -> None:
+    console = Console(width=160)
+    if not (VLLM / "bin" / "vllm").exists():
+        sys.exit(f"error: {VLLM} holds no vllm; run this by `make bench-vllm`")
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        sys.exit("error: cores: a prefill and a decode engine need two")
+    model = qwen2_half_b(OUT / "qwen2-0.5b")
+    scratch = Path(tempfile.mkdtemp(prefix="tandem-bench-"))
+    figures: dict[str, Any] = {}
+    failed: list[str] = []
+    work = {
+        "alone": lambda: compare_alone(model, cores, scratch, console),
+        "pair": lambda: compare_pairs(model, cores, scratch, console),
+        "transfer": lambda: measure_transfer(model, cores, console),
+    }
+    try:
+        for part in parts:
+            try:
+                figures[part] = await work[part]()
+            except Exception:
+                console.print_exception()
+                failed.append(part)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    conclude("vllm", bars_of(figures), figures, console)
+    if failed:
+        sys.exit(f"error: these parts failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    chosen = sys.argv[1:] or list(PARTS)
+    if unknown := set(chosen) - set(PARTS):
+        sys.exit(f"error: no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    uvloop.run(main(chosen))

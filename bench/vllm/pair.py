@@ -1,0 +1,127 @@
+"""vLLM's own disaggregation: a prefill and a decode server with its NixlConnector, a core each.
+
+The client plays the router, which is the cheapest router there can be: it asks the prefill server for one token, and
+sends the transfer parameters of the answer with the same prompt to the decode server.
+"""
+
+import asyncio
+import json
+import signal
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+
+from bench.vllm_server import VllmServer
+
+PORTS = {"prefill": 8798, "decode": 8799}
+SIDE_PORTS = {"prefill": 5600, "decode": 5700}
+TRANSFER = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+ASK_PREFILL = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+class VllmPair:
+    """Async context manager of the two servers; `pause` stops their processes while the other side is measured."""
+
+    def __init__(self, environment: Path, model: Path, cores: Sequence[int], scratch: Path, *options: str) -> None:
+        self._environment = environment
+        self._model = model
+        self._cores = cores
+        self._scratch = scratch
+        self._options = options
+        self.servers: dict[str, VllmServer] = {}
+
+    async def __aenter__(self) -> Self:
+        self._links()
+        self._stack = AsyncExitStack()
+        self._session = await self._stack.enter_async_context(
+            aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=None), connector=aiohttp.TCPConnector(limit=0, force_close=True)
+            )
+        )
+        await asyncio.gather(*(self.start(role) for role in PORTS))
+        return self
+
+    async def start(self, role: str) -> None:
+        """Start one of the two servers, also in the place of one that was killed."""
+        core = self._cores[0 if role == "prefill" else -1]
+        variables = {
+            "PYTHONPATH": str(self._scratch / "links"),
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(SIDE_PORTS[role]),
+        }
+        server = VllmServer(
+            self._environment,
+            self._model,
+            [core],
+            self._scratch / role,
+            *("--kv-transfer-config", json.dumps(TRANSFER), "--block-size", "32", *self._options),
+            port=PORTS[role],
+            variables=variables,
+        )
+        self.servers[role] = server
+        await server.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for server in self.servers.values():
+            await server.__aexit__(kind, error, trace)
+        await self._stack.aclose()
+
+    def pause(self) -> None:
+        for server in self.servers.values():
+            server.pause()
+
+    def resume(self) -> None:
+        for server in self.servers.values():
+            server.resume()
+
+    async def generate(self, token_ids: Sequence[int], max_tokens: int) -> AsyncIterator[float]:
+        """Yield the moments at which tokens arrive, by the monotonic clock."""
+        async for moment, _ in self.stream(token_ids, max_tokens):
+            yield moment
+
+    async def stream(self, token_ids: Sequence[int], max_tokens: int) -> AsyncIterator[tuple[float, str]]:
+        """Yield the moment and the text of each token.
+
+        Raises aiohttp's errors.
+        """
+        common: dict[str, Any] = {"model": "m", "prompt": list(token_ids), "temperature": 0, "ignore_eos": True}
+        first = common | {"max_tokens": 1, "kv_transfer_params": ASK_PREFILL}
+        async with self._session.post(f"{self.servers['prefill'].url}/v1/completions", json=first) as answer:
+            answer.raise_for_status()
+            transfer = (await answer.json())["kv_transfer_params"]
+        then = common | {"max_tokens": max_tokens, "stream": True, "kv_transfer_params": transfer}
+        async with self._session.post(f"{self.servers['decode'].url}/v1/completions", json=then) as answer:
+            answer.raise_for_status()
+            async for line in answer.content:
+                if line.startswith(b"data: {"):
+                    message = json.loads(line[6:])
+                    if "error" in message:
+                        raise aiohttp.ClientPayloadError(str(message["error"]))
+                    if message["choices"]:
+                        yield time.monotonic(), message["choices"][0]["text"]
+
+    def kill(self, role: str, how: signal.Signals) -> None:
+        """Send a signal to all processes of one server."""
+        self.servers[role].signal(how)
+
+    def _links(self) -> None:
+        """Offer the NIXL wheel under the name that vLLM imports."""
+        (installed,) = self._environment.glob("lib/python3*/site-packages/nixl_cu12")
+        links = self._scratch / "links"
+        links.mkdir(parents=True, exist_ok=True)
+        if not (links / "nixl").exists():
+            (links / "nixl").symlink_to(installed.resolve())
