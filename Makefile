@@ -12,7 +12,7 @@ FILES := --dist loadfile -m "not long" --durations 15 --durations-min 5
 SEVERAL := tests/integration tests/helm tests/e2e/test_right.py tests/e2e/test_structured.py
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: demo test vllm docs test-long test-faults fuzz lint types unit integration helm e2e ray gpu bench bench-engine bench-vllm bench-kv bench-router bench-gpu bench-simulator bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel bench-cores protos check-protos install clean
+.PHONY: demo test vllm vllm-if-on-offer test-vllm docs test-long test-faults fuzz lint types unit integration helm e2e ray gpu bench bench-engine bench-vllm bench-kv bench-router bench-gpu bench-simulator bench-known bench-autoscale bench-agreement bench-load bench-api bench-speculation bench-quantised bench-parallel bench-cores protos check-protos install clean
 
 install: $(INSTALLED)
 
@@ -28,8 +28,8 @@ demo: $(INSTALLED)
 
 # The first group runs in parallel. Ray's tests run alone: beside others its nodes time out.
 test: $(INSTALLED)
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync unit lint types docs check-protos
-	@$(MAKE) --no-print-directory integration e2e ray
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync unit lint types docs check-protos vllm-if-on-offer
+	@$(MAKE) --no-print-directory integration e2e ray test-vllm
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -58,6 +58,13 @@ e2e: $(INSTALLED)
 ray: $(INSTALLED)
 	$(BIN)/pytest tests/ray_cluster
 
+# With vLLM's own environment; skipped where vLLM could not be installed.
+test-vllm: $(INSTALLED)
+	$(BIN)/pytest -m "not long" tests/vllm
+
+vllm-if-on-offer: $(INSTALLED)
+	@$(MAKE) --no-print-directory vllm || echo "vLLM could not be installed: its tests are skipped"
+
 helm: $(INSTALLED) $(HELM)
 	$(BIN)/pytest tests/helm
 
@@ -66,7 +73,7 @@ $(HELM): helm/get_helm.py $(INSTALLED)
 
 # More models, grammars and chunk sizes, and whole storms, where `test` runs some.
 test-long: $(INSTALLED)
-	$(BIN)/pytest -m long tests/integration tests/e2e
+	$(BIN)/pytest -m long tests/integration tests/e2e tests/vllm
 
 # 20,000 trials in virtual time, 20 real faults of each kind, storms of minutes; `test` runs a slice of all.
 test-faults: $(INSTALLED)
@@ -167,4 +174,4 @@ check-protos: $(PROTOC_VENV)/.installed
 	@$(PROTOC_VENV)/bin/python protos/generate.py --check .
 
 clean:
-	rm -rf $(dir $(HELM)) $(VENV) $(PROTOC_VENV) $(ROUTERS_VENV) .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(dir $(HELM)) $(VENV) $(VLLM_VENV) $(PROTOC_VENV) $(ROUTERS_VENV) .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis

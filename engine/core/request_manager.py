@@ -35,7 +35,8 @@ class _Request:
     chains: dict[int, Sequence]
     """Sequences that are not over, by choice."""
     account: KvAccount
-    borrower_manager: bool
+    borrowing: bool
+    """Whether its loan is not over yet."""
     num_choices: int
     """Number of choices wanted; of a beam search, the number of beams returned."""
     search: BeamSearch | None = None
@@ -296,7 +297,7 @@ class RequestManager:
     def loan_over(self, sequence: Sequence, lost_blocks: bool) -> None:
         """Compute the blocks that the loan did not bring."""
         request = self._requests[sequence.request_id]
-        request.borrower_manager = False
+        request.borrowing = False
         if lost_blocks:
             self._finish(sequence.request_id)
             reason = "blocks are quarantined for a silent lender and no others are available"

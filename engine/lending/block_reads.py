@@ -84,7 +84,8 @@ class ReadProgress:
 class BlockRead:
     """Several reads reported to the loop as one message, to wake it once.
 
-    The bytes of each read are verified when they arrive, unless the transport computed fingerprints on the way. Reads
+    The bytes of each read are fingerprinted when they arrive, unless the transport did that on the way; `borrower.py`
+    compares. Reads
     end on any thread; the last one to be quiet calls `on_quiet`, once.
     """
 

@@ -24,11 +24,11 @@ from engine.model.model_dir import ModelDir
 from engine.process.child_engine import ChildEngine
 from engine.process.engine_client import EngineClient, EngineHost
 from engine.process.spec import EngineSpec
-from engine.worker.audit_service import WorkerService
 from engine.worker.lender_streams import LenderStreams
 from engine.worker.membership import NAME_TAKEN_S, Memberships
 from engine.worker.metrics import register
 from engine.worker.role_switch import RoleSwitch
+from engine.worker.worker_service import WorkerService
 from protos import membership_pb2 as pb
 from protos import membership_pb2_grpc as pb_grpc
 

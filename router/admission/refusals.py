@@ -6,9 +6,9 @@ from cluster.errors import DeadlineExceeded, Overloaded, ServiceError, Unavailab
 
 MIN_RETRY_AFTER_S = 0.05
 MAX_RETRY_AFTER_S = 60.0
+"""Largest predicted retry delay in seconds; a limit known to last longer is reported in full."""
 DEFAULT_RETRY_AFTER_S = 1.0
 """Retry advice of refusals without a prediction, in seconds."""
-"""Largest predicted retry delay in seconds; a limit known to last longer is reported in full."""
 
 
 class Reason(StrEnum):

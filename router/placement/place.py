@@ -120,7 +120,7 @@ class _Matrices:
 
     def cheapest(self) -> tuple[Route, int, tuple[Alternative, ...]]:
         """Return the cheapest route, the number of candidates, and the alternatives."""
-        alone_s = self._cost_s(0.0, self._own_s(self._own), self._queue_s)
+        alone_s = self._cost_alone_s(0.0, self._own_s(self._own), self._queue_s)
         at = int(alone_s.argmin())
         found = [(float(alone_s[at]), at, -1, False, -1)]
         near = [(float(alone_s[few]), int(few), -1, False) for few in _few(alone_s)]
@@ -161,8 +161,8 @@ class _Matrices:
         tokens = self._demand.num_tokens - num_blocks * self._demand.block_tokens
         return tokens / self._tokens_per_s
 
-    def _cost_s(self, loan_s: Floats | float, own_s: Floats, queue_s: Floats) -> Floats:
-        """Return the cost, [D]."""
+    def _cost_alone_s(self, loan_s: Floats | float, own_s: Floats, queue_s: Floats) -> Floats:
+        """Return the cost without a lender, [D]; `_reading` and `_computing` add the same terms in the same order."""
         cost_s: Floats = loan_s + queue_s + (self._fixed_s + own_s) + (self._decoding * own_s + self._crowding_s)
         return cost_s
 

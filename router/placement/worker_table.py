@@ -15,6 +15,7 @@ class WorkerView:
     worker_id: str
     decodes: bool
     fingerprint: bytes
+    """Fingerprint of weights and KV layout; only workers with equal ones exchange KV."""
     running: int
     decoding: int
     """Running streams that are past their prompt."""

@@ -142,7 +142,7 @@ class Node:
         """It is nobody's, or that of one sequence which waits for it."""
         pool = self.core._kv_cache.pool
         owners = [
-            request.borrower_manager
+            request.borrowing
             for request in self.core._requests._requests.values()
             if any(block in chain.blocks for chain in request.chains.values())
         ]

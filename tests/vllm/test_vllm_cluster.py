@@ -16,7 +16,7 @@ from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster
 from tandem.topology import plan_topology
 
-pytestmark = [need_vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("vllm")]
+pytestmark = [need_vllm, pytest.mark.asyncio(loop_scope="module")]
 VLLM: dict[str, Any] = {
     "engine": "vllm",
     "vllm_python": PYTHON,

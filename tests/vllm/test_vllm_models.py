@@ -12,7 +12,7 @@ from support.real_engines import engines, greedy
 from support.vllm_engines import BLOCK, ids, need_vllm, vllm_engine
 from support.vllm_models import KINDS, VOCAB, write_model
 
-pytestmark = [need_vllm, pytest.mark.xdist_group("vllm")]
+pytestmark = [need_vllm]
 LENGTHS = (33, 64, 100, 300)
 
 
@@ -20,7 +20,7 @@ def has_amx() -> bool:
     return "amx_tile" in Path("/proc/cpuinfo").read_text()
 
 
-@pytest.mark.parametrize("kind", mostly_long([kind for kind in KINDS if kind != "deepseek"], "gemma3"))
+@pytest.mark.parametrize("kind", mostly_long([kind for kind in KINDS if kind != "deepseek"]))
 async def test_prefill_and_decode_give_the_tokens_of_one_engine(kind: str, tmp_path: Path) -> None:
     model = write_model(kind, tmp_path)
     cores = sorted(os.sched_getaffinity(0))

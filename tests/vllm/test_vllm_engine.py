@@ -28,7 +28,7 @@ from engine.messages import (
 from support.real_engines import RealEngine, chosen, engines, greedy, kill
 from support.vllm_engines import BLOCK, flip_a_byte, ids, need_vllm, vllm_engine
 
-pytestmark = [need_vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.xdist_group("vllm")]
+pytestmark = [need_vllm, pytest.mark.asyncio(loop_scope="module")]
 VOCAB = 2048
 numbers = count()
 
