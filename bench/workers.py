@@ -44,6 +44,8 @@ class Workers:
         self._roles: list[RoleProcess] = []
         self._links: dict[str, grpc.aio.Channel] = {}
         self._numbers = itertools.count()
+        self.lent_blocks: list[int] = []
+        """Blocks that the last `lend` announced."""
 
     async def __aenter__(self) -> Self:
         self._listener, self._server = _Listener(), Server()
@@ -71,6 +73,9 @@ class Workers:
         await asyncio.gather(*(stop_process(role.process) for role in self._roles))
         await self._server.stop(0.1)
 
+    def role(self, name: str) -> RoleProcess:
+        return next(role for role in self._roles if role.name == name)
+
     def hello(self, name: str) -> membership_pb2.Hello:
         return self._listener.hellos[name]
 
@@ -78,22 +83,35 @@ class Workers:
         hello = self.hello(name)
         return lend_pb2.Holder(worker_id=name, address=hello.address, incarnation=hello.incarnation)
 
+    async def text(self, name: str, prompt: Sequence[int], lender: str, num_tokens: int) -> tuple[pb.Receipt, str]:
+        """Decode on worker `name` with the blocks that `lender` holds; return the receipt and the text."""
+        request = self._request(name, prompt, lender, may_compute=False, max_tokens=num_tokens)
+        stub = decode_pb2_grpc.DecodeStub(self._link(name))
+        messages = [message async for message in stub.Generate(request, timeout=120)]
+        return messages[-1].finish.receipt, "".join(message.text for message in messages)
+
     async def decode(
         self, name: str, prompt: Sequence[int], lender: str | None, may_compute: bool = True
     ) -> tuple[pb.Receipt, float]:
         """Decode one token of `prompt` on worker `name`; return its receipt and the seconds to the token."""
-        request = decode_pb2.DecodeRequest(
-            request_id=f"bench-{next(self._numbers)}",
-            worker_incarnation=self.hello(name).incarnation,
-            prompt_token_ids=prompt,
-            sampling=pb.Sampling(max_tokens=1, temperature=0, top_p=1, ignore_eos=True),
-        )
-        if lender is not None:
-            request.lender.CopyFrom(decode_pb2.Lender(worker=self.holder(lender), may_compute=may_compute))
+        request = self._request(name, prompt, lender, may_compute, max_tokens=1)
         started_at = time.perf_counter()
         stub = decode_pb2_grpc.DecodeStub(self._link(name))
         messages = [message async for message in stub.Generate(request, timeout=120)]
         return messages[-1].finish.receipt, time.perf_counter() - started_at
+
+    def _request(
+        self, name: str, prompt: Sequence[int], lender: str | None, may_compute: bool, max_tokens: int
+    ) -> decode_pb2.DecodeRequest:
+        request = decode_pb2.DecodeRequest(
+            request_id=f"bench-{next(self._numbers)}",
+            worker_incarnation=self.hello(name).incarnation,
+            prompt_token_ids=prompt,
+            sampling=pb.Sampling(max_tokens=max_tokens, temperature=0, top_p=1, ignore_eos=True),
+        )
+        if lender is not None:
+            request.lender.CopyFrom(decode_pb2.Lender(worker=self.holder(lender), may_compute=may_compute))
+        return request
 
     async def lend(self, name: str, tokens: Sequence[int]) -> float:
         """Borrow without reading, so that `name` computes missing blocks; return seconds from start to last block."""
@@ -110,6 +128,7 @@ class Workers:
         beating = asyncio.ensure_future(_send_heartbeat(call))
         end, started_at = 1, 0.0
         announced = 0
+        self.lent_blocks = []
         while announced < end:
             frame = await call.read()
             assert isinstance(frame, lend_pb2.LenderFrame), "the stream ended early"
@@ -118,6 +137,7 @@ class Workers:
                 if response.HasField("starting"):
                     end, started_at = response.starting.end_block, time.perf_counter()
                 announced += len(response.blocks_ready.block_ids)
+                self.lent_blocks += response.blocks_ready.block_ids
         seconds = time.perf_counter() - started_at
         beating.cancel()
         await asyncio.gather(beating, return_exceptions=True)

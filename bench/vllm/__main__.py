@@ -1,4 +1,4 @@
-"""`make bench-vllm`, or `python -m bench.vllm PART ...` for some parts: alone, pair, transfer."""
+"""`make bench-vllm`, or `python -m bench.vllm PART ...` for some parts: alone, pair, transfer, faults."""
 
 import os
 import shutil
@@ -13,9 +13,10 @@ from rich.console import Console
 from bench.models import qwen2_half_b
 from bench.report import OUT, Bar, conclude
 from bench.vllm.compared import VLLM, compare_alone, compare_pairs
+from bench.vllm.faults import measure_faults
 from bench.vllm.transfer import measure_transfer
 
-PARTS = ("alone", "pair", "transfer")
+PARTS = ("alone", "pair", "transfer", "faults")
 
 
 def bars_of(figures: dict[str, Any]) -> list[Bar]:
@@ -38,6 +39,16 @@ def bars_of(figures: dict[str, Any]) -> list[Bar]:
         bars.append(Bar("fingerprints on both sides / TTFT of 1,024 tokens", figures["transfer"]["fingerprints"], 0.03))
         what = "4 chunks: last chunk computed to last block bound / whole transfer"
         bars.append(Bar(what, figures["transfer"]["overlap"], 0.3))
+    if "faults" in figures:
+        found = figures["faults"]["tandem"]
+        bars += [
+            Bar(f"five faults: streams that were {what}", sum(each[what] for each in found.values()), 0)
+            for what in ("lost", "wrong", "late")
+        ]
+        silent = found["prefill stands still"]["free_s_max"]
+        dead = max(each["free_s_max"] for name, each in found.items() if name != "prefill stands still")
+        bars.append(Bar("all blocks free after a death, a cancel or a flip, s at most", dead, 1.0))
+        bars.append(Bar("all blocks free beside a silent peer, s at most", silent, 10.0))
     return bars
 
 
@@ -56,6 +67,7 @@ async def main(parts: list[str]) -> None:
         "alone": lambda: compare_alone(model, cores, scratch, console),
         "pair": lambda: compare_pairs(model, cores, scratch, console),
         "transfer": lambda: measure_transfer(model, cores, console),
+        "faults": lambda: measure_faults(cores, scratch, console),
     }
     try:
         for part in parts:

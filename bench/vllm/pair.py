@@ -8,7 +8,7 @@ import asyncio
 import json
 import signal
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
@@ -34,7 +34,17 @@ ASK_PREFILL = {
 class VllmPair:
     """Async context manager of the two servers; `pause` stops their processes while the other side is measured."""
 
-    def __init__(self, environment: Path, model: Path, cores: Sequence[int], scratch: Path, *options: str) -> None:
+    def __init__(
+        self,
+        environment: Path,
+        model: Path,
+        cores: Sequence[int],
+        scratch: Path,
+        *options: str,
+        where: Path | None = None,
+    ) -> None:
+        """Create it; the prefill server notes in the file `where` its KV memory lies."""
+        self._where = where
         self._environment = environment
         self._model = model
         self._cores = cores
@@ -57,16 +67,20 @@ class VllmPair:
         """Start one of the two servers, also in the place of one that was killed."""
         core = self._cores[0 if role == "prefill" else -1]
         variables = {
-            "PYTHONPATH": str(self._scratch / "links"),
+            "PYTHONPATH": f"{self._scratch / 'links'}:{Path.cwd()}",
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(SIDE_PORTS[role]),
         }
+        transfer = TRANSFER
+        if self._where is not None and role == "prefill":
+            variables["TANDEM_BENCH_WHERE"] = str(self._where)
+            transfer = TRANSFER | {"kv_connector": "NixlWhere", "kv_connector_module_path": "bench.vllm.nixl_where"}
         server = VllmServer(
             self._environment,
             self._model,
             [core],
             self._scratch / role,
-            *("--kv-transfer-config", json.dumps(TRANSFER), "--block-size", "32", *self._options),
+            *("--kv-transfer-config", json.dumps(transfer), "--block-size", "32", *self._options),
             port=PORTS[role],
             variables=variables,
         )
@@ -93,16 +107,22 @@ class VllmPair:
         async for moment, _ in self.stream(token_ids, max_tokens):
             yield moment
 
-    async def stream(self, token_ids: Sequence[int], max_tokens: int) -> AsyncIterator[tuple[float, str]]:
+    async def stream(
+        self,
+        token_ids: Sequence[int],
+        max_tokens: int,
+        between: Callable[[dict[str, Any]], object] = lambda _: None,
+    ) -> AsyncIterator[tuple[float, str]]:
         """Yield the moment and the text of each token.
 
-        Raises aiohttp's errors.
+        `between` is called with the transfer parameters between prefill and decode. Raises aiohttp's errors.
         """
         common: dict[str, Any] = {"model": "m", "prompt": list(token_ids), "temperature": 0, "ignore_eos": True}
         first = common | {"max_tokens": 1, "kv_transfer_params": ASK_PREFILL}
         async with self._session.post(f"{self.servers['prefill'].url}/v1/completions", json=first) as answer:
             answer.raise_for_status()
             transfer = (await answer.json())["kv_transfer_params"]
+        between(transfer)
         then = common | {"max_tokens": max_tokens, "stream": True, "kv_transfer_params": transfer}
         async with self._session.post(f"{self.servers['decode'].url}/v1/completions", json=then) as answer:
             answer.raise_for_status()

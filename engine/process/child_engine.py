@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import importlib.util
 import logging
 import os
 import socket
@@ -10,15 +9,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import IO
 
 from engine.config import WorkerConfig
-from engine.errors import EngineStartError
 from engine.messages import ToEngine
 from engine.process.engine_client import EngineHost, EngineListener
 from engine.process.message_socket import MessageSocket
 from engine.process.spec import EngineSpec
+from engine.process.vllm_arguments import vllm_python
 
 log = logging.getLogger(__name__)
 
@@ -109,17 +107,7 @@ def _program(config: WorkerConfig) -> list[str]:
     """
     if config.engine != "vllm":
         return [sys.executable, "-m", "cluster.launch", "engine.process.engine_process"]
-    return [str(_vllm_python(config)), "-m", "cluster.launch", "engine.process.vllm_process"]
-
-
-def _vllm_python(config: WorkerConfig) -> Path:
-    if config.vllm_python is None and importlib.util.find_spec("vllm") is not None:
-        return Path(sys.executable)
-    chosen = config.vllm_python or Path(sys.prefix).parent / ".venv-vllm" / "bin" / "python"
-    if not chosen.exists():
-        reason = f"no {chosen}, and vLLM is not installed beside {sys.executable}; `make vllm` sets up an environment"
-        raise EngineStartError("vllm_python", reason)
-    return chosen
+    return [str(vllm_python(config)), "-m", "cluster.launch", "engine.process.vllm_process"]
 
 
 def _preloads(config: WorkerConfig) -> dict[str, str]:
@@ -129,7 +117,7 @@ def _preloads(config: WorkerConfig) -> dict[str, str]:
     """
     if config.engine != "vllm":
         return {}
-    lib = _vllm_python(config).parent.parent / "lib"
+    lib = vllm_python(config).parent.parent / "lib"
     found = [*lib.glob("libiomp5.so"), *lib.glob("python3*/site-packages/vllm/libs/libtcmalloc*.so*")]
     others = [path for path in [os.environ.get("LD_PRELOAD", "")] if path]
     return {"LD_PRELOAD": ":".join([*map(str, found), *others])} if found else {}

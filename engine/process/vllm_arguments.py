@@ -1,5 +1,8 @@
-"""Arguments of vLLM's EngineArgs, from a worker's settings."""
+"""vLLM's interpreter, and arguments of vLLM's EngineArgs, from a worker's settings."""
 
+import importlib.util
+import sys
+from pathlib import Path
 from typing import Any
 
 from cluster.roles import Role
@@ -24,6 +27,20 @@ OWN = (
     "disable_log_stats",
 )
 """Arguments that Tandem sets itself."""
+
+
+def vllm_python(config: WorkerConfig) -> Path:
+    """Return the interpreter of vLLM's environment.
+
+    Raises EngineStartError when there is none.
+    """
+    if config.vllm_python is None and importlib.util.find_spec("vllm") is not None:
+        return Path(sys.executable)
+    chosen = config.vllm_python or Path(sys.prefix).parent / ".venv-vllm" / "bin" / "python"
+    if not chosen.exists():
+        reason = f"no {chosen}, and vLLM is not installed beside {sys.executable}; `make vllm` sets up an environment"
+        raise EngineStartError("vllm_python", reason)
+    return chosen
 
 
 def check_version(version: str) -> None:

@@ -6,6 +6,7 @@ Pure.
 from collections.abc import Callable, Mapping
 
 from engine.config import WorkerConfig
+from engine.process.vllm_arguments import VERSION
 from kvtransfer.strict_lanes import GROUPS
 from kvtransfer.topology import choices
 from tandem.doctor.findings import Finding, Level
@@ -30,6 +31,7 @@ def check_all(
     """
     checks: list[Callable[[], list[Finding]]] = [
         lambda: check_packages(machine, config),
+        lambda: check_vllm(machine),
         lambda: check_gpus(machine, config),
         lambda: check_rdma(machine, config),
         lambda: check_nics(machine, environment),
@@ -55,6 +57,23 @@ def check_packages(machine: Machine, config: WorkerConfig) -> list[Finding]:
         optional = name == "flashinfer" and config.backend == "auto"
         advice = f"{INSTALL[name]}, or set another {'transport' if name in ('nixl', 'ucxx') else 'engine or backend'}"
         findings.append(Finding("packages", "warning" if optional else "broken", f"{name} is not installed", advice))
+    return findings
+
+
+def check_vllm(machine: Machine) -> list[Finding]:
+    """Check vLLM's environment, for the vllm engine."""
+    if machine.vllm is None:
+        return []
+    advice = "make vllm, or set vllm_python; see docs/vllm.md"
+    if isinstance(machine.vllm, str):
+        return [Finding("vllm", "broken", machine.vllm, advice)]
+    there = ", ".join(f"{name} {number}" for name, number in machine.vllm.items() if number is not None)
+    findings = [Finding("vllm", "ok", there)]
+    for name, number in machine.vllm.items():
+        if number is None:
+            findings.append(Finding("vllm", "broken", f"{name} is not installed in vLLM's environment", advice))
+        elif name == "vllm" and not number.startswith(f"{VERSION}."):
+            findings.append(Finding("vllm", "broken", f"vLLM {number}; this Tandem needs {VERSION}", advice))
     return findings
 
 

@@ -56,7 +56,7 @@ def run_doctor(
         raise StartError("workers", f"a pair takes 2, and {MAX_WORKERS} are the most; not {workers}")
     if others and settings.get("host", LOOPBACK) == LOOPBACK:
         settings = settings | {"host": _address_toward(others[0])}
-    config, machine = _config(settings, model), read_machine()
+    config, machine = _settled(settings, model)
     findings = check_all(machine, config, workers, os.environ, alone=not others)
     told, pairs, unreached = asyncio.run(_examine(config, machine, workers, others))
     findings += [each.judge_clock() for each in told] + unreached + judge_pairs(pairs, machine, config)
@@ -74,7 +74,7 @@ def listen_for_doctor(console: Console, settings: dict[str, Any], model: Path | 
     """
     if settings.get("host", LOOPBACK) == LOOPBACK:
         settings = settings | {"host": "0.0.0.0"}
-    config, machine = _config(settings, model), read_machine()
+    config, machine = _settled(settings, model)
     findings = check_all(machine, config, 1, os.environ, alone=False)
 
     def spec(seed: int, num_bytes: int, asker: str) -> PeerSpec:
@@ -119,6 +119,11 @@ def _config(settings: dict[str, Any], model: Path | None) -> WorkerConfig:
     if model is not None:
         ModelDir.open(model)
     return WorkerConfig.parse({"model": model or Path()} | settings)
+
+
+def _settled(settings: dict[str, Any], model: Path | None) -> tuple[WorkerConfig, Machine]:
+    config = _config(settings, model)
+    return config, read_machine(config)
 
 
 def _on_gpu(machine: Machine, config: WorkerConfig) -> bool:

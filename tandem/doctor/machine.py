@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from engine.config import WorkerConfig
+from engine.errors import EngineStartError
+from engine.process.vllm_arguments import vllm_python
 from kvtransfer.sysfs import read_host
 from kvtransfer.topology import Host
 
@@ -32,6 +35,14 @@ ASK_TORCH = (
     "gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]\n"
     "print(json.dumps(gpus))"
 )
+ASK_VLLM = (
+    "import json, importlib.metadata as m\n"
+    "def of(name):\n"
+    "    try: return m.version(name)\n"
+    "    except m.PackageNotFoundError: return None\n"
+    "names = {'vllm': ('vllm',), 'nixl': ('nixl-cu12', 'nixl-cu13'), 'tandem-serving': ('tandem-serving',)}\n"
+    "print(json.dumps({name: next(filter(None, map(of, each)), None) for name, each in names.items()}))"
+)
 TORCH_TIMEOUT_S = 60.0
 
 
@@ -50,9 +61,11 @@ class Machine:
     torch_gpus: tuple[str, ...] | None
     """GPUs that torch computes on; None without torch."""
     host: Host
+    vllm: Mapping[str, str | None] | str | None = None
+    """Versions in vLLM's environment by distribution, or the reason why there is none; None for another engine."""
 
 
-def read_machine() -> Machine:
+def read_machine(config: WorkerConfig) -> Machine:
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return Machine(
         versions={name: _version(distributions) for name, distributions in PACKAGES.items()},
@@ -63,7 +76,21 @@ def read_machine() -> Machine:
         compiler=next(filter(None, map(shutil.which, [os.environ.get("CXX") or "", *COMPILERS])), None),
         torch_gpus=_torch_gpus(),
         host=read_host(),
+        vllm=_vllm(config) if config.engine == "vllm" else None,
     )
+
+
+def _vllm(config: WorkerConfig) -> Mapping[str, str | None] | str:
+    """Ask vLLM's interpreter for the versions there."""
+    try:
+        python = vllm_python(config)
+        told = subprocess.run([python, "-c", ASK_VLLM], capture_output=True, text=True, timeout=TORCH_TIMEOUT_S)
+    except (EngineStartError, OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if told.returncode:
+        return f"{python}: {told.stderr.strip().splitlines()[-1]}"
+    versions: dict[str, str | None] = json.loads(told.stdout)
+    return versions
 
 
 def _version(distributions: tuple[str, ...]) -> str | None:

@@ -47,7 +47,7 @@ def test_machines_that_are_all_right(machine: Machine) -> None:
 
 
 def test_this_machine_can_be_judged() -> None:
-    assert check_all(read_machine(), CONFIG, 2, {})
+    assert check_all(read_machine(settings()), CONFIG, 2, {})
 
 
 @pytest.mark.parametrize(("transport", "missing"), [("nixl", "nixl"), ("ucxx", "ucxx"), ("nixl", "torch")])
@@ -65,6 +65,17 @@ def test_packages_that_are_not_needed_may_be_missing() -> None:
 def test_flashinfer_where_there_is_a_gpu(backend: str, level: Level) -> None:
     machine = replace(SERVER, versions=VERSIONS | {"flashinfer": None})
     assert (level, "flashinfer is not installed") in of(machine, "packages", settings(backend=backend))
+
+
+def test_the_environment_of_vllm() -> None:
+    assert of(LAPTOP, "vllm") == []
+    good = {"vllm": "0.32.1", "nixl": "1.5.1", "tandem-serving": "0.1.0"}
+    assert of(replace(LAPTOP, vllm=good), "vllm") == [("ok", "vllm 0.32.1, nixl 1.5.1, tandem-serving 0.1.0")]
+    old = of(replace(LAPTOP, vllm=good | {"vllm": "0.31.0"}), "vllm")
+    assert old[1] == ("broken", "vLLM 0.31.0; this Tandem needs 0.32")
+    bare = of(replace(LAPTOP, vllm=good | {"nixl": None}), "vllm")
+    assert bare[1] == ("broken", "nixl is not installed in vLLM's environment")
+    assert of(replace(LAPTOP, vllm="no /x/python"), "vllm") == [("broken", "no /x/python")]
 
 
 def test_gpus_that_torch_does_not_see() -> None:

@@ -9,8 +9,9 @@ import pytest
 import pytest_asyncio
 
 from cluster.errors import InvalidRequest
+from engine.config import WorkerConfig
 from protos import inference_pb2 as pb
-from support.processes import LENDER_ALWAYS, Stream, finished, kill_engine, running
+from support.processes import LENDER_ALWAYS, Stream, engine_of, finished, kill_engine, running
 from support.vllm_engines import BLOCK, OPTIONS, PYTHON, STORYTELLER, need_vllm
 from tandem.client import Client
 from tandem.local.local_cluster import LocalCluster
@@ -89,3 +90,21 @@ async def test_streams_survive_a_decode_engine_and_a_decode_worker(site: Site) -
     kill_engine(site.cluster.decode[0])
     assert [stream.token_ids for stream in await finished(streams)] == undisturbed
     assert {stream.receipt.placement.decode_worker for stream in streams} == {"decode-1"}
+
+
+async def test_engines_of_both_kinds_serve_one_model_and_never_exchange_kv(ask) -> None:  # type: ignore[no-untyped-def]
+    torch_settings = {"model": STORYTELLER, "dtype": "float32", "block_tokens": BLOCK, "kv_memory_mib": 64}
+    router = {"model": STORYTELLER, "port": 0} | LENDER_ALWAYS
+    topology = plan_topology(1, 1, router, torch_settings | {"max_prefill_tokens": 64}, [0], 1)
+    async with running(LocalCluster(topology)) as (cluster, client):
+        settings = {"model": STORYTELLER, "cores": (1,)} | VLLM
+        added = [
+            await cluster.add_worker(f"{role}_worker", WorkerConfig.parse(settings | {"worker_id": f"{role}-vllm"}))
+            for role in ("prefill", "decode")
+        ]
+        cluster.engines += [engine_of(worker) for worker in added]  # type: ignore[attr-defined]
+        asked = [ask(client, prompt_of(60 + i, 200), max_tokens=40, ignore_eos=True) for i in range(12)]
+        answers = await asyncio.gather(*asked)
+        pairs = {(answer.placement.decode_worker, answer.placement.lender) for answer in answers}
+        assert pairs == {("decode-0", "prefill-0"), ("decode-vllm", "prefill-vllm")}
+        assert all(answer.kv.moved_blocks == 6 and not answer.kv.loan_failure for answer in answers)
