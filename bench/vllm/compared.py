@@ -105,7 +105,7 @@ async def compare_pairs(model: Path, cores: Sequence[int], scratch: Path, consol
                 side: statistics.median(percentile(each, share) for each in rounds) for side, rounds in sides.items()
             }
             console.print(f"pair, {name}:", figures[name])
-        sides = await in_turns(tandem.generate, vllm.generate, vllm, throughput, 2)
+        sides = await in_turns(tandem.generate, vllm.generate, vllm, throughput, 1)
         figures["tokens_per_s"] = {side: statistics.median(values) for side, values in sides.items()}
         console.print("pair, tokens_per_s:", figures["tokens_per_s"])
         sides = await in_turns(tandem.generate, vllm.generate, vllm, interference, 1)

@@ -20,7 +20,13 @@ from bench.vllm_server import VllmServer
 
 PORTS = {"prefill": 8798, "decode": 8799}
 SIDE_PORTS = {"prefill": 5600, "decode": 5700}
-TRANSFER = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+TRANSFER = {
+    "kv_connector": "NixlConnector",
+    "kv_role": "kv_both",
+    "kv_buffer_device": "cpu",
+    # Its default are 4 threads, which poll without a pause and take the cores from the model on a small machine.
+    "kv_connector_extra_config": {"num_threads": 0},
+}
 ASK_PREFILL = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -82,7 +88,7 @@ class VllmPair:
             self._scratch / role,
             *("--kv-transfer-config", json.dumps(transfer), "--block-size", "32", *self._options),
             port=PORTS[role],
-            variables=variables,
+            variables=variables | {"VLLM_CPU_KVCACHE_SPACE": "1"},
         )
         self.servers[role] = server
         await server.__aenter__()
