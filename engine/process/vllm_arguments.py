@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cluster.roles import Role
 from engine.config import WorkerConfig
 from engine.errors import EngineStartError
 
@@ -49,7 +48,7 @@ def check_version(version: str) -> None:
         raise EngineStartError("vllm_python", f"vLLM {version} is installed there; this Tandem needs {VERSION}")
 
 
-def engine_arguments(config: WorkerConfig, role: Role) -> dict[str, Any]:
+def engine_arguments(config: WorkerConfig) -> dict[str, Any]:
     """Return the arguments.
 
     Raises EngineStartError for settings that this engine does not have, and for options that Tandem sets itself.

@@ -172,12 +172,12 @@ def _start_vllm(spec: EngineSpec) -> _Started:
     """
     config = spec.config
     model_dir = ModelDir.open(config.model)
+    arguments = engine_arguments(config)  # first: importing vLLM takes seconds
     try:
         import vllm
     except ImportError as error:
         raise EngineStartError("vllm_python", f"{sys.executable} cannot import vLLM: {error}") from None
     check_version(vllm.__version__)
-    arguments = engine_arguments(config, spec.role)
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core import EngineCore

@@ -10,6 +10,7 @@ import pytest
 
 from cluster.roles import Role
 from engine.messages import Token
+from kvtransfer.ranks import without_planes
 from support.real_engines import RealEngine
 
 ROOT = Path(__file__).parent.parent.parent
@@ -40,13 +41,13 @@ def ids(tokens: Sequence[Token]) -> list[int]:
 
 
 def flip_a_byte(engine: RealEngine, block: int) -> None:
-    """Change one byte of a block in the second layer of the engine's KV memory."""
+    """Change one byte of a block of an engine whose KV memory is a file; of the second plane, if there is one."""
     found = [entry for entry in Path(f"/proc/{engine.pid}/fd").iterdir() if "memfd:tandem-kv" in os.readlink(entry)]
     assert len({entry.stat().st_ino for entry in found}) == 1
     descriptor = found[0]
     ready = engine.ready
-    planes = int.from_bytes(ready.endpoint.removeprefix(b"tandem-planes-1\n")[:4], "little")
+    planes, num_blocks, _ = without_planes(ready.endpoint)
     span = ready.block_bytes // planes
-    offset = (ready.num_blocks + 1) * span + block * span + 77
+    offset = (num_blocks if planes > 1 else 0) * span + block * span + 77
     with descriptor.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
         memory[offset] ^= 0x40

@@ -92,6 +92,7 @@ async def test_streams_survive_a_decode_engine_and_a_decode_worker(site: Site) -
     assert {stream.receipt.placement.decode_worker for stream in streams} == {"decode-1"}
 
 
+@pytest.mark.long
 async def test_engines_of_both_kinds_serve_one_model_and_never_exchange_kv(ask) -> None:  # type: ignore[no-untyped-def]
     torch_settings = {"model": STORYTELLER, "dtype": "float32", "block_tokens": BLOCK, "kv_memory_mib": 64}
     router = {"model": STORYTELLER, "port": 0} | LENDER_ALWAYS

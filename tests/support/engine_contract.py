@@ -1,0 +1,184 @@
+"""What every engine keeps to, whatever computes in it: loans, cancels, failures, choices, and the names of blocks.
+
+A test module subclasses `EngineContract` and offers a `pair` of its engines, the lender with chunks of 64 tokens.
+"""
+
+import asyncio
+import random
+from dataclasses import replace
+from itertools import count
+
+import pytest
+
+from engine.block_keys import block_keys, root_key
+from engine.kv.block_pool import Stored
+from engine.messages import (
+    CacheChanged,
+    Cancel,
+    Generate,
+    KvAccount,
+    LendClosed,
+    LoanBlocks,
+    LoanFailed,
+    TakeSnapshot,
+    Token,
+)
+from support.real_engines import RealEngine, chosen, greedy
+from support.vllm_engines import BLOCK, flip_a_byte, ids
+
+VOCAB = 2048
+numbers = count()
+
+
+def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
+    generator = random.Random(num_tokens * 1000 + seed)
+    return [generator.randrange(3, VOCAB) for _ in range(num_tokens)]
+
+
+def account_of(tokens: list[Token]) -> KvAccount:
+    return next(token.account for token in tokens if token.account is not None)
+
+
+class Pair:
+    """A lender and a borrower."""
+
+    def __init__(self, lender: RealEngine, borrower: RealEngine) -> None:
+        self.lender, self.borrower = lender, borrower
+
+    async def borrowed(self, request: Generate) -> list[Token]:
+        return await self.borrower.answer(request, self.lender)
+
+    async def settled(self) -> None:
+        """Both hold nothing, and their block pools' records agree."""
+        for engine in (self.lender, self.borrower):
+            found = await engine.audited()
+            assert (found.reserved_blocks, found.sequences) == (0, 0)
+
+
+def named(prompt: list[int], max_tokens: int = 12, **options: object) -> Generate:
+    return greedy(f"r{next(numbers)}", prompt, max_tokens, **options)
+
+
+class EngineContract:
+    """Tests of two engines in processes of their own; the borrower asks the lender by hand-carried messages."""
+
+    @pytest.mark.parametrize("num_tokens", [1, 31, 32, 33, 64, 200, 500])
+    async def test_borrowed_blocks_give_the_tokens_of_the_lender_alone(self, pair: Pair, num_tokens: int) -> None:
+        prompt = prompt_of(num_tokens)
+        got = await pair.borrowed(named(prompt))
+        account = account_of(got)
+        blocks = (num_tokens - 1) // BLOCK
+        assert (account.moved_blocks, account.computed_tokens) == (blocks, num_tokens - blocks * BLOCK)
+        assert ids(got) == ids(await pair.lender.answer(named(prompt)))
+        again = await pair.borrowed(named(prompt))
+        assert ids(again) == ids(got)
+        assert account_of(again).reused_blocks == blocks
+        await pair.settled()
+
+    async def test_blocks_are_announced_chunk_by_chunk(self, pair: Pair) -> None:
+        request = named(prompt_of(400, 1))
+        account = account_of(await pair.borrowed(request))
+        times = account.times
+        assert times["last_blocks_ready"] > times["first_blocks_ready"]
+        assert account.lender_computed_blocks == account.moved_blocks == 12
+
+    async def test_many_at_once_share_what_they_share(self, pair: Pair) -> None:
+        shared = prompt_of(128, 2)
+        requests = [named(shared + prompt_of(40 + i, 3)) for i in range(8)]
+        alone = [ids(await pair.lender.answer(named(list(request.prompt)))) for request in requests]
+        got = await asyncio.gather(*(pair.borrowed(request) for request in requests))
+        assert [ids(tokens) for tokens in got] == alone
+        await pair.settled()
+
+    async def test_a_flipped_byte_is_found_named_and_computed_again(self, pair: Pair) -> None:
+        prompt = prompt_of(300, 4)
+        expected = ids(await pair.lender.answer(named(prompt)))
+        lent: list[int] = []
+        events = [
+            event for message in pair.lender.said if isinstance(message, CacheChanged) for event in message.events
+        ]
+        assert events
+        # Which block holds the fifth part of the prompt: the lender says so when it lends.
+        request = named(prompt)
+        original = pair.borrower.send
+
+        def spoil(*messages: object) -> None:
+            for message in messages:
+                if isinstance(message, LoanBlocks) and not lent:
+                    lent.append(message.block_ids[4])
+                    flip_a_byte(pair.lender, lent[0])
+            original(*messages)  # type: ignore[arg-type]
+
+        pair.borrower.send = spoil  # type: ignore[method-assign]
+        try:
+            got = await pair.borrowed(request)
+        finally:
+            pair.borrower.send = original  # type: ignore[method-assign]
+            flip_a_byte(pair.lender, lent[0])
+        account = account_of(got)
+        assert ids(got) == expected
+        assert account.mismatched_blocks >= 1
+        assert "corrupted" in account.loan_failure
+        assert account.moved_blocks == 4
+        await pair.settled()
+
+    async def test_a_lender_that_refuses_costs_nothing_but_time(self, pair: Pair) -> None:
+        prompt = prompt_of(200, 6)
+        request = named(prompt)
+        pair.borrower.lent[request.request_id] = pair.lender, request
+        original = pair.lender.send
+        pair.lender.send = lambda *messages: pair.borrower.send(  # type: ignore[method-assign]
+            LoanFailed(request.request_id, "no capacity")
+        )
+        try:
+            pair.borrower.send(replace(request, borrow=True))
+            await pair.borrower.until(lambda: pair.borrower.over(request))
+        finally:
+            pair.lender.send = original  # type: ignore[method-assign]
+        got = pair.borrower.tokens[request.request_id]
+        assert account_of(got).loan_failure == "no capacity"
+        assert ids(got) == ids(await pair.lender.answer(named(prompt)))
+        await pair.settled()
+
+    @pytest.mark.parametrize("after_ms", [0, 2, 5, 10, 20, 40, 80, 160])
+    async def test_a_cancel_at_any_moment_leaves_nothing_behind(self, pair: Pair, after_ms: int) -> None:
+        requests = [named(prompt_of(300 + i, 7 + after_ms), 40) for i in range(3)]
+        for request in requests:
+            pair.borrower.lent[request.request_id] = pair.lender, request
+            pair.borrower.send(replace(request, borrow=True))
+        await asyncio.sleep(after_ms / 1e3)
+        for request in requests:
+            pair.borrower.send(Cancel(request.request_id))
+        await pair.settled()
+
+    async def test_a_borrower_that_vanishes_leaves_nothing_at_the_lender(self, pair: Pair) -> None:
+        for after_ms in (0, 5, 30):
+            request = named(prompt_of(350, 20 + after_ms))
+            pair.borrower.lent[request.request_id] = pair.lender, request
+            pair.borrower.send(replace(request, borrow=True))
+            await asyncio.sleep(after_ms / 1e3)
+            pair.lender.send(LendClosed(request.request_id))
+            pair.borrower.send(LoanFailed(request.request_id, "the lender is gone"))
+            await pair.borrower.until(lambda request=request: pair.borrower.over(request))  # type: ignore[misc]
+            await pair.settled()
+
+    async def test_several_choices_are_as_if_each_were_asked_alone(self, pair: Pair) -> None:
+        prompt = prompt_of(100, 31)
+        request = named(prompt, 10, n=3, temperature=1.0, seed=4)
+        got = chosen(await pair.borrowed(request))
+        assert sorted(got) == [0, 1, 2]
+        assert got == chosen(await pair.lender.answer(named(prompt, 10, n=3, temperature=1.0, seed=4)))
+        assert len({tuple(tokens) for tokens in got.values()}) > 1
+        await pair.settled()
+
+    async def test_the_index_of_cached_blocks_uses_tandems_keys(self, pair: Pair) -> None:
+        prompt = prompt_of(160, 33)
+        await pair.lender.answer(named(prompt, 40))
+        root = root_key(pair.lender.ready.model_fingerprint, "")
+        keys = block_keys(root, prompt, BLOCK)
+        pair.lender.said.clear()
+        pair.lender.send(TakeSnapshot())
+        await pair.lender.until(lambda: any(isinstance(m, CacheChanged) and m.snapshot for m in pair.lender.said))
+        snapshots = [m for m in pair.lender.said if isinstance(m, CacheChanged) and m.snapshot]
+        stored = {key: event.parent for event in snapshots[0].events if isinstance(event, Stored) for key in event.keys}
+        assert [stored[key] for key in keys] == [root, *keys[:-1]]
