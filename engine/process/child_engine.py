@@ -20,6 +20,9 @@ from engine.process.vllm_arguments import vllm_python
 
 log = logging.getLogger(__name__)
 
+LAST_LINE_S = 1.0
+"""Longest wait for the last line of a dead engine's log, in seconds: a child of the engine may hold the log open."""
+
 
 class ChildEngine(EngineHost):
     """Engine process (`engine/process/engine_process.py`) at the other end of a socket."""
@@ -27,6 +30,7 @@ class ChildEngine(EngineHost):
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._keeps_log = spec.config.engine == "vllm"
+        self._relaying: threading.Thread | None = None
         self._last_line = ""
         """Last line of the engine's log, where it is kept."""
 
@@ -44,7 +48,8 @@ class ChildEngine(EngineHost):
                 env=os.environ | {"PYTHONUNBUFFERED": "1"} | _preloads(self._spec.config),
             )
         if self._process.stderr is not None:
-            threading.Thread(target=self._relay, args=(self._process.stderr,), daemon=True).start()
+            self._relaying = threading.Thread(target=self._relay, args=(self._process.stderr,), daemon=True)
+            self._relaying.start()
         self._loop.add_reader(self._link.fileno(), self._on_readable)
         self._transmit(self._spec)
 
@@ -89,6 +94,8 @@ class ChildEngine(EngineHost):
 
     async def _await_death(self) -> None:
         code = await asyncio.to_thread(self._process.wait)
+        if self._relaying is not None:
+            await asyncio.to_thread(self._relaying.join, LAST_LINE_S)
         said = f": {self._last_line}" if self._last_line else ""
         self._listener.ended(f"its process ended with code {code}{said}")
 
