@@ -60,7 +60,7 @@ ray: $(INSTALLED)
 
 # With vLLM's own environment; skipped where vLLM could not be installed.
 test-vllm: $(INSTALLED)
-	$(BIN)/pytest -m "not long" tests/vllm
+	$(BIN)/pytest -m "not long" tests/vllm_backend
 
 vllm-if-on-offer: $(INSTALLED)
 	@$(MAKE) --no-print-directory vllm || echo "vLLM could not be installed: its tests are skipped"
@@ -73,7 +73,7 @@ $(HELM): helm/get_helm.py $(INSTALLED)
 
 # More models, grammars and chunk sizes, and whole storms, where `test` runs some.
 test-long: $(INSTALLED)
-	$(BIN)/pytest -m long tests/integration tests/e2e tests/vllm
+	$(BIN)/pytest -m long tests/integration tests/e2e tests/vllm_backend
 
 # 20,000 trials in virtual time, 20 real faults of each kind, storms of minutes; `test` runs a slice of all.
 test-faults: $(INSTALLED)

@@ -196,6 +196,17 @@ def test_gpus_rdma_and_a_canary() -> None:
     assert env["value"] == "20000-20999"
 
 
+def test_vllm_workers_have_their_image_and_settings() -> None:
+    manifests = render(ROOT / "helm" / "examples" / "vllm.yaml")
+    specs = dict(pod_specs(manifests))
+    images = {name: spec["containers"][0]["image"] for name, spec in specs.items()}
+    assert images["demo-llama-3-1-8b-decode"] == images["demo-llama-3-1-8b-prefill"] == "tandem-worker-vllm:0.1.0"
+    assert images["demo-router"] == "tandem-router:0.1.0"
+    for role in ("prefill", "decode"):
+        config = WorkerConfig.parse(config_of(manifests, f"demo-llama-3-1-8b-{role}", "worker"))
+        assert (config.engine, config.block_tokens, config.vllm_options) == ("vllm", 32, {"max_model_len": 32768})
+
+
 def is_guaranteed(spec: dict[str, Any]) -> bool:
     """Whether it is of the class that kubelet aligns devices and cores for."""
     resources = [container["resources"] for container in [*spec.get("initContainers", []), *spec["containers"]]]

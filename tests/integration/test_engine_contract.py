@@ -1,4 +1,4 @@
-"""The contract of engines, held by the torch and the sim engine; vLLM's is in tests/vllm."""
+"""The contract of engines, held by the torch and the sim engine; vLLM's is in tests/vllm_backend."""
 
 from collections.abc import AsyncIterator
 from typing import Any
