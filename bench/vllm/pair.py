@@ -21,10 +21,10 @@ from bench.vllm_server import VllmServer
 PORTS = {"prefill": 8798, "decode": 8799}
 SIDE_PORTS = {"prefill": 5600, "decode": 5700}
 TRANSFER = {
-    "kv_connector": "NixlConnector",
+    "kv_connector": "NixlCalm",
+    "kv_connector_module_path": "bench.vllm.nixl_calm",
     "kv_role": "kv_both",
     "kv_buffer_device": "cpu",
-    # Its default are 4 threads, which poll without a pause and take the cores from the model on a small machine.
     "kv_connector_extra_config": {"num_threads": 0},
 }
 ASK_PREFILL = {
@@ -77,16 +77,14 @@ class VllmPair:
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(SIDE_PORTS[role]),
         }
-        transfer = TRANSFER
         if self._where is not None and role == "prefill":
             variables["TANDEM_BENCH_WHERE"] = str(self._where)
-            transfer = TRANSFER | {"kv_connector": "NixlWhere", "kv_connector_module_path": "bench.vllm.nixl_where"}
         server = VllmServer(
             self._environment,
             self._model,
             [core],
             self._scratch / role,
-            *("--kv-transfer-config", json.dumps(transfer), "--block-size", "32", *self._options),
+            *("--kv-transfer-config", json.dumps(TRANSFER), "--block-size", "32", *self._options),
             port=PORTS[role],
             variables=variables | {"VLLM_CPU_KVCACHE_SPACE": "1"},
         )
