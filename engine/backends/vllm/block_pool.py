@@ -60,9 +60,8 @@ class VllmBlockPool(BlockPool):
 
     @property
     def num_filled(self) -> int:
-        """Number of blocks in use or cached."""
-        cached = sum(1 for block in self._name_of if self._pool.blocks[block].ref_cnt == 0)
-        return self.num_blocks - int(self._pool.get_num_free_blocks()) + cached
+        """Number of blocks in use or named, whichever are more: counting both exactly would walk the whole pool."""
+        return max(self.num_blocks - int(self._pool.get_num_free_blocks()), len(self._name_of))
 
     @property
     def num_held(self) -> int:
