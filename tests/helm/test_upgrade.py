@@ -19,6 +19,7 @@ SINCE = {("0.1.0", "tls"): "at '/monitoring': additional properties 'tlsConfig' 
 KNOWN = {
     ("0.1.0", "sim"): {"demo-simulated-prefill", "demo-simulated-decode"},
     ("0.1.0", "laptop"): {"demo-storyteller-prefill", "demo-storyteller-decode"},
+    ("0.1.0", "vllm"): {"demo-llama-3-1-8b-prefill", "demo-llama-3-1-8b-decode"},
 }
 """Pools that do not know where routers of later versions are, as docs/kubernetes.md says under Upgrades."""
 
