@@ -86,11 +86,11 @@ async def test_beam_search_is_refused_by_name(pair: Pair) -> None:
     assert "beam_width" in refused.reason
 
 
-async def test_preemption_by_vllm_loses_nothing() -> None:
+async def test_preemption_by_vllm_loses_nothing(pair: Pair) -> None:
     """A pool of 20 blocks for five requests of up to 9, admitted with the blocks for 16 tokens of output."""
     settings = {"kv_memory_mib": 4, "reserve_output_tokens": 16, "vllm_options": {"max_model_len": 320}}
-    small, large = vllm_engine("small", **settings), vllm_engine("large", vllm_options={"max_model_len": 320})
-    async with engines(small, large):
+    small, large = vllm_engine("small", **settings), pair.lender
+    async with engines(small):
         assert small.ready.num_blocks == 20
         prompts = [prompt_of(70 + 5 * i, 40) for i in range(5)]
         expected = [ids(await large.answer(named(prompt, 180, ignore_eos=True))) for prompt in prompts]
@@ -102,10 +102,9 @@ async def test_preemption_by_vllm_loses_nothing() -> None:
         assert found.reserved_blocks == 0
 
 
-async def test_a_lender_killed_in_the_middle_of_a_loan() -> None:
-    lender, borrower = vllm_engine("dying", "prefill"), vllm_engine("heir")
-    started = asyncio.gather(lender.start(), borrower.start())
-    await started
+async def test_a_lender_killed_in_the_middle_of_a_loan(pair: Pair) -> None:
+    lender, borrower = vllm_engine("dying", "prefill"), pair.borrower
+    await lender.start()
     try:
         prompt = prompt_of(500, 50)
         request = named(prompt, 8)
@@ -123,4 +122,4 @@ async def test_a_lender_killed_in_the_middle_of_a_loan() -> None:
         found = await borrower.audited()
         assert found.reserved_blocks == 0
     finally:
-        await asyncio.gather(lender.host.stop(), borrower.host.stop())
+        await lender.host.stop()
